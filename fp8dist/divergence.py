@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fp8dist.text import columns, plural, printable, ranks_text, wrapped
+from fp8dist.text import columns, first_few, plural, printable, ranks_text, size_text, wrapped
 
-__all__ = ["MORE", "Divergence", "Finding", "Participant", "plain_values", "word_for"]
+__all__ = ["MORE", "Divergence", "Finding", "Participant", "compared_text", "plain_values", "word_for"]
 
 MORE = "…"
 """Name of a finding that counts the things that are not named."""
@@ -48,6 +48,9 @@ SHOWN_ROWS = 32
 
 SHOWN_REPAIRS = 8
 """Repairs that are listed before the rest is only counted."""
+
+SHOWN_NOT_FINITE = 4
+"""Tensors with NaN or infinity that are named."""
 
 SHOWN_SIDES = 4
 """Sides whose values a sentence shows."""
@@ -147,11 +150,19 @@ class Divergence:
     repaired: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     noun: str = "rank"
+    compared_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    unverified: Mapping[str, str] = field(default_factory=dict, hash=False)
+    nonfinite: tuple[str, ...] = ()
+
+    @property
+    def diverged(self) -> bool:
+        """True if something differs, and was not repaired."""
+        return bool(self.findings) and not self.repaired
 
     @property
     def consistent(self) -> bool:
-        """True if nothing differs, or if all differences were repaired."""
-        return not self.findings or bool(self.repaired)
+        """True if something was compared, nothing differs (or all was repaired), and nothing is ``unverified``."""
+        return not self.diverged and any(self.compared.values()) and not self.unverified
 
     @property
     def reporting_rank(self) -> int:
@@ -166,6 +177,7 @@ class Divergence:
         """Return plain JSON values."""
         return {
             "consistent": self.consistent,
+            "diverged": self.diverged,
             **plain_values({**asdict(self), "compared": tuple(self.compared.items())}),
         }
 
@@ -182,11 +194,19 @@ class Divergence:
         what = list(dict.fromkeys(_WHAT.get(f.kind, "what was compared") for f in self.findings))
         return f"{' and '.join(what)} differ{'s' if what == ['FP8 state'] else ''} between {self.noun}s"
 
+    def _clean_headline(self) -> str:
+        compared = compared_text(self.compared, self.compared_bytes)
+        if self.consistent:
+            return f"consistent ({compared})"
+        if not compared:
+            return "not verified: nothing was compared"
+        return f"not verified: {' and '.join(map(plural, self.unverified))} (equal: {compared})"
+
     def __str__(self) -> str:
-        compared = ", ".join(f"{count} {kind if count == 1 else plural(kind)}" for kind, count in self.compared.items())
-        notes = [f"not compared: {text}" for text in self.skipped]
+        notes = [f"not finite: {first_few(self.nonfinite, SHOWN_NOT_FINITE)}"] if self.nonfinite else []
+        notes += [f"not compared: {text}" for text in dict.fromkeys((*self.unverified.values(), *self.skipped))]
         if not self.findings:
-            return "\n".join([f"consistent ({compared or 'nothing was compared'})", *notes])
+            return "\n".join([self._clean_headline(), *notes])
         if self.repaired:
             texts = list(dict.fromkeys(self.repaired))
             more = f"; and {len(texts) - SHOWN_REPAIRS} more" if len(texts) > SHOWN_REPAIRS else ""
@@ -194,6 +214,20 @@ class Divergence:
         notes += self.notes
         below = [line for text in (*_where(self.findings, self.noun), *notes) for line in _hanging(text)]
         return "\n".join([*_hanging(self._headline()), *_table(self.findings, self.noun), *below])
+
+
+def compared_text(compared: Mapping[str, int], sizes: Mapping[str, int]) -> str:
+    """Return what was compared as text: "72 parameters of 1.2 MB, 30 slots of 12 kB"; "" for nothing.
+
+    Args:
+        compared: number of things by kind.
+        sizes: their bytes by kind, as far as they are known.
+    """
+    return ", ".join(
+        f"{count} {kind if count == 1 else plural(kind)}{f' of {size_text(sizes[kind])}' if kind in sizes else ''}"
+        for kind, count in compared.items()
+        if count
+    )
 
 
 def _hanging(text: str) -> list[str]:

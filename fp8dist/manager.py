@@ -31,6 +31,7 @@ from fp8dist.coverage import Coverage
 from fp8dist.errors import ConfigurationError, NotAModelError
 from fp8dist.modules.job_state import JobState, Tie
 from fp8dist.modules.parts import fp8_parts
+from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.monitor import Monitor
 from fp8dist.monitoring.watch import Observer, Watch
 from fp8dist.names import check_keywords, did_you_mean, require_bool, require_choice, require_int
@@ -332,7 +333,7 @@ class StateManager(Joinable):
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and everything else that is known to be replicated, across ranks. COLLECTIVE.
 
-        This is one all-reduce of 104 bytes. With further sets of ranks, as on meshes, it is one for each set and two
+        This is one all-reduce of 120 bytes. With further sets of ranks, as on meshes, it is one for each set and two
         more. If ranks differ, further collectives find out what differs, where, and on which ranks.
 
         Compared are the FP8 state across the ranks that share it, parameters that DDP keeps equal (if ``attach`` was
@@ -340,7 +341,9 @@ class StateManager(Joinable):
         ``fp8dist.check(module, group=…)``. ``report.compared`` counts what was compared, by kind. ``report.skipped``
         says what was not compared, and why.
 
-        On one rank there is nothing to compare, and the report is consistent.
+        The report is ``consistent`` only if everything that was to be compared was compared on some ranks, and is
+        equal: not if all parameters are shards that no other rank holds, and not on one rank. Then
+        ``report.unverified`` or ``report.skipped`` says why, and nothing is raised.
 
         Args:
             parameters: compare parameters.
@@ -691,6 +694,8 @@ class StateManager(Joinable):
         self._cycle.settle()
         arenas = [sync.arena for sync in self._syncs]
         counters = [sync.counters for sync in self._syncs]
+        last = self.last_check
+        compared = (None if last is None else last.compared) or {}
         return {
             "fp8/step": float(self.steps),
             "fp8/slots": float(sum(len(arena) for arena in arenas)),
@@ -706,6 +711,9 @@ class StateManager(Joinable):
             "fp8/check_ms": 1e3 * self._cycle.checker.seconds,
             "fp8/proven_step": float(self.proven_step or 0),
             "fp8/checked_step": float(self.checked_step or 0),
+            "fp8/compared_parameters": float(compared.get("parameter", 0)),
+            "fp8/compared_slots": float(compared.get("slot", 0)),
+            "fp8/compared_bytes": float(0 if last is None else sum(last.compared_bytes.values())),
         }
 
     @property
@@ -722,9 +730,16 @@ class StateManager(Joinable):
 
     @property
     def checked_step(self) -> int | None:
-        """The newest step after which a check compared parameters and FP8 state, and found them equal; None: none since
-        ``attach``. Steps are those of ``run_step``. Local. Does not read the device."""
+        """The newest step after which a check compared parameters and found them equal and finite; None: none since
+        ``attach``, as where each rank holds shards of its own. Steps are those of ``run_step``. Local. Does not read
+        the device."""
         return self._cycle.checker.checked
+
+    @property
+    def last_check(self) -> Checked | None:
+        """What the newest check of parameters that found no difference has compared: kinds, numbers and bytes, and what
+        it could not compare; None: none since ``attach``. Local. Does not read the device."""
+        return self._cycle.checker.last
 
     def describe(self) -> dict[str, Any]:
         """Return what the header of a run's folder says about this manager, as JSON values. Local.
@@ -883,7 +898,12 @@ class StateManager(Joinable):
         writes = own_rank() == (0 if group is None else min(group.ranks))
         gather = group.gather if found.sharded and group is not None else None
         origin = Origin(
-            self.steps, None if run is None else str(run), world_size(), self.proven_step, self.checked_step
+            self.steps,
+            None if run is None else str(run),
+            world_size(),
+            self.proven_step,
+            self.checked_step,
+            None if self.last_check is None else {"step": self.last_check.step, **self.last_check.fields()},
         )
         write_folder(path, found, config_of(whole), writes, gather, shard_bytes, origin)
 

@@ -52,15 +52,18 @@ def check(
     DTensors across their Replicate axes, parameters that DDP keeps equal across its group, those of Megatron-Core
     across the ranks that hold copies, the FP8 state of prepared models, and, with ``group``, all other plain parameters
     across that group. Shards of FSDP1 are not compared, because
-    they differ by design. If nothing differs, the check costs a pass over the parameters and one all-reduce of 104
+    they differ by design. If nothing differs, the check costs a pass over the parameters and one all-reduce of 120
     bytes. With further sets of ranks, as on meshes, it is one for each set and two more. ``report.compared`` counts
     what was compared, by kind. ``report.skipped`` says what was not compared, and why.
 
-    On one rank there is nothing to compare, and the report is consistent.
+    The report is ``consistent`` only if everything that was to be compared was compared on some ranks, and is equal:
+    not if all parameters are shards that no other rank holds, and not on one rank. Then ``report.unverified`` or
+    ``report.skipped`` says why, and nothing is raised.
 
     Args:
         group: the ranks that call this and hold the same plain parameters: a ProcessGroup, or a DeviceMesh (all axes
-            flattened). None: all ranks of the job call it, and plain parameters outside of DDP are not compared.
+            flattened). None: all ranks of the job call it, and plain parameters outside of DDP are not compared. A
+            prepared model, or a part of it, that was attached with a wrapper counts as wrapped.
         groups: fqn patterns of plain parameters that are replicated over other ranks, or over none (None), such as
             ``{"*.experts.*": None}``. The first match counts.
         gradients: also compare gradients. Call ``check`` after they are reduced and before they are zeroed.
@@ -111,7 +114,7 @@ def check(
     )
     if checkers and not any(checker.settings.enabled for checker in checkers):
         checkers[0].say_what_is_skipped(report, anchor, scope)
-    if report.consistent and step is not None:
+    if not (report.diverged or report.nonfinite) and step is not None:
         module.__dict__[LAST_GOOD_STEPS] = {**module.__dict__[LAST_GOOD_STEPS], **dict.fromkeys(report.compared, step)}
     return report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Sequence
 
-__all__ = ["aligned", "columns", "first_few", "plural", "printable", "ranks_text", "wrapped"]
+__all__ = ["aligned", "columns", "first_few", "plural", "printable", "ranks_text", "size_text", "wrapped"]
 
 _SHOWN_RANKS = 8
 """Ranks that are listed before the rest is only counted."""
@@ -20,6 +20,16 @@ def first_few(names: Sequence[object], most: int = 4, none: str = "none") -> str
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks as text: the first few, and how many more there are."""
     return first_few(ranks, _SHOWN_RANKS, none="")
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes as text, with three digits: "1.25 GB"."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:

@@ -21,7 +21,8 @@ class Origin(NamedTuple):
     """Where an export comes from.
 
     ``step``: steps of the FP8 state. ``run``: a name of the user's. ``ranks``: number of ranks of the job. ``proven``,
-    ``checked``: ``proven_step`` and ``checked_step`` of the manager. None: not known.
+    ``checked``: ``proven_step`` and ``checked_step`` of the manager. ``last_check``: step of its last check that found
+    no difference, and what was compared. None: not known.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Origin(NamedTuple):
     ranks: int | None = None
     proven: int | None = None
     checked: int | None = None
+    last_check: Mapping[str, Any] | None = None
 
 
 def certificate_of(

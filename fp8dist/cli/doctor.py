@@ -229,8 +229,11 @@ def _burned_across_ranks(timeout: float) -> Iterable[Observation]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         report = burned_across_ranks(_device())
-        detail = str(report) if report.consistent else report.summary()
-        yield Observation("burn, all ranks", "ok" if report.consistent else "failed", detail)
+        detail = report.summary() if report.diverged else str(report)
+        if report.consistent:
+            yield Observation("burn, all ranks", "ok", detail)
+        else:
+            yield Observation("burn, all ranks", "failed" if report.diverged else "absent", detail)
         dist.barrier()  # A launcher kills all ranks as soon as one fails, so wait until all have the report.
     finally:
         dist.destroy_process_group()

@@ -195,7 +195,7 @@ def _check(options: argparse.Namespace) -> int:
             report = compare_sources(sources, bar.update)
     _require_compared(report)
     _print(options.json, {**report.to_json(), "files": paths}, str(report))
-    return CONSISTENT if report.consistent else DIVERGED
+    return _outcome(report)
 
 
 def _check_traces(paths: list[str], as_json: bool) -> int:
@@ -204,7 +204,7 @@ def _check_traces(paths: list[str], as_json: bool) -> int:
     report = compare_traces(paths)
     _require_compared(report)
     _print(as_json, {**report.to_json(), "files": paths}, traces_text(report))
-    return CONSISTENT if report.consistent else DIVERGED
+    return _outcome(report)
 
 
 def _require_trace(path: str) -> None:
@@ -301,19 +301,19 @@ def _check_traces_across_ranks(path: str, group: SyncGroup, as_json: bool) -> in
     if group.rank == 0:
         _print(as_json, report.to_json(), traces_text(report))
     dist.barrier()
-    return CONSISTENT if report.consistent else DIVERGED
+    return _outcome(report)
 
 
 def _require_compared(report: DivergenceReport) -> None:
     """Raise _Usage if nothing was compared, so that empty files do not count as equal. Same result on all ranks."""
-    if not (report.findings or report.compared):
+    if not (report.findings or any(report.compared.values())):
         raise _Usage("nothing to compare: none of the paths holds a tensor or a slot")
 
 
 def _outcome(report: DivergenceReport) -> int:
-    if report.consistent:
-        return CONSISTENT
-    return UNREADABLE if any(f.kind == "error" for f in report.findings) else DIVERGED
+    if any(f.kind == "error" for f in report.findings):
+        return UNREADABLE
+    return DIVERGED if report.diverged else CONSISTENT
 
 
 # inspect, doctor, simulate, export, verify, watch -----------------------------------------------------
@@ -363,8 +363,9 @@ def _verify(options: argparse.Namespace) -> int:
         verification = verify(options, lambda total: _bar(total, options.json))
     except ConfigurationError as error:
         raise _Usage(str(error)) from error
+    _require_compared(verification.report)
     _print(options.json, verification.to_json(), str(verification))
-    return CONSISTENT if verification.report.consistent else DIVERGED
+    return _outcome(verification.report)
 
 
 def _watch(options: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.cause import Cause
+from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.settings import Policy, Settings
@@ -95,8 +96,9 @@ EXTERNAL_WRITE_RATIO = 2.0
 class Checker:
     """Consistency checker of one manager.
 
-    ``callbacks`` are called with each ``Event``. ``checked``: the newest step after which a check found everything
-    equal; None: none. ``amaxes``: the watch that tells which cast went wrong first; None: there is none.
+    ``callbacks`` are called with each ``Event``. ``last``: what the newest check of parameters that found no difference
+    has compared; None: none. ``checked``: the newest step after which such a check is ``Checked.verified``; None: none.
+    ``amaxes``: the watch that tells which cast went wrong first; None: there is none.
     """
 
     def __init__(
@@ -111,13 +113,13 @@ class Checker:
         self.amaxes: Watch | None = None
         self.checks = 0
         self.seconds = 0.0
+        self.last: Checked | None = None
         self.checked: int | None = None
         self._proven: dict[int, int] = {}  # By place in ``syncs``.
         self.syncs, self._groups = syncs, groups
         self.settings, self.job = settings, job
         self._control = control
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), 0)
-        self._module: weakref.ref[nn.Module] | None = None
         self._last_good: dict[str, int] = {}  # By kind of what was compared.
         self._untold: list[Event] = []
         self.standing = Standing()
@@ -126,7 +128,7 @@ class Checker:
 
     def watch(self, module: nn.Module) -> None:
         """Set the module that shows how parameters are replicated, such as the DDP wrapper. Keeps a weak reference."""
-        self._module = weakref.ref(module)
+        self.job.called = weakref.ref(module)
 
     @property
     def proven(self) -> int | None:
@@ -136,7 +138,7 @@ class Checker:
 
     def forget_steps(self) -> None:
         """Forget which steps were proven and checked, because steps are counted anew."""
-        self.checked = None
+        self.last = self.checked = None
         self._proven.clear()
 
     # Verdicts of syncs -----------------------------------------------------------------------------
@@ -277,7 +279,7 @@ class Checker:
         texts = standing.texts(report) if self.settings.check_policy == "warn" else None
         announce(report, sync.group, raises=False, texts=texts, waits=not joins)
         self._untold.append(_diverged(report))
-        return () if report.consistent else report.findings
+        return report.findings if report.diverged else ()
 
     def _mend_arena(self, sync: ArenaSync, group: SyncGroup, report: DivergenceReport) -> DivergenceReport:
         """Compare the arena, whose scales the commit and ``_localise`` have made equal, and repair it. COLLECTIVE."""
@@ -290,8 +292,10 @@ class Checker:
             return inventory.holdings(int(sync.arena.step))
 
         compared = check_replicas(group, build, everything=True)
-        after = compared.report if compared.report.consistent else repair(group, build, compared)
-        return replace(report, repaired=mended_texts(report) + after.repaired) if after.consistent else after
+        after = repair(group, build, compared) if compared.report.diverged else compared.report
+        if after.diverged:
+            return after
+        return replace(after, findings=report.findings, repaired=mended_texts(report) + after.repaired)
 
     def conclude_audit(self, report: DivergenceReport, group: SyncGroup | None) -> None:
         """Log what an audit found, and raise if the policy says so. COLLECTIVE over ``group`` if it found anything.
@@ -299,7 +303,7 @@ class Checker:
         Raises:
             DivergenceError: on all ranks, unless the policy is "warn".
         """
-        if report.consistent:
+        if not report.diverged:
             return
         save_evidence(report, self.settings.report_dir, lambda finding: None)
         raises = self.settings.check_policy != "warn"
@@ -319,7 +323,7 @@ class Checker:
             ConfigurationError: there are several ranks, FP8 is not switched off, and there is nothing to compare.
         """
         start = time.perf_counter()
-        module = None if self._module is None else self._module()
+        module = self.job.whole
         default = self.syncs[self._default]
         anchor = self.anchor()
         if anchor is None:
@@ -342,22 +346,22 @@ class Checker:
             self.checks += 1
             self.seconds += time.perf_counter() - start
         self._tell_all()
-        if report.consistent:
+        if not report.diverged and not report.nonfinite:
             self._last_good.update(dict.fromkeys(report.compared, done))
         self.say_what_is_skipped(report, anchor, scope)
         return report
 
     def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
         """Warn once if ``scope`` includes parameters and none are compared. Local."""
-        skipped = [text for text in report.skipped if "parameters" in text]
-        if scope.parameters and skipped and "parameter" not in report.compared and not self._said_skipped:
+        why = report.unverified.get("parameter")
+        if why is not None and not self._said_skipped:
             self._said_skipped = True
             if anchor.rank == min(anchor.ranks):
-                logger.warning("fp8dist: no parameters are compared: %s", "; ".join(skipped))
+                logger.warning("fp8dist: no parameters are compared: %s", why)
 
     def anchor(self) -> SyncGroup | None:
         """Return the ranks that check together: the default group, else DDP's, else the job. None for one rank."""
-        module = None if self._module is None else self._module()
+        module = self.job.whole
         group = self._groups[self._default]
         if group is not None:
             return group
@@ -448,7 +452,7 @@ def run_check(
         known = [finding for checker in checkers for finding in checker.known_findings()]
         try:
             compared = check_replicas(anchor, build, known, everything=policy == "repair")
-            report = compared.report
+            report = _read(compared.report, anchor)
             # Switching FP8 off must not end a job that checks its FP8 state.
             enabled = not checkers or any(checker.settings.enabled for checker in checkers)
             if scope.state and compared.nothing and enabled:
@@ -458,7 +462,7 @@ def run_check(
                     f"({why}): {instead}"
                 )
             _say_gone(anchor, standing, report, kinds_of(report.compared))
-            if not report.consistent:
+            if report.diverged:
                 save_evidence(report, report_dir, evidence)
                 if policy == "repair":
                     report = repair(anchor, build, compared)
@@ -470,10 +474,20 @@ def run_check(
                 checker.job.invalidate_casts()
 
 
+def _read(report: DivergenceReport, anchor: SyncGroup) -> DivergenceReport:
+    """Return the report. Raise ConfigurationError if no rank could build its part. If only some could, ranks differ."""
+    failures = {rank: f.detail for f in report.findings if f.kind == "error" for rank in f.ranks}
+    if failures.keys() >= set(anchor.ranks):
+        texts = list(dict.fromkeys(failures.values()))
+        raise ConfigurationError(f"check() could not read what it compares, on any rank: {'; '.join(texts[:3])}")
+    return report
+
+
 def _say_gone(group: SyncGroup | None, standing: Standing, report: DivergenceReport, kinds: Collection[str]) -> None:
-    """Log which standing findings of these kinds a report has no more. Local."""
+    """Log which standing findings of these kinds a report has no more, and new values that are not finite. Local."""
     rank = group.rank if group is not None else 0
-    for text in standing.gone(report, kinds, rank):
+    first = group is None or rank == min(group.ranks)
+    for text in (*standing.gone(report, kinds, rank), *(standing.not_finite(report) if first else ())):
         logger.warning("%s", text)
 
 

@@ -261,6 +261,11 @@ class ComputedContent(Content):
         self._results: list[dict[str, Tensor]] = []
         super().__init__([Key(c.name(device) + suffix, KIND, (), "") for c in computations], device)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See ``Content``."""
+        return {}
+
     @torch.no_grad()
     def digests(self, digester: Digester) -> Tensor:
         """See ``Content``."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -115,6 +117,14 @@ class Content(ABC):
         """Return the tensors of one thing, as views of its memory, so that a repair can write to them."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes by kind; without kinds whose size is not known."""
+        sizes: Counter[str] = Counter()
+        for key in self.keys:
+            sizes[key.kind] += math.prod(key.shape) * getattr(torch, key.dtype).itemsize
+        return dict(sizes)
+
+    @property
     def seeds(self) -> Tensor:
         """The keys' part of the digests: int64[len(keys), 2]."""
         hashes = b"".join(hashlib.blake2b(repr(tuple(key)).encode(), digest_size=16).digest() for key in self.keys)
@@ -173,17 +183,27 @@ class ArenaContent(Content):
         super().__init__([Key(str(spec.slot), "slot", shape, spec.format.name) for spec in arena.specs], arena.device)
         self._arena = arena
 
-    def digests(self, digester: Digester) -> Tensor:
+    @property
+    def sizes(self) -> dict[str, int]:
         """See ``Content``."""
+        return {"slot": sum(part.nbytes for part in self._columns())}
+
+    def _columns(self) -> list[Tensor]:
+        """Return all that is compared: int32[slots, …] each."""
         arena = self._arena
-        digest = digester.on(arena.device)
-        columns = [
+        return [
             *(row[:, None].view(torch.int32) for row in (arena.scale, arena.inv_scale, arena.amax)),
             arena.cold[:, None].int(),
             arena.counters.T.contiguous().view(torch.int32),
             arena.history.view(torch.int32),
             arena.block_max.view(torch.int32),
         ]
+
+    def digests(self, digester: Digester) -> Tensor:
+        """See ``Content``."""
+        arena = self._arena
+        digest = digester.on(arena.device)
+        columns = self._columns()
         width = sum(part.shape[1] for part in columns)
         if width % 2:
             columns.append(torch.zeros(len(arena), 1, dtype=torch.int32, device=arena.device))

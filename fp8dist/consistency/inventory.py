@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8dist.consistency.computations import KIND, ComputedContent, computations_of
 from fp8dist.consistency.contents import ArenaContent, Content, Digester, Field, Key, Named, TensorContent, values_near
 from fp8dist.consistency.differences import ravel
+from fp8dist.consistency.finite import not_finite
 from fp8dist.consistency.grouped_computations import grouped_computations_of
 from fp8dist.consistency.likeness import likeness
 from fp8dist.consistency.replication import Excuse, Home, Membership, Replication
@@ -23,13 +25,16 @@ from fp8dist.divergence import Finding, Participant
 from fp8dist.modules.fp8_experts import fp8_experts
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.parallel.megatron import gradient_of
+from fp8dist.state.slots import clean_fqn
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
+from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
 from fp8dist.text import plural
 
 __all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of"]
 
 Store = Callable[[Tensor], None] | None
+
+_ALONE = Excuse("that are shared with no other rank")
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ class Holdings:
     last_good: Mapping[str, int] = field(default_factory=dict)
     coords: dict[str, int] | None = None
     skipped: tuple[str, ...] = ()
+    unverified: Mapping[str, str] = field(default_factory=dict)
+    nonfinite: tuple[str, ...] = ()
     memberships: tuple[Membership, ...] = ()
     computed: ReplicaSet | None = None
 
@@ -120,6 +127,14 @@ class Holdings:
         """Number of compared things by kind."""
         return dict(sorted(Counter(key.kind for s in self.all_sets for key in s.keys).items()))
 
+    @property
+    def compared_bytes(self) -> dict[str, int]:
+        """Bytes of compared things by kind, where they are known."""
+        sizes: Counter[str] = Counter()
+        for content in (content for s in self.all_sets for content in s.contents):
+            sizes.update(content.sizes)
+        return dict(sorted(sizes.items()))
+
     def participant(self, group: SyncGroup) -> Participant:
         """Return this rank and the device of its tensors. Local."""
         device = next((c.device for s in self.all_sets for c in s.contents if c.keys), group.device)
@@ -142,12 +157,23 @@ class Inventory:
         self._homes: dict[str, Home] = {home.label: home}
         self._contents: dict[str, list[Content]] = {home.label: []}
         self._tensors: dict[tuple[str, str], list[Named]] = {}
-        self._skipped: Counter[str] = Counter()
+        self._skipped: Counter[tuple[str, str]] = Counter()
+        self._verified: dict[str, bool] = {}  # By kind that is to be compared: True if any of it is.
+        self._numbers: list[tuple[str, Tensor, bool]] = []  # See ``not_finite``.
         self._computed: ReplicaSet | None = None
 
     def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
         """Return all that was collected. ``manifest``: one more word that must be equal on all ranks."""
         contents = {label: list(parts) for label, parts in self._contents.items()}
+        skipped = [
+            (kind, f"{count} {plural(kind)} {reason}")
+            for (kind, reason), count in sorted(self._skipped.items(), key=lambda one: (plural(one[0][0]), one[0][1]))
+        ]
+        unverified = {
+            kind: "; ".join(text for of, text in skipped if of == kind)
+            for kind, verified in sorted(self._verified.items())
+            if not verified
+        }
         for (label, kind), tensors in self._tensors.items():
             contents.setdefault(label, []).append(TensorContent(kind, tensors))
         return Holdings(
@@ -156,7 +182,13 @@ class Inventory:
             manifest=manifest,
             last_good=last_good or {},
             coords=self._replication.coords,
-            skipped=tuple(f"{count} {reason}" for reason, count in sorted(self._skipped.items())),
+            skipped=tuple(text for _, text in skipped),
+            unverified=unverified,
+            nonfinite=not_finite(
+                (inner_name, inner, infinities)
+                for name, tensor, infinities in self._numbers
+                for inner_name, inner in _plain_tensors(name, local_part(tensor))
+            ),
             memberships=self._replication.memberships,
             computed=self._computed,
         )
@@ -177,6 +209,8 @@ class Inventory:
         """Add the tensors of a module and its optimizers that ``scope`` selects."""
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
+        if scope.parameters:
+            self._numbers += [(clean_fqn(name), buffer, False) for name, buffer in module.named_buffers()]
         self._add_buffers(module, scope.buffers)
         for optimizer in scope.optimizers:
             self._add_optimizer(module, optimizer)
@@ -201,16 +235,20 @@ class Inventory:
         """Add all parameters, their current gradients, or both."""
         self._replication.learn(module)
         found = False
+        trainable = any(parameter.requires_grad for parameter in module.parameters())
         for parameter in module.parameters():
             name = self._replication.names[id(parameter)]
+            counts = parameter.requires_grad or not trainable
             if parameters:
-                self._add(name, "parameter", parameter, self._replication.of_parameter(parameter))
+                self._numbers.append((name, parameter, counts))
+                self._add(name, "parameter", parameter, self._replication.of_parameter(parameter), counts=counts)
             gradient = gradient_of(parameter) if gradients else None
             if gradient is not None:
                 found = True
                 self._add(name, "gradient", gradient, self._replication.of_gradient(parameter))
         if gradients and not found:
             self._skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
+            self._verified["gradient"] = not trainable
 
     def _add_buffers(self, module: nn.Module, compare: bool) -> None:
         """Add all buffers, or count them as skipped."""
@@ -251,11 +289,22 @@ class Inventory:
         homes: Sequence[Home | Excuse],
         suffix: str = "",
         store: Store = None,
+        counts: bool = True,
     ) -> None:
-        """Add a tensor to its homes. ``name``: of its parameter or buffer. ``suffix``: which tensor of a parameter."""
+        """Add a tensor to its homes.
+
+        Args:
+            name: of its parameter or buffer.
+            suffix: which tensor of a parameter.
+            counts: its kind is verified only if a tensor that counts is compared.
+        """
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()
+        homes = [_ALONE if isinstance(one, Home) and one.group.size == 1 else one for one in homes]
+        if counts:
+            compared = any(isinstance(one, Home) for one in homes)
+            self._verified[kind] = compared or self._verified.get(kind, False)
         for one in homes:
             if isinstance(one, Excuse):
                 self._skip(kind, one)
@@ -264,6 +313,8 @@ class Inventory:
 
     def _put(self, name: str, kind: str, tensor: Tensor, home: Home, store: Store) -> None:
         self._homes[home.label] = home
+        if is_lazy(tensor):
+            raise ValueError(f"{kind} '{name}': it is uninitialized: run a forward first")
         for inner_name, inner in _plain_tensors(name, tensor):
             if inner.layout is not torch.strided or inner.is_quantized:
                 self._skip(kind, Excuse(f"with layout {inner.layout}"))
@@ -272,7 +323,7 @@ class Inventory:
 
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
         """Count things of a kind that are not compared."""
-        self._skipped[f"{plural(kind)} {excuse.reason}"] += count
+        self._skipped[kind, excuse.reason] += count
 
 
 def _write(state: dict[str, Any], key: str, kind: type[Any], number: Tensor) -> None:

@@ -38,6 +38,11 @@ logger = logging.getLogger("fp8dist")
 _FAILED = 2
 """Sent by a rank that could not build its part. A rank that already knows of a difference sends 1."""
 
+_MAY_BE_UNVERIFIED = (KIND, "buffer", "optimizer", "gradient", "parameter")
+"""Kinds that a rank may have to compare, and nothing to compare with. The most important one is last."""
+
+_ELSEWHERE = "on another rank"
+
 
 class Compared(NamedTuple):
     """Result of ``check_replicas``, with the differing things of each set for a repair.
@@ -70,13 +75,21 @@ def check_replicas(
         digester = Digester()
         digests = [s.digests(digester) for s in mine.all_sets]
     except Exception as raised:
-        logger.exception("fp8dist: rank %d could not build its part of the consistency check", anchor.rank)
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
     words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}
-    agree, news = _agree(anchor, list(map(word_of, words.values())), digests[0] if digests else None, bool(known))
+    lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.unverified), default=0)
+    told = [_FAILED if error is not None else int(bool(known)), lacking, int(bool(mine.nonfinite))]
+    agree, (news, lacking, nonfinite) = _agree(
+        anchor, list(map(word_of, words.values())), digests[0] if digests else None, told
+    )
+    mine = _as_others_are(mine, lacking, nonfinite > 0)
     findings = _union(anchor, known) if news else []
     if news == _FAILED:
-        return Compared(_report(mine, findings + _errors(anchor, mine, error)), [])
+        errors = _errors(anchor, mine, error)
+        if error is not None and len(errors) < anchor.size:  # A mistake of all ranks needs no traceback.
+            text = "fp8dist: rank %d could not build its part of the consistency check"
+            logger.error(text, anchor.rank, exc_info=error)
+        return Compared(_report(mine, findings + errors), [])
     differs = [name for name, same in zip(words, agree) if not same]
     findings += _differing_words(anchor, mine, words, differs)
     differing: list[tuple[ReplicaSet, list[Differing]]] = []
@@ -142,15 +155,35 @@ def _check_computed(
     kinds = sides_of({rank: of for rank, (of, _) in told.items()})
     differing = [kind for kind in kinds if len({told[rank][1] for rank in kind}) > 1]
     findings = localise_computed(anchor, mine, computed, digests, differing) if differing else []
-    own = next(kind for kind in kinds if anchor.rank in kind)
-    if len(own) == 1:
+    lone = [kind[0] for kind in kinds if len(kind) == 1 and told[kind[0]][1][-1]]
+    if anchor.rank in lone:
         excuse = f"{len(digests)} {plural(KIND)} that no other rank repeats on equal hardware, versions and shapes"
-        mine = replace(mine, computed=None, skipped=(*mine.skipped, excuse))
+        mine = replace(
+            mine, computed=None, skipped=(*mine.skipped, excuse), unverified={**mine.unverified, KIND: excuse}
+        )
+    elif lone:
+        mine = _as_others_are(mine, 1 + _MAY_BE_UNVERIFIED.index(KIND), False)
     return findings, mine, any(len(kind) > 1 and told[kind[0]][1][-1] for kind in kinds)
 
 
 def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
-    return DivergenceReport(tuple(findings), mine.compared, mine.skipped)
+    return DivergenceReport(
+        tuple(findings),
+        mine.compared,
+        mine.skipped,
+        compared_bytes=mine.compared_bytes,
+        unverified=mine.unverified,
+        nonfinite=mine.nonfinite,
+    )
+
+
+def _as_others_are(mine: Holdings, lacking: int, nonfinite: bool) -> Holdings:
+    """Return the holdings with what is true of another rank: a report is consistent on all ranks or on none."""
+    if lacking and (kind := _MAY_BE_UNVERIFIED[lacking - 1]) not in mine.unverified:
+        mine = replace(mine, unverified={**mine.unverified, kind: f"{plural(kind)} {_ELSEWHERE}"})
+    if nonfinite and not mine.nonfinite:
+        mine = replace(mine, nonfinite=(f"tensors {_ELSEWHERE}",))
+    return mine
 
 
 def _union(anchor: SyncGroup, mine: Sequence[Finding]) -> list[Finding]:
@@ -165,22 +198,23 @@ def word_of(value: Hashable) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _agree(group: SyncGroup, words: list[int], digests: Tensor | None, knows: bool = False) -> tuple[list[bool], int]:
-    """Return (for each word, and last for the digests: True if equal on all ranks; the highest news of any rank).
+def _agree(
+    group: SyncGroup, words: list[int], digests: Tensor | None, news: Sequence[int] = (0,)
+) -> tuple[list[bool], list[int]]:
+    """Return (for each word, and last for the digests: True if equal on all ranks; the highest of each of the news).
 
-    News is ``_FAILED``, 1 if a rank already knows of a difference, or 0. ``digests`` None: this rank has failed.
-    COLLECTIVE: one MAX over pairs (w, ~w). All ranks have the same w iff ``max(w) == ~max(~w)``.
+    ``digests`` None: this rank has failed. COLLECTIVE: one MAX over pairs (w, ~w). All ranks have the same w iff
+    ``max(w) == ~max(~w)``.
     """
     total = [0, 0, -1] if digests is None else [*digests.sum(0).tolist(), len(digests)]
     numbers = torch.tensor([*words, *total], dtype=torch.int64, device="cpu")
-    news = torch.tensor([_FAILED if digests is None else int(knows)], device="cpu")
-    message = torch.cat([numbers, ~numbers, news]).to(group.device)
+    message = torch.cat([numbers, ~numbers, torch.tensor(news, dtype=torch.int64, device="cpu")]).to(group.device)
     if group.size > 1:
         dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
-    *pairs, heard = message.tolist()
     count = len(numbers)
+    pairs = message.tolist()
     same = [pairs[i] == ~pairs[count + i] for i in range(count)]
-    return [*same[:-3], all(same[-3:])], heard
+    return [*same[:-3], all(same[-3:])], pairs[2 * count :]
 
 
 def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:

@@ -46,8 +46,8 @@ def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared)
     failures = [text for replicas, differing in compared.differing if (text := _mend(replicas, differing))]
     mended = mended_texts(report)
     after = check_replicas(anchor, build).report
-    if after.consistent:
-        return replace(report, repaired=mended)
+    if not after.diverged:
+        return replace(after, findings=report.findings, repaired=mended)
     tried = f"these differences remain after a repair of {'; '.join(mended[:8])}"
     return replace(after, notes=(*after.notes, tried, *failures))
 

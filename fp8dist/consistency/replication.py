@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel import megatron
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import fsdp1_ignored, fsdp1_modules
@@ -123,7 +124,8 @@ class Replication:
 
     def learn(self, module: nn.Module) -> None:
         """Record how the parameters of a module are wrapped."""
-        sharded, wrapping, zero = _fsdp1_parameters(module), _ddp_of(module), zero_groups(module)
+        around = _around(module)
+        sharded, wrapping, zero = _fsdp1_parameters(around), _ddp_of(around), zero_groups(around)
         copies = self._learn_megatron(module)
         for name, parameter in _clean_names(list(module.named_parameters())):
             self._kept.append(parameter)
@@ -174,7 +176,7 @@ class Replication:
 
     def of_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Home | Excuse]]:
         """Yield (name, buffer, home) of all buffers of a module."""
-        wrapping = _ddp_of(module)
+        wrapping = _ddp_of(_around(module))
         self._learn_megatron(module)
         stage = self._known.get(("Megatron", megatron.STAGE))
         local = megatron.local_buffers(module) if stage is not None else ()
@@ -261,6 +263,13 @@ def _coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
     place = mesh.get_coordinate()
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     return None if place is None else dict(zip(names, place))
+
+
+def _around(module: nn.Module) -> nn.Module:
+    """Return a module that holds ``module``, and the attached models, as the training loop calls them, whose FP8 parts
+    it has: their wrappers show how its parameters are replicated."""
+    jobs = {id(part.slots.job): part.slots.job for part in fp8_parts(module)}
+    return nn.ModuleList([module, *(whole for job in jobs.values() if (whole := job.whole) is not None)])
 
 
 def _fsdp1_parameters(module: nn.Module) -> dict[int, Any]:

@@ -33,16 +33,24 @@ class DivergenceReport(Divergence):
     Attributes:
         findings: what differs.
         compared: number of compared things by kind: "slot", "parameter", "gradient", "optimizer"; for files also
-            "scale" and other parts of slots. Includes tensors whose named group has one rank.
+            "scale" and other parts of slots.
         skipped: what this rank did not compare, and why.
         repaired: what was copied from the majority to the odd ranks.
         notes: further remarks.
         noun: "rank" or "file".
+        compared_bytes: bytes of the compared things by kind, where they are known, on this rank.
+        unverified: kinds that were to be compared, and of which a rank could compare nothing, with the reason. If the
+            model has trainable parameters, only these count. The same kinds on all ranks.
+        nonfinite: parameters with NaN or infinity, and buffers with NaN, whether ranks hold the same or not. Looked for
+            in checks of parameters, in all that this rank holds.
+        diverged: True if something differs, and was not repaired.
+        consistent: True if something was compared, nothing differs (or all was repaired), and nothing is
+            ``unverified``. So a report is consistent, diverged, or neither.
     """
 
     def raise_if_diverged(self) -> None:
-        """Raise DivergenceError unless ``consistent``."""
-        if not self.consistent:
+        """Raise DivergenceError if ``diverged``."""
+        if self.diverged:
             raise DivergenceError(self)
 
 
@@ -78,7 +86,7 @@ def save_evidence(
         report_dir: None: write nothing.
         evidence: returns what this rank holds of a finding, as JSON values, or None.
     """
-    if report_dir is None or report.consistent:
+    if report_dir is None or not report.diverged:
         return
     try:
         _write_files(Path(report_dir), report, own_rank(), evidence)
@@ -104,13 +112,13 @@ def announce(
         tell: called with the report after the barrier. If it raises, no rank is left waiting.
 
     Raises:
-        DivergenceError: ``raises``, and the report is not consistent. No rank raises before the report is logged,
+        DivergenceError: ``raises``, and something differs. No rank raises before the report is logged,
             because a launcher kills the other ranks when one has failed.
     """
     if not report.findings:
         return
     if group is None or group.rank == report.reporting_rank:
-        level = logging.ERROR if raises and not report.consistent else logging.WARNING
+        level = logging.ERROR if raises and report.diverged else logging.WARNING
         for text in (str(report),) if texts is None else texts:
             logger.log(level, "%s", text)
     if waits and group is not None and group.size > 1:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fp8dist.consistency.contents import FINDING_KINDS
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.divergence import MORE, Finding
+from fp8dist.text import first_few
 
 __all__ = ["HEADER_KINDS", "Standing", "kinds_of"]
 
@@ -28,6 +29,7 @@ class Standing:
 
     def __init__(self) -> None:
         self._first: dict[_Identity, Finding] = {}
+        self._nonfinite = False
 
     def texts(self, report: DivergenceReport) -> list[str]:
         """Return what to log of a report, and remember its findings: the table of new ones, a line for each other."""
@@ -40,6 +42,13 @@ class Standing:
         ]
         self._first = {**found, **self._first}
         return [*([str(replace(report, findings=new))] if new else []), *_few(lines, "fp8dist: still")]
+
+    def not_finite(self, report: DivergenceReport) -> list[str]:
+        """Return what to log of values that are not finite: once, until a check finds all finite."""
+        new, self._nonfinite = bool(report.nonfinite) and not self._nonfinite, bool(report.nonfinite)
+        names = first_few(report.nonfinite, MAX_LINES)
+        text = f"fp8dist: NaN or infinity in {names}: a checkpoint that is saved now is not good, also if ranks agree"
+        return [text] if new else []
 
     def gone(self, report: DivergenceReport, kinds: Collection[str], rank: int) -> list[str]:
         """Forget findings of these kinds that ``report`` has no more. Return what ``rank`` logs about them."""

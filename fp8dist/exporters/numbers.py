@@ -66,7 +66,7 @@ def _waits(name: str, where: str) -> dict[str, Number]:
 
 
 _PROVEN = Number("proven_step", "Newest step whose FP8 state the sync has proven equal on all ranks")
-_CHECKED = Number("checked_step", "Newest step after which a check found everything equal")
+_CHECKED = Number("checked_step", "Newest step after which a check found parameters equal and finite")
 
 KNOWN: Mapping[str, Number] = MappingProxyType(
     {
@@ -99,6 +99,9 @@ KNOWN: Mapping[str, Number] = MappingProxyType(
         "collectives": Number("collectives", "Collectives of the FP8 syncs", kind=Kind.TOTAL),
         "sync_bytes": Number("sync", "Bytes sent in FP8 syncs", "bytes", Kind.TOTAL),
         "sync_wait_ms": Number("sync_wait", "Time that the host waited in FP8 syncs", "ms", Kind.TOTAL),
+        "compared_parameters": Number("compared_parameters", "Parameters that the last check compared"),
+        "compared_slots": Number("compared_slots", "Slots that the last check compared"),
+        "compared_bytes": Number("compared", "Bytes that the last check compared", "bytes"),
         "checks": Number("checks", "Checks that compared the ranks", kind=Kind.TOTAL),
         "check_ms": Number("check", "Time that checks took", "ms", Kind.TOTAL),
     }

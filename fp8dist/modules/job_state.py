@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from fp8dist.modules.outgrown import Growth
@@ -83,6 +83,8 @@ class JobState:
     """Hears what casts and products compute; see ``fp8dist_kernels.taps``. None: nobody listens."""
     step: int = 0
     """Number of training steps that have ended, as the run counts them: a resumed run goes on from its checkpoint."""
+    called: weakref.ref[nn.Module] | None = None
+    """The model as the training loop calls it, such as the DDP wrapper: shows how parameters are replicated."""
     began: int = 0
     """``step`` as the last ``attach`` or load found it."""
     stepping: bool = False
@@ -116,6 +118,11 @@ class JobState:
         fresh = JobState(*(getattr(self, name) for name in kept[:5]))
         fresh.said_unsynced = self.attached or self.said_unsynced  # Otherwise a copied part of a model would warn.
         return {**fresh.__dict__, **{name: getattr(self, name) for name in kept}, "generation": self.generation}
+
+    @property
+    def whole(self) -> nn.Module | None:
+        """The module of ``called``, if it still exists."""
+        return None if self.called is None else self.called()
 
     @property
     def attached(self) -> bool:

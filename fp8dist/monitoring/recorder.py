@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.expert_loads import idle_numbers
 from fp8dist.monitoring.exporter import Exporter
 from fp8dist.monitoring.run_files import RunFiles
@@ -28,7 +29,10 @@ __all__ = ["Recorder"]
 
 logger = logging.getLogger("fp8dist")
 
-_COUNTS = ("cold_slots", "nonfinite_amaxes", "saturated_amaxes", "high_precision_modules", "fallbacks")
+_COUNTS = (
+    *("cold_slots", "nonfinite_amaxes", "saturated_amaxes", "high_precision_modules", "fallbacks"),
+    *("compared_parameters", "compared_slots", "compared_bytes"),
+)
 """Metrics of the manager that a due line has, without their prefix."""
 
 
@@ -107,8 +111,8 @@ class Recorder:
         )
         self._last_step, self._last_log = 0, math.nan
         self._synced = 0, 0.0  # Step and fp8/sync_wait_ms of the last due line.
-        self._checked: int | None = None
-        self._said_ahead = False
+        self._checked: Checked | None = None
+        self._said_ahead = self._said_back = False
         if manager is not None and self.writes:
             manager.on_event(self._hear)
         self._awaits_state = resume_after == "state"
@@ -162,6 +166,8 @@ class Recorder:
         if self._files is None:
             return
         self._describe()
+        if step < self._last_step or (step == self._last_step and not math.isnan(self._last_log)):
+            self._go_back(step)
         now = time.perf_counter()
         line: dict[str, Any] = {"step": step, "time": time.time()}
         if step > self._last_step and not math.isnan(self._last_log):
@@ -175,6 +181,20 @@ class Recorder:
         numbers = {name: math.nan if value is None else float(value) for name, value in known.items()}
         self._export("write", step, numbers, ())
         self._tell_checked()
+
+    def _go_back(self, step: int) -> None:
+        """Note that ``step`` is not after the last one. An earlier one undoes what was recorded since, as a resume."""
+        if not self._said_back:
+            self._said_back = True
+            logger.warning(
+                "fp8dist: the recorder is given step %d after step %d: of a step that is there twice, the newer line "
+                "counts, and after a step back all later ones count as undone. Give each step once and in order, such "
+                "as manager.run_step. A run that resumes needs resume_after=",
+                step,
+                self._last_step,
+            )
+        if step < self._last_step:
+            self.event("start", max(0, step - 1), resumed_after=step - 1, ranks=world_size())
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Write an event, such as "saved" with ``path=…``. Local.
@@ -270,10 +290,10 @@ class Recorder:
             yield "sync_ms", (metrics["fp8/sync_wait_ms"] - waited) / (step - before)
 
     def _tell_checked(self) -> None:
-        """Write an event if a check has found all equal since the last call."""
-        checked = None if self._manager is None else self._manager.checked_step
-        if checked != self._checked and checked is not None:
-            self.event("checked", checked)
+        """Write an event if a check has found no difference since the last call."""
+        checked = None if self._manager is None else self._manager.last_check
+        if checked is not None and checked != self._checked:
+            self.event("checked", checked.step, **checked.fields())
         self._checked = checked
 
     # Writing -----------------------------------------------------------------------------------------

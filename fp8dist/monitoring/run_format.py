@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["EVENTS", "EXPERTS", "FORMAT", "HEADER", "METRICS", "RANKS", "SCALES", "VERSION", "from_json", "to_json"]
+__all__ = [
+    "EVENTS",
+    "EXPERTS",
+    "FORMAT",
+    "HEADER",
+    "METRICS",
+    "RANKS",
+    "SCALES",
+    "VERSION",
+    "from_json",
+    "to_json",
+    "was_repaired",
+]
 
 FORMAT, VERSION = "fp8dist run", 1
 """Value of ``format`` and ``version`` in the header."""
@@ -37,6 +49,13 @@ def to_json(value: float | int | None) -> float | int | str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def was_repaired(report: Any) -> bool:
+    """True if the report of an event says that all differences were repaired. Older versions write no "diverged"."""
+    if not isinstance(report, dict):
+        return False
+    return report["diverged"] is False if "diverged" in report else report.get("consistent") is True
 
 
 def from_json(value: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -52,7 +51,7 @@ class SourceContent(Content):
 
 def bytes_in(source: Source) -> int:
     """Return the size of all tensors in bytes."""
-    return sum(math.prod(e.shape) * getattr(torch, e.dtype).itemsize for e in source.entries)
+    return sum(SourceContent(source, lambda _: None).sizes.values())
 
 
 def field_of(entry: Entry, tensor: Tensor) -> Field:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.run_format import from_json
-from fp8dist.report.facts import diverged_text, findings, goals, repaired, shortened
-from fp8dist.report.numbers import Run
+from fp8dist.report.facts import checks, diverged_text, findings, repaired, shortened
+from fp8dist.report.numbers import Event, Run
 from fp8dist.text import first_few
 
 __all__ = ["bits_of", "checkpoint_table", "divergence_cards", "table"]
@@ -40,31 +41,71 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Containe
 
 
 def checkpoint_table(run: Run) -> Iterator[str]:
-    """Yield a sentence about the newest good checkpoint, and the saved ones."""
+    """Yield a sentence about the newest good checkpoint, and the saved ones with their states."""
     saved = [event for event in run.events if event.kind == "saved" and not event.undone]
     if not saved:
         yield '<p class="empty">No checkpoint is recorded: Recorder notes each one that a job saves (--save-every).</p>'
         return
-    checked = goals(run)["checked"]
-    suspect = _suspect(run)
-    good = [event for event in saved if checked is not None and event.step <= checked and id(event) not in suspect]
+    suspect, found = _suspect(run), checks(run)
+    states = {id(event): DIVERGED if id(event) in suspect else _state(event.step, run, found) for event in saved}
+    good = [event for event in saved if states[id(event)] == GOOD]
     if good:
         path = escape(shortened(str(good[-1].data.get("path") or ""), 200))
         step = f"<strong>step {good[-1].step:,}</strong>"
-        yield f"<p>The newest checkpoint that is known to be good is of {step} {path}.</p>"
+        yield f"<p>The newest checkpoint that is known to be good is of {step} {path}. {_since(good[-1], found)}</p>"
     else:
-        yield "<p>No checkpoint is known to be good: no check came after one and found everything equal.</p>"
-    known = {id(event) for event in good}
+        yield f"<p>No checkpoint is known to be good: {escape(_why_none(states.values(), found))}.</p>"
     rows = [
         (
             f"{event.step:,}",
-            "good" if id(event) in known else "after a divergence" if id(event) in suspect else "unchecked",
+            states[id(event)],
             str(event.data.get("path") or ""),
             str(event.data.get("digest") or ""),
         )
         for event in saved[: -MOST_SAVED - 1 : -1]
     ]
     yield table(("step", "state", "path", "digest"), rows, numbers=(0,))
+
+
+GOOD, DIVERGED, NOT_FINITE, UNCHECKED = "good", "after a divergence", "not finite", "unchecked"
+NOT_VERIFIABLE, NOT_RECORDED = "saved, not verifiable", "checked, not recorded what"
+
+
+def _state(step: int, run: Run, found: Sequence[Checked]) -> str:
+    """Return the state of a checkpoint without a divergence. ``found``: the run's checks, by step.
+
+    A check after the checkpoint vouches for it, because ranks that differ stay so, and so do weights that are not
+    finite. A loss or gradient norm that is not finite counts until a check finds the weights finite: a loss scaler may
+    have skipped that step.
+    """
+    later = [one for one in found if one.step >= step]
+    known = next((one for one in later if one.compared is not None), None)
+    if known is not None and known.nonfinite:
+        return NOT_FINITE
+    if any(one.verified for one in later):
+        return GOOD
+    if known is not None:
+        return NOT_VERIFIABLE
+    finite = max((one.step for one in found if one.finite), default=-1)
+    bad = [one for one in (*run.metrics.bad_losses, *run.metrics.bad_norms) if finite < one <= step]
+    bad += [one.step for one in found if one.nonfinite and finite < one.step <= step]
+    if bad:
+        return f"after NaN or infinity in step {min(bad):,}"
+    return NOT_RECORDED if later else UNCHECKED
+
+
+def _since(event: Event, found: Sequence[Checked]) -> str:
+    check = next(one for one in found if one.verified and one.step >= event.step)
+    return escape(f"After step {check.step:,} a check found {shortened(check.text, 200)}.")
+
+
+def _why_none(states: Iterable[str], found: Sequence[Checked]) -> str:
+    """Return why no checkpoint is good. ``states``: of the checkpoints, the newest last."""
+    newest = [*states][-1]
+    about = f"after step {found[-1].step:,} a check found {shortened(found[-1].text, 200)}" if found else ""
+    if newest == NOT_VERIFIABLE:
+        return f"they are saved, not verifiable, because {about}"
+    return about or "no check came after one and found parameters equal and finite"
 
 
 def _suspect(run: Run) -> set[int]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8dist.monitoring.checked import Checked
+from fp8dist.monitoring.run_format import was_repaired
 from fp8dist.report.numbers import Event, Run
 from fp8dist.text import first_few
 
@@ -17,6 +19,7 @@ __all__ = [
     "OddRank",
     "Point",
     "Verdict",
+    "checks",
     "diverged_text",
     "findings",
     "goals",
@@ -44,7 +47,6 @@ _WHAT: Mapping[str, str] = MappingProxyType(
         "diverged": "ranks differ",
         "replayed": "a replay",
         "start": "the run starts",
-        "checked": "a check finds everything equal",
         "saved": "a checkpoint is saved",
         "end": "the run ends",
     }
@@ -89,17 +91,26 @@ def shortened(name: str, most: int = 60) -> str:
 
 
 def goals(run: Run) -> dict[str, int | None]:
-    """Return the newest steps that are proven, checked and done. None: there is none."""
+    """Return the newest steps that are proven, checked and done. None: there is none. A step is checked if parameters
+    were compared, and are finite; of older runs what was compared is not known."""
     last = [int(run.metrics.step[-1])] if len(run.metrics.step) else []
     last += [run.slots.steps[1]] if run.slots.steps else []
-    checked = [event.step for event in run.events if event.kind == "checked" and not event.undone]
-    newest = {name: run.metrics.newest(name) for name in ("proven", "checked")}
-    checked += [] if newest["checked"] is None else [_step(newest["checked"])]
+    proven = run.metrics.newest("proven")
     return {
-        "proven": None if newest["proven"] is None else _step(newest["proven"]),
-        "checked": max(checked, default=None),
+        "proven": None if proven is None else _step(proven),
+        "checked": max((one.step for one in checks(run) if one.verified or one.compared is None), default=None),
         "last": max(last, default=None),
     }
+
+
+def checks(run: Run) -> list[Checked]:
+    """Return the checks that found no difference, by step."""
+    events = [event for event in run.events if event.kind == "checked" and not event.undone]
+    found = [Checked.read({**event.data, "step": event.step}) for event in events]
+    newest = run.metrics.newest("checked")
+    if newest is not None and all(one.step < newest for one in found):
+        found.append(Checked(_step(newest), None))
+    return sorted(found, key=lambda one: one.step)
 
 
 def verdict(run: Run) -> Verdict:
@@ -111,11 +122,17 @@ def verdict(run: Run) -> Verdict:
     if run.metrics.bad_losses:
         text = f"Not sound: the loss is not finite in step {run.metrics.bad_losses[0]}."
         return Verdict("unsound", text, (f"Proven: {proof}", *remarks))
+    last = next(reversed(checks(run)), None)
+    if last is not None and last.nonfinite:
+        text = f"Not sound: a check after step {last.step} found {last.text}."
+        return Verdict("unsound", text, (f"Proven: {proof}", *remarks))
     at = goals(run)
     if at["last"] is None or at["proven"] is None is at["checked"]:
         return Verdict("unknown", f"Not known: {proof}", remarks)
     if at["checked"] is None:
         hint = "No check has compared parameters and optimizer: set check_every= of prepare (--check-every)."
+        if last is not None:
+            hint = f"No check has compared parameters: {last.unverified.get('parameter', 'the run does not say why')}."
         remarks = (hint, *remarks)
     return Verdict("sound", f"Sound as far as it is proven: {proof}", remarks)
 
@@ -126,17 +143,21 @@ def _proof(run: Run) -> str:
     last, proven, checked = at["last"], at["proven"], at["checked"]
     if last is None:
         return "the run has no step yet."
-    if proven is None and checked is None:
+    found = checks(run)
+    if proven is None and not found:
         text = f"nothing in this folder proves that ranks agreed in any of its steps up to {last}"
         return f"{text}. Record with fp8dist.Recorder, and compare with check_every= of prepare (--check-every)."
     parts = []
     if proven is not None:
         parts.append(f"the sync has proven the FP8 state equal on all ranks up to step {proven}")
-    if checked is not None:
-        parts.append(f"a check found everything that it compares equal after step {checked}")
-    newest = max(step for step in (proven, checked) if step is not None)
+    if found:
+        parts.append(f"after step {found[-1].step} a check found {found[-1].text}")
+    newest = max((step for step in (proven, checked) if step is not None), default=None)
+    if newest is None:
+        return f"{', '.join(parts)}; no step is proven."
     rest = f"steps {newest + 1} to {last} are unproven" if newest + 1 < last else f"step {last} is unproven"
     rest = rest if newest < last else f"no step up to {last} is unproven"
+    rest = rest if checked is not None else f"for the FP8 state, {rest}; parameters are unproven"
     return f"{', '.join(parts)}; {rest}."
 
 
@@ -169,8 +190,7 @@ def findings(event: Event) -> list[Mapping[str, Any]]:
 
 def repaired(event: Event) -> bool:
     """True if the divergence was repaired, and checked again."""
-    report = event.data.get("report")
-    return isinstance(report, dict) and report.get("consistent") is True
+    return was_repaired(event.data.get("report"))
 
 
 def diverged_text(event: Event) -> str:
@@ -228,6 +248,8 @@ def _told(event: Event) -> str:
     data = event.data
     if event.kind == "replayed":
         return _told_replay(data)
+    if event.kind == "checked":
+        return shortened(f"a check found {Checked.read({**data, 'step': event.step}).text}", 400)
     parts = [_WHAT.get(event.kind, shortened(event.kind, 40))]
     if event.kind == "diverged":
         return diverged_text(event).rstrip(".")

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from fp8dist.divergence import compared_text
 from fp8dist.errors import ConfigurationError
-from fp8dist.monitoring.run_format import EVENTS, HEADER, METRICS, RANKS, SCALES, from_json
+from fp8dist.monitoring.checked import Checked
+from fp8dist.monitoring.run_format import EVENTS, HEADER, METRICS, RANKS, SCALES, from_json, was_repaired
 from fp8dist.report.folder import Lines, RunFolder
 from fp8dist.text import plural, printable
 
@@ -132,7 +134,7 @@ class LiveRun:
         self.heard = 0
         """Number of events so far."""
         self.ended = False
-        self._told_checked: int | None = None  # By an event. They are not in the files' common order with the steps.
+        self._check: Checked | None = None  # By an event. They are not in the files' common order with the steps.
         self.diverged: Happening | None = None
         self.wrong: Happening | None = None  # What an audit found last. No check can show that the damage is gone.
         self.news = 0
@@ -149,6 +151,7 @@ class LiveRun:
         self.step_ms: float | None = None
         self.proven: int | None = None
         self._logged_checked: int | None = None
+        self._bad_since: int | None = None  # The step from which on no loss is finite.
         self._idle_experts: float | None = None
         self._longest_idle: float | None = None
         self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
@@ -203,20 +206,27 @@ class LiveRun:
         return "" if count is None else f"{count:,.0f} expert{'s' * (count != 1)} without tokens{longest}"
 
     @property
-    def checked(self) -> int | None:
-        """The newest step after which a check found everything equal."""
-        return max((one for one in (self._logged_checked, self._told_checked) if one is not None), default=None)
+    def check(self) -> Checked | None:
+        """The newest check that found no difference."""
+        logged = self._logged_checked
+        if logged is not None and (self._check is None or self._check.step < logged):
+            return Checked(logged, None)
+        return self._check
 
     @property
     def sound(self) -> tuple[bool | None, str]:
         """(True if the ranks are known to agree, False if they are known to differ, None if nobody knows; as text)."""
-        known = [
-            f"{name} to step {step}" for name, step in (("proven", self.proven), ("checked", self.checked)) if step
-        ]
+        check, known = self.check, [f"proven to step {self.proven}"] if self.proven else []
+        if check is not None and check.step:
+            known.append(_checked_text(check))
         if self.wrong is not None:
             return False, f"WRONG RESULT in step {self.wrong.step}: {self.wrong.text}"
-        if self.diverged is not None and (self.checked is None or self.checked < self.diverged.step):
+        if self.diverged is not None and (check is None or check.step < self.diverged.step):
             return False, f"DIVERGED in step {self.diverged.step}: {self.diverged.text}"
+        if check is not None and check.nonfinite:
+            return False, f"NOT FINITE after step {check.step}: {clean(check.text, MAX_TEXT)}"
+        if self._bad_since is not None:
+            return False, ", ".join([f"NOT FINITE since step {self._bad_since}", *known])
         if self.diverged is not None:
             known.append(f"ranks differed in step {self.diverged.step}, and are equal again")
         if not known:
@@ -247,6 +257,8 @@ class LiveRun:
         self.step_ms = _number(line, "step_ms")
         if self.loss is not None:
             self.losses.append(self.loss)
+            finite = math.isfinite(self.loss)
+            self._bad_since = None if finite else self.step if self._bad_since is None else self._bad_since
         if "idle_experts" in line:
             self._idle_experts, self._longest_idle = _number(line, "idle_experts"), _number(line, "longest_idle_steps")
         for name, place in (("proven", "proven"), ("checked", "_logged_checked")):
@@ -294,21 +306,30 @@ class LiveRun:
         self.heard += 1
         self.ended = kind == "end"
         if kind == "checked":
-            self._told_checked = event.step
+            self._check = Checked.read(line)
         if kind == "start":  # A new run, or one that goes back: what came after that step is undone.
             after = line["resumed_after"] if type(line.get("resumed_after")) is int else -1
-            if self._told_checked is not None and self._told_checked > after:
-                self._told_checked = None
+            if self._check is not None and self._check.step > after:
+                self._check = None
             if self.diverged is not None and self.diverged.step > after:
                 self.diverged = None
             if self.wrong is not None and self.wrong.step > after:
                 self.wrong = None
-        repaired = isinstance(line.get("report"), dict) and line["report"].get("consistent") is True
-        if kind == "diverged" and not repaired:
+        if kind == "diverged" and not was_repaired(line.get("report")):
             if any(finding.get("kind") == "audit" for finding in _findings(line.get("report"))):
                 self.wrong = event
             else:
                 self.diverged = event
+
+
+def _checked_text(check: Checked) -> str:
+    """Return up to which step what was checked; of parameters that are not verifiable, what was equal instead."""
+    equal = compared_text(check.compared or {}, check.compared_bytes)
+    if check.verified or check.compared is None:
+        text = f"checked to step {check.step} ({equal or 'not recorded what'})"
+    else:
+        text = f"parameters not verifiable, {equal or 'nothing'} equal to step {check.step}"
+    return clean(text, MAX_TEXT)
 
 
 def middle_cut(text: str, width: int) -> str:
@@ -361,6 +382,8 @@ def _event_text(kind: str, line: dict[str, Any]) -> str:
     """Return what happened, without step and kind."""
     if kind == "diverged":
         return _divergence(line.get("report"))
+    if kind == "checked":
+        return f"a check found {Checked.read(line).text}"
     if kind == "replayed":
         return f"after {line.get('trigger')}: {line.get('sentence')}"[:MAX_TEXT]
     slots = line.get("slots")

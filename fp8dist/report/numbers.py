@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +37,15 @@ _LARGEST = 1 << 53
 
 
 class Metrics(NamedTuple):
-    """``step``: int64[n], growing. ``columns``: float64[n] by field, NaN where a line has none. Steps that are there
-    twice have the numbers of the later line. ``bad_losses``: the steps with a loss that is not finite.
+    """``step``: int64[n], growing. ``columns``: float64[n] by field, NaN where a line has none. A line takes the place
+    of all lines before it with its step or a later one: the run has gone back. ``bad_losses``, ``bad_norms``: the steps
+    with a loss, and with a gradient norm, that is not finite.
     """
 
     step: Ints
     columns: Mapping[str, Floats]
     bad_losses: tuple[int, ...] = ()
+    bad_norms: tuple[int, ...] = ()
 
     def newest(self, field: str) -> float | None:
         """Return the last number of a field; None if there is none."""
@@ -111,25 +114,33 @@ def read_run(path: Path, also: Callable[[Columns], None] | None = None) -> Run:
 
 def _metrics(lines: Lines) -> Metrics:
     steps, columns = array("q"), {field: array("d") for field in FIELDS}
-    bad: set[int] = set()
+    bad: dict[str, list[int]] = {"loss": [], "grad_norm": []}
     for line in lines.new():
-        if abs(line["step"]) >= _LARGEST:
+        step = line["step"]
+        if abs(step) >= _LARGEST:
             lines.left_out += 1
             continue
-        steps.append(line["step"])
-        for field, values in columns.items():
-            values.append(from_json(line.get(field)))
-        (bad.add if _is_bad(line.get("loss")) else bad.discard)(line["step"])
-    step = np.frombuffer(steps, np.int64) if steps else np.empty(0, np.int64)
-    last = len(step) - 1 - np.unique(step[::-1], return_index=True)[1]
-    floats = {field: np.array(values, dtype=np.float64)[last] for field, values in columns.items()}
-    return Metrics(step[last], floats, tuple(sorted(bad)))
+        if steps and step <= steps[-1]:
+            place = bisect_left(steps, step)
+            del steps[place:]
+            for numbers in columns.values():
+                del numbers[place:]
+            for found in bad.values():
+                del found[bisect_left(found, step) :]
+        steps.append(step)
+        for field, numbers in columns.items():
+            numbers.append(from_json(line.get(field)))
+        for field, found in bad.items():
+            if _is_bad(line.get(field)):
+                found.append(step)
+    floats = {field: np.array(values, dtype=np.float64) for field, values in columns.items()}
+    return Metrics(np.array(steps, dtype=np.int64), floats, tuple(bad["loss"]), tuple(bad["grad_norm"]))
 
 
-def _is_bad(loss: Any) -> bool:
-    """True if the loss is a number that is not finite. A loss that is null or no number is not known."""
-    known = isinstance(loss, float) or (isinstance(loss, str) and loss in ("NaN", "Infinity", "-Infinity"))
-    return known and not np.isfinite(float(loss))
+def _is_bad(number: Any) -> bool:
+    """True if it is a number that is not finite. What is null or no number is not known."""
+    known = isinstance(number, float) or (isinstance(number, str) and number in ("NaN", "Infinity", "-Infinity"))
+    return known and not np.isfinite(float(number))
 
 
 def _events(lines: Lines) -> tuple[Event, ...]:

@@ -20,6 +20,7 @@ from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.modules.job_state import Activity, JobState
 from fp8dist.modules.linear_slots import SITES, LinearSlots
 from fp8dist.modules.precision_control import PrecisionControl
+from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.fsdp2 import ShardedWeights
 from fp8dist.parallel.sharded_weight import ShardedWeight
@@ -452,8 +453,10 @@ class StepCycle:
         else:
             done = self.job.boundaries - in_step
         report = self.checker.check(done, done + in_step, scope, policy)
-        if report.consistent and report.compared and scope.parameters:
-            self.checker.checked = self.job.step if self.settings.enabled else done
+        if scope.parameters and report.compared and not report.diverged:
+            self.checker.last = Checked.of(self.job.step if self.settings.enabled else done, report)
+            if self.checker.last.verified:
+                self.checker.checked = self.checker.last.step
         return report
 
     # What hooks tell -------------------------------------------------------------------------------

@@ -49,9 +49,10 @@ def _write_run(path: Path) -> None:
         | {"saturated": 0.0, "underflow": 0.0, "amax_rank": i % 8, "amax_microbatch": i % 4, **places.get(s, {})}
         for i, s in enumerate(slots)
     ]
+    compared = {"parameter": 196, "slot": len(slots)}
     waits = [2.1, 1.9, 2.4, 2.2, 0.1, 2.0, 2.3, 1.8]
     events = [
-        {"step": 200, "kind": "checked", "digest": "9f3c2a17"},
+        {"step": 200, "kind": "checked", "compared": compared, "compared_bytes": {"parameter": 1_420_000_000}},
         {"step": 200, "kind": "saved", "path": "checkpoints/step200"},
         {"step": 236, "kind": "nonfinite", "slots": ["model.blocks.2.mlp.up:grad_output"], "rank": 5, "microbatch": 3},
     ]

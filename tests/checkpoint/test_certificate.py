@@ -79,7 +79,11 @@ def _all_the_same(folder: Path, pool: RankPool, recipe: str, parallel: str, rank
     assert others == [(proven, checked)] * (ranks - 1)
     alone, found = certificate_of(folder / "none"), certificate_of(folder / parallel)
     assert (found["ranks"], found["proven"], found["checked"]) == (ranks, proven, checked)
-    assert (proven, checked) == (3 if recipe == "delayed" else None, 3)  # Other recipes keep no state.
+    assert proven == (3 if recipe == "delayed" else None)  # Other recipes keep no state.
+    assert checked == (None if parallel == "fsdp2" else 3)
+    last = found["last_check"]
+    assert (last["step"], "parameter" in last["compared"]) == (3, parallel != "fsdp2")
+    assert list(last["unverified"]) == (["parameter"] if parallel == "fsdp2" else [])
     checkpoint, offline = str(folder / "checkpoint"), folder / "offline"
     assert main(["export", checkpoint, "--out", str(offline), "--format", NATIVE[recipe]]) == 0
     for each in (found, certificate_of(offline)):

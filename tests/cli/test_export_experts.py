@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::
 
 INNER = 128
 CONFIG = {"model_type": "mixtral", "hidden_size": 32}
-OF_JOB = ("ranks", "proven", "checked", "digest")
+OF_JOB = ("ranks", "proven", "checked", "last_check", "digest")
 """Fields of a certificate that a checkpoint cannot know, and the seal over them."""
 
 

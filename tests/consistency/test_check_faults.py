@@ -278,7 +278,7 @@ def _clean_evidence(folder: str) -> None:
     os.environ["FP8DIST_REPORT_DIR"] = folder
     try:
         model, manager = _prepared()
-        assert manager.check().consistent
+        assert not manager.check().diverged
         assert fp8dist.check(model, group=dist.group.WORLD).consistent
         manager.step()
     finally:

@@ -727,10 +727,10 @@ def test_a_check_inside_join_is_refused_and_check_every_waits(two_ranks: RankPoo
 # Without ranks to compare with -------------------------------------------------------------------------
 
 
-def test_a_single_process_is_consistent() -> None:
+def test_a_single_process_verifies_nothing_and_raises_nothing() -> None:
     net = make_net()
     report = fp8dist.check(net, policy="warn")
-    assert report.consistent
+    assert not report.consistent
     assert report.findings == ()
     assert "one rank" in str(report)
     manager = fp8dist.prepare(net, check_every=1)
@@ -740,8 +740,8 @@ def test_a_single_process_is_consistent() -> None:
         x, y = batch(0, step)
         nn.functional.mse_loss(net(x), y).backward()
         optimizer.step()
-    assert manager.check(gradients=True, optimizer=optimizer, policy="raise").consistent
-    assert fp8dist.check(net, policy="repair").consistent
+    assert not manager.check(gradients=True, optimizer=optimizer, policy="raise").diverged
+    assert not fp8dist.check(net, policy="repair").diverged
 
 
 def test_a_wrong_policy_is_refused() -> None:
@@ -757,8 +757,15 @@ def _group_of_one() -> Any:
         report = fp8dist.check(net, group=group, policy="warn")
         manager = fp8dist.prepare(net, group=group).attach()
         second = manager.check(policy="warn")
-    return report.consistent, second.consistent, [name for name in calls.names if name != "all_reduce"]
+    assert {report.consistent, report.diverged, second.consistent, second.diverged} == {False}
+    return (
+        report.compared,
+        dict(report.unverified),
+        second.compared,
+        [name for name in calls.names if name != "all_reduce"],
+    )
 
 
-def test_a_group_of_one_rank_is_consistent(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_group_of_one) == [(True, True, [])] * 2
+def test_a_group_of_one_rank_verifies_nothing(two_ranks: RankPool) -> None:
+    reason = "6 parameters that are shared with no other rank"
+    assert two_ranks.run(_group_of_one) == [({}, {"parameter": reason}, {}, [])] * 2

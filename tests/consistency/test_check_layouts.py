@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8dist import ConfigurationError
 from fp8dist.consistency.contents import Digester, Named, TensorContent
 from tests.support.checked import whole_world
 from tests.support.logs import captured_log
@@ -107,9 +108,21 @@ def _one_cannot_build(what: str, odd: list[int]) -> Any:
     return [(f.kind, f.ranks, f.detail) for f in report.findings], time.monotonic() - start
 
 
-@pytest.mark.parametrize(
-    ("what", "odd"), [("meta", [0]), ("raises", [1, 2]), ("raises", [0, 1, 2, 3]), ("uninitialised", [3])]
-)
+def _none_can_build(what: str) -> str:
+    with captured_log() as log, pytest.raises(ConfigurationError) as caught:
+        whole_world(BROKEN[what][0]())
+    assert log == []
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_same_mistake_on_all_ranks_is_no_divergence(two_ranks: RankPool, what: str) -> None:
+    for text in two_ranks.run(_none_can_build, what):
+        assert text.startswith("check() could not read what it compares, on any rank: ")
+        assert text.count(BROKEN[what][1]) == 1  # Once for all ranks.
+
+
+@pytest.mark.parametrize(("what", "odd"), [("meta", [0]), ("raises", [1, 2]), ("uninitialised", [3])])
 def test_a_rank_that_cannot_build_its_part_is_reported_by_all(four_ranks: RankPool, what: str, odd: list[int]) -> None:
     results = four_ranks.run(_one_cannot_build, what, odd, timeout=30)
     for findings, seconds in results:

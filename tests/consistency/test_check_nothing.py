@@ -1,4 +1,4 @@
-"""A check with nothing to compare raises an error on several ranks; on one rank it is consistent."""
+"""A check with nothing to compare raises an error on several ranks. One that verifies nothing is not consistent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import ConfigurationError
@@ -61,12 +62,12 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass(two_ranks: RankPo
         assert "pass the DDP module to attach()" in said["state of its own"]
         assert "parameters" not in said["state alone"].split(":")[0]
         assert "9 slots that this rank shares with no other" in said["module"]
-        assert said["switched off"] == [(True, {})] * 4
+        assert said["switched off"] == [(False, {})] * 4
         assert said["logged"] == (2 if rank == 0 else 0)
 
 
 def _some_ranks() -> Any:
-    """Two of four ranks hold replicas, so no rank gets the error."""
+    """Two of four ranks hold replicas, so no rank gets the error, and none is told that all is consistent."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2]), dist.new_group([3])]
     mine = pairs[max(0, dist.get_rank() - 1)]
     report = fp8dist.check(make_net(), groups={"*": mine})
@@ -76,7 +77,7 @@ def _some_ranks() -> Any:
 
 def test_one_rank_with_replicas_is_enough_for_all(four_ranks: RankPool) -> None:
     results = four_ranks.run(_some_ranks)
-    assert [result[:2] for result in results] == [(True, {"parameter": 6})] * 2 + [(True, {})] * 2
+    assert [result[:2] for result in results] == [(False, {"parameter": 6})] * 2 + [(False, {})] * 2
     assert all("shared with no other rank" in text for *_, text in results)
 
 
@@ -91,23 +92,64 @@ def test_check_every_says_it_as_well(two_ranks: RankPool) -> None:
     assert all("otherwise do not use check() and check_every" in text for text in two_ranks.run(_check_every))
 
 
-def _without_gradients() -> Any:
-    net = make_net()
-    report = fp8dist.check(net, group=dist.group.WORLD, gradients=True)
-    return dict(report.compared), report.skipped
+def _unverified() -> Any:
+    """Return for checks of which one kind has nothing to compare: (consistent, compared, unverified) of each."""
+    world = dist.group.WORLD
+    net, ignored, sharded = make_net(), make_net(), make_net()
+    reports = [fp8dist.check(net, group=world, gradients=True)]
+    optimizer = torch.optim.SGD(ignored.parameters(), lr=0.1, momentum=0.9)
+    ignored(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    reports.append(fp8dist.check(net, group=world, optimizer=optimizer))
+    frozen = ignored.first.weight.requires_grad_(False)
+    others = [name for name, parameter in ignored.named_parameters() if parameter is not frozen]
+    reports.append(fp8dist.check(ignored, group=world, groups=dict.fromkeys(others)))
+    manager = fp8dist.prepare(sharded, group=world)
+    fully_shard(sharded)
+    reports.append(manager.attach(sharded).check())
+    return [(report.consistent, report.diverged, report.compared, dict(report.unverified)) for report in reports]
 
 
-def test_a_report_tells_of_gradients_that_do_not_exist(two_ranks: RankPool) -> None:
-    for compared, skipped in two_ranks.run(_without_gradients):
-        assert compared == {"parameter": 6}
-        assert skipped == ("0 gradients exist now (there are none between zero_grad() and backward)",)
+def test_a_kind_of_which_nothing_is_compared_is_not_consistent(two_ranks: RankPool) -> None:
+    for gradients, states, frozen, shards in two_ranks.run(_unverified):
+        reason = "0 gradients exist now (there are none between zero_grad() and backward)"
+        assert gradients == (False, False, {"parameter": 6}, {"gradient": reason})
+        assert states[:2] == (False, False)
+        assert "of parameters that are not the module's" in states[3]["optimizer"]
+        assert frozen[:3] == (False, False, {"parameter": 1})  # The only one that is not trained.
+        assert list(frozen[3]) == ["parameter"]
+        assert shards[:3] == (False, False, {"slot": 9})
+        assert "6 parameters that are DTensors without a Replicate axis" in shards[3]["parameter"]
 
 
-def test_one_rank_is_consistent() -> None:
+def test_on_one_rank_nothing_is_verified() -> None:
     report = fp8dist.check(make_net())
-    assert report.consistent
-    assert report.compared == {}
-    assert str(report) == "consistent (nothing was compared)\nnot compared: there is one rank, or no process group"
+    assert (report.consistent, report.diverged, report.compared) == (False, False, {})
+    assert str(report) == "not verified: nothing was compared\nnot compared: there is one rank, or no process group"
+
+
+def _by_their_wrapper(which: str) -> Any:
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    manager.attach(ddp)
+    checked = net if which == "model" else net.first
+    clean = fp8dist.check(checked)
+    with torch.no_grad():
+        net.first.weight[0, 0] += 5.0 * dist.get_rank()
+    report = fp8dist.check(checked, policy="warn")
+    return clean.consistent, dict(clean.compared), [(finding.kind, finding.name) for finding in report.findings]
+
+
+@pytest.mark.parametrize(
+    ("which", "compared", "name"),
+    [("model", {"parameter": 6, "slot": 9}, "first.weight"), ("part", {"parameter": 2}, "weight")],
+)
+def test_an_attached_model_is_compared_as_it_is_wrapped(
+    two_ranks: RankPool, which: str, compared: dict[str, int], name: str
+) -> None:
+    for result in two_ranks.run(_by_their_wrapper, which):
+        assert result == (True, compared, [("parameter", name)])
 
 
 def test_the_command_line_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,16 +265,49 @@ def test_hundreds_of_ranks_are_counted() -> None:
 
 
 def test_a_clean_report_says_what_was_compared_and_what_was_not() -> None:
-    report = DivergenceReport((), {"parameter": 1, "slot": 12}, ("4 parameters that DDP was told to ignore",))
-    assert str(report) == ("consistent (1 parameter, 12 slots)\nnot compared: 4 parameters that DDP was told to ignore")
+    ignored = "4 parameters that DDP was told to ignore"
+    report = DivergenceReport((), {"parameter": 1, "slot": 12}, (ignored,), compared_bytes={"parameter": 1_250_000})
+    assert str(report) == (f"consistent (1 parameter of 1.25 MB, 12 slots)\nnot compared: {ignored}")
     assert report.consistent
     assert report.summary() == str(report)
-    assert str(DivergenceReport()) == "consistent (nothing was compared)"
     report.raise_if_diverged()
 
 
+@pytest.mark.parametrize(
+    ("report", "head"),
+    [
+        (DivergenceReport(), "not verified: nothing was compared"),
+        (DivergenceReport(compared={"parameter": 0}), "not verified: nothing was compared"),
+        (
+            DivergenceReport(compared={"slot": 3}, compared_bytes={"slot": 96}, unverified={"parameter": "6 shards"}),
+            "not verified: parameters (equal: 3 slots of 96 B)\nnot compared: 6 shards",
+        ),
+        (
+            DivergenceReport(compared={"parameter": 2}, unverified={"optimizer": "4 shards", "gradient": "2 shards"}),
+            "not verified: optimizer states and gradients (equal: 2 parameters)",
+        ),
+        (
+            DivergenceReport((_finding(),), {"slot": 3}, repaired=("it",), unverified={"parameter": "6 shards"}),
+            "parameters differ between ranks",
+        ),
+    ],
+)
+def test_a_report_that_verified_nothing_is_neither_consistent_nor_diverged(report: DivergenceReport, head: str) -> None:
+    assert not report.consistent
+    assert not report.diverged
+    assert str(report).startswith(head)
+    assert (report.to_json()["consistent"], report.to_json()["diverged"]) == (False, False)
+    report.raise_if_diverged()
+
+
+def test_equal_tensors_that_are_not_finite_are_named() -> None:
+    report = DivergenceReport(compared={"parameter": 9}, nonfinite=tuple(f"blocks.{i}" for i in range(6)))
+    assert str(report).splitlines()[1] == "not finite: blocks.0, blocks.1, blocks.2, blocks.3 and 2 more"
+
+
 def test_a_repaired_report_is_consistent_and_says_what_was_done() -> None:
-    report = DivergenceReport((_finding(),), repaired=("parameter 'w' on rank 3, from rank 0",))
+    repaired = ("parameter 'w' on rank 3, from rank 0",)
+    report = DivergenceReport((_finding(),), {"parameter": 4}, repaired=repaired)
     assert report.consistent
     report.raise_if_diverged()
     assert "parameter 'w' on rank 3, from rank 0" in str(report)
@@ -353,9 +386,9 @@ def test_json_takes_any_value() -> None:
 
 def test_json_has_every_attribute() -> None:
     plain = DivergenceReport((_finding(),)).to_json()
-    assert set(plain) == {"consistent", "findings", "compared", "skipped", "repaired", "notes", "noun"}
+    assert set(plain) == {"consistent", "diverged", *DivergenceReport.__dataclass_fields__}
     assert set(plain["findings"][0]) == set(Finding.__dataclass_fields__)
-    assert DivergenceReport().to_json()["consistent"] is True
+    assert DivergenceReport(compared={"slot": 1}).to_json()["consistent"] is True
 
 
 # Who speaks -------------------------------------------------------------------------------------------------

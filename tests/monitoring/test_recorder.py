@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, Fallback, Recorder, SlotStatistics
@@ -44,7 +45,13 @@ def kinds(folder: Path) -> list[str]:
 
 
 def train(
-    folder: Path, steps: int, group: Any = None, after: int = 0, planted: Mapping[int, float] | None = None, **made: Any
+    folder: Path,
+    steps: int,
+    group: Any = None,
+    after: int = 0,
+    planted: Mapping[int, float] | None = None,
+    ddp: bool = False,
+    **made: Any,
 ) -> fp8dist.StateManager:
     """Train and record a net. ``planted``: a number for one input element, by step, on the last rank."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
@@ -53,13 +60,14 @@ def train(
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=group, **prepared)
     recorder = Recorder(folder, manager, **{"every": 3, "resume_after": after or None, **made})
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with 0 the step would not count.
-    manager.attach(optimizer=optimizer)
+    called = DistributedDataParallel(net) if ddp else net
+    manager.attach(called, optimizer=optimizer)
     with recorder:
         for step in range(after + 1, after + steps + 1):
             x, y = batch(rank, step)
             if planted and step in planted and rank == size - 1:
                 x[1, 2] = planted[step]
-            loss = (net(x) - y).square().mean()
+            loss = (called(x) - y).square().mean()
             loss.backward()
             for parameter in net.parameters():  # A NaN stays in its step.
                 assert parameter.grad is not None
@@ -476,16 +484,49 @@ def test_a_slow_rank_shows_in_the_waits_of_the_others(two_ranks: RankPool, tmp_p
     assert fast > slow + 25
 
 
-def _checked(folder: str) -> tuple[int | None, int | None, dict[str, float]]:
-    manager = train(Path(folder), 6, dist.group.WORLD, check_every=2)
+def _checked(folder: str, ddp: bool) -> tuple[int | None, int | None, dict[str, float]]:
+    with captured_log():
+        manager = train(Path(folder), 6, dist.group.WORLD, check_every=2, ddp=ddp)
     return manager.proven_step, manager.checked_step, manager.metrics()
 
 
-def test_proven_and_checked_steps(two_ranks: RankPool, tmp_path: Path) -> None:
-    for proven, checked, metrics in two_ranks.run(_checked, str(tmp_path)):
-        assert (proven, checked) == (6, 4)  # The check after step 6 would come in the next step.
-        assert (metrics["fp8/proven_step"], metrics["fp8/checked_step"]) == (6.0, 4.0)
-    assert [event["step"] for event in read(tmp_path, "events") if event["kind"] == "checked"] == [2, 4]
+@pytest.mark.parametrize("ddp", [True, False])
+def test_proven_and_checked_steps(two_ranks: RankPool, ddp: bool, tmp_path: Path) -> None:
+    """Without DDP no parameter is known to be replicated: then no step is checked, and the events say why."""
+    for proven, checked, metrics in two_ranks.run(_checked, str(tmp_path), ddp):
+        assert (proven, checked) == (6, 4 if ddp else None)  # The check after step 6 would come in the next step.
+        assert (metrics["fp8/proven_step"], metrics["fp8/checked_step"]) == (6.0, 4.0 if ddp else 0.0)
+        assert (metrics["fp8/compared_parameters"], metrics["fp8/compared_slots"]) == (6.0 if ddp else 0.0, SLOTS)
+        sizes = 4 * sum(parameter.numel() for parameter in make_net().parameters()) if ddp else 0
+        assert metrics["fp8/compared_bytes"] > sizes
+    events = [event for event in read(tmp_path, "events") if event["kind"] == "checked"]
+    assert [event["step"] for event in events] == [2, 4]
+    kinds = {"parameter": 6, "slot": SLOTS} if ddp else {"slot": SLOTS}
+    why = "6 parameters not known to be replicated: name their group"
+    for event in events:
+        assert (event["compared"], event["nonfinite"]) == (kinds, [])
+        assert event["unverified"] == ({} if ddp else {"parameter": why})
+        assert event["compared_bytes"].get("parameter", 0) == sizes
+
+
+@pytest.mark.parametrize(
+    ("steps", "warned", "undone"),
+    [
+        ((0, 1, 2), "", []),
+        ((1, 2, 2, 3), "given step 2 after step 2", []),
+        ((1, 5, 6, 3, 4, 5, 2), "given step 3 after step 6", [2, 1]),
+        ((4, 0), "given step 0 after step 4", [-1]),
+    ],
+)
+def test_steps_that_repeat_or_go_back_are_said_once(
+    steps: Sequence[int], warned: str, undone: list[int], tmp_path: Path
+) -> None:
+    with captured_log() as log, Recorder(tmp_path) as recorder:
+        for step in steps:
+            recorder.log(step, loss=1.0)
+    assert [warned in text for _, text in log] == ([True] if warned else [])
+    assert [line["step"] for line in read(tmp_path, "metrics")] == list(steps)
+    assert [e["resumed_after"] for e in read(tmp_path, "events") if e["kind"] == "start"] == [None, *undone]
 
 
 def _damaged(folder: str) -> tuple[int | None, list[str]]:

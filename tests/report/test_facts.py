@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ def _diverged(step: int, consistent: bool = False) -> dict[str, Any]:
     return {"step": step, "kind": "diverged", "report": report}
 
 
+def _checked(step: int, compared: Any = None, **fields: Any) -> dict[str, Any]:
+    of = {"parameter": 6, "slot": 9} if compared is None else compared
+    return {"step": step, "kind": "checked", "compared": of, "compared_bytes": {"parameter": 1_200_000}, **fields}
+
+
 AUDITED = {"kind": "audit", "name": "a: wgrad", "ranks": [1], "detail": "rank 1 computes wrong repeatedly"}
 AUDIT = {"step": 4, "kind": "diverged", "report": {"consistent": False, "findings": [AUDITED, AUDITED]}}
 
@@ -72,9 +78,21 @@ AUDIT = {"step": 4, "kind": "diverged", "report": {"consistent": False, "finding
             GOOD,
             [],
             "sound",
-            "up to step 8, a check found everything that it compares equal after step 5; step 9 is unproven.",
+            "up to step 8, after step 5 a check found equal what it compared (the run does not say what); step 9 is un",
         ),
-        (GOOD, [{"step": 9, "kind": "checked"}], "sound", "equal after step 9; no step up to 9 is unproven."),
+        (GOOD, [_checked(9)], "sound", "after step 9 a check found 6 parameters of 1.2 MB, 9 slots equal; no step up"),
+        (
+            GOOD,
+            [_checked(9, {"slot": 9}, unverified={"parameter": "6 shards"})],
+            "sound",
+            "after step 9 a check found 9 slots equal, parameters not verifiable; for the FP8 state, step 9 is unprove",
+        ),
+        (
+            [{"step": 9, "loss": 1.9}],
+            [_checked(9, nonfinite=["head"])],
+            "unsound",
+            "Not sound: a check after step 9 found 6 parameters of 1.2 MB, 9 slots equal, NaN or infinity in head.",
+        ),
         (
             GOOD,
             [_diverged(6)],
@@ -222,10 +240,51 @@ def test_the_odd_rank_and_the_straggler(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_with_a_divergence_in_it_is_not_good(events: list[Any], good: int, tmp_path: Path) -> None:
-    checked = {"step": 9, "kind": "checked"}
-    run = _run(tmp_path, [{"step": 9, "loss": 1.0}], [*SAVED, *events, checked])
+    run = _run(tmp_path, [{"step": 9, "loss": 1.0}], [*SAVED, *events, _checked(9)])
     text = "".join(checkpoint_table(run))
     assert f"known to be good is of <strong>step {good}</strong>" in text
+    assert "After step 9 a check found 6 parameters of 1.2 MB, 9 slots equal." in text
+
+
+AFTER = "after NaN or infinity in step 5"
+BACK = {"step": 4, "kind": "start", "resumed_after": 4}
+SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
+BAD = {"step": 5, "loss": 1.0, "grad_norm": "Infinity"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "events", "states", "text"),
+    [
+        ([], [], ["unchecked"] * 3, "no check came after one and found parameters equal and finite"),
+        ([], [_checked(6)], ["good", "good", "unchecked"], "After step 6 a check found 6 parameters of 1.2 MB"),
+        (
+            [],
+            [{"step": 9, "kind": "checked", **SHARDS}],
+            ["saved, not verifiable"] * 3,
+            "not verifiable, because after step 9 a check found 9 slots equal, parameters not verifiable",
+        ),
+        ([], [_checked(9, {"parameter": 6}, unverified={"optimizer": "2 shards"})], ["good"] * 3, "not verifiable."),
+        ([], [{"step": 9, "kind": "checked"}], ["checked, not recorded what"] * 3, "the run does not say what"),
+        # All ranks are NaN alike.
+        ([], [_checked(4), _checked(9, nonfinite=["a"])], ["good", "not finite", "not finite"], "step 3"),
+        ([], [_checked(9, nonfinite=["a"]), _checked(10)], ["not finite"] * 3, "No checkpoint"),
+        ([], [_checked(9, nonfinite=["a"]), BACK, SAVED[1], _checked(6)], ["good"] * 2, "step 6"),
+        # A loss or gradient norm is not finite.
+        ([{"step": 5, "loss": "NaN"}], [], ["unchecked", *[AFTER] * 2], "No checkpoint"),
+        ([BAD], [_checked(4)], ["good", *[AFTER] * 2], "step 3"),
+        ([BAD], [_checked(9)], ["good"] * 3, "step 8"),  # A loss scaler has skipped the step.
+        ([BAD], [{"step": 9, "kind": "checked", **SHARDS}], ["saved, not verifiable"] * 3, "No checkpoint"),
+        ([BAD], [{"step": 9, "kind": "checked"}], ["checked, not recorded what", *[AFTER] * 2], "No checkpoint"),
+        ([BAD, {"step": 4}, {"step": 5}], [], ["unchecked"] * 3, "No checkpoint"),  # Rolled back.
+    ],
+)
+def test_a_checkpoint_is_good_only_if_parameters_were_compared_and_are_finite(
+    metrics: list[Any], events: list[Any], states: list[str], text: str, tmp_path: Path
+) -> None:
+    page = "".join(checkpoint_table(_run(tmp_path, metrics, [*SAVED, *events])))
+    rows = re.findall(r'<td class="number">\d+</td><td>([^<]*)</td>', page)
+    assert rows[::-1] == states
+    assert text in page
 
 
 def test_the_first_trouble_is_told_with_its_replay(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def test_the_state_is_that_of_the_whole_files(seed: int, tmp_path: Path) -> None
         run.read()
     assert run.step == 29
     assert [repr(loss) for loss in run.losses] == [repr(float(line["loss"])) for line in steps]
-    assert (run.proven, run.checked, run.step_ms) == (26, 21, steps[-1]["step_ms"])
+    assert run.check is not None
+    assert (run.proven, run.check.step, run.step_ms) == (26, 21, steps[-1]["step_ms"])
     assert [event.text for event in run.events] == [f"path /{step}" for step in range(4, 29, 4)]
     assert run.waits == [RankWait(rank, wait, None) for rank, wait in enumerate(waits)]
     expected = sorted(seen, key=_severity)[:10]
@@ -107,12 +108,38 @@ AUDIT = {"kind": "diverged", "report": {"findings": [AUDITED, AUDITED]}}
 DIVERGED = {"kind": "diverged", "report": {"findings": [{"kind": "scale", "name": "a:input", "ranks": [1, 2]}]}}
 
 
+SIZES = {"compared": {"parameter": 6, "slot": 9}, "compared_bytes": {"parameter": 1_200_000}}
+CHECKED: dict[str, Any] = {"step": 4, "kind": "checked", **SIZES}
+SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
+
+
 @pytest.mark.parametrize(
     ("events", "step", "known", "text"),
     [
         ([], {"proven": None}, None, "unproven: nothing has compared the ranks yet"),
         ([], {"proven": 8, "checked": 5}, True, "proven to step 8, checked to step 5"),
-        ([{"step": 4, "kind": "checked"}], {}, True, "checked to step 4"),
+        ([{"step": 4, "kind": "checked"}], {}, True, "checked to step 4 (not recorded what)"),
+        ([CHECKED], {"proven": 8}, True, "proven to step 8, checked to step 4 (6 parameters of 1.2 MB, 9 slots)"),
+        (
+            [CHECKED | SHARDS],
+            {"proven": 8},
+            True,
+            "parameters not verifiable, 9 slots equal to step 4",
+        ),
+        (
+            [CHECKED | {"nonfinite": ["a"]}],
+            {},
+            False,
+            "NOT FINITE after step 4: 6 parameters of 1.2 MB, 9 slots equal",
+        ),
+        (
+            [CHECKED | {"compared": 7, "unverified": [], "nonfinite": 7}],
+            {},
+            True,
+            "checked to step 4 (not recorded what)",
+        ),
+        ([CHECKED], {"loss": "NaN"}, False, "NOT FINITE since step 10, checked to step 4"),
+        ([{"step": 3, **DIVERGED}, CHECKED | SHARDS], {}, True, "equal again"),
         ([{"step": 4, "kind": "checked"}, {"step": 0, "kind": "start"}], {}, None, "unproven"),
         ([{"step": 4, "kind": "checked"}, {"step": 3, "kind": "start", "resumed_after": 3}], {}, None, "unproven"),
         ([{"step": 4, "kind": "checked"}, {"step": 4, "kind": "start", "resumed_after": 4}], {}, True, "to step 4"),

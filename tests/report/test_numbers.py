@@ -151,12 +151,13 @@ def _with(tmp_path: Path, **files: list[dict[str, Any]]) -> Run:
     return read_run(tmp_path)
 
 
-def test_the_later_line_of_a_step_counts(tmp_path: Path) -> None:
-    found = [{"step": 3, "loss": 1.0}, {"step": 4, "loss": "NaN"}, {"step": 5}, {"step": 4, "loss": 2.0}, {"step": 2}]
+def test_a_line_replaces_those_of_its_step_and_of_later_ones(tmp_path: Path) -> None:
+    bad = {"step": 4, "loss": "NaN", "grad_norm": "Infinity"}
+    found = [{"step": 2, "grad_norm": "NaN"}, {"step": 3, "loss": 1.0}, bad, {"step": 5}, bad, {"step": 4, "loss": 2.0}]
     metrics = _with(tmp_path, metrics=found).metrics
-    assert metrics.step.tolist() == [2, 3, 4, 5]
-    assert metrics.columns["loss"][1:3].tolist() == [1.0, 2.0]
-    assert metrics.bad_losses == ()
+    assert metrics.step.tolist() == [2, 3, 4]
+    assert metrics.columns["loss"][1:].tolist() == [1.0, 2.0]
+    assert (metrics.bad_losses, metrics.bad_norms) == ((), (2,))
     assert metrics.newest("loss") == 2.0
     assert metrics.newest("proven") is None
 
