@@ -446,7 +446,8 @@ class StateManager(Joinable):
     def recording(self) -> AbstractContextManager[None]:
         """Context manager that records amaxes in all forwards, in any mode: in ``eval()``, without grad, in high
         precision. Local: on all ranks alike. The amaxes count at the next boundary. ``calibrate`` ends with a boundary
-        of its own."""
+        of its own, and does not train. Inside ``no_fp8()`` and ``recording()`` steps train in high precision, and
+        record amaxes."""
         return self._job.switched(recording=True)
 
     def calibrate(self) -> AbstractContextManager[None]:

@@ -125,6 +125,11 @@ class StepCycle:
         """True if this step is being captured into a CUDA graph."""
         return any(capturing(sync.arena.device) for sync in self.syncs)
 
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank that logs for all ranks."""
+        return self.control.speaks
+
     def require(self, call: str, switched_off: bool = False) -> None:
         """Raise ConfigurationError if the current phase refuses a call (``step/order.py``). Local.
 

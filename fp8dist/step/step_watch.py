@@ -7,6 +7,7 @@ scales, while the loss falls. So the second such step raises an error.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -21,7 +22,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.parts import Part, fp8_parts
-from fp8dist.optimizer_hooks import found_inf, is_real_step, retire_with, step_frames, untraced
+from fp8dist.optimizer_hooks import found_inf, has_closure, is_real_step, retire_with, step_frames, untraced
 from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import local_part
 from fp8dist.text import first_few
@@ -45,6 +46,10 @@ class StepListener(Protocol):
     @property
     def captures(self) -> bool:
         """True while a CUDA graph is captured."""
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank that logs for all ranks."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Handle the start of an optimizer's step."""
@@ -70,13 +75,14 @@ class StepWatch:
         self._unrecorded: list[Part] = []
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: _Masters | None = None
+        self._gradients = _Gradients()
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             living = alive()
             if living is not None:
-                living._before(optimizer, _is_nested())
+                living._before(optimizer, _is_nested(), has_closure(args, kwargs))
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             living = alive()
@@ -182,13 +188,15 @@ class StepWatch:
                 found.append(part)
         return found
 
-    def _before(self, optimizer: Optimizer, nested: bool) -> None:
+    def _before(self, optimizer: Optimizer, nested: bool, closure: bool) -> None:
         listener = self._listener()
         if listener is None:
             return
         listener.before_step(optimizer)
         if nested or listener.captures:
             return
+        if listener.job.enabled and optimizer in self._attached and is_real_step(optimizer):
+            self._gradients.before(optimizer, optimizer is self._last_one, closure)
         self._began, listener.job.stepping = listener.job.boundaries, True
         if self._masters is not None and self._masters.told(optimizer):
             self._masters = None
@@ -198,7 +206,11 @@ class StepWatch:
             self._require_boundary(listener, optimizer, held)
 
     def _brings_boundary(self, job: JobState, optimizer: Optimizer) -> bool:
-        return job.by_optimizer and self._last is not None and self._last() is optimizer
+        return job.by_optimizer and self._last_one is optimizer
+
+    @property
+    def _last_one(self) -> Optimizer | None:
+        return None if self._last is None else self._last()
 
     def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Part]) -> None:
         """Raise ConfigurationError if weights are about to be stepped a second time since the last boundary."""
@@ -229,6 +241,8 @@ class StepWatch:
             for part in self._unrecorded:  # Written to between the last forward and this step.
                 part.slots.note.mark_written()
             self._unrecorded = []
+            if self._gradients.missed() and listener.speaks:
+                logger.warning(_no_gradient(optimizer))
         listener.after_step(optimizer, real)
 
 
@@ -239,7 +253,9 @@ class _Masters:
         self._optimizer = weakref.ref(optimizer)
         self._steps = 0
         self._names = first_few(sorted({part.fqn for part in parts}))
-        self._seen = [(weakref.ref(part.slots), _sample(part.slots)) for part in parts[:_SAMPLED_WEIGHTS]]
+        self._seen = [
+            (weakref.ref(part.slots), _sample(part.slots.note.stored[0])) for part in parts[:_SAMPLED_WEIGHTS]
+        ]
 
     def told(self, optimizer: Optimizer) -> bool:
         """Check, before a step of ``optimizer``. Return True once the check is done. Waits for the device, once."""
@@ -249,7 +265,7 @@ class _Masters:
         if self._steps <= _UNCHANGED_STEPS:
             return False
         living = [(slots, before) for reference, before in self._seen if (slots := reference()) is not None]
-        if living and all(torch.equal(_sample(slots), before) for slots, before in living):
+        if living and all(torch.equal(_sample(slots.note.stored[0]), before) for slots, before in living):
             logger.warning(
                 "fp8dist: %s has stepped %d times, and the FP8 weights of %s have not changed: the optimizer that "
                 "attach was given holds other parameters, maybe those of a copy of the model",
@@ -260,8 +276,51 @@ class _Masters:
         return True
 
 
-def _sample(slots: LinearSlots) -> Tensor:
-    return local_part(slots.note.stored[0]).detach().flatten()[:_SAMPLED].clone()
+class _Gradients:
+    """Finds the first step for which no attached optimizer has a gradient, and which changes no parameter."""
+
+    def __init__(self) -> None:
+        self._found = False  # An attached optimizer had a gradient since the last one's step.
+        self._over = False
+        self._before: list[tuple[Tensor, Tensor]] = []  # Parameters, and what they were.
+
+    def before(self, optimizer: Optimizer, last: bool, closure: bool) -> None:
+        """Look for a gradient, until there is one, before a step. Local.
+
+        Args:
+            last: True if ``optimizer`` is the last of those attached, with whose step the gradients must be there.
+            closure: True if the step computes its gradients itself.
+        """
+        self._before = []
+        if self._over:
+            return
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if self._found or closure or any(p.grad is not None for p in parameters):
+            self._found = not last
+        elif last:
+            trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+            held = (p for p in trained if local_part(p).numel())  # FSDP1 and ZeRO leave some ranks nothing.
+            self._before = [(p, _sample(p)) for p in itertools.islice(held, _SAMPLED_WEIGHTS)]
+
+    def missed(self) -> bool:
+        """True, once, after a step without gradients. Waits for the device then."""
+        before, self._before = self._before, []
+        # An optimizer that changes parameters without gradients has its own way to get them.
+        self._over = self._over or bool(before)
+        return bool(before) and all(torch.equal(_sample(p), values) for p, values in before)
+
+
+def _no_gradient(optimizer: Optimizer) -> str:
+    return (
+        f"fp8dist: {type(optimizer).__name__} has stepped, but no parameter has a gradient, so nothing was trained. "
+        "manager.calibrate() restores the gradients that it finds: to train while amaxes are recorded, use "
+        "`with manager.no_fp8(), manager.recording():` instead. Otherwise look for a backward() that is missing, or "
+        "for a zero_grad() that comes before the step"
+    )
+
+
+def _sample(weight: Tensor) -> Tensor:
+    return local_part(weight).detach().flatten()[:_SAMPLED].clone()
 
 
 def _is_late(slots: LinearSlots, boundaries: int) -> bool:

@@ -702,6 +702,54 @@ def two_steps(case: Case) -> None:
     case.judge(called)
 
 
+@row(
+    "calibrate() around each training step, as TransformerEngine's calibrating=True",
+    WARNED,
+    "no_fp8",
+    "recording",
+    once=True,
+)
+def calibrated_steps(case: Case) -> None:
+    called, manager, optimizer = attached(case)
+    for index in range(3):
+        with manager.calibrate():
+            case.backward(called, index)
+        case.step(optimizer, called)
+        optimizer.zero_grad()
+
+
+@row("zero_grad() between backward and step", WARNED, "no parameter has a gradient", "zero_grad", once=True)
+def zeroed_first(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    for index in range(3):
+        case.backward(called, index)
+        optimizer.zero_grad()
+        case.step(optimizer, called)
+
+
+@row("the backward is forgotten, by two optimizers", WARNED, "no parameter has a gradient", once=True)
+def no_gradients(case: Case) -> None:
+    called, manager = case.build()
+    optimizers = [adamw(called.up), adamw(called.down)]  # type: ignore[arg-type]
+    manager.attach(called, optimizer=optimizers)
+    for index in range(3):
+        case.backward(called, index).detach()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for optimizer in optimizers:
+            case.step(optimizer, called)
+
+
+@row("recording() and no_fp8() around steps that train", RIGHT)
+def recorded_steps(case: Case) -> None:
+    called, manager, optimizer = attached(case)
+    with manager.no_fp8(), manager.recording():
+        case.train(called, optimizer, 3)
+    case.expect(manager.metrics()["fp8/cold_slots"] == 0, "slots are cold")
+    case.train(called, optimizer, STEPS - 3, 3)
+    case.judge(called, STEPS)
+
+
 @row("a second backward after the step, without a new forward", NOT_SILENT)
 def second_backward(case: Case) -> None:
     called, _, optimizer = attached(case)
