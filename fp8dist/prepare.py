@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fp8dist.arguments import require_groups, require_model
-from fp8dist.coverage import Survey, survey
+from fp8dist.coverage import Selection, Survey, survey
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import ATTRIBUTE, StateManager, get_manager, managers_in
 from fp8dist.modules.foreign import expert_products
@@ -146,7 +146,8 @@ def prepare(
     if managers_in(model):
         raise ConfigurationError("the model, or a part of it, is prepared already: call fp8dist.restore() first")
     each, skipped = Overrides({} if overrides is None else overrides), Skip(skip)
-    surveyed = survey(model, each, skipped, filter_fn)
+    selection = Selection(each, skipped, filter_fn)
+    surveyed = survey(model, selection)
     if strict:
         surveyed.require_named()
     linears, experts = surveyed.chosen, surveyed.experts
@@ -168,9 +169,9 @@ def prepare(
             for precision in of.precisions
         }
     )
-    coverage = surveyed.coverage(settings.enabled)
+    found = surveyed.coverage(True)
     manager = StateManager(
-        model, recipe, settings, job, precisions, plan.syncs, plan.sync_groups, plan.aliases, coverage
+        model, recipe, settings, job, precisions, plan.syncs, plan.sync_groups, plan.aliases, found, selection
     )
     ops.register_flops()
     grouped_ops.register_flops()

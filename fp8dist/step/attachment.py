@@ -36,7 +36,7 @@ from fp8dist.parallel.wrappers import (
     resharded_modules,
 )
 from fp8dist.state.manifest import WeightDescription
-from fp8dist.state.slots import Slot
+from fp8dist.state.slots import Slot, clean_fqn
 from fp8dist.step.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.step.cycle import StepCycle
 from fp8dist.sync.arena_sync import ArenaSync
@@ -236,6 +236,7 @@ def _require_fitting(
 ) -> None:
     """Raise ConfigurationError if the model as it is wrapped now, or an optimizer, does not fit the state. Local."""
     settings = cycle.settings
+    _require_own(model, cycle)
     if settings.check_every:
         require_checkable(whole)
     _require_products(model, whole, resharded)
@@ -243,6 +244,17 @@ def _require_fitting(
         require_whole_blocks(model, whole)
     _require_groups(model, whole, cycle)
     _require_current(model, whole, optimizers)
+
+
+def _require_own(model: nn.Module, cycle: StepCycle) -> None:
+    """Raise ConfigurationError for a converted module that was copied after ``prepare``: it has slots of its own."""
+    for part in fp8_parts(model):
+        if part.slots.job is not cycle.job:
+            fqn = next(clean_fqn(raw) for raw, module in model.named_modules() if module is part.module)
+            raise ConfigurationError(
+                f"{fqn} is a copy of a converted module ({part.fqn}), with FP8 state that no step would update: copy "
+                "modules before prepare(), or call fp8dist.restore(model) and prepare() again"
+            )
 
 
 def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Module]) -> None:
