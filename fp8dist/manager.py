@@ -567,7 +567,8 @@ class StateManager(Joinable):
         return self._found if self._model() is None else self._survey().coverage(self.settings.enabled)
 
     def _survey(self) -> Survey:
-        return survey_again(self._require_model(), self._selection, self._found, self._job)
+        model = self._model()
+        return Survey(()) if model is None else survey_again(model, self._selection, self._found, self._job)
 
     def _log_changes(self) -> None:
         """Log which modules came after ``prepare`` or are gone, if that has not been logged. One rank speaks."""

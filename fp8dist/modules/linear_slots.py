@@ -580,7 +580,10 @@ class LinearSlots:
         counters show most of these at the second change. For the others, the weight itself is compared after 64, 128,
         256, … recorded backwards, which waits for the device.
         """
-        if torch.compiler.is_compiling() or not recorded:
+        if torch.compiler.is_compiling():
+            return
+        self.note.backward_in(self.job.boundaries, recorded)
+        if not recorded:
             return
         self.note_backward()
         if self.job.unsynced:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_experts import fp8_experts, require_revertible_experts, revert_experts
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears, require_revertible, revert
 from fp8dist.modules.parts import Part, fp8_parts
+from fp8dist.optimizer_hooks import has_stepped
 from fp8dist.parallel.ddp import JoinLink, find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, require_whole_blocks, shard_weights
 from fp8dist.parallel.partitioned import is_partitioned, own_part
@@ -107,7 +108,7 @@ class Attachment:
         _tell_of_experts(model, cycle)
         self._derive_scales(model, whole)
         cycle.job.attach(by_optimizer, scaler is not None, bool(optimizers))
-        cycle.control.training_resumes(any(map(_has_stepped, optimizers)))
+        cycle.control.training_resumes(any(map(has_stepped, optimizers)))
         cycle.job.invalidate_casts()
         if cycle.sharded is not None:
             cycle.sharded.follow(self._before)
@@ -318,12 +319,6 @@ def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> Non
                 "group of DDP or DeepSpeed)"
             )
         covered.add((id(holder), id(group)))
-
-
-def _has_stepped(optimizer: Optimizer) -> bool:
-    """True if the optimizer has stepped. Some have state before their first step, with a step count of 0."""
-    counts = (state.get("step") if isinstance(state, Mapping) else None for state in optimizer.state.values())
-    return any(count is None or bool(count > 0) for count in counts)
 
 
 def _described_weights(model: nn.Module) -> dict[Slot, WeightDescription]:

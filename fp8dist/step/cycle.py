@@ -539,6 +539,11 @@ class StepCycle:
         self.job.reuse_casts = allowed
         self.job.invalidate_casts()
 
+    def optimizer_loaded(self, stepped: bool) -> None:
+        """Handle loaded state of an attached optimizer. Local. ``stepped``: True if it has stepped before."""
+        if self.job.boundaries == self._since:
+            self.control.training_resumes(stepped)
+
     def step_skipped(self) -> None:
         """Drop non-finite amaxes, but no others, because the loss scaler skipped the optimizer. Local."""
         self.settle()

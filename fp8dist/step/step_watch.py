@@ -76,6 +76,7 @@ class StepWatch:
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: _Masters | None = None
         self._gradients = _Gradients()
+        self._said_still = False
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
 
@@ -231,7 +232,10 @@ class StepWatch:
             listener.job.stepping = False
         unseen = compiled_any()  # Compiled forwards leave no notes.
         skipped = found_inf(optimizer)
-        for part in self.held_by(optimizer):
+        held = self.held_by(optimizer)
+        if counts and listener.job.enabled:
+            self._warn_of_eval(listener, optimizer, held)
+        for part in held:
             note = part.slots.note
             if not note.awaited:
                 note.take(part.module, part.slots.resharded)
@@ -244,6 +248,25 @@ class StepWatch:
             if self._gradients.missed() and listener.speaks:
                 logger.warning(_no_gradient(optimizer))
         listener.after_step(optimizer, real)
+
+    def _warn_of_eval(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Part]) -> None:
+        """Warn once about trained weights whose backwards recorded no amax. A part of a model may be in ``eval()``
+        while its slots are cold, and thus cast with their tensors' own amaxes."""
+        if self._said_still or not listener.speaks:
+            return
+        since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
+        still = [part for part in held if part.slots.note.recorded_at < since <= part.slots.note.backward_at]
+        still = [part for part in still if part.slots.sync.every_step and _is_trainable(part)]
+        hot = any(part.slots.sync.arena.known_hot for part in still)
+        if still and (hot or all(part.slots.note.recorded_at < since for part in self.parts)):
+            self._said_still = True
+            logger.warning(
+                "fp8dist: %s trains the FP8 weights of %s, but their backwards record no amaxes, because they are in "
+                "eval(): their scales stand still. Call train(); or, if they train in eval() on purpose, run the "
+                "forwards inside `with manager.recording():`",
+                type(optimizer).__name__,
+                first_few(sorted({part.fqn for part in still})),
+            )
 
 
 class _Masters:
@@ -321,6 +344,10 @@ def _no_gradient(optimizer: Optimizer) -> str:
 
 def _sample(weight: Tensor) -> Tensor:
     return local_part(weight).detach().flatten()[:_SAMPLED].clone()
+
+
+def _is_trainable(part: Part) -> bool:
+    return any(parameter.requires_grad for parameter in part.slots.note.stored)
 
 
 def _is_late(slots: LinearSlots, boundaries: int) -> bool:
