@@ -100,9 +100,10 @@ def is_real_step(optimizer: Optimizer) -> bool:
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """True if the optimizer has stepped. Some have state before their first step, with a step count of 0."""
+    """True if the optimizer has stepped. Some have state before their first step, with a step count of 0. Reading the
+    state with ``torch.distributed.checkpoint.state_dict`` counts one step that changes nothing."""
     counts = (state.get("step") if isinstance(state, Mapping) else None for state in optimizer.state.values())
-    return any(count is None or bool(count > 0) for count in counts)
+    return any(count is None or bool(count > 1) for count in counts)
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:

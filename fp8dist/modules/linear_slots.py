@@ -27,7 +27,7 @@ from fp8dist.modules.outgrown import (
     shrunk,
     unfit_for,
 )
-from fp8dist.modules.weight_notes import WeightNote
+from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of, stored_parameters
 from fp8dist.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.arena import SlotState
 from fp8dist.state.precision import Precision
@@ -405,6 +405,12 @@ class LinearSlots:
         """Report to other modules whether a written weight, which was just cast, has outgrown its scale."""
         inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
         self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
+
+    def note_load(self, module: nn.Module) -> None:
+        """Keep a sample of the weight as it is before other values are loaded into it, for ``StepWatch``. Local."""
+        loads, stored = self.job.loads, stored_parameters(module, self.name)
+        if len(loads) < SAMPLED_WEIGHTS and stored and not stored[0].is_meta:
+            loads.setdefault(self.note, sample_of(stored[0]))
 
     def weight_scale(self) -> Tensor:
         """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is

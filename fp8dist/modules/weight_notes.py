@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from fp8dist.sync.groups import is_dtensor, local_part
 
-__all__ = ["WeightNote", "stored_parameters"]
+__all__ = ["SAMPLED_WEIGHTS", "WeightNote", "sample_of", "stored_parameters"]
+
+SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
+"""Number of weights, and of elements of each, that are compared with what they were."""
+
+
+def sample_of(weight: Tensor) -> Tensor:
+    """Return a copy of the first elements of this rank's part of a weight, 1-d."""
+    return local_part(weight).detach().flatten()[:_SAMPLED].clone()
 
 
 def stored_parameters(linear: nn.Module, name: str = "weight") -> tuple[Tensor, ...]:

@@ -543,6 +543,8 @@ class StepCycle:
         """Handle loaded state of an attached optimizer. Local. ``stepped``: True if it has stepped before."""
         if self.job.boundaries == self._since:
             self.control.training_resumes(stepped)
+        if self.steps is not None:
+            self.steps.optimizer_loaded()
 
     def step_skipped(self) -> None:
         """Drop non-finite amaxes, but no others, because the loss scaler skipped the optimizer. Local."""

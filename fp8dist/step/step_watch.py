@@ -22,6 +22,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.parts import Part, fp8_parts
+from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of
 from fp8dist.optimizer_hooks import found_inf, has_closure, is_real_step, retire_with, step_frames, untraced
 from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import local_part
@@ -34,8 +35,12 @@ __all__ = ["StepListener", "StepWatch"]
 logger = logging.getLogger("fp8dist")
 
 _UNCHANGED_STEPS = 3
-_SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
-"""Number of weights, and of elements of each, that are compared before and after ``_UNCHANGED_STEPS`` steps."""
+"""Number of steps before and after which master copies and weights are compared."""
+
+
+_BACK, _APART = 0.1, 0.25
+"""A load is undone if the weight is this much nearer to what it was before. The two must be this far apart, relative to
+the larger norm: a step may lead back after a rollback by one step."""
 
 
 class StepListener(Protocol):
@@ -76,6 +81,7 @@ class StepWatch:
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: _Masters | None = None
         self._gradients = _Gradients()
+        self._loads = _Loads()
         self._said_still = False
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
@@ -178,6 +184,13 @@ class StepWatch:
             if any(slot in slots for slot in part.slots.weight_slots):
                 part.slots.note.trust_next()
 
+    def optimizer_loaded(self) -> None:
+        """Note that the state of an attached optimizer was loaded, and thus its copies of weights. Local."""
+        self._loads.forget()
+        listener = self._listener()
+        if listener is not None:
+            listener.job.loads.clear()
+
     def held_by(self, optimizer: Optimizer) -> list[Part]:
         """Return the FP8 weights that an optimizer holds."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -197,7 +210,10 @@ class StepWatch:
         if nested or listener.captures:
             return
         if listener.job.enabled and optimizer in self._attached and is_real_step(optimizer):
-            self._gradients.before(optimizer, optimizer is self._last_one, closure)
+            is_last = optimizer is self._last_one
+            self._gradients.before(optimizer, is_last, closure)
+            if is_last and self._loads.written_over(listener.job.loads) and listener.speaks:
+                logger.warning(_written_over(optimizer))
         self._began, listener.job.stepping = listener.job.boundaries, True
         if self._masters is not None and self._masters.told(optimizer):
             self._masters = None
@@ -277,7 +293,7 @@ class _Masters:
         self._steps = 0
         self._names = first_few(sorted({part.fqn for part in parts}))
         self._seen = [
-            (weakref.ref(part.slots), _sample(part.slots.note.stored[0])) for part in parts[:_SAMPLED_WEIGHTS]
+            (weakref.ref(part.slots), sample_of(part.slots.note.stored[0])) for part in parts[:SAMPLED_WEIGHTS]
         ]
 
     def told(self, optimizer: Optimizer) -> bool:
@@ -288,7 +304,7 @@ class _Masters:
         if self._steps <= _UNCHANGED_STEPS:
             return False
         living = [(slots, before) for reference, before in self._seen if (slots := reference()) is not None]
-        if living and all(torch.equal(_sample(slots.note.stored[0]), before) for slots, before in living):
+        if living and all(torch.equal(sample_of(slots.note.stored[0]), before) for slots, before in living):
             logger.warning(
                 "fp8dist: %s has stepped %d times, and the FP8 weights of %s have not changed: the optimizer that "
                 "attach was given holds other parameters, maybe those of a copy of the model",
@@ -297,6 +313,51 @@ class _Masters:
                 self._names,
             )
         return True
+
+
+class _Loads:
+    """Finds the first load of weights that the next step undoes, because the optimizer has copies from before."""
+
+    def __init__(self) -> None:
+        self._over = False
+        self._seen: list[tuple[WeightNote, Tensor, Tensor]] = []  # (note, before the load, loaded).
+
+    def forget(self) -> None:
+        """Forget loads: the optimizer's state was loaded, too."""
+        self._seen = []
+
+    def written_over(self, loads: dict[WeightNote, Tensor]) -> bool:
+        """True, once, before the second step after a load, if it left the weights as they were before the load. Takes
+        ``loads``, which are of weights loaded since the last step. Waits for the device then."""
+        seen, self._seen = self._seen, []
+        if not (seen or loads) or self._over:
+            loads.clear()
+            return False
+        distances = [_distances(*each) for each in seen if each[0] not in loads]
+        judged = [to_old < _BACK * to_new for to_old, to_new, far in distances if far]
+        self._over = bool(judged) and all(judged)
+        self._seen = [(note, old, sample_of(note.stored[0])) for note, old in loads.items() if note.stored]
+        loads.clear()
+        return self._over
+
+
+def _distances(note: WeightNote, old: Tensor, new: Tensor) -> tuple[float, float, bool]:
+    """Return how far a weight is now from what it was before a load, and from what was loaded; True if these two are so
+    far apart that no step leads from one to the other."""
+    now = sample_of(note.stored[0])
+    if not now.shape == old.shape == new.shape:  # FSDP1 loads into the whole weight.
+        return 0.0, 0.0, False
+    pairs = ((now, old), (now, new), (new, old))
+    to_old, to_new, apart = (float((a.float() - b.float()).norm()) for a, b in pairs)
+    return to_old, to_new, apart > _APART * max(float(old.float().norm()), float(new.float().norm()))
+
+
+def _written_over(optimizer: Optimizer) -> str:
+    return (
+        f"fp8dist: the step of {type(optimizer).__name__} after load_state_dict() of the model has undone the load: it "
+        "keeps copies of the weights (master weights), which still have the values from before. Load these, too, with "
+        "the optimizer's state, or make the optimizer after the load"
+    )
 
 
 class _Gradients:
@@ -323,14 +384,14 @@ class _Gradients:
         elif last:
             trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
             held = (p for p in trained if local_part(p).numel())  # FSDP1 and ZeRO leave some ranks nothing.
-            self._before = [(p, _sample(p)) for p in itertools.islice(held, _SAMPLED_WEIGHTS)]
+            self._before = [(p, sample_of(p)) for p in itertools.islice(held, SAMPLED_WEIGHTS)]
 
     def missed(self) -> bool:
         """True, once, after a step without gradients. Waits for the device then."""
         before, self._before = self._before, []
         # An optimizer that changes parameters without gradients has its own way to get them.
         self._over = self._over or bool(before)
-        return bool(before) and all(torch.equal(_sample(p), values) for p, values in before)
+        return bool(before) and all(torch.equal(sample_of(p), values) for p, values in before)
 
 
 def _no_gradient(optimizer: Optimizer) -> str:
@@ -340,10 +401,6 @@ def _no_gradient(optimizer: Optimizer) -> str:
         "`with manager.no_fp8(), manager.recording():` instead. Otherwise look for a backward() that is missing, or "
         "for a zero_grad() that comes before the step"
     )
-
-
-def _sample(weight: Tensor) -> Tensor:
-    return local_part(weight).detach().flatten()[:_SAMPLED].clone()
 
 
 def _is_trainable(part: Part) -> bool:
