@@ -48,10 +48,6 @@ FIRST_LOOK = 64
 backwards ago."""
 
 
-_SAMPLED = 4096
-"""Number of elements of a weight that are compared."""
-
-
 SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
 """The casts and products of a module, in the order of their sites."""
 
@@ -639,9 +635,8 @@ class LinearSlots:
         stored = self.note.stored
         if not stored or capturing(self.sync.arena.device):
             return False
-        weight = local_part(stored[0]).detach().flatten()[:_SAMPLED]
-        before, self._sample = self._sample, weight.clone()
-        return before is not None and before.shape == weight.shape and not torch.equal(before, weight)
+        before, self._sample = self._sample, sample_of(stored[0])
+        return before is not None and before.shape == self._sample.shape and not torch.equal(before, self._sample)
 
 
 def _caller(of_weight: bool) -> ModuleType:

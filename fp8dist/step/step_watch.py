@@ -7,14 +7,12 @@ scales, while the loss falls. So the second such step raises an error.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -22,10 +20,9 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.parts import Part, fp8_parts
-from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of
 from fp8dist.optimizer_hooks import found_inf, has_closure, is_real_step, retire_with, step_frames, untraced
 from fp8dist.state.slots import Slot
-from fp8dist.sync.groups import local_part
+from fp8dist.step.changes import Gradients, Loads, Masters
 from fp8dist.text import first_few
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import compiled_any
@@ -33,14 +30,6 @@ from fp8dist_kernels.graphs import compiled_any
 __all__ = ["StepListener", "StepWatch"]
 
 logger = logging.getLogger("fp8dist")
-
-_UNCHANGED_STEPS = 3
-"""Number of steps before and after which master copies and weights are compared."""
-
-
-_BACK, _APART = 0.1, 0.25
-"""A load is undone if the weight is this much nearer to what it was before. The two must be this far apart, relative to
-the larger norm: a step may lead back after a rollback by one step."""
 
 
 class StepListener(Protocol):
@@ -79,9 +68,9 @@ class StepWatch:
         self._began = 0
         self._unrecorded: list[Part] = []
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
-        self._masters: _Masters | None = None
-        self._gradients = _Gradients()
-        self._loads = _Loads()
+        self._masters: Masters | None = None
+        self._gradients = Gradients()
+        self._loads = Loads()
         self._said_still = False
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
@@ -120,7 +109,7 @@ class StepWatch:
     def expect_masters(self, parts: Sequence[Part], optimizer: Optimizer) -> None:
         """Check weights that no attached optimizer holds, although ``optimizer`` holds parameters that may be their
         master copies: its steps must then change the weights. Local."""
-        self._masters = _Masters(parts, optimizer)
+        self._masters = Masters(parts, optimizer)
 
     def attached(self, optimizers: Sequence[Optimizer]) -> None:
         """Take notes, after ``attach`` has placed the state and derived the scales of cold weights. Local.
@@ -212,8 +201,8 @@ class StepWatch:
         if listener.job.enabled and optimizer in self._attached and is_real_step(optimizer):
             is_last = optimizer is self._last_one
             self._gradients.before(optimizer, is_last, closure)
-            if is_last and self._loads.written_over(listener.job.loads) and listener.speaks:
-                logger.warning(_written_over(optimizer))
+            if is_last:
+                self._loads.before(optimizer, listener.job.loads, listener.speaks)
         self._began, listener.job.stepping = listener.job.boundaries, True
         if self._masters is not None and self._masters.told(optimizer):
             self._masters = None
@@ -261,8 +250,7 @@ class StepWatch:
             for part in self._unrecorded:  # Written to between the last forward and this step.
                 part.slots.note.mark_written()
             self._unrecorded = []
-            if self._gradients.missed() and listener.speaks:
-                logger.warning(_no_gradient(optimizer))
+            self._gradients.after(optimizer, listener.speaks)
         listener.after_step(optimizer, real)
 
     def _warn_of_eval(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Part]) -> None:
@@ -283,124 +271,6 @@ class StepWatch:
                 type(optimizer).__name__,
                 first_few(sorted({part.fqn for part in still})),
             )
-
-
-class _Masters:
-    """Checks that an optimizer of master copies changes the FP8 weights. Warns at its fourth step if not."""
-
-    def __init__(self, parts: Sequence[Part], optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._steps = 0
-        self._names = first_few(sorted({part.fqn for part in parts}))
-        self._seen = [
-            (weakref.ref(part.slots), sample_of(part.slots.note.stored[0])) for part in parts[:SAMPLED_WEIGHTS]
-        ]
-
-    def told(self, optimizer: Optimizer) -> bool:
-        """Check, before a step of ``optimizer``. Return True once the check is done. Waits for the device, once."""
-        if optimizer is not self._optimizer() or not is_real_step(optimizer):
-            return False
-        self._steps += 1
-        if self._steps <= _UNCHANGED_STEPS:
-            return False
-        living = [(slots, before) for reference, before in self._seen if (slots := reference()) is not None]
-        if living and all(torch.equal(sample_of(slots.note.stored[0]), before) for slots, before in living):
-            logger.warning(
-                "fp8dist: %s has stepped %d times, and the FP8 weights of %s have not changed: the optimizer that "
-                "attach was given holds other parameters, maybe those of a copy of the model",
-                type(optimizer).__name__,
-                _UNCHANGED_STEPS,
-                self._names,
-            )
-        return True
-
-
-class _Loads:
-    """Finds the first load of weights that the next step undoes, because the optimizer has copies from before."""
-
-    def __init__(self) -> None:
-        self._over = False
-        self._seen: list[tuple[WeightNote, Tensor, Tensor]] = []  # (note, before the load, loaded).
-
-    def forget(self) -> None:
-        """Forget loads: the optimizer's state was loaded, too."""
-        self._seen = []
-
-    def written_over(self, loads: dict[WeightNote, Tensor]) -> bool:
-        """True, once, before the second step after a load, if it left the weights as they were before the load. Takes
-        ``loads``, which are of weights loaded since the last step. Waits for the device then."""
-        seen, self._seen = self._seen, []
-        if not (seen or loads) or self._over:
-            loads.clear()
-            return False
-        distances = [_distances(*each) for each in seen if each[0] not in loads]
-        judged = [to_old < _BACK * to_new for to_old, to_new, far in distances if far]
-        self._over = bool(judged) and all(judged)
-        self._seen = [(note, old, sample_of(note.stored[0])) for note, old in loads.items() if note.stored]
-        loads.clear()
-        return self._over
-
-
-def _distances(note: WeightNote, old: Tensor, new: Tensor) -> tuple[float, float, bool]:
-    """Return how far a weight is now from what it was before a load, and from what was loaded; True if these two are so
-    far apart that no step leads from one to the other."""
-    now = sample_of(note.stored[0])
-    if not now.shape == old.shape == new.shape:  # FSDP1 loads into the whole weight.
-        return 0.0, 0.0, False
-    pairs = ((now, old), (now, new), (new, old))
-    to_old, to_new, apart = (float((a.float() - b.float()).norm()) for a, b in pairs)
-    return to_old, to_new, apart > _APART * max(float(old.float().norm()), float(new.float().norm()))
-
-
-def _written_over(optimizer: Optimizer) -> str:
-    return (
-        f"fp8dist: the step of {type(optimizer).__name__} after load_state_dict() of the model has undone the load: it "
-        "keeps copies of the weights (master weights), which still have the values from before. Load these, too, with "
-        "the optimizer's state, or make the optimizer after the load"
-    )
-
-
-class _Gradients:
-    """Finds the first step for which no attached optimizer has a gradient, and which changes no parameter."""
-
-    def __init__(self) -> None:
-        self._found = False  # An attached optimizer had a gradient since the last one's step.
-        self._over = False
-        self._before: list[tuple[Tensor, Tensor]] = []  # Parameters, and what they were.
-
-    def before(self, optimizer: Optimizer, last: bool, closure: bool) -> None:
-        """Look for a gradient, until there is one, before a step. Local.
-
-        Args:
-            last: True if ``optimizer`` is the last of those attached, with whose step the gradients must be there.
-            closure: True if the step computes its gradients itself.
-        """
-        self._before = []
-        if self._over:
-            return
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if self._found or closure or any(p.grad is not None for p in parameters):
-            self._found = not last
-        elif last:
-            trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-            held = (p for p in trained if local_part(p).numel())  # FSDP1 and ZeRO leave some ranks nothing.
-            self._before = [(p, sample_of(p)) for p in itertools.islice(held, SAMPLED_WEIGHTS)]
-
-    def missed(self) -> bool:
-        """True, once, after a step without gradients. Waits for the device then."""
-        before, self._before = self._before, []
-        # An optimizer that changes parameters without gradients has its own way to get them.
-        self._over = self._over or bool(before)
-        return bool(before) and all(torch.equal(sample_of(p), values) for p, values in before)
-
-
-def _no_gradient(optimizer: Optimizer) -> str:
-    return (
-        f"fp8dist: {type(optimizer).__name__} has stepped, but no parameter has a gradient, so nothing was trained. "
-        "manager.calibrate() restores the gradients that it finds: to train while amaxes are recorded, use "
-        "`with manager.no_fp8(), manager.recording():` instead. Otherwise look for a backward() that is missing, or "
-        "for a zero_grad() that comes before the step"
-    )
 
 
 def _is_trainable(part: Part) -> bool:
