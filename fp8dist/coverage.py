@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,8 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.foreign import expert_products, gate_fits, is_parallel, linear_base
 from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.job_state import JobState
+from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.overrides import Overrides
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.patterns import Skip
@@ -27,7 +29,7 @@ from fp8dist.sync.groups import has_base, is_dtensor, local_part
 from fp8dist.text import aligned, first_few
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
-__all__ = ["Coverage", "CoverageRow", "Survey", "survey"]
+__all__ = ["Coverage", "CoverageRow", "Selection", "Survey", "survey", "survey_again"]
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -36,6 +38,9 @@ _LISTED = 20
 
 _GROUPS = 6
 """Number of kinds of modules that the summary names."""
+
+_LATER = "not prepared"
+_LATER_REASON = "it came after prepare(): call fp8dist.restore(model), then prepare() again"
 
 _IN_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _BITSANDBYTES = ("Linear8bitLt", "Linear4bit")
@@ -120,31 +125,18 @@ class Coverage:
         """A phrase such as "98.2 % of matmul weights"."""
         return f"{100 * self.share:.1f} % of matmul weights" if self.rows else "no matmul weights"
 
-    def with_precisions(self, high: Mapping[str, Sequence[Gemm]]) -> Coverage:
-        """Return a copy that takes into account which GEMMs are in high precision now, by fqn of FP8Linears."""
-        rows = []
-        for row in self.rows:
-            gemms = high.get(row.fqn, ()) if row.fp8 else ()
-            if row.fp8 and row.fqn not in high:  # Its products have experts, which have fqns.
-                row, gemms = _with_experts(row, [of for fqn, of in high.items() if _is_within(fqn, row.fqn)]), ()
-            if set(gemms) == set(GEMMS):
-                row = dataclasses.replace(row, fp8=False, reason="set_precision, a fallback or its recipe says so")
-            elif gemms:
-                row = dataclasses.replace(row, reason=f"{', '.join(gemms)} high")
-            rows.append(row)
-        return Coverage(tuple(rows))
 
-
-def _is_within(fqn: str, module: str) -> bool:
-    return not module or fqn.startswith(f"{module}.")
-
-
-def _with_experts(row: CoverageRow, high: Sequence[Sequence[Gemm]]) -> CoverageRow:
-    """Return the row of a mixture. ``high``: the GEMMs in high precision of each expert of each product."""
+def _with_precisions(row: CoverageRow, high: Sequence[Sequence[Gemm]]) -> CoverageRow:
+    """Return the row of a converted module. ``high``: its GEMMs in high precision, or those of each of its experts."""
     whole, partly = sum(set(gemms) == set(GEMMS) for gemms in high), sum(bool(gemms) for gemms in high)
     if not partly:
         return row
-    reason = f"{whole or partly} of {len(high)} products of experts are {'' if whole else 'partly '}high"
+    if len(high) > 1:
+        reason = f"{whole or partly} of {len(high)} products of experts are {'' if whole else 'partly '}high"
+    elif whole:
+        reason = "set_precision, a fallback or its recipe says so"
+    else:
+        reason = f"{', '.join(high[0])} high"
     return dataclasses.replace(row, fp8=whole < len(high), reason=reason)
 
 
@@ -160,18 +152,37 @@ class LeftOut(NamedTuple):
     named: Literal["caller", "default"] | None = None
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What the caller of ``prepare`` has selected. Copies have no ``filter_fn``: pickle refuses local functions."""
+
+    overrides: Overrides
+    skip: Skip
+    filter_fn: Filter | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "filter_fn": None}
+
+    def decides(self, fqn: str) -> bool:
+        """True if a pattern says whether a module is converted."""
+        return self.overrides.pattern_of(fqn) is not None or self.skip.decides(fqn)
+
+
 class _Found(NamedTuple):
-    """A module with matmul weights."""
+    """A module with matmul weights. ``high``: if it is converted already, its GEMMs in high precision, or those of each
+    of its experts."""
 
     fqn: str
     module: nn.Module
+    kind: str
     parameters: int
     tied_to: str
     left_out: LeftOut | None
+    high: Sequence[Sequence[Gemm]] = ()
 
 
 class Survey:
-    """All matmul weights of a model, and which of them ``prepare`` converts. Changes nothing."""
+    """All matmul weights of a model, and which of them are converted. Changes nothing."""
 
     def __init__(self, found: Sequence[_Found]) -> None:
         self._found = found
@@ -200,25 +211,27 @@ class Survey:
         """(fqn, why) of the modules that are not converted."""
         return [(one.fqn, one.left_out) for one in self._found if one.left_out is not None]
 
+    @property
+    def unprepared(self) -> list[str]:
+        """The modules that ``prepare`` would convert now, and has not seen."""
+        return [fqn for fqn, why in self.left_out if why.label == _LATER]
+
+    @property
+    def high(self) -> list[Sequence[Sequence[Gemm]]]:
+        """For each row of the table, the GEMMs in high precision of the module, or of each of its experts."""
+        return [one.high for one in self._found]
+
     def coverage(self, enabled: bool) -> Coverage:
         """Return the table. ``enabled=False``: FP8 is switched off for the whole model."""
         total = max(sum(one.parameters for one in self._found), 1)
         off = "" if enabled else "FP8 is switched off (enabled=False, or FP8DIST_ENABLED=0)"
-        return Coverage(
-            tuple(
-                CoverageRow(
-                    one.fqn,
-                    type(one.module).__name__,
-                    one.parameters,
-                    one.parameters / total,
-                    one.left_out is None and enabled,
-                    off if one.left_out is None else one.left_out.reason,
-                    one.tied_to,
-                    _experts_of(one.module),
-                )
-                for one in self._found
-            )
-        )
+        rows = []
+        for one in self._found:
+            fp8, reason = one.left_out is None and enabled, off if one.left_out is None else one.left_out.reason
+            share, experts = one.parameters / total, _experts_of(one.module)
+            row = CoverageRow(one.fqn, one.kind, one.parameters, share, fp8, reason, one.tied_to, experts)
+            rows.append(_with_precisions(row, one.high) if fp8 else row)
+        return Coverage(tuple(rows))
 
     def summary(self) -> str:
         """Return what is left out, largest first, such as "4 MixtralExperts (3-D parameters), lm_head (skip)"."""
@@ -244,7 +257,7 @@ class Survey:
             )
 
 
-def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter | None) -> Survey:
+def survey(model: nn.Module, selection: Selection) -> Survey:
     """Find all matmul weights of a model, and decide which go to FP8. Reads only shapes, so it works on the meta
     device.
 
@@ -252,16 +265,8 @@ def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter
         ConfigurationError: a Linear to convert is already prepared, or sharded by FSDP; or filter_fn does not take
             (module, fqn).
     """
-    _require_filter(filter_fn)
-    owners: dict[int, str] = {}  # First module with a weight, by the weight's id.
-    inner = set()  # Linears that nn.MultiheadAttention uses without calling them.
-    for raw, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            owners.setdefault(id(module.weight), clean_fqn(raw))
-        elif isinstance(module, nn.MultiheadAttention):
-            inner.add(id(module.out_proj))
-    uses = collections.Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    found = []
+    _require_filter(selection.filter_fn)
+    judge, found = _Judge(model, selection), []
     for raw, module in model.named_modules():
         parameters = _matmul_parameters(module)
         if parameters is None:
@@ -269,15 +274,128 @@ def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter
         fqn = clean_fqn(raw)
         if isinstance(module, (FP8Linear, FP8Experts)):
             raise ConfigurationError(f"{fqn or 'the model'} is prepared already: call fp8dist.restore(model) first")
-        weight = module._parameters.get("weight")
-        owner = fqn if weight is None else owners.setdefault(id(weight), fqn)
-        left_out = _named(fqn, overrides, skip)
+        left_out = judge.why_not(module, fqn)
         if left_out is None:
-            left_out = _why_not(module, fqn, id(module) in inner, filter_fn)
-        if left_out is None and any(uses[id(module._parameters[name])] > 1 for name in expert_products(module) or ()):
-            left_out = LeftOut("shared weight", "another module uses its weights, too")
-        found.append(_Found(fqn, module, parameters, owner if owner != fqn else "", left_out))
+            _require_unsharded(module, fqn)
+        found.append(_Found(fqn, module, type(module).__name__, parameters, judge.owner(module, fqn), left_out))
     return Survey(found)
+
+
+def survey_again(model: nn.Module, selection: Selection, before: Coverage, job: JobState) -> Survey:
+    """Find all matmul weights of a prepared model, as it is now. Nothing that came after ``prepare`` is converted.
+
+    Args:
+        before: what ``prepare`` found. Sharding may hide shapes and reasons, so those of modules that are still there
+            are taken from it.
+        job: of the model's manager.
+    """
+    known, judge, found = {row.fqn: row for row in before}, _Judge(model, selection), []
+    for raw, module in model.named_modules():
+        fqn = clean_fqn(raw)
+        row = known.get(fqn)
+        converted = _slots_of(module)
+        kind = (module.converted_from if isinstance(module, (FP8Linear, FP8Experts)) else type(module)).__name__
+        parameters = _matmul_parameters(module)
+        left_out = None
+        if row is not None and (bool(converted) or not row.fp8) and _is_still(module, row, kind, parameters):
+            kind, parameters, tied_to = row.kind, row.parameters, row.tied_to
+            left_out = None if converted else LeftOut("", row.reason)
+        elif parameters is None:
+            continue
+        else:
+            tied_to = judge.owner(module, fqn)
+            left_out = None if converted else judge.why_not(module, fqn) or LeftOut(_LATER, _LATER_REASON)
+        if any(slots.job is not job for slots in converted):
+            left_out = LeftOut("copy", "it is a copy of a converted module: no step updates its FP8 state")
+        high = [precision.high for slots in converted for precision in slots.precisions]
+        found.append(_Found(fqn, module, kind, parameters, tied_to, left_out, high))
+    return Survey(found)
+
+
+def _slots_of(module: nn.Module) -> tuple[LinearSlots, ...]:
+    """Return the slots of a converted module; () for other modules."""
+    if isinstance(module, FP8Linear):
+        return (module.fp8_slots,)
+    return tuple(module.fp8_products.values()) if isinstance(module, FP8Experts) else ()
+
+
+def _is_still(module: nn.Module, row: CoverageRow, kind: str, parameters: int | None) -> bool:
+    """True if a module is, by class and size, the one that had this row. ``fully_shard`` derives a class."""
+    same = row.kind == kind or row.kind in (base.__name__ for base in type(module).__mro__)
+    return same and (not isinstance(module, nn.Linear) or parameters == row.parameters)
+
+
+class _Judge:
+    """Decides which modules of a model are left out."""
+
+    def __init__(self, model: nn.Module, selection: Selection) -> None:
+        self._selection = selection
+        self._heads = _heads(model)
+        self._owners: dict[int, str] = {}  # First module with a weight, by the weight's id.
+        self._inner = set()  # Linears that nn.MultiheadAttention uses without calling them.
+        for raw, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                self._owners.setdefault(id(module.weight), clean_fqn(raw))
+            elif isinstance(module, nn.MultiheadAttention):
+                self._inner.add(id(module.out_proj))
+        each = (parameter for module in model.modules() for parameter in module._parameters.values())
+        self._uses = collections.Counter(id(parameter) for parameter in each)
+
+    def owner(self, module: nn.Module, fqn: str) -> str:
+        """Return the embedding or earlier module with the same weight, or ""."""
+        weight = module._parameters.get("weight")
+        first = fqn if weight is None else self._owners.setdefault(id(weight), fqn)
+        return first if first != fqn else ""
+
+    def why_not(self, module: nn.Module, fqn: str) -> LeftOut | None:
+        """Return why a module stays in high precision, or None. Calls ``filter_fn`` for eligible modules."""
+        chosen = self._selection
+        left_out = _named(fqn, chosen.overrides, chosen.skip)
+        if left_out is None:
+            left_out = _why_not(module, fqn, id(module) in self._inner, chosen.filter_fn)
+        names = expert_products(module) or () if left_out is None else ()
+        if any(self._uses[id(module._parameters[name])] > 1 for name in names):
+            left_out = LeftOut("shared weight", "another module uses its weights, too")
+        if left_out is None and id(module) in self._heads and not chosen.decides(fqn):
+            reason = f"{self._heads[id(module)]}, so it is taken for the output head: skip='!{fqn}' puts it into FP8"
+            left_out = LeftOut("output head", reason, "default")
+        return left_out
+
+
+def _heads(model: nn.Module) -> dict[int, str]:
+    """Return the nn.Linears that give a number for each row of an nn.Embedding, by id, each with the reason.
+
+    Equal sizes may be chance: an MLP may be as wide as there are positions or bytes. So a head is the only Linear of
+    its shape, and no other Linear takes as many inputs as it gives outputs; or only heads come after it. A square
+    Linear is a head only if it shares its weight.
+    """
+    embeddings = [(clean_fqn(raw), of) for raw, of in model.named_modules() if isinstance(of, nn.Embedding)]
+    if not embeddings:
+        return {}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    shapes = [(linear.out_features, linear.in_features) for linear in linears]
+    tied = {id(of.weight): fqn for fqn, of in embeddings}
+    sized = {(of.num_embeddings, of.embedding_dim): fqn for fqn, of in reversed(embeddings)}
+    often, taken, last = collections.Counter(shapes), {inputs for _, inputs in shapes}, True
+    heads = {}
+    for linear, shape in zip(reversed(linears), reversed(shapes)):
+        fits = shape in sized and shape[0] != shape[1]
+        last = last and fits
+        if (owner := tied.get(id(linear._parameters.get("weight")))) is not None:
+            heads[id(linear)] = f"it shares the weight of {owner}"
+        elif last or (fits and often[shape] == 1 and shape[0] not in taken):
+            heads[id(linear)] = f"it has an output for each row of {sized[shape]}"
+    return heads
+
+
+def _require_unsharded(module: nn.Module, fqn: str) -> None:
+    """Raise ConfigurationError if a module to convert is sharded."""
+    weights = (module._parameters[name] for name in expert_products(module) or ())
+    if is_sharded(module) or any(is_dtensor(weight) for weight in weights if weight is not None):
+        raise ConfigurationError(
+            f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
+            "it. Name modules that stay in high precision in skip="
+        )
 
 
 def _require_filter(filter_fn: object) -> None:
@@ -371,11 +489,6 @@ def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None)
         return LeftOut(f"dims not multiples of {ALIGNMENT}", f"{shape} are not multiples of {ALIGNMENT}")
     if filter_fn is not None and not filter_fn(module, fqn):
         return LeftOut("filter_fn", "filter_fn said no", "caller")
-    if is_sharded(module):
-        raise ConfigurationError(
-            f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
-            "it. Name modules that stay in high precision in skip="
-        )
     return None
 
 
@@ -401,11 +514,6 @@ def _odd_experts(module: nn.Module, fqn: str, filter_fn: Filter | None) -> LeftO
         return LeftOut("expert parallel", "it holds a part of the experts: expert parallelism is not supported yet")
     if filter_fn is not None and not filter_fn(module, fqn):
         return LeftOut("filter_fn", "filter_fn said no", "caller")
-    if is_sharded(module) or any(is_dtensor(weight) for weight in weights.values() if weight is not None):
-        raise ConfigurationError(
-            f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
-            "it. Name modules that stay in high precision in skip="
-        )
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from fp8dist.checkpoint.transformer_engine import ImportReport, NameMap, import_
 from fp8dist.consistency.checker import Event
 from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.report import DivergenceReport
-from fp8dist.coverage import Coverage
+from fp8dist.coverage import Coverage, Selection, Survey, survey_again
 from fp8dist.errors import ConfigurationError, NotAModelError
 from fp8dist.modules.job_state import JobState, Tie
 from fp8dist.modules.parts import fp8_parts
@@ -52,10 +53,13 @@ from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import StepWatch
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import SyncGroup, own_rank, world_size
+from fp8dist.text import first_few
 from fp8dist_kernels import ops
 from fp8dist_kernels.formats import FORMATS, Role
 
 __all__ = ["ATTRIBUTE", "WHOLE", "StateManager", "get_manager", "managers_in"]
+
+logger = logging.getLogger("fp8dist")
 
 ATTRIBUTE = "_fp8dist_manager"
 """Attribute of a prepared model that holds its manager. The manager has only a weak reference to the model."""
@@ -82,7 +86,8 @@ class StateManager(Joinable):
         syncs: Sequence[ArenaSync],
         groups: Sequence[SyncGroup | None],
         aliases: Mapping[Slot, Slot],
-        coverage: Coverage,
+        found: Coverage,
+        selection: Selection,
     ) -> None:
         self.recipe = recipe
         self.settings = settings
@@ -91,7 +96,7 @@ class StateManager(Joinable):
         for sync in syncs:
             sync.owner = f"StateManager of {type(model).__name__}"
         self._aliases = dict(aliases)
-        self._coverage = coverage
+        self._found, self._selection = found, selection  # As ``prepare`` found the model, before its conversion.
         self._cycle = StepCycle(settings, job, precisions, syncs, groups)
         self._init_transient()
         super().__init__()
@@ -104,10 +109,11 @@ class StateManager(Joinable):
         if model is not None:
             self._cycle.checker.watch(model)
         self._attachment = Attachment(self._cycle)
+        self._changes: tuple[list[str], list[str]] = ([], [])  # Modules that came after ``prepare``, and that are gone.
         self._cycle.steps = StepWatch(self._cycle, self._model)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("recipe", "settings", "_default", "_aliases", "_coverage", "_cycle")
+        kept = ("recipe", "settings", "_default", "_aliases", "_found", "_selection", "_cycle")
         return {"model": self._model(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,7 +158,7 @@ class StateManager(Joinable):
         """Place the state, agree with the other ranks, derive weight scales and install hooks. COLLECTIVE.
 
         Call it after the model is wrapped, sharded, materialised and loaded. You may call it again, for example with a
-        new optimizer.
+        new optimizer. One rank logs which modules came after ``prepare``, and which are gone.
 
         Args:
             module: the model as the training loop calls it, such as the DDP or FSDP module. None: the prepared model.
@@ -185,6 +191,8 @@ class StateManager(Joinable):
         by_optimizer = boundary == "optimizer" and bool(optimizers)
         computes = self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute)
         self._cycle.checker.watch(whole)
+        if self.settings.enabled:
+            self._log_changes()
         if computes:
             self._cycle.check_computations()
         return self
@@ -450,7 +458,8 @@ class StateManager(Joinable):
     def recording(self) -> AbstractContextManager[None]:
         """Context manager that records amaxes in all forwards, in any mode: in ``eval()``, without grad, in high
         precision. Local: on all ranks alike. The amaxes count at the next boundary. ``calibrate`` ends with a boundary
-        of its own."""
+        of its own, and does not train. Inside ``no_fp8()`` and ``recording()`` steps train in high precision, and
+        record amaxes."""
         return self._job.switched(recording=True)
 
     def calibrate(self) -> AbstractContextManager[None]:
@@ -537,7 +546,7 @@ class StateManager(Joinable):
         fqns = list(self._cycle.precisions.by_fqn)
         if any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
             return
-        others = [row for row in self._coverage if fnmatch.fnmatchcase(row.fqn, pattern)]
+        others = [row for row in self.coverage() if fnmatch.fnmatchcase(row.fqn, pattern)]
         if others and others[0].fp8:  # A mixture.
             first = self._cycle.precisions.within(others[0].fqn)[0].slots[Role.INPUT].fqn
             raise ConfigurationError(
@@ -554,12 +563,33 @@ class StateManager(Joinable):
     def coverage(self) -> Coverage:
         """Return which of the model's matmul weights are in FP8 now, and why the others are not. Local.
 
-        The result prints as a table and iterates over ``CoverageRow``s. It has the weights that ``prepare`` found. A
-        module counts as high precision if ``set_precision``, a fallback or its recipe keeps all its GEMMs there now.
+        The result prints as a table and iterates over ``CoverageRow``s. It has the weights that the model has now. A
+        module counts as high precision if ``set_precision``, a fallback or its recipe keeps all its GEMMs there now, or
+        if it came after ``prepare``. The slots of converted modules that are gone stay, and take no part in a step. If
+        the model itself is gone, the result has what ``prepare`` found.
         """
-        return self._coverage.with_precisions(
-            {fqn: precision.high for fqn, precision in self._cycle.precisions.by_fqn.items()}
-        )
+        return self._found if self._model() is None else self._survey().coverage(self.settings.enabled)
+
+    def _survey(self) -> Survey:
+        model = self._model()
+        return Survey(()) if model is None else survey_again(model, self._selection, self._found, self._job)
+
+    def _log_changes(self) -> None:
+        """Log which modules came after ``prepare`` or are gone, if that has not been logged. One rank speaks."""
+        new = self._survey().unprepared
+        here = {of.slots[Role.INPUT] for part in fp8_parts(self._require_model()) for of in part.slots.precisions}
+        gone = [fqn for fqn, of in self._cycle.precisions.by_fqn.items() if of.slots[Role.INPUT] not in here]
+        changes, self._changes = self._changes, (new, gone)
+        if changes == self._changes or not (new or gone) or not self._cycle.speaks:
+            return
+        texts = []
+        if new:
+            advice = "To convert them, call fp8dist.restore(model), then prepare() again"
+            texts.append(f"modules that came after prepare() stay in high precision: {first_few(new)}. {advice}")
+        if gone:
+            texts.append(f"modules that prepare() converted are gone, and their slots stay unused: {first_few(gone)}")
+        text = "; ".join(texts)
+        logger.log(logging.WARNING if new else logging.INFO, "fp8dist: attach(): %s", text)
 
     def high_precision(self, fqn: str) -> tuple[Gemm, ...]:
         """Return the GEMMs of an FP8Linear that are in high precision now. Local."""
@@ -641,7 +671,7 @@ class StateManager(Joinable):
         clean = clean_fqn(str(fqn))
         if fqn in known:
             return f" (of {fqn!r} there is {', '.join(slot.role for slot in self.slots if slot.fqn == fqn)})"
-        reason = next((row.reason for row in self._coverage if row.fqn == fqn), "")
+        reason = next((row.reason for row in self.coverage() if row.fqn == fqn), "")
         if reason:
             return f" ({reason})"
         return f" (did you mean {clean!r}?)" if clean in known else did_you_mean(clean, known)
@@ -750,9 +780,9 @@ class StateManager(Joinable):
         the last three.
         """
         modules: list[dict[str, Any]] = []
-        for row in self.coverage():
-            highs = [precision.high for precision in self._cycle.precisions.within(row.fqn)] if row.fp8 else []
-            gemms = {gemm: "high" if all(gemm in high for high in highs) else "fp8" for gemm in GEMMS}
+        survey = self._survey()
+        for row, highs in zip(survey.coverage(self.settings.enabled), survey.high):
+            gemms = {gemm: "fp8" if row.fp8 and not all(gemm in high for high in highs) else "high" for gemm in GEMMS}
             modules.append({"module": row.fqn, "flops": 2 * row.parameters, "gemms": gemms, "reason": row.reason})
             modules[-1] |= {"experts": row.experts} if row.experts else {}
         specs = sorted(spec for sync in self._syncs for spec in sync.arena.specs)

@@ -82,7 +82,9 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "fp8_recipe": _Here("prepare", "recipe"),
         **dict.fromkeys(("fp8_group", "amax_reduction_group"), _Here("prepare", "group")),
         "calibrating": _Here(
-            "", "", "it is a context manager here: `with manager.calibrate():` or `with manager.recording():`"
+            "",
+            "",
+            "it is a context manager here: `with manager.no_fp8(), manager.recording():` around steps that train",
         ),
         "preserve_high_precision_init_val": _Here("", "", "it is not needed: parameters stay in high precision"),
         # torchao.

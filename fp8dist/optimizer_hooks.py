@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,6 +23,7 @@ from fp8dist.errors import ConfigurationError
 __all__ = [
     "found_inf",
     "has_closure",
+    "has_stepped",
     "hooked_optimizers",
     "is_real_step",
     "retire_with",
@@ -96,6 +97,13 @@ def is_real_step(optimizer: Optimizer) -> bool:
         if rate is None or on_gpu or bool(rate != 0):
             return True
     return False
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """True if the optimizer has stepped. Some have state before their first step, with a step count of 0. Reading the
+    state with ``torch.distributed.checkpoint.state_dict`` counts one step that changes nothing."""
+    counts = (state.get("step") if isinstance(state, Mapping) else None for state in optimizer.state.values())
+    return any(count is None or bool(count > 1) for count in counts)
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:

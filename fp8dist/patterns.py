@@ -30,10 +30,16 @@ class Skip:
 
     def pattern_of(self, fqn: str) -> str | None:
         """Return the pattern that skips a module, or None if the module is not skipped."""
-        for pattern in reversed(self._patterns):
-            if fnmatch.fnmatchcase(fqn, pattern.removeprefix("!")):
-                return None if pattern.startswith("!") else pattern
-        return None
+        last = self._last(fqn)
+        return None if last is None or last.startswith("!") else last
+
+    def decides(self, fqn: str) -> bool:
+        """True if the caller has decided about a module: a pattern matches it, or there are no defaults."""
+        return not self._patterns or self._last(fqn) is not None
+
+    def _last(self, fqn: str) -> str | None:
+        matching = (p for p in reversed(self._patterns) if fnmatch.fnmatchcase(fqn, p.removeprefix("!")))
+        return next(matching, None)
 
 
 def require_patterns(name: str, given: object) -> tuple[str, ...]:

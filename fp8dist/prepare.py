@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fp8dist.arguments import require_groups, require_model
-from fp8dist.coverage import Survey, survey
+from fp8dist.coverage import Selection, Survey, survey
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import ATTRIBUTE, StateManager, get_manager, managers_in
 from fp8dist.modules.foreign import expert_products
@@ -24,7 +24,7 @@ from fp8dist.modules.overrides import High, Overrides
 from fp8dist.names import check_keywords, require_bool
 from fp8dist.patterns import Skip, shadowed, unmatched
 from fp8dist.recipe import DelayedScaling, Recipe, require_recipe
-from fp8dist.settings import AUDIT_BYTES, Settings
+from fp8dist.settings import AUDIT_BYTES, Settings, unknown_variables
 from fp8dist.state.arena import Arena
 from fp8dist.state.fallback import Fallback
 from fp8dist.state.precision import Precisions
@@ -78,9 +78,11 @@ def prepare(
     floating-point Parameter, both dims are multiples of 16, no ``skip`` pattern matches its fqn, and
     ``filter_fn(module, fqn)`` is true. So are the experts of a mixture, if the module has the attributes of
     Transformers' experts interface: they become FP8Experts. Other modules with matmul weights stay in high precision,
-    and the log says why. If less than 90 % of the matmul parameters are in FP8, the lowest rank of the group logs a
-    warning, or an info if you named everything that is left out. ``manager.coverage()`` returns the whole table. After
-    ``prepare``, wrap, shard and load the model, then call ``manager.attach(…)``.
+    and the log says why; so does an nn.Linear that is taken for the output head, because it shares the weight of an
+    nn.Embedding or has an output for each of its rows. If less than 90 % of the matmul parameters are in FP8, the
+    lowest rank of the group logs a warning, or an info if you named everything that is left out.
+    ``manager.coverage()`` returns the whole table. After ``prepare``, wrap, shard and load the model, then call
+    ``manager.attach(…)``.
 
     Args:
         recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()`` or ``BlockScaling()``.
@@ -90,8 +92,9 @@ def prepare(
             group has its own arena. The first match counts. For experts, a pattern may match the module or a product.
         filter_fn: called as ``filter_fn(module, fqn)`` for eligible Linears. False: high precision.
         skip: fqn patterns (fnmatch) that stay in high precision, one or several, in addition to the defaults
-            ``"*lm_head"`` and ``"*lora_*"``. A pattern that begins with "!" includes its matches again: "!*lm_head"
-            puts a head into FP8. The last match counts, and the defaults come first. None: no defaults.
+            ``"*lm_head"`` and ``"*lora_*"``, and to output heads of other names. A pattern that begins with "!"
+            includes its matches again: "!*lm_head" puts a head into FP8. The last match counts, and the defaults come
+            first. None: no defaults.
         enabled: False: high precision throughout, same keys. ``FP8DIST_ENABLED=0`` overrides True.
         amax_sync: False: each rank keeps its own amaxes, without a collective.
         check_every: compare FP8 state and parameters every so many steps (see ``StateManager.check``). 0: never. Every
@@ -146,7 +149,8 @@ def prepare(
     if managers_in(model):
         raise ConfigurationError("the model, or a part of it, is prepared already: call fp8dist.restore() first")
     each, skipped = Overrides({} if overrides is None else overrides), Skip(skip)
-    surveyed = survey(model, each, skipped, filter_fn)
+    selection = Selection(each, skipped, filter_fn)
+    surveyed = survey(model, selection)
     if strict:
         surveyed.require_named()
     linears, experts = surveyed.chosen, surveyed.experts
@@ -168,9 +172,9 @@ def prepare(
             for precision in of.precisions
         }
     )
-    coverage = surveyed.coverage(settings.enabled)
+    found = surveyed.coverage(True)
     manager = StateManager(
-        model, recipe, settings, job, precisions, plan.syncs, plan.sync_groups, plan.aliases, coverage
+        model, recipe, settings, job, precisions, plan.syncs, plan.sync_groups, plan.aliases, found, selection
     )
     ops.register_flops()
     grouped_ops.register_flops()
@@ -180,6 +184,9 @@ def prepare(
         convert_experts(module, {product.name: of for product, of in grouped if product.module is module})
     model.__dict__[ATTRIBUTE] = manager
     _tell(model, surveyed, settings.enabled, plan)
+    if (strangers := unknown_variables()) and plan.speaks:
+        named = ", ".join(f"{variable}{hint}" for variable, hint in strangers.items())
+        logger.warning("fp8dist: environment: there is no setting %s", named)
     _warn_of_patterns(surveyed.fqns, [product.fqn for product in products], skipped.given, groups, each.given)
     return manager
 

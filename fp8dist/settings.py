@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.names import require_bool, require_choice, require_int
+from fp8dist.names import did_you_mean, require_bool, require_choice, require_int
 from fp8dist.state.fallback import Fallback
 from fp8dist_kernels.backends import BACKENDS
 
-__all__ = ["AUDIT_BYTES", "VARIABLES", "Policy", "Settings", "report_dir"]
+__all__ = ["AUDIT_BYTES", "VARIABLES", "Policy", "Settings", "report_dir", "unknown_variables"]
 
 Policy = Literal["raise", "warn", "repair"]
 """What to do when ranks differ."""
@@ -135,6 +135,13 @@ class Settings:
 def report_dir(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the folder for evidence of a divergence (``FP8DIST_REPORT_DIR``), or None."""
     return environ.get("FP8DIST_REPORT_DIR", "").strip() or None
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that begin with FP8DIST_ and are no settings, each with a hint such as "(did you mean …?)",
+    or ""."""
+    strangers = sorted(name for name in environ if name.startswith("FP8DIST_") and name not in VARIABLES)
+    return {name: did_you_mean(name, VARIABLES, 1, 0.8) for name in strangers}
 
 
 def _from_text(variable: str, text: str, default: object) -> object:

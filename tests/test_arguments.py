@@ -103,7 +103,7 @@ def test_an_unknown_keyword_of_prepare() -> None:
         ("reduce_amax", "reduce_amax is called amax_sync here"),
         (
             "calibrating",
-            "calibrating: it is a context manager here: `with manager.calibrate():` or",
+            "calibrating: it is a context manager here: `with manager.no_fp8(), manager.recording():`",
         ),
         ("config", "config is called recipe here"),
         ("module_filter_fn", "module_filter_fn is called filter_fn here"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import pickle
 from collections.abc import Callable
@@ -366,7 +367,7 @@ class Counted(nn.Module):
         self.rnn = nn.LSTM(32, 32)
         self.conv = parametrizations.weight_norm(nn.Conv1d(32, 32, 3))
         self.old_conv = nn.Conv3d(4, 4, 3)
-        self.embed = nn.Embedding(64, 32)
+        self.embed = nn.Embedding(80, 32)
         self.norm = nn.GroupNorm(2, 32)
         self.experts = nn.ParameterList([torch.zeros(2, 4, 16, 16), torch.zeros(7)])
 
@@ -388,6 +389,142 @@ def test_who_named_it_comes_first() -> None:
         "h.1.c_proj": "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear",
         "lm_head": "it matches skip '*lm_head', a default",
     }
+
+
+# Output heads -------------------------------------------------------------------------------------
+
+
+def lm(embeddings: list[tuple[int, int]], *linears: tuple[str, int, int], tied: str = "") -> nn.Module:
+    """Return a model with these embeddings (rows, features) and then these Linears (name, inputs, outputs)."""
+    model = nn.Module()
+    for i, (rows, features) in enumerate(embeddings):
+        model.add_module(f"embed{i}", nn.Embedding(rows, features))
+    for name, inputs, outputs in linears:
+        model.add_module(name, nn.Linear(inputs, outputs))
+    if tied:
+        getattr(model, tied).weight = model.embed0.weight  # type: ignore[union-attr]
+    return model
+
+
+BLOCK = (("q", 64, 64), ("up", 64, 256), ("down", 256, 64))
+BLOCKS = tuple((f"{name}{i}", a, b) for i in range(2) for name, a, b in BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [
+        (lambda: lm([(512, 64)], *BLOCKS, ("output", 64, 512)), {"output"}),
+        (lambda: lm([(512, 64), (1024, 64)], *BLOCKS, ("head", 64, 512)), {"head"}),  # More positions than tokens.
+        (lambda: lm([(512, 64)], ("output", 64, 512), *BLOCKS, ("value", 64, 16)), {"output"}),
+        (lambda: lm([(512, 64)], *BLOCKS, *((f"head{i}", 64, 512) for i in range(3))), {"head0", "head1", "head2"}),
+        (lambda: lm([(256, 64)], *BLOCKS, ("head", 64, 256)), {"head"}),  # As wide as the MLP.
+        (lambda: lm([(256, 64)], *BLOCKS, ("value", 64, 16)), set()),
+        (lambda: lm([(256, 64)], *BLOCK), set()),
+        (lambda: lm([(512, 64), (64, 64)], *BLOCKS, ("head", 64, 512)), {"head"}),  # As many positions as features.
+        (lambda: lm([(64, 64)], *BLOCKS, ("last", 64, 64)), set()),
+        (lambda: lm([(64, 64)], *BLOCKS, ("last", 64, 64), tied="last"), {"last"}),
+        (lambda: lm([(512, 64)], *BLOCKS, ("output", 64, 512), ("value", 64, 16), tied="output"), {"output"}),
+        (lambda: lm([(512, 32)], *BLOCKS, ("output", 64, 512)), set()),  # It takes other features.
+        (lambda: lm([(192, 64)], ("qkv0", 64, 192), *BLOCK, ("qkv1", 64, 192), ("last", 64, 64)), set()),
+        (lambda: lm([(512, 64)], *BLOCKS, ("lm_head", 64, 512)), {"lm_head"}),
+    ],
+)
+def test_what_is_taken_for_an_output_head(model: Callable[[], nn.Module], heads: set[str]) -> None:
+    assert {row.fqn for row in fp8dist.prepare(model()).coverage() if not row.fp8} == heads
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"skip": "!output"},
+        {"skip": ("embed*", "!out*")},
+        {"skip": None},
+        {"overrides": {"out*": DelayedScaling()}},
+    ],
+)
+@pytest.mark.parametrize("tied", ["", "output"])
+def test_a_head_is_put_into_fp8_by_name(tied: str, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fp8dist"):
+        (row,) = [row for row in fp8dist.prepare(lm([(512, 64)], ("output", 64, 512), tied=tied)).coverage()]
+    why = "it shares the weight of embed0" if tied else "it has an output for each row of embed0"
+    assert row.reason == f"{why}, so it is taken for the output head: skip='!output' puts it into FP8"
+    assert f"fp8dist: output stays in high precision: {row.reason}" in caplog.messages
+    assert fp8dist.prepare(lm([(512, 64)], ("output", 64, 512), tied=tied), **arguments).coverage().share == 1
+    fp8dist.prepare(lm([(512, 64)], *BLOCKS, ("output", 64, 512)), strict=True)  # A default names it.
+
+
+# The model as it is now ----------------------------------------------------------------------------
+
+
+def _stack(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_replaced_module_is_not_called_fp8(attached: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = _stack(32, 32, 32, 32, 32)
+    manager = fp8dist.prepare(model, skip="1")
+    if attached:
+        manager.attach(model)
+    model[0] = nn.Linear(32, 64)
+    model.append(nn.Linear(64, 64))
+    model.append(nn.Linear(64, 20))
+    del model[3]
+    expected = {
+        "0": "it came after prepare(): call fp8dist.restore(model), then prepare() again",
+        "1": "it matches skip '1'",
+        "2": "",
+        "3": "it came after prepare(): call fp8dist.restore(model), then prepare() again",
+        "4": "64 x 20 are not multiples of 16",
+    }
+    table = manager.coverage()
+    assert {row.fqn: row.reason for row in table} == expected
+    assert [row.fqn for row in table if row.fp8] == ["2"]
+    assert table.fp8_parameters / table.parameters == 1024 / (2048 + 1024 + 1024 + 4096 + 1280)
+    assert sum(row.flops for row in table) == pytest.approx(1)
+    assert [(each["module"], each["gemms"]["fprop"]) for each in manager.describe()["modules"]] == [
+        (fqn, "fp8" if fqn == "2" else "high") for fqn in expected
+    ]
+    for _ in range(2):
+        manager.attach(model)
+    assert caplog.messages == [
+        "fp8dist: attach(): modules that came after prepare() stay in high precision: 0, 3. To convert them, call "
+        "fp8dist.restore(model), then prepare() again; modules that prepare() converted are gone, and their slots stay "
+        "unused: 0, 3"
+    ]
+    fp8dist.restore(model)
+    assert [row.fqn for row in fp8dist.prepare(model, skip="1").coverage() if row.fp8] == ["0", "2", "3"]
+
+
+def test_modules_that_are_gone_or_moved_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """As a pipeline's stage is cut from a model, and as adapters wrap a Linear."""
+    model = _stack(32, 32, 32, 32)
+    manager = fp8dist.prepare(model)
+    del model[1]
+    model[1] = nn.ModuleDict({"base_layer": model[1], "lora_A": nn.Linear(32, 16), "lora_B": nn.Linear(16, 32)})
+    with caplog.at_level(logging.INFO, "fp8dist"):
+        manager.attach(model)
+    assert [str(row) for row in manager.coverage()] == [
+        "FP8",
+        "FP8",
+        *["high: it matches skip '*lora_*', a default"] * 2,
+    ]
+    assert caplog.records[-1].levelno == logging.INFO
+    gone = "fp8dist: attach(): modules that prepare() converted are gone, and their slots stay unused: 1"
+    assert caplog.messages == [gone]
+    manager.set_precision("2", "high")
+    assert [row.fqn for row in manager.coverage() if row.fp8] == ["0"]
+
+
+def test_a_copy_of_a_converted_module_is_refused() -> None:
+    model = _stack(32, 32, 32)
+    manager = fp8dist.prepare(model)
+    model.append(copy.deepcopy(model[1]))
+    assert [row.fp8 for row in manager.coverage()] == [True, True, False]
+    with pytest.raises(ConfigurationError, match=r"^2 is a copy of a converted module \(1\), with FP8 state"):
+        manager.attach(model)
+    fp8dist.restore(model)
+    fp8dist.prepare(model).attach(model)
 
 
 # strict -------------------------------------------------------------------------------------------

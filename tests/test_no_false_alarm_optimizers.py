@@ -303,6 +303,46 @@ def torchao_low_bit(name: str) -> None:
     state_is_right(trial.manager, STEPS)
 
 
+class GradientsElsewhere(SGD):
+    """An SGD that takes gradients from ``main_grad``, as Megatron's optimizers do; ``.grad`` is None."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.sub_(p.main_grad, alpha=0.1)
+
+
+@program
+def gradients_that_are_not_in_grad() -> None:
+    trial = Trial()
+    optimizer = GradientsElsewhere(trial.net.parameters(), lr=0.1)
+    trial.manager.attach(optimizer=optimizer)
+    for index in range(STEPS):
+        trial.backward(index)
+        for p in trial.parameters():
+            p.main_grad, p.grad = p.grad, None  # type: ignore[attr-defined]
+        optimizer.step()
+    trial.right(STEPS)
+
+
+@variants(without=["the first", "the last", "the last, which is frozen"])
+def one_of_two_optimizers_has_no_gradient(without: str) -> None:
+    """As that of experts which no token visits, or of a pipeline's frozen stage."""
+    trial = Trial()
+    idle = 0 if without == "the first" else 2
+    optimizers = [SGD(trial.net[i].parameters(), lr=0.1) for i in (0, 2)]
+    if "frozen" in without:
+        trial.net[2].requires_grad_(False)
+    trial.manager.attach(optimizer=optimizers)
+    for index in range(STEPS):
+        trial.backward(index)
+        trial.net[idle].zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    trial.right(STEPS)
+
+
 class Offload(Optimizer):
     """Like torchao's CPUOffloadOptimizer, which needs a GPU: never calls ``Optimizer.__init__``, steps a copy of each
     large parameter with its own optimizer and writes it back. Small parameters share an optimizer."""

@@ -179,3 +179,15 @@ def test_a_bad_check_every_in_the_environment_is_named(monkeypatch: pytest.Monke
         monkeypatch.setenv("FP8DIST_CHECK_EVERY", text)
         with pytest.raises(ConfigurationError, match="FP8DIST_CHECK_EVERY"):
             fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
+
+
+def test_a_misspelt_variable_is_one_warning_of_prepare(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("FP8DIST_CHEK_EVERY", "FP8DIST_COLOUR", "FP8DIST_REPORT_DIR"):
+        monkeypatch.setenv(name, "5")
+    fp8dist.prepare(nn.Linear(32, 32))
+    assert caplog.messages == [
+        "fp8dist: environment: there is no setting FP8DIST_CHEK_EVERY (did you mean 'FP8DIST_CHECK_EVERY'?), "
+        "FP8DIST_COLOUR"
+    ]

@@ -29,7 +29,7 @@ from fp8dist.cli.burn import FP8_CAPABILITY, burn, burned_across_ranks, multipli
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import TESTED
 from fp8dist.offline.failures import one_line
-from fp8dist.settings import VARIABLES, Settings
+from fp8dist.settings import VARIABLES, Settings, unknown_variables
 from fp8dist_kernels.backends import why_not_triton
 from fp8dist_kernels.reference.casts import saturating_cast
 from fp8dist_kernels.reference.matmuls import matmul_reference, matmul_torch
@@ -251,14 +251,11 @@ def _backends() -> Iterable[Observation]:
 
 
 def _settings(environ: Mapping[str, str]) -> Iterable[Observation]:
-    for variable in sorted(name for name in environ if name.startswith("FP8DIST_")):
+    for variable, hint in unknown_variables(environ).items():
+        expected = hint or f", expected one of {', '.join(VARIABLES)}"
+        yield Observation(variable, "failed", f"is {environ[variable]!r}, but there is no such setting{expected}")
+    for variable in sorted(VARIABLES & environ.keys()):
         value = environ[variable]
-        if variable not in VARIABLES:
-            known = ", ".join(VARIABLES)
-            yield Observation(
-                variable, "failed", f"is {value!r}, but there is no such setting, expected one of {known}"
-            )
-            continue
         try:
             Settings.resolve(environ={variable: value})
             yield Observation(variable, "ok", value)

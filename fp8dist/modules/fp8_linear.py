@@ -220,6 +220,7 @@ class FP8Linear(nn.Linear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load as nn.Module does. Also marks the weight as written, because FSDP may have replaced the parameter."""
+        self.fp8_slots.note_load(self)
         super()._load_from_state_dict(*args, **kwargs)
         self.fp8_slots.note.mark_written()
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from fp8dist.modules.outgrown import Growth
+from fp8dist.modules.weight_notes import WeightNote
 from fp8dist.sync.microbatches import Microbatches
 
 __all__ = ["Activity", "JobState", "Tie"]
@@ -110,6 +111,8 @@ class JobState:
     """Incremented by every event after which cached weight casts must not be reused."""
     listeners: tuple[Callable[[], Any], ...] = ()
     """Called after the precision of a module has changed, outside of compiled code."""
+    loads: dict[WeightNote, Tensor] = field(default_factory=dict)
+    """Samples of the first weights that were loaded since the last step of an attached optimizer, from before."""
     growth: Growth | None = None
     """Tells which written weights have outgrown their scales."""
 

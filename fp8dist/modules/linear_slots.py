@@ -26,7 +26,7 @@ from fp8dist.modules.outgrown import (
     shrunk,
     unfit_for,
 )
-from fp8dist.modules.weight_notes import WeightNote
+from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of, stored_parameters
 from fp8dist.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.arena import SlotState
 from fp8dist.state.precision import Precision
@@ -45,10 +45,6 @@ logger = logging.getLogger("fp8dist")
 FIRST_LOOK = 64
 """Number of backwards without a boundary after which a module's weight is first compared, with its value half as many
 backwards ago."""
-
-
-_SAMPLED = 4096
-"""Number of elements of a weight that are compared."""
 
 
 SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
@@ -429,6 +425,12 @@ class LinearSlots:
         inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
         self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
 
+    def note_load(self, module: nn.Module) -> None:
+        """Keep a sample of the weight as it is before other values are loaded into it, for ``StepWatch``. Local."""
+        loads, stored = self.job.loads, stored_parameters(module, self.name)
+        if len(loads) < SAMPLED_WEIGHTS and stored and not stored[0].is_meta:
+            loads.setdefault(self.note, sample_of(stored[0]))
+
     def weight_scale(self) -> Tensor:
         """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is
         cold."""
@@ -603,7 +605,10 @@ class LinearSlots:
         counters show most of these at the second change. For the others, the weight itself is compared after 64, 128,
         256, … recorded backwards, which waits for the device.
         """
-        if torch.compiler.is_compiling() or not recorded:
+        if torch.compiler.is_compiling():
+            return
+        self.note.backward_in(self.job.boundaries, recorded)
+        if not recorded:
             return
         self.note_backward()
         if self.job.unsynced:
@@ -653,9 +658,8 @@ class LinearSlots:
         stored = self.note.stored
         if not stored or capturing(self.sync.arena.device):
             return False
-        weight = local_part(stored[0]).detach().flatten()[:_SAMPLED]
-        before, self._sample = self._sample, weight.clone()
-        return before is not None and before.shape == weight.shape and not torch.equal(before, weight)
+        before, self._sample = self._sample, sample_of(stored[0])
+        return before is not None and before.shape == self._sample.shape and not torch.equal(before, self._sample)
 
 
 def _caller(of_weight: bool) -> ModuleType:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Literal
 
 from torch import nn
@@ -33,7 +32,7 @@ class Overrides:
         for pattern, recipe in given.items():
             if recipe != "high":
                 require_recipe(f"overrides[{pattern!r}]", recipe, 'a recipe, or "high" for high precision')
-        self.given = MappingProxyType(dict(given))
+        self.given: Mapping[str, Recipe | High] = dict(given)  # No proxy, which cannot be pickled.
 
     def pattern_of(self, fqn: str) -> str | None:
         """Return the pattern that applies to a module; None: it has no override."""

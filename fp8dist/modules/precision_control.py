@@ -47,7 +47,7 @@ class PrecisionControl:
         self._manifests, self._resumed = {}, False
 
     def training_resumes(self, resumed: bool) -> None:
-        """Note whether the optimizer has stepped before ``attach``. Local."""
+        """Note whether the optimizer has stepped before the first step. Local."""
         self._resumed = resumed
 
     def change(self, pattern: str, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> list[str]:
@@ -119,8 +119,8 @@ class PrecisionControl:
             self.wake(woken)
 
     def _warn_of_cold_start(self) -> None:
-        """Warn once after ``attach`` if the optimizer has stepped before, but slots have no amax: the run resumes from
-        high precision."""
+        """Warn once after ``attach`` if the optimizer has stepped before, but slots have no amax: FP8 state was not
+        loaded, or the run resumes from high precision."""
         if not self._resumed or self.precisions.idle:
             return
         self._resumed = False
@@ -130,8 +130,10 @@ class PrecisionControl:
         slots = sum(len(sync.arena) for sync in self._syncs)
         if cold and self.speaks:
             logger.warning(
-                "fp8dist: training resumes without FP8 state: %d of %d slots had no amax in the first step. To avoid "
-                "that, call manager.calibrate() over a few batches first, or set_precision('*', 'high', steps=…)",
+                "fp8dist: training resumes without FP8 state: %d of %d slots had no amax in the first step. If this "
+                "continues a run in FP8, load its FP8 state before that step, too (manager.load_state_dict or "
+                "manager.load). From high precision, call manager.calibrate() over a few batches first, or "
+                "set_precision('*', 'high', steps=…)",
                 cold,
                 slots,
             )

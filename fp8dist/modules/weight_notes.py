@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from fp8dist.sync.groups import is_dtensor, local_part
 
-__all__ = ["WeightNote", "stored_parameters"]
+__all__ = ["SAMPLED_WEIGHTS", "WeightNote", "sample_of", "stored_parameters"]
+
+SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
+"""Number of weights, and of elements of each, that are compared with what they were."""
+
+
+def sample_of(weight: Tensor) -> Tensor:
+    """Return a copy of the first elements of this rank's part of a weight, 1-d."""
+    return local_part(weight).detach().flatten()[:_SAMPLED].clone()
 
 
 def stored_parameters(linear: nn.Module, name: str = "weight") -> tuple[Tensor, ...]:
@@ -41,6 +49,8 @@ class WeightNote:
         """True: take the note at the next forward that records. FP8 state is new or loaded, and fits its weight."""
         self.used_at = self.idle_at = -1
         """Boundaries passed before the last forward that cast the weight to FP8, and before the last that did not."""
+        self.backward_at = self.recorded_at = -2
+        """Boundaries passed before the last backward in FP8, and before the last that recorded amaxes."""
         self.of_copy = False
         """True if the Linear was copied or unpickled, and no note was taken since."""
         self.stepped_at = -1
@@ -102,6 +112,12 @@ class WeightNote:
     def cast_at(self, boundaries: int) -> None:
         """Note a forward that casts the weight to FP8. ``boundaries``: number passed so far."""
         self.used_at = boundaries
+
+    def backward_in(self, boundaries: int, recorded: bool) -> None:
+        """Note a backward in FP8. ``boundaries``: number passed so far."""
+        self.backward_at = boundaries
+        if recorded:
+            self.recorded_at = boundaries
 
     def idle_in(self, boundaries: int) -> None:
         """Note a forward that does not cast the weight. ``boundaries``: number passed so far."""

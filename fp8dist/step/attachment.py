@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_experts import fp8_experts, require_revertible_experts, revert_experts
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears, require_revertible, revert
 from fp8dist.modules.parts import Part, fp8_parts
+from fp8dist.optimizer_hooks import has_stepped
 from fp8dist.parallel.ddp import JoinLink, find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, require_whole_blocks, shard_weights
 from fp8dist.parallel.partitioned import is_partitioned, own_part
@@ -36,7 +37,7 @@ from fp8dist.parallel.wrappers import (
     resharded_modules,
 )
 from fp8dist.state.manifest import WeightDescription
-from fp8dist.state.slots import Slot
+from fp8dist.state.slots import Slot, clean_fqn
 from fp8dist.step.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.step.cycle import StepCycle
 from fp8dist.sync.arena_sync import ArenaSync
@@ -107,7 +108,7 @@ class Attachment:
         _tell_of_experts(model, cycle)
         self._derive_scales(model, whole)
         cycle.job.attach(by_optimizer, scaler is not None, bool(optimizers))
-        cycle.control.training_resumes(any(map(_has_stepped, optimizers)))
+        cycle.control.training_resumes(any(map(has_stepped, optimizers)))
         cycle.job.invalidate_casts()
         if cycle.sharded is not None:
             cycle.sharded.follow(self._before)
@@ -236,6 +237,7 @@ def _require_fitting(
 ) -> None:
     """Raise ConfigurationError if the model as it is wrapped now, or an optimizer, does not fit the state. Local."""
     settings = cycle.settings
+    _require_own(model, cycle)
     if settings.check_every:
         require_checkable(whole)
     _require_products(model, whole, resharded)
@@ -243,6 +245,17 @@ def _require_fitting(
         require_whole_blocks(model, whole)
     _require_groups(model, whole, cycle)
     _require_current(model, whole, optimizers)
+
+
+def _require_own(model: nn.Module, cycle: StepCycle) -> None:
+    """Raise ConfigurationError for a converted module that was copied after ``prepare``: it has slots of its own."""
+    for part in fp8_parts(model):
+        if part.slots.job is not cycle.job:
+            fqn = next(clean_fqn(raw) for raw, module in model.named_modules() if module is part.module)
+            raise ConfigurationError(
+                f"{fqn} is a copy of a converted module ({part.fqn}), with FP8 state that no step would update: copy "
+                "modules before prepare(), or call fp8dist.restore(model) and prepare() again"
+            )
 
 
 def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Module]) -> None:
@@ -307,12 +320,6 @@ def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> Non
                 "group of DDP or DeepSpeed)"
             )
         covered.add((id(holder), id(group)))
-
-
-def _has_stepped(optimizer: Optimizer) -> bool:
-    """True if the optimizer has stepped. Some have state before their first step, with a step count of 0."""
-    counts = (state.get("step") if isinstance(state, Mapping) else None for state in optimizer.state.values())
-    return any(count is None or bool(count > 0) for count in counts)
 
 
 def _described_weights(model: nn.Module) -> dict[Slot, WeightDescription]:

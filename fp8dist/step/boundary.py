@@ -19,6 +19,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.optimizer_hooks import (
     found_inf,
     has_closure,
+    has_stepped,
     is_real_step,
     step_frames,
     untraced,
@@ -76,6 +77,7 @@ class BoundaryHooks:
         self._handles: list[RemovableHandle] = []
         before, after = untraced(weakly(self._before)), untraced(weakly(self._after))
         for optimizer in optimizers:
+            self._handles.append(optimizer.register_load_state_dict_post_hook(weakly(self._loaded)))
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
         self._restore_scaler = self._watch(scaler) if scaler is not None else None
@@ -120,6 +122,9 @@ class BoundaryHooks:
         if is_real_step(optimizer):
             self._others_stepped |= optimizer is not self._last()
             self._owner.weights_changed()
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self._owner.optimizer_loaded(has_stepped(optimizer))
 
     def _ends_step(self, optimizer: Optimizer) -> bool:
         """True if this step is the boundary: the last optimizer's, if it or another one may change parameters."""

@@ -126,6 +126,11 @@ class StepCycle:
         """True if this step is being captured into a CUDA graph."""
         return any(capturing(sync.arena.device) for sync in self.syncs)
 
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank that logs for all ranks."""
+        return self.control.speaks
+
     def require(self, call: str, switched_off: bool = False) -> None:
         """Raise ConfigurationError if the current phase refuses a call (``step/order.py``). Local.
 
@@ -536,6 +541,13 @@ class StepCycle:
         """Allow or forbid reuse of weight casts until the next call. Local."""
         self.job.reuse_casts = allowed
         self.job.invalidate_casts()
+
+    def optimizer_loaded(self, stepped: bool) -> None:
+        """Handle loaded state of an attached optimizer. Local. ``stepped``: True if it has stepped before."""
+        if self.job.boundaries == self._since:
+            self.control.training_resumes(stepped)
+        if self.steps is not None:
+            self.steps.optimizer_loaded()
 
     def step_skipped(self) -> None:
         """Drop non-finite amaxes, but no others, because the loss scaler skipped the optimizer. Local."""

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -21,9 +20,9 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.parts import Part, fp8_parts
-from fp8dist.optimizer_hooks import found_inf, is_real_step, retire_with, step_frames, untraced
+from fp8dist.optimizer_hooks import found_inf, has_closure, is_real_step, retire_with, step_frames, untraced
 from fp8dist.state.slots import Slot
-from fp8dist.sync.groups import local_part
+from fp8dist.step.changes import Gradients, Loads, Masters
 from fp8dist.text import first_few
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import compiled_any
@@ -31,10 +30,6 @@ from fp8dist_kernels.graphs import compiled_any
 __all__ = ["StepListener", "StepWatch"]
 
 logger = logging.getLogger("fp8dist")
-
-_UNCHANGED_STEPS = 3
-_SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
-"""Number of weights, and of elements of each, that are compared before and after ``_UNCHANGED_STEPS`` steps."""
 
 
 class StepListener(Protocol):
@@ -45,6 +40,10 @@ class StepListener(Protocol):
     @property
     def captures(self) -> bool:
         """True while a CUDA graph is captured."""
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank that logs for all ranks."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Handle the start of an optimizer's step."""
@@ -69,14 +68,17 @@ class StepWatch:
         self._began = 0
         self._unrecorded: list[Part] = []
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
-        self._masters: _Masters | None = None
+        self._masters: Masters | None = None
+        self._gradients = Gradients()
+        self._loads = Loads()
+        self._said_still = False
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             living = alive()
             if living is not None:
-                living._before(optimizer, _is_nested())
+                living._before(optimizer, _is_nested(), has_closure(args, kwargs))
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             living = alive()
@@ -107,7 +109,7 @@ class StepWatch:
     def expect_masters(self, parts: Sequence[Part], optimizer: Optimizer) -> None:
         """Check weights that no attached optimizer holds, although ``optimizer`` holds parameters that may be their
         master copies: its steps must then change the weights. Local."""
-        self._masters = _Masters(parts, optimizer)
+        self._masters = Masters(parts, optimizer)
 
     def attached(self, optimizers: Sequence[Optimizer]) -> None:
         """Take notes, after ``attach`` has placed the state and derived the scales of cold weights. Local.
@@ -171,6 +173,13 @@ class StepWatch:
             if any(slot in slots for slot in part.slots.weight_slots):
                 part.slots.note.trust_next()
 
+    def optimizer_loaded(self) -> None:
+        """Note that the state of an attached optimizer was loaded, and thus its copies of weights. Local."""
+        self._loads.forget()
+        listener = self._listener()
+        if listener is not None:
+            listener.job.loads.clear()
+
     def held_by(self, optimizer: Optimizer) -> list[Part]:
         """Return the FP8 weights that an optimizer holds."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -182,13 +191,18 @@ class StepWatch:
                 found.append(part)
         return found
 
-    def _before(self, optimizer: Optimizer, nested: bool) -> None:
+    def _before(self, optimizer: Optimizer, nested: bool, closure: bool) -> None:
         listener = self._listener()
         if listener is None:
             return
         listener.before_step(optimizer)
         if nested or listener.captures:
             return
+        if listener.job.enabled and optimizer in self._attached and is_real_step(optimizer):
+            is_last = optimizer is self._last_one
+            self._gradients.before(optimizer, is_last, closure)
+            if is_last:
+                self._loads.before(optimizer, listener.job.loads, listener.speaks)
         self._began, listener.job.stepping = listener.job.boundaries, True
         if self._masters is not None and self._masters.told(optimizer):
             self._masters = None
@@ -198,7 +212,11 @@ class StepWatch:
             self._require_boundary(listener, optimizer, held)
 
     def _brings_boundary(self, job: JobState, optimizer: Optimizer) -> bool:
-        return job.by_optimizer and self._last is not None and self._last() is optimizer
+        return job.by_optimizer and self._last_one is optimizer
+
+    @property
+    def _last_one(self) -> Optimizer | None:
+        return None if self._last is None else self._last()
 
     def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Part]) -> None:
         """Raise ConfigurationError if weights are about to be stepped a second time since the last boundary."""
@@ -218,7 +236,10 @@ class StepWatch:
         if not nested:
             listener.job.stepping = False
         skipped = found_inf(optimizer)
-        for part in self.held_by(optimizer):
+        held = self.held_by(optimizer)
+        if counts and listener.job.enabled:
+            self._warn_of_eval(listener, optimizer, held)
+        for part in held:
             note = part.slots.note
             if not note.awaited:
                 note.take(part.module, part.slots.resharded)
@@ -228,39 +249,31 @@ class StepWatch:
             for part in self._unrecorded:  # Written to between the last forward and this step.
                 part.slots.note.mark_written()
             self._unrecorded = []
+            self._gradients.after(optimizer, listener.speaks)
         listener.after_step(optimizer, real)
 
-
-class _Masters:
-    """Checks that an optimizer of master copies changes the FP8 weights. Warns at its fourth step if not."""
-
-    def __init__(self, parts: Sequence[Part], optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._steps = 0
-        self._names = first_few(sorted({part.fqn for part in parts}))
-        self._seen = [(weakref.ref(part.slots), _sample(part.slots)) for part in parts[:_SAMPLED_WEIGHTS]]
-
-    def told(self, optimizer: Optimizer) -> bool:
-        """Check, before a step of ``optimizer``. Return True once the check is done. Waits for the device, once."""
-        if optimizer is not self._optimizer() or not is_real_step(optimizer):
-            return False
-        self._steps += 1
-        if self._steps <= _UNCHANGED_STEPS:
-            return False
-        living = [(slots, before) for reference, before in self._seen if (slots := reference()) is not None]
-        if living and all(torch.equal(_sample(slots), before) for slots, before in living):
+    def _warn_of_eval(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Part]) -> None:
+        """Warn once about trained weights whose backwards recorded no amax. A part of a model may be in ``eval()``
+        while its slots are cold, and thus cast with their tensors' own amaxes."""
+        if self._said_still or not listener.speaks:
+            return
+        since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
+        still = [part for part in held if part.slots.note.recorded_at < since <= part.slots.note.backward_at]
+        still = [part for part in still if part.slots.sync.every_step and _is_trainable(part)]
+        hot = any(part.slots.sync.arena.known_hot for part in still)
+        if still and (hot or all(part.slots.note.recorded_at < since for part in self.parts)):
+            self._said_still = True
             logger.warning(
-                "fp8dist: %s has stepped %d times, and the FP8 weights of %s have not changed: the optimizer that "
-                "attach was given holds other parameters, maybe those of a copy of the model",
+                "fp8dist: %s trains the FP8 weights of %s, but their backwards record no amaxes, because they are in "
+                "eval(): their scales stand still. Call train(); or, if they train in eval() on purpose, run the "
+                "forwards inside `with manager.recording():`",
                 type(optimizer).__name__,
-                _UNCHANGED_STEPS,
-                self._names,
+                first_few(sorted({part.fqn for part in still})),
             )
-        return True
 
 
-def _sample(slots: LinearSlots) -> Tensor:
-    return local_part(slots.note.stored[0]).detach().flatten()[:_SAMPLED].clone()
+def _is_trainable(part: Part) -> bool:
+    return any(parameter.requires_grad for parameter in part.slots.note.stored)
 
 
 def _is_late(slots: LinearSlots, boundaries: int) -> bool:

@@ -59,7 +59,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["FP8DIST_CHECK_POLICY"] == Observation("FP8DIST_CHECK_POLICY", "ok", "warn")
     assert found["FP8DIST_BACKEND"].outcome == "failed"
     assert "torhc" in found["FP8DIST_BACKEND"].detail
-    assert "no such setting" in found["FP8DIST_CHECK_POLCY"].detail
+    assert "no such setting (did you mean 'FP8DIST_CHECK_POLICY'?)" in found["FP8DIST_CHECK_POLCY"].detail
     assert "PATH" not in found
     assert not examine(given).healthy
 

@@ -702,6 +702,142 @@ def two_steps(case: Case) -> None:
     case.judge(called)
 
 
+@row(
+    "calibrate() around each training step, as TransformerEngine's calibrating=True",
+    WARNED,
+    "no_fp8",
+    "recording",
+    once=True,
+)
+def calibrated_steps(case: Case) -> None:
+    called, manager, optimizer = attached(case)
+    for index in range(3):
+        with manager.calibrate():
+            case.backward(called, index)
+        case.step(optimizer, called)
+        optimizer.zero_grad()
+
+
+@row("zero_grad() between backward and step", WARNED, "no parameter has a gradient", "zero_grad", once=True)
+def zeroed_first(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    for index in range(3):
+        case.backward(called, index)
+        optimizer.zero_grad()
+        case.step(optimizer, called)
+
+
+@row("the backward is forgotten, by two optimizers", WARNED, "no parameter has a gradient", once=True)
+def no_gradients(case: Case) -> None:
+    called, manager = case.build()
+    optimizers = [adamw(called.up), adamw(called.down)]  # type: ignore[arg-type]
+    manager.attach(called, optimizer=optimizers)
+    for index in range(3):
+        case.backward(called, index).detach()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for optimizer in optimizers:
+            case.step(optimizer, called)
+
+
+@row("trained in eval()", WARNED, r"eval\(\)", "recording", r"\bdown, up\b", once=True)
+def trained_in_eval(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    called.eval()
+    case.train(called, optimizer)
+
+
+@row("trained in eval() after some steps in train()", WARNED, r"eval\(\)", r"train\(\)", r"\bdown, up\b", once=True)
+def left_in_eval(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    called.eval()
+    case.train(called, optimizer, STEPS - 3, 3)
+
+
+@row("a part is left in eval() after some steps", WARNED, r"eval\(\)", r"FP8 weights of up\b", once=True)
+def part_left_in_eval(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    called.up.eval()  # type: ignore[union-attr,operator]
+    case.train(called, optimizer, STEPS - 3, 3)
+
+
+@row("trained in eval(), inside recording()", RIGHT)
+def recorded_in_eval(case: Case) -> None:
+    called, manager, optimizer = attached(case)
+    called.eval()
+    with manager.recording():
+        case.train(called, optimizer)
+    case.expect(manager.metrics()["fp8/cold_slots"] == 0, "slots are cold")
+    case.judge(called, STEPS)
+
+
+@row("gradients in eval(): saliency, and adversarial inputs for each step", RIGHT)
+def gradients_in_eval(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    for index in range(STEPS):
+        called.eval()
+        x, y = case.batch(index)
+        x.requires_grad_()
+        loss_of(called(x), y).backward()
+        optimizer.zero_grad()
+        called.train()
+        case.backward(called, index)
+        case.step(optimizer, called)
+        optimizer.zero_grad()
+    called.eval()
+    case.gradient(called, "saliency")
+    case.judge(called, STEPS)
+
+
+def _resumed(late: bool, fp8: bool) -> Callable[[Case], None]:
+    """Resumes from weights, the optimizer's state and, if ``fp8``, FP8 state, which are loaded before or after
+    ``attach``."""
+
+    def program(case: Case) -> None:
+        first, manager, optimizer = attached(case)
+        case.train(first, optimizer, 3)
+        called, other = case.build()
+        new = adamw(called)
+        if late:
+            other.attach(called, optimizer=new)
+        called.load_state_dict(first.state_dict())
+        new.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if fp8:
+            other.load_state_dict(manager.state_dict())
+        if not late:
+            other.attach(called, optimizer=new)
+        case.train(called, new, STEPS - 3, 3)
+        case.judge(called, STEPS)
+
+    return program
+
+
+for _late in (False, True):
+    _when = "after" if _late else "before"
+    ROWS.add(
+        f"resumed without FP8 state, which is loaded {_when} attach",
+        _resumed(_late, False),
+        WARNED,
+        "resumes without FP8 state",
+        "load_state_dict",
+        "calibrate",
+        once=True,
+    )
+    ROWS.add(f"resumed with FP8 state, which is loaded {_when} attach", _resumed(_late, True), RIGHT)
+
+
+@row("recording() and no_fp8() around steps that train", RIGHT)
+def recorded_steps(case: Case) -> None:
+    called, manager, optimizer = attached(case)
+    with manager.no_fp8(), manager.recording():
+        case.train(called, optimizer, 3)
+    case.expect(manager.metrics()["fp8/cold_slots"] == 0, "slots are cold")
+    case.train(called, optimizer, STEPS - 3, 3)
+    case.judge(called, STEPS)
+
+
 @row("a second backward after the step, without a new forward", NOT_SILENT)
 def second_backward(case: Case) -> None:
     called, _, optimizer = attached(case)

@@ -17,6 +17,7 @@ from tests.support.mistakes import (
     LAYOUTS,
     OUTPUT,
     RIGHT,
+    STEPS,
     WARNED,
     Case,
     Rows,
@@ -411,3 +412,88 @@ def _loads(order: str) -> Callable[[Case], None]:
 
 for _order in ("wfa", "fwa", "waf", "faw", "awf", "afw"):
     ROWS.add(f"resumed in the order {_order}", _loads(_order), RIGHT)
+
+
+# Weights loaded under master copies ------------------------------------------------------------------------
+
+
+class Masters(torch.optim.SGD):
+    """Steps copies of the parameters, which are part of its state, and writes them to the parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.001)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p] = {"master": p.detach().clone(), "step": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.copy_(self.state[p]["master"].add_(p.grad, alpha=-0.001))
+
+
+def _loaded(kind: str, factor: float, when: str) -> Callable[[Case], None]:
+    """Loads other weights into the model, before or after ``attach``. ``kind``: who has the master copies."""
+
+    def program(case: Case) -> None:
+        called, manager = case.build()
+        masters = [p.detach().clone().requires_grad_() for p in called.parameters()]
+        if kind == "of the loop":
+            optimizer: Any = torch.optim.SGD(masters, lr=0.001)
+        else:
+            optimizer = adamw(called) if kind == "none" else Masters(called.parameters())
+        for index in range(6):
+            if index == 0 and when == "after":
+                manager.attach(called, optimizer=optimizer)
+            if index == (0 if when == "before" else 3):
+                load(called, larger(factor))
+                if kind == "loaded, too":
+                    optimizer.load_state_dict(Masters(called.parameters()).state_dict())
+            if index == 0 and when == "before":
+                manager.attach(called, optimizer=optimizer)
+            case.backward(called, index)
+            if kind == "of the loop":
+                for master, p in zip(masters, called.parameters()):
+                    master.grad, p.grad = p.grad, None
+            optimizer.step()
+            optimizer.zero_grad()
+            if kind == "of the loop":
+                with torch.no_grad():
+                    for master, p in zip(masters, called.parameters()):
+                        p.copy_(master)
+
+    return program
+
+
+for _kind in ("of the loop", "of the optimizer", "loaded, too", "none"):
+    _lost = _kind.startswith("of")
+    for _factor, _when in ((8.0, "after"), (0.1, "after"), (8.0, "before")):
+        ROWS.add(
+            f"weights times {_factor:g} are loaded {_when} attach, master copies: {_kind}",
+            _loaded(_kind, _factor, _when),
+            WARNED if _lost else RIGHT,
+            *(("has undone the load", "master weights") if _lost else ()),
+            once=True,
+        )
+
+
+@row("weights are loaded to go back: an evaluation of others, and a rollback by a step", RIGHT)
+def loaded_back(case: Case) -> None:
+    called, manager = case.build()
+    optimizer = torch.optim.SGD(called.parameters(), lr=0.3)
+    manager.attach(called, optimizer=optimizer)
+    for index in range(STEPS):
+        before = {name: value.clone() for name, value in called.state_dict().items()}
+        case.backward(called, index)
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = {name: value.clone() for name, value in called.state_dict().items()}
+        load(called, larger())
+        case.output(called, "others", train=False)
+        load(called, mine)
+        if index % 3 == 2:  # The same step once more.
+            load(called, before)
+            case.backward(called, index)
+            optimizer.step()
+            optimizer.zero_grad()
+    case.output(called)
