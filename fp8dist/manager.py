@@ -39,7 +39,7 @@ from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import reshard
 from fp8dist.patterns import unmatched
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
-from fp8dist.settings import Policy, Settings
+from fp8dist.settings import Policy, Settings, Start
 from fp8dist.state.arena import NONFINITE
 from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
@@ -146,8 +146,10 @@ class StateManager(Joinable):
         boundary: Literal["optimizer", "manual"] = "optimizer",
         timeout: timedelta = timedelta(minutes=5),
         compute: bool | None = None,
+        start: Start | None = "raise",
     ) -> StateManager:
-        """Place the state, agree with the other ranks, derive weight scales and install hooks. COLLECTIVE.
+        """Place the state, agree with the other ranks, compare what they start with, derive weight scales and install
+        hooks. COLLECTIVE.
 
         Call it after the model is wrapped, sharded, materialised and loaded. You may call it again, for example with a
         new optimizer.
@@ -163,15 +165,25 @@ class StateManager(Joinable):
             compute: at the end, compare known casts and products across the ranks, as ``check(compute=True)`` does. A
                 difference is handled by the ``check_policy`` of ``prepare``. None: on GPUs, not on a CPU, which takes
                 long to emulate FP8.
+            start: compare what the ranks start with, once: the parameters that ``check`` compares and, at the first
+                attach, such buffers, except statistics of normalisation layers. The parameters of a model that nothing
+                wraps count as shared by the ranks of ``prepare(group=…)``, unless they match ``groups`` or are marked
+                as shards or experts. This is one all-reduce, on meshes as many as ``check`` has; none with
+                ``amax_sync=False``. "raise"; "warn": one rank logs the differences; None: compare nothing, for ranks
+                that are meant to differ.
 
         Raises:
             ManifestMismatchError: on all ranks, if they were prepared differently or a rank does not come in time.
-            DivergenceError: a device computes otherwise (``compute``). The manager is attached.
+            DivergenceError: on all ranks, if they start with other values (``start``): the manager is not attached, and
+                you may call ``attach`` again once they are equal. Or a device computes otherwise (``compute``): the
+                manager is attached.
             ConfigurationError: the call cannot work. The message says what to do.
         """
         require_choice("boundary", boundary, ("optimizer", "manual"), '"optimizer" or "manual"')
         if compute is not None:
             require_bool("compute", compute)
+        if start is not None:
+            require_choice("start", start, ("raise", "warn"), '"raise", "warn" or None')
         require_attachable(module, optimizer, scaler, timeout)
         self._cycle.require("attach()")
         require_groups(self.settings, self._cycle.groups)
@@ -181,7 +193,7 @@ class StateManager(Joinable):
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
         whole = module if module is not None else model
         by_optimizer = boundary == "optimizer" and bool(optimizers)
-        computes = self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute)
+        computes = self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute, start)
         self._cycle.checker.watch(whole)
         if computes:
             self._cycle.check_computations()

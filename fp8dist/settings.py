@@ -13,10 +13,13 @@ from fp8dist.names import require_bool, require_choice, require_int
 from fp8dist.state.fallback import Fallback
 from fp8dist_kernels.backends import BACKENDS
 
-__all__ = ["AUDIT_BYTES", "VARIABLES", "Policy", "Settings", "report_dir"]
+__all__ = ["AUDIT_BYTES", "VARIABLES", "Policy", "Settings", "Start", "report_dir"]
 
 Policy = Literal["raise", "warn", "repair"]
 """What to do when ranks differ."""
+
+Start = Literal["raise", "warn"]
+"""What to do when ranks differ at ``attach``."""
 
 AUDIT_BYTES = 1 << 26
 """Default of ``audit_bytes``."""

@@ -19,6 +19,7 @@ from fp8dist.consistency.inventory import Holdings, Inventory, Scope
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import mended_texts, repair
 from fp8dist.consistency.replay_report import ReplayReport
+from fp8dist.consistency.replication import is_plain
 from fp8dist.consistency.report import DivergenceReport, announce, save_evidence
 from fp8dist.consistency.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.divergence import Finding
@@ -28,13 +29,13 @@ from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.cause import Cause
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.ddp import find_ddp
-from fp8dist.settings import Policy, Settings
+from fp8dist.settings import Policy, Settings, Start
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync, Evidence
 from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
 from fp8dist.sync.roll_call import failing_by_name
-from fp8dist.text import first_few
+from fp8dist.text import first_few, plural
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
 
 __all__ = ["Checker", "Event", "Replayed", "run_check"]
@@ -86,6 +87,11 @@ class Event:
 _NOTHING_TO_COMPARE = (
     "pass the DDP module to attach(), or name the ranks that hold the same values, with prepare(group=…) and amax_sync "
     "or with fp8dist.check(module, group=…); otherwise do not use check() and check_every"
+)
+
+_UNEQUAL_START = (
+    "the ranks would train other models: load the same weights on all ranks, or broadcast them, before attach(); or "
+    "attach(start=None) if these tensors are meant to differ"
 )
 
 EXTERNAL_WRITE_RATIO = 2.0
@@ -347,6 +353,42 @@ class Checker:
         self.say_what_is_skipped(report, anchor, scope)
         return report
 
+    def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start, first: bool) -> None:
+        """Compare what ``check`` would compare of the parameters and, at the ``first`` attach, of the buffers; of a
+        model that nothing wraps, those of all ranks that share FP8 state. COLLECTIVE over these.
+
+        Raises:
+            DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
+        """
+        anchor = self._groups[self._default]
+        if anchor is None or anchor.size == 1 or not self.settings.amax_sync:
+            return
+        start, default = time.perf_counter(), self.syncs[self._default]
+        plain = is_plain(whole)
+        held: list[Holdings] = []
+
+        def build() -> Holdings:
+            # Modules with a group of their own, such as experts, may differ within it.
+            patterns = [pattern for sync in self.syncs for pattern in sync.patterns if plain]
+            own = {name: None for pattern in patterns for name in (pattern, f"{pattern}.*")}
+            inventory = Inventory(anchor, plain, own, at_start=True)
+            # Plain parameters around the prepared model are not known to be shared.
+            inventory.add_module(model if plain else whole, Scope(buffers=first))
+            held[:] = [inventory.holdings(self.job.step)]
+            return held[0]
+
+        with on_device(default.arena.device), failing_by_name(default.owner, lambda: "attach()", anchor.ranks):
+            report = check_replicas(anchor, build).report
+            if any(finding.kind == "error" for finding in report.findings):
+                if anchor.rank == report.reporting_rank:
+                    logger.warning("fp8dist: attach() cannot compare the ranks: %s", report.summary())
+            elif report.findings:
+                report = replace(report, notes=(*report.notes, _UNEQUAL_START))
+                save_evidence(report, self.settings.report_dir, lambda finding: _evidence(held, finding))
+                announce(report, anchor, raises=policy == "raise", tell=self.tell_report)
+            elif anchor.rank == min(anchor.ranks):
+                _log_start(report, held[0], len(anchor.ranks), time.perf_counter() - start)
+
     def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
         """Warn once if ``scope`` includes parameters and none are compared. Local."""
         skipped = [text for text in report.skipped if "parameters" in text]
@@ -431,10 +473,6 @@ def run_check(
         held[:] = [inventory.holdings(step, manifest, last_good)]
         return held[0]
 
-    def evidence(finding: Finding) -> dict[str, Any] | None:
-        sets = held[0].all_sets if held else ()
-        return next((found for s in sets if (found := s.evidence(finding)) is not None), None)
-
     def tell(report: DivergenceReport) -> None:
         for checker in checkers:
             checker.tell_report(report)
@@ -459,7 +497,7 @@ def run_check(
                 )
             _say_gone(anchor, standing, report, kinds_of(report.compared))
             if not report.consistent:
-                save_evidence(report, report_dir, evidence)
+                save_evidence(report, report_dir, lambda finding: _evidence(held, finding))
                 if policy == "repair":
                     report = repair(anchor, build, compared)
                 texts = standing.texts(report) if policy == "warn" else None
@@ -468,6 +506,20 @@ def run_check(
         finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
                 checker.job.invalidate_casts()
+
+
+def _evidence(held: Sequence[Holdings], finding: Finding) -> dict[str, Any] | None:
+    """Return this rank's values of what a finding is about. ``held``: empty, or what this rank brought to the check."""
+    sets = held[0].all_sets if held else ()
+    return next((found for s in sets if (found := s.evidence(finding)) is not None), None)
+
+
+def _log_start(report: DivergenceReport, mine: Holdings, ranks: int, seconds: float) -> None:
+    counts = ", ".join(f"{count} {kind if count == 1 else plural(kind)}" for kind, count in report.compared.items())
+    size = sum(field.tensor.nbytes for s in mine.sets for i in range(len(s.keys)) for field in s.fields(i))
+    compared = f"{counts}, {size} bytes on this rank" if counts else "nothing"
+    logger.info("fp8dist: attach() compared %s over %d ranks in %.1f ms: no difference", compared, ranks, 1e3 * seconds)
+    logger.debug("fp8dist: attach() did not compare: %s", "; ".join(report.skipped) or "nothing was left out")
 
 
 def _say_gone(group: SyncGroup | None, standing: Standing, report: DivergenceReport, kinds: Collection[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8dist.consistency.computations import KIND, ComputedContent, computations_of
@@ -132,11 +133,20 @@ def likeness_of(contents: Sequence[Content]) -> str:
 
 
 class Inventory:
-    """Collects what a check compares. For the arguments see ``Replication``; ``groups`` are its ``patterns``."""
+    """Collects what a check compares. For the arguments see ``Replication``; ``groups`` are its ``patterns``.
+
+    ``at_start``: training has not begun. Leaves out tensors without memory, which ``attach`` allows, and statistics of
+    normalisation layers, which a resumed rank may have of its own.
+    """
 
     def __init__(
-        self, anchor: SyncGroup, vouched: bool = False, groups: Mapping[str, GroupLike | None] | None = None
+        self,
+        anchor: SyncGroup,
+        vouched: bool = False,
+        groups: Mapping[str, GroupLike | None] | None = None,
+        at_start: bool = False,
     ) -> None:
+        self._at_start = at_start
         self._replication = Replication(anchor, vouched, groups or {})
         home = self._replication.anchor
         self._homes: dict[str, Home] = {home.label: home}
@@ -218,8 +228,11 @@ class Inventory:
             if count := sum(1 for _ in module.named_buffers()):
                 self._skip("buffer", Excuse("that buffers=True would compare"), count)
             return
+        kept = (part for part in module.modules() if self._at_start and getattr(part, "track_running_stats", False))
+        statistics = {id(buffer) for part in kept for buffer in part.buffers(recurse=False)}
         for name, buffer, home in self._replication.of_buffers(module):
-            self._add(name, "buffer", buffer, [home])
+            if id(buffer) not in statistics:
+                self._add(name, "buffer", buffer, [home])
 
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add the tensors and numbers of an optimizer's state, and its own copies of parameters, which are replicated
@@ -253,6 +266,9 @@ class Inventory:
         store: Store = None,
     ) -> None:
         """Add a tensor to its homes. ``name``: of its parameter or buffer. ``suffix``: which tensor of a parameter."""
+        if self._at_start and (is_lazy(tensor) or tensor.is_meta):
+            self._skip(kind, Excuse("that have no memory yet"))
+            return
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()

@@ -24,7 +24,7 @@ from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.fsdp2 import ShardedWeights
 from fp8dist.parallel.sharded_weight import ShardedWeight
 from fp8dist.recipe import Gemm
-from fp8dist.settings import Policy, Settings
+from fp8dist.settings import Policy, Settings, Start
 from fp8dist.state.manifest import WeightDescription
 from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot
@@ -137,16 +137,22 @@ class StepCycle:
     # Agreement -----------------------------------------------------------------------------------
 
     def agree(
-        self, boundary: str, weights: Mapping[Slot, WeightDescription], timeout: timedelta, compute: bool
+        self,
+        boundary: str,
+        weights: Mapping[Slot, WeightDescription],
+        timeout: timedelta,
+        compute: bool,
+        start: Start | None,
     ) -> None:
         """Agree with the other ranks on everything that must be equal. COLLECTIVE, through the store.
 
         Args:
             weights: by weight slot, the description of the whole weight: the same on all ranks, however it is sharded.
             compute: True if the ranks compare known answers next.
+            start: None: the ranks do not compare what they start with.
         """
         watch = None if self.watch is None else self.watch.describe()
-        also = {"boundary": boundary, "watch": watch, **({"compute": True} if compute else {})}
+        also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
         manifests = agree(self.settings, also, self.syncs, self.groups, weights, timeout)
         for sync, group in zip(self.syncs, self.groups):
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
