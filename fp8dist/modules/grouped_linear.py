@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from fp8dist.errors import ConfigurationError
@@ -16,6 +15,7 @@ from fp8dist.modules.fp8_weight import FP8Weight, dequantised
 from fp8dist.modules.grouped_slots import Choice, GroupedSlots, Some
 from fp8dist.modules.linear_slots import States
 from fp8dist.modules.outgrown import Outgrown
+from fp8dist.modules.unsupported import differentiable_once, require_eager, require_floating
 from fp8dist.state.arena import SlotState
 from fp8dist.sync.groups import is_dtensor
 from fp8dist_kernels.formats import Role
@@ -74,7 +74,7 @@ class _GroupedFunction(torch.autograd.Function):
             x if call.wants_weight_grad and wgrad is not False else None,
             offsets,
         )
-        ctx.call, ctx.input_dtype, ctx.weight_dtype = call, x.dtype, weight.dtype
+        ctx.slots, ctx.call, ctx.input_dtype, ctx.weight_dtype = slots, call, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(x.dtype)  # As autocast does.
         in_fp8 = in_high = None
@@ -86,7 +86,7 @@ class _GroupedFunction(torch.autograd.Function):
         return _by_rows(in_fp8, in_high, fprop, offsets)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x, offsets = ctx.saved_tensors
         call: _Call = ctx.call
@@ -160,7 +160,8 @@ def grouped_linear(
         bias: [E, out_features].
 
     Raises:
-        ConfigurationError: shapes that do not fit, a DTensor, or ``attach`` must be called first.
+        ConfigurationError: shapes or dtypes that do not fit, a DTensor, a transform that FP8 does not support, or
+            ``attach`` must be called first.
     """
     _require_shapes(x, weight, offsets, slots, bias)
     job, owner = slots.job, None if slots.owner is None else slots.owner()
@@ -175,11 +176,13 @@ def grouped_linear(
     if not torch.compiler.is_compiling() and job.microbatches is not None and records:
         job.microbatches.forward(*(of[Role.INPUT].fqn for of in slots.experts))
     if job.in_fp8 and not choice.all_high and (owner.training or job.eval_precision == "fp8"):
+        require_eager(x, weight, slots.fqn)
         return _in_fp8(x, weight, offsets, bias, owner, _Call(slots, states, choice, records, False, Outgrown(None)))
     if not torch.compiler.is_compiling():
         slots.note.idle_in(job.boundaries)
     if not slots.sync.every_step or not (job.recording or (job.in_fp8 and records)):
         return _in_high_precision(x, weight, offsets, bias)
+    require_eager(x, weight, slots.fqn)
     recorded: Mapping[Role, Some] = {role: slots.recorded(role, weight.device) for role in Role}
     slots.observe_rows(x, offsets, states[0], recorded[Role.INPUT])
     slots.record_weight(weight, None, offsets, states[1])
@@ -305,6 +308,7 @@ def _sums(rows: Tensor, offsets: Tensor) -> Tensor:
 
 def _require_shapes(x: Tensor, weight: Tensor, offsets: Tensor, slots: GroupedSlots, bias: Tensor | None) -> None:
     fqn, experts = slots.fqn, len(slots.experts)
+    require_floating(x, fqn)
     if is_dtensor(weight) or is_dtensor(x):
         raise ConfigurationError(f"{fqn}: grouped products take no DTensors: tensor parallel experts are not supported")
     if weight.ndim != 3 or len(weight) != experts:
