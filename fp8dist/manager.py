@@ -340,6 +340,7 @@ class StateManager(Joinable):
         *,
         buffers: bool = False,
         compute: bool = False,
+        max_repairs: int | None = None,
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and everything else that is known to be replicated, across ranks. COLLECTIVE.
 
@@ -366,6 +367,9 @@ class StateManager(Joinable):
                 are the same everywhere, and compare the results with those of ranks with equal hardware and versions.
                 Finds a device that computes otherwise. One more all-reduce of 72 bytes, and the time of the products,
                 with 256 tokens and at most 8,192 features.
+            max_repairs: for "repair": the number of checks in a row that may repair the same tensor. The next one
+                copies nothing, and raises. None: as given to ``prepare``, by default any number. From the third repair
+                on the report says that the cause persists. Pass the same on all ranks.
 
         Returns:
             A report with the same findings on all ranks.
@@ -377,8 +381,11 @@ class StateManager(Joinable):
                 Join context, because ranks without data would not take part.
         """
         require_choice("policy", policy, ("raise", "warn", "repair"))
+        if max_repairs is not None:
+            require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
-        return self._cycle.check(Scope(parameters, gradients, buffers, optimizers, compute=compute), policy)
+        scope = Scope(parameters, gradients, buffers, optimizers, compute=compute)
+        return self._cycle.check(scope, policy, max_repairs)
 
     @property
     def _called_module(self) -> nn.Module:

@@ -17,7 +17,7 @@ from fp8dist.consistency.contents import ArenaContent, on_device, values_near
 from fp8dist.consistency.headers import localise
 from fp8dist.consistency.inventory import Holdings, Inventory, Scope
 from fp8dist.consistency.protocol import check_replicas
-from fp8dist.consistency.repair import mended_texts, repair
+from fp8dist.consistency.repair import Repairs, mended_texts, repair
 from fp8dist.consistency.replay_report import ReplayReport
 from fp8dist.consistency.replication import is_plain
 from fp8dist.consistency.report import DivergenceReport, announce, save_evidence
@@ -128,6 +128,8 @@ class Checker:
         self._untold: list[Event] = []
         self.standing = Standing()
         self._standing_of = {id(sync): Standing() for sync in syncs}  # Found by their headers.
+        self.repairs = Repairs()
+        self._repairs_of = {id(sync): Repairs() for sync in syncs}  # Of what their headers found.
         self._said_skipped = self._said_saturated = self._said_nonfinite = False
 
     def watch(self, module: nn.Module) -> None:
@@ -158,10 +160,12 @@ class Checker:
             raises: allow the policy to raise.
         """
         differing = self._read_verdicts(joins, only_immediate)
-        left = [finding for sync, report in differing for finding in self._conclude(sync, report, joins)]
+        reports = [self._conclude(sync, report, joins) for sync, report in differing]
         self._tell_all()
+        left = [report for report in reports if report.findings and not report.repaired]
         if left and raises and self.settings.check_policy != "warn":
-            DivergenceReport(tuple(left)).raise_if_diverged()
+            notes = dict.fromkeys(note for report in left for note in report.notes)
+            DivergenceReport(tuple(f for report in left for f in report.findings), notes=(*notes,)).raise_if_diverged()
 
     def known_findings(self) -> list[Finding]:
         """Return the differences that the last syncs found, for a check. COLLECTIVE when a sync found a difference."""
@@ -184,6 +188,7 @@ class Checker:
                 if proves:
                     self._proven[place] = before + verdict.replays
                 _say_gone(sync.group, self._standing_of[id(sync)], DivergenceReport(), HEADER_KINDS)
+                self._repairs_of[id(sync)].observe(DivergenceReport(), HEADER_KINDS)
             if not (verdict.differs or verdict.nonfinite or verdict.saturated or verdict.tripped):
                 continue
             evidence = kept or sync.evidence()
@@ -272,18 +277,25 @@ class Checker:
             self.job.invalidate_casts()
         return found.report
 
-    def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> tuple[Finding, ...]:
-        """Repair if the policy says so, and log. Return the findings that remain. COLLECTIVE unless ``joins``."""
+    def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> DivergenceReport:
+        """Repair if the policy says so, and log. Return the report of what was repaired or remains. COLLECTIVE unless
+        ``joins``."""
         assert sync.group is not None
         standing = self._standing_of[id(sync)]
         if not joins:
             _say_gone(sync.group, standing, report, HEADER_KINDS)
             if self.settings.check_policy == "repair":
-                report = self._mend_arena(sync, sync.group, report)
+                repairs = self._repairs_of[id(sync)]
+                repairs.observe(report, HEADER_KINDS)
+                if refusal := repairs.refusal(report, self.settings.max_repairs):
+                    report = replace(report, notes=(*report.notes, refusal))
+                else:
+                    report = self._mend_arena(sync, sync.group, report)
+                    report = repairs.note(report) if report.repaired else report
         texts = standing.texts(report) if self.settings.check_policy == "warn" else None
         announce(report, sync.group, raises=False, texts=texts, waits=not joins)
         self._untold.append(_diverged(report))
-        return () if report.consistent else report.findings
+        return report
 
     def _mend_arena(self, sync: ArenaSync, group: SyncGroup, report: DivergenceReport) -> DivergenceReport:
         """Compare the arena, whose scales the commit and ``_localise`` have made equal, and repair it. COLLECTIVE."""
@@ -313,12 +325,15 @@ class Checker:
 
     # Comparing -------------------------------------------------------------------------------------
 
-    def check(self, done: int, step: int, scope: Scope, policy: Policy) -> DivergenceReport:
+    def check(
+        self, done: int, step: int, scope: Scope, policy: Policy, max_repairs: int | None = None
+    ) -> DivergenceReport:
         """Compare the FP8 state, and what ``scope`` selects, across the ranks. COLLECTIVE.
 
         Args:
             done: number of optimizer steps that the state is the result of.
             step: number of the step in progress, else ``done``.
+            max_repairs: see ``StateManager.check``. None: that of the settings.
 
         Raises:
             DivergenceError: ranks differ, and ``policy`` is "raise", or "repair" and the repair failed.
@@ -343,6 +358,8 @@ class Checker:
                 step=step,
                 last_good=self._last_good,
                 manifest=str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else "",
+                repairs=self.repairs,
+                max_repairs=self.settings.max_repairs if max_repairs is None else max_repairs,
             )
         finally:
             self.checks += 1
@@ -444,6 +461,8 @@ def run_check(
     manifest: str = "",
     vouched: bool = False,
     groups: Mapping[str, GroupLike | None] | None = None,
+    repairs: Repairs | None = None,
+    max_repairs: int | None = None,
 ) -> DivergenceReport:
     """Run a whole check: compare, save evidence, repair, log once, raise. COLLECTIVE over ``anchor``.
 
@@ -453,6 +472,8 @@ def run_check(
         device: current CUDA device during the check, if it is a GPU.
         vouched: see ``Inventory``.
         groups: see ``Inventory``.
+        repairs: of earlier checks.
+        max_repairs: see ``StateManager.check``.
 
     Raises:
         DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise", or "repair" and the repair failed.
@@ -496,10 +517,15 @@ def run_check(
                     f"({why}): {instead}"
                 )
             _say_gone(anchor, standing, report, kinds_of(report.compared))
+            repairs = repairs or Repairs()
+            repairs.observe(report, scope.kinds)
             if not report.consistent:
                 save_evidence(report, report_dir, lambda finding: _evidence(held, finding))
-                if policy == "repair":
+                if policy == "repair" and (refusal := repairs.refusal(report, max_repairs)):
+                    report = replace(report, notes=(*report.notes, refusal))
+                elif policy == "repair":
                     report = repair(anchor, build, compared)
+                    report = repairs.note(report) if report.repaired else report
                 texts = standing.texts(report) if policy == "warn" else None
                 announce(report, anchor, raises=policy in ("raise", "repair"), tell=tell, texts=texts)
             return report

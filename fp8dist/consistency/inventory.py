@@ -44,6 +44,13 @@ class Scope:
     state: bool = True
     compute: bool = False
 
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of the findings that a check of this scope may have and repair."""
+        asked = {"parameter": self.parameters, "gradient": self.gradients, "buffer": self.buffers}
+        asked |= {"optimizer": bool(self.optimizers), "scale": self.state, "history": self.state}
+        return {kind for kind, wanted in asked.items() if wanted}
+
 
 @dataclass(frozen=True)
 class ReplicaSet:

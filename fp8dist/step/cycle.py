@@ -441,23 +441,23 @@ class StepCycle:
             self._checked = finished
             self._check(Scope(), self.settings.check_policy, in_step)
 
-    def check(self, scope: Scope, policy: Policy) -> DivergenceReport:
+    def check(self, scope: Scope, policy: Policy, max_repairs: int | None) -> DivergenceReport:
         """Compare FP8 state, and everything that ``scope`` selects, across the ranks. COLLECTIVE."""
         self.require("check()", switched_off=True)
-        return self._check(scope, policy, in_step=False)
+        return self._check(scope, policy, False, max_repairs)
 
     def check_computations(self) -> DivergenceReport:
         """Compare known casts and products across the ranks, and follow ``check_policy``. COLLECTIVE."""
         return self._check(Scope(parameters=False, state=False, compute=True), self.settings.check_policy, False)
 
-    def _check(self, scope: Scope, policy: Policy, in_step: bool) -> DivergenceReport:
+    def _check(self, scope: Scope, policy: Policy, in_step: bool, max_repairs: int | None = None) -> DivergenceReport:
         """Run a check. ``in_step``: True if another step is in progress, so that a difference may come from it."""
         self.settle()
         if self.settings.enabled:
             done = max(int(sync.arena.step) for sync in self.syncs)
         else:
             done = self.job.boundaries - in_step
-        report = self.checker.check(done, done + in_step, scope, policy)
+        report = self.checker.check(done, done + in_step, scope, policy, max_repairs)
         if report.consistent and report.compared and scope.parameters:
             self.checker.checked = self.job.step if self.settings.enabled else done
         return report
