@@ -182,13 +182,13 @@ class Divergence:
         }
 
     def summary(self) -> str:
-        """Return the first findings as text for an error message."""
+        """Return the first findings, and the notes, as text for an error message."""
         if not self.findings:
             return str(self)
         lines = [_sentence(finding, self.noun) for finding in self.findings[:3]]
         if len(self.findings) > 3:
             lines.append(f"and {len(self.findings) - 3} more findings")
-        return f"{self._headline()}: " + "; ".join(lines)
+        return f"{self._headline()}: " + "; ".join([*lines, *self.notes])
 
     def _headline(self) -> str:
         what = list(dict.fromkeys(_WHAT.get(f.kind, "what was compared") for f in self.findings))

@@ -42,7 +42,7 @@ from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import reshard
 from fp8dist.patterns import unmatched
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
-from fp8dist.settings import Policy, Settings
+from fp8dist.settings import Policy, Settings, Start
 from fp8dist.state.arena import NONFINITE
 from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
@@ -154,8 +154,10 @@ class StateManager(Joinable):
         boundary: Literal["optimizer", "manual"] = "optimizer",
         timeout: timedelta = timedelta(minutes=5),
         compute: bool | None = None,
+        start: Start | None = "raise",
     ) -> StateManager:
-        """Place the state, agree with the other ranks, derive weight scales and install hooks. COLLECTIVE.
+        """Place the state, agree with the other ranks, compare what they start with, derive weight scales and install
+        hooks. COLLECTIVE.
 
         Call it after the model is wrapped, sharded, materialised and loaded. You may call it again, for example with a
         new optimizer. One rank logs which modules came after ``prepare``, and which are gone.
@@ -171,15 +173,25 @@ class StateManager(Joinable):
             compute: at the end, compare known casts and products across the ranks, as ``check(compute=True)`` does. A
                 difference is handled by the ``check_policy`` of ``prepare``. None: on GPUs, not on a CPU, which takes
                 long to emulate FP8.
+            start: compare what the ranks start with, once: the parameters that ``check`` compares and, at the first
+                attach, such buffers, except statistics of normalisation layers. The parameters of a model that nothing
+                wraps count as shared by the ranks of ``prepare(group=…)``, unless they match ``groups`` or are marked
+                as shards or experts. This is one all-reduce, on meshes as many as ``check`` has; none with
+                ``amax_sync=False``. "raise"; "warn": one rank logs the differences; None: compare nothing, for ranks
+                that are meant to differ.
 
         Raises:
             ManifestMismatchError: on all ranks, if they were prepared differently or a rank does not come in time.
-            DivergenceError: a device computes otherwise (``compute``). The manager is attached.
+            DivergenceError: on all ranks, if they start with other values (``start``): the manager is not attached, and
+                you may call ``attach`` again once they are equal. Or a device computes otherwise (``compute``): the
+                manager is attached.
             ConfigurationError: the call cannot work. The message says what to do.
         """
         require_choice("boundary", boundary, ("optimizer", "manual"), '"optimizer" or "manual"')
         if compute is not None:
             require_bool("compute", compute)
+        if start is not None:
+            require_choice("start", start, ("raise", "warn"), '"raise", "warn" or None')
         require_attachable(module, optimizer, scaler, timeout)
         self._cycle.require("attach()")
         require_groups(self.settings, self._cycle.groups)
@@ -189,7 +201,7 @@ class StateManager(Joinable):
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
         whole = module if module is not None else model
         by_optimizer = boundary == "optimizer" and bool(optimizers)
-        computes = self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute)
+        computes = self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute, start)
         self._cycle.checker.watch(whole)
         if self.settings.enabled:
             self._log_changes()
@@ -338,6 +350,7 @@ class StateManager(Joinable):
         *,
         buffers: bool = False,
         compute: bool = False,
+        max_repairs: int | None = None,
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and everything else that is known to be replicated, across ranks. COLLECTIVE.
 
@@ -366,6 +379,9 @@ class StateManager(Joinable):
                 are the same everywhere, and compare the results with those of ranks with equal hardware and versions.
                 Finds a device that computes otherwise. One more all-reduce of 72 bytes, and the time of the products,
                 with 256 tokens and at most 8,192 features.
+            max_repairs: for "repair": the number of checks in a row that may repair the same tensor. The next one
+                copies nothing, and raises. None: as given to ``prepare``, by default any number. From the third repair
+                on the report says that the cause persists. Pass the same on all ranks.
 
         Returns:
             A report with the same findings on all ranks.
@@ -377,8 +393,11 @@ class StateManager(Joinable):
                 Join context, because ranks without data would not take part.
         """
         require_choice("policy", policy, ("raise", "warn", "repair"))
+        if max_repairs is not None:
+            require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
-        return self._cycle.check(Scope(parameters, gradients, buffers, optimizers, compute=compute), policy)
+        scope = Scope(parameters, gradients, buffers, optimizers, compute=compute)
+        return self._cycle.check(scope, policy, max_repairs)
 
     @property
     def _called_module(self) -> nn.Module:

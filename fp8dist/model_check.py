@@ -13,10 +13,11 @@ from torch.distributed.algorithms.join import Joinable
 
 from fp8dist.consistency.checker import run_check
 from fp8dist.consistency.inventory import Scope
+from fp8dist.consistency.repair import Repairs
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import managers_in
-from fp8dist.names import require_choice
+from fp8dist.names import require_choice, require_int
 from fp8dist.optimizer_hooks import unwrap_optimizers
 from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.settings import Policy, report_dir
@@ -33,6 +34,9 @@ _INSTEAD = (
 LAST_GOOD_STEPS = "_fp8dist_last_good_steps"
 """Attribute of a checked module that holds the step of its last good check, by kind of what was compared."""
 
+REPAIRS = "_fp8dist_repairs"
+"""Attribute of a checked module that is not prepared: which tensors the last checks repaired."""
+
 
 def check(
     module: nn.Module,
@@ -44,6 +48,7 @@ def check(
     step: int | None = None,
     policy: Policy = "raise",
     buffers: bool = False,
+    max_repairs: int | None = None,
 ) -> DivergenceReport:
     """Check that all ranks hold the same parameters. If not, report what differs, where, and on which ranks.
     COLLECTIVE.
@@ -75,6 +80,7 @@ def check(
         buffers: compare buffers, which are replicated like plain parameters. Those that a forward changes, as BatchNorm
             does, differ by design between a forward and the next, where DDP copies those of its first rank to the
             others.
+        max_repairs: as for ``StateManager.check``. The module remembers which tensors were repaired.
 
     Returns:
         A report with the same findings on all ranks.
@@ -87,6 +93,8 @@ def check(
         SyncError: a rank did not take part, and the collective timed out. The message names the missing ranks.
     """
     require_choice("policy", policy, ("raise", "warn", "repair"))
+    if max_repairs is not None:
+        require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
     if group is None and world_size() == 1:
         return DivergenceReport(skipped=("there is one rank, or no process group",))
     if any(m._join_config.enable for m in module.modules() if isinstance(m, Joinable)):
@@ -111,6 +119,8 @@ def check(
         last_good=module.__dict__[LAST_GOOD_STEPS],
         vouched=group is not None,
         groups=groups,
+        repairs=checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs()),
+        max_repairs=max_repairs,
     )
     if checkers and not any(checker.settings.enabled for checker in checkers):
         checkers[0].say_what_is_skipped(report, anchor, scope)

@@ -70,6 +70,7 @@ def prepare(
     audit_every: int | None = None,
     audit_bytes: int = AUDIT_BYTES,
     strict: bool = False,
+    max_repairs: int | None = None,
 ) -> StateManager:
     """Convert the eligible nn.Linears of ``model`` to FP8Linears, in place, and return their manager. Local.
 
@@ -119,6 +120,8 @@ def prepare(
         audit_bytes: bytes of operands that an audit sends. Of a larger product it repeats a block.
         strict: True: raise ConfigurationError if a module would be left out that neither a pattern (``skip`` and its
             defaults, ``overrides``) nor ``filter_fn`` names. Nothing is changed then.
+        max_repairs: for ``check_policy="repair"``: the number of checks in a row that may repair the same tensor. The
+            next one raises. None: any number; from the third on the report says that the cause persists.
 
     If ``enabled``, ``amax_sync``, ``check_every``, ``check_policy``, ``audit_every`` or ``backend`` is None, the
     environment variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY,
@@ -145,6 +148,7 @@ def prepare(
         fallback=fallback,
         audit_every=audit_every,
         audit_bytes=audit_bytes,
+        max_repairs=max_repairs,
     )
     if managers_in(model):
         raise ConfigurationError("the model, or a part of it, is prepared already: call fp8dist.restore() first")

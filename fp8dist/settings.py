@@ -13,10 +13,13 @@ from fp8dist.names import did_you_mean, require_bool, require_choice, require_in
 from fp8dist.state.fallback import Fallback
 from fp8dist_kernels.backends import BACKENDS
 
-__all__ = ["AUDIT_BYTES", "VARIABLES", "Policy", "Settings", "report_dir", "unknown_variables"]
+__all__ = ["AUDIT_BYTES", "VARIABLES", "Policy", "Settings", "Start", "report_dir", "unknown_variables"]
 
 Policy = Literal["raise", "warn", "repair"]
 """What to do when ranks differ."""
+
+Start = Literal["raise", "warn"]
+"""What to do when ranks differ at ``attach``."""
 
 AUDIT_BYTES = 1 << 26
 """Default of ``audit_bytes``."""
@@ -57,6 +60,7 @@ class Settings:
     fallback: Fallback | None = None
     audit_every: int = 0
     audit_bytes: int = AUDIT_BYTES
+    max_repairs: int | None = None
     report_dir: str | None = None
 
     @classmethod
@@ -73,6 +77,7 @@ class Settings:
         fallback: Fallback | None = None,
         audit_every: int | None = None,
         audit_bytes: int = AUDIT_BYTES,
+        max_repairs: int | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Settings:
         """Return settings in which each None is replaced by the environment variable, or by the default.
@@ -99,6 +104,8 @@ class Settings:
         if fallback is not None and not isinstance(fallback, Fallback):
             raise ConfigurationError(f"fallback must be a Fallback or None, got {fallback!r}")
         require_int("audit_bytes", audit_bytes, 1, what="a number of bytes")
+        if max_repairs is not None:
+            require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
 
         def steps(name: str, value: Any) -> int:
             return require_int(name, value, 0, what="a number of steps")
@@ -122,6 +129,7 @@ class Settings:
             fallback=fallback,
             audit_every=setting("audit_every", audit_every, 0, steps),
             audit_bytes=audit_bytes,
+            max_repairs=max_repairs,
             report_dir=report_dir(environ),
         )
 

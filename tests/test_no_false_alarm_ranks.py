@@ -470,6 +470,114 @@ def tensor_parallel(foreach: bool) -> Any:
     return fp8_bits(trial.manager)
 
 
+# What the ranks start with -------------------------------------------------------------------------
+
+
+def own(*parameters: Tensor) -> None:
+    """Give each rank its own values."""
+    generator = torch.Generator().manual_seed(50 + me())
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+@variants(how=["ignored by DDP", "groups", "marked as an expert", "marked as shards", "marked as ZeRO's part"])
+def ranks_hold_parameters_of_their_own(how: str) -> Any:
+    """Experts, shards of tensor parallelism by hand, and parts that ZeRO's stage 3 leaves on a rank."""
+    net, mine = mlp(), [dist.new_group([rank]) for rank in range(2)]
+    own(*net[2].parameters())
+    settings: dict[str, Any] = {"groups": {"2": mine[me()]}} if how == "groups" else {}
+    trial = Trial(net, group=dist.group.WORLD, **settings)
+    called: nn.Module = net
+    if how == "ignored by DDP":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.weight", "2.bias"])
+        called = DistributedDataParallel(net)
+    elif how == "marked as an expert":
+        net[2].weight.allreduce = False
+    elif how == "marked as shards":
+        net[2].weight.tensor_model_parallel = True
+    elif how == "marked as ZeRO's part":
+        net[2].bias.ds_tensor = net[2].bias.detach()
+    optimizer = AdamW(called.parameters(), lr=0.01)
+    trial.manager.attach(called, optimizer=optimizer)
+    trial.train(optimizer, STEPS, net=called, rank=me())
+    trial.right(STEPS)
+    return None
+
+
+@program
+def stages_of_a_pipeline() -> Any:
+    """Each rank has another module, in a group of its own."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    net = nn.Sequential(nn.Linear(32, 16)) if me() else mlp()
+    own(*net.parameters())
+    trial = Trial(net, group=groups[me()])
+    optimizer = trial.adamw()
+    trial.manager.attach(optimizer=optimizer)
+    trial.train(optimizer, STEPS, rank=me())
+    trial.right(STEPS)
+    return None
+
+
+@program
+def fsdp2_ignores_a_parameter_of_each_rank() -> Any:
+    trial = world(judged=False)
+    own(trial.net[2].bias)
+    fully_shard(trial.net, ignored_params={trial.net[2].bias})
+    optimizer = SGD(trial.net.parameters(), lr=0.01, foreach=False)
+    trial.manager.attach(trial.net, optimizer=optimizer)
+    trial.train(optimizer, STEPS, rank=me())
+    assert trial.manager.steps == STEPS
+    return None
+
+
+@variants(wrapped=[True, False])
+def attached_again_with_statistics_of_each_rank(wrapped: bool) -> Any:
+    """In the middle of a training, and in a job that resumes it with statistics and caches of each rank."""
+    net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 16))
+    net.register_buffer("cache", torch.zeros(3))
+    resumed = copy.deepcopy(net)
+    trial = world(net)
+    called = DistributedDataParallel(net) if wrapped else net
+    for attachment in range(2):
+        optimizer = SGD(called.parameters(), lr=0.01)
+        trial.manager.attach(called, optimizer=optimizer)
+        for index in range(2):
+            trial.backward(2 * attachment + index, me(), net=called)
+            for p in net.parameters() if not wrapped else ():
+                dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        net.cache.fill_(me())
+    state = {**net.state_dict(), "cache": torch.zeros(3)}
+    again = world(resumed)
+    called = DistributedDataParallel(resumed) if wrapped else resumed
+    resumed.load_state_dict(state)
+    again.manager.load_state_dict(trial.manager.state_dict())
+    again.manager.attach(called)
+    mean = net[1].running_mean.clone()
+    dist.all_reduce(mean)
+    assert not torch.equal(mean / 2, net[1].running_mean), "the ranks' statistics are meant to differ"
+    return None
+
+
+@variants(missing=["meta", "lazy"])
+def a_part_has_no_memory_yet(missing: str) -> Any:
+    net = mlp()
+    net.add_module("later", nn.LazyLinear(16) if missing == "lazy" else nn.Linear(4, 4, device="meta"))
+    manager = fp8dist.prepare(net, group=dist.group.WORLD, skip="later")
+    manager.attach()
+    return None
+
+
+@program
+def weights_are_inference_tensors() -> Any:
+    with torch.inference_mode():
+        net = mlp()
+    fp8dist.prepare(net, group=dist.group.WORLD).attach()
+    return None
+
+
 # Pages -------------------------------------------------------------------------------------------
 
 

@@ -17,11 +17,12 @@ from fp8dist.consistency.contents import ArenaContent, on_device, values_near
 from fp8dist.consistency.headers import localise
 from fp8dist.consistency.inventory import Holdings, Inventory, Scope
 from fp8dist.consistency.protocol import check_replicas
-from fp8dist.consistency.repair import mended_texts, repair
+from fp8dist.consistency.repair import Repairs, mended_texts, repair
 from fp8dist.consistency.replay_report import ReplayReport
+from fp8dist.consistency.replication import is_plain
 from fp8dist.consistency.report import DivergenceReport, announce, save_evidence
 from fp8dist.consistency.standing import HEADER_KINDS, Standing, kinds_of
-from fp8dist.divergence import Finding
+from fp8dist.divergence import Finding, compared_text
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.precision_control import PrecisionControl
@@ -29,7 +30,7 @@ from fp8dist.monitoring.cause import Cause
 from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.ddp import find_ddp
-from fp8dist.settings import Policy, Settings
+from fp8dist.settings import Policy, Settings, Start
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync, Evidence
@@ -89,6 +90,11 @@ _NOTHING_TO_COMPARE = (
     "or with fp8dist.check(module, group=…); otherwise do not use check() and check_every"
 )
 
+_UNEQUAL_START = (
+    "the ranks would train other models: load the same weights on all ranks, or broadcast them, before attach(); or "
+    "attach(start=None) if these tensors are meant to differ"
+)
+
 EXTERNAL_WRITE_RATIO = 2.0
 """Overflow ratio above which we assume an external write."""
 
@@ -124,6 +130,8 @@ class Checker:
         self._untold: list[Event] = []
         self.standing = Standing()
         self._standing_of = {id(sync): Standing() for sync in syncs}  # Found by their headers.
+        self.repairs = Repairs()
+        self._repairs_of = {id(sync): Repairs() for sync in syncs}  # Of what their headers found.
         self._said_skipped = self._said_saturated = self._said_nonfinite = False
 
     def watch(self, module: nn.Module) -> None:
@@ -154,10 +162,12 @@ class Checker:
             raises: allow the policy to raise.
         """
         differing = self._read_verdicts(joins, only_immediate)
-        left = [finding for sync, report in differing for finding in self._conclude(sync, report, joins)]
+        reports = [self._conclude(sync, report, joins) for sync, report in differing]
         self._tell_all()
+        left = [report for report in reports if report.diverged]
         if left and raises and self.settings.check_policy != "warn":
-            DivergenceReport(tuple(left)).raise_if_diverged()
+            notes = dict.fromkeys(note for report in left for note in report.notes)
+            DivergenceReport(tuple(f for report in left for f in report.findings), notes=(*notes,)).raise_if_diverged()
 
     def known_findings(self) -> list[Finding]:
         """Return the differences that the last syncs found, for a check. COLLECTIVE when a sync found a difference."""
@@ -180,6 +190,7 @@ class Checker:
                 if proves:
                     self._proven[place] = before + verdict.replays
                 _say_gone(sync.group, self._standing_of[id(sync)], DivergenceReport(), HEADER_KINDS)
+                self._repairs_of[id(sync)].observe(DivergenceReport(), HEADER_KINDS)
             if not (verdict.differs or verdict.nonfinite or verdict.saturated or verdict.tripped):
                 continue
             evidence = kept or sync.evidence()
@@ -268,18 +279,25 @@ class Checker:
             self.job.invalidate_casts()
         return found.report
 
-    def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> tuple[Finding, ...]:
-        """Repair if the policy says so, and log. Return the findings that remain. COLLECTIVE unless ``joins``."""
+    def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> DivergenceReport:
+        """Repair if the policy says so, and log. Return the report of what was repaired or remains. COLLECTIVE unless
+        ``joins``."""
         assert sync.group is not None
         standing = self._standing_of[id(sync)]
         if not joins:
             _say_gone(sync.group, standing, report, HEADER_KINDS)
             if self.settings.check_policy == "repair":
-                report = self._mend_arena(sync, sync.group, report)
+                repairs = self._repairs_of[id(sync)]
+                repairs.observe(report, HEADER_KINDS)
+                if refusal := repairs.refusal(report, self.settings.max_repairs):
+                    report = replace(report, notes=(*report.notes, refusal))
+                else:
+                    report = self._mend_arena(sync, sync.group, report)
+                    report = repairs.note(report) if report.repaired else report
         texts = standing.texts(report) if self.settings.check_policy == "warn" else None
         announce(report, sync.group, raises=False, texts=texts, waits=not joins)
         self._untold.append(_diverged(report))
-        return report.findings if report.diverged else ()
+        return report
 
     def _mend_arena(self, sync: ArenaSync, group: SyncGroup, report: DivergenceReport) -> DivergenceReport:
         """Compare the arena, whose scales the commit and ``_localise`` have made equal, and repair it. COLLECTIVE."""
@@ -311,12 +329,15 @@ class Checker:
 
     # Comparing -------------------------------------------------------------------------------------
 
-    def check(self, done: int, step: int, scope: Scope, policy: Policy) -> DivergenceReport:
+    def check(
+        self, done: int, step: int, scope: Scope, policy: Policy, max_repairs: int | None = None
+    ) -> DivergenceReport:
         """Compare the FP8 state, and what ``scope`` selects, across the ranks. COLLECTIVE.
 
         Args:
             done: number of optimizer steps that the state is the result of.
             step: number of the step in progress, else ``done``.
+            max_repairs: see ``StateManager.check``. None: that of the settings.
 
         Raises:
             DivergenceError: ranks differ, and ``policy`` is "raise", or "repair" and the repair failed.
@@ -341,6 +362,8 @@ class Checker:
                 step=step,
                 last_good=self._last_good,
                 manifest=str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else "",
+                repairs=self.repairs,
+                max_repairs=self.settings.max_repairs if max_repairs is None else max_repairs,
             )
         finally:
             self.checks += 1
@@ -350,6 +373,42 @@ class Checker:
             self._last_good.update(dict.fromkeys(report.compared, done))
         self.say_what_is_skipped(report, anchor, scope)
         return report
+
+    def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start, first: bool) -> None:
+        """Compare what ``check`` would compare of the parameters and, at the ``first`` attach, of the buffers; of a
+        model that nothing wraps, those of all ranks that share FP8 state. COLLECTIVE over these.
+
+        Raises:
+            DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
+        """
+        anchor = self._groups[self._default]
+        if anchor is None or anchor.size == 1 or not self.settings.amax_sync:
+            return
+        start, default = time.perf_counter(), self.syncs[self._default]
+        plain = is_plain(whole)
+        held: list[Holdings] = []
+
+        def build() -> Holdings:
+            # Modules with a group of their own, such as experts, may differ within it.
+            patterns = [pattern for sync in self.syncs for pattern in sync.patterns if plain]
+            own = {name: None for pattern in patterns for name in (pattern, f"{pattern}.*")}
+            inventory = Inventory(anchor, plain, own, at_start=True)
+            # Plain parameters around the prepared model are not known to be shared.
+            inventory.add_module(model if plain else whole, Scope(buffers=first))
+            held[:] = [inventory.holdings(self.job.step)]
+            return held[0]
+
+        with on_device(default.arena.device), failing_by_name(default.owner, lambda: "attach()", anchor.ranks):
+            report = check_replicas(anchor, build).report
+            if any(finding.kind == "error" for finding in report.findings):
+                if anchor.rank == report.reporting_rank:
+                    logger.warning("fp8dist: attach() cannot compare the ranks: %s", report.summary())
+            elif report.findings:
+                report = replace(report, notes=(*report.notes, _UNEQUAL_START))
+                save_evidence(report, self.settings.report_dir, lambda finding: _evidence(held, finding))
+                announce(report, anchor, raises=policy == "raise", tell=self.tell_report)
+            elif anchor.rank == min(anchor.ranks):
+                _log_start(report, len(anchor.ranks), time.perf_counter() - start)
 
     def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
         """Warn once if ``scope`` includes parameters and none are compared. Local."""
@@ -406,6 +465,8 @@ def run_check(
     manifest: str = "",
     vouched: bool = False,
     groups: Mapping[str, GroupLike | None] | None = None,
+    repairs: Repairs | None = None,
+    max_repairs: int | None = None,
 ) -> DivergenceReport:
     """Run a whole check: compare, save evidence, repair, log once, raise. COLLECTIVE over ``anchor``.
 
@@ -415,6 +476,8 @@ def run_check(
         device: current CUDA device during the check, if it is a GPU.
         vouched: see ``Inventory``.
         groups: see ``Inventory``.
+        repairs: of earlier checks.
+        max_repairs: see ``StateManager.check``.
 
     Raises:
         DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise", or "repair" and the repair failed.
@@ -434,10 +497,6 @@ def run_check(
             inventory.add_computations(module)
         held[:] = [inventory.holdings(step, manifest, last_good)]
         return held[0]
-
-    def evidence(finding: Finding) -> dict[str, Any] | None:
-        sets = held[0].all_sets if held else ()
-        return next((found for s in sets if (found := s.evidence(finding)) is not None), None)
 
     def tell(report: DivergenceReport) -> None:
         for checker in checkers:
@@ -462,10 +521,15 @@ def run_check(
                     f"({why}): {instead}"
                 )
             _say_gone(anchor, standing, report, kinds_of(report.compared))
+            repairs = repairs or Repairs()
+            repairs.observe(report, scope.kinds)
             if report.diverged:
-                save_evidence(report, report_dir, evidence)
-                if policy == "repair":
+                save_evidence(report, report_dir, lambda finding: _evidence(held, finding))
+                if policy == "repair" and (refusal := repairs.refusal(report, max_repairs)):
+                    report = replace(report, notes=(*report.notes, refusal))
+                elif policy == "repair":
                     report = repair(anchor, build, compared)
+                    report = repairs.note(report) if report.repaired else report
                 texts = standing.texts(report) if policy == "warn" else None
                 announce(report, anchor, raises=policy in ("raise", "repair"), tell=tell, texts=texts)
             return report
@@ -481,6 +545,18 @@ def _read(report: DivergenceReport, anchor: SyncGroup) -> DivergenceReport:
         texts = list(dict.fromkeys(failures.values()))
         raise ConfigurationError(f"check() could not read what it compares, on any rank: {'; '.join(texts[:3])}")
     return report
+
+
+def _evidence(held: Sequence[Holdings], finding: Finding) -> dict[str, Any] | None:
+    """Return this rank's values of what a finding is about. ``held``: empty, or what this rank brought to the check."""
+    sets = held[0].all_sets if held else ()
+    return next((found for s in sets if (found := s.evidence(finding)) is not None), None)
+
+
+def _log_start(report: DivergenceReport, ranks: int, seconds: float) -> None:
+    compared = compared_text(report.compared, report.compared_bytes) or "nothing"
+    logger.info("fp8dist: attach() compared %s over %d ranks in %.1f ms: no difference", compared, ranks, 1e3 * seconds)
+    logger.debug("fp8dist: attach() did not compare: %s", "; ".join(report.skipped) or "nothing was left out")
 
 
 def _say_gone(group: SyncGroup | None, standing: Standing, report: DivergenceReport, kinds: Collection[str]) -> None:

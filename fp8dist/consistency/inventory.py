@@ -48,6 +48,13 @@ class Scope:
     state: bool = True
     compute: bool = False
 
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of the findings that a check of this scope may have and repair."""
+        asked = {"parameter": self.parameters, "gradient": self.gradients, "buffer": self.buffers}
+        asked |= {"optimizer": bool(self.optimizers), "scale": self.state, "history": self.state}
+        return {kind for kind, wanted in asked.items() if wanted}
+
 
 @dataclass(frozen=True)
 class ReplicaSet:
@@ -147,11 +154,20 @@ def likeness_of(contents: Sequence[Content]) -> str:
 
 
 class Inventory:
-    """Collects what a check compares. For the arguments see ``Replication``; ``groups`` are its ``patterns``."""
+    """Collects what a check compares. For the arguments see ``Replication``; ``groups`` are its ``patterns``.
+
+    ``at_start``: training has not begun. Leaves out tensors without memory, which ``attach`` allows, and statistics of
+    normalisation layers, which a resumed rank may have of its own.
+    """
 
     def __init__(
-        self, anchor: SyncGroup, vouched: bool = False, groups: Mapping[str, GroupLike | None] | None = None
+        self,
+        anchor: SyncGroup,
+        vouched: bool = False,
+        groups: Mapping[str, GroupLike | None] | None = None,
+        at_start: bool = False,
     ) -> None:
+        self._at_start = at_start
         self._replication = Replication(anchor, vouched, groups or {})
         home = self._replication.anchor
         self._homes: dict[str, Home] = {home.label: home}
@@ -186,7 +202,7 @@ class Inventory:
             unverified=unverified,
             nonfinite=not_finite(
                 (inner_name, inner, infinities)
-                for name, tensor, infinities in self._numbers
+                for name, tensor, infinities in (() if self._at_start else self._numbers)
                 for inner_name, inner in _plain_tensors(name, local_part(tensor))
             ),
             memberships=self._replication.memberships,
@@ -256,8 +272,11 @@ class Inventory:
             if count := sum(1 for _ in module.named_buffers()):
                 self._skip("buffer", Excuse("that buffers=True would compare"), count)
             return
+        kept = (part for part in module.modules() if self._at_start and getattr(part, "track_running_stats", False))
+        statistics = {id(buffer) for part in kept for buffer in part.buffers(recurse=False)}
         for name, buffer, home in self._replication.of_buffers(module):
-            self._add(name, "buffer", buffer, [home])
+            if id(buffer) not in statistics:
+                self._add(name, "buffer", buffer, [home])
 
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add the tensors and numbers of an optimizer's state, and its own copies of parameters, which are replicated
@@ -298,6 +317,9 @@ class Inventory:
             suffix: which tensor of a parameter.
             counts: its kind is verified only if a tensor that counts is compared.
         """
+        if self._at_start and (is_lazy(tensor) or tensor.is_meta):
+            self._skip(kind, Excuse("that have no memory yet"))
+            return
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()

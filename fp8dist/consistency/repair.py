@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,15 +14,60 @@ from fp8dist.consistency.findings import Differing
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import Compared, check_replicas
 from fp8dist.consistency.report import DivergenceReport, split
+from fp8dist.divergence import MORE, Finding
 from fp8dist.sync.groups import SyncGroup
+from fp8dist.text import first_few
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["mended_texts", "repair"]
+__all__ = ["Repairs", "mended_texts", "repair"]
 
 _AT_ONCE = 64 << 20
 """Bytes per broadcast."""
 
+_REPEATED = 3
+"""Repairs of a tensor in a row from which on the report says so."""
+
 _BEYOND_REPAIR = frozenset({"manifest", "step", "layout", "error", KIND})
+
+
+class Repairs:
+    """Counts, for each tensor, the repairs in consecutive checks. The findings of checks are equal on all ranks, so
+    the counts are, too."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], int] = {}  # By kind and name.
+
+    def observe(self, report: DivergenceReport, kinds: Collection[str]) -> None:
+        """Forget tensors that a check of these kinds found equal."""
+        found = _identities(report)
+        self._counts = {of: n for of, n in self._counts.items() if of in found or of[0] not in kinds}
+
+    def refusal(self, report: DivergenceReport, most: int | None) -> str:
+        """Return why the findings are not repaired again, or "". ``most``: allowed repairs in a row; None: any."""
+        again = [
+            name for kind, name in _identities(report) if most is not None and self._counts.get((kind, name), 0) >= most
+        ]
+        return f"nothing was copied: {_persists(again, most)} (max_repairs)" if again else ""
+
+    def note(self, report: DivergenceReport) -> DivergenceReport:
+        """Count the repairs of a report. Return it, with a note if some were necessary for the third time in a row."""
+        found = _identities(report)
+        self._counts |= {of: self._counts.get(of, 0) + 1 for of in found}
+        again = [name for kind, name in found if self._counts[kind, name] >= _REPEATED]
+        if not again:
+            return report
+        times = max(self._counts[of] for of in found)
+        return replace(
+            report, notes=(*report.notes, f"{_persists(again, times)}: look for what makes the ranks differ")
+        )
+
+
+def _persists(names: Sequence[str], times: int | None) -> str:
+    return f"the cause persists: {first_few(names)} repaired in {times} checks in a row"
+
+
+def _identities(report: DivergenceReport) -> dict[tuple[str, str], Finding]:
+    return {(f.kind, f.name): f for f in report.findings if f.name != MORE}
 
 
 def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared) -> DivergenceReport:

@@ -32,9 +32,14 @@ from fp8dist.text import ranks_text
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters", "zero_groups"]
+__all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters", "is_plain", "zero_groups"]
 
 ANCHOR = "all ranks that check"
+
+_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""Attribute with which a module tells DDP what not to keep equal."""
+
+_PLAIN = (nn.Parameter, nn.UninitializedParameter)
 
 _SHOWN_IN_FULL = 64
 """Largest mesh whose ranks are all shown when ranks disagree about it."""
@@ -297,6 +302,24 @@ def _ddp_of(module: nn.Module) -> dict[int, tuple[DistributedDataParallel, bool]
 def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
     """Return the parameters that DDP modules in ``module`` keep equal: DDP by id of the parameter."""
     return {id(t): ddp for ddp, t, ignored in _seen_by_ddp(module) if isinstance(t, nn.Parameter) and not ignored}
+
+
+def is_plain(module: nn.Module) -> bool:
+    """True if nothing shows that ranks hold other parameters: no wrapper, no tensor subclass, no mark of a shard or of
+    an expert."""
+    return not (
+        any(isinstance(part, DistributedDataParallel) or hasattr(part, _IGNORED_BY_DDP) for part in module.modules())
+        or fsdp1_modules(module)
+        or zero_groups(module)
+        or megatron.is_megatron(module)
+        or any(type(p) not in _PLAIN or is_partitioned(p) or _is_marked(p) for p in module.parameters())
+    )
+
+
+def _is_marked(parameter: Tensor) -> bool:
+    """True for a parameter that FSDP1 has flattened, or that is marked as Megatron and DeepSpeed mark theirs."""
+    marks = ("_fsdp_flattened", "tensor_model_parallel", "shared_embedding")
+    return any(getattr(parameter, mark, False) for mark in marks) or not getattr(parameter, "allreduce", True)
 
 
 def zero_groups(module: nn.Module) -> dict[int, Any]:

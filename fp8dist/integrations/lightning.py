@@ -83,10 +83,13 @@ class FP8Precision(Precision):
         """Attach, when fitting. COLLECTIVE."""
         if optimizers:
             assert self.manager is not None
+            assert self._prepared is not None
+            trainer: Any = self._prepared.trainer
             if self._run is not None:
-                assert self._prepared is not None
-                _Log(RunLog(self._run, self.manager), self._prepared.trainer)
-            self.manager.attach(model, optimizer=optimizers)
+                _Log(RunLog(self._run, self.manager), trainer)
+            # Such a strategy loads the checkpoint after this, so ranks may still start with other weights.
+            loads = trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path is not None
+            self.manager.attach(model, optimizer=optimizers, start=None if loads else "raise")
         return super().connect(model, optimizers, lr_schedulers)
 
     def state_dict(self) -> dict[str, Any]:

@@ -101,7 +101,9 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     if any(one.optimizer.state for one in chained if getattr(one, "optimizer", None) is not None):
         logger.warning("fp8dist: the optimizer has a state before attach(): if it was loaded, FP8 state was left out")
-    manager.attach(boundary="manual")
+    # Without the comparison of what ranks start with: programs load their checkpoint after they have an optimizer,
+    # maybe into uninitialised memory (perform_initialization=False).
+    manager.attach(boundary="manual", start=None)
     manager._cycle.reuse_casts(True)  # Weights change in the optimizer's step, and where modules load a state_dict.
     optimizer.fp8_manager = manager
     # Checks ask Megatron's DDP what the distributed optimizer gathers late or reduces in parts.

@@ -67,7 +67,8 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, run: Run | None = No
         if run is not None:
             trainer, _ = caller(Trainer)  # Its hook is not given what logs.
             trainer.metrics_processor.logger = _Log(RunLog(run, manager), trainer.metrics_processor.logger)
-        manager.attach(model_parts[0], optimizer=list(optimizers))
+        # Without the comparison of what ranks start with: torchtitan loads its checkpoint later.
+        manager.attach(model_parts[0], optimizer=list(optimizers), start=None)
         optimizers.state_dict = _saving(optimizers.state_dict, manager)
         optimizers.load_state_dict = _loading(optimizers.load_state_dict, manager)
 

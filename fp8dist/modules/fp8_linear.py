@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.foreign import gathered_input, is_parallel, is_transposed, linear_base
@@ -25,6 +24,7 @@ from fp8dist.modules.modes import Mode
 from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Linear, parallel_linear
+from fp8dist.modules.unsupported import differentiable_once, require_eager, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.arena import SlotState
@@ -83,7 +83,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         return slots.matmul(cast.rows, weight_rows, *inv_scales, x.dtype, "fprop", bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x = ctx.saved_tensors
         slots: LinearSlots = ctx.slots
@@ -160,6 +160,7 @@ class FP8Linear(nn.Linear):
         fqn = slots.slots[Role.INPUT].fqn
         if slots.job.awaits_attach:
             raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
+        require_floating(input, fqn)
         weight = self.weight  # Read once: a parametrization recomputes it at each access.
         compute = self._computation(weight)
         weight = weight.t() if self.transposed else weight
@@ -184,7 +185,7 @@ class FP8Linear(nn.Linear):
         """Compute the output with FP8 GEMMs. ``weight``: this rank's local tensor of ``parameter``."""
         slots = self.fp8_slots
         out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
-        self._require_features(input, in_features)
+        self._require_fitting(input, weight)
         high, outgrown = mode.high, mode.outgrown
         states = slots.states(weight.device)
         kind = input.device.type
@@ -202,7 +203,7 @@ class FP8Linear(nn.Linear):
 
     def _observed(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute in high precision, and record the amaxes of the tensors that FP8 would cast, if steps sync amaxes."""
-        self._require_features(input, weight.shape[1])
+        self._require_fitting(input, weight)
         slots = self.fp8_slots
         input_state, weight_state, grad_state = slots.states(weight.device)
         if not slots.sync.every_step:
@@ -213,9 +214,11 @@ class FP8Linear(nn.Linear):
         output = _in_high_precision(input, weight, bias)
         return _ObserveGradient.apply(output, slots, grad_state) if output.requires_grad else output
 
-    def _require_features(self, input: Tensor, in_features: int) -> None:
+    def _require_fitting(self, input: Tensor, weight: Tensor) -> None:
+        """Raise ConfigurationError if FP8 cannot multiply ``input`` with this rank's weight."""
+        fqn, in_features = self.fp8_slots.slots[Role.INPUT].fqn, weight.shape[1]
+        require_eager(input, weight, fqn)
         if input.ndim == 0 or input.shape[-1] != in_features:
-            fqn = self.fp8_slots.slots[Role.INPUT].fqn
             raise ConfigurationError(f"{fqn}: expected [..., {in_features}], got {tuple(input.shape)}")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from fp8dist.errors import ConfigurationError
@@ -17,6 +16,7 @@ from fp8dist.modules.grouped_slots import Choice, GroupedSlots, Some
 from fp8dist.modules.linear_slots import States
 from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
+from fp8dist.modules.unsupported import differentiable_once, require_eager, require_floating
 from fp8dist.state.arena import SlotState
 from fp8dist.sync.groups import is_dtensor
 from fp8dist_kernels.formats import Role
@@ -77,7 +77,7 @@ class _GroupedFunction(torch.autograd.Function):
             x if call.wants_weight_grad and wgrad is not False else None,
             offsets,
         )
-        ctx.call, ctx.input_dtype, ctx.weight_dtype = call, x.dtype, weight.dtype
+        ctx.slots, ctx.call, ctx.input_dtype, ctx.weight_dtype = slots, call, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(x.dtype)  # As autocast does.
         in_fp8 = in_high = None
@@ -89,7 +89,7 @@ class _GroupedFunction(torch.autograd.Function):
         return _by_rows(in_fp8, in_high, fprop, offsets)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x, offsets = ctx.saved_tensors
         call: _Call = ctx.call
@@ -161,7 +161,8 @@ def grouped_linear(
         bias: [E, out_features].
 
     Raises:
-        ConfigurationError: shapes that do not fit, a DTensor, or ``attach`` must be called first.
+        ConfigurationError: shapes or dtypes that do not fit, a DTensor, a transform that FP8 does not support, or
+            ``attach`` must be called first.
     """
     _require_shapes(x, weight, offsets, slots, bias)
     job, owner = slots.job, None if slots.owner is None else slots.owner()
@@ -175,11 +176,13 @@ def grouped_linear(
     mode, record = slots.mode(owner, choice, choice.all_high, True)
     recorded = {role: record and (mode.recording or mode.high.records[role]) for role in Role}
     if mode.casts:
+        require_eager(x, weight, slots.fqn)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         call = _Call(slots, states, mode.high, record, recorded, wants_weight_grad, mode.outgrown)
         return _in_fp8(x, weight, offsets, bias, owner, call)
     if not slots.sync.every_step or not (mode.recording or (mode.observes and record)):
         return _in_high_precision(x, weight, offsets, bias)
+    require_eager(x, weight, slots.fqn)
     slots.observe_rows(x, offsets, states[0], recorded[Role.INPUT])
     slots.record_weight(weight, None, offsets, states[1], recorded[Role.WEIGHT])
     output = _in_high_precision(x, weight, offsets, bias)
@@ -301,6 +304,7 @@ def _sums(rows: Tensor, offsets: Tensor) -> Tensor:
 
 def _require_shapes(x: Tensor, weight: Tensor, offsets: Tensor, slots: GroupedSlots, bias: Tensor | None) -> None:
     fqn, experts = slots.fqn, len(slots.experts)
+    require_floating(x, fqn)
     if is_dtensor(weight) or is_dtensor(x):
         raise ConfigurationError(f"{fqn}: grouped products take no DTensors: tensor parallel experts are not supported")
     if weight.ndim != 3 or len(weight) != experts:

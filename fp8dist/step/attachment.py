@@ -36,6 +36,7 @@ from fp8dist.parallel.wrappers import (
     reshard,
     resharded_modules,
 )
+from fp8dist.settings import Start
 from fp8dist.state.manifest import WeightDescription
 from fp8dist.state.slots import Slot, clean_fqn
 from fp8dist.step.boundary import BoundaryHooks, CompilationWatch
@@ -74,17 +75,20 @@ class Attachment:
         by_optimizer: bool,
         timeout: timedelta,
         compute: bool | None,
+        start: Start | None,
     ) -> bool:
-        """Place the state, agree with the other ranks, derive scales of cold weights, and install hooks. COLLECTIVE.
-        Return True if the ranks compare known answers next.
+        """Place the state, agree with the other ranks, compare what they start with, derive scales of cold weights, and
+        install hooks. COLLECTIVE. Return True if the ranks compare known answers next.
 
         Args:
             model: the prepared model.
             whole: the model as the training loop calls it.
             compute: all ranks must pass the same. None: on GPUs, if several ranks share state.
+            start: all ranks must pass the same. None: the ranks do not compare what they start with.
 
         Raises:
             ManifestMismatchError: on all ranks, if ranks were prepared differently.
+            DivergenceError: on all ranks, if ranks start with other values. The manager is not attached.
             ConfigurationError: the state does not fit the model as it is wrapped now.
         """
         cycle = self._cycle
@@ -100,7 +104,14 @@ class Attachment:
         if compute is None:
             on_gpu = any(sync.arena.device.type == "cuda" for sync in cycle.syncs)
             compute = on_gpu and cycle.job.shared and cycle.settings.enabled
-        cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute)
+        cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute, start)
+        if start is not None:
+            try:
+                cycle.checker.compare_start(model, whole, start, first=not cycle.job.boundaries)
+            except BaseException:  # The caller may make the ranks equal, and attach again.
+                cycle.untie()
+                self._module = None
+                raise
         for part in fp8_parts(model):
             part.slots.resharded = part.module in resharded
         by_fqn = {part.fqn: part.slots for part in fp8_parts(model)}

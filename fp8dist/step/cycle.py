@@ -25,7 +25,7 @@ from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.fsdp2 import ShardedWeights
 from fp8dist.parallel.sharded_weight import ShardedWeight
 from fp8dist.recipe import Gemm
-from fp8dist.settings import Policy, Settings
+from fp8dist.settings import Policy, Settings, Start
 from fp8dist.state.manifest import WeightDescription
 from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot
@@ -143,16 +143,22 @@ class StepCycle:
     # Agreement -----------------------------------------------------------------------------------
 
     def agree(
-        self, boundary: str, weights: Mapping[Slot, WeightDescription], timeout: timedelta, compute: bool
+        self,
+        boundary: str,
+        weights: Mapping[Slot, WeightDescription],
+        timeout: timedelta,
+        compute: bool,
+        start: Start | None,
     ) -> None:
         """Agree with the other ranks on everything that must be equal. COLLECTIVE, through the store.
 
         Args:
             weights: by weight slot, the description of the whole weight: the same on all ranks, however it is sharded.
             compute: True if the ranks compare known answers next.
+            start: None: the ranks do not compare what they start with.
         """
         watch = None if self.watch is None else self.watch.describe()
-        also = {"boundary": boundary, "watch": watch, **({"compute": True} if compute else {})}
+        also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
         manifests = agree(self.settings, also, self.syncs, self.groups, weights, timeout)
         for sync, group in zip(self.syncs, self.groups):
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
@@ -441,23 +447,23 @@ class StepCycle:
             self._checked = finished
             self._check(Scope(), self.settings.check_policy, in_step)
 
-    def check(self, scope: Scope, policy: Policy) -> DivergenceReport:
+    def check(self, scope: Scope, policy: Policy, max_repairs: int | None) -> DivergenceReport:
         """Compare FP8 state, and everything that ``scope`` selects, across the ranks. COLLECTIVE."""
         self.require("check()", switched_off=True)
-        return self._check(scope, policy, in_step=False)
+        return self._check(scope, policy, False, max_repairs)
 
     def check_computations(self) -> DivergenceReport:
         """Compare known casts and products across the ranks, and follow ``check_policy``. COLLECTIVE."""
         return self._check(Scope(parameters=False, state=False, compute=True), self.settings.check_policy, False)
 
-    def _check(self, scope: Scope, policy: Policy, in_step: bool) -> DivergenceReport:
+    def _check(self, scope: Scope, policy: Policy, in_step: bool, max_repairs: int | None = None) -> DivergenceReport:
         """Run a check. ``in_step``: True if another step is in progress, so that a difference may come from it."""
         self.settle()
         if self.settings.enabled:
             done = max(int(sync.arena.step) for sync in self.syncs)
         else:
             done = self.job.boundaries - in_step
-        report = self.checker.check(done, done + in_step, scope, policy)
+        report = self.checker.check(done, done + in_step, scope, policy, max_repairs)
         if scope.parameters and report.compared and not report.diverged:
             self.checker.last = Checked.of(self.job.step if self.settings.enabled else done, report)
             if self.checker.last.verified:

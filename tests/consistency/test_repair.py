@@ -477,3 +477,110 @@ def _replicas_of_dtensors() -> Any:
 def test_replicas_of_shards_are_repaired(four_ranks: RankPool) -> None:
     mended = ("parameter 'weight' on rank 1, from rank 0",)
     assert four_ranks.run(_replicas_of_dtensors, timeout=60) == [(mended, True)] * 4
+
+
+# A cause that persists ------------------------------------------------------------------------------
+
+PERSISTS = "the cause persists: "
+
+
+def _nudge(net: nn.Module, name: str) -> None:
+    """Change a parameter on rank 1."""
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            net.get_parameter(name).view(-1)[3] += 1
+
+
+def _repeated(prepared: bool) -> list[list[str]]:
+    """Return what each check says of a cause that persists."""
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD) if prepared else None
+    called = nn.parallel.DistributedDataParallel(net)
+    if manager is not None:
+        manager.attach(called)
+
+    def check(policy: Any) -> Any:
+        return fp8dist.check(called, policy=policy) if manager is None else manager.check(policy=policy)
+
+    found = []
+    for names in (["first.bias"], ["first.bias"], ["first.bias", "last.bias"], ["last.bias"], [], ["last.bias"]):
+        for name in names:
+            _nudge(net, name)
+        if manager is not None:
+            manager.check(parameters=False)  # Compares no parameters, so forgets none.
+        with captured_log() as log:
+            report = check("repair" if names else "warn")
+        assert len(report.repaired) == len(names)
+        said = [note.removeprefix(PERSISTS) for note in report.notes]
+        logged = " ".join(" ".join(text.split()) for _, text in log)
+        assert all(note in logged for note in said) or dist.get_rank()
+        found.append([note.split(":")[0] for note in said])
+    return found
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_repair_that_repeats_says_that_its_cause_persists(three_ranks: RankPool, prepared: bool) -> None:
+    third = ["first.bias repaired in 3 checks in a row"]
+    assert three_ranks.run(_repeated, prepared) == [[[], [], third, [], [], []]] * 3
+
+
+def _limited(how: str) -> Any:
+    """Return the step that raised, with its text, and whether nothing was copied."""
+    net = make_net()
+    settings: dict[str, Any] = {"check_every": 1, "check_policy": "repair"} if how == "check_every" else {}
+    limit = {} if how == "check" else {"max_repairs": 2}
+    manager = fp8dist.prepare(net, group=dist.group.WORLD, **settings, **limit)
+    called = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0001)
+    manager.attach(called, optimizer=optimizer)
+    for step in range(5):
+        x, y = batch(dist.get_rank(), step)
+        nn.functional.mse_loss(called(x), y).backward()
+        try:
+            with captured_log():
+                optimizer.step()
+                _nudge(net, "last.bias")
+                if how != "check_every":
+                    manager.check(policy="repair", **({"max_repairs": 2} if how == "check" else {}))
+        except DivergenceError as error:
+            biases: list[Any] = [None] * 3
+            dist.all_gather_object(biases, bits(net.last.bias))
+            return step, str(error), biases[0] == biases[1]
+    return None
+
+
+@pytest.mark.parametrize(("how", "step"), [("check", 2), ("prepare", 2), ("check_every", 3)])
+def test_a_number_of_repairs_after_which_all_ranks_raise(three_ranks: RankPool, how: str, step: int) -> None:
+    for raised, text, copied in three_ranks.run(_limited, how):
+        assert raised == step
+        assert "nothing was copied: the cause persists: last.bias repaired in 2 checks in a row (max_repairs)" in text
+        assert not copied
+
+
+def _scale_of_one_rank(max_repairs: int | None) -> Any:
+    """Set a scale on rank 1 before each step, so that each sync finds and repairs it."""
+    net = make_net()
+    manager = fp8dist.prepare(
+        net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_policy="repair", max_repairs=max_repairs
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0001)
+    reports: list[Any] = []
+    manager.on_event(lambda event: reports.append(event.report))
+    manager.attach(optimizer=optimizer)
+    for step in range(5):
+        x, y = batch(0, step)
+        nn.functional.mse_loss(net(x), y).backward()
+        manager.scale("first", "weight").mul_(1 + (dist.get_rank() == 1))
+        try:
+            with captured_log():
+                optimizer.step()
+        except DivergenceError as error:
+            return step, str(error)
+    return [bool(report.notes) for report in reports]
+
+
+def test_scales_that_each_sync_repairs_count_too(three_ranks: RankPool) -> None:
+    assert three_ranks.run(_scale_of_one_rank, None) == [[False, False, True, True, True]] * 3
+    for step, text in three_ranks.run(_scale_of_one_rank, 3):
+        assert step == 3
+        assert "the cause persists: first:weight repaired in 3 checks in a row (max_repairs)" in text

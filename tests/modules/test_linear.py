@@ -371,14 +371,6 @@ def test_strides_of_gradients_and_inputs_do_not_matter(make: Callable[[], Tensor
     assert results[0] == results[1]
 
 
-def test_double_backward_is_refused() -> None:
-    module, _ = linear()
-    x = inputs(4, 48).requires_grad_()
-    (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
 def test_a_commit_between_forward_and_backward_does_not_change_the_gradients() -> None:
     """FP8 bytes carry the inv_scale of their cast, not a view of the current one."""
     results = []

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def captured_log() -> Iterator[list[tuple[int, str]]]:
-    """Yield the (level, message) pairs that the library logs inside, from WARNING up. Nothing goes to stderr."""
+def captured_log(level: int = logging.WARNING) -> Iterator[list[tuple[int, str]]]:
+    """Yield the (level, message) pairs that the library logs inside, from ``level`` up. Nothing goes to stderr."""
     records: list[tuple[int, str]] = []
-    handler = logging.Handler(logging.WARNING)
+    handler = logging.Handler(level)
     handler.emit = lambda record: records.append((record.levelno, record.getMessage()))  # type: ignore[method-assign]
     logger = logging.getLogger("fp8dist")
-    propagate = logger.propagate
+    propagate, before = logger.propagate, logger.level
+    logger.setLevel(min(level, logger.getEffectiveLevel()))
     logger.addHandler(handler)
     logger.propagate = False
     try:
@@ -22,3 +23,4 @@ def captured_log() -> Iterator[list[tuple[int, str]]]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
+        logger.setLevel(before)

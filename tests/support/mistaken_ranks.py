@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import CurrentScaling, DelayedScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling
 from tests.support.mistaken_steps import attached
 from tests.support.mistakes import NOT_SILENT, RAISED, RIGHT, STEPS, Case, Rows, adamw, make_net
 
@@ -228,3 +230,48 @@ def one_rank_loads(case: Case) -> None:
     optimizer.zero_grad()
     case.train(called, optimizer, 4, 2)
     case.judge(called)
+
+
+def _starts(layout: str, recipe: Any = None, **settings: Any) -> Callable[[Case], None]:
+    """Each rank begins with its own weights, which nothing makes equal."""
+
+    def program(case: Case) -> None:
+        net = make_net(case.rank)
+        manager = case.prepare(net, recipe, **settings)
+        called: nn.Module = net
+        if layout == "ddp":
+            called = DistributedDataParallel(net, process_group=case.group, init_sync=False)
+        elif layout == "hsdp":
+            assert case.mesh is not None
+            ranks = case.mesh.mesh.reshape(2, 1)
+            called = fully_shard(net, mesh=DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")))
+        optimizer = adamw(called)
+        manager.attach(called, optimizer=optimizer)
+        case.train(called, optimizer, 5)
+
+    return program
+
+
+UNEQUAL: dict[str, Any] = {"ranks": 2, "everywhere": True, "errors": ("DivergenceError",)}
+_OTHERS: dict[str, dict[str, Any]] = {
+    "delayed": {},
+    "current": {"recipe": CurrentScaling()},
+    "block": {"recipe": BlockScaling()},
+    "switched off": {"enabled": False},
+}
+for _layout, _name in itertools.product(("plain", "ddp", "hsdp"), _OTHERS):
+    ROWS.add(
+        f"ranks start with other weights, {_layout}, {_name}",
+        _starts(_layout, **_OTHERS[_name]),
+        RAISED,
+        r"parameter 'up\.(weight|bias)'.* rank 0 .* rank 1 ",
+        r"broadcast them, before attach\(\)",
+        r"attach\(start=None\)",
+        **UNEQUAL,
+    )
+
+
+@row("start= on one rank", RAISED, "start", **MISMATCH)
+def start_on_one(case: Case) -> None:
+    net, manager = case.build()
+    manager.attach(optimizer=adamw(net), start=None if case.rank else "raise", timeout=SOON)

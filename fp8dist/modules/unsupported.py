@@ -1,0 +1,70 @@
+"""What FP8 modules refuse: dtypes and layouts of inputs, transforms of torch.func, double backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fp8dist.errors import ConfigurationError
+
+__all__ = ["differentiable_once", "require_eager", "require_floating"]
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def require_floating(input: Tensor, fqn: str) -> None:
+    """Raise ConfigurationError for an input that nn.Linear refuses, too. autocast converts float8. Local."""
+    dtype = input.dtype
+    if dtype in _FLOATING or (dtype.is_floating_point and torch.is_autocast_enabled(input.device.type)):
+        return
+    raise ConfigurationError(
+        f"{fqn}: expected an input in {', '.join(str(known).removeprefix('torch.') for known in _FLOATING)}, got "
+        f"{str(dtype).removeprefix('torch.')}: convert it first, for example with input.float(); the module casts to "
+        "FP8 itself"
+    )
+
+
+def require_eager(input: Tensor, weight: Tensor, fqn: str) -> None:
+    """Raise ConfigurationError for inputs and transforms that FP8 products do not support. Local. Does nothing in
+    compiled code, for which Dynamo has errors of its own."""
+    if torch.compiler.is_compiling():
+        return
+    what = None
+    if input.layout is not torch.strided or input.is_nested:
+        what = f"inputs with layout {'nested' if input.is_nested else str(input.layout).removeprefix('torch.')}"
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        what = "torch.vmap and the transforms of torch.func"
+    elif forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (input, weight)):
+        what = "forward-mode differentiation"
+    if what is not None:
+        raise _refusal(fqn, what)
+
+
+def _refusal(fqn: str, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{fqn}: FP8 does not support {what}: compute this inside `with manager.no_fp8():`, or keep the module in high "
+        "precision with prepare(skip=…)"
+    )
+
+
+def differentiable_once(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Any:
+    """Decorate the backward of an autograd function so that it raises ConfigurationError if its result shall be
+    differentiable. ``ctx.slots`` names the module.
+
+    torch's ``once_differentiable`` raises later, and not at all where ``autograd.grad`` follows only the function's
+    inputs: their part of the result is missing then.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise _refusal(ctx.slots.fqn, "gradients of gradients (create_graph=True), such as a gradient penalty")
+        with torch.no_grad():
+            return backward(ctx, grad_output)
+
+    return wrapper

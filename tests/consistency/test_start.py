@@ -1,0 +1,186 @@
+"""What ranks start with, compared once by ``attach``. ``test_mistakes.py`` has the layouts in which a difference is
+caught, ``test_no_false_alarm_ranks.py`` programs in which ranks differ by design."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp8dist
+from fp8dist import ConfigurationError, DivergenceError
+from fp8dist.consistency.contents import Digester
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.states import state_of
+from tests.support.training import batch, bits, make_net
+
+COMPARED = ("all_reduce", 104)
+
+
+def _collectives(layout: str) -> Any:
+    """Return the collectives of attach with and without the comparison, of a step, and what was logged."""
+    counts, logged = {}, []
+    for start in ("raise", None):
+        net = make_net()
+        group: Any = dist.group.WORLD
+        if layout == "hsdp":
+            group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        manager = fp8dist.prepare(net, group=group, enabled=layout != "switched off")
+        called: nn.Module = net
+        if layout == "ddp":
+            called = nn.parallel.DistributedDataParallel(net)
+        elif layout != "plain" and layout != "switched off":
+            called = fully_shard(net, mesh=group if layout == "hsdp" else None)
+        optimizer = torch.optim.SGD(called.parameters(), lr=0.1)
+        with counted_collectives() as calls, captured_log(logging.INFO) as log:
+            manager.attach(called, optimizer=optimizer, start=start)  # type: ignore[arg-type]
+        counts[start] = list(zip(calls.names, calls.sizes))
+        logged += [text for _, text in log if "compared" in text]
+        x, y = batch(dist.get_rank(), 0)
+        nn.functional.mse_loss(called(x), y).backward()
+        with counted_collectives() as calls:
+            optimizer.step()
+        assert calls.names == ([] if layout == "switched off" else ["all_reduce"])
+    return counts, logged
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "what"),
+    [
+        ("plain", 1, "6 parameters, "),
+        ("ddp", 1, "6 parameters, "),
+        ("switched off", 1, "6 parameters, "),
+        ("fsdp2", 1, "nothing over"),
+        ("hsdp", 4, "6 parameters, "),  # That of all ranks, one for each axis, and two more, as a check.
+    ],
+)
+def test_it_is_one_collective_at_attach_and_none_in_a_step(
+    four_ranks: RankPool, layout: str, count: int, what: str
+) -> None:
+    for rank, (counts, logged) in enumerate(four_ranks.run(_collectives, layout)):
+        assert counts["raise"][0] == COMPARED
+        assert counts["raise"][count:] == counts[None]
+        if rank == 0:
+            (text,) = logged
+            assert text.startswith(f"fp8dist: attach() compared {what}")
+            assert "over 4 ranks in " in text
+            assert what == "nothing over" or " bytes on this rank " in text
+        else:
+            assert logged == []
+
+
+def _odd_net(rank: int) -> nn.Module:
+    """Return a net in which one element differs on ``rank``."""
+    net = make_net()
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            next(net.parameters()).view(-1)[5] += 1
+    return net
+
+
+def _again_after_an_error(attached_before: bool) -> Any:
+    """Attach fails, the ranks are made equal, and attach succeeds."""
+    results = []
+    for odd in (False, True):
+        net = make_net()
+        manager = fp8dist.prepare(net, group=dist.group.WORLD)
+        if attached_before:
+            manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+        right = {name: p.detach().clone() for name, p in net.named_parameters()}
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if odd:
+            net.load_state_dict({**net.state_dict(), **_odd_net(1).state_dict()})
+            with captured_log(), pytest.raises(DivergenceError) as caught:
+                manager.attach(optimizer=optimizer)
+            (finding,) = caught.value.report.findings
+            assert (finding.kind, finding.ranks, finding.reference_rank) == ("parameter", (1,), 0)
+            assert not manager.describe()["attached"]
+            x, y = batch(0, 0)
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            with pytest.raises(ConfigurationError, match="attach"):  # Not trained on in silence.
+                optimizer.step()
+            optimizer.zero_grad()
+            net.load_state_dict(right)
+            manager.reset()
+        manager.attach(optimizer=optimizer)
+        for step in range(3):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(net(x), y).backward()
+            for p in net.parameters():
+                dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(({name: bits(p) for name, p in net.named_parameters()}, state_of(manager)))
+    return results[0] == results[1]
+
+
+@pytest.mark.parametrize("attached_before", [False, True])
+def test_after_an_error_attach_begins_anew(three_ranks: RankPool, attached_before: bool) -> None:
+    assert three_ranks.run(_again_after_an_error, attached_before) == [True] * 3
+
+
+def _other_policies() -> Any:
+    seen: dict[str, Any] = {}
+    for start in ("warn", None):
+        net = _odd_net(1)
+        manager = fp8dist.prepare(net, group=dist.group.WORLD)
+        events: list[Any] = []
+        manager.on_event(lambda event, events=events: events.append((event.kind, len(event.report.findings))))
+        with captured_log() as log:
+            manager.attach(start=start)  # type: ignore[arg-type]
+        seen[str(start)] = len(log), events, manager.describe()["attached"]
+    with pytest.raises(ConfigurationError, match="start must be"):
+        manager.attach(start="repair")  # type: ignore[arg-type]
+    return seen
+
+
+def test_warn_logs_once_and_none_compares_nothing(three_ranks: RankPool) -> None:
+    for rank, seen in enumerate(three_ranks.run(_other_policies)):
+        assert seen["warn"] == (int(rank == 0), [("diverged", 1)], True)
+        assert seen["None"] == (0, [], True)
+
+
+def _buffers() -> Any:
+    found: list[Any] = []
+    for name in ("table", "norm.running_var"):
+        net = nn.Sequential(nn.Linear(16, 16))
+        net.add_module("norm", nn.BatchNorm1d(16))
+        net.register_buffer("table", torch.ones(4), persistent=False)
+        net.get_buffer(name)[0] += dist.get_rank() == 1
+        manager = fp8dist.prepare(net, group=dist.group.WORLD)
+        try:
+            with captured_log():
+                manager.attach()
+            found.append([])
+        except DivergenceError as error:
+            found.append([(f.kind, f.name, f.ranks, f.index) for f in error.report.findings])
+    return found
+
+
+def test_buffers_are_compared_but_no_statistics(three_ranks: RankPool) -> None:
+    assert three_ranks.run(_buffers) == [[[("buffer", "table", (1,), (0,))], []]] * 3
+
+
+def _unreadable() -> Any:
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    broken = mock.patch.object(Digester, "many_leaves", side_effect=RuntimeError("cannot be read"))
+    with captured_log() as log, broken:
+        manager.attach()
+    return manager.describe()["attached"], [text for _, text in log if "cannot be read" in text]
+
+
+def test_what_cannot_be_read_is_a_warning(two_ranks: RankPool) -> None:
+    (attached, logged), (other, silent) = two_ranks.run(_unreadable)
+    assert (attached, len(logged), other, silent) == (True, 1, True, [])
+    assert logged[0].startswith("fp8dist: attach() cannot compare the ranks: ")

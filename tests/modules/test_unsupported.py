@@ -1,0 +1,211 @@
+"""Inputs and transforms that FP8 does not support: one error that names the module and ``no_fp8()``, inside of which
+they work as in plain torch. Inputs that plain torch refuses are refused everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import fp8dist
+from fp8dist import BlockScaling, ConfigurationError, CurrentScaling, DelayedScaling, RowwiseScaling, StateManager
+from tests.support.experts import Experts, Mixture
+from tests.support.parallel import mesh_of
+from tests.support.ranks import RankPool
+
+Call = Callable[[nn.Module], Any]
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+
+
+def _x(*shape: int) -> Tensor:
+    return torch.randn(*shape, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def prototypes_are_quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of torch: nested and sparse tensors, create_graph, torch.jit in forward AD.
+        yield
+
+
+# dtypes --------------------------------------------------------------------------------------------
+
+DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _modes(manager: StateManager, net: nn.Module) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
+    return {
+        "fp8": contextlib.nullcontext,
+        "recorded": manager.recording,
+        "no_fp8": manager.no_fp8,
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),  # type: ignore[dict-item, return-value]
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_nn_linear_refuses_is_refused_in_every_mode(dtype: torch.dtype) -> None:
+    plain, net = nn.Linear(32, 32), nn.Linear(32, 32)
+    manager = fp8dist.prepare(net)
+    x = (4 * _x(4)).to(dtype)
+    for name, mode in _modes(manager, net).items():
+        for training in (True, False):
+            net.train(training)
+            with mode():
+                try:
+                    expected = plain(x)
+                except RuntimeError:
+                    with pytest.raises(ConfigurationError, match=f"expected an input in .*{str(dtype)[6:]}"):
+                        net(x)
+                else:  # Only autocast converts float8.
+                    assert name == "autocast"
+                    assert net(x).dtype == expected.dtype
+
+
+def test_experts_refuse_them_too() -> None:
+    for enabled in (True, False):
+        model = Mixture(Experts())
+        manager = fp8dist.prepare(model, enabled=enabled)
+        slots = next(iter(model.experts.fp8_products.values()))  # type: ignore[union-attr]
+        weight: Any = getattr(model.experts, slots.name)
+        offsets = torch.full((len(weight),), 4, dtype=torch.int32)
+        x = torch.ones(4, weight.shape[2], dtype=torch.int64)
+        for mode in (contextlib.nullcontext(), manager.no_fp8(), manager.recording()):
+            with mode, pytest.raises(ConfigurationError, match=rf"{slots.fqn}: expected an input in .*int64"):
+                fp8dist.grouped_linear(x, weight, offsets, slots)
+
+
+def _integers_under_tensor_parallelism() -> str:
+    mesh, net = mesh_of((2,), ("tp",)), nn.Sequential(nn.Linear(32, 64))
+    manager = fp8dist.prepare(net, group=mesh)
+    parallelize_module(net, mesh, {"0": ColwiseParallel()})
+    x = distribute_tensor(torch.ones(4, 32, dtype=torch.int64), mesh, [Replicate()])
+    for mode in (contextlib.nullcontext(), manager.no_fp8()):
+        with mode, pytest.raises(ConfigurationError) as caught:
+            net(x)
+    return str(caught.value)
+
+
+def test_tensor_parallel_linears_refuse_them_too(two_ranks: RankPool) -> None:
+    assert all(text.startswith("0: expected an input in") for text in two_ranks.run(_integers_under_tensor_parallelism))
+
+
+# Layouts and transforms ------------------------------------------------------------------------------
+
+
+def _parameters(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+def _forward_ad(net: nn.Module) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(net(forward_ad.make_dual(_x(4), _x(4)))).tangent
+
+
+def _forward_ad_of_weights(net: nn.Module) -> Any:
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(p, torch.ones_like(p)) for name, p in _parameters(net).items()}
+        return forward_ad.unpack_dual(torch.func.functional_call(net, duals, (_x(4),))).tangent
+
+
+def _penalty(net: nn.Module, squared: bool) -> Any:
+    x = _x(4).requires_grad_()
+    y = net(x).square() if squared else net(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), list(net.parameters()), allow_unused=True)
+
+
+def _jagged(net: nn.Module) -> Any:
+    nested = torch.nested.nested_tensor([_x(3), _x(5)], layout=torch.jagged)
+    return net(nested).values()
+
+
+CALLS: dict[str, tuple[Call, str]] = {
+    "jagged": (_jagged, "layout nested"),
+    "nested": (lambda net: net(torch.nested.nested_tensor([_x(3), _x(5)])).to_padded_tensor(0.0), "layout nested"),
+    "sparse": (lambda net: net[0](_x(4).to_sparse()), "layout sparse_coo"),  # type: ignore[index]
+    "vmap": (lambda net: torch.vmap(net)(_x(4, 8)), "vmap"),
+    "func.grad": (
+        lambda net: torch.func.grad(lambda p: torch.func.functional_call(net, p, (_x(4),)).sum())(_parameters(net)),
+        "torch.func",
+    ),
+    "func.jvp": (lambda net: torch.func.jvp(net, (_x(4),), (_x(4),)), "torch.func"),
+    "forward AD": (_forward_ad, "forward-mode"),
+    "forward AD of weights": (_forward_ad_of_weights, "forward-mode"),
+    "gradient penalty": (lambda net: _penalty(net, True), "create_graph=True"),
+    # The last layer's incoming gradient is constant: torch's once_differentiable returned None for its weight.
+    "gradient penalty of a sum": (lambda net: _penalty(net, False), "create_graph=True"),
+    "hessian": (
+        lambda net: torch.autograd.functional.hessian(lambda x: net(x).sum(), _x(1)),
+        "create_graph=True",
+    ),
+}
+RECIPES = (DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value or ()
+    return [tensor for item in items if item is not None for tensor in _tensors(item)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_fp8_does_not_support_is_one_error_and_works_in_no_fp8(name: str) -> None:
+    call, limit = CALLS[name]
+    plain = _net()
+    expected = _tensors(call(plain))
+    assert expected
+    for recipe in RECIPES:
+        net = _net()
+        manager = fp8dist.prepare(net, recipe)
+        for training in (True, False):
+            with pytest.raises(ConfigurationError) as caught:
+                call(net.train(training))
+            text = str(caught.value)
+            assert text.startswith(("0: FP8", "2: FP8"))
+            assert limit in text
+            assert "no_fp8()" in text
+        with manager.no_fp8():
+            made = _tensors(call(net))
+        assert len(made) == len(expected)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, expected))
+
+
+def test_grouped_products_have_the_same_limits() -> None:
+    model = Mixture(Experts())
+    fp8dist.prepare(model)
+    slots = next(iter(model.experts.fp8_products.values()))  # type: ignore[union-attr]
+    weight: Any = getattr(model.experts, slots.name)
+    offsets = torch.full((len(weight),), 4, dtype=torch.int32)
+    x = torch.randn(4, weight.shape[2], requires_grad=True)
+
+    def product(x: Tensor) -> Tensor:
+        return fp8dist.grouped_linear(x, weight, offsets, slots)
+
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: torch.func.jvp(product, (x.detach(),), (x.detach(),)), "torch.func"),
+        (lambda: torch.autograd.grad(product(x).sum(), x, create_graph=True), "create_graph=True"),
+    ]
+    for call, limit in calls:
+        with pytest.raises(ConfigurationError, match=rf"^{slots.fqn}: FP8 .*{limit}.*no_fp8\(\)"):
+            call()
+
+
+def test_a_level_of_forward_ad_without_tangents_is_none() -> None:
+    net = _net()
+    fp8dist.prepare(net)
+    expected = net(_x(4))
+    with forward_ad.dual_level():
+        assert torch.equal(net(_x(4)), expected)
