@@ -191,7 +191,7 @@ class FP8Linear(nn.Linear):
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, in_features)
-        outgrown = slots.outgrown(self, record)
+        outgrown = slots.of_parts(slots.outgrown(self, record), weight, parameter)
         fprop, dgrad = "fprop" not in high, "dgrad" not in high
         cast = slots.weight_cast(weight, parameter, states[1], record, fprop, dgrad, outgrown)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
