@@ -224,6 +224,10 @@ class FP8Linear(nn.Linear):
         super()._load_from_state_dict(*args, **kwargs)
         self.fp8_slots.note.mark_written()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.fp8_slots.note.belong_to(self)
+
     def train(self, mode: bool = True) -> FP8Linear:
         """Same as nn.Module.train. Also invalidates cached weight casts."""
         self.fp8_slots.job.invalidate_casts()

@@ -96,7 +96,8 @@ class ShardedWeights:
         known = {} if before is None else {weight.slot: weight for weight in before.weights}
         for weight in self.weights:
             weight.follow(known.get(weight.slot))
-        self.look_ahead()
+        if any(weight.starts_small() for weight in self.weights):
+            self.look_ahead()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step. Local."""
@@ -176,8 +177,8 @@ class ShardedWeights:
         """Choose what the next gathers cast with. COLLECTIVE over the ranks that shard a weight in eval mode; in
         training mode, at the first forward of a step, if weights may have outgrown their scales.
 
-        They may in the first steps, after steps in which one did, and after anything during which weights may have been
-        written to without a trace. Other steps change a weight too little.
+        They may after small initial values, after steps in which one did, and after anything during which weights may
+        have been written to without a trace. Other steps change a weight too little.
         """
         weights = [weight for weight in weights if weight.slots.recipe.by == "tensor"]
         if not weights:

@@ -11,6 +11,7 @@ holds whole experts, or rows of all of them.
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ForwardState", "ShardedWeight", "in_backward"]
+
+SMALL = 0.25
+"""An amax below this over sqrt(in_features) is small: torch initialises weights to 1 over sqrt(in_features) at most."""
 
 Metadata = tuple[Tensor | None, torch.Size, torch.dtype]
 """(inverse scale of all bytes, or None if each block has its own, which is gathered as well; the weight's shape, local
@@ -241,6 +245,16 @@ class ShardedWeight:
         state = slots.states(slots.weight_sync.arena.device)[1]
         ratio = (slots.fitting if once else OUTGROWN) * meant_to_saturate(slots.recipe)
         return scale_for(amaxes.view_as(state.scale), state, slots.recipe, ratio if slots.recipe.delayed else None)
+
+    def starts_small(self) -> bool:
+        """True if the amax behind the scale is so small that the first optimizer step may enlarge it by far. Waits for
+        the device."""
+        if not self._has_scale or self.renewed:
+            return False
+        slots = self.slots
+        state = slots.states(slots.weight_sync.arena.device)[1]
+        least = SMALL / math.sqrt(self.parameter.shape[-1])
+        return bool((state.scale * 2.0**slots.recipe.margin * least > state.format.max).any())
 
     def is_beyond(self, amaxes: Tensor) -> bool:
         """True if the weight has outgrown its scale by more than a training step may. ``amaxes``: see ``fitting``."""

@@ -428,7 +428,7 @@ class ArenaSync:
         if proof.hot and self.verdict.cold_writes == self.arena.cold_writes:
             self.arena.known_hot = True
         self.verdict = None
-        self.outgrown |= proof.saturated
+        self.outgrown |= proof.saturated and not proof.differs  # With other scales, ranks find other weights.
         self.replays += proof.replays
         self.counters.collectives += proof.collectives
         self.counters.bytes += proof.collectives * self.arena.message.nbytes

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -281,6 +283,50 @@ def test_a_copys_weights_are_watched_from_its_making_on() -> None:
     assert error_of(ema.eval(), net, x) < BOUND
     assert ema.module[0].fp8_slots.note.written(ema.module[0])  # type: ignore[union-attr,index]
     assert manager.steps == 0
+
+
+def _reloaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "AveragedModel": lambda net: torch.optim.swa_utils.AveragedModel(net).module,
+    "torch.load": _reloaded,
+    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("part", [False, True])
+def test_a_copy_computes_as_its_original(way: str, part: bool) -> None:
+    """Its weight has outgrown its scale by a training step, and nobody has written to it since."""
+    net, manager, x = attached(DelayedScaling(history_len=4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    manager.attach(net, optimizer=optimizer)
+    net(x).sum().backward()
+    with torch.no_grad():
+        net[0].weight.mul_(1.15)
+    net[0].fp8_slots.note.take(net[0], False)  # type: ignore[union-attr]  # As an optimizer's step leaves it.
+    original = net[0] if part else net
+    with manager.no_fp8(), manager.recording():  # The copy is made inside, and lives outside.
+        twin = COPIES[way](original)
+    for training in (True, False):
+        assert bits(twin.train(training)(x)) == bits(original.train(training)(x))
+    linear: Any = twin if part else twin[0]  # type: ignore[index]
+    assert not linear.fp8_slots.note.written(linear)
+    assert linear.fp8_slots.job.in_fp8
+    assert not linear.fp8_slots.job.recording
+    if not part:
+        theirs = dict(fp8dist.get_manager(twin).exported(twin))
+        assert {n: bits(t) for n, t in theirs.items()} == {n: bits(t) for n, t in manager.exported(net)}
+    with torch.no_grad():
+        linear.weight.mul_(1.5)
+    assert linear.fp8_slots.note.written(linear)
 
 
 def test_recomputation_casts_as_the_forward_did() -> None:
