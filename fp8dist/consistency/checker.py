@@ -24,7 +24,7 @@ from fp8dist.consistency.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.divergence import Finding
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
-from fp8dist.modules.outgrown import OUTGROWN, meant_to_saturate
+from fp8dist.modules.outgrown import limits_of
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.cause import Cause
 from fp8dist.monitoring.watch import Watch
@@ -209,7 +209,8 @@ class Checker:
         places = arena.shard_slots[evidence.flags[SATURATED][arena.shard_slots]]
         used = arena.amax * evidence.scales[0] / arena.fp8_max
         if fitted:
-            places = places[used[places] <= OUTGROWN * meant_to_saturate(arena.recipe)]
+            limit, _ = limits_of(arena.recipe)
+            places = places[used[places] <= (0 if limit is None else limit)]
         slots = tuple(arena.specs[place].slot for place in places.tolist())
         if not slots:
             return

@@ -21,6 +21,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.foreign import gathered_input, is_parallel, is_transposed, linear_base
 from fp8dist.modules.fp8_weight import FP8Weight, dequantised
 from fp8dist.modules.linear_slots import Cast, LinearSlots, States
+from fp8dist.modules.modes import Mode
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Linear, parallel_linear
 from fp8dist.modules.weight_notes import stored_parameters
@@ -170,28 +171,25 @@ class FP8Linear(nn.Linear):
     def _computation(self, weight: Tensor) -> Linear:
         """Return the function for this forward: in FP8, or in high precision with or without recording amaxes."""
         slots = self.fp8_slots
-        job, precision = slots.job, slots.precision
-        if not torch.compiler.is_compiling() and job.microbatches is not None and slots.records(self.training):
-            job.microbatches.forward(slots.slots[Role.INPUT].fqn)
-        if job.in_fp8 and precision.high != GEMMS and (self.training or job.eval_precision == "fp8"):
-            return functools.partial(self._in_fp8, weight)
-        if not torch.compiler.is_compiling():
-            slots.note.idle_in(job.boundaries)
-        observes = job.recording or (precision.observing and job.in_fp8 and slots.records(self.training))
-        return self._observed if observes else _in_high_precision
+        high = slots.precision.high
+        mode, record = slots.mode(self, high, high == GEMMS, slots.precision.observing)
+        if mode.casts:
+            return functools.partial(self._in_fp8, weight, mode, record)
+        return self._observed if mode.recording or (mode.observes and record) else _in_high_precision
 
-    def _in_fp8(self, parameter: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _in_fp8(
+        self, parameter: Tensor, mode: Mode, record: bool, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """Compute the output with FP8 GEMMs. ``weight``: this rank's local tensor of ``parameter``."""
         slots = self.fp8_slots
         out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
         self._require_features(input, in_features)
-        high, record = slots.precision.high, slots.records(self.training)
-        states = slots.states(weight.device)
+        high, states = mode.high, slots.states(weight.device)
+        outgrown = slots.of_parts(mode.outgrown, weight, parameter)
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, in_features)
-        outgrown = slots.of_parts(slots.outgrown(self, record), weight, parameter)
         fprop, dgrad = "fprop" not in high, "dgrad" not in high
         cast = slots.weight_cast(weight, parameter, states[1], record, fprop, dgrad, outgrown)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad

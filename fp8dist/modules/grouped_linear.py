@@ -31,6 +31,7 @@ class _Call(NamedTuple):
     states: States
     choice: Choice
     record: bool
+    recorded: Mapping[Role, Some]
     wants_weight_grad: bool
     outgrown: Outgrown
 
@@ -59,8 +60,9 @@ class _GroupedFunction(torch.autograd.Function):
         slots, high = call.slots, call.choice.high
         fprop, wgrad = high["fprop"], high["wgrad"]
         columns = call.wants_weight_grad and wgrad is not True
+        recorded = call.recorded[Role.INPUT]
         cast = slots.rows_cast(
-            x, offsets, call.states[0], call.record, fprop is not True, columns, call.outgrown, Role.INPUT
+            x, offsets, call.states[0], call.record, recorded, fprop is not True, columns, call.outgrown, Role.INPUT
         )
         later = high["dgrad"] is not False or slots.casts_in_backward(weight)
         if weight_columns_inv_scale is None:
@@ -97,10 +99,8 @@ class _GroupedFunction(torch.autograd.Function):
         fp8_weight_grad = wants_weight_grad and high["wgrad"] is not True
         grad_input = grad_weight = in_fp8 = in_high = None
         if wants_input_grad or wants_weight_grad:  # Otherwise only the bias needs a gradient.
-            copies = fp8_input_grad, fp8_weight_grad
-            cast = slots.rows_cast(
-                grad_output, offsets, call.states[2], call.record, *copies, call.outgrown, Role.GRAD_OUTPUT
-            )
+            how = call.record, call.recorded[Role.GRAD_OUTPUT], fp8_input_grad, fp8_weight_grad
+            cast = slots.rows_cast(grad_output, offsets, call.states[2], *how, call.outgrown, Role.GRAD_OUTPUT)
         if fp8_input_grad:
             if weight is not None and slots.casts_in_backward(weight):
                 weight_columns, weight_inv_scale = slots.backward_cast(weight, call.states[1], call.outgrown)
@@ -170,19 +170,17 @@ def grouped_linear(
         return _in_high_precision(x, weight, offsets, bias)
     if job.awaits_attach:
         raise ConfigurationError(f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward")
-    states, records = slots.states(weight.device), slots.records(owner.training)
-    choice = slots.choice(weight.device)
-    if not torch.compiler.is_compiling() and job.microbatches is not None and records:
-        job.microbatches.forward(*(of[Role.INPUT].fqn for of in slots.experts))
-    if job.in_fp8 and not choice.all_high and (owner.training or job.eval_precision == "fp8"):
-        return _in_fp8(x, weight, offsets, bias, owner, _Call(slots, states, choice, records, False, Outgrown(None)))
-    if not torch.compiler.is_compiling():
-        slots.note.idle_in(job.boundaries)
-    if not slots.sync.every_step or not (job.recording or (job.in_fp8 and records)):
+    states, choice = slots.states(weight.device), slots.choice(weight.device)
+    mode, record = slots.mode(owner, choice, choice.all_high, True)
+    recorded = {role: record and (mode.recording or mode.high.records[role]) for role in Role}
+    if mode.casts:
+        wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
+        call = _Call(slots, states, mode.high, record, recorded, wants_weight_grad, mode.outgrown)
+        return _in_fp8(x, weight, offsets, bias, owner, call)
+    if not slots.sync.every_step or not (mode.recording or (mode.observes and record)):
         return _in_high_precision(x, weight, offsets, bias)
-    recorded: Mapping[Role, Some] = {role: slots.recorded(role, weight.device) for role in Role}
     slots.observe_rows(x, offsets, states[0], recorded[Role.INPUT])
-    slots.record_weight(weight, None, offsets, states[1])
+    slots.record_weight(weight, None, offsets, states[1], recorded[Role.WEIGHT])
     output = _in_high_precision(x, weight, offsets, bias)
     if not output.requires_grad or recorded[Role.GRAD_OUTPUT] is False:
         return output
@@ -193,7 +191,6 @@ def grouped_linear(
 def _in_fp8(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, owner: nn.Module, call: _Call) -> Tensor:
     slots, high = call.slots, call.choice.high
     x = x.to(_compute_dtype(x))
-    outgrown = slots.outgrown(owner, call.record)
     parameter = owner._parameters.get(slots.name)
     cast = slots.weight_cast(
         weight,
@@ -202,13 +199,11 @@ def _in_fp8(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, own
         call.record,
         high["fprop"] is not True,
         high["dgrad"] is not True,
-        outgrown,
+        call.outgrown,
     )
     if call.record:
-        slots.record_weight(weight, cast, offsets, call.states[1])
-    wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
+        slots.record_weight(weight, cast, offsets, call.states[1], call.recorded[Role.WEIGHT])
     scales = cast.rows_inv_scale, None if cast.columns_inv_scale is cast.rows_inv_scale else cast.columns_inv_scale
-    call = call._replace(wants_weight_grad=wants_weight_grad, outgrown=outgrown)
     output = _GroupedFunction.apply(x, bias, weight, cast.rows, scales[0], cast.columns, scales[1], offsets, call)
     # Like F.linear's output, this is no view to autograd: FSDP2 warns about modules that return views.
     return torch.ops.aten._unsafe_view(output, output.shape)

@@ -76,6 +76,11 @@ class GroupedSlots(LinearSlots):
         return {**super().__getstate__(), "owner": None, "_choice": None, "_found": None, "_measured": None}
 
     @property
+    def fqns(self) -> tuple[str, ...]:
+        """See ``LinearSlots``."""
+        return tuple([slots[Role.INPUT].fqn for slots in self.experts])
+
+    @property
     def precisions(self) -> tuple[Precision, ...]:
         """See ``LinearSlots``: one for each expert."""
         return self._precisions
@@ -127,6 +132,7 @@ class GroupedSlots(LinearSlots):
         offsets: Tensor,
         state: SlotState,
         record: bool,
+        recorded: Some,
         rows: bool,
         columns: bool,
         outgrown: Outgrown,
@@ -136,13 +142,14 @@ class GroupedSlots(LinearSlots):
         amaxes, and only of experts that are observed.
 
         Args:
+            record: True if this forward records amaxes.
+            recorded: of these experts.
             outgrown: the ``outgrown`` of this forward.
         """
         x = x.detach()
         if record and role is Role.GRAD_OUTPUT:
             self.count_tokens(offsets, state)
         upstream = self._upstream if role is Role.GRAD_OUTPUT else outgrown.upstream
-        recorded = self.recorded(role, x.device) if record else False
         if not (rows or columns):
             self.observe_rows(x, offsets, state, recorded)
             nothing = x.new_empty(0)
@@ -178,22 +185,20 @@ class GroupedSlots(LinearSlots):
         if self.job.measuring:
             state.tokens.add_(torch.diff(offsets, prepend=offsets.new_zeros(1)))
 
-    def recorded(self, role: Role, device: torch.device) -> Some:
-        """Return the experts whose tensors a forward that records must record."""
-        return True if self.job.recording else self.choice(device).records[role]
-
     def observe_rows(self, x: Tensor, offsets: Tensor, state: SlotState, recorded: Some) -> None:
         """Record the amaxes of x [tokens, features] of these experts."""
         if recorded is not False:
             _record(self._amaxes(x.detach(), offsets, state), state.pending, recorded)
 
-    def record_weight(self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotState) -> None:
-        """Record the amaxes of a weight [E, n, k], any strides, of the experts that have rows: the others have not run.
+    def record_weight(
+        self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotState, recorded: Some
+    ) -> None:
+        """Record the amaxes of a weight [E, n, k], any strides, of these experts, if they have rows: the others have
+        not run.
 
         Args:
             cast: of the weight, which may have found the amaxes. None: there is none.
         """
-        recorded = self.recorded(Role.WEIGHT, offsets.device)
         if recorded is False or isinstance(weight, FP8Weight):  # FSDP's gather records its shards.
             return
         known, amaxes = self._found or (None, None)
@@ -299,13 +304,12 @@ class GroupedSlots(LinearSlots):
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.mT.is_contiguous()
         if transposed:  # Cast the weights as they lie in memory.
             stored, rows, columns = stored.mT, columns, rows
-        recorded = self.recorded(Role.WEIGHT, weight.device) if record else False
         if not (rows or columns):
             nothing = weight.new_empty(0)
             return Cast(nothing, nothing, nothing, nothing)
         if self.recipe.by == "tensor":
             unfit = shrunk(self.weight_amaxes(stored, state), state, self.recipe) if outgrown.written else None
-            cast = self._grouped_by_tensor(stored, None, state, recorded, rows, columns, outgrown.weight, unfit, role)
+            cast = self._grouped_by_tensor(stored, None, state, record, rows, columns, outgrown.weight, unfit, role)
         else:
             cast = self._weight_by_parts(stored, state.format.dtype, rows, columns, role)
         if record and self._measures:

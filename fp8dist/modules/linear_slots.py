@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
+from fp8dist.modules.modes import Mode, Modes
 from fp8dist.modules.outgrown import (
     OUTGROWN,
-    OUTGROWN_COPY,
-    OUTGROWN_WRITTEN,
     Growth,
     Outgrown,
     amax_of,
-    meant_to_saturate,
+    limits_of,
     scale_for,
     shrunk,
     unfit_for,
@@ -118,18 +117,24 @@ class LinearSlots:
         self._backwards = self._boundary = self._changes = 0
         self._look_at = FIRST_LOOK // 2
         self._sample: Tensor | None = None
-        self._outgrown: Outgrown | None = None
+        self._modes = Modes()
+        self.limit, self.eval_limit = limits_of(recipe)
         self._states: States | None = None
         self._cast: WeightCast | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_states": None, "_cast": None, "_sample": None, "_outgrown": None, "resharded": False}
+        fresh = {"_states": None, "_cast": None, "_sample": None, "_modes": Modes(), "resharded": False}
         return {**self.__dict__, **fresh, "note": WeightNote.copied(self.name)}
 
     @property
     def fqn(self) -> str:
         """The module's fqn in its model. Of a grouped product, the fqn that the fqns of its experts begin with."""
         return self.slots[Role.INPUT].fqn
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The fqns of the module's input slots: one, or one for each expert."""
+        return (self.fqn,)
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -201,9 +206,42 @@ class LinearSlots:
         """True if this step's sync or a watch needs amaxes."""
         return self.sync.every_step or self.job.measuring
 
-    def records(self, training: bool) -> bool:
-        """True if this forward records amaxes."""
-        return self.wanted and (self.job.recording or (training and torch.is_grad_enabled()))
+    def mode(self, module: nn.Module, high: Any, all_high: bool, observing: bool) -> tuple[Mode, bool]:
+        """Return how this forward of ``module`` computes, and True if it records amaxes. Takes the notes of it. A
+        forward that a backward repeats computes as it did before, whatever has changed since: see ``Modes``. Compiled
+        forwards read the mode anew.
+
+        Args:
+            high: the GEMMs that are in high precision now, as in ``Mode``.
+            all_high: True if these are all.
+            observing: True if a module in high precision records amaxes now.
+        """
+        job, training = self.job, module.training
+        in_fp8, recording = job.in_fp8, job.recording
+        casts = in_fp8 and not all_high and (training or job.eval_precision == "fp8")
+        compiling = torch.compiler.is_compiling()
+        repeated = None if compiling else self._modes.repeated()
+        if repeated is not None:
+            casts, _, recording, training, *_ = repeated
+        record = self.wanted and (recording or (training and torch.is_grad_enabled()))
+        if compiling:
+            limit = self.limit if training else self.eval_limit
+            return Mode(casts, observing and in_fp8, recording, training, high, Outgrown(limit)), record
+        if job.microbatches is not None:
+            if record:
+                job.microbatches.forward(*self.fqns)
+            elif training and repeated is None:
+                job.microbatches.unrecorded_forward()
+        if casts:
+            outgrown = self.outgrown(module, record, training)
+        else:
+            outgrown = Outgrown(None)
+            self.note.idle_in(job.boundaries)
+        if repeated is not None:
+            return repeated, record
+        mode = Mode(casts, observing and in_fp8, recording, training, high, outgrown)
+        self._modes.add(mode)
+        return mode, record
 
     def quantize(
         self,
@@ -357,54 +395,33 @@ class LinearSlots:
             **({} if self.job.tap is None else self._tap_of(gemm)),
         )
 
-    def outgrown(self, linear: nn.Module, record: bool) -> Outgrown:
-        """Return the overflow ratios above which this forward's tensors are cast with their own amaxes.
+    def outgrown(self, linear: nn.Module, record: bool, training: bool) -> Outgrown:
+        """Return the overflow ratios above which a forward's tensors are cast with their own amaxes. Notes that the
+        weight is used.
 
-        The result is the same in forward, recomputation and backward, on each shard of a weight, and on one rank alone.
-        In compiled and captured forwards it is a constant: a version counter would become a guard, or a constant of the
-        graph.
+        The result is the same on each shard of a weight, and on one rank alone. Captured forwards do not look for
+        writes, nor do compiled ones: a version counter would become a constant of the graph, or a guard.
 
         Args:
             record: True if this forward records amaxes. Loaded FP8 state is right for the weight that such a
-                forward finds.
+                forward finds. A reentrant checkpoint records when it repeats its forward.
+            training: False in eval mode.
         """
-        if not self.recipe.delayed:
-            return Outgrown(None)
-        saturating = meant_to_saturate(self.recipe)
-        if torch.compiler.is_compiling() or capturing(self.weight_sync.arena.device):
-            return Outgrown((OUTGROWN if linear.training else self.fitting) * saturating)
-        if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
-            return self._outgrown  # A recomputation.
-        self._outgrown = self._judged(linear, record, saturating)
-        return self._outgrown
-
-    def _judged(self, linear: nn.Module, record: bool, saturating: float) -> Outgrown:
-        """Compute ``outgrown`` for a forward that is not a recomputation. Notes that the weight is used."""
+        if not self.recipe.delayed or capturing(self.weight_sync.arena.device):
+            return Outgrown(self.limit if training else self.eval_limit)
         note = self.note
         note.cast_at(self.job.boundaries)
         if record and note.awaited:
             note.take(linear, self.resharded)
-        limits = self._limits(linear, saturating, once=not linear.training)
+        limits = self._limits(linear, training)
         if record:
             note.was_recorded()
         return limits
 
-    @property
-    def fitting(self) -> float:
-        """The overflow ratio above which a weight does not fit its scale: values below it round to the largest FP8
-        number. In eval mode, and for an export, such a weight is cast with its own amax."""
-        assert self._states is not None
-        format = self._states[1].format
-        return format.rounds_to_max / format.max
-
-    def _limits(self, linear: nn.Module, saturating: float, once: bool) -> Outgrown:
-        """``once``: True in eval mode and for an export, where no later step corrects a cast."""
-        note = self.note
-        written = note.written(linear)
-        changed = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
-        factor = saturating * (changed if written or note.unfollowed else OUTGROWN)
-        others = factor if written and note.of_copy else None
-        return Outgrown(saturating * self.fitting if once else factor, others, written, self._upstream, once)
+    def _limits(self, linear: nn.Module, training: bool) -> Outgrown:
+        limit, written = self.limit, self.note.written(linear)
+        others = limit if written and self.note.of_copy else None
+        return Outgrown(limit if training else self.eval_limit, others, written, self._upstream, not training)
 
     @property
     def _upstream(self) -> Tensor | None:
@@ -416,7 +433,7 @@ class LinearSlots:
     def _tell_of_growth(self, cast: Cast, state: SlotState) -> None:
         """Report to other modules whether a weight, which was just cast, has outgrown its scale."""
         inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
-        self._add_growth((inv_scale * state.scale > OUTGROWN_WRITTEN) & ~state.cold)
+        self._add_growth((inv_scale * state.scale > OUTGROWN) & ~state.cold)
 
     def weight_scale(self) -> Tensor:
         """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is
@@ -427,7 +444,7 @@ class LinearSlots:
     def tell_of_new_scale(self, before: Tensor) -> None:
         """After the weight got a new scale, report to other modules whether it had outgrown the scale ``before``."""
         if self.recipe.delayed:
-            self._add_growth(before > OUTGROWN_WRITTEN * self.weight_scale())
+            self._add_growth(before > OUTGROWN * self.weight_scale())
 
     def _add_growth(self, grown: Tensor) -> None:
         job = self.job
@@ -492,7 +509,7 @@ class LinearSlots:
         if outgrown.written:  # A scale that did not fit was derived anew, without a history.
             self._add_growth((self.weight_sync.arena.amax[self.weight_place] == 0) & ~state.cold)
         if outgrown.once:
-            self._add_growth((weight.inv_scale * state.scale > OUTGROWN_WRITTEN) & ~state.cold)
+            self._add_growth((weight.inv_scale * state.scale > OUTGROWN) & ~state.cold)
         nothing = weight.rows.new_empty(0)
         return Cast(weight.rows.contiguous(), weight.inv_scale.contiguous(), nothing, nothing)
 
@@ -522,8 +539,7 @@ class LinearSlots:
             parameter: see ``of_parts``. None: the weight has no parts.
         """
         state = self.states(weight.device)[1]
-        saturating = meant_to_saturate(self.recipe)
-        limits = self._limits(linear, saturating, once=True) if self.recipe.delayed else Outgrown(None)
+        limits = self._limits(linear, training=False) if self.recipe.delayed else Outgrown(None)
         limits = limits if parameter is None else self.of_parts(limits, weight, parameter)
         return self._cast_weight(weight, state, False, True, False, limits, role=None)
 

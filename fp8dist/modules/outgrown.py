@@ -10,16 +10,16 @@ from torch import Tensor
 
 from fp8dist.recipe import Recipe
 from fp8dist.state.arena import SlotState
+from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.magnitude import amax_bits
 from fp8dist_kernels.scaling import scale_from_amax
 
 __all__ = [
     "OUTGROWN",
-    "OUTGROWN_COPY",
-    "OUTGROWN_WRITTEN",
     "Growth",
     "Outgrown",
     "amax_of",
+    "limits_of",
     "meant_to_saturate",
     "scale_for",
     "shrunk",
@@ -28,13 +28,9 @@ __all__ = [
 
 Amax = Callable[[], Tensor]
 
-OUTGROWN, OUTGROWN_WRITTEN = 2.0, 1.25
-"""Overflow ratios above which a weight is cast with its own amax: for any weight, and for a written weight. A saturated
-weight that grew by 1.3 makes the product 11 % wrong, one that grew by 8 makes it 82 % wrong. A weight that shrank does
-little harm."""
-
-OUTGROWN_COPY = 1.0
-"""The ratio for a written weight of a copied model: no boundary will come at which its scale could follow."""
+OUTGROWN = 1.25
+"""Overflow ratio above which a weight is cast with its own amax, whoever changed it. A saturated weight that grew by
+1.3 makes the product 11 % wrong, one that grew by 8 makes it 82 % wrong. A weight that shrank does little harm."""
 
 SHRUNK = 2.0**-17
 """Ratio below which a written weight is cast with its own amax, too: E4M3 would flush it to zero. At 1e-4 it is 4 %
@@ -45,10 +41,10 @@ class Outgrown(NamedTuple):
     """Conditions under which the tensors of a forward are cast with their own amaxes.
 
     ``weight``: the overflow ratio for the weight; None: never. ``others``: the ratio for input and gradient, in a
-    written copy. ``written``: True if the weight was written to. ``upstream``: 0-d bool on the device: True if another
-    module's weight has outgrown its scale, so that the module's outputs may not fit scales either; None: nobody looked.
-    ``once``: True in eval mode. ``scale``: what the weight is cast with, chosen for all parts of it; None: the cast
-    chooses.
+    written copy, for which no boundary will come at which their scales could follow. ``written``: True if the weight
+    was written to. ``upstream``: 0-d bool on the device: True if another module's weight has outgrown its scale, so
+    that the module's outputs may not fit scales either; None: nobody looked. ``once``: True in eval mode. ``scale``:
+    what the weight is cast with, chosen for all parts of it; None: the cast chooses.
     """
 
     weight: float | None
@@ -87,6 +83,16 @@ class Growth:
         return self._of_first if self._of_rest is None else self._of_first | self._of_rest
 
 
+def limits_of(recipe: Recipe) -> tuple[float, float] | tuple[None, None]:
+    """Return the overflow ratios above which a weight is cast with its own amax: in training, and in eval mode and for
+    an export. There no later step corrects a cast, so values beyond the format's range must round to its largest
+    number. None: the recipe has no delayed scales."""
+    if not recipe.delayed:
+        return None, None
+    format, saturating = recipe.format_of(Role.WEIGHT), meant_to_saturate(recipe)
+    return OUTGROWN * saturating, format.rounds_to_max / format.max * saturating
+
+
 def meant_to_saturate(recipe: Recipe) -> float:
     """Return the factor by which a recipe with a negative margin saturates on purpose."""
     return float(2.0 ** max(0, -recipe.margin))
@@ -101,7 +107,7 @@ def unfit_for(amax: Amax, state: SlotState, recipe: Recipe, upstream: Tensor | N
     if upstream is None or not recipe.delayed:
         return None
     used, counts = _used(amax(), state)
-    return upstream & counts & (used > OUTGROWN_WRITTEN * meant_to_saturate(recipe))
+    return upstream & counts & (used > OUTGROWN * meant_to_saturate(recipe))
 
 
 def scale_for(amax: Tensor, state: SlotState, recipe: Recipe, limit: float | None) -> Tensor:

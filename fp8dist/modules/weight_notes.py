@@ -29,7 +29,7 @@ class WeightNote:
     """Tracks whether a Linear's weight was written to since its scale was last right for it.
 
     Scales follow optimizer steps, so a new note is taken after each of them. Writes that torch does not count
-    (``.data``, numpy, fused optimizers) do not show here; the cast notices large ones.
+    (``.data``, numpy, fused optimizers) do not show here; the cast notices a weight that outgrew its scale.
 
     Notes are read in every forward and taken in every step, so the code makes few calls.
     """
@@ -41,12 +41,6 @@ class WeightNote:
         """True: take the note at the next forward that records. FP8 state is new or loaded, and fits its weight."""
         self.used_at = self.idle_at = -1
         """Boundaries passed before the last forward that cast the weight to FP8, and before the last that did not."""
-        self.used = False
-        """True if a forward has cast the weight since the last optimizer step. Compiled forwards leave no note."""
-        self.recorded = True
-        """True if a forward has recorded the weight since the last optimizer step, which its scale thus follows."""
-        self.unfollowed = False
-        """True if an optimizer has stepped the weight without a recorded amax, as in a module that trains in eval()."""
         self.of_copy = False
         """True if the Linear was copied or unpickled, and no note was taken since."""
         self.stepped_at = -1
@@ -113,27 +107,24 @@ class WeightNote:
 
     def cast_at(self, boundaries: int) -> None:
         """Note a forward that casts the weight to FP8. ``boundaries``: number passed so far."""
-        self.used_at, self.used = boundaries, True
+        self.used_at = boundaries
 
     def idle_in(self, boundaries: int) -> None:
         """Note a forward that does not cast the weight. ``boundaries``: number passed so far."""
         self.idle_at = boundaries
 
-    def stepped(self, boundaries: int, skipped: Tensor | None, unseen: bool) -> None:
+    def stepped(self, boundaries: int, skipped: Tensor | None) -> None:
         """Note that an optimizer has stepped the weight.
 
         Args:
             boundaries: number passed when the step began.
             skipped: non-zero (on the weight's device) if a loss scaler made the step change nothing.
-            unseen: True if there may have been forwards that leave no note.
         """
         self.stepped_at, self.skipped = boundaries, skipped
-        self.unfollowed = not self.recorded and (self.used or not unseen)
-        self.recorded = self.used = False
 
     def forget_steps(self) -> None:
         """Forget optimizer steps before ``attach``."""
-        self.stepped_at, self.skipped, self.unfollowed = -1, None, False
+        self.stepped_at, self.skipped = -1, None
 
     def _look_at(self, parameters: tuple[Tensor, ...]) -> None:
         self.stored = parameters
@@ -152,7 +143,7 @@ class WeightNote:
 
     def was_recorded(self) -> None:
         """Note that the forward that has just called ``written`` records the weight's amax."""
-        self.recorded, self._recorded = True, self._now
+        self._recorded = self._now
 
     def written_unrecorded(self, linear: nn.Module) -> bool:
         """True if the weight was written to after the last forward that recorded it, so no scale will follow."""

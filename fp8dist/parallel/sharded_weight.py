@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.linear_slots import Cast, LinearSlots
-from fp8dist.modules.outgrown import OUTGROWN, amax_of, meant_to_saturate, scale_for
+from fp8dist.modules.outgrown import OUTGROWN, amax_of, scale_for
 from fp8dist.modules.parts import Part
 from fp8dist.parallel.wrappers import first_local_row, local_parts
 from fp8dist.state.slots import Slot
@@ -243,8 +243,8 @@ class ShardedWeight:
             return None
         slots = self.slots
         state = slots.states(slots.weight_sync.arena.device)[1]
-        ratio = (slots.fitting if once else OUTGROWN) * meant_to_saturate(slots.recipe)
-        return scale_for(amaxes.view_as(state.scale), state, slots.recipe, ratio if slots.recipe.delayed else None)
+        limit = slots.eval_limit if once else slots.limit
+        return scale_for(amaxes.view_as(state.scale), state, slots.recipe, limit)
 
     def starts_small(self) -> bool:
         """True if the amax behind the scale is so small that the first optimizer step may enlarge it by far. Waits for
@@ -261,9 +261,7 @@ class ShardedWeight:
         slots = self.slots
         state = slots.states(slots.weight_sync.arena.device)[1]
         amax = amaxes.view_as(state.scale)
-        ratio = OUTGROWN if slots.recipe.delayed else slots.fitting
-        beyond = amax * state.scale > ratio * meant_to_saturate(slots.recipe) * state.format.max
-        return bool((beyond & (amax < torch.inf) & ~state.cold).any())
+        return bool((scale_for(amax, state, slots.recipe, slots.limit or OUTGROWN) < state.scale).any())
 
     def choose(self, scale: Tensor | None, once: bool, for_backward: bool) -> None:
         """Set the scale of the casts from now on: until the next boundary, or in an evaluation (``once``), until the

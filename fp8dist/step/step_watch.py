@@ -122,7 +122,7 @@ class StepWatch:
         self._last = weakref.ref(optimizers[-1]) if optimizers else None
         for part in self.parts:
             note = part.slots.note
-            changed = note.unfollowed or note.written(part.module)
+            changed = note.written(part.module)
             note.take(part.module, part.slots.resharded, attached=True)
             note.forget_steps()
             if changed:
@@ -217,14 +217,13 @@ class StepWatch:
         counts = real and not nested and not listener.captures
         if not nested:
             listener.job.stepping = False
-        unseen = compiled_any()  # Compiled forwards leave no notes.
         skipped = found_inf(optimizer)
         for part in self.held_by(optimizer):
             note = part.slots.note
             if not note.awaited:
                 note.take(part.module, part.slots.resharded)
             if counts:
-                note.stepped(self._began, skipped, unseen)
+                note.stepped(self._began, skipped)
         if not nested:
             for part in self._unrecorded:  # Written to between the last forward and this step.
                 part.slots.note.mark_written()

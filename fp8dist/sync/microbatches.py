@@ -26,6 +26,9 @@ class Microbatches:
         self._recomputed = False  # A forward ran inside the backward, and may have started a backward of its own.
         self._backward_seen = False
         self._mixed = False
+        self._awaited = (
+            False  # A forward that records nothing, maybe because its recomputation will, began a microbatch.
+        )
 
     @property
     def known(self) -> bool:
@@ -37,10 +40,19 @@ class Microbatches:
         """Note that a module, or the experts of one, are about to record amaxes in a forward."""
         self.called.update(fqns)
         task = torch._C._current_graph_task_id()
+        if task == -1 or (self._awaited and task not in self._tasks):
+            self._begin()
         if task != -1:
+            self._awaited = False
             self._join(task)
             self._recomputed = True
-        elif self._tasks:
+
+    def unrecorded_forward(self) -> None:
+        """Note a forward in training with grad off. A reentrant checkpoint records when it recomputes it."""
+        self._awaited = True
+
+    def _begin(self) -> None:
+        if self._tasks:
             for sync in self._syncs:
                 sync.end_microbatch()
             self._tasks.clear()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8dist.state.manifest import NUMERICS_VERSION
 from tests.support.hosted_job import START, TIMEOUT, HostedJob, assert_same
 from tests.support.hosts import Host, Lab, lab_or_skip
 from tests.support.main_job import ROOT, Run, metrics
@@ -182,7 +183,8 @@ def test_a_host_of_another_version_is_named(lab: Lab, tmp_path: Path) -> None:
     assert job.statuses(time.monotonic() + START) == [2] * SIZE
     for host in lab.hosts:
         (said,) = re.findall(r"^train_gpt: error: .+$", job.said(host), re.MULTILINE)
-        assert "rank 0 (host0) against rank(s) 2 (host2): numerics version: 1 here, 99 there" in said, said
+        numerics = f"numerics version: {NUMERICS_VERSION} here, 99 there"
+        assert f"rank 0 (host0) against rank(s) 2 (host2): {numerics}" in said, said
     job.assert_gone()
 
 

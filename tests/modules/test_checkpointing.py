@@ -3,10 +3,13 @@ run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +20,12 @@ import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist_kernels import ops
+from tests.support.experts import Experts
 from tests.support.training import batch, bits, gradient_bits, histories, parameter_bits, state_bits
+
+
+# Reentrant, with grad off.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
 class Block(nn.Module):
@@ -172,7 +180,6 @@ def test_equals_the_plain_run_with_scales_that_lag(kind: str, warmup: str) -> No
     assert checkpointed == train(plain, 2, read_each_step=False, **recipe)
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # Reentrant, with grad off.
 @pytest.mark.parametrize("kind", ["reentrant", "nested", "selective, both saved"])
 def test_evaluation_in_between_changes_nothing(kind: str) -> None:
     assert train(KINDS[kind], 2, evaluate=True) == _plain_run(2, True)
@@ -224,17 +231,203 @@ def test_reentrant_records_in_its_recomputation_only() -> None:
     assert float(sync.arena.pending[place]) > 0
 
 
-@pytest.mark.parametrize("kind", ["non-reentrant", "selective, FP8 products saved"])
-def test_eval_between_forward_and_backward_loses_no_amax(kind: str) -> None:
-    """The first forward records in training mode; recomputing it in eval() loses nothing."""
-    results = []
-    for switch in (False, True):
-        stack = Stack(KINDS[kind])
-        manager = fp8dist.prepare(stack)
-        loss = stack(batch(0, 0)[0]).sum()
-        stack.train(not switch)
+# The mode belongs to the forward -----------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """A block with experts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = Experts(hidden=width, inner=32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.arange(2 * len(x)).view(len(x), 2) % 4
+        return x + self.experts(x, index, torch.full((len(x), 2), 0.5))
+
+
+class Sharing(nn.Module):
+    """A block that calls its Linear twice."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.both = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.both(torch.tanh(self.both(x)))
+
+
+def reentrant_within_reentrant(block: nn.Module, h: Tensor) -> Tensor:
+    return checkpoint(reentrant, block, h, use_reentrant=True)
+
+
+def other_within_reentrant(block: nn.Module, h: Tensor) -> Tensor:
+    return checkpoint(non_reentrant, block, h, use_reentrant=True)
+
+
+def reentrant_within_other(block: nn.Module, h: Tensor) -> Tensor:
+    return checkpoint(reentrant, block, h, use_reentrant=False)
+
+
+NESTED = {
+    "reentrant in reentrant": reentrant_within_reentrant,
+    "reentrant in non-reentrant": reentrant_within_other,
+    "non-reentrant in reentrant": other_within_reentrant,
+}
+
+Flight = Callable[[nn.Module, fp8dist.StateManager, int, list[bytes]], None]
+
+
+def _loss(model: nn.Module, index: int, seen: list[bytes]) -> Tensor:
+    x, y = batch(0, index)
+    loss = nn.functional.mse_loss(model(x), y)
+    seen.append(bits(loss))
+    return loss
+
+
+def _evaluate(model: nn.Module, index: int, seen: list[bytes], training: bool = False) -> None:
+    model.train(training)
+    seen.append(bits(model(30 * batch(1, index)[0])))
+    model.train()
+
+
+def high_forward(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    with manager.no_fp8():
+        loss = _loss(model, step, seen)
+    loss.backward()
+
+
+def high_backward(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    loss = _loss(model, step, seen)
+    with manager.no_fp8():
         loss.backward()
-        stack.train()
-        manager.step()
-        results.append((state_bits(manager), gradient_bits(stack)))
-    assert results[0] == results[1]
+
+
+def eval_in_backward(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    loss = _loss(model, step, seen)
+    model.eval()
+    loss.backward()
+    model.train()
+
+
+def trained_in_eval(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    """Records nothing, though the backward runs in train()."""
+    model.eval()
+    loss = _loss(model, step, seen)
+    model.train()
+    loss.backward()
+
+
+def evaluated_before(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    """The last forward is that of the evaluation, and the first of two microbatches is in high precision."""
+    high_forward(model, manager, step, seen)
+    loss = _loss(model, step + 100, seen)
+    with manager.no_fp8(), torch.no_grad():
+        _evaluate(model, step, seen)
+    loss.backward()
+
+
+def validated_with_grad(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    loss = _loss(model, step, seen)
+    _evaluate(model, step, seen)
+    with manager.no_fp8():
+        _evaluate(model, step, seen, training=True)
+    loss.backward()
+
+
+def in_flight(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    """As in a pipeline: three forwards of two modes, then their backwards."""
+    losses = []
+    for i in range(3):
+        if i == 1:
+            with manager.no_fp8():
+                losses.append(_loss(model, 3 * step + i, seen))
+        else:
+            losses.append(_loss(model, 3 * step + i, seen))
+    for i in (1, 0, 2):
+        losses[i].backward()
+
+
+def recorded_in_eval(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    model.eval()
+    with manager.recording():
+        loss = _loss(model, step, seen)
+    loss.backward()
+    model.train()
+
+
+def changed_precision(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    loss = _loss(model, step, seen)
+    manager.set_precision("*", "high" if step % 2 else "fp8", gemms=("fprop", "wgrad"))
+    loss.backward()
+
+
+FLIGHTS: dict[str, Flight] = {
+    flight.__name__: flight
+    for flight in (
+        *(high_forward, high_backward, eval_in_backward, trained_in_eval, evaluated_before, validated_with_grad),
+        *(in_flight, recorded_in_eval, changed_precision),
+    )
+}
+
+
+@cache
+def fly(flight: str, kind: str, block: type[nn.Module] = Block, apart: bool = False, **options: Any) -> Any:
+    """Train for four steps. Return losses, gradients and FP8 state.
+
+    Args:
+        apart: True: run backwards in a thread of their own, as on a GPU.
+    """
+    model = Stack({**KINDS, **NESTED, "plain": plain}[kind])
+    model.blocks = nn.ModuleList(block(32) for _ in range(2))
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=3), skip=(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer)
+    seen: list[bytes] = []
+    found = []
+    with _threaded_backwards() if apart else contextlib.nullcontext():
+        for step in range(4):
+            FLIGHTS[flight](model, manager, step, seen)
+            found.append((gradient_bits(model), histories(manager)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen, found, state_bits(manager), parameter_bits(model)
+
+
+@contextlib.contextmanager
+def _threaded_backwards() -> Iterator[None]:
+    original = Tensor.backward
+
+    def backward(self: Tensor) -> None:
+        thread = threading.Thread(target=original, args=(self,))
+        thread.start()
+        thread.join()
+
+    with mock.patch.object(Tensor, "backward", backward):
+        yield
+
+
+@pytest.mark.parametrize("flight", FLIGHTS)
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if "FP8" not in kind), *NESTED])
+def test_a_repeated_forward_computes_as_it_did(flight: str, kind: str) -> None:
+    assert fly(flight, kind) == fly(flight, "plain")
+
+
+@pytest.mark.parametrize("flight", FLIGHTS)
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_experts_compute_as_they_did(flight: str, kind: str) -> None:
+    assert fly(flight, kind, Mixing) == fly(flight, "plain", Mixing)
+
+
+@pytest.mark.parametrize("flight", ["in_flight", "evaluated_before", "validated_with_grad"])
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_a_module_that_is_called_twice(flight: str, kind: str) -> None:
+    assert fly(flight, kind, Sharing) == fly(flight, "plain", Sharing)
+
+
+@pytest.mark.parametrize("flight", ["in_flight", "evaluated_before"])
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", *NESTED])
+def test_backwards_in_a_thread_of_their_own(flight: str, kind: str) -> None:
+    """As on a GPU. Each thread counts its nodes."""
+    assert fly(flight, kind, apart=True) == fly(flight, "plain")
+    assert fly(flight, kind, eval_precision="high") == fly(flight, "plain", eval_precision="high")

@@ -46,6 +46,13 @@ class Reentrant(Recomputing):
     reentrant = True
 
 
+class Whole(Net):
+    """Recomputes everything, so that no forward before the backward records."""
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
 class Twice(Net):
     """Calls a module twice."""
 
@@ -90,7 +97,7 @@ def make(kind: type[Net] = Net) -> Net:
     return net
 
 
-@pytest.mark.parametrize("kind", [Net, Recomputing, Reentrant, Twice], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Net, Recomputing, Reentrant, Whole, Twice], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("value", [OUTLIER, torch.nan, -torch.inf])
 def test_a_planted_value_is_told_with_its_microbatch(tmp_path: Path, kind: type[Net], value: float) -> None:
     net = make(kind)
