@@ -330,7 +330,7 @@ def _of_linear(
     """Return the tensors of a Linear in FP8: weight, its scale, and the input's if it is fixed."""
     slots = linear.fp8_slots
     state, input_state = slots.states(stored.device)[1::-1]
-    if state.format is not E4M3:
+    if state.format != E4M3:
         raise ConfigurationError(f"{name}: its weight is cast to {state.format.name}, and servers read e4m3 only")
     grid, shape = grids[name]
     strategy = strategy_of(found.format, grid, shape)

@@ -83,22 +83,18 @@ def grid_of(linear: FP8Linear, stored: Stored) -> Grid:
 
 def cast_of(linear: FP8Linear, stored: Stored, grid: Grid) -> tuple[Tensor, Tensor]:
     """Return the whole weight as an eval forward multiplies with it: (FP8 [out_features, in_features], inverse scales,
-    float32, one for each part of ``grid``). COLLECTIVE if the weight is sharded.
-
-    Raises:
-        ConfigurationError: the parts of a weight that should share a scale were cast with different ones.
-    """
+    float32, one for each part of ``grid``). COLLECTIVE if the weight is sharded."""
     tensor: Tensor = stored.load()
     if not is_dtensor(tensor):
         local = tensor.detach().to(stored.device, None if stored.gathered else stored.computed_in)
-        return _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part, stored.gathered), linear, local)
+        return _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part), linear, local)
     placements = _placements(tensor)
     if stored.sharded is not None:
         local = local_part(tensor).detach().to(stored.device)
-        rows, inv_scale = _by_rows(stored.sharded.cast, linear, local)
+        rows, inv_scale = _by_rows(stored.sharded.eval_cast, linear, local)
     else:
         local, placements = _multiplied(tensor, stored)
-        rows, inv_scale = _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part), linear, local)
+        rows, inv_scale = _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part, tensor), linear, local)
     del local
     whole_rows = _joined(rows.view(torch.uint8), tensor, placements, tensor.shape).view(rows.dtype)
     return whole_rows, _joined_scales(linear, inv_scale, tensor, placements, grid, stored)
@@ -113,9 +109,9 @@ def experts_cast_of(module: FP8Experts, slots: GroupedSlots, stored: Stored) -> 
         plain = not is_dtensor(tensor)
         dtype = None if stored.gathered else stored.computed_in
         own = tensor.detach().to(stored.device, dtype) if plain else _multiplied(tensor, stored)[0]
-        cast = slots.eval_cast(module, own.mT if transposed else own, stored.gathered)
+        cast = slots.eval_cast(module, own.mT if transposed else own)
         return cast.rows, cast.rows_inv_scale
-    cast = stored.sharded.cast(local_part(tensor).detach().to(stored.device))
+    cast = stored.sharded.eval_cast(local_part(tensor).detach().to(stored.device))
     placements = _placements(tensor)
     rows = _joined(cast.rows.view(torch.uint8), tensor, placements, tensor.shape).view(cast.rows.dtype)
     inv_scale = cast.rows_inv_scale
@@ -224,11 +220,4 @@ def _joined_scales(
     for dim, ranks in _cuts(stored):
         shape = (ranks, 1) if dim == 0 else (1, ranks)
     parts = _joined(inv_scale.reshape(1, 1), like, cut, shape)
-    if grid != tuple(like.shape):
-        return parts
-    if not bool((parts == parts[0, 0]).all()):
-        raise ConfigurationError(
-            f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: the ranks that share its weight cast their parts with "
-            "different scales, because the weight does not fit its own: call manager.refresh_weights() first"
-        )
-    return parts[0, 0].clone()
+    return parts if grid != tuple(like.shape) else parts[0, 0].clone()

@@ -208,7 +208,7 @@ def _in_fp8(
 ) -> Listed:
     slots = module.fp8_products[product]
     state = slots.states(stored.device)[1]
-    if state.format is not E4M3:
+    if state.format != E4M3:
         raise ConfigurationError(
             f"{slots.fqn}: its weights are cast to {state.format.name}, and servers read e4m3 only"
         )

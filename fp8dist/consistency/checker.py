@@ -25,6 +25,7 @@ from fp8dist.consistency.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.divergence import Finding, compared_text
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
+from fp8dist.modules.outgrown import limits_of
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.cause import Cause
 from fp8dist.monitoring.checked import Checked
@@ -95,8 +96,8 @@ _UNEQUAL_START = (
     "attach(start=None) if these tensors are meant to differ"
 )
 
-EXTERNAL_WRITE_RATIO = 2.0
-"""Overflow ratio above which we assume an external write."""
+FAR_BEYOND = 2.0
+"""Overflow ratio above which a warning is logged: no ordinary optimizer step enlarges a weight so much."""
 
 
 class Checker:
@@ -183,7 +184,7 @@ class Checker:
                 continue
             if only_immediate and not (sync.verdict.immediate and sync.arena.recipe.update == "same_step"):
                 continue
-            proves = sync.verdict.proves
+            proves, fitted = sync.verdict.proves, sync.verdict.fitted
             verdict, kept = sync.read_verdict()
             self.job.step = max(self.job.step, before + verdict.replays)
             if not verdict.differs:
@@ -196,7 +197,7 @@ class Checker:
             evidence = kept or sync.evidence()
             step = int(evidence.words[WORD_STEP])
             if verdict.saturated:
-                self._tell_saturated(sync, step, evidence)
+                self._tell_saturated(sync, step, evidence, fitted)
             if verdict.nonfinite:
                 self._tell_nonfinite(sync, step, _slots_where(sync.arena, evidence.flags[NONFINITE]))
             if verdict.tripped:
@@ -210,21 +211,30 @@ class Checker:
                 differing.append((sync, self._localise(sync, evidence, verdict.differs)))
         return differing
 
-    def _tell_saturated(self, sync: ArenaSync, step: int, evidence: Evidence) -> None:
-        """Queue a "saturated" event. Warn once, on one rank, if a weight exceeds its scale by more than a training step
-        explains."""
+    def _tell_saturated(self, sync: ArenaSync, step: int, evidence: Evidence, fitted: bool) -> None:
+        """Queue a "saturated" event. Warn once, on one rank, if a weight exceeds its scale by far.
+
+        Args:
+            fitted: True if the step cast weights that had outgrown their scales with others, so that nothing far beyond
+                was cut off.
+        """
         arena = sync.arena
         places = arena.shard_slots[evidence.flags[SATURATED][arena.shard_slots]]
+        used = arena.amax * evidence.scales[0] / arena.fp8_max
+        if fitted:
+            limit, _ = limits_of(arena.recipe)
+            places = places[used[places] <= (0 if limit is None else limit)]
         slots = tuple(arena.specs[place].slot for place in places.tolist())
+        if not slots:
+            return
         self._untold.append(Event("saturated", step, slots))
-        used = arena.amax * evidence.scales[0] / arena.fp8_max  # A training step raises this only a little.
-        if not self._said_saturated and bool((used[places] > EXTERNAL_WRITE_RATIO).any()):
+        if not self._said_saturated and bool((used[places] > FAR_BEYOND).any()):
             self._said_saturated = True
             if sync.speaks:
                 logger.warning(
-                    "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, '%s' first. Other code "
-                    "has probably written to them in a way that torch does not report (.data, to_local()). Call "
-                    "manager.refresh_weights() after such writes",
+                    "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, '%s' first: either other "
+                    "code has written to them in a way that torch does not report (.data, to_local()), and should "
+                    "call manager.refresh_weights() after such writes, or one optimizer step has enlarged them so much",
                     step,
                     len(slots),
                     slots[0].fqn,

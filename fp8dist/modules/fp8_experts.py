@@ -80,6 +80,8 @@ class FP8Experts(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._own_products()
+        for slots in self.fp8_products.values():
+            slots.note.belong_to(self)
 
     def _own_products(self) -> None:
         for slots in self.fp8_products.values():

@@ -186,8 +186,8 @@ class FP8Linear(nn.Linear):
         slots = self.fp8_slots
         out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
         self._require_fitting(input, weight)
-        high, outgrown = mode.high, mode.outgrown
-        states = slots.states(weight.device)
+        high, states = mode.high, slots.states(weight.device)
+        outgrown = slots.of_parts(mode.outgrown, weight, parameter)
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
@@ -226,6 +226,10 @@ class FP8Linear(nn.Linear):
         self.fp8_slots.note_load(self)
         super()._load_from_state_dict(*args, **kwargs)
         self.fp8_slots.note.mark_written()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.fp8_slots.note.belong_to(self)
 
     def train(self, mode: bool = True) -> FP8Linear:
         """Same as nn.Module.train. Also invalidates cached weight casts."""

@@ -266,12 +266,13 @@ class GroupedSlots(LinearSlots):
         columns: bool,
         outgrown: float | None,
         role: Role | None = None,
+        scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call ``quantize_grouped``. ``role``: of the cast whose tap is told."""
+        """Call ``quantize_grouped``. ``role``: of the cast whose tap is told. ``scale``: [E] in place of the slots'."""
         copies: tuple[Tensor, Tensor, Tensor] = direct.quantize_grouped(
             x,
             offsets,
-            state.scale,
+            state.scale if scale is None else scale,
             cold,
             place,
             state.format.dtype,
@@ -341,12 +342,14 @@ class GroupedSlots(LinearSlots):
         cast = self._cast_weight(weight, state, False, False, True, outgrown)
         return cast.columns, cast.columns_inv_scale
 
-    def shard_cast(self, shard: Tensor, first: int, amax: Tensor, record: bool, role: Role | None = None) -> Cast:
+    def shard_cast(
+        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, role: Role | None = None
+    ) -> Cast:
         """See ``LinearSlots``: shard [experts from ``first`` on, n, k]. The inverse scales of a recipe by tensor are
         those of all E experts."""
         every = self.states(self.weight_sync.arena.device)[1]
         by_tensor = self.recipe.by == "tensor"
-        inv_scales = torch.reciprocal(every.scale) if by_tensor else shard.new_empty(0, dtype=torch.float32)
+        inv_scales = torch.reciprocal(scale) if by_tensor else shard.new_empty(0, dtype=torch.float32)
         nothing = shard.new_empty(0)
         if not len(shard):  # More ranks than experts.
             return Cast(shard.to(every.format.dtype), inv_scales, nothing, nothing)
@@ -355,7 +358,7 @@ class GroupedSlots(LinearSlots):
         place = torch.full_like(state.pending, DID_NOT_RUN)
         if by_tensor:
             rows, _, inv_scale = self._call(
-                shard, None, state, state.cold, place, record, False, True, False, None, role
+                shard, None, state, state.cold, place, record, False, True, False, None, role, scale[own]
             )
             cast = Cast(rows, inv_scale, nothing, nothing)
         else:

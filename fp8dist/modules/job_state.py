@@ -117,10 +117,10 @@ class JobState:
     """Tells which written weights have outgrown their scales."""
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("enabled", "backend", "eval_precision", "gathers", "shared", "in_fp8", "recording", "boundaries")
+        kept = ("enabled", "backend", "eval_precision", "gathers", "shared", "boundaries", "generation")
         fresh = JobState(*(getattr(self, name) for name in kept[:5]))
         fresh.said_unsynced = self.attached or self.said_unsynced  # Otherwise a copied part of a model would warn.
-        return {**fresh.__dict__, **{name: getattr(self, name) for name in kept}, "generation": self.generation}
+        return {**fresh.__dict__, **{name: getattr(self, name) for name in kept}}
 
     @property
     def whole(self) -> nn.Module | None:

@@ -22,7 +22,8 @@ from fp8dist.modules.outgrown import (
     Growth,
     Outgrown,
     amax_of,
-    meant_to_saturate,
+    limits_of,
+    scale_for,
     shrunk,
     unfit_for,
 )
@@ -32,7 +33,7 @@ from fp8dist.state.arena import SlotState
 from fp8dist.state.precision import Precision
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import local_part
+from fp8dist.sync.groups import is_dtensor, largest_of_parts, local_part
 from fp8dist_kernels import direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
@@ -113,7 +114,7 @@ class LinearSlots:
         self._look_at = FIRST_LOOK // 2
         self._sample: Tensor | None = None
         self._modes = Modes()
-        self._limit = OUTGROWN * meant_to_saturate(recipe) if recipe.delayed else None
+        self.limit, self.eval_limit = limits_of(recipe)
         self._states: States | None = None
         self._cast: WeightCast | None = None
 
@@ -220,14 +221,15 @@ class LinearSlots:
             casts, _, recording, training, *_ = repeated
         record = self.wanted and (recording or (training and torch.is_grad_enabled()))
         if compiling:
-            return Mode(casts, observing and in_fp8, recording, training, high, Outgrown(self._limit)), record
+            limit = self.limit if training else self.eval_limit
+            return Mode(casts, observing and in_fp8, recording, training, high, Outgrown(limit)), record
         if job.microbatches is not None:
             if record:
                 job.microbatches.forward(*self.fqns)
             elif training and repeated is None:
                 job.microbatches.unrecorded_forward()
         if casts:
-            outgrown = self.outgrown(module, record)
+            outgrown = self.outgrown(module, record, training)
         else:
             outgrown = Outgrown(None)
             self.note.idle_in(job.boundaries)
@@ -245,30 +247,30 @@ class LinearSlots:
         rows: bool,
         columns: bool,
         pending: Tensor | None = None,
-        just_in_time: bool = True,
         square: bool = False,
         outgrown: float | None = None,
         unfit: Tensor | None = None,
         role: Role | None = None,
+        scale: Tensor | None = None,
     ) -> Cast:
         """Cast x [tokens, features] by the recipe. If neither copy is requested, only record the amax of x, and only
         inside ``recording()`` or if the module soon returns to FP8.
 
         Args:
             pending: where to record the amax. None: in the slot's own element.
-            just_in_time: False: never cast x with its own amax, because x is only a part of a tensor that shares a
-                scale.
             square: True if x is a weight, with blocks of 128 x 128.
             outgrown: the overflow ratio above which x is cast with its own amax. None: never.
             unfit: 0-d bool: if True, x is cast with its own amax in any case.
             role: of the cast whose tap is told. None: none is.
+            scale: what to cast x with, because x may be a part of a tensor that shares a scale. None: the slot's scale,
+                or that of the amax of x. Ignored by recipes whose scales cover less than a tensor.
         """
         place = state.pending if pending is None else pending
         if not (rows or columns):
             return self._uncast(x, place, record)
         block = [0, 0]
         if self.recipe.by == "tensor":
-            cast = self._by_tensor(x, state, place, record, rows, columns, just_in_time, square, outgrown, unfit, role)
+            cast = self._by_tensor(x, state, place, record, rows, columns, square, outgrown, unfit, role, scale)
         else:
             if record:
                 direct.observe(x, place, backend=self.job.backend)
@@ -291,21 +293,23 @@ class LinearSlots:
         record: bool,
         rows: bool,
         columns: bool,
-        just_in_time: bool,
         of_weight: bool,
         outgrown: float | None,
         unfit: Tensor | None,
         role: Role | None,
+        scale: Tensor | None,
     ) -> Cast:
-        """Cast x with one scale: the slot's, or one from its own amax. Records the amax."""
-        recipe = self.recipe
-        cold = state.cold if recipe.delayed or not just_in_time else state.always
-        warm_up = just_in_time and recipe.warmup == "current" and not self._known_hot(state)
+        """Cast x with ``scale``, or with one from the slot or its own amax. Records the amax."""
+        recipe, given = self.recipe, scale is not None
+        cold = state.cold if recipe.delayed or given else state.always
+        warm_up = not given and recipe.warmup == "current" and not self._known_hot(state)
+        if given:
+            outgrown = unfit = None
         if unfit is not None:  # Rare. Treat the slot as cold.
             cold, warm_up = (cold & warm_up) | unfit, True
         fp8, fp8_t, inv_scale = _caller(of_weight).quantize(
             x,
-            state.scale,
+            state.scale if scale is None else scale,
             cold,
             place,
             state.format.dtype,
@@ -387,7 +391,7 @@ class LinearSlots:
             **({} if self.job.tap is None else self._tap_of(gemm)),
         )
 
-    def outgrown(self, linear: nn.Module, record: bool) -> Outgrown:
+    def outgrown(self, linear: nn.Module, record: bool, training: bool) -> Outgrown:
         """Return the overflow ratios above which a forward's tensors are cast with their own amaxes. Notes that the
         weight is used.
 
@@ -397,21 +401,23 @@ class LinearSlots:
         Args:
             record: True if this forward records amaxes. Loaded FP8 state is right for the weight that such a
                 forward finds. A reentrant checkpoint records when it repeats its forward.
+            training: False in eval mode.
         """
         if not self.recipe.delayed or capturing(self.weight_sync.arena.device):
-            return Outgrown(self._limit)
+            return Outgrown(self.limit if training else self.eval_limit)
         note = self.note
         note.cast_at(self.job.boundaries)
         if record and note.awaited:
             note.take(linear, self.resharded)
-        limits = self._limits(linear)
+        limits = self._limits(linear, training)
         if record:
             note.was_recorded()
         return limits
 
-    def _limits(self, linear: nn.Module) -> Outgrown:
-        limit, written = self._limit, self.note.written(linear)
-        return Outgrown(limit, limit if written and self.note.of_copy else None, written, self._upstream)
+    def _limits(self, linear: nn.Module, training: bool) -> Outgrown:
+        limit, written = self.limit, self.note.written(linear)
+        others = limit if written and self.note.of_copy else None
+        return Outgrown(limit if training else self.eval_limit, others, written, self._upstream, not training)
 
     @property
     def _upstream(self) -> Tensor | None:
@@ -421,9 +427,9 @@ class LinearSlots:
         return growth.of_others(id(self))
 
     def _tell_of_growth(self, cast: Cast, state: SlotState) -> None:
-        """Report to other modules whether a written weight, which was just cast, has outgrown its scale."""
+        """Report to other modules whether a weight, which was just cast, has outgrown its scale."""
         inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
-        self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
+        self._add_growth((inv_scale * state.scale > OUTGROWN) & ~state.cold)
 
     def note_load(self, module: nn.Module) -> None:
         """Keep a sample of the weight as it is before other values are loaded into it, for ``StepWatch``. Local."""
@@ -494,7 +500,7 @@ class LinearSlots:
         if key is not None and self._cast is not None and self._cast.serves(owner, key, record):
             return self._cast.cast
         cast = self._cast_weight(weight, state, record, rows, columns, outgrown)
-        if outgrown.written and (rows or columns):
+        if (outgrown.written or outgrown.once) and (rows or columns):
             self._tell_of_growth(cast, state)
         if key is not None:
             self._cast = WeightCast(cast, weakref.ref(owner), key, record)
@@ -504,27 +510,49 @@ class LinearSlots:
         """Return the weight as it was gathered in FP8."""
         if outgrown.written:  # A scale that did not fit was derived anew, without a history.
             self._add_growth((self.weight_sync.arena.amax[self.weight_place] == 0) & ~state.cold)
+        if outgrown.once:
+            self._add_growth((weight.inv_scale * state.scale > OUTGROWN) & ~state.cold)
         nothing = weight.rows.new_empty(0)
         return Cast(weight.rows.contiguous(), weight.inv_scale.contiguous(), nothing, nothing)
 
-    def eval_cast(self, linear: nn.Module, weight: Tensor, gathered: bool = False) -> Cast:
-        """Return the row-major cast with which an eval forward of ``linear`` multiplies now. Local; commits a pending
-        sync. Records nothing, and leaves no note of a forward.
+    def of_parts(self, limits: Outgrown, weight: Tensor, parameter: Tensor) -> Outgrown:
+        """In eval mode, let all ranks that tensor parallelism gives a part of the weight cast with one scale.
+        COLLECTIVE over these ranks: they all run this forward.
+
+        Args:
+            weight: this rank's part.
+            parameter: the weight; a DTensor if it has parts.
+        """
+        if not (limits.once and is_dtensor(parameter)) or isinstance(weight, FP8Weight):
+            return limits
+        cuts = [(parameter.device_mesh, axis) for axis, each in enumerate(parameter.placements) if each.is_shard()]
+        if not cuts:
+            return limits
+        amax = largest_of_parts(amax_of(weight), cuts)
+        state = self.states(weight.device)[1]
+        return limits._replace(scale=scale_for(amax, state, self.recipe, limits.weight))
+
+    def eval_cast(self, linear: nn.Module, weight: Tensor, parameter: Tensor | None = None) -> Cast:
+        """Return the row-major cast with which an eval forward of ``linear`` multiplies now. Local, but see
+        ``of_parts``; commits a pending sync. Records nothing, and leaves no note of a forward.
 
         Args:
             weight: as the forward multiplies with it: [out_features, in_features] on this rank.
-            gathered: True if FSDP2 gathers the weight in FP8. Such a weight is not compared with its scale.
+            parameter: see ``of_parts``. None: the weight has no parts.
         """
         state = self.states(weight.device)[1]
-        no_limit = gathered or not self.recipe.delayed
-        limits = Outgrown(None) if no_limit else self._limits(linear)
+        limits = self._limits(linear, training=False) if self.recipe.delayed else Outgrown(None)
+        limits = limits if parameter is None else self.of_parts(limits, weight, parameter)
         return self._cast_weight(weight, state, False, True, False, limits, role=None)
 
-    def shard_cast(self, shard: Tensor, first: int, amax: Tensor, record: bool, role: Role | None = None) -> Cast:
+    def shard_cast(
+        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, role: Role | None = None
+    ) -> Cast:
         """Return this rank's shard of the weight in FP8, row-major, with the scale that all ranks share. Local; commits
         a pending sync.
 
         Args:
+            scale: 0-d float32, or [E] of all experts.
             first: of the experts that have a part in the shard.
             amax: where to record: 0-d float32, or [E] of all experts.
             role: of the cast whose tap is told.
@@ -536,9 +564,9 @@ class LinearSlots:
             rows=True,
             columns=False,
             pending=amax,
-            just_in_time=False,
             square=True,
             role=role,
+            scale=scale,
         )
 
     def _reuse_key(self, weight: Tensor, parameter: Tensor) -> tuple[int, int, int] | None:
@@ -580,7 +608,7 @@ class LinearSlots:
         pending: Tensor | None = None,
         role: Role | None = Role.WEIGHT,
     ) -> Cast:
-        unfit = shrunk(amax_of(weight), state, self.recipe) if outgrown.written else None
+        unfit = shrunk(amax_of(weight), state, self.recipe) if outgrown.written and outgrown.scale is None else None
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.t().is_contiguous()
         if transposed:  # Cast the weight as it lies in memory: its rows are the columns of the product's weight.
             stored, rows, columns = stored.t(), columns, rows
@@ -595,6 +623,7 @@ class LinearSlots:
             outgrown=outgrown.weight,
             unfit=unfit,
             role=role,
+            scale=outgrown.scale,
         )
         return Cast(cast.columns, cast.columns_inv_scale, cast.rows, cast.rows_inv_scale) if transposed else cast
 

@@ -10,14 +10,18 @@ from torch import Tensor
 
 from fp8dist.recipe import Recipe
 from fp8dist.state.arena import SlotState
+from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.magnitude import amax_bits
+from fp8dist_kernels.scaling import scale_from_amax
 
 __all__ = [
     "OUTGROWN",
     "Growth",
     "Outgrown",
     "amax_of",
+    "limits_of",
     "meant_to_saturate",
+    "scale_for",
     "shrunk",
     "unfit_for",
 ]
@@ -38,14 +42,17 @@ class Outgrown(NamedTuple):
 
     ``weight``: the overflow ratio for the weight; None: never. ``others``: the ratio for input and gradient, in a
     written copy, for which no boundary will come at which their scales could follow. ``written``: True if the weight
-    was written to. ``upstream``: 0-d bool on the device: True if another module's written weight has outgrown its
-    scale, so that the module's outputs may not fit scales either; None: no other weight was written to.
+    was written to. ``upstream``: 0-d bool on the device: True if another module's weight has outgrown its scale, so
+    that the module's outputs may not fit scales either; None: nobody looked. ``once``: True in eval mode. ``scale``:
+    what the weight is cast with, chosen for all parts of it; None: the cast chooses.
     """
 
     weight: float | None
     others: float | None = None
     written: bool = False
     upstream: Tensor | None = None
+    once: bool = False
+    scale: Tensor | None = None
 
 
 class Growth:
@@ -76,6 +83,16 @@ class Growth:
         return self._of_first if self._of_rest is None else self._of_first | self._of_rest
 
 
+def limits_of(recipe: Recipe) -> tuple[float, float] | tuple[None, None]:
+    """Return the overflow ratios above which a weight is cast with its own amax: in training, and in eval mode and for
+    an export. There no later step corrects a cast, so values beyond the format's range must round to its largest
+    number. None: the recipe has no delayed scales."""
+    if not recipe.delayed:
+        return None, None
+    format, saturating = recipe.format_of(Role.WEIGHT), meant_to_saturate(recipe)
+    return OUTGROWN * saturating, format.rounds_to_max / format.max * saturating
+
+
 def meant_to_saturate(recipe: Recipe) -> float:
     """Return the factor by which a recipe with a negative margin saturates on purpose."""
     return float(2.0 ** max(0, -recipe.margin))
@@ -91,6 +108,24 @@ def unfit_for(amax: Amax, state: SlotState, recipe: Recipe, upstream: Tensor | N
         return None
     used, counts = _used(amax(), state)
     return upstream & counts & (used > OUTGROWN * meant_to_saturate(recipe))
+
+
+def scale_for(amax: Tensor, state: SlotState, recipe: Recipe, limit: float | None) -> Tensor:
+    """Return the scale with which to cast a weight, as the cast of a whole weight chooses it: its slot's, or that of
+    its amax, if the slot is cold or the weight has outgrown its scale. Float32, 0-d or [E].
+
+    Args:
+        amax: of the whole weight, also of parts on other ranks: float32, 0-d, or [E] of experts.
+        limit: the overflow ratio. None: take the scale of the amax in any case.
+    """
+    scale = state.scale
+    largest = torch.full_like(scale, state.format.max)
+    amax = amax.to(scale.device)
+    own = scale_from_amax(amax, torch.ones_like(scale), largest, recipe.margin, recipe.power_of_two)
+    if limit is None:
+        return own
+    beyond = (amax * scale > torch.full_like(scale, limit * state.format.max)) & (amax < torch.inf)
+    return torch.where(state.cold | beyond, own, scale)
 
 
 def shrunk(amax: Tensor, state: SlotState, recipe: Recipe) -> Tensor:

@@ -70,10 +70,16 @@ class WeightNote:
 
     @classmethod
     def copied(cls, name: str = "weight") -> WeightNote:
-        """Return the note of a copied or unpickled Linear: the scale is right for a weight whose versions are 0."""
+        """Return the note of a Linear that is copied or pickled. ``belong_to`` completes it."""
         note = cls(name)
         note.awaited, note.of_copy = False, True
         return note
+
+    def belong_to(self, linear: nn.Module) -> None:
+        """Note that ``linear`` was just copied or unpickled, with a weight that its scale is right for."""
+        if self.of_copy and not self.stored:  # Otherwise copy.copy() has shared the note.
+            self._look_at(stored_parameters(linear, self._name))
+            self._versions = [tensor._version for tensor in self._counted]
 
     def remember(self, parameters: Iterable[Tensor]) -> None:
         """Remember the parameters that store the weight: an optimizer may still hold them after others replace them."""
@@ -163,9 +169,6 @@ class WeightNote:
         """True if the weight was written to, replaced or given other memory since the note was taken."""
         if self.awaited:
             return False
-        if self.of_copy and not self.stored:
-            self._look_at(stored_parameters(linear, self._name))
-            self._versions = [0] * len(self._counted)
         self._now = [tensor._version for tensor in self._counted]
         if self._written or self._versions != self._now:
             return True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -27,11 +27,15 @@ from fp8dist.parallel.wrappers import (
 )
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
-from fp8dist.sync.groups import is_dtensor
+from fp8dist.sync.groups import is_dtensor, largest_of_parts
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
 
 __all__ = ["ShardedWeights", "require_whole_blocks", "shard_weights"]
+
+LOOK_AHEAD = 3
+"""Number of steps before whose forwards the ranks compare weights with their scales, after a weight has outgrown its
+scale: a verdict comes up to two steps later."""
 
 Settle = Callable[[], None]
 Fit = Callable[[Sequence[ShardedWeight]], None]
@@ -68,6 +72,7 @@ class ShardedWeights:
         }
         self._settle, self._fit = weakref.WeakMethod(settle), weakref.WeakMethod(fit)
         self._outermost: int | None = None
+        self._look_until = -1
         self._handles: list[RemovableHandle] = []
         for weight in self.weights:
             weight.install()
@@ -87,12 +92,15 @@ class ShardedWeights:
         """Note that all scales are right for the weights as they are now. Local."""
         for weight in self.weights:
             weight.accept()
+            weight.forget_choice()
 
     def follow(self, before: ShardedWeights | None) -> None:
         """Take over the notes of an earlier attachment, to detect writes since then. Local."""
         known = {} if before is None else {weight.slot: weight for weight in before.weights}
         for weight in self.weights:
             weight.follow(known.get(weight.slot))
+        if any(weight.starts_small() for weight in self.weights):
+            self.look_ahead()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step. Local."""
@@ -122,6 +130,7 @@ class ShardedWeights:
         for weight in self.weights:
             if any(slot in slots for slot in weight.slots.weight_slots):
                 weight.state_loaded()
+        self.look_ahead()
 
     @contextlib.contextmanager
     def kept_scales(self) -> Iterator[None]:
@@ -136,6 +145,8 @@ class ShardedWeights:
                 arena.put_back_slots(state, arena.arrays.shard_slots)
             for weight, changed, trusted in known:
                 weight.accept(written=changed, trusted=trusted)
+                weight.forget_choice()
+            self.reshard()
 
     def renew(self) -> None:
         """After a step of an attached optimizer, update the weight scales that are not delayed. COLLECTIVE if there are
@@ -152,10 +163,75 @@ class ShardedWeights:
         if self._outermost is not None or settle is None or fit is None or in_backward():
             return
         settle()
-        self._fit_scales(self._within[id(module)], fit)
+        weights = self._within[id(module)]
+        self._fit_scales(weights, fit)
+        self._choose_scales(weights, module.training)
         self._outermost = id(module)
         self._forward.in_forward, self._forward.grad_enabled = True, torch.is_grad_enabled()
         self._forward.settled()
+
+    def look_ahead(self, steps: int = LOOK_AHEAD) -> None:
+        """Compare the weights with their scales before the forwards of the next steps. Local; call it on all ranks that
+        shard a weight alike."""
+        for weight in self.weights[:1]:
+            self._look_until = max(self._look_until, weight.slots.job.boundaries + steps)
+
+    def _choose_scales(self, weights: Sequence[ShardedWeight], training: bool) -> None:
+        """Choose what the next gathers cast with. COLLECTIVE over the ranks that shard a weight in eval mode; in
+        training mode, at the first forward of a step, if weights may have outgrown their scales.
+
+        They may after small initial values, after steps in which one did, and after anything during which weights may
+        have been written to without a trace. Other steps change a weight too little.
+        """
+        weights = [weight for weight in weights if weight.slots.recipe.by == "tensor"]
+        if not weights:
+            return
+        job = weights[0].slots.job
+        if any((weight.chosen_in is None) == training for weight in weights):
+            self.reshard()  # Drops weights gathered with other scales.
+        if not training:
+            self._choose(weights, once=True)
+            self.look_ahead(1)
+            return
+        syncs = [weight.slots.weight_sync for weight in weights]
+        if any(sync.outgrown for sync in syncs):
+            self.look_ahead()
+        for sync in syncs:
+            sync.outgrown = False
+        new = [weight for weight in weights if weight.chosen_in != job.boundaries]
+        if job.boundaries < self._look_until:
+            self._choose(new, once=False)
+        else:
+            for weight in new:
+                weight.choose(None, once=False, for_backward=True)
+
+    def _choose(self, weights: Sequence[ShardedWeight], once: bool) -> None:
+        """Compare the weights with their scales, and choose what to cast them with. COLLECTIVE: one all-reduce for each
+        axis along which weights are cut. ``once``: see ``ShardedWeight.fitting``."""
+        for weight, amaxes in self._measured(weights):
+            weight.choose(weight.fitting(amaxes, once), once, not once or torch.is_grad_enabled())
+            weight.slots.weight_sync.fitted |= not once
+
+    def _measured(self, weights: Sequence[ShardedWeight]) -> Iterator[tuple[ShardedWeight, Tensor]]:
+        """Iterate over (weight, ``amaxes`` of all ranks). COLLECTIVE."""
+        alike: dict[Any, list[ShardedWeight]] = defaultdict(list)
+        for weight in weights:
+            alike[weight.cuts].append(weight)
+        for cuts, group in alike.items():
+            own = [weight.amaxes() for weight in group]
+            whole = largest_of_parts(torch.cat(own), cuts)
+            yield from zip(group, whole.split([len(each) for each in own]))
+
+    def outgrown(self) -> list[ShardedWeight]:
+        """Return the weights that have outgrown their scales now, as after a write that torch does not count. The next
+        forwards cast them with others. COLLECTIVE over the ranks that shard a weight. Waits for the device."""
+        self.look_ahead(1)
+        found = []
+        for weight, amaxes in self._measured([weight for weight in self.weights if weight.slots.recipe.by == "tensor"]):
+            weight.forget_choice()
+            if weight.is_beyond(amaxes):
+                found.append(weight)
+        return found
 
     def fit_scales(self) -> None:
         """Derive the scales that a forward of all weights would derive now, from which they can then be cast.
@@ -174,6 +250,8 @@ class ShardedWeights:
             fit(unfit)
             for weight in unfit:
                 weight.accept()
+                weight.forget_choice()
+            self.look_ahead()
             self.reshard()  # Drops weights gathered with the old scales.
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:

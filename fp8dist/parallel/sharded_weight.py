@@ -1,15 +1,17 @@
 """ShardedWeight: one weight that FSDP2 gathers in FP8, from this rank's shard to the gathered weight.
 
 Under ``fully_shard``, each rank keeps a shard of every weight in high precision. Before FSDP gathers a weight, it asks
-this rank's shard (``FP8Shard``) what to send: FP8 bytes, cast with the slot's scale, which is the same on all ranks.
-From all ranks' bytes it makes an ``FP8Weight``, which FP8Linear uses directly. The sync reduces the amaxes of all
-shards. Experts' weights [E, out_features, in_features] have a slot for each expert. A shard holds whole experts, or
-rows of all of them.
+this rank's shard (``FP8Shard``) what to send: FP8 bytes, cast with a scale that is the same on all ranks. That is the
+slot's scale, or the one of the whole weight's amax, if the ranks have found that it does not fit its slot's
+(``ShardedWeight.choose``). From all ranks' bytes FSDP makes an ``FP8Weight``, which FP8Linear uses directly. The sync
+reduces the amaxes of all shards. Experts' weights [E, out_features, in_features] have a slot for each expert. A shard
+holds whole experts, or rows of all of them.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +22,12 @@ from torch import Tensor, nn
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.linear_slots import Cast, LinearSlots
+from fp8dist.modules.outgrown import OUTGROWN, amax_of, scale_for
 from fp8dist.modules.parts import Part
 from fp8dist.parallel.wrappers import first_local_row, local_parts
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import is_dtensor, local_part
+from fp8dist.sync.groups import is_dtensor, largest_of_parts, local_part
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ForwardState", "ShardedWeight", "in_backward"]
+
+SMALL = 0.25
+"""An amax below this over sqrt(in_features) is small: torch initialises weights to 1 over sqrt(in_features) at most."""
 
 Metadata = tuple[Tensor | None, torch.Size, torch.dtype]
 """(inverse scale of all bytes, or None if each block has its own, which is gathered as well; the weight's shape, local
@@ -145,6 +151,11 @@ class ShardedWeight:
         self._has_scale = recipe.by == "tensor"
         self.renewed = self._has_scale and not recipe.delayed
         """True if the scale is derived anew from each new weight."""
+        self.chosen_in: int | None = -1
+        """Boundaries passed when the scale for training forwards was chosen; -1: weight or scale may have changed
+        since. None: it was chosen for an evaluation. The same on all ranks, like all that decides about a choice."""
+        self._chosen: Tensor | None = None  # Scale of the casts until then, 0-d or [E]. None: the slot's.
+        self._of_backward: Tensor | None = None  # The same for gathers in backward, which repeat those of the forward.
 
     def install(self) -> None:
         """Install the all-gather extension, if it is missing (the parameter may have been replaced)."""
@@ -190,6 +201,7 @@ class ShardedWeight:
         ``real``: True if the step may have changed the weight."""
         self._version = self.parameter._version
         self._written = self._written or (self.renewed and real)
+        self.forget_choice()
 
     def follow(self, before: ShardedWeight | None) -> None:
         """Take over the notes of an earlier attachment. None: there are none, and the scale is right."""
@@ -204,6 +216,64 @@ class ShardedWeight:
         """Return (sync, slot, this rank's part) of the weight, or of each expert of which this rank has a part."""
         return [(self.slots.weight_sync, slot, part) for slot, part in local_parts(self.slots, self.parameter)]
 
+    @property
+    def cuts(self) -> tuple[tuple[DeviceMesh, int], ...]:
+        """The axes of the mesh along which the weight is cut."""
+        weight: Any = self.parameter
+        return tuple(
+            (weight.device_mesh, axis) for axis, each in enumerate(weight.placements) if not each.is_replicate()
+        )
+
+    def amaxes(self) -> Tensor:
+        """Return the amax of this rank's part, float32 [1], or of its part of each expert, [E], -1 without one."""
+        places = {slot: place for place, slot in enumerate(self.slots.weight_slots)}
+        found = torch.full((len(places),), DID_NOT_RUN, dtype=torch.float32, device=self.slots.weight_sync.arena.device)
+        for _, slot, part in self.parts():
+            found[places[slot]] = amax_of(part)
+        return found
+
+    def fitting(self, amaxes: Tensor, once: bool) -> Tensor | None:
+        """Return the scale to cast with, 0-d or [E]: the slot's, if the weight fits it. None: blocks have their own.
+
+        Args:
+            amaxes: ``amaxes`` of all ranks.
+            once: True for an evaluation or an export, where no later step corrects a cast.
+        """
+        if not self._has_scale:
+            return None
+        slots = self.slots
+        state = slots.states(slots.weight_sync.arena.device)[1]
+        limit = slots.eval_limit if once else slots.limit
+        return scale_for(amaxes.view_as(state.scale), state, slots.recipe, limit)
+
+    def starts_small(self) -> bool:
+        """True if the amax behind the scale is so small that the first optimizer step may enlarge it by far. Waits for
+        the device."""
+        if not self._has_scale or self.renewed:
+            return False
+        slots = self.slots
+        state = slots.states(slots.weight_sync.arena.device)[1]
+        least = SMALL / math.sqrt(self.parameter.shape[-1])
+        return bool((state.scale * 2.0**slots.recipe.margin * least > state.format.max).any())
+
+    def is_beyond(self, amaxes: Tensor) -> bool:
+        """True if the weight has outgrown its scale by more than a training step may. ``amaxes``: see ``fitting``."""
+        slots = self.slots
+        state = slots.states(slots.weight_sync.arena.device)[1]
+        amax = amaxes.view_as(state.scale)
+        return bool((scale_for(amax, state, slots.recipe, slots.limit or OUTGROWN) < state.scale).any())
+
+    def choose(self, scale: Tensor | None, once: bool, for_backward: bool) -> None:
+        """Set the scale of the casts from now on: until the next boundary, or in an evaluation (``once``), until the
+        next choice. None: the slot's scale. ``for_backward``: True if a backward may follow."""
+        self._chosen, self.chosen_in = scale, None if once else self.slots.job.boundaries
+        if for_backward:
+            self._of_backward = scale
+
+    def forget_choice(self) -> None:
+        """Note that the weight or its slot's scale may have changed since the last choice."""
+        self._chosen, self.chosen_in = None, -1
+
     def seen_hot(self) -> bool:
         """True if the weight has a scale, or needs none. Reads the device until the weight has a scale."""
         if self.maybe_cold and self._has_scale:
@@ -214,6 +284,7 @@ class ShardedWeight:
         """Note that the state was loaded or reset, so the slot may be cold. A delayed scale is right for the next
         weight; any other scale is derived from that weight."""
         self.maybe_cold = True
+        self.forget_choice()
         self.trusted = not self.renewed
         self._written = self._written or self.renewed
 
@@ -260,8 +331,22 @@ class ShardedWeight:
     def cast(self, shard: Tensor, records: bool = False, role: Role | None = None) -> Cast:
         """Return this rank's shard in FP8, row-major, with the scale that all ranks share. Local; commits a pending
         sync. ``role``: of the cast whose tap is told."""
+        slots = self.slots
+        scale = self._of_backward if in_backward() else self._chosen
+        if scale is None or not (in_backward() or self.chosen_in in (None, slots.job.boundaries)):
+            scale = slots.states(slots.weight_sync.arena.device)[1].scale
+        return self._cast(shard, records, scale, role)
+
+    def _cast(self, shard: Tensor, records: bool, scale: Tensor, role: Role | None) -> Cast:
         first = first_local_row(self.parameter) if shard.ndim == 3 else 0
-        return self.slots.shard_cast(shard, first, self._amax, records, role)
+        return self.slots.shard_cast(shard, first, self._amax, records, scale, role)
+
+    def eval_cast(self, shard: Tensor) -> Cast:
+        """Return this rank's shard in FP8, row-major, as an evaluation gathers it now. COLLECTIVE over the ranks that
+        hold parts; commits a pending sync."""
+        self.slots.settle()
+        scale = self.fitting(largest_of_parts(self.amaxes(), self.cuts), once=True) if self._has_scale else None
+        return self._cast(shard, False, shard.new_empty(0) if scale is None else scale, None)
 
     def _records(self) -> bool:
         """True if this gather records the amax. Clears the recorded amax at the first such gather of a step."""

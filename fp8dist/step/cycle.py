@@ -459,6 +459,7 @@ class StepCycle:
     def _check(self, scope: Scope, policy: Policy, in_step: bool, max_repairs: int | None = None) -> DivergenceReport:
         """Run a check. ``in_step``: True if another step is in progress, so that a difference may come from it."""
         self.settle()
+        self._tell_of_outgrown()
         if self.settings.enabled:
             done = max(int(sync.arena.step) for sync in self.syncs)
         else:
@@ -469,6 +470,18 @@ class StepCycle:
             if self.checker.last.verified:
                 self.checker.checked = self.checker.last.step
         return report
+
+    def _tell_of_outgrown(self) -> None:
+        """Warn of gathered weights that were written to without a trace. COLLECTIVE if there are gathered weights."""
+        found = [] if self.sharded is None or self.job.joined else self.sharded.outgrown()
+        if found and found[0].slots.weight_sync.speaks:
+            logger.warning(
+                "fp8dist: %d weight(s) have outgrown their FP8 scales, '%s' first: other code has written to them in a "
+                "way that torch does not report (.data, to_local(), dcp.load). The next forward casts them with scales "
+                "that fit; manager.refresh_weights() gives them new ones at once",
+                len(found),
+                found[0].slots.fqn,
+            )
 
     # What hooks tell -------------------------------------------------------------------------------
 

@@ -89,10 +89,12 @@ class Verdict:
     """A Proof on its way to the host.
 
     On CUDA the numbers are copied without blocking and read at the next boundary. ``evidence`` is set only if a launch
-    before that boundary would overwrite it in the arena. ``proves``: False if no sync made it.
+    before that boundary would overwrite it in the arena. ``proves``: False if no sync made it. ``fitted``: see
+    ``ArenaSync``.
     """
 
     proves = True
+    fitted = False
 
     def __init__(
         self, outcome: Tensor, tripped: Tensor | None = None, cold: Tensor | None = None, cold_writes: int = 0
@@ -141,7 +143,8 @@ class ArenaSync:
     name of the manager in errors. ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such
     graphs that the host has seen. ``watched``: what this rank saw in a step is kept for ``take_seen``, with the
     ``microbatch`` that held each maximum. ``waits``: shared by all arenas of the manager. ``experts``: the
-    precision of each expert, by the fqn of a product.
+    precision of each expert, by the fqn of a product. ``fitted``: this step compared sharded weights with their scales
+    before it cast them. ``outgrown``: a verdict found a sharded weight beyond its scale.
     """
 
     arena: Arena
@@ -157,6 +160,8 @@ class ArenaSync:
     microbatch: int = 0
     waits: Waits = field(default_factory=Waits)
     experts: dict[str, tuple[Precision, ...]] = field(default_factory=dict)
+    fitted: bool = False
+    outgrown: bool = False
     _seen: Tensor | None = None
     _held: Tensor | None = None  # int32[3, n], with ``_seen``: the first microbatch that saw the value.
     _work: dist.Work | None = None
@@ -373,6 +378,7 @@ class ArenaSync:
         else:
             asked = self.arena.cold if self.arena.recipe.delayed and not self.arena.known_hot else None
             self.verdict = Verdict(outcome, self._tripped, asked, self.arena.cold_writes)
+            self.verdict.fitted, self.fitted = self.fitted, False
 
     @property
     def _tripped(self) -> Tensor | None:
@@ -422,6 +428,7 @@ class ArenaSync:
         if proof.hot and self.verdict.cold_writes == self.arena.cold_writes:
             self.arena.known_hot = True
         self.verdict = None
+        self.outgrown |= proof.saturated and not proof.differs  # With other scales, ranks find other weights.
         self.replays += proof.replays
         self.counters.collectives += proof.collectives
         self.counters.bytes += proof.collectives * self.arena.message.nbytes

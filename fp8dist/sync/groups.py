@@ -35,6 +35,7 @@ __all__ = [
     "has_base",
     "identity_of",
     "is_dtensor",
+    "largest_of_parts",
     "local_part",
     "publish_manifest",
     "world_size",
@@ -66,6 +67,16 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor (the same object each time), or any other tensor unchanged."""
     # Not to_local(), which returns a new view of a Parameter.
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def largest_of_parts(amaxes: Tensor, cuts: Iterable[tuple[DeviceMesh, int]]) -> Tensor:
+    """Return the amaxes, float32, of whole tensors from those of this rank's parts. COLLECTIVE over the ranks that hold
+    parts, once per cut. ``cuts``: the axes of meshes along which the tensors are cut."""
+    bits = amaxes.view(torch.int32).clone()
+    for mesh, axis in cuts:
+        if mesh.size(axis) > 1:
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return bits.view(torch.float32)
 
 
 def world_size() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -92,6 +93,29 @@ def test_a_weight_written_since_its_scale_was_derived() -> None:
     tensors = _exported(manager)
     assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
     assert bits(tensors["layers.1.weight_scale"]) != bits(manager.inv_scale("layers.1", "weight").reshape(1))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("factor", [1.02, 1.2, 1.9, 2.5])
+@pytest.mark.parametrize("write", [".data", "mul_", "load_state_dict"])
+def test_an_export_saturates_no_weight(write: str, factor: float, swapped: bool) -> None:
+    net, manager, _ = trained()
+    manager.refresh_weights()
+    with manager.swapped_weights() if swapped else contextlib.nullcontext():
+        grown = {name: value * factor for name, value in net.state_dict().items()}
+        if write == "load_state_dict":
+            net.load_state_dict(grown)
+        else:
+            for name, parameter in net.named_parameters():
+                with torch.no_grad():
+                    (parameter.data if write == ".data" else parameter).copy_(grown[name])
+        tensors = _exported(manager)
+        assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
+    for name, rows in ((name, rows) for name, rows in tensors.items() if rows.dtype == torch.float8_e4m3fn):
+        weight, value = grown[name], rows.float() * tensors[f"{name}_scale"]
+        # Half a step of E4M3 at the top. Of uniform weights, those from 432 to 464 are there.
+        assert float((value - weight).abs().max() / weight.abs().max()) < 0.0358, name
+        assert float((rows.float().abs() == 448).float().mean()) < 0.08, name
 
 
 def test_slots_that_are_cold_again_have_no_fixed_input_scale() -> None:

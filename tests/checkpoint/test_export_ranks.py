@@ -327,7 +327,7 @@ def test_rows_that_tensor_parallelism_cuts_are_refused(two_ranks: RankPool, tmp_
         assert message.startswith("layers.1: tensor parallelism cuts its weight (512, 256) along dim 1 over 2 ranks")
 
 
-def _outgrown(folder: str) -> None:
+def _outgrown() -> None:
     torch.manual_seed(0)
     model = Mlp((256, 512))
     mesh = mesh_of((2,), ("tp",))
@@ -335,18 +335,24 @@ def _outgrown(folder: str) -> None:
     parallelize_module(model, mesh, {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
     manager.attach(model)
     with torch.no_grad():
-        model.layers[0].weight.to_local()[dist.get_rank()] *= 100 * (1 + dist.get_rank())  # type: ignore[operator, union-attr]
-    with pytest.raises(ConfigurationError, match=r"layers\.0: .* different scales.*refresh_weights"):
-        manager.export(Path(folder, "out"))
-    dist.barrier()
-    assert list(Path(folder).iterdir()) == []
-    manager.refresh_weights()
-    manager.export(Path(folder, "out"))
+        for layer, factor in zip(model.layers, (1.2, 30.0)):
+            layer.weight.to_local().mul_(factor if dist.get_rank() else 1)  # type: ignore[operator]
+    seen = multiplied(model, batch(0, 9)[0])
+    tensors = {name: tensor.clone() for name, tensor in manager.exported()}
+    for i, dim in enumerate((0, 1)):
+        name = f"layers.{i}"
+        rows, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
+        weight = model.layers[i].weight.full_tensor()  # type: ignore[operator]
+        assert bits(scale) == bits(weight.abs().max().reshape(1) / 448)
+        assert bits(rows) == bits((weight * (448 / weight.abs().max())).to(rows.dtype))
+        part, used = seen[name]
+        assert bits(rows.chunk(2, dim)[dist.get_rank()].contiguous()) == bits(part)
+        assert bits(used.reshape(1)) == bits(scale)
 
 
-def test_parts_that_have_outgrown_their_scale_differently(two_ranks: RankPool, tmp_path: Path) -> None:
-    """Each rank casts its part with its own amax then. Nothing is left behind."""
-    two_ranks.run(_outgrown, str(tmp_path))
+def test_parts_of_which_one_has_outgrown_the_scale(two_ranks: RankPool) -> None:
+    """All ranks cast their parts with the scale of the whole weight, in an eval forward and in an export."""
+    two_ranks.run(_outgrown)
 
 
 def _on_two_axes(recipe: str, fp8_all_gather: bool, bf16: bool) -> None:

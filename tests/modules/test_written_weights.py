@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,7 @@ from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.linear_slots import Cast, LinearSlots
 from tests.support.ranks import RankPool
+from tests.support.serving import watched_products
 from tests.support.tensor_parallel import Layout, parallel_pair, x_of
 from tests.support.training import bits, make_net, parameter_bits, state_bits
 
@@ -123,6 +126,52 @@ def test_the_very_next_forward_is_right() -> None:
                 other[0].weight.mul_(20)
             net.load_state_dict(other.state_dict())
             assert error_of(net, other, x) < BOUND
+
+
+@pytest.mark.parametrize("factor", [1.03, 1.2, 1.9, 8.0])
+@pytest.mark.parametrize("write", ["mul_", ".data", "load_state_dict"])
+def test_an_evaluation_saturates_no_weight(write: str, factor: float) -> None:
+    """Only values that round to the largest FP8 number may lie beyond it: in eval no later step corrects a scale."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    manager.attach(net, optimizer=optimizer)
+    x = torch.randn(8, 32)
+    for _ in range(2):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    grown = {name: value * (factor if "weight" in name else 1) for name, value in net.state_dict().items()}
+    if write == "load_state_dict":
+        net.load_state_dict(grown)
+    else:
+        for name, parameter in net.named_parameters():
+            with torch.no_grad():
+                (parameter.data if write == ".data" else parameter).copy_(grown[name])
+    plain = make_net()
+    plain.load_state_dict(grown)
+    with watched_products() as products:
+        assert error_of(net.eval(), plain, x) < BOUND
+    for name, (b, inv_scale) in products.items():
+        weight, value = grown[f"{name}.weight"], b.float() * inv_scale
+        # Half a step of E4M3 at the top. Of uniform weights, those from 432 to 464 are there.
+        assert float((value - weight).abs().max() / weight.abs().max()) < 0.0358
+        assert float((b.float().abs() == FP8_MAX).float().mean()) < 0.08
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_evaluation_saturates_no_weight() -> None:
+    torch._dynamo.reset()
+    net, _, x = attached()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    net[0].weight.data.mul_(1.9)
+    reference = nn.Linear(32, 48)
+    reference.load_state_dict(net[0].state_dict())
+    assert error_of(compiled, reference, x) > 2 * BOUND  # A training forward.
+    net.eval()
+    assert error_of(compiled, reference, x) < BOUND
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -235,6 +284,50 @@ def test_a_copys_weights_are_watched_from_its_making_on() -> None:
     assert error_of(ema.eval(), net, x) < BOUND
     assert ema.module[0].fp8_slots.note.written(ema.module[0])  # type: ignore[union-attr,index]
     assert manager.steps == 0
+
+
+def _reloaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "AveragedModel": lambda net: torch.optim.swa_utils.AveragedModel(net).module,
+    "torch.load": _reloaded,
+    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("part", [False, True])
+def test_a_copy_computes_as_its_original(way: str, part: bool) -> None:
+    """Its weight has outgrown its scale by a training step, and nobody has written to it since."""
+    net, manager, x = attached(DelayedScaling(history_len=4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    manager.attach(net, optimizer=optimizer)
+    net(x).sum().backward()
+    with torch.no_grad():
+        net[0].weight.mul_(1.15)
+    net[0].fp8_slots.note.take(net[0], False)  # type: ignore[union-attr]  # As an optimizer's step leaves it.
+    original = net[0] if part else net
+    with manager.no_fp8(), manager.recording():  # The copy is made inside, and lives outside.
+        twin = COPIES[way](original)
+    for training in (True, False):
+        assert bits(twin.train(training)(x)) == bits(original.train(training)(x))
+    linear: Any = twin if part else twin[0]  # type: ignore[index]
+    assert not linear.fp8_slots.note.written(linear)
+    assert linear.fp8_slots.job.in_fp8
+    assert not linear.fp8_slots.job.recording
+    if not part:
+        theirs = dict(fp8dist.get_manager(twin).exported(twin))
+        assert {n: bits(t) for n, t in theirs.items()} == {n: bits(t) for n, t in manager.exported(net)}
+    with torch.no_grad():
+        linear.weight.mul_(1.5)
+    assert linear.fp8_slots.note.written(linear)
 
 
 def test_recomputation_casts_as_the_forward_did() -> None:
