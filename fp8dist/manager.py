@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -280,7 +281,7 @@ class StateManager(Joinable):
     ) -> None:
         """Write amax, scale, saturation and underflow share of each slot every ``every`` steps. Local: on all ranks
         alike, before ``attach``. Each such step has one more all-reduce per group, and one more pass over each tensor
-        that is cast.
+        that is cast. Several calls, and a ``Recorder``, share them.
 
         One rank writes a JSON object per slot and step (see ``Monitor``). With ``amax_sync=False`` each rank writes its
         own. Steps inside ``Join`` and in CUDA graphs are left out.
@@ -297,21 +298,21 @@ class StateManager(Joinable):
             observer: called with each Observation, on all ranks, inside the step. It must not raise or communicate.
 
         Raises:
-            ConfigurationError: the manager is already attached, or ``every`` or ``jump`` is invalid.
+            ConfigurationError: the manager is already attached, ``every`` or ``jump`` is invalid, or an earlier watch
+                writes to ``path`` or has another ``resume_after``.
         """
         require_int("every", every, 1, what="a number of steps")
         self._cycle.require("watch()")
         lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
         writes = self._cycle.control.speaks or not self.settings.amax_sync
-        monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
-        if self._cycle.watch is not None:
-            self._cycle.watch.close()
+        make = functools.partial(Monitor, lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         model = self._model()
         parts = () if model is None else fp8_parts(model)
-        fqns = (of.slots[Role.INPUT].fqn for part in parts for of in part.slots.precisions)
-        order = {fqn: place for place, fqn in enumerate(fqns)}
-        self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer, order)
-        self._cycle.checker.amaxes = self._cycle.watch
+        precisions = (of for part in parts for of in part.slots.precisions)
+        order = {of.slots[Role.INPUT].fqn: place for place, of in enumerate(precisions)}
+        watch = self._cycle.watch or Watch(order)
+        watch.add(every, ranks, make, resume_after, observer, lines)
+        self._cycle.watch = self._cycle.checker.amaxes = watch
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Register a function that is called with each Event. Local."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8dist.errors import ConfigurationError
 from fp8dist.monitoring.cause import Cause, earliest
 from fp8dist.monitoring.expert_loads import ExpertLoad, Loads
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
@@ -54,8 +57,19 @@ class Observation(NamedTuple):
 Observer = Callable[[Observation], None]
 
 
+class _View(NamedTuple):
+    """One call of ``StateManager.watch``. ``path``: the file that it writes, if this rank was given one."""
+
+    every: int
+    ranks: bool
+    monitor: Monitor
+    observer: Observer | None
+    path: Path | None
+
+
 class Watch:
-    """Collects the cast statistics of all ranks for one manager, every ``every`` steps.
+    """Collects the cast statistics of all ranks for one manager, in the steps that a call of ``StateManager.watch``
+    wants. All calls share the collectives, so each gets what any of them asks for.
 
     Amaxes and shares are maxima over all ranks. With ``ranks``, each value travels as an int64 with its holder in the
     lower half, (rank, microbatch), so that the same all-reduce also finds who held the maximum: the lowest rank if
@@ -63,28 +77,57 @@ class Watch:
     experts are sums, and take an all-reduce of their own.
 
     ``resume_after``: the step number to count from, until a step has ended. None: count from the step counter of the
-    FP8 state, which includes calibrations, but not steps without FP8. ``observer``: called with each Observation, on
-    all ranks. ``order``: place of each module in the model, by fqn.
+    FP8 state, which includes calibrations, but not steps without FP8. ``order``: place of each module in the model, by
+    fqn.
     """
 
-    def __init__(
-        self,
-        every: int,
-        ranks: bool,
-        monitor: Monitor,
-        resume_after: int | None = None,
-        observer: Observer | None = None,
-        order: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        self.every, self.ranks, self.resume_after = every, ranks, resume_after
-        self._monitor, self._observer, self._order = monitor, observer, order
+    def __init__(self, order: Mapping[str, int] = MappingProxyType({})) -> None:
+        self.resume_after: int | None = None
+        self._views: list[_View] = []
+        self._order = order
         self.seen: Observation | None = None  # The last one, and the one before it.
         self._before: Observation | None = None
         self.start(0)
 
+    def add(
+        self,
+        every: int,
+        ranks: bool,
+        make: Callable[[], Monitor],
+        resume_after: int | None = None,
+        observer: Observer | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Add a call of ``StateManager.watch``. Local: on all ranks alike, in the same order.
+
+        Args:
+            make: makes the monitor, if the call fits the earlier ones.
+            observer: called with each Observation, on all ranks.
+            path: the file that the monitor writes.
+
+        Raises:
+            ConfigurationError: the call does not fit an earlier one.
+        """
+        if resume_after is not None and self.resume_after not in (None, resume_after):
+            raise ConfigurationError(
+                f"watch(resume_after={resume_after}): an earlier watch of this manager continues after step "
+                f"{self.resume_after}: give both the same step"
+            )
+        file = None if path is None else Path(path).absolute()
+        if file is not None and any(view.path == file for view in self._views):
+            raise ConfigurationError(f"watch(path={str(path)!r}): an earlier watch writes there: give another file")
+        self._views.append(_View(every, ranks, make(), observer, file))
+        self.resume_after = self.resume_after if resume_after is None else resume_after
+
+    @property
+    def ranks(self) -> bool:
+        """True if who held a maximum is asked for."""
+        return any(view.ranks for view in self._views)
+
     def describe(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks, as JSON values."""
-        return {"every": self.every, "ranks": self.ranks, "resume_after": self.resume_after}
+        views = [{"every": view.every, "ranks": view.ranks} for view in self._views]
+        return {"views": views, "resume_after": self.resume_after}
 
     def start(self, step: int) -> None:
         """Time steps from now on. ``step``: number of steps that have ended."""
@@ -94,7 +137,7 @@ class Watch:
 
     def is_due(self, step: int) -> bool:
         """True if the casts of this step are measured."""
-        return step % self.every == 0
+        return any(step % view.every == 0 for view in self._views)
 
     def collect(
         self, step: int, syncs: Sequence[ArenaSync], sync_wait: float = math.nan, told_apart: bool = False
@@ -129,14 +172,15 @@ class Watch:
             for sync, tokens in self._tokens(together):
                 experts += self._loads.of(step, sync, tokens)
         statistics.sort(key=lambda one: one.slot)
-        jumps = self._monitor.observe(step, statistics)
-        self._before, self.seen = (
-            self.seen,
-            Observation(step, tuple(statistics), dict(sorted(times.items())), tuple(experts)),
-        )
-        if self._observer is not None:
-            self._observer(self.seen)
-        return jumps
+        seen = Observation(step, tuple(statistics), dict(sorted(times.items())), tuple(experts))
+        self._before, self.seen = self.seen, seen
+        due = [view for view in self._views if step % view.every == 0]
+        jumps = [jump for view in due for jump in view.monitor.observe(step, statistics)]
+        for view in due:
+            if view.observer is not None:
+                view.observer(seen)
+        largest = {jump.slot: jump for jump in sorted(jumps, key=lambda jump: jump.factor)}
+        return sorted(largest.values(), key=lambda jump: (-jump.factor, jump.slot))
 
     def nonfinite(self, step: int) -> tuple[Cause | None, tuple[Slot, ...]]:
         """Return the first amax of a step that was not finite, and the slots of all. Nothing if all were finite, or the
@@ -211,8 +255,9 @@ class Watch:
         return list(zip(found, counts.cpu().split([len(sync.arena) for sync in found])))
 
     def close(self) -> None:
-        """Close the monitor's files. Local."""
-        self._monitor.close()
+        """Close the monitors' files. Local."""
+        for view in self._views:
+            view.monitor.close()
 
 
 def _packed(bits: Tensor, microbatches: Tensor) -> Tensor:
