@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -130,7 +131,7 @@ def prepare(
 
     Raises:
         ConfigurationError: there are several ranks and no group, the model is prepared, wrapped or sharded already, or
-            an argument has a wrong type or value.
+            an argument has a wrong type or value. After any error the model is as it was.
     """
     require_model(model)
     recipe = DelayedScaling() if recipe is None else require_recipe("recipe", recipe)
@@ -182,17 +183,34 @@ def prepare(
     )
     ops.register_flops()
     grouped_ops.register_flops()
-    for fqn, linear in linears.items():
-        convert(linear, slots[fqn])
-    for module in experts.values():
-        convert_experts(module, {product.name: of for product, of in grouped if product.module is module})
-    model.__dict__[ATTRIBUTE] = manager
-    _tell(model, surveyed, settings.enabled, plan)
-    if (strangers := unknown_variables()) and plan.speaks:
-        named = ", ".join(f"{variable}{hint}" for variable, hint in strangers.items())
-        logger.warning("fp8dist: environment: there is no setting %s", named)
-    _warn_of_patterns(surveyed.fqns, [product.fqn for product in products], skipped.given, groups, each.given)
+    with _undone_if_it_fails([*linears.values(), *experts.values(), model]):
+        for fqn, linear in linears.items():
+            convert(linear, slots[fqn])
+        for module in experts.values():
+            convert_experts(module, {product.name: of for product, of in grouped if product.module is module})
+        model.__dict__[ATTRIBUTE] = manager
+        _tell(model, surveyed, settings.enabled, plan)
+        if (strangers := unknown_variables()) and plan.speaks:
+            named = ", ".join(f"{variable}{hint}" for variable, hint in strangers.items())
+            logger.warning("fp8dist: environment: there is no setting %s", named)
+        _warn_of_patterns(surveyed.fqns, [product.fqn for product in products], skipped.given, groups, each.given)
     return manager
+
+
+@contextlib.contextmanager
+def _undone_if_it_fails(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Give the modules back their classes, and take the attributes that were added, if the block raises: a model is
+    prepared, or as it was. Modules may refuse attributes, and Ctrl-C may come at any time."""
+    before = [(module, type(module), frozenset(vars(module))) for module in modules]
+    try:
+        yield
+    except BaseException:
+        for module, original, names in before:
+            if type(module) is not original:
+                module.__class__ = original
+            for name in vars(module).keys() - names:
+                del vars(module)[name]
+        raise
 
 
 def restore(model: nn.Module) -> nn.Module:

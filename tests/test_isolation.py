@@ -265,18 +265,40 @@ def test_pickle_without_a_group(update: str) -> None:
         assert bits(twin(_data(3)[0])) == bits(model(_data(3)[0]))
 
 
-def _pickle_with_group() -> str:
+def _pickle_with_group(wraps: bool) -> str:
     model = _model()
-    fp8dist.prepare(model, group=dist.group.WORLD)
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    pickled = DistributedDataParallel(model) if wraps else model
+    manager.attach(pickled, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigurationError) as caught:
-        pickle.dumps(model)
+        pickle.dumps(pickled)
     return str(caught.value)
 
 
-def test_pickle_with_a_group_says_what_to_do_instead(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_pickle_with_group):
+@pytest.mark.parametrize("wraps", [False, True], ids=["model", "wrapper"])
+def test_pickle_with_a_group_says_what_to_do_instead(two_ranks: RankPool, wraps: bool) -> None:
+    for text in two_ranks.run(_pickle_with_group, wraps):
         assert "state_dict()" in text
         assert "prepare()" in text
+
+
+def _saved_wrapper() -> bool:
+    """Return True if a pickle of an attached DDP wrapper computes what a pickle of its model computes."""
+    model = _model()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), amax_sync=False)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    manager.attach(ddp, optimizer=optimizer)
+    ddp(_data(1)[0]).square().mean().backward()
+    optimizer.step()
+    twin, alone = (pickle.loads(pickle.dumps(saved)) for saved in (ddp, model))
+    assert type(twin) is DistributedDataParallel
+    assert state_of(fp8dist.get_manager(twin)) == state_of(manager)
+    return bits(twin(_data(3)[0])) == bits(alone(_data(3)[0]))
+
+
+def test_an_attached_wrapper_without_shared_state_is_saved_as_plain_ddp_is(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_saved_wrapper) == [True, True]
 
 
 # Giving the model back ----------------------------------------------------------------------------------

@@ -171,6 +171,40 @@ def test_a_model_is_prepared_once() -> None:
             fp8dist.prepare(again)
 
 
+class Locked(nn.Linear):
+    """Refuses new attributes, as modules do that guard their configuration."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "fp8_slots":
+            raise AttributeError("this module is locked")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("fails", ["module", "log"])
+def test_a_model_is_prepared_or_as_it_was(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C may come while prepare() logs what it did."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), (Locked if fails == "module" else nn.Linear)(32, 32))
+    before = [(type(module), set(vars(module))) for module in model.modules()]
+    state, x = parameter_bits(model), inputs(8, 32)
+    expected = model(x)
+
+    def interrupt(record: logging.LogRecord) -> bool:
+        raise KeyboardInterrupt
+
+    if fails == "log":
+        monkeypatch.setattr(logging.getLogger("fp8dist"), "filters", [interrupt])
+    error = AttributeError if fails == "module" else KeyboardInterrupt
+    with caplog.at_level(logging.INFO, "fp8dist"), pytest.raises(error):
+        fp8dist.prepare(model)
+    assert [(type(module), set(vars(module))) for module in model.modules()] == before
+    assert parameter_bits(model) == state
+    assert torch.equal(model(x), expected)
+    monkeypatch.undo()
+    assert isinstance(fp8dist.prepare(model, skip="2"), fp8dist.StateManager)
+
+
 def test_moving_a_model_after_its_state_was_placed_is_refused() -> None:
     module, manager = linear()
     module(inputs(4, 48))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,10 +16,14 @@ from fp8dist.exporters.extras import imported
 from fp8dist.exporters.numbers import UNITS, Kind, Number
 from fp8dist.exporters.samples import Sample, event_samples, no_events, slot_samples, step_samples
 from fp8dist.monitoring.monitor import SlotStatistics
+from fp8dist.names import require_int
 
 __all__ = ["Prometheus", "PrometheusTextfile", "metric_name"]
 
 PREFIX = "fp8dist_"
+
+OWN_LABELS = ("kind", "role", "slot")
+"""Labels that a series may have beside the user's. Of two labels with one name, prometheus_client keeps the second."""
 
 MOST_SERIES = 10_000
 """Series of an exporter. Further ones are left out, because a monitoring system pays for each."""
@@ -45,8 +50,8 @@ class Prometheus:
     """
 
     def __init__(self, port: int, *, host: str = "127.0.0.1", slots: int = 0) -> None:
-        if not 0 <= port < 1 << 16:
-            raise ConfigurationError(f"port must be 0 to 65535, got {port}")
+        if not (type(port) is int and 0 <= port < 1 << 16):
+            raise ConfigurationError(f"port must be 0 to 65535, got {port!r}")
         self._address, self._families = (port, host), _Families(slots)
         self._opened = False
 
@@ -91,7 +96,8 @@ class PrometheusTextfile:
             names. Two runs need two files, and ``labels`` to tell their series apart. The folder is created.
         seconds: the least time between two writes. Events and ``close`` write at once.
         slots: as for ``Prometheus``.
-        labels: labels of all series of this file, such as ``{"run": "a"}``.
+        labels: labels of all series of this file, such as ``{"run": "a"}``. Not "kind", "role" or "slot", which series
+            have of their own.
 
     Raises:
         ConfigurationError: prometheus_client is not installed, or an argument is wrong.
@@ -150,7 +156,8 @@ class _Families:
     def __init__(self, slots: int, labels: Mapping[str, str] | None = None) -> None:
         self.client = imported("prometheus_client", "prometheus")
         self._core = imported("prometheus_client.core", "prometheus")
-        self._slots, self._labels = slots, dict(labels or {})
+        require_int("slots", slots, 0, what="a number of slots")
+        self._slots, self._labels = slots, _checked(labels or {})
         self._lock = threading.Lock()
         self._series: dict[Number, dict[tuple[str, str] | None, float]] = {}
         self._count = 0
@@ -191,3 +198,22 @@ class _Families:
                 values = [*self._labels.values(), *(() if label is None else label[1:])]
                 family.add_metric(values, number.in_base_unit(value))
             yield family
+
+
+def _checked(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's labels, values as strings.
+
+    Raises:
+        ConfigurationError: Prometheus does not take one of the names, or a series has a label of that name.
+    """
+    for name in labels:
+        # Names that begin with two underscores are Prometheus's own.
+        if not isinstance(name, str) or re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name) is None:
+            raise ConfigurationError(
+                f"labels: {name!r} is no name of a label: use ASCII letters, digits and underscores, such as 'run'"
+            )
+        if name in OWN_LABELS:
+            raise ConfigurationError(
+                f"labels: {name!r} is a label of fp8dist's own series, as are {', '.join(OWN_LABELS)}: use another name"
+            )
+    return {name: str(value) for name, value in labels.items()}

@@ -83,7 +83,7 @@ class Growth:
         return self._of_first if self._of_rest is None else self._of_first | self._of_rest
 
 
-def limits_of(recipe: Recipe) -> tuple[float, float] | tuple[None, None]:
+def limits_of(recipe: Recipe) -> tuple[float | None, float | None]:
     """Return the overflow ratios above which a weight is cast with its own amax: in training, and in eval mode and for
     an export. There no later step corrects a cast, so values beyond the format's range must round to its largest
     number. None: the recipe has no delayed scales."""

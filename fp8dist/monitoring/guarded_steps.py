@@ -42,7 +42,8 @@ class GuardedSteps:
         self._drops = drops
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._to_drop: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._dropped: list[tuple[Tensor, Tensor]] = []  # (parameter, gradient), inside a step only.
+        # (parameter, gradient) of each optimizer inside its step: one optimizer may step inside the step of another.
+        self._dropped: weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
         self._stepped = False  # Since the last call of ``late``.
         # True: the first loss came before any backward, so this loop calls observe() between forward and backward.
         # There, gradients look the same as after a step: only the first call shows the difference.
@@ -85,20 +86,20 @@ class GuardedSteps:
                 'LossGuard with action="skip" does not support optimizer.step(closure): the closure computes loss and '
                 "gradients inside the step. Call backward and observe() before optimizer.step()"
             )
-        self._dropped = []
+        self._dropped.pop(optimizer, None)  # Of a step that raised.
         if optimizer in self._to_drop:
             self._to_drop.discard(optimizer)
+            dropped = self._dropped[optimizer] = []
             for parameter in _parameters(optimizer):
                 if parameter.grad is not None:
-                    self._dropped.append((parameter, parameter.grad))
+                    dropped.append((parameter, parameter.grad))
                     parameter.grad = None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for parameter, gradient in self._dropped:
+        for parameter, gradient in self._dropped.pop(optimizer, ()):
             # FSDP1 may have put a gradient of another dtype there, which the setter refuses.
             with contextlib.suppress(RuntimeError):
                 parameter.grad = gradient
-        self._dropped = []
         self._stepped = True
         self._note()
 

@@ -53,6 +53,9 @@ class JoinLink:
         self._launcher = launcher
         self._handle = ddp.register_forward_hook(self._after_forward)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_ddp": _none}  # DDP holds the hook: its copies and pickles have one that does nothing until attach().
+
     def remove(self) -> None:
         """Remove the hook."""
         self._handle.remove()
@@ -65,7 +68,7 @@ class JoinLink:
         return ddp
 
     def _after_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
-        if module is not self._ddp():  # A deep copy has this hook too, and gets its own at attach().
+        if module is not self._ddp():
             return
         if not (self._launcher.job.joined and torch.is_grad_enabled() and module.require_backward_grad_sync):
             return
@@ -80,6 +83,10 @@ class JoinLink:
         for tensor in _find_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(at_start_of_backward)
+
+
+def _none() -> None:
+    """Replaces the weak reference of a copied or unpickled hook."""
 
 
 class ManagerJoinHook(JoinHook):

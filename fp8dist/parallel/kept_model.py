@@ -34,7 +34,8 @@ class KeptModel:
         self._gradients: list[tuple[Any, str, Any]] = []
         for holder, name in _holders(model):
             self._gradients.append((holder, name, getattr(holder, name)))
-        self._versions = [(name, p, p._version) for name, p in model.named_parameters()]
+        # Outside of inference mode nothing can write to an inference tensor; torch counts no writes to it.
+        self._versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
         self._modes = [(module, module.training) for module in model.modules()]
         self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._memory: list[tuple[Tensor, Tensor]] = []  # (a parameter or buffer, a view of its memory)
@@ -47,7 +48,6 @@ class KeptModel:
             if not sharded:  # FSDP2 replaces parameters itself, and knows which are in place.
                 self._registries.append((module._parameters, dict(module._parameters)))
                 self._memory += [(p, p.detach()) for p in module._parameters.values() if _is_plain(p)]
-        # Outside of inference mode nothing can write to an inference tensor.
         written = [buffer for buffer in model.buffers() if not buffer.is_inference()]
         self._values = [(once, once.clone()) for once in map(_each_once, written)]
         self._of_buffers = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(written))

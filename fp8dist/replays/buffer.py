@@ -146,8 +146,8 @@ class ReplayBuffer:
 
     def _begin(self, step: int) -> None:
         self._steps.pop(step, None)  # Of a step that a loss scaler has skipped, or that is run again after a load.
-        for old in list(self._steps)[: len(self._steps) - self._last + 1]:
-            del self._steps[old]
+        while len(self._steps) >= self._last:
+            del self._steps[next(iter(self._steps))]
         self._steps[step], self._open = [], step
 
     def _end_step(self, took_place: bool) -> None:

@@ -130,18 +130,14 @@ class LiveRun:
         self.header: dict[str, Any] = RunFolder(path).header
         self._header_time = _modified(path / HEADER)
         self._files = {name: Lines(path / name, tail) for name, tail in TAILS.items()}
-        self.events: deque[Happening] = deque(maxlen=KEPT_EVENTS)
         self.heard = 0
-        """Number of events so far."""
-        self.ended = False
-        self._check: Checked | None = None  # By an event. They are not in the files' common order with the steps.
-        self.diverged: Happening | None = None
-        self.wrong: Happening | None = None  # What an audit found last. No check can show that the damage is gone.
+        """Number of events so far, of all files that were there."""
         self.news = 0
         """Number of lines of all files so far, for a reader that shows only what is new."""
         self._largest = _largest_values(self.header)
         self._clear_steps()
         self._clear_slots()
+        self._clear_events()
         self.waits: list[RankWait] = []
 
     def _clear_steps(self) -> None:
@@ -161,6 +157,13 @@ class LiveRun:
         self._slots: dict[str, SlotState] = {}
         self._observation, self._observed = 0, None
 
+    def _clear_events(self) -> None:
+        self.events: deque[Happening] = deque(maxlen=KEPT_EVENTS)
+        self.ended = False
+        self._check: Checked | None = None  # By an event. They are not in the files' common order with the steps.
+        self.diverged: Happening | None = None
+        self.wrong: Happening | None = None  # What an audit found last. No check can show that the damage is gone.
+
     def read(self) -> bool:
         """Take in what was added to the files. Return True if anything was."""
         before = self.news
@@ -172,7 +175,7 @@ class LiveRun:
             (METRICS, self._take_step, self._clear_steps),
             (SCALES, self._take_slot, self._clear_slots),
             (RANKS, self._take_ranks, self.waits.clear),
-            (EVENTS, self._take_event, self.events.clear),
+            (EVENTS, self._take_event, self._clear_events),
         ):
             lines = self._files[name]
             if lines.replaced():

@@ -117,6 +117,8 @@ class SyncGroup:
             raise ConfigurationError(
                 f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__} {group!r}. {_instead(group)}"
             )
+        self.rank = dist.get_rank()
+        """This process's global rank. Known also after destroy_process_group(), when torch no longer says it."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -157,11 +159,6 @@ class SyncGroup:
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    @property
-    def rank(self) -> int:
-        """This process's global rank."""
-        return dist.get_rank()
 
     @functools.cached_property
     def identity(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8dist_kernels import ops
 from fp8dist_kernels.reference.casts import padded
-from fp8dist_kernels.scaling import FLOAT32_MAX, SMALLEST_NORMAL, round_down_to_power_of_two
+from fp8dist_kernels.scaling import round_down_to_power_of_two
 
 __all__ = ["observe", "quantize", "quantize_rowwise"]
 
@@ -108,7 +108,8 @@ def _scales(x: Tensor, dim: int, dtype: torch.dtype, power_of_two: bool) -> tupl
     has the same bits as a correctly rounded one (Figueroa, "When is double rounding innocuous?", 1995).
     """
     amax = x.abs().amax(dim, keepdim=True).float()
-    scale = (torch.finfo(dtype).max / amax.double()).float().clamp(SMALLEST_NORMAL, FLOAT32_MAX)
+    float32 = torch.finfo(torch.float32)  # With dynamic=True, Dynamo makes an input of a float that is a global.
+    scale = (torch.finfo(dtype).max / amax.double()).float().clamp(float32.tiny, float32.max)
     if power_of_two:
         scale = round_down_to_power_of_two(scale)
     scale = torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)

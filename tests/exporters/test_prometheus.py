@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import prometheus_client
@@ -15,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fp8dist.errors import ConfigurationError
 from fp8dist.exporters import Prometheus, PrometheusTextfile
 from fp8dist.exporters import prometheus as module
+from fp8dist.exporters.prometheus import OWN_LABELS
 from fp8dist.exporters.samples import KINDS
 from tests.support.exported import END, FIRST, INF, NAN, RESUMED, bits, play, slots
 
@@ -173,12 +176,12 @@ def test_scrapes_during_writes_are_whole(endpoint: Prometheus) -> None:
 
 def test_the_textfile_stays_after_the_end(tmp_path: Path) -> None:
     path = tmp_path / "made" / "run.prom"
-    play(PrometheusTextfile(path, labels={"run": "a"}), FIRST, RESUMED, END)
+    play(PrometheusTextfile(path, labels={"run": 3}), FIRST, RESUMED, END)  # type: ignore[dict-item]
     found = parsed(path.read_text())
-    assert found["fp8dist_loss", "a"] == 2.0
-    assert found["fp8dist_events_total", "diverged", "a"] == 1
-    assert found["fp8dist_headroom_doublings", "input", "a"] == 0.0
-    assert found["fp8dist_run_active", "a"] == 0
+    assert found["fp8dist_loss", "3"] == 2.0
+    assert found["fp8dist_events_total", "diverged", "3"] == 1
+    assert found["fp8dist_headroom_doublings", "input", "3"] == 0.0
+    assert found["fp8dist_run_active", "3"] == 0
     assert [*path.parent.iterdir()] == [path]
 
 
@@ -220,8 +223,34 @@ def test_a_reader_never_sees_half_a_textfile(tmp_path: Path) -> None:
     assert len(last_lines) == 1
 
 
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="port must be 0 to 65535, got 65536"):
-        Prometheus(65536)
-    with pytest.raises(ConfigurationError, match=r"node_exporter reads files that end in .prom, got 'run.txt'"):
-        PrometheusTextfile(tmp_path / "run.txt")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: Prometheus(65536), "port must be 0 to 65535, got 65536"),
+        (lambda path: Prometheus("80"), "port must be 0 to 65535, got '80'"),
+        (lambda path: Prometheus(0, slots=-1), "slots must be a number of slots from 0, got -1"),
+        (
+            lambda path: PrometheusTextfile(path / "run.txt"),
+            "node_exporter reads files that end in .prom, got 'run.txt'",
+        ),
+        (lambda path: PrometheusTextfile(path / "a.prom", slots=-1), "slots must be a number of slots from 0, got -1"),
+    ],
+)
+def test_wrong_arguments_are_refused(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["run-id", "__a", "", *OWN_LABELS])
+def test_labels_that_would_vanish_are_refused(name: str, tmp_path: Path) -> None:
+    message = "is a label of fp8dist's own" if name in OWN_LABELS else "is no name of a label"
+    with pytest.raises(ConfigurationError, match=f"labels: '{name}' {message}"):
+        PrometheusTextfile(tmp_path / "a.prom", labels={name: "a"})
+
+
+def test_own_labels_are_those_of_the_series() -> None:
+    exporter = Prometheus(0, slots=2)
+    for call in FIRST:
+        call(exporter)
+    assert {label[0] for of in exporter._families._series.values() for label in of if label} == set(OWN_LABELS)
+    exporter.close()

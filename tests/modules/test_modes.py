@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp8dist
-from fp8dist import StateManager
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StateManager
 from tests.support.linear import (
     E4M3,
     NONE,
@@ -221,6 +221,35 @@ def test_first_forward_in_inference_mode_then_training() -> None:
     assert torch.equal(module.weight, twin.weight)
     for role in ("input", "weight", "grad_output"):
         assert torch.equal(manager.scale("", role), twin_manager.scale("", role))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [DelayedScaling(update="next_step"), CurrentScaling(), RowwiseScaling(), BlockScaling()],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_a_frozen_linear_made_in_inference_mode_is_one(recipe: Recipe) -> None:
+    """torch counts no writes to its weight. As the first Linear: autograd saves no inference tensor."""
+    losses: list[list[float]] = []
+    for inference in (False, True):
+        torch.manual_seed(0)
+        with torch.inference_mode(inference):
+            frozen = nn.Linear(32, 32).requires_grad_(False)
+        model = nn.Sequential(frozen, nn.Linear(32, 32))
+        manager = fp8dist.prepare(model, recipe)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        manager.attach(optimizer=optimizer)
+        losses.append([])
+        for index in range(6):
+            loss = model(inputs(8, 32, seed=index)).square().mean()
+            loss.backward()
+            losses[-1].append(loss.item())
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        manager.check()
+        manager.refresh_weights()
+    assert losses[0] == losses[1]
 
 
 def test_a_copied_model_trains_on_its_own() -> None:

@@ -61,19 +61,20 @@ class Stack(nn.Module):
         return x
 
 
-def train(case: str, compiled: bool = False, checkpointed: bool = False) -> Any:
-    """Four steps of two microbatches each. Nothing may be compiled twice."""
+def train(case: str, compiled: bool = False, checkpointed: bool = False, dynamic: bool | None = None) -> Any:
+    """Four steps of two microbatches each. Nothing may be compiled twice. ``dynamic``: the steps differ in size."""
     recipe, overrides = CASES[case]
     stack = Stack(checkpointed)
     manager = fp8dist.prepare(stack, recipe, overrides=overrides)
     optimizer = torch.optim.SGD(stack.parameters(), lr=0.05)
     manager.attach(stack, optimizer=optimizer)
-    forward = torch.compile(stack, fullgraph=True, backend="aot_eager") if compiled else stack
+    forward = torch.compile(stack, fullgraph=True, backend="aot_eager", dynamic=dynamic) if compiled else stack
     seen = []
     for step in range(4):
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
             for micro in range(2):
-                loss = forward(inputs(35, 48, seed=20 + 2 * step + micro) * (1 + step)).square().mean()
+                tokens = 35 + 5 * step if dynamic else 35
+                loss = forward(inputs(tokens, 48, seed=20 + 2 * step + micro) * (1 + step)).square().mean()
                 loss.backward()
                 seen.append(bits(loss))
         seen.append(gradient_bits(stack))
@@ -105,6 +106,13 @@ def test_checkpointed_it_trains_as_without(case: str) -> None:
 @pytest.mark.slow
 def test_compiled_in_one_graph_it_trains_as_in_eager_mode(case: str, checkpointed: bool) -> None:
     assert train(case, compiled=True, checkpointed=checkpointed) == train(case)
+
+
+@pytest.mark.parametrize("case", ["row-wise", "three in one"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
+def test_compiled_for_all_sizes_it_trains_as_in_eager_mode(case: str) -> None:
+    assert train(case, compiled=True, dynamic=True) == train(case, dynamic=True)
 
 
 def test_a_recomputed_forward_multiplies_the_same_bytes() -> None:

@@ -189,6 +189,36 @@ def test_a_wrapped_optimizer_and_a_scheduler() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+class Around(Optimizer):
+    """Steps another optimizer inside its own step, as Lookahead does, and then changes the parameters itself."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.mul_(0.5)
+
+
+def test_an_optimizer_inside_another() -> None:
+    net = make_net()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    outer = Around(inner)
+    guard = skipping([inner, outer])
+    loss_of(net, *batch(0, 0)).backward()
+    before, state, gradients = parameter_bits(net), state_of(inner), gradient_bits(net)
+    with captured_log():
+        guard.observe(50.0)
+    outer.step()
+    assert (parameter_bits(net), state_of(inner), gradient_bits(net)) == (before, state, gradients)
+    outer.step()
+    assert parameter_bits(net) != before
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Raised by torch itself.
 def test_a_compiled_step_skips() -> None:

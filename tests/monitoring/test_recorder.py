@@ -142,6 +142,26 @@ def test_events_are_the_managers_and_name_who_held_a_nan(tmp_path: Path) -> None
     assert jump["step"] == 6
 
 
+@pytest.mark.parametrize("first", ["recorder", "watch"])
+def test_a_watch_of_the_users_own_goes_on(first: str, tmp_path: Path) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    seen: list[int] = []
+    if first == "watch":
+        manager.watch(2, observer=lambda observation: seen.append(observation.step))
+    recorder = Recorder(tmp_path, manager, every=3)
+    if first == "recorder":
+        manager.watch(2, observer=lambda observation: seen.append(observation.step))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+    manager.attach(optimizer=optimizer)
+    with recorder:
+        for step in range(1, 7):
+            net(batch(0, step)[0]).sum().backward()
+            optimizer.step()
+    assert seen == [2, 4, 6]
+    assert [line["step"] for line in read(tmp_path, "scales")] == [3] * SLOTS + [6] * SLOTS
+
+
 def test_a_resume_drops_later_numbers_and_keeps_all_events(tmp_path: Path) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
     train(whole, 6)

@@ -211,6 +211,33 @@ def test_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
     assert sorted({line["step"] for line in read(tmp_path / "scales")}) == [102, 105]
 
 
+def test_each_of_two_watches_has_its_steps(tmp_path: Path) -> None:
+    """The second has an alarm, an observer, and a step to count from, which is that of both."""
+    alone, _, _ = trained(tmp_path / "alone", DelayedScaling(history_len=8))
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
+    seen: list[Any] = []
+    events: list[Event] = []
+    manager.on_event(events.append)
+    manager.watch(3, tmp_path / "first")
+    manager.watch(2, tmp_path / "second", jump=1.0001, resume_after=0, observer=seen.append)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    manager.attach(optimizer=optimizer)
+    for step in range(6):
+        train(net, optimizer, 0, step)
+    assert read(tmp_path / "first") == alone
+    lines = read(tmp_path / "second")
+    assert sorted({line["step"] for line in lines}) == [one.step for one in seen] == [2, 4, 6]
+    assert lines[-SLOTS:] == alone[-SLOTS:]
+    jumps = [event for event in events if event.kind == "jump"]
+    assert {event.step for event in jumps} <= {4, 6}
+    assert all(len(set(event.slots)) == len(event.slots) > 0 for event in jumps)
+    assert jumps
+    with captured_log():
+        fp8dist.restore(net)
+    assert all(not view.monitor._sinks for view in manager._cycle.watch._views)  # type: ignore[union-attr]
+
+
 def test_mistakes(tmp_path: Path) -> None:
     net = make_net()
     manager = fp8dist.prepare(net)
@@ -219,6 +246,14 @@ def test_mistakes(tmp_path: Path) -> None:
             manager.watch(every)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="jump must be a factor"):
         manager.watch(3, tmp_path / "s", jump=0.5)
+    manager.watch(3, tmp_path / "s", resume_after=4)
+    (tmp_path / "s").write_text("kept")
+    with pytest.raises(ConfigurationError, match="an earlier watch writes there"):
+        manager.watch(5, tmp_path / "s")
+    with pytest.raises(ConfigurationError, match="continues after step 4: give both the same step"):
+        manager.watch(5, tmp_path / "t", resume_after=3)
+    assert (tmp_path / "s").read_text() == "kept"
+    assert not (tmp_path / "t").exists()
     manager.attach()
     with pytest.raises(ConfigurationError, match=r"before attach\(\)"):
         manager.watch(3, tmp_path / "s")
@@ -259,6 +294,22 @@ def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path,
                 assert line["amax_rank"] == (0 if here["amax"] >= other["amax"] else 1)
         assert (line["amax_rank"] is not None) == ranks
         assert line["slot"] == here["slot"]
+
+
+def _watched_twice(path: str) -> list[int]:
+    manager = fp8dist.prepare(net := make_net(), CurrentScaling(), group=dist.group.WORLD)
+    manager.watch(3)
+    manager.watch(2, path if dist.get_rank() == 0 else None)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    manager.attach(optimizer=optimizer)
+    with counted_collectives() as calls:
+        for step in range(6):
+            train(net, optimizer, dist.get_rank(), step)
+    return calls.sizes
+
+
+def test_two_watches_share_the_collective_of_a_step(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(_watched_twice, str(tmp_path / "s")) == [[4 * 3 * SLOTS] * 4] * 2  # Of steps 2, 3, 4 and 6.
 
 
 def _tied_maxima(path: str) -> Any:

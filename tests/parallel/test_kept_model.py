@@ -289,6 +289,7 @@ class _Buffers(nn.Module):
         self.register_buffer("wide", torch.ones(1).expand(16))
         with torch.inference_mode():
             self.register_buffer("table", torch.ones(16))
+            self.frozen = nn.Parameter(torch.ones(16), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -296,7 +297,7 @@ class _Buffers(nn.Module):
         self.missing = x.detach()
         if not hasattr(self, "made"):
             self.register_buffer("made", x.detach().mean(0))
-        return self.inner(x) * self.calls + self.mean * self.made * self.wide * self.table
+        return self.inner(x) * self.calls + self.mean * self.made * self.wide * self.table + self.frozen
 
 
 def test_buffers_are_the_same_objects_with_the_same_values() -> None:

@@ -175,8 +175,16 @@ def test_it_says_if_the_run_is_sound(
 def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
     run = _run(tmp_path, {"step": 9, "loss": 1.0}, {"step": 10, "loss": 2.0}, ranks=1)
     _write(tmp_path / "scales.jsonl", {"step": 10, "slot": "a:input", "amax": "NaN"})
+    audited = {"findings": [{"kind": "audit"}]}
+    _write(tmp_path / "events.jsonl", {"step": 9, "kind": "checked"}, {"step": 10, "kind": "diverged"})
+    _write(tmp_path / "events.jsonl", {"step": 10, "kind": "diverged", "report": audited}, {"step": 10, "kind": "end"})
     assert run.read()
-    for name, line in (("metrics", {"step": 3, "loss": 5.0}), ("scales", {"step": 3, "slot": "b:input", "amax": 1.0})):
+    heard = run.heard
+    for name, line in (
+        ("metrics", {"step": 3, "loss": 5.0}),
+        ("scales", {"step": 3, "slot": "b:input", "amax": 1.0}),
+        ("events", {"step": 3, "kind": "saved"}),
+    ):
         _write(tmp_path / "new", line)
         os.replace(tmp_path / "new", tmp_path / f"{name}.jsonl")
     (tmp_path / "run.json").write_text(json.dumps({"format": "fp8dist run", "version": 1, "ranks": 4}))
@@ -184,6 +192,9 @@ def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
     assert (run.step, list(run.losses)) == (3, [5.0])
     assert [slot.name for slot in run.nearest(9)] == ["b:input"]
     assert run.title[-1] == "4 ranks"
+    assert [event.kind for event in run.events] == ["saved"]
+    assert (run.ended, run.checked, run.diverged, run.wrong) == (False, None, None, None)
+    assert one_line(run, heard).endswith("saved in step 3")
     assert not run.read()
     (tmp_path / "run.json").write_text("{")
     run.read()

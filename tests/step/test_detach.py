@@ -220,6 +220,35 @@ def test_restore_takes_a_wrapper(two_ranks: RankPool) -> None:
     assert two_ranks.run(_restored_through_ddp) == [([nn.Linear] * 3, True)] * 2
 
 
+def _taken_apart_after_the_end(update: str) -> Any:
+    """Call what is local after the job's groups are gone."""
+    net, manager = _prepared(update)
+    ddp = DistributedDataParallel(net)
+    optimizer = SGD(ddp.parameters(), lr=0.05)
+    manager.attach(ddp, optimizer=optimizer)
+    for index in range(2):
+        _step(ddp, optimizer, index)
+    state = state_bits(manager)
+    dist.barrier()
+    del ddp
+    dist.destroy_process_group()
+    manager.metrics()
+    manager.detach()
+    assert state_bits(manager) == state
+    assert fp8dist.restore(net) is net
+    return [type(module) for module in net.modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", UPDATES)
+def test_local_calls_work_after_the_process_group_is_destroyed(update: str) -> None:
+    pool = RankPool(2)  # Its own: the ranks have no group afterwards.
+    try:
+        assert pool.run(_taken_apart_after_the_end, update) == [[nn.Linear] * 3] * 2
+    finally:
+        pool.close()
+
+
 def _error(model: nn.Module) -> float:
     """Return the error of the last layer, relative to high precision."""
     linear, x = model[-1], batch(0, 9)[0]  # type: ignore[index]

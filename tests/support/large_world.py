@@ -58,11 +58,7 @@ class Member(SyncGroup):
 
     def __init__(self, group: SyncGroup, rank: int) -> None:
         group.identity  # noqa: B018  Made once for all members.
-        self.__dict__.update(group.__dict__, _rank=rank)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
+        self.__dict__.update(group.__dict__, rank=rank)
 
 
 class CountingStore(dist.Store):
