@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -165,6 +166,7 @@ class ArenaSync:
     _seen: Tensor | None = None
     _held: Tensor | None = None  # int32[3, n], with ``_seen``: the first microbatch that saw the value.
     _work: dist.Work | None = None
+    _launched_by: int = 0  # Id of the process that launched ``_work``.
     _merged: Tensor | None = None
     _in_graph: bool = False  # The sync in progress is being captured, or its capture failed.
     _polled: Tensor | None = None  # The arena's counters at the last poll.
@@ -297,13 +299,14 @@ class ArenaSync:
             with self.failing_by_name():
                 counters = SyncCounters() if in_graph else self.counters
                 self._work = all_reduce_max(self.arena.message, self.group, counters)
+                self._launched_by = os.getpid()
             if in_graph:
                 self.arena.unpolled[OUTCOME].add_(1)
         self.phase = Phase.IN_FLIGHT
 
     def _collect(self) -> None:
         """Wait for a launched result, and merge it with earlier results of this step."""
-        if self.phase is not Phase.IN_FLIGHT:
+        if self.phase is not Phase.IN_FLIGHT or self._is_of_parent():
             return
         self._wait()
         if self._merged is None:
@@ -357,8 +360,8 @@ class ArenaSync:
     def settle(self) -> None:
         """Commit a sync that is due. Local. Does nothing if none is due."""
         if self._in_graph and not capturing(self.arena.device):
-            self._forget_capture()
-        if self.phase is not Phase.DUE:
+            self._forget_launch()
+        if self.phase is not Phase.DUE or self._is_of_parent():
             return
         in_graph = capturing(self.arena.device)
         if in_graph and not self._in_graph:
@@ -404,8 +407,17 @@ class ArenaSync:
             "manager.poll() before the capture, and after each replay"
         )
 
-    def _forget_capture(self) -> None:
-        """Reset the phase after a capture that ended in the middle of a step: its launch never ran."""
+    def _is_of_parent(self) -> bool:
+        """True in a forked process, such as a worker of a DataLoader, for a sync that its parent had in flight. Only
+        the parent gets the result, so this process forgets the launch, and answers from what was committed."""
+        inherited = self._work is not None and self._launched_by != os.getpid()
+        if inherited:
+            self._forget_launch()
+        return inherited
+
+    def _forget_launch(self) -> None:
+        """Reset the phase after a launch whose result does not come: its capture ended in the middle of a step, or it
+        is another process's."""
         self._work = self._merged = self._hold = None
         self.phase, self._in_graph = Phase.IDLE, False
 
@@ -458,7 +470,8 @@ class ArenaSync:
 
     def abandon(self) -> None:
         """Wait for the sync in flight, then drop it, all pending amaxes and the unread verdict."""
-        self._wait()
+        if not self._is_of_parent():
+            self._wait()
         self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.shares.fill_(DID_NOT_RUN)
         self.arena.tripped.zero_()
