@@ -29,8 +29,8 @@ roll_call trace
 METHODS = """
 amax amax_history attach calibrate check checked_step coverage describe detach export exported high_precision
 inv_scale join_device join_hook join_process_group last_check load load_state_dict load_transformer_engine metrics
-no_fp8 on_event poll proven_step recipe_of record recording refresh_weights register reset run_step save scale set_precision
-set_scale slots state_dict step steps swapped_weights take_waits watch
+no_fp8 on_event poll proven_step recipe_of record recording refresh_weights register reset run_step save scale
+set_precision set_scale slots state_dict step steps swapped_weights take_waits watch
 """
 
 RENAMED = re.findall(r"^\| `(.+)` \| `(.+)` \|$", CHANGELOG.split("### Renamed")[1].split("These names stay")[0], re.M)
