@@ -144,7 +144,7 @@ def test_metrics_are_those_of_a_manager() -> None:
 
 def test_fields_of_reports_and_states() -> None:
     text = page("files.md")
-    report = {field.name for field in dataclasses.fields(Divergence)} | {"consistent"}
+    report = {field.name for field in dataclasses.fields(Divergence)} | {"consistent", "diverged"}
     assert set(first_cells(section(text, "divergence.json and divergence.txt"))) == report
     assert set(first_cells(section(text, "findings"))) == {field.name for field in dataclasses.fields(Finding)}
     state = first_cells(section(text, "FP8 state"))

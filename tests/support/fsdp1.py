@@ -180,7 +180,7 @@ def train(job: Job) -> Outcome:
     assert {t.dtype for t in (arena.scales, arena.history, arena.amax, arena.pending)} == {torch.float32}
     with captured_log() as log:
         report = built.manager.check(parameters=True, policy="warn")
-    assert report.consistent, str(report)
+    assert not report.diverged, str(report)
     assert not [text for level, text in log if level >= 40]
     return Outcome(losses, built.full(), state, histories(built.manager), recorder.steps, syncs, len(built.inner))
 

@@ -295,7 +295,7 @@ def _checked(size: int, rank: int, axes: tuple[int, int], name: str) -> tuple[li
         job = Running(LAYOUTS[name], axes)
         job.step()
         with _sums_that_vanish(), counted_collectives() as calls:
-            assert job.manager.check().consistent
+            assert not job.manager.check().diverged
         return calls.names, calls.sizes
 
 
@@ -305,7 +305,7 @@ def test_a_check_sends_what_it_sends_on_two_ranks(name: str) -> None:
     names, sizes = _checked(SIZE, SIZE - 1, AXES, name)
     assert set(names) == {"all_reduce"}
     assert len(names) <= 5
-    assert max(sizes) <= 8 * 2 * 7
+    assert max(sizes) <= 8 * 15
     if name == "mesh":  # A mesh of two ranks has no further sets.
         assert (names, sizes) == _checked(2, 1, (2, 1), name)
         assert len(names) == 1
