@@ -637,7 +637,8 @@ class LinearSlots:
         """
         if torch.compiler.is_compiling():
             return
-        self.note.backward_in(self.job.boundaries, recorded)
+        if self.sync.every_step:
+            self.note.backward_in(self.job.boundaries, recorded)
         if not recorded:
             return
         self.note_backward()

@@ -120,7 +120,7 @@ class WeightNote:
         self.used_at = boundaries
 
     def backward_in(self, boundaries: int, recorded: bool) -> None:
-        """Note a backward in FP8. ``boundaries``: number passed so far."""
+        """Note a backward in FP8 by a recipe that needs amaxes. ``boundaries``: number passed so far."""
         self.backward_at = boundaries
         if recorded:
             self.recorded_at = boundaries

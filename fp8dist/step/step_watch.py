@@ -236,15 +236,18 @@ class StepWatch:
         if not nested:
             listener.job.stepping = False
         skipped = found_inf(optimizer)
-        held = self.held_by(optimizer)
-        if counts and listener.job.enabled:
-            self._warn_of_eval(listener, optimizer, held)
-        for part in held:
+        since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
+        still = []
+        for part in self.held_by(optimizer):
             note = part.slots.note
+            if note.recorded_at < since <= note.backward_at:
+                still.append(part)
             if not note.awaited:
                 note.take(part.module, part.slots.resharded)
             if counts:
                 note.stepped(self._began, skipped)
+        if counts and still and not self._said_still and listener.speaks:
+            self._warn_of_eval(optimizer, still, since)
         if not nested:
             for part in self._unrecorded:  # Written to between the last forward and this step.
                 part.slots.note.mark_written()
@@ -252,16 +255,17 @@ class StepWatch:
             self._gradients.after(optimizer, listener.speaks)
         listener.after_step(optimizer, real)
 
-    def _warn_of_eval(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Part]) -> None:
+    def _warn_of_eval(self, optimizer: Optimizer, still: Sequence[Part], since: int) -> None:
         """Warn once about trained weights whose backwards recorded no amax. A part of a model may be in ``eval()``
-        while its slots are cold, and thus cast with their tensors' own amaxes."""
-        if self._said_still or not listener.speaks:
-            return
-        since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
-        still = [part for part in held if part.slots.note.recorded_at < since <= part.slots.note.backward_at]
-        still = [part for part in still if part.slots.sync.every_step and _is_trainable(part)]
+        while its slots are cold, and thus cast with their tensors' own amaxes.
+
+        Args:
+            still: weights without a recorded backward since so many boundaries.
+        """
+        still = [part for part in still if any(p.requires_grad for p in part.slots.note.stored)]
         hot = any(part.slots.sync.arena.known_hot for part in still)
-        if still and (hot or all(part.slots.note.recorded_at < since for part in self.parts)):
+        alone = all(part.slots.note.recorded_at < since for part in self.parts)
+        if still and (hot or alone):
             self._said_still = True
             logger.warning(
                 "fp8dist: %s trains the FP8 weights of %s, but their backwards record no amaxes, because they are in "
@@ -270,10 +274,6 @@ class StepWatch:
                 type(optimizer).__name__,
                 first_few(sorted({part.fqn for part in still})),
             )
-
-
-def _is_trainable(part: Part) -> bool:
-    return any(parameter.requires_grad for parameter in part.slots.note.stored)
 
 
 def _is_late(slots: LinearSlots, boundaries: int) -> bool:

@@ -357,3 +357,29 @@ def test_an_optimizer_of_a_copy_of_the_model_is_told_of_at_its_fourth_step(copie
                 for other, parameter in zip(others, net.parameters()):
                     parameter.copy_(other)
     assert told == ([3] if copies else [])
+
+
+def _mistaken() -> list[str]:
+    rank = dist.get_rank()
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    net.append = nn.Linear(32, 32)
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = SGD(ddp.parameters(), lr=0.1)
+    with captured_log() as log:
+        manager.attach(ddp, optimizer=optimizer)
+        optimizer.step()
+        ddp.eval()
+        for index in range(3):
+            nn.functional.mse_loss(ddp(batch(rank, index)[0]), batch(rank, index)[1]).backward()
+            optimizer.step()
+    return [text for _, text in log]
+
+
+@pytest.mark.slow
+def test_one_rank_warns_for_all(two_ranks: RankPool) -> None:
+    told, nothing = two_ranks.run(_mistaken)
+    assert nothing == []
+    for text in ("came after prepare()", "no parameter has a gradient", "eval()"):
+        assert sum(text in each for each in told) == 1
+    assert len(told) == 3
