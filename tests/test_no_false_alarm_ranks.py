@@ -481,7 +481,16 @@ def own(*parameters: Tensor) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-@variants(how=["ignored by DDP", "groups", "marked as an expert", "marked as shards", "marked as ZeRO's part"])
+@variants(
+    how=[
+        "ignored by DDP",
+        "groups",
+        "marked as an expert",
+        "marked as shards",
+        "marked as ZeRO's part",
+        "Transformers' plan",
+    ]
+)
 def ranks_hold_parameters_of_their_own(how: str) -> Any:
     """Experts, shards of tensor parallelism by hand, and parts that ZeRO's stage 3 leaves on a rank."""
     net, mine = mlp(), [dist.new_group([rank]) for rank in range(2)]
@@ -498,6 +507,8 @@ def ranks_hold_parameters_of_their_own(how: str) -> Any:
         net[2].weight.tensor_model_parallel = True
     elif how == "marked as ZeRO's part":
         net[2].bias.ds_tensor = net[2].bias.detach()
+    elif how == "Transformers' plan":
+        net[2]._hf_tp_plan = "colwise"
     optimizer = AdamW(called.parameters(), lr=0.01)
     trial.manager.attach(called, optimizer=optimizer)
     trial.train(optimizer, STEPS, net=called, rank=me())

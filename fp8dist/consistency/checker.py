@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -126,7 +127,9 @@ class Checker:
         self.syncs, self._groups = syncs, groups
         self.settings, self.job = settings, job
         self._control = control
-        self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), 0)
+        # The arena that all ranks have. Without it, for example if a pattern names the same group, the widest one.
+        widest = max(range(len(syncs)), key=lambda i: 0 if (group := groups[i]) is None else group.size, default=0)
+        self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), widest)
         self._last_good: dict[str, int] = {}  # By kind of what was compared.
         self._untold: list[Event] = []
         self.standing = Standing()
@@ -297,13 +300,9 @@ class Checker:
         if not joins:
             _say_gone(sync.group, standing, report, HEADER_KINDS)
             if self.settings.check_policy == "repair":
-                repairs = self._repairs_of[id(sync)]
+                repairs, mend = self._repairs_of[id(sync)], partial(self._mend_arena, sync, sync.group, report)
                 repairs.observe(report, HEADER_KINDS)
-                if refusal := repairs.refusal(report, self.settings.max_repairs):
-                    report = replace(report, notes=(*report.notes, refusal))
-                else:
-                    report = self._mend_arena(sync, sync.group, report)
-                    report = repairs.note(report) if report.repaired else report
+                report = repairs.repair(report, self.settings.max_repairs, mend)
         texts = standing.texts(report) if self.settings.check_policy == "warn" else None
         announce(report, sync.group, raises=False, texts=texts, waits=not joins)
         self._untold.append(_diverged(report))
@@ -384,9 +383,9 @@ class Checker:
         self.say_what_is_skipped(report, anchor, scope)
         return report
 
-    def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start, first: bool) -> None:
-        """Compare what ``check`` would compare of the parameters and, at the ``first`` attach, of the buffers; of a
-        model that nothing wraps, those of all ranks that share FP8 state. COLLECTIVE over these.
+    def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start) -> None:
+        """Compare what ``check`` would compare of the parameters and, before the first step, of the buffers; of a model
+        that nothing wraps, those of all ranks that share FP8 state. COLLECTIVE over these.
 
         Raises:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
@@ -400,11 +399,11 @@ class Checker:
 
         def build() -> Holdings:
             # Modules with a group of their own, such as experts, may differ within it.
-            patterns = [pattern for sync in self.syncs for pattern in sync.patterns if plain]
-            own = {name: None for pattern in patterns for name in (pattern, f"{pattern}.*")}
+            others = [sync for sync, group in zip(self.syncs, self._groups) if plain and group is not anchor]
+            own = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
             inventory = Inventory(anchor, plain, own, at_start=True)
             # Plain parameters around the prepared model are not known to be shared.
-            inventory.add_module(model if plain else whole, Scope(buffers=first))
+            inventory.add_module(model if plain else whole, Scope(buffers=not (self.job.boundaries or self.job.step)))
             held[:] = [inventory.holdings(self.job.step)]
             return held[0]
 
@@ -535,11 +534,8 @@ def run_check(
             repairs.observe(report, scope.kinds)
             if report.diverged:
                 save_evidence(report, report_dir, lambda finding: _evidence(held, finding))
-                if policy == "repair" and (refusal := repairs.refusal(report, max_repairs)):
-                    report = replace(report, notes=(*report.notes, refusal))
-                elif policy == "repair":
-                    report = repair(anchor, build, compared)
-                    report = repairs.note(report) if report.repaired else report
+                if policy == "repair":
+                    report = repairs.repair(report, max_repairs, partial(repair, anchor, build, compared))
                 texts = standing.texts(report) if policy == "warn" else None
                 announce(report, anchor, raises=policy in ("raise", "repair"), tell=tell, texts=texts)
             return report

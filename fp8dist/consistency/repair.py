@@ -14,7 +14,7 @@ from fp8dist.consistency.findings import Differing
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import Compared, check_replicas
 from fp8dist.consistency.report import DivergenceReport, split
-from fp8dist.divergence import MORE, Finding
+from fp8dist.divergence import MORE
 from fp8dist.sync.groups import SyncGroup
 from fp8dist.text import first_few
 from fp8dist_kernels.reference.content import as_bytes
@@ -42,32 +42,29 @@ class Repairs:
         found = _identities(report)
         self._counts = {of: n for of, n in self._counts.items() if of in found or of[0] not in kinds}
 
-    def refusal(self, report: DivergenceReport, most: int | None) -> str:
-        """Return why the findings are not repaired again, or "". ``most``: allowed repairs in a row; None: any."""
-        again = [
-            name for kind, name in _identities(report) if most is not None and self._counts.get((kind, name), 0) >= most
-        ]
-        return f"nothing was copied: {_persists(again, most)} (max_repairs)" if again else ""
-
-    def note(self, report: DivergenceReport) -> DivergenceReport:
-        """Count the repairs of a report. Return it, with a note if some were necessary for the third time in a row."""
-        found = _identities(report)
+    def repair(
+        self, report: DivergenceReport, most: int | None, mend: Callable[[], DivergenceReport]
+    ) -> DivergenceReport:
+        """Return what ``mend`` returns, with a note if it repeats a repair for the third time in a row; or the report
+        with a note, if the findings were repaired in the last ``most`` checks. COLLECTIVE as ``mend``."""
+        found = sorted(_identities(report))
+        if most is not None and (again := [of for of in found if self._counts.get(of, 0) >= most]):
+            return replace(report, notes=(*report.notes, f"nothing was copied: {_persists(again, most)} (max_repairs)"))
+        mended = mend()
+        if not mended.repaired:
+            return mended
         self._counts |= {of: self._counts.get(of, 0) + 1 for of in found}
-        again = [name for kind, name in found if self._counts[kind, name] >= _REPEATED]
-        if not again:
-            return report
-        times = max(self._counts[of] for of in found)
-        return replace(
-            report, notes=(*report.notes, f"{_persists(again, times)}: look for what makes the ranks differ")
-        )
+        again = [of for of in found if self._counts[of] >= _REPEATED]
+        note = [f"{_persists(again, max(self._counts[of] for of in again))}"] if again else []
+        return replace(mended, notes=(*mended.notes, *note))
 
 
-def _persists(names: Sequence[str], times: int | None) -> str:
-    return f"the cause persists: {first_few(names)} repaired in {times} checks in a row"
+def _persists(again: Sequence[tuple[str, str]], times: int) -> str:
+    return f"the cause persists: {first_few([name for _, name in again])} repaired in {times} checks in a row"
 
 
-def _identities(report: DivergenceReport) -> dict[tuple[str, str], Finding]:
-    return {(f.kind, f.name): f for f in report.findings if f.name != MORE}
+def _identities(report: DivergenceReport) -> set[tuple[str, str]]:
+    return {(f.kind, f.name) for f in report.findings if f.name != MORE}
 
 
 def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared) -> DivergenceReport:

@@ -36,8 +36,8 @@ __all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters", "is_
 
 ANCHOR = "all ranks that check"
 
-_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""Attribute with which a module tells DDP what not to keep equal."""
+_MARKS = ("_ddp_params_and_buffers_to_ignore", "_hf_tp_plan")
+"""Attributes of modules that say what DDP must not keep equal, and how Transformers shards a weight."""
 
 _PLAIN = (nn.Parameter, nn.UninitializedParameter)
 
@@ -308,7 +308,8 @@ def is_plain(module: nn.Module) -> bool:
     """True if nothing shows that ranks hold other parameters: no wrapper, no tensor subclass, no mark of a shard or of
     an expert."""
     return not (
-        any(isinstance(part, DistributedDataParallel) or hasattr(part, _IGNORED_BY_DDP) for part in module.modules())
+        any(isinstance(part, DistributedDataParallel) for part in module.modules())
+        or any(hasattr(part, mark) for part in module.modules() for mark in _MARKS)
         or fsdp1_modules(module)
         or zero_groups(module)
         or megatron.is_megatron(module)

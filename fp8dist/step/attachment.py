@@ -107,7 +107,7 @@ class Attachment:
         cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute, start)
         if start is not None:
             try:
-                cycle.checker.compare_start(model, whole, start, first=not cycle.job.boundaries)
+                cycle.checker.compare_start(model, whole, start)
             except BaseException:  # The caller may make the ranks equal, and attach again.
                 cycle.untie()
                 self._module = None

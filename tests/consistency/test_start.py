@@ -171,6 +171,23 @@ def test_buffers_are_compared_but_no_statistics(three_ranks: RankPool) -> None:
     assert three_ranks.run(_buffers) == [[[("buffer", "table", (1,), (0,))], []]] * 3
 
 
+def _every_module_matches_a_pattern() -> Any:
+    """Two patterns name the group of all ranks, another one a pair: the pair's arena comes first on ranks 0 and 1."""
+    net, pairs = make_net(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if dist.get_rank() % 2:
+        nn.init.ones_(net.branch.weight)
+        nn.init.ones_(net.last.bias)
+    groups = {"first": dist.group.WORLD, "last": dist.group.WORLD, "branch": pairs[dist.get_rank() // 2]}
+    manager = fp8dist.prepare(net, group=dist.group.WORLD, groups=groups)  # type: ignore[arg-type]
+    with captured_log(), pytest.raises(DivergenceError) as caught:
+        manager.attach()
+    return [f.name for f in caught.value.report.findings]
+
+
+def test_all_ranks_compare_though_each_module_has_a_pattern(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_every_module_matches_a_pattern, timeout=30) == [["last.bias"]] * 4
+
+
 def _unreadable() -> Any:
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)

@@ -161,7 +161,11 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for item in items if item is not None for tensor in _tensors(item)]
 
 
-@pytest.mark.parametrize("name", CALLS)
+SLOW = ("jagged", "func.jvp")
+"""Calls for which torch imports much."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CALLS])
 def test_what_fp8_does_not_support_is_one_error_and_works_in_no_fp8(name: str) -> None:
     call, limit = CALLS[name]
     plain = _net()
