@@ -9,99 +9,25 @@ The manual is in docs/ and starts at docs/quickstart.md. ARCHITECTURE.md describ
 
 from __future__ import annotations
 
-from fp8dist import ddp, errors, fsdp
-from fp8dist.checkpoint.transformer_engine import ImportReport
-from fp8dist.consistency.checker import Event, Replayed
-from fp8dist.consistency.replay_report import ReplayFinding, ReplayReport
-from fp8dist.consistency.report import DivergenceReport
-from fp8dist.coverage import Coverage, CoverageRow
-from fp8dist.divergence import Finding
-from fp8dist.errors import (
-    CheckpointError,
-    ConfigurationError,
-    DivergenceError,
-    Fp8DistError,
-    LossAlarm,
-    LossDiverged,
-    ManifestMismatchError,
-    NotAModelError,
-    SyncError,
-    UnknownArgumentError,
-)
-from fp8dist.manager import StateManager, get_manager
-from fp8dist.model_check import check
-from fp8dist.model_replay import replay
-from fp8dist.model_trace import trace
-from fp8dist.modules.fp8_experts import FP8Experts
-from fp8dist.modules.grouped_linear import grouped_linear
-from fp8dist.modules.overrides import first_and_last
-from fp8dist.monitoring.cause import Cause
-from fp8dist.monitoring.exporter import Exporter
-from fp8dist.monitoring.loss_guard import LossGuard
-from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
-from fp8dist.monitoring.recorder import Recorder
-from fp8dist.monitoring.watch import Observation, RankTimes
-from fp8dist.prepare import prepare, restore
-from fp8dist.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
-from fp8dist.replays.buffer import ReplayBuffer
-from fp8dist.replays.triggers import replay_on
-from fp8dist.state.fallback import Fallback
-from fp8dist.state.slots import Slot
-from fp8dist.sync.roll_call import Attendance, roll_call
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Attendance",
-    "BlockScaling",
-    "Cause",
-    "CheckpointError",
-    "ConfigurationError",
-    "Coverage",
-    "CoverageRow",
-    "CurrentScaling",
-    "DelayedScaling",
-    "DivergenceError",
-    "DivergenceReport",
-    "Event",
-    "Exporter",
-    "FP8Experts",
-    "Fallback",
-    "Finding",
-    "Fp8DistError",
-    "ImportReport",
-    "LossAlarm",
-    "LossDiverged",
-    "LossGuard",
-    "ManifestMismatchError",
-    "Monitor",
-    "NotAModelError",
-    "Observation",
-    "RankTimes",
-    "Recipe",
-    "Recorder",
-    "ReplayBuffer",
-    "ReplayFinding",
-    "ReplayReport",
-    "Replayed",
-    "RowwiseScaling",
-    "ScaleJump",
-    "Slot",
-    "SlotStatistics",
-    "StateManager",
-    "SyncError",
-    "UnknownArgumentError",
-    "check",
-    "ddp",
-    "errors",
-    "first_and_last",
-    "fsdp",
-    "get_manager",
-    "grouped_linear",
-    "prepare",
-    "replay",
-    "replay_on",
-    "restore",
-    "roll_call",
-    "trace",
-]
+if TYPE_CHECKING:
+    from fp8dist.public import *  # noqa: F403  (it has __all__)
+    from fp8dist.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import the public names when the first is used: torch takes seconds, and ``fp8dist --help`` needs none."""
+        if name != "__all__" and name.startswith("__"):  # The import system looks for some.
+            raise AttributeError(f"module 'fp8dist' has no attribute {name!r}")
+        public = importlib.import_module("fp8dist.public")
+        globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
+        if name in globals():
+            return globals()[name]
+        raise AttributeError(f"module 'fp8dist' has no attribute {name!r}", name=name)
+
+    def __dir__() -> list[str]:
+        return [*globals(), *__getattr__("__all__")]

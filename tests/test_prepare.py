@@ -226,6 +226,33 @@ def test_a_model_may_change_its_dtype_after_its_state_was_placed() -> None:
     assert float(manager.scale("", "input")) == scale
 
 
+def test_a_model_may_swap_the_contents_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch swaps no parameter that has a weak reference: neither right after prepare() nor between steps."""
+    results = []
+    for swaps in (False, True):
+        monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swaps)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        model[2].weight = model[0].weight
+        manager = fp8dist.prepare(model)
+        model.double().float()
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager.attach(optimizer=optimizer)
+        losses = []
+        for step in range(4):
+            loss = model(inputs(8, 32, seed=step)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if step % 2:  # With gradients, torch would lose them.
+                optimizer.step()
+                optimizer.zero_grad()
+                model.double().float()
+                model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        results.append((losses, parameter_bits(model)))
+    assert results[0] == results[1]
+
+
 def test_rowwise_scaling_has_no_fp8_all_gather() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     with pytest.raises(ConfigurationError, match="1: fp8_all_gather=True does not work with RowwiseScaling"):

@@ -572,13 +572,15 @@ class LinearSlots:
     def _reuse_key(self, weight: Tensor, parameter: Tensor) -> tuple[int, int, int] | None:
         """Return a key that stays equal while a cast can be reused. None under torch.compile (a guard on the cast would
         break), under a dispatch mode (selective checkpointing counts ops by position), during capture (the graph must
-        contain the cast), and for a weight made under inference_mode, whose writes torch does not count."""
+        contain the cast), for a weight made under inference_mode, whose writes torch does not count, and where torch
+        swaps the contents of parameters to move them: it refuses those that have weak references, as a cast has."""
         if (
             not self.job.reuse_casts
             or torch.compiler.is_compiling()
             or torch._C._len_torch_dispatch_stack() > 0
             or capturing(weight.device)
             or parameter.is_inference()
+            or torch.__future__.get_swap_module_params_on_conversion()
         ):
             return None
         return self.job.generation, weight.data_ptr(), parameter._version

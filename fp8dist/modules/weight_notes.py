@@ -82,9 +82,12 @@ class WeightNote:
             self._versions = [tensor._version for tensor in self._counted]
 
     def remember(self, parameters: Iterable[Tensor]) -> None:
-        """Remember the parameters that store the weight: an optimizer may still hold them after others replace them."""
+        """Remember the parameters that store the weight: an optimizer may still hold them after others replace them. Not
+        where torch swaps the contents of parameters to move them: it refuses those that have weak references."""
+        if torch.__future__.get_swap_module_params_on_conversion():
+            return
         for parameter in parameters:
-            # torch cannot move a DTensor that has weak references.
+            # DTensors are always swapped.
             if not is_dtensor(parameter) and all(parameter is not known() for known in self._remembered):
                 self._remembered.append(weakref.ref(parameter))
 

@@ -403,7 +403,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
             flip(tensors["t7"], 999_999, 1)
         save_file(tensors, tmp_path / f"{rank}")
     code = (
-        "import sys, threading, time; from fp8dist.cli.main import main\n"
+        "import sys, threading, time; import fp8dist.cli.commands; from fp8dist.cli.main import main\n"
         "def now():  # What is mapped from files does not count.\n"
         "    return int(open('/proc/self/status').read().partition('RssAnon:')[2].split()[0])\n"
         "before, seen = now(), [0]\n"
@@ -511,3 +511,32 @@ def test_a_closed_pipe_does_not_change_the_verdict(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-m", "fp8dist", "check", *paths], stdout=writer, timeout=60, check=False)
     os.close(writer)
     assert run.returncode == 1
+
+
+@pytest.mark.parametrize("word", ["--help", "--version", "watch --help", "launch --help"])
+def test_help_imports_no_torch(word: str) -> None:
+    """torch takes two seconds."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv[1:] = {word.split()!r}\n"
+        "try:\n"
+        "    runpy.run_module('fp8dist', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+
+
+def test_public_names_are_there_after_any_import() -> None:
+    """Submodules may be imported first, as a pickle does."""
+    code = (
+        "import fp8dist.manager\n"
+        "import fp8dist.preparation\n"
+        "import fp8dist\n"
+        "assert not hasattr(fp8dist, 'nothing')\n"
+        "from fp8dist import *\n"
+        "assert prepare is fp8dist.prepare and ddp is fp8dist.ddp and set(fp8dist.__all__) < set(dir(fp8dist))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

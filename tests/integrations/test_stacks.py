@@ -91,6 +91,9 @@ def test_a_caller_is_found_by_its_type() -> None:
 
 @pytest.mark.slow
 def test_no_trainer_is_imported_unasked() -> None:
-    code = f"import sys, fp8dist, fp8dist.cli.main\nprint([name for name in {list(TESTED)} if name in sys.modules])"
+    code = (
+        "import sys, fp8dist.public, fp8dist.cli.commands\n"
+        f"print([name for name in {list(TESTED)} if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,270 @@
+"""What the commands of the command line do. ``main`` imports this module, and so torch, when a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import glob
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from fp8dist.cli.doctor import examine
+from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, Usage
+from fp8dist.cli.export import export
+from fp8dist.cli.report import report as write_report
+from fp8dist.cli.simulate import simulate
+from fp8dist.cli.verify import verify
+from fp8dist.cli.watch import watch
+from fp8dist.consistency.inventory import Holdings, ReplicaSet
+from fp8dist.consistency.protocol import check_replicas
+from fp8dist.consistency.report import DivergenceReport
+from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.offline.comparison import SourceContent, bytes_in, compare_sources
+from fp8dist.offline.inspection import inspect_source
+from fp8dist.offline.partings import compare_traces, compare_traces_of_ranks, traces_text
+from fp8dist.offline.sources import open_source
+from fp8dist.offline.traces import is_trace
+from fp8dist.sync.groups import SyncGroup
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command of a parsed command line, and return the exit code."""
+    return _COMMANDS[options.command](options)
+
+
+def _print(as_json: bool, plain: Any, text: str) -> None:
+    try:
+        print(json.dumps(plain, indent=1, allow_nan=False) if as_json else text, flush=True)
+    except BrokenPipeError:  # The reader, such as "| head", closed the pipe.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the interpreter closes it)
+
+
+# check ------------------------------------------------------------------------------------------------
+
+
+def _check(options: argparse.Namespace) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _check_across_ranks(options)
+    paths = [path for given in options.paths for path in _expanded(given)]
+    if len(paths) < 2:
+        raise Usage("needs at least two paths to compare")
+    if any(is_trace(path) for path in paths):
+        return _check_traces(paths, options.json)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(open_source(path)) for path in paths]
+        families = {source.family: source.path for source in sources}
+        if len(families) > 1:
+            state, parameters = families["state"], families["parameters"]
+            raise Usage(f"{state} is FP8 state and {parameters} is a checkpoint: compare files of one kind")
+        total = sum(map(bytes_in, sources))
+        with _bar(total, options.json) as bar:
+            report = compare_sources(sources, bar.update)
+    _require_compared(report)
+    _print(options.json, {**report.to_json(), "files": paths}, str(report))
+    return _outcome(report)
+
+
+def _check_traces(paths: list[str], as_json: bool) -> int:
+    for path in paths:
+        _require_trace(path)
+    report = compare_traces(paths)
+    _require_compared(report)
+    _print(as_json, {**report.to_json(), "files": paths}, traces_text(report))
+    return _outcome(report)
+
+
+def _require_trace(path: str) -> None:
+    """Raise Usage if the path is a checkpoint, and CheckpointError if it is neither that nor a trace."""
+    if not is_trace(path):
+        open_source(path).close()
+        raise Usage(f"{path} is a checkpoint, and others are traces: compare files of one kind")
+
+
+def _bar(total: int, hidden: bool) -> Any:
+    return tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=True if hidden else None, leave=False)
+
+
+def _expanded(path: str) -> list[str]:
+    """Return the paths that a path with {rank} expands to, in rank order.
+
+    Raises:
+        CheckpointError: no file matches, or the file of a rank below the highest is missing.
+    """
+    if "{rank}" not in path:
+        return [path]
+    before, *rest = map(re.escape, path.split("{rank}"))
+    pattern = re.compile(f"{before}(?P<rank>[0-9]+)" + "(?P=rank)".join(rest))
+    found = glob.glob("[0-9]*".join(map(glob.escape, path.split("{rank}"))))
+    by_rank = {int(match["rank"]): match[0] for match in map(pattern.fullmatch, found) if match}
+    gap = next(rank for rank in itertools.count() if rank not in by_rank)
+    if gap == 0 or gap < max(by_rank):
+        raise CheckpointError(f"{path.replace('{rank}', str(gap))}: no such file or directory")
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _check_across_ranks(options: argparse.Namespace) -> int:
+    """Compare one path per rank. COLLECTIVE."""
+    if len(options.paths) != 1:
+        raise Usage("under torchrun each rank reads one path: give one PATH with {rank} in it")
+    absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise Usage(f"WORLD_SIZE is set but {absent[0]} is not: use torchrun, or unset WORLD_SIZE")
+    dist.init_process_group("gloo")
+    try:
+        anchor = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        path = options.paths[0].replace("{rank}", str(anchor.rank))
+        if any(anchor.gather(_seems_trace(path))):
+            return _check_traces_across_ranks(path, anchor, options.json)
+        with ExitStack() as stack:
+
+            def build() -> Holdings:
+                source = stack.enter_context(open_source(path))
+                hidden = options.json or anchor.rank > 0
+                bar = stack.enter_context(_bar(bytes_in(source), hidden))
+                return Holdings((ReplicaSet("", anchor, (SourceContent(source, bar.update),)),))
+
+            report = check_replicas(anchor, build).report
+        _require_compared(report)
+        code = _outcome(report)
+        if anchor.rank == (report.reporting_rank if report.findings else 0):
+            if code == UNREADABLE:
+                for finding in report.findings:
+                    print(f"fp8dist check: rank {finding.ranks[0]}: {finding.detail}", file=sys.stderr)
+            else:
+                _print(options.json, report.to_json(), str(report))
+        dist.barrier()  # A launcher kills all ranks as soon as one fails, so wait until the report is printed.
+        return code
+    finally:
+        dist.destroy_process_group()
+
+
+def _seems_trace(path: str) -> bool:
+    with contextlib.suppress(CheckpointError):  # It is told later, on all ranks.
+        return is_trace(path)
+    return False
+
+
+def _check_traces_across_ranks(path: str, group: SyncGroup, as_json: bool) -> int:
+    """Compare one trace per rank. COLLECTIVE."""
+    usage = ""
+    try:
+        _require_trace(path)
+    except Usage as error:
+        usage = f"rank {group.rank}: {error}"
+    except CheckpointError:  # ``compare_traces_of_ranks`` says it, on all ranks.
+        pass
+    found = [text for text in group.gather(usage) if text]
+    if found:
+        raise Usage(found[0])
+    try:
+        report = compare_traces_of_ranks(path, group)
+    except CheckpointError as error:
+        if group.rank == 0:
+            print(f"fp8dist check: {error}", file=sys.stderr)
+        dist.barrier()  # As below.
+        return UNREADABLE
+    _require_compared(report)
+    if group.rank == 0:
+        _print(as_json, report.to_json(), traces_text(report))
+    dist.barrier()
+    return _outcome(report)
+
+
+def _require_compared(report: DivergenceReport) -> None:
+    """Raise Usage if nothing was compared, so that empty files do not count as equal. Same result on all ranks."""
+    if not (report.findings or any(report.compared.values())):
+        raise Usage("nothing to compare: none of the paths holds a tensor or a slot")
+
+
+def _outcome(report: DivergenceReport) -> int:
+    if any(f.kind == "error" for f in report.findings):
+        return UNREADABLE
+    return DIVERGED if report.diverged else CONSISTENT
+
+
+# inspect, doctor, simulate, export, verify, watch -----------------------------------------------------
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    with open_source(options.path) as source:
+        inspection = inspect_source(source)
+    _print(options.json, inspection.to_json(), str(inspection))
+    return CONSISTENT
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    examination = examine(burning=options.burn)
+    if int(os.environ.get("RANK", "0")) == 0 or not examination.healthy:
+        _print(options.json, examination.as_dict(), str(examination))
+    return CONSISTENT if examination.healthy else DIVERGED
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    try:
+        report = simulate(options)
+    except ConfigurationError as error:
+        raise Usage(str(error)) from error
+    _print(options.json, report.to_json(), str(report))
+    return CONSISTENT
+
+
+def _report(options: argparse.Namespace) -> int:
+    try:
+        write_report(options)
+    except ConfigurationError as error:
+        raise Usage(str(error)) from error
+    return CONSISTENT
+
+
+def _export(options: argparse.Namespace) -> int:
+    try:
+        print(export(options), flush=True)
+    except ConfigurationError as error:
+        raise Usage(str(error)) from error
+    return CONSISTENT
+
+
+def _verify(options: argparse.Namespace) -> int:
+    try:
+        verification = verify(options, lambda total: _bar(total, options.json))
+    except ConfigurationError as error:
+        raise Usage(str(error)) from error
+    _require_compared(verification.report)
+    _print(options.json, verification.to_json(), str(verification))
+    return _outcome(verification.report)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    try:
+        watch(options)
+    except ConfigurationError as error:
+        raise Usage(str(error)) from error
+    except BrokenPipeError:  # The reader, such as "| head", closed the pipe.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the interpreter closes it)
+    return CONSISTENT
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
+    {
+        "check": _check,
+        "inspect": _inspect,
+        "doctor": _doctor,
+        "simulate": _simulate,
+        "report": _report,
+        "export": _export,
+        "verify": _verify,
+        "watch": _watch,
+    }
+)
