@@ -24,7 +24,7 @@ from fp8dist.modules.modes import Mode
 from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Linear, parallel_linear
-from fp8dist.modules.unsupported import differentiable_once, require_eager, require_floating
+from fp8dist.modules.unsupported import differentiable_once, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.arena import SlotState
@@ -162,7 +162,7 @@ class FP8Linear(nn.Linear):
             raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
         require_floating(input, fqn)
         weight = self.weight  # Read once: a parametrization recomputes it at each access.
-        compute = self._computation(weight)
+        compute = self._computation(input, weight)
         weight = weight.t() if self.transposed else weight
         if is_dtensor(weight):
             return parallel_linear(compute, input, weight, bias, fqn)
@@ -170,11 +170,11 @@ class FP8Linear(nn.Linear):
             raise ConfigurationError(f"{fqn}: its input is a DTensor, its weight is not: parallelize the Linear, too")
         return compute(input, weight, bias)
 
-    def _computation(self, weight: Tensor) -> Linear:
+    def _computation(self, input: Tensor, weight: Tensor) -> Linear:
         """Return the function for this forward: in FP8, or in high precision with or without recording amaxes."""
         slots = self.fp8_slots
         high = slots.precision.high
-        mode, record = slots.mode(self, high, high == GEMMS, slots.precision.observing)
+        mode, record = slots.mode(self, input, weight, high, high == GEMMS, slots.precision.observing)
         if mode.casts:
             return functools.partial(self._in_fp8, weight, mode, record)
         return self._observed if mode.recording or (mode.observes and record) else _in_high_precision
@@ -185,7 +185,7 @@ class FP8Linear(nn.Linear):
         """Compute the output with FP8 GEMMs. ``weight``: this rank's local tensor of ``parameter``."""
         slots = self.fp8_slots
         out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
-        self._require_fitting(input, weight)
+        self._require_features(input, in_features)
         high, states = mode.high, slots.states(weight.device)
         outgrown = slots.of_parts(mode.outgrown, weight, parameter)
         kind = input.device.type
@@ -203,7 +203,7 @@ class FP8Linear(nn.Linear):
 
     def _observed(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute in high precision, and record the amaxes of the tensors that FP8 would cast, if steps sync amaxes."""
-        self._require_fitting(input, weight)
+        self._require_features(input, weight.shape[1])
         slots = self.fp8_slots
         input_state, weight_state, grad_state = slots.states(weight.device)
         if not slots.sync.every_step:
@@ -214,11 +214,9 @@ class FP8Linear(nn.Linear):
         output = _in_high_precision(input, weight, bias)
         return _ObserveGradient.apply(output, slots, grad_state) if output.requires_grad else output
 
-    def _require_fitting(self, input: Tensor, weight: Tensor) -> None:
-        """Raise ConfigurationError if FP8 cannot multiply ``input`` with this rank's weight."""
-        fqn, in_features = self.fp8_slots.slots[Role.INPUT].fqn, weight.shape[1]
-        require_eager(input, weight, fqn)
+    def _require_features(self, input: Tensor, in_features: int) -> None:
         if input.ndim == 0 or input.shape[-1] != in_features:
+            fqn = self.fp8_slots.slots[Role.INPUT].fqn
             raise ConfigurationError(f"{fqn}: expected [..., {in_features}], got {tuple(input.shape)}")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

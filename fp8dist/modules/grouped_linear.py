@@ -16,7 +16,7 @@ from fp8dist.modules.grouped_slots import Choice, GroupedSlots, Some
 from fp8dist.modules.linear_slots import States
 from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
-from fp8dist.modules.unsupported import differentiable_once, require_eager, require_floating
+from fp8dist.modules.unsupported import differentiable_once, require_floating
 from fp8dist.state.arena import SlotState
 from fp8dist.sync.groups import is_dtensor
 from fp8dist_kernels.formats import Role
@@ -173,16 +173,14 @@ def grouped_linear(
     if job.awaits_attach:
         raise ConfigurationError(f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward")
     states, choice = slots.states(weight.device), slots.choice(weight.device)
-    mode, record = slots.mode(owner, choice, choice.all_high, True)
+    mode, record = slots.mode(owner, x, weight, choice, choice.all_high, True)
     recorded = {role: record and (mode.recording or mode.high.records[role]) for role in Role}
     if mode.casts:
-        require_eager(x, weight, slots.fqn)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         call = _Call(slots, states, mode.high, record, recorded, wants_weight_grad, mode.outgrown)
         return _in_fp8(x, weight, offsets, bias, owner, call)
     if not slots.sync.every_step or not (mode.recording or (mode.observes and record)):
         return _in_high_precision(x, weight, offsets, bias)
-    require_eager(x, weight, slots.fqn)
     slots.observe_rows(x, offsets, states[0], recorded[Role.INPUT])
     slots.record_weight(weight, None, offsets, states[1], recorded[Role.WEIGHT])
     output = _in_high_precision(x, weight, offsets, bias)

@@ -27,6 +27,7 @@ from fp8dist.modules.outgrown import (
     shrunk,
     unfit_for,
 )
+from fp8dist.modules.unsupported import require_eager
 from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of, stored_parameters
 from fp8dist.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.arena import SlotState
@@ -202,7 +203,9 @@ class LinearSlots:
         """True if this step's sync or a watch needs amaxes."""
         return self.sync.every_step or self.job.measuring
 
-    def mode(self, module: nn.Module, high: Any, all_high: bool, observing: bool) -> tuple[Mode, bool]:
+    def mode(
+        self, module: nn.Module, x: Tensor, weight: Tensor, high: Any, all_high: bool, observing: bool
+    ) -> tuple[Mode, bool]:
         """Return how this forward of ``module`` computes, and True if it records amaxes. Takes the notes of it. A
         forward that a backward repeats computes as it did before, whatever has changed since: see ``Modes``. Compiled
         forwards read the mode anew.
@@ -211,6 +214,9 @@ class LinearSlots:
             high: the GEMMs that are in high precision now, as in ``Mode``.
             all_high: True if these are all.
             observing: True if a module in high precision records amaxes now.
+
+        Raises:
+            ConfigurationError: FP8 supports neither ``x`` nor the transform that calls the module. No note was taken.
         """
         job, training = self.job, module.training
         in_fp8, recording = job.in_fp8, job.recording
@@ -223,6 +229,8 @@ class LinearSlots:
         if compiling:
             limit = self.limit if training else self.eval_limit
             return Mode(casts, observing and in_fp8, recording, training, high, Outgrown(limit)), record
+        if casts or recording or (observing and in_fp8 and record):
+            require_eager(x, weight, self.fqn)
         if job.microbatches is not None:
             if record:
                 job.microbatches.forward(*self.fqns)
@@ -643,7 +651,8 @@ class LinearSlots:
             self.note.backward_in(self.job.boundaries, recorded)
         if not recorded:
             return
-        self.note_backward()
+        if self.job.microbatches is not None:
+            self.job.microbatches.backward()
         if self.job.unsynced:
             self.job.said_unsynced = True
             logger.warning(
