@@ -27,6 +27,7 @@ from fp8dist.parallel.wrappers import (
 )
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
+from fp8dist.sync.accord import Votes
 from fp8dist.sync.groups import is_dtensor, largest_of_parts
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
@@ -61,6 +62,8 @@ class ShardedWeights:
         forward: ForwardState,
     ) -> None:
         self.weights = tuple(weights)
+        for weight in self.weights:
+            weight.install()
         self._forward = forward
         self._modules = weakref.WeakSet(modules)
         self._within: dict[int, tuple[ShardedWeight, ...]] = {}
@@ -70,9 +73,10 @@ class ShardedWeights:
         self._settle, self._fit = weakref.WeakMethod(settle), weakref.WeakMethod(fit)
         self._outermost: int | None = None
         self._look_until = -1
+        meshes = {id(mesh): mesh for weight in weights for mesh, _ in weight.cuts}
+        ranks = {rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()}
+        self._votes = Votes(sorted(ranks))
         self._handles: list[RemovableHandle] = []
-        for weight in self.weights:
-            weight.install()
         for module in modules:
             before = module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
             after = module.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True)
@@ -195,12 +199,28 @@ class ShardedWeights:
             self.look_ahead()
         for sync in syncs:
             sync.outgrown = False
+        looks, handed_out = job.boundaries < self._look_until, self._taken_back(weights)
         new = [weight for weight in weights if weight.chosen_in != job.boundaries]
-        if job.boundaries < self._look_until:
+        # One rank alone may have called state_dict(), so the others do not know.
+        if handed_out and not (looks and new == weights) and self._votes.carried(str(job.boundaries)):
+            self.reshard()
+            looks, new = True, weights
+        if looks:
             self._choose(new, once=False)
         else:
             for weight in new:
                 weight.choose(None, once=False, for_backward=True)
+        if handed_out:
+            for weight in weights:
+                weight.tell_of_growth()
+
+    def _taken_back(self, weights: Sequence[ShardedWeight]) -> bool:
+        """True if a state_dict has handed out one of these weights since the last call."""
+        notes = [weight.slots.note for weight in weights]
+        found = any(note.handed_out for note in notes)
+        for note in notes:
+            note.handed_out = False
+        return found
 
     def _choose(self, weights: Sequence[ShardedWeight], once: bool) -> None:
         """Compare the weights with their scales, and choose what to cast them with. COLLECTIVE: one all-reduce for each

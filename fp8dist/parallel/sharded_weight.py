@@ -270,6 +270,12 @@ class ShardedWeight:
         if for_backward:
             self._of_backward = scale
 
+    def tell_of_growth(self) -> None:
+        """Report to other modules whether the weight has outgrown its slot's scale, if another was chosen. Local."""
+        slots = self.slots
+        if self._chosen is not None:
+            slots.tell_of_new_scale(slots.weight_scale(), self._chosen)
+
     def forget_choice(self) -> None:
         """Note that the weight or its slot's scale may have changed since the last choice."""
         self._chosen, self.chosen_in = None, -1

@@ -23,7 +23,6 @@ from fp8dist_kernels import ops
 from tests.support.experts import Experts
 from tests.support.training import batch, bits, gradient_bits, histories, parameter_bits, state_bits
 
-
 # Reentrant, with grad off.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
