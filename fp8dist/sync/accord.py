@@ -5,8 +5,10 @@ A rank that fails issues no collective, so the others cannot mistake one for the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -69,11 +71,13 @@ class Votes:
     def __init__(self, ranks: Sequence[int]) -> None:
         """``ranks``: global ranks, this one among them."""
         self._size, self._last = len(ranks), ("", 0)
+        self._store: Any = None
         if self._size > 1:
             own = f"fp8dist/votes/{identity_of(ranks)}"
             store = distributed_c10d.PrefixStore(own, distributed_c10d._get_default_store())
-            number = store.add(f"made/{dist.get_rank()}", 1)
-            self._store = distributed_c10d.PrefixStore(str(number), store)
+            with contextlib.suppress(RuntimeError):  # The store of a pretended job.
+                number = store.add(f"made/{dist.get_rank()}", 1)
+                self._store = distributed_c10d.PrefixStore(str(number), store)
 
     def carried(self, point: str) -> bool:
         """Vote for it, and return True if all ranks do so at this point; the same on all ranks that vote. A rank that
@@ -82,8 +86,8 @@ class Votes:
         Args:
             point: name of the point of the program, the same on all ranks.
         """
-        if self._size == 1:
-            return True
+        if self._store is None:
+            return self._size == 1
         self._last = point, self._last[1] + 1 if self._last[0] == point else 0
         store = distributed_c10d.PrefixStore(f"{point}/{self._last[1]}", self._store)
         if store.add("came", 1) == self._size:
