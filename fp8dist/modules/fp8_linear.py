@@ -172,7 +172,7 @@ class FP8Linear(nn.Linear):
         """Return the function for this forward: in FP8, or in high precision with or without recording amaxes."""
         slots = self.fp8_slots
         high = slots.precision.high
-        mode, record = slots.mode(self, high, high == GEMMS, slots.precision.observing)
+        mode, record = slots.mode(self, high, high == GEMMS)
         if mode.casts:
             return functools.partial(self._in_fp8, weight, mode, record)
         return self._observed if mode.recording or (mode.observes and record) else _in_high_precision

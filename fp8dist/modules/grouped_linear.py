@@ -171,7 +171,7 @@ def grouped_linear(
     if job.awaits_attach:
         raise ConfigurationError(f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward")
     states, choice = slots.states(weight.device), slots.choice(weight.device)
-    mode, record = slots.mode(owner, choice, choice.all_high, True)
+    mode, record = slots.mode(owner, choice, choice.all_high)
     recorded = {role: record and (mode.recording or mode.high.records[role]) for role in Role}
     if mode.casts:
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad

@@ -86,6 +86,11 @@ class GroupedSlots(LinearSlots):
         return self._precisions
 
     @property
+    def observing(self) -> bool:
+        """See ``LinearSlots``. The ``Choice`` has the experts."""
+        return True
+
+    @property
     def weight_slots(self) -> tuple[Slot, ...]:
         """See ``LinearSlots``."""
         return tuple(slots[Role.WEIGHT] for slots in self.experts)

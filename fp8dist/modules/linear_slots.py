@@ -208,7 +208,12 @@ class LinearSlots:
         """True if this step's sync or a watch needs amaxes."""
         return self.sync.every_step or self.job.measuring
 
-    def mode(self, module: nn.Module, high: Any, all_high: bool, observing: bool) -> tuple[Mode, bool]:
+    @property
+    def observing(self) -> bool:
+        """True if forwards in high precision record amaxes in training. Compiled forwards guard on it: read it late."""
+        return self.precision.observing
+
+    def mode(self, module: nn.Module, high: Any, all_high: bool) -> tuple[Mode, bool]:
         """Return how this forward of ``module`` computes, and True if it records amaxes. Takes the notes of it. A
         forward that a backward repeats computes as it did before, whatever has changed since: see ``Modes``. Compiled
         forwards read the mode anew.
@@ -216,11 +221,11 @@ class LinearSlots:
         Args:
             high: the GEMMs that are in high precision now, as in ``Mode``.
             all_high: True if these are all.
-            observing: True if a module in high precision records amaxes now.
         """
         job, training = self.job, module.training
         in_fp8, recording = job.in_fp8, job.recording
         casts = in_fp8 and not all_high and (training or job.eval_precision == "fp8")
+        observes = in_fp8 and not casts and self.observing
         compiling = torch.compiler.is_compiling()
         repeated = None if compiling else self._modes.repeated()
         if repeated is not None:
@@ -228,7 +233,7 @@ class LinearSlots:
         record = self.wanted and (recording or (training and torch.is_grad_enabled()))
         if compiling:
             limit = self.limit if training else self.eval_limit
-            return Mode(casts, observing and in_fp8, recording, training, high, Outgrown(limit)), record
+            return Mode(casts, observes, recording, training, high, Outgrown(limit)), record
         if job.microbatches is not None:
             if record:
                 job.microbatches.forward(*self.fqns)
@@ -241,7 +246,7 @@ class LinearSlots:
             self.note.idle_in(job.boundaries)
         if repeated is not None:
             return repeated, record
-        mode = Mode(casts, observing and in_fp8, recording, training, high, outgrown)
+        mode = Mode(casts, observes, recording, training, high, outgrown)
         self._modes.add(mode)
         return mode, record
 

@@ -100,8 +100,8 @@ class Modes:
 
 
 def _place() -> tuple[bool, bool]:
-    """Return two bools: True if the innermost repetition on the call stack is that of a saved tensor, not of a node;
-    True if it is part of another one, whose node runs a backward of its own."""
+    """Return two bools: False if the innermost repetition on the call stack is that of a checkpoint's own node, True if
+    it is for a saved tensor of any node; True if a node of an outer repetition runs the backward that it belongs to."""
     unpacks: bool | None = None
     engine = False
     frame: Any = sys._getframe(1)
@@ -110,8 +110,8 @@ def _place() -> tuple[bool, bool]:
         of_node = code.co_name == "backward" and code.co_varnames[:1] == ("ctx",)
         if of_node and engine:
             return bool(unpacks), True
-        if unpacks is None and (of_node or code.co_name in _UNPACKING):
-            unpacks = not of_node
         engine = engine or code.co_name == "_engine_run_backward"
+        if unpacks is None and (of_node or engine or code.co_name in _UNPACKING):
+            unpacks = not of_node  # A node in C++ has no frame.
         frame = frame.f_back
-    return bool(unpacks), False
+    return unpacks is not False, False

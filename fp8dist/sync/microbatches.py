@@ -26,9 +26,7 @@ class Microbatches:
         self._recomputed = False  # A forward ran inside the backward, and may have started a backward of its own.
         self._backward_seen = False
         self._mixed = False
-        self._awaited = (
-            False  # A forward that records nothing, maybe because its recomputation will, began a microbatch.
-        )
+        self._awaited = False  # A forward has recorded nothing, maybe because its recomputation will.
 
     @property
     def known(self) -> bool:

@@ -224,11 +224,12 @@ def test_two_mixtures_are_isolated() -> None:
     assert trained(False) == trained(True)
 
 
-def test_a_written_weight_is_cast_with_its_own_amax() -> None:
+@pytest.mark.parametrize(("counted", "lr", "bound"), [(True, 0.1, 0.04), (False, 1e-4, 0.06)])
+def test_a_written_weight_is_cast_with_its_own_amax(counted: bool, lr: float, bound: float) -> None:
     """For each expert: one that outgrew its scale is not saturated, and the others keep their scales."""
     model = Mixture(Experts())
     manager = fp8dist.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     manager.attach(model, optimizer=optimizer)
     index, weights = routes(16, 2, range(4), 1)
     model(rows(16, 32, 1), index, weights).sum().backward()
@@ -236,13 +237,16 @@ def test_a_written_weight_is_cast_with_its_own_amax() -> None:
     optimizer.zero_grad()
     experts: Any = model.experts
     with torch.no_grad():
-        experts.gate_up_proj[2] *= 8
+        if counted:
+            experts.gate_up_proj[2] *= 8
+        else:
+            experts.gate_up_proj.data *= 1.9
     ends = torch.tensor([4, 8, 12, 16], dtype=torch.int32)
     x = rows(16, 32, 1)
     out = fp8dist.grouped_linear(x, experts.gate_up_proj, ends, experts.fp8_products["gate_up_proj"])
     high = torch.cat([x[4 * e : 4 * e + 4] @ experts.gate_up_proj[e].t() for e in range(4)])
-    # E4M3 has 4 bits of precision; sums of 32 products average the errors out.
-    assert float((out - high).detach().norm() / high.detach().norm()) < 0.04
+    # E4M3 has 4 bits of precision; sums of 32 products average the errors out. Saturated by 1.9, it is 0.11.
+    assert float((out - high).detach().norm() / high.detach().norm()) < bound
 
 
 def test_fallback_of_one_expert() -> None:
