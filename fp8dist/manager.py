@@ -849,7 +849,7 @@ class StateManager(Joinable):
         before = [(part.slots, part.slots.weight_scale()) for part in fp8_parts(model)]
         self._cycle.derive_weight_scales(local_weights(model), "all")
         for slots, scale in before:  # Inputs of later modules may grow as much, but have old scales.
-            slots.tell_of_new_scale(scale)
+            slots.tell_of_new_scale(scale, slots.weight_scale())
         if sharded is not None:
             sharded.accept()
         if self._cycle.steps is not None:

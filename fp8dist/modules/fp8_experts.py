@@ -95,6 +95,12 @@ class FP8Experts(nn.Module):
         for slots in self.fp8_products.values():
             slots.note.mark_written()
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save as nn.Module does. Also notes that the weights may be written to."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for slots in () if keep_vars else self.fp8_products.values():
+            slots.note.hand_out(self)
+
     def train(self, mode: bool = True) -> FP8Experts:
         """Same as nn.Module.train. Also invalidates cached weight casts."""
         for slots in self.fp8_products.values():

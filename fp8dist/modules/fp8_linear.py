@@ -225,6 +225,12 @@ class FP8Linear(nn.Linear):
         super()._load_from_state_dict(*args, **kwargs)
         self.fp8_slots.note.mark_written()
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save as nn.Module does. Also notes that the weight may be written to."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            self.fp8_slots.note.hand_out(self)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.fp8_slots.note.belong_to(self)

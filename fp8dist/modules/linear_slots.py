@@ -115,6 +115,8 @@ class LinearSlots:
         self._look_at = FIRST_LOOK // 2
         self._sample: Tensor | None = None
         self._modes = Modes()
+        self.limit: float | None
+        self.eval_limit: float | None
         self.limit, self.eval_limit = limits_of(recipe)
         self._states: States | None = None
         self._cast: WeightCast | None = None
@@ -426,7 +428,7 @@ class LinearSlots:
         return limits
 
     def _limits(self, linear: nn.Module, training: bool) -> Outgrown:
-        limit, written = self.limit, self.note.written(linear)
+        limit, written = self.limit, self.note.written(linear) or self.note.handed_out
         others = limit if written and self.note.of_copy else None
         return Outgrown(limit if training else self.eval_limit, others, written, self._upstream, not training)
 
@@ -454,10 +456,10 @@ class LinearSlots:
         arena, place = self.weight_sync.arena, self.weight_place
         return torch.where(arena.cold[place], torch.nan, arena.scale[place])
 
-    def tell_of_new_scale(self, before: Tensor) -> None:
-        """After the weight got a new scale, report to other modules whether it had outgrown the scale ``before``."""
+    def tell_of_new_scale(self, before: Tensor, scale: Tensor) -> None:
+        """Report to other modules whether the weight has outgrown the scale ``before``, and so gets this scale."""
         if self.recipe.delayed:
-            self._add_growth(before > OUTGROWN * self.weight_scale())
+            self._add_growth(before > OUTGROWN * scale)
 
     def _add_growth(self, grown: Tensor) -> None:
         job = self.job

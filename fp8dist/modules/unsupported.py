@@ -30,8 +30,8 @@ def require_floating(input: Tensor, fqn: str) -> None:
 
 
 def require_eager(input: Tensor, weight: Tensor, fqn: str) -> None:
-    """Raise ConfigurationError for inputs and transforms that FP8 products do not support. Local. Not for compiled code:
-    Dynamo has errors of its own."""
+    """Raise ConfigurationError for inputs and transforms that FP8 products do not support. Local. Not for compiled
+    code: Dynamo has errors of its own."""
     what = None
     if input.layout is not torch.strided or input.is_nested:
         what = f"inputs with layout {'nested' if input.is_nested else str(input.layout).removeprefix('torch.')}"

@@ -53,6 +53,9 @@ class WeightNote:
         """Boundaries passed before the last backward in FP8, and before the last that recorded amaxes."""
         self.of_copy = False
         """True if the Linear was copied or unpickled, and no note was taken since."""
+        self.handed_out = False
+        """True if a state_dict has handed out the DTensor since the note was taken. The standard loader writes to its
+        local tensor in a way that no version shows."""
         self.stepped_at = -1
         """Number of boundaries passed before the last optimizer step that changed the weight."""
         self.skipped: Tensor | None = None
@@ -111,8 +114,12 @@ class WeightNote:
         whole = weight is not None and not resharded and len(self._counted) == 1
         self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]
         self._now = self._versions
-        self.awaited = self._written = self.of_copy = False
+        self.awaited = self._written = self.of_copy = self.handed_out = False
         self._in_backward = None
+
+    def hand_out(self, linear: nn.Module) -> None:
+        """Note that a state_dict hands out the weight of ``linear``."""
+        self.handed_out |= any(map(is_dtensor, stored_parameters(linear, self._name)))
 
     def trust_next(self) -> None:
         """Note that FP8 state was loaded: the scale is right for the weight that the next forward finds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from fp8dist.parallel.wrappers import (
 )
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
+from fp8dist.sync.accord import Votes
+from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import is_dtensor, largest_of_parts
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
@@ -61,6 +63,8 @@ class ShardedWeights:
         forward: ForwardState,
     ) -> None:
         self.weights = tuple(weights)
+        for weight in self.weights:
+            weight.install()
         self._forward = forward
         self._modules = weakref.WeakSet(modules)
         held: dict[nn.Module | None, list[ShardedWeight]] = defaultdict(list)
@@ -72,10 +76,10 @@ class ShardedWeights:
         }
         self._settle, self._fit = weakref.WeakMethod(settle), weakref.WeakMethod(fit)
         self._outermost: int | None = None
-        self._look_until = -1
+        meshes = {id(mesh): mesh for weight in weights for mesh, _ in weight.cuts}
+        ranks = {rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()}
+        self._votes = Votes(sorted(ranks))
         self._handles: list[RemovableHandle] = []
-        for weight in self.weights:
-            weight.install()
         for module in modules:
             before = module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
             after = module.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True)
@@ -99,8 +103,7 @@ class ShardedWeights:
         known = {} if before is None else {weight.slot: weight for weight in before.weights}
         for weight in self.weights:
             weight.follow(known.get(weight.slot))
-        if any(weight.starts_small() for weight in self.weights):
-            self.look_ahead()
+        self._look_ahead([weight.slots.weight_sync for weight in self.weights if weight.starts_small()])
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step. Local."""
@@ -130,7 +133,7 @@ class ShardedWeights:
         for weight in self.weights:
             if any(slot in slots for slot in weight.slots.weight_slots):
                 weight.state_loaded()
-        self.look_ahead()
+                self._look_ahead([weight.slots.weight_sync])
 
     @contextlib.contextmanager
     def kept_scales(self) -> Iterator[None]:
@@ -170,11 +173,13 @@ class ShardedWeights:
         self._forward.in_forward, self._forward.grad_enabled = True, torch.is_grad_enabled()
         self._forward.settled()
 
-    def look_ahead(self, steps: int = LOOK_AHEAD) -> None:
-        """Compare the weights with their scales before the forwards of the next steps. Local; call it on all ranks that
-        shard a weight alike."""
-        for weight in self.weights[:1]:
-            self._look_until = max(self._look_until, weight.slots.job.boundaries + steps)
+    def _look_ahead(self, arenas: Iterable[ArenaSync], steps: int = LOOK_AHEAD) -> None:
+        """Compare the weights of these arenas with their scales before the forwards of the next steps. Local; all ranks
+        of an arena call it alike."""
+        concerned = {id(sync) for sync in arenas}
+        for weight in self.weights:
+            if id(weight.slots.weight_sync) in concerned:
+                weight.look_until = max(weight.look_until, weight.slots.job.boundaries + steps)
 
     def _choose_scales(self, weights: Sequence[ShardedWeight], training: bool) -> None:
         """Choose what the next gathers cast with. COLLECTIVE over the ranks that shard a weight in eval mode; in
@@ -189,21 +194,36 @@ class ShardedWeights:
         job = weights[0].slots.job
         if any((weight.chosen_in is None) == training for weight in weights):
             self.reshard()  # Drops weights gathered with other scales.
+        syncs = [weight.slots.weight_sync for weight in weights]
         if not training:
             self._choose(weights, once=True)
-            self.look_ahead(1)
+            self._look_ahead(syncs, 1)
             return
-        syncs = [weight.slots.weight_sync for weight in weights]
-        if any(sync.outgrown for sync in syncs):
-            self.look_ahead()
+        self._look_ahead([sync for sync in syncs if sync.outgrown])
         for sync in syncs:
             sync.outgrown = False
+        handed_out = self._taken_back(weights)
         new = [weight for weight in weights if weight.chosen_in != job.boundaries]
-        if job.boundaries < self._look_until:
-            self._choose(new, once=False)
-        else:
-            for weight in new:
+        watched = [weight for weight in new if job.boundaries < weight.look_until]
+        # One rank alone may have called state_dict(), so the others do not know.
+        if handed_out and watched != weights and self._votes.carried(str(job.boundaries)):
+            self.reshard()
+            watched = weights
+        self._choose(watched, once=False)
+        for weight in new:
+            if weight.chosen_in != job.boundaries:
                 weight.choose(None, once=False, for_backward=True)
+        if handed_out:
+            for weight in weights:
+                weight.tell_of_growth()
+
+    def _taken_back(self, weights: Sequence[ShardedWeight]) -> bool:
+        """True if a state_dict has handed out one of these weights since the last call."""
+        notes = [weight.slots.note for weight in weights]
+        found = any(note.handed_out for note in notes)
+        for note in notes:
+            note.handed_out = False
+        return found
 
     def _choose(self, weights: Sequence[ShardedWeight], once: bool) -> None:
         """Compare the weights with their scales, and choose what to cast them with. COLLECTIVE: one all-reduce for each
@@ -225,7 +245,7 @@ class ShardedWeights:
     def outgrown(self) -> list[ShardedWeight]:
         """Return the weights that have outgrown their scales now, as after a write that torch does not count. The next
         forwards cast them with others. COLLECTIVE over the ranks that shard a weight. Waits for the device."""
-        self.look_ahead(1)
+        self._look_ahead([weight.slots.weight_sync for weight in self.weights], 1)
         found = []
         for weight, amaxes in self._measured([weight for weight in self.weights if weight.slots.recipe.by == "tensor"]):
             weight.forget_choice()
@@ -251,7 +271,7 @@ class ShardedWeights:
             for weight in unfit:
                 weight.accept()
                 weight.forget_choice()
-            self.look_ahead()
+            self._look_ahead(weight.slots.weight_sync for weight in unfit)
             self.reshard()  # Drops weights gathered with the old scales.
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -154,6 +154,9 @@ class ShardedWeight:
         self.chosen_in: int | None = -1
         """Boundaries passed when the scale for training forwards was chosen; -1: weight or scale may have changed
         since. None: it was chosen for an evaluation. The same on all ranks, like all that decides about a choice."""
+        self.look_until = -1
+        """Number of boundaries up to which training forwards compare the weight with its scale. The same on all ranks
+        of its arena."""
         self._chosen: Tensor | None = None  # Scale of the casts until then, 0-d or [E]. None: the slot's.
         self._of_backward: Tensor | None = None  # The same for gathers in backward, which repeat those of the forward.
 
@@ -269,6 +272,12 @@ class ShardedWeight:
         self._chosen, self.chosen_in = scale, None if once else self.slots.job.boundaries
         if for_backward:
             self._of_backward = scale
+
+    def tell_of_growth(self) -> None:
+        """Report to other modules whether the weight has outgrown its slot's scale, if another was chosen. Local."""
+        slots = self.slots
+        if self._chosen is not None:
+            slots.tell_of_new_scale(slots.weight_scale(), self._chosen)
 
     def forget_choice(self) -> None:
         """Note that the weight or its slot's scale may have changed since the last choice."""

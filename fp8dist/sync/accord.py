@@ -1,22 +1,28 @@
-"""Accord: ranks tell each other through the job's store that they have come to a point, or why they have not.
+"""Accord and Votes: ranks tell each other through the job's store that they have come to a point, or why they have not.
 
 A rank that fails issues no collective, so the others cannot mistake one for theirs.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fp8dist.errors import SyncError
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.sync.groups import SyncGroup, identity_of
 from fp8dist.sync.roll_call import roll_call
 
-__all__ = ["Accord"]
+__all__ = ["Accord", "Votes"]
 
-_WELL = "well"
+_WELL, _TOO_FEW = "well", "too few"
+
+_PATIENCE = timedelta(seconds=3)
+"""How long a vote waits for the other ranks. They leave a collective loader together."""
 
 
 class Accord:
@@ -57,3 +63,37 @@ class Accord:
             ) from error
         told: str = self._store.get(point).decode()
         return None if told == _WELL else told
+
+
+class Votes:
+    """Decides whether all ranks of a set want something that only all of them can do. COLLECTIVE to create."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        """``ranks``: global ranks, this one among them."""
+        self._size, self._last = len(ranks), ("", 0)
+        self._store: Any = None
+        if self._size > 1:
+            own = f"fp8dist/votes/{identity_of(ranks)}"
+            store = distributed_c10d.PrefixStore(own, distributed_c10d._get_default_store())
+            with contextlib.suppress(RuntimeError):  # The store of a pretended job.
+                number = store.add(f"made/{dist.get_rank()}", 1)
+                self._store = distributed_c10d.PrefixStore(str(number), store)
+
+    def carried(self, point: str) -> bool:
+        """Vote for it, and return True if all ranks do so at this point; the same on all ranks that vote. A rank that
+        does not want it need not call. Waits up to three seconds for the others, and raises nothing.
+
+        Args:
+            point: name of the point of the program, the same on all ranks.
+        """
+        if self._store is None:
+            return self._size == 1
+        self._last = point, self._last[1] + 1 if self._last[0] == point else 0
+        store = distributed_c10d.PrefixStore(f"{point}/{self._last[1]}", self._store)
+        if store.add("came", 1) == self._size:
+            store.compare_set("verdict", "", _WELL)
+        try:
+            store.wait(["verdict"], _PATIENCE)
+        except (dist.DistStoreError, RuntimeError):
+            store.compare_set("verdict", "", _TOO_FEW)  # Unless the last rank has just come.
+        return bool(store.get("verdict").decode() == _WELL)

@@ -118,6 +118,27 @@ def test_an_export_saturates_no_weight(write: str, factor: float, swapped: bool)
         assert float((rows.float().abs() == 448).float().mean()) < 0.08, name
 
 
+def test_a_dequantised_export_is_exported_without_a_loss_with_powers_of_two() -> None:
+    """Scales of powers of two are also what is left of them if a server rounds scales up to E8M0."""
+    net, manager, step = trained("delayed 2^n")
+    for number in range(3, 8):  # Weights decay, so a server's own scale would be another one.
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(0.7)
+        step(number)
+    first = _exported(manager)
+    values = {n: t.float() * first[f"{n}_scale"] for n, t in first.items() if t.dtype == torch.float8_e4m3fn}
+    for name in values:
+        scale = first[f"{name}_scale"]
+        assert bits(scale.to(torch.float8_e8m0fnu).float()) == bits(scale)
+    other, again, _ = trained("delayed 2^n", steps=0)
+    other.load_state_dict({**other.state_dict(), **values})
+    again.refresh_weights()
+    second = _exported(again)
+    for name, value in values.items():
+        assert bits(second[name].float() * second[f"{name}_scale"]) == bits(value)
+
+
 def test_slots_that_are_cold_again_have_no_fixed_input_scale() -> None:
     net, manager, _ = trained()
     manager.reset()

@@ -166,12 +166,12 @@ def test_a_compiled_evaluation_saturates_no_weight() -> None:
     net, _, x = attached()
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     compiled(x)
-    net[0].weight.data.mul_(1.9)
+    net[0].weight.data.mul_(1.2)
     reference = nn.Linear(32, 48)
     reference.load_state_dict(net[0].state_dict())
-    assert error_of(compiled, reference, x) > 2 * BOUND  # A training forward.
+    trained = error_of(compiled, reference, x)
     net.eval()
-    assert error_of(compiled, reference, x) < BOUND
+    assert error_of(compiled, reference, x) < trained / 1.5
 
 
 @pytest.mark.parametrize("training", [True, False])
