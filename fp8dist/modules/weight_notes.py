@@ -86,7 +86,9 @@ class WeightNote:
 
     def remember(self, parameters: Iterable[Tensor]) -> None:
         """Remember the parameters that store the weight: an optimizer may still hold them after others replace them.
-        Not where torch swaps the contents of parameters to move them: it refuses those that have weak references."""
+
+        Not where torch swaps the contents of parameters to move them: it refuses those that have weak references.
+        """
         if torch.__future__.get_swap_module_params_on_conversion():
             return
         for parameter in parameters:
