@@ -348,11 +348,11 @@ class Checker:
         self._tell_all()
         if not report.diverged and not report.nonfinite:
             self._last_good.update(dict.fromkeys(report.compared, done))
-        self.say_what_is_skipped(report, anchor, scope)
+        self.say_what_is_skipped(report, anchor)
         return report
 
-    def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
-        """Warn once if ``scope`` includes parameters and none are compared. Local."""
+    def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
+        """Warn once if parameters were to be compared, and none are. Local."""
         why = report.unverified.get("parameter")
         if why is not None and not self._said_skipped:
             self._said_skipped = True
