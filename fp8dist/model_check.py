@@ -123,7 +123,7 @@ def check(
         max_repairs=max_repairs,
     )
     if checkers and not any(checker.settings.enabled for checker in checkers):
-        checkers[0].say_what_is_skipped(report, anchor, scope)
+        checkers[0].say_what_is_skipped(report, anchor)
     if not (report.diverged or report.nonfinite) and step is not None:
         module.__dict__[LAST_GOOD_STEPS] = {**module.__dict__[LAST_GOOD_STEPS], **dict.fromkeys(report.compared, step)}
     return report

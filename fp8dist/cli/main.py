@@ -17,8 +17,8 @@ from fp8dist.errors import CheckpointError
 
 __all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE", "main"]
 
-_EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: a check failed), 2 wrong usage, 3 input
-cannot be read; "fp8dist launch --help" lists those of launch
+_EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: a check failed), 2 wrong usage or nothing
+to compare, 3 input cannot be read; "fp8dist launch --help" lists those of launch
 
 Under torchrun, each rank of "fp8dist check" reads one path, with {rank} replaced by its rank:
     torchrun --nproc-per-node=8 -m fp8dist check '/local/dump-{rank}.safetensors'

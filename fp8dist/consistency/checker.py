@@ -380,7 +380,7 @@ class Checker:
         self._tell_all()
         if not report.diverged and not report.nonfinite:
             self._last_good.update(dict.fromkeys(report.compared, done))
-        self.say_what_is_skipped(report, anchor, scope)
+        self.say_what_is_skipped(report, anchor)
         return report
 
     def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start) -> None:
@@ -419,8 +419,8 @@ class Checker:
             elif anchor.rank == min(anchor.ranks):
                 _log_start(report, len(anchor.ranks), time.perf_counter() - start)
 
-    def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
-        """Warn once if ``scope`` includes parameters and none are compared. Local."""
+    def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
+        """Warn once if parameters were to be compared, and none are. Local."""
         why = report.unverified.get("parameter")
         if why is not None and not self._said_skipped:
             self._said_skipped = True

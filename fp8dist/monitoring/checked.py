@@ -62,6 +62,11 @@ class Checked(NamedTuple):
         return self.finite and bool((self.compared or {}).get("parameter")) and "parameter" not in self.unverified
 
     @property
+    def covers(self) -> bool:
+        """True if the check is ``verified``, or of an older run, which does not say what it compared."""
+        return self.verified or self.compared is None
+
+    @property
     def text(self) -> str:
         """What was compared, in words that follow "a check found"."""
         if self.compared is None:

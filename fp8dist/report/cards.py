@@ -7,10 +7,12 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.run_format import from_json
 from fp8dist.report.facts import checks, diverged_text, findings, repaired, shortened
-from fp8dist.report.numbers import Event, Run
+from fp8dist.report.numbers import Event, Metrics, Run
 from fp8dist.text import first_few
 
 __all__ = ["bits_of", "checkpoint_table", "divergence_cards", "table"]
@@ -76,12 +78,16 @@ def _state(step: int, run: Run, found: Sequence[Checked]) -> str:
 
     A check after the checkpoint vouches for it, because ranks that differ stay so, and so do weights that are not
     finite. A loss or gradient norm that is not finite counts until a check finds the weights finite: a loss scaler may
-    have skipped that step.
+    have skipped that step. If the losses before and after a checkpoint are not finite, no later check vouches for it:
+    the job may have loaded other weights since.
     """
     later = [one for one in found if one.step >= step]
     known = next((one for one in later if one.compared is not None), None)
     if known is not None and known.nonfinite:
         return NOT_FINITE
+    spanned = _spanned(step, run.metrics)
+    if spanned and not (known is not None and known.step == step):
+        return f"after NaN or infinity in step {spanned:,}"
     if any(one.verified for one in later):
         return GOOD
     if known is not None:
@@ -92,6 +98,13 @@ def _state(step: int, run: Run, found: Sequence[Checked]) -> str:
     if bad:
         return f"after NaN or infinity in step {min(bad):,}"
     return NOT_RECORDED if later else UNCHECKED
+
+
+def _spanned(step: int, metrics: Metrics) -> int:
+    """Return the last step up to ``step`` if its loss, and that of the next step, is not finite; else 0."""
+    place = int(np.searchsorted(metrics.step, step, side="right"))
+    around = [int(one) for one in metrics.step[max(0, place - 1) : place + 1]]
+    return around[0] if len(around) == 2 and set(around) <= set(metrics.bad_losses) else 0
 
 
 def _since(event: Event, found: Sequence[Checked]) -> str:

@@ -98,7 +98,7 @@ def goals(run: Run) -> dict[str, int | None]:
     proven = run.metrics.newest("proven")
     return {
         "proven": None if proven is None else _step(proven),
-        "checked": max((one.step for one in checks(run) if one.verified or one.compared is None), default=None),
+        "checked": max((one.step for one in checks(run) if one.covers), default=None),
         "last": max(last, default=None),
     }
 
@@ -106,7 +106,7 @@ def goals(run: Run) -> dict[str, int | None]:
 def checks(run: Run) -> list[Checked]:
     """Return the checks that found no difference, by step."""
     events = [event for event in run.events if event.kind == "checked" and not event.undone]
-    found = [Checked.read({**event.data, "step": event.step}) for event in events]
+    found = [Checked.read(event.data) for event in events]
     newest = run.metrics.newest("checked")
     if newest is not None and all(one.step < newest for one in found):
         found.append(Checked(_step(newest), None))
@@ -249,7 +249,7 @@ def _told(event: Event) -> str:
     if event.kind == "replayed":
         return _told_replay(data)
     if event.kind == "checked":
-        return shortened(f"a check found {Checked.read({**data, 'step': event.step}).text}", 400)
+        return shortened(f"a check found {Checked.read(data).text}", 400)
     parts = [_WHAT.get(event.kind, shortened(event.kind, 40))]
     if event.kind == "diverged":
         return diverged_text(event).rstrip(".")

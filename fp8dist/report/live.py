@@ -328,7 +328,7 @@ class LiveRun:
 def _checked_text(check: Checked) -> str:
     """Return up to which step what was checked; of parameters that are not verifiable, what was equal instead."""
     equal = compared_text(check.compared or {}, check.compared_bytes)
-    if check.verified or check.compared is None:
+    if check.covers:
         text = f"checked to step {check.step} ({equal or 'not recorded what'})"
     else:
         text = f"parameters not verifiable, {equal or 'nothing'} equal to step {check.step}"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8dist.monitoring.checked import Checked
 from fp8dist.report import facts, plots
 from fp8dist.report.cards import checkpoint_table, divergence_cards, table
 from fp8dist.report.experts import idle_experts, relative_loads
@@ -244,7 +245,10 @@ def _odd(run: Run) -> Iterator[str | Plot]:
 
 def _back(run: Run) -> Iterator[str | Plot]:
     at = facts.goals(run)
-    points = [Point(one.step, one.kind, _digest(one.data), one.undone) for one in run.events if one.kind in _STATES]
+    shown = [
+        one for one in run.events if one.kind in _STATES and (one.kind != "checked" or Checked.read(one.data).covers)
+    ]
+    points = [Point(one.step, one.kind, _digest(one.data), one.undone) for one in shown]
     spans = [(kind, 0, last) for kind in _STATES if (last := at.get(kind)) is not None]
     points += [Point(last, kind, f"up to step {last}") for kind, _, last in spans]
     yield from checkpoint_table(run)

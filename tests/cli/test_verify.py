@@ -487,3 +487,13 @@ def nothing_is_left_open() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_certificate_of_nothing_verifies_nothing(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = {"tensors": [], "tied": {}, "model": hashlib.sha256(b"fp8dist model 1\n").hexdigest()}
+    _resealed(made / "served" / CERTIFICATE, lambda content: content.update(empty))
+    for path in (made / "served").glob("*.safetensors"):
+        path.unlink()
+    (made / "served" / INDEX).write_text('{"weight_map": {}}')
+    assert main([*_by_certificate(made)]) == USAGE
+    assert "nothing to compare" in capsys.readouterr().err

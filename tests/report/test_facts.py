@@ -247,6 +247,7 @@ def test_a_checkpoint_with_a_divergence_in_it_is_not_good(events: list[Any], goo
 
 
 AFTER = "after NaN or infinity in step 5"
+AFTER6, AFTER7 = (f"after NaN or infinity in step {step}" for step in (6, 7))
 BACK = {"step": 4, "kind": "start", "resumed_after": 4}
 SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
 BAD = {"step": 5, "loss": 1.0, "grad_norm": "Infinity"}
@@ -271,6 +272,8 @@ BAD = {"step": 5, "loss": 1.0, "grad_norm": "Infinity"}
         ([], [_checked(9, nonfinite=["a"]), BACK, SAVED[1], _checked(6)], ["good"] * 2, "step 6"),
         # A loss or gradient norm is not finite.
         ([{"step": 5, "loss": "NaN"}], [], ["unchecked", *[AFTER] * 2], "No checkpoint"),
+        ([{"step": 6, "loss": "NaN"}, {"step": 7, "loss": "NaN"}], [_checked(9)], ["good", AFTER6, "good"], "step 8"),
+        ([{"step": 6, "loss": "NaN"}, {"step": 7, "loss": "NaN"}], [_checked(6)], ["good", "good", AFTER7], "step 6"),
         ([BAD], [_checked(4)], ["good", *[AFTER] * 2], "step 3"),
         ([BAD], [_checked(9)], ["good"] * 3, "step 8"),  # A loss scaler has skipped the step.
         ([BAD], [{"step": 9, "kind": "checked", **SHARDS}], ["saved, not verifiable"] * 3, "No checkpoint"),

@@ -1,0 +1,114 @@
+"""A check of parameters looks for values that are not finite, which ranks may hold alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist.consistency.finite import not_finite
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("value", "as_parameter", "as_buffer"),
+    [
+        (math.nan, True, True),
+        (math.inf, True, False),
+        (-math.inf, True, False),
+        (6e4, False, False),
+        (-0.0, False, False),
+    ],
+)
+def test_one_value_is_found(dtype: torch.dtype, value: float, as_parameter: bool, as_buffer: bool) -> None:
+    tensor = torch.full((3, 700), -6e4, dtype=dtype)
+    tensor[2, 699] = value
+    for view in (tensor, tensor.t(), tensor[:, 350:]):
+        named = [("ones", torch.ones(3), True), ("mask", view, False), ("weight", view, True)]
+        assert ("weight" in not_finite(named), "mask" in not_finite(named)) == (as_parameter, as_buffer)
+        assert "ones" not in not_finite(named)
+
+
+def test_large_numbers_of_float64_are_finite() -> None:
+    assert not_finite([("a", torch.tensor([1e300, -1e300], dtype=torch.float64), True)]) == ()
+
+
+def test_what_has_no_such_values_is_left_out() -> None:
+    others = (torch.ones(0), torch.ones(3, device="meta"), torch.ones(3, dtype=torch.int8), torch.ones(3).to_sparse())
+    floats = (torch.full((3,), math.nan).to(torch.float8_e4m3fn), torch.ones(3, dtype=torch.complex64))
+    assert not_finite([(str(i), one, True) for i, one in enumerate((*others, *floats))]) == ()
+
+
+def _alike(parallel: str) -> Any:
+    """Let all weights become NaN in step 3, and check after each of four steps."""
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    called: nn.Module = DistributedDataParallel(net) if parallel == "ddp" else fully_shard(net)
+    optimizer = torch.optim.SGD(called.parameters(), lr=0.1)
+    manager.attach(called, optimizer=optimizer)
+    seen = []
+    with captured_log() as log:
+        for step in range(1, 5):
+            x, _ = batch(dist.get_rank(), step)
+            loss = called(x).sum() * (math.nan if step == 3 and dist.get_rank() == 1 else 1.0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report = manager.check()
+            seen.append((report.diverged, len(report.nonfinite), manager.checked_step))
+    return seen, sum("NaN or infinity in " in text for _, text in log)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_weights_that_are_nan_on_all_ranks_are_told_once(two_ranks: RankPool, parallel: str) -> None:
+    for rank, (seen, told) in enumerate(two_ranks.run(_alike, parallel)):
+        counted = {"ddp": [1, 2, 2, 2], "fsdp2": [None] * 4}[parallel]
+        assert seen == [(False, 0, counted[0]), (False, 0, counted[1]), (False, 6, counted[2]), (False, 6, counted[3])]
+        assert told == (rank == 0)
+
+
+def _one_shard() -> Any:
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    manager.attach(fully_shard(net))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            net.first.bias.to_local()[0] = math.inf  # type: ignore[operator]
+    with captured_log():
+        bad = manager.check()
+        with torch.no_grad():
+            net.first.bias.zero_()
+        return bad.nonfinite, manager.check().nonfinite
+
+
+def test_a_shard_of_one_rank_is_told_on_all(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_one_shard) == [(("tensors on another rank",), ()), (("first.bias",), ())]
+
+
+def _last_good() -> Any:
+    model = DistributedDataParallel(make_net())
+    reports = [fp8dist.check(model, step=1)]
+    with torch.no_grad(), captured_log():
+        model.module.first.weight[0, 0] = math.nan
+        reports.append(fp8dist.check(model, step=2))
+        model.module.first.weight[0, 0] = dist.get_rank()
+        reports.append(fp8dist.check(model, step=3, policy="warn"))
+    return [(report.consistent, report.nonfinite) for report in reports], reports[-1].findings[0].last_good_step
+
+
+def test_a_step_with_nan_is_no_last_good_step(two_ranks: RankPool) -> None:
+    for seen, last_good in two_ranks.run(_last_good):
+        assert seen == [(True, ()), (True, ("first.weight",)), (False, ())]
+        assert last_good == 1
