@@ -176,13 +176,13 @@ def grouped_linear(
     if not torch.compiler.is_compiling() and job.microbatches is not None and records:
         job.microbatches.forward(*(of[Role.INPUT].fqn for of in slots.experts))
     if job.in_fp8 and not choice.all_high and (owner.training or job.eval_precision == "fp8"):
-        require_eager(x, weight, slots.fqn)
+        require_eager(x, weight, slots)
         return _in_fp8(x, weight, offsets, bias, owner, _Call(slots, states, choice, records, False, Outgrown(None)))
     if not torch.compiler.is_compiling():
         slots.note.idle_in(job.boundaries)
     if not slots.sync.every_step or not (job.recording or (job.in_fp8 and records)):
         return _in_high_precision(x, weight, offsets, bias)
-    require_eager(x, weight, slots.fqn)
+    require_eager(x, weight, slots)
     recorded: Mapping[Role, Some] = {role: slots.recorded(role, weight.device) for role in Role}
     slots.observe_rows(x, offsets, states[0], recorded[Role.INPUT])
     slots.record_weight(weight, None, offsets, states[1])

@@ -11,25 +11,27 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.linear_slots import LinearSlots
 
-__all__ = ["differentiable_once", "require_eager", "require_floating"]
+__all__ = ["FLOATING", "differentiable_once", "require_eager", "require_floating"]
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes of inputs that need no conversion."""
 
 
 def require_floating(input: Tensor, fqn: str) -> None:
     """Raise ConfigurationError for an input that nn.Linear refuses, too. autocast converts float8. Local."""
     dtype = input.dtype
-    if dtype in _FLOATING or (dtype.is_floating_point and torch.is_autocast_enabled(input.device.type)):
+    if dtype in FLOATING or (dtype.is_floating_point and torch.is_autocast_enabled(input.device.type)):
         return
     raise ConfigurationError(
-        f"{fqn}: expected an input in {', '.join(str(known).removeprefix('torch.') for known in _FLOATING)}, got "
+        f"{fqn}: expected an input in {', '.join(str(known).removeprefix('torch.') for known in FLOATING)}, got "
         f"{str(dtype).removeprefix('torch.')}: convert it first, for example with input.float(); the module casts to "
         "FP8 itself"
     )
 
 
-def require_eager(input: Tensor, weight: Tensor, fqn: str) -> None:
+def require_eager(input: Tensor, weight: Tensor, slots: LinearSlots) -> None:
     """Raise ConfigurationError for inputs and transforms that FP8 products do not support. Local. Does nothing in
     compiled code, for which Dynamo has errors of its own."""
     if torch.compiler.is_compiling():
@@ -42,7 +44,7 @@ def require_eager(input: Tensor, weight: Tensor, fqn: str) -> None:
     elif forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (input, weight)):
         what = "forward-mode differentiation"
     if what is not None:
-        raise _refusal(fqn, what)
+        raise _refusal(slots.fqn, what)
 
 
 def _refusal(fqn: str, what: str) -> ConfigurationError:
