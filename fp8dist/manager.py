@@ -168,9 +168,9 @@ class StateManager(Joinable):
             start: compare what the ranks start with, once: the parameters that ``check`` compares. Before the first
                 step also such buffers, except statistics of normalisation layers, and the parameters of a model that
                 nothing wraps: they count as shared by the ranks of ``prepare(group=…)``, unless they match ``groups``
-                or are marked as shards or experts. This is one all-reduce, on meshes as many as ``check`` has; none with
-                ``amax_sync=False``. "raise"; "warn": one rank logs the differences; None: compare nothing, for ranks
-                that are meant to differ.
+                or are marked as shards or experts. This is one all-reduce, on meshes as many as ``check`` has; none
+                with ``amax_sync=False``. "raise"; "warn": one rank logs the differences; None: compare nothing, for
+                ranks that are meant to differ.
 
         Raises:
             ManifestMismatchError: on all ranks, if they were prepared differently or a rank does not come in time.
