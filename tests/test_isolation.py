@@ -514,6 +514,7 @@ def _alive_after_deleting() -> list[str]:
     gc.collect()
     gc.disable()
     try:
+        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
         manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -32,6 +32,7 @@ from fp8dist.monitoring.cause import Cause
 from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.ddp import find_ddp
+from fp8dist.parallel.torch_internals import unknown
 from fp8dist.settings import Policy, Settings, Start
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
 from fp8dist.state.slots import Slot
@@ -384,8 +385,8 @@ class Checker:
         return report
 
     def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start) -> None:
-        """Compare what ``check`` would compare of the parameters and, before the first step, of the buffers; of a model
-        that nothing wraps, those of all ranks that share FP8 state. COLLECTIVE over these.
+        """Compare what ``check`` would compare of the parameters. Before the first step also of the buffers, and, if
+        nothing wraps the model, between the ranks that share FP8 state. COLLECTIVE over these.
 
         Raises:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
@@ -394,7 +395,8 @@ class Checker:
         if anchor is None or anchor.size == 1 or not self.settings.amax_sync:
             return
         start, default = time.perf_counter(), self.syncs[self._default]
-        plain = is_plain(whole)
+        first = not (self.job.boundaries or self.job.step)
+        plain = first and is_plain(whole)  # Later, ranks may have trained on their own, as in local SGD.
         held: list[Holdings] = []
 
         def build() -> Holdings:
@@ -402,8 +404,9 @@ class Checker:
             others = [sync for sync, group in zip(self.syncs, self._groups) if plain and group is not anchor]
             own = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
             inventory = Inventory(anchor, plain, own, at_start=True)
-            # Plain parameters around the prepared model are not known to be shared.
-            inventory.add_module(model if plain else whole, Scope(buffers=not (self.job.boundaries or self.job.step)))
+            if not unknown(whole):  # Else ``attach`` has warned that the wrapper cannot be read.
+                # Plain parameters around the prepared model are not known to be shared.
+                inventory.add_module(model if plain else whole, Scope(buffers=first))
             held[:] = [inventory.holdings(self.job.step)]
             return held[0]
 

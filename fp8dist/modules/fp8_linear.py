@@ -24,7 +24,7 @@ from fp8dist.modules.modes import Mode
 from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Linear, parallel_linear
-from fp8dist.modules.unsupported import differentiable_once, require_floating
+from fp8dist.modules.unsupported import FLOATING, differentiable_once, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.arena import SlotState
@@ -157,17 +157,21 @@ class FP8Linear(nn.Linear):
     def _multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + ``bias`` as the state of the job wants it. Local; commits a pending sync."""
         slots = self.fp8_slots
-        fqn = slots.slots[Role.INPUT].fqn
         if slots.job.awaits_attach:
-            raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
-        require_floating(input, fqn)
+            raise ConfigurationError(
+                f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward"
+            )
+        if input.dtype not in FLOATING:
+            require_floating(input, slots.fqn)
         weight = self.weight  # Read once: a parametrization recomputes it at each access.
         compute = self._computation(input, weight)
         weight = weight.t() if self.transposed else weight
         if is_dtensor(weight):
-            return parallel_linear(compute, input, weight, bias, fqn)
+            return parallel_linear(compute, input, weight, bias, slots.fqn)
         if is_dtensor(input):
-            raise ConfigurationError(f"{fqn}: its input is a DTensor, its weight is not: parallelize the Linear, too")
+            raise ConfigurationError(
+                f"{slots.fqn}: its input is a DTensor, its weight is not: parallelize the Linear, too"
+            )
         return compute(input, weight, bias)
 
     def _computation(self, input: Tensor, weight: Tensor) -> Linear:
@@ -216,8 +220,7 @@ class FP8Linear(nn.Linear):
 
     def _require_features(self, input: Tensor, in_features: int) -> None:
         if input.ndim == 0 or input.shape[-1] != in_features:
-            fqn = self.fp8_slots.slots[Role.INPUT].fqn
-            raise ConfigurationError(f"{fqn}: expected [..., {in_features}], got {tuple(input.shape)}")
+            raise ConfigurationError(f"{self.fp8_slots.fqn}: expected [..., {in_features}], got {tuple(input.shape)}")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load as nn.Module does. Also marks the weight as written, because FSDP may have replaced the parameter."""

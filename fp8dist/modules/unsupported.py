@@ -12,18 +12,19 @@ from torch.autograd import forward_ad
 
 from fp8dist.errors import ConfigurationError
 
-__all__ = ["differentiable_once", "require_eager", "require_floating"]
+__all__ = ["FLOATING", "differentiable_once", "require_eager", "require_floating"]
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes of inputs that need no conversion."""
 
 
 def require_floating(input: Tensor, fqn: str) -> None:
     """Raise ConfigurationError for an input that nn.Linear refuses, too. autocast converts float8. Local."""
     dtype = input.dtype
-    if dtype in _FLOATING or (dtype.is_floating_point and torch.is_autocast_enabled(input.device.type)):
+    if dtype in FLOATING or (dtype.is_floating_point and torch.is_autocast_enabled(input.device.type)):
         return
     raise ConfigurationError(
-        f"{fqn}: expected an input in {', '.join(str(known).removeprefix('torch.') for known in _FLOATING)}, got "
+        f"{fqn}: expected an input in {', '.join(str(known).removeprefix('torch.') for known in FLOATING)}, got "
         f"{str(dtype).removeprefix('torch.')}: convert it first, for example with input.float(); the module casts to "
         "FP8 itself"
     )
