@@ -652,10 +652,11 @@ class LinearSlots:
         """
         if torch.compiler.is_compiling():
             return
-        if self.sync.every_step:
-            self.note.backward_in(self.job.boundaries, recorded)
         if not recorded:
+            if self.sync.every_step:
+                self.note.backward_at = self.job.boundaries
             return
+        self.note.backward_at = self.note.recorded_at = self.job.boundaries
         if self.job.microbatches is not None:
             self.job.microbatches.backward()
         if self.job.unsynced:

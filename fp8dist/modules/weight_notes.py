@@ -50,7 +50,8 @@ class WeightNote:
         self.used_at = self.idle_at = -1
         """Boundaries passed before the last forward that cast the weight to FP8, and before the last that did not."""
         self.backward_at = self.recorded_at = -2
-        """Boundaries passed before the last backward in FP8, and before the last that recorded amaxes."""
+        """Boundaries passed before the last backward in FP8, if the recipe needs amaxes, and before the last that
+        recorded them."""
         self.of_copy = False
         """True if the Linear was copied or unpickled, and no note was taken since."""
         self.handed_out = False
@@ -130,12 +131,6 @@ class WeightNote:
     def cast_at(self, boundaries: int) -> None:
         """Note a forward that casts the weight to FP8. ``boundaries``: number passed so far."""
         self.used_at = boundaries
-
-    def backward_in(self, boundaries: int, recorded: bool) -> None:
-        """Note a backward in FP8 by a recipe that needs amaxes. ``boundaries``: number passed so far."""
-        self.backward_at = boundaries
-        if recorded:
-            self.recorded_at = boundaries
 
     def idle_in(self, boundaries: int) -> None:
         """Note a forward that does not cast the weight. ``boundaries``: number passed so far."""
