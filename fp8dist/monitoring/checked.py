@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8dist.divergence import Divergence, compared_text
@@ -24,8 +25,8 @@ class Checked(NamedTuple):
 
     step: int
     compared: Mapping[str, int] | None
-    compared_bytes: Mapping[str, int] = {}
-    unverified: Mapping[str, str] = {}
+    compared_bytes: Mapping[str, int] = MappingProxyType({})
+    unverified: Mapping[str, str] = MappingProxyType({})
     nonfinite: tuple[str, ...] = ()
 
     @classmethod
