@@ -23,7 +23,8 @@ from tests.support.ranks import RankPool
 from tests.support.states import state_of
 from tests.support.training import batch, bits, make_net
 
-COMPARED = ("all_reduce", 104)
+SMALL = 128
+"""Bytes of the message that compares."""
 
 
 def _collectives(layout: str) -> Any:
@@ -67,7 +68,9 @@ def test_it_is_one_collective_at_attach_and_none_in_a_step(
     four_ranks: RankPool, layout: str, count: int, what: str
 ) -> None:
     for rank, (counts, logged) in enumerate(four_ranks.run(_collectives, layout)):
-        assert counts["raise"][0] == COMPARED
+        name, size = counts["raise"][0]
+        assert name == "all_reduce"
+        assert size <= SMALL
         assert counts["raise"][count:] == counts[None]
         if rank == 0:
             (text,) = logged

@@ -227,5 +227,5 @@ def test_measuring_changes_no_bit_and_no_collective(tmp_path: Path, kind: str) -
     for names in calls:
         flushes, validations = 3, 1  # After steps 5, 10 and 12; at the end.
         assert names.count("all_gather") == flushes + validations
-    if kind == "ddp":  # Restarts, weight amaxes at attach, and a sync per step.
-        assert [names.count("all_reduce") for names in calls] == [2 + STEPS] * 2
+    if kind == "ddp":  # Restarts, the comparison and weight amaxes at attach, and a sync per step.
+        assert [names.count("all_reduce") for names in calls] == [3 + STEPS] * 2

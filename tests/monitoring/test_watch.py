@@ -281,12 +281,14 @@ def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path,
         options = {"overrides": {"first": BlockScaling(), "last": CurrentScaling()}}
     (lines, sizes, own), (_, sizes_there, there) = two_ranks.run(_watched, str(tmp_path / "s"), recipe, ranks, options)
     size = 8 * (3 * SLOTS + 2 * 2) if ranks else 4 * 3 * SLOTS  # With ranks, also two times of each rank.
+    assert sizes == sizes_there
+    compared, *sizes = sizes  # What the ranks start with.
+    assert compared <= 128
     assert sizes.count(size) == 2
     slots = {"delayed": SLOTS, "three": 3}.get(kind)
     syncs = [4 * (8 + slots)] * 6 if slots else []
     # The other collectives: weight amaxes at attach, and the syncs of delayed scaling.
     assert sorted(size_ for size_ in sizes if size_ != size) == sorted(syncs + ([4 * slots] if slots else []))
-    assert sizes == sizes_there
     for line, here, other in zip(lines, own, there):
         if kind == "current":  # Scales are local, so the group does not change the training.
             assert line["amax"] == max(here["amax"], other["amax"])

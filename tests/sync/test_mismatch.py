@@ -35,6 +35,7 @@ def _attach_differently(change: dict[int, str], seconds: float) -> Any:
     mine = change.get(dist.get_rank(), "")
     recipe: dict[str, Any] = {"history_len": 4}
     settings: dict[str, Any] = {"group": dist.group.WORLD}
+    torch.manual_seed(0)
     layers = {"first": nn.Linear(32, 32), "second": nn.Linear(32, 32)}
     name, _, value = mine.partition("=")
     if name.startswith("FP8DIST_"):
@@ -139,6 +140,7 @@ def test_a_rank_that_never_attaches_is_named(three_ranks: RankPool) -> None:
 def _late_once(late: int, attaches_late: bool) -> list[str]:
     """One rank is late for the first attach(); then all ranks try again, with the same and with a fresh manager."""
     rank = dist.get_rank()
+    torch.manual_seed(0)
     model = nn.Linear(32, 32)
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
     outcomes = []
@@ -178,6 +180,7 @@ def _unequal_patterns(more: int, size: int) -> Any:
     """Only rank ``more`` gives one of the modules its own group."""
     rank = dist.get_rank()
     alone = [dist.new_group([r]) for r in range(size)]
+    torch.manual_seed(0)
     model = nn.ModuleDict({"shared": nn.Linear(16, 16)})
     if rank == more:
         model["expert"] = nn.Linear(16, 16)
@@ -208,6 +211,7 @@ def _one_arena_differs(outsider: int) -> Any:
     """Two ranks share an arena without ``outsider``, and rank 1 has another slot in it."""
     rank = dist.get_rank()
     pair, alone = dist.new_group([r for r in range(3) if r != outsider]), dist.new_group([outsider])
+    torch.manual_seed(0)
     layers = {"shared": nn.Linear(16, 16), "expert": nn.ModuleDict({"a": nn.Linear(16, 16)})}
     if rank == 1:
         layers["expert"].b = nn.Linear(16, 16)
@@ -612,6 +616,7 @@ def test_a_warning_comes_from_one_rank_of_the_majority(three_ranks: RankPool) ->
 
 def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
     """Return (findings of the check after it, True if a second check is clean). Reads verdicts late, as on a GPU."""
+    torch.manual_seed(0)
     model = nn.Linear(16, 16)
     manager = fp8dist.prepare(
         model, DelayedScaling(update=update, history_len=4), group=dist.group.WORLD, check_policy="warn"

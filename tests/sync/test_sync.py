@@ -335,7 +335,9 @@ def test_one_collective_per_step_and_none_outside(two_ranks: RankPool, update: s
             if name.startswith("step"):
                 assert calls == [("all_reduce", 4 * (8 + slots))], name
             elif name == "attach":  # Compares parameters, then derives the scales of weights.
-                assert calls == [("all_reduce", 104), ("all_reduce", 4 * slots)]
+                assert [call for call, _ in calls] == ["all_reduce"] * 2
+                assert calls[0][1] <= 128
+                assert calls[1][1] == 4 * slots
             elif name == "refresh_weights":
                 assert [call for call, _ in calls] == ["all_reduce"], name
             else:
