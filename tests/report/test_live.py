@@ -193,7 +193,7 @@ def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
     assert [slot.name for slot in run.nearest(9)] == ["b:input"]
     assert run.title[-1] == "4 ranks"
     assert [event.kind for event in run.events] == ["saved"]
-    assert (run.ended, run.checked, run.diverged, run.wrong) == (False, None, None, None)
+    assert (run.ended, run.check, run.diverged, run.wrong) == (False, None, None, None)
     assert one_line(run, heard).endswith("saved in step 3")
     assert not run.read()
     (tmp_path / "run.json").write_text("{")
