@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8dist.recipe import Recipe
 from fp8dist.state.arena import SlotState
@@ -71,16 +72,27 @@ class Growth:
     def add(self, slots: int, grown: Tensor) -> None:
         """Record the cast, or a new scale, of a written weight. ``grown``: 0-d bool, ORed with earlier ones."""
         if self._first is None or self._first == slots:
-            self._first, self._of_first = slots, grown if self._of_first is None else self._of_first | grown
+            self._first, self._of_first = slots, _either(self._of_first, grown)
         else:
-            self._of_rest = grown if self._of_rest is None else self._of_rest | grown
+            self._of_rest = _either(self._of_rest, grown)
 
     def of_others(self, slots: int) -> Tensor | None:
         """Return 0-d bool: True if another module's written weight has outgrown its scale. None: there is none."""
         if self._first is None or self._first == slots:
             return self._of_rest
         assert self._of_first is not None
-        return self._of_first if self._of_rest is None else self._of_first | self._of_rest
+        return _either(self._of_rest, self._of_first)
+
+
+def _either(one: Tensor | None, other: Tensor) -> Tensor:
+    """Return ``one | other``, or ``other`` if there is no other. No dispatch mode sees it: selective checkpointing
+    counts operations, and which reports there are already depends on other modules."""
+    if one is None:
+        return other
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return one | other
+    with _disable_current_modes():
+        return one | other
 
 
 def limits_of(recipe: Recipe) -> tuple[float, float] | tuple[None, None]:
