@@ -437,7 +437,8 @@ class StateManager(Joinable):
         """Context manager that runs all forwards in high precision. Local: on all ranks alike, or on one rank for an
         evaluation.
 
-        After ``prepare`` FP8 is on without any context manager. Amaxes are not recorded inside, unless ``recording`` is
+        After ``prepare`` FP8 is on without any context manager. A backward has the mode of its forward, also where
+        activation checkpointing repeats the forward. Amaxes are not recorded inside, unless ``recording`` is
         active. Unrelated to ``torch.autocast``. If FSDP2 gathers weights in FP8, inputs and gradients are in high
         precision, and weights are the gathered FP8 bytes, dequantised.
         """
