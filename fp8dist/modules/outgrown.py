@@ -84,13 +84,15 @@ class Growth:
         return _either(self._of_rest, self._of_first)
 
 
-def _either(a: Tensor | None, b: Tensor) -> Tensor:
-    """Return a | b; b if a is None. Outside of dispatch modes: selective checkpointing counts ops, and whether this one
-    runs depends on the modules that ran before."""
-    if a is None:
-        return b
+def _either(one: Tensor | None, other: Tensor) -> Tensor:
+    """Return ``one | other``, or ``other`` if there is no other. No dispatch mode sees it: selective checkpointing
+    counts operations, and which reports there are already depends on other modules."""
+    if one is None:
+        return other
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return one | other
     with _disable_current_modes():
-        return a | b
+        return one | other
 
 
 def limits_of(recipe: Recipe) -> tuple[float | None, float | None]:
