@@ -154,7 +154,7 @@ class GroupedSlots(LinearSlots):
         x = x.detach()
         if record and role is Role.GRAD_OUTPUT:
             self.count_tokens(offsets, state)
-        upstream = self._upstream if role is Role.GRAD_OUTPUT else outgrown.upstream
+        upstream = self._upstream(outgrown.once) if role is Role.GRAD_OUTPUT else outgrown.upstream
         if not (rows or columns):
             self.observe_rows(x, offsets, state, recorded)
             nothing = x.new_empty(0)
@@ -442,8 +442,8 @@ class GroupedSlots(LinearSlots):
 
     # Writes to the weight --------------------------------------------------------------------------
 
-    def _add_growth(self, grown: Tensor) -> None:
-        super()._add_growth(grown.any())
+    def _add_growth(self, grown: Tensor, in_eval: bool = False) -> None:
+        super()._add_growth(grown.any(), in_eval)
 
 
 def _renew_choice(reference: weakref.ref[GroupedSlots]) -> None:

@@ -115,6 +115,8 @@ class JobState:
     """Samples of the first weights that were loaded since the last step of an attached optimizer, from before."""
     growth: Growth | None = None
     """Tells which written weights have outgrown their scales."""
+    eval_growth: Growth | None = None
+    """Tells which weights have outgrown their scales, as eval forwards found."""
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("enabled", "backend", "eval_precision", "gathers", "shared", "boundaries", "generation")

@@ -22,6 +22,7 @@ from fp8dist.modules.outgrown import (
     Growth,
     Outgrown,
     amax_of,
+    either,
     limits_of,
     scale_for,
     shrunk,
@@ -430,19 +431,24 @@ class LinearSlots:
     def _limits(self, linear: nn.Module, training: bool) -> Outgrown:
         limit, written = self.limit, self.note.written(linear) or self.note.handed_out
         others = limit if written and self.note.of_copy else None
-        return Outgrown(limit if training else self.eval_limit, others, written, self._upstream, not training)
+        return Outgrown(
+            limit if training else self.eval_limit, others, written, self._upstream(not training), not training
+        )
 
-    @property
-    def _upstream(self) -> Tensor | None:
-        growth = self.job.growth
-        if growth is None or growth.boundaries != self.job.boundaries:
-            return None
-        return growth.of_others(id(self))
+    def _upstream(self, in_eval: bool) -> Tensor | None:
+        """Return 0-d bool: True if another module's weight has outgrown its scale; see ``Growth``. None: nobody looked.
+        What eval forwards found is for eval forwards: an evaluation leaves no trace in training."""
+        found: Tensor | None = None
+        for growth in (self.job.growth, self.job.eval_growth if in_eval else None):
+            if growth is not None and growth.boundaries == self.job.boundaries:
+                of_others = growth.of_others(id(self))
+                found = found if of_others is None else either(found, of_others)
+        return found
 
-    def _tell_of_growth(self, cast: Cast, state: SlotState) -> None:
+    def _tell_of_growth(self, cast: Cast, state: SlotState, outgrown: Outgrown) -> None:
         """Report to other modules whether a weight, which was just cast, has outgrown its scale."""
         inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
-        self._add_growth((inv_scale * state.scale > OUTGROWN) & ~state.cold)
+        self._add_growth((inv_scale * state.scale > OUTGROWN) & ~state.cold, in_eval=not outgrown.written)
 
     def note_load(self, module: nn.Module) -> None:
         """Keep a sample of the weight as it is before other values are loaded into it, for ``StepWatch``. Local."""
@@ -461,11 +467,17 @@ class LinearSlots:
         if self.recipe.delayed:
             self._add_growth(before > OUTGROWN * scale)
 
-    def _add_growth(self, grown: Tensor) -> None:
+    def _add_growth(self, grown: Tensor, in_eval: bool = False) -> None:
+        """Report ``grown``, 0-d bool, to all forwards until the next boundary, or to eval forwards only."""
         job = self.job
-        if job.growth is None or job.growth.boundaries != job.boundaries:
-            job.growth = Growth(job.boundaries)
-        job.growth.add(id(self), grown)
+        growth = job.eval_growth if in_eval else job.growth
+        if growth is None or growth.boundaries != job.boundaries:
+            growth = Growth(job.boundaries)
+            if in_eval:
+                job.eval_growth = growth
+            else:
+                job.growth = growth
+        growth.add(id(self), grown)
 
     def input_cast(
         self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
@@ -478,7 +490,7 @@ class LinearSlots:
         self, gradient: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
     ) -> Cast:
         """Call ``quantize`` for a gradient. By now, later modules have cast their weights, too."""
-        upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream
+        upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream(outgrown.once)
         unfit = unfit_for(functools.partial(amax_of, gradient), state, self.recipe, upstream)
         return self.quantize(
             gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.GRAD_OUTPUT
@@ -514,7 +526,7 @@ class LinearSlots:
             return self._cast.cast
         cast = self._cast_weight(weight, state, record, rows, columns, outgrown)
         if (outgrown.written or outgrown.once) and (rows or columns):
-            self._tell_of_growth(cast, state)
+            self._tell_of_growth(cast, state, outgrown)
         if key is not None:
             self._cast = WeightCast(cast, weakref.ref(owner), key, record)
         return cast
@@ -524,7 +536,7 @@ class LinearSlots:
         if outgrown.written:  # A scale that did not fit was derived anew, without a history.
             self._add_growth((self.weight_sync.arena.amax[self.weight_place] == 0) & ~state.cold)
         if outgrown.once:
-            self._add_growth((weight.inv_scale * state.scale > OUTGROWN) & ~state.cold)
+            self._add_growth((weight.inv_scale * state.scale > OUTGROWN) & ~state.cold, in_eval=True)
         nothing = weight.rows.new_empty(0)
         return Cast(weight.rows.contiguous(), weight.inv_scale.contiguous(), nothing, nothing)
 

@@ -20,6 +20,7 @@ __all__ = [
     "Growth",
     "Outgrown",
     "amax_of",
+    "either",
     "limits_of",
     "meant_to_saturate",
     "scale_for",
@@ -57,7 +58,7 @@ class Outgrown(NamedTuple):
 
 
 class Growth:
-    """Records which modules' written weights have outgrown their scales since a boundary. Known on the device only.
+    """Records which modules' weights have outgrown their scales since a boundary. Known on the device only.
 
     The first module is kept apart from the rest, so that every module can ask about the others. Modules are identified
     by the ids of their slots, because references would be cyclic: slots hold the job state that holds this.
@@ -72,19 +73,19 @@ class Growth:
     def add(self, slots: int, grown: Tensor) -> None:
         """Record the cast, or a new scale, of a written weight. ``grown``: 0-d bool, ORed with earlier ones."""
         if self._first is None or self._first == slots:
-            self._first, self._of_first = slots, _either(self._of_first, grown)
+            self._first, self._of_first = slots, either(self._of_first, grown)
         else:
-            self._of_rest = _either(self._of_rest, grown)
+            self._of_rest = either(self._of_rest, grown)
 
     def of_others(self, slots: int) -> Tensor | None:
         """Return 0-d bool: True if another module's written weight has outgrown its scale. None: there is none."""
         if self._first is None or self._first == slots:
             return self._of_rest
         assert self._of_first is not None
-        return _either(self._of_rest, self._of_first)
+        return either(self._of_rest, self._of_first)
 
 
-def _either(one: Tensor | None, other: Tensor) -> Tensor:
+def either(one: Tensor | None, other: Tensor) -> Tensor:
     """Return ``one | other``, or ``other`` if there is no other. No dispatch mode sees it: selective checkpointing
     counts operations, and which reports there are already depends on other modules."""
     if one is None:

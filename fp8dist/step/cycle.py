@@ -540,13 +540,13 @@ class StepCycle:
         """Context in which the caller swaps weights and puts them back: restores notes and scales at exit. Local."""
         notes = self.steps.kept_notes() if self.steps is not None else contextlib.nullcontext()
         scales = self.sharded.kept_scales() if self.sharded is not None else contextlib.nullcontext()
-        growth = self.job.growth
+        growth = self.job.growth, self.job.eval_growth
         self.job.invalidate_casts()
         try:
             with notes, scales:
                 yield
         finally:
-            self.job.growth = growth
+            self.job.growth, self.job.eval_growth = growth
             self.job.invalidate_casts()
 
     def weights_changed(self) -> None:
