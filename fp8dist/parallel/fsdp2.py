@@ -130,10 +130,10 @@ class ShardedWeights:
     def state_loaded(self, slots: Collection[Slot]) -> None:
         """Note that state was loaded or reset. The scales of these slots are right for the weights that the next
         forward finds, in whatever order state and weights were loaded; some may be cold. Local."""
-        for weight in self.weights:
-            if any(slot in slots for slot in weight.slots.weight_slots):
-                weight.state_loaded()
-                self._look_ahead([weight.slots.weight_sync])
+        loaded = [weight for weight in self.weights if any(slot in slots for slot in weight.slots.weight_slots)]
+        for weight in loaded:
+            weight.state_loaded()
+        self._look_ahead([weight.slots.weight_sync for weight in loaded])
 
     @contextlib.contextmanager
     def kept_scales(self) -> Iterator[None]:
