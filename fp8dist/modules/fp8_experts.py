@@ -99,7 +99,8 @@ class FP8Experts(nn.Module):
         """Save as nn.Module does. Also notes that the weights may be written to."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for slots in () if keep_vars else self.fp8_products.values():
-            slots.note.hand_out(self)
+            if prefix + slots.name in destination:
+                slots.note.hand_out((destination[prefix + slots.name],))
 
     def train(self, mode: bool = True) -> FP8Experts:
         """Same as nn.Module.train. Also invalidates cached weight casts."""

@@ -191,7 +191,7 @@ class FP8Linear(nn.Linear):
         out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
         self._require_features(input, in_features)
         high, states = mode.high, slots.states(weight.device)
-        outgrown = slots.of_parts(mode.outgrown, weight, parameter)
+        outgrown = mode.outgrown
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
@@ -232,7 +232,8 @@ class FP8Linear(nn.Linear):
         """Save as nn.Module does. Also notes that the weight may be written to."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
-            self.fp8_slots.note.hand_out(self)
+            names = (name for name in self._parameters if name.startswith("weight"))
+            self.fp8_slots.note.hand_out(destination[prefix + name] for name in names if prefix + name in destination)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -429,7 +429,7 @@ class LinearSlots:
         return limits
 
     def _limits(self, linear: nn.Module, training: bool) -> Outgrown:
-        limit, written = self.limit, self.note.written(linear) or self.note.handed_out
+        limit, written = self.limit, self.note.written(linear) or self.note.written_in_place
         others = limit if written and self.note.of_copy else None
         return Outgrown(
             limit if training else self.eval_limit, others, written, self._upstream(not training), not training
@@ -541,8 +541,8 @@ class LinearSlots:
         return Cast(weight.rows.contiguous(), weight.inv_scale.contiguous(), nothing, nothing)
 
     def of_parts(self, limits: Outgrown, weight: Tensor, parameter: Tensor) -> Outgrown:
-        """In eval mode, let all ranks that tensor parallelism gives a part of the weight cast with one scale.
-        COLLECTIVE over these ranks: they all run this forward.
+        """For an export, let all ranks that tensor parallelism gives a part of the weight cast with one scale.
+        COLLECTIVE over these ranks. Forwards do not communicate for it: there, each part has a scale that fits it.
 
         Args:
             weight: this rank's part.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,15 @@ def stored_parameters(linear: nn.Module, name: str = "weight") -> tuple[Tensor, 
     return tuple(p for key, p in linear._parameters.items() if p is not None and key.startswith(name))
 
 
+_KEPT_SHARDS = 8
+"""Number of local tensors, handed out by as many calls of state_dict, that are watched."""
+
+
+def _shards_of(weights: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    shards = (local_part(weight) for weight in weights if is_dtensor(weight))
+    return ((shard, shard._version) for shard in shards if not shard.is_inference())
+
+
 class WeightNote:
     """Tracks whether a Linear's weight was written to since its scale was last right for it.
 
@@ -54,9 +63,9 @@ class WeightNote:
         recorded them."""
         self.of_copy = False
         """True if the Linear was copied or unpickled, and no note was taken since."""
-        self.handed_out = False
-        """True if a state_dict has handed out the DTensor since the note was taken. The standard loader writes to its
-        local tensor in a way that no version shows."""
+        self._shards: list[tuple[Tensor, int]] = []
+        """Local tensors of the DTensor with their versions: its own, and those that a state_dict has handed out since
+        the note was taken. The standard loader writes to the latter, which no version of the parameter shows."""
         self.stepped_at = -1
         """Number of boundaries passed before the last optimizer step that changed the weight."""
         self.skipped: Tensor | None = None
@@ -117,12 +126,23 @@ class WeightNote:
         whole = weight is not None and not resharded and len(self._counted) == 1
         self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]
         self._now = self._versions
-        self.awaited = self._written = self.of_copy = self.handed_out = False
+        self.awaited = self._written = self.of_copy = False
+        self._shards = list(_shards_of(self.stored))
         self._in_backward = None
 
-    def hand_out(self, linear: nn.Module) -> None:
-        """Note that a state_dict hands out the weight of ``linear``."""
-        self.handed_out |= any(map(is_dtensor, stored_parameters(linear, self._name)))
+    def hand_out(self, weights: Iterable[Tensor]) -> None:
+        """Note that a state_dict hands out ``weights``. Keeps no memory alive but that of the parameter's shard."""
+        self._shards += _shards_of(weights)
+        del self._shards[1:-_KEPT_SHARDS]
+
+    @property
+    def written_in_place(self) -> bool:
+        """True if a local tensor of the weight was written to since the note was taken: maybe on this rank alone."""
+        return any(shard._version != version for shard, version in self._shards)
+
+    def follow_shards(self) -> None:
+        """Note that the scale is right for the weight as local writes have left it."""
+        self._shards = [(shard, shard._version) for shard, _ in self._shards]
 
     def trust_next(self) -> None:
         """Note that FP8 state was loaded: the scale is right for the weight that the next forward finds."""

@@ -202,27 +202,27 @@ class ShardedWeights:
         self._look_ahead([sync for sync in syncs if sync.outgrown])
         for sync in syncs:
             sync.outgrown = False
-        handed_out = self._taken_back(weights)
+        written = self._written_in_place(weights)
         new = [weight for weight in weights if weight.chosen_in != job.boundaries]
         watched = [weight for weight in new if job.boundaries < weight.look_until]
-        # One rank alone may have called state_dict(), so the others do not know.
-        if handed_out and watched != weights and self._votes.carried(str(job.boundaries)):
+        # One rank alone may have written to its shards, so the others do not know.
+        if written and watched != weights and self._votes.carried(str(job.boundaries)):
             self.reshard()
             watched = weights
         self._choose(watched, once=False)
         for weight in new:
             if weight.chosen_in != job.boundaries:
                 weight.choose(None, once=False, for_backward=True)
-        if handed_out:
+        if written:
             for weight in weights:
                 weight.tell_of_growth()
 
-    def _taken_back(self, weights: Sequence[ShardedWeight]) -> bool:
-        """True if a state_dict has handed out one of these weights since the last call."""
+    def _written_in_place(self, weights: Sequence[ShardedWeight]) -> bool:
+        """True if a shard of these weights was written to in place since the last call."""
         notes = [weight.slots.note for weight in weights]
-        found = any(note.handed_out for note in notes)
-        for note in notes:
-            note.handed_out = False
+        found = any(note.written_in_place for note in notes)
+        for note in notes if found else ():
+            note.follow_shards()
         return found
 
     def _choose(self, weights: Sequence[ShardedWeight], once: bool) -> None:

@@ -21,8 +21,8 @@ __all__ = ["Accord", "Votes"]
 
 _WELL, _TOO_FEW = "well", "too few"
 
-_PATIENCE = timedelta(seconds=3)
-"""How long a vote waits for the other ranks. They leave a collective loader together."""
+_PATIENCE = timedelta(seconds=60)
+"""How long a vote waits for the other ranks. They leave a collective loader together, but have other work after it."""
 
 
 class Accord:
@@ -81,7 +81,7 @@ class Votes:
 
     def carried(self, point: str) -> bool:
         """Vote for it, and return True if all ranks do so at this point; the same on all ranks that vote. A rank that
-        does not want it need not call. Waits up to three seconds for the others, and raises nothing.
+        does not want it need not call. Waits up to a minute for the others, and raises nothing.
 
         Args:
             point: name of the point of the program, the same on all ranks.

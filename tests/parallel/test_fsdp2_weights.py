@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -355,27 +354,29 @@ def test_a_checkpoint_that_is_loaded_in_place(
         assert all("refresh_weights()" in message and "dcp.load" in message for message in told)
 
 
-def _handed_out(callers: tuple[int, ...]) -> tuple[list[float], dict[str, bytes], int, float]:
-    run = Running(Job(optimizer="sgd"))
-    begin = time.perf_counter()
+def _handed_out(callers: tuple[int, ...], gather: bool) -> tuple[list[float], dict[str, bytes], int]:
+    """Train while weights grow beyond their scales, so that a weight that counts as written would be cast otherwise."""
+    run = Running(Job(fp8_all_gather=gather))
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(0.01)
+    run.manager.refresh_weights()
     with counted_collectives() as calls:
         losses = []
         for _ in range(5):
             if dist.get_rank() in callers:
                 run.called.state_dict()
             losses.append(run.step())
-    return losses, arena_bits(run.manager), calls.names.count("all_reduce"), time.perf_counter() - begin
+    return losses, arena_bits(run.manager), calls.names.count("all_reduce")
 
 
 @pytest.mark.slow
-def test_a_state_dict_on_one_rank_alone_hangs_nobody(two_ranks: RankPool) -> None:
-    """And on all ranks, it changes no bit of the training."""
-    plain = two_ranks.run(_handed_out, ())
-    alone, all_ranks = two_ranks.run(_handed_out, (0,)), two_ranks.run(_handed_out, (0, 1))
-    assert [each[:3] for each in alone] == [each[:3] for each in plain]
-    assert [each[:2] for each in all_ranks] == [each[:2] for each in plain]
-    assert all_ranks[0][2] == plain[0][2] + 5
-    assert all_ranks[0][3] < 3  # Nobody waits.
+@pytest.mark.parametrize("gather", [False, True])
+def test_a_state_dict_changes_nothing(two_ranks: RankPool, gather: bool) -> None:
+    """Neither a bit nor a collective of the training, nor does it hang if one rank alone calls it."""
+    plain = two_ranks.run(_handed_out, (), gather)
+    assert two_ranks.run(_handed_out, (0,), gather) == plain
+    assert two_ranks.run(_handed_out, (0, 1), gather) == plain
 
 
 # Writes while weights are gathered: after an evaluation with reshard_after_forward=False. ---------------------------
