@@ -184,6 +184,12 @@ class ShardedWeight:
             local.__class__ = Tensor  # type: ignore[assignment]
 
     @property
+    def training(self) -> bool:
+        """True if the weight's module is in training mode, whatever the mode of the model. The same on all ranks."""
+        module = self.module()
+        return module is not None and module.training
+
+    @property
     def parameter(self) -> Tensor:
         """The sharded parameter, also while the module holds the gathered weight."""
         assert self._parameter is not None
@@ -361,9 +367,9 @@ class ShardedWeight:
         """True if this gather records the amax. Clears the recorded amax at the first such gather of a step."""
         if in_backward() or not self.slots.wanted:
             return False  # The backward gathers the same weight again.
-        job, module = self.slots.job, self.module()
+        job = self.slots.job
         recorded = self._step == job.boundaries
-        if job.recording or (module is not None and module.training and self._forward.grad_enabled):
+        if job.recording or (self.training and self._forward.grad_enabled):
             self._step = job.boundaries
         elif recorded:
             return False

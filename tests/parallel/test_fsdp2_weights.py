@@ -355,6 +355,43 @@ def test_a_checkpoint_that_is_loaded_in_place(
         assert all("refresh_weights()" in message and "dcp.load" in message for message in told)
 
 
+def _part_in_eval(run: Running) -> Tensor:
+    run.called.train()
+    run.model.branch.eval()  # type: ignore[union-attr,operator]
+    return run.loss()
+
+
+def _part_in_training(run: Running) -> Tensor:
+    run.called.eval()
+    run.model.branch.train()  # type: ignore[union-attr,operator]
+    return run.loss()
+
+
+MODES: dict[str, Callable[[Running], Tensor]] = {
+    "one Linear in eval": _part_in_eval,
+    "one Linear in training": _part_in_training,
+}
+
+
+def _in_modes(job: Job, forwards: str) -> tuple[list[float], dict[str, bytes]]:
+    run, losses = Running(job), []
+    for _ in range(6):
+        loss = MODES[forwards](run)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return losses, {name: bits(value) for name, value in full(run.model).items()}
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("forwards", MODES)
+def test_weights_are_cast_as_under_ddp_in_whatever_mode(two_ranks: RankPool, forwards: str, reshard: bool) -> None:
+    """Weights that have outgrown their scales, as AdamW's steps here make them, are cast by mode."""
+    job = Job(reshard=reshard, per_module=reshard)
+    assert two_ranks.run(_in_modes, job, forwards) == two_ranks.run(_in_modes, replace(job, parallel="ddp"), forwards)
+
+
 def _handed_out(callers: tuple[int, ...]) -> tuple[list[float], dict[str, bytes], int, float]:
     run = Running(Job(optimizer="sgd"))
     begin = time.perf_counter()
