@@ -211,7 +211,7 @@ class ShardedWeights:
         self._choose([*watched, *evaluated])
         for weight in new:
             if weight.chosen_in != boundaries:
-                weight.choose(None, once=False, for_backward=True)
+                weight.choose(None, once=False)
         if handed_out:
             for weight in trained:
                 weight.tell_of_growth()
@@ -229,7 +229,7 @@ class ShardedWeights:
         it is without FSDP. COLLECTIVE: one all-reduce for each axis along which weights are cut."""
         for weight, amaxes in self._measured(weights):
             once = not weight.training
-            weight.choose(weight.fitting(amaxes, once), once, not once or torch.is_grad_enabled())
+            weight.choose(weight.fitting(amaxes, once), once)
             weight.slots.weight_sync.fitted |= not once
 
     def _measured(self, weights: Sequence[ShardedWeight]) -> Iterator[tuple[ShardedWeight, Tensor]]:
@@ -278,6 +278,8 @@ class ShardedWeights:
         if self._outermost == id(module):
             self._outermost = None
             self._forward.in_forward = False
+            if any(weight.interrupts_training for weight in self._within[id(module)]):
+                self.reshard()  # FSDP may keep the gathered weights, and training's backward would use them.
 
 
 def _gathered(model: nn.Module, whole: nn.Module) -> list[list[Part]]:

@@ -367,9 +367,33 @@ def _part_in_training(run: Running) -> Tensor:
     return run.loss()
 
 
+def _evaluation_in_flight(grad: bool) -> Callable[[Running], Tensor]:
+    def forwards(run: Running) -> Tensor:
+        loss = run.loss()
+        run.called.eval()
+        with torch.set_grad_enabled(grad):
+            evaluated = run.loss()
+        run.called.train()
+        assert evaluated.requires_grad is grad
+        return loss
+
+    return forwards
+
+
+def _evaluation_first(run: Running) -> Tensor:
+    run.called.eval()
+    run.loss().backward()
+    run.optimizer.zero_grad()
+    run.called.train()
+    return run.loss()
+
+
 MODES: dict[str, Callable[[Running], Tensor]] = {
     "one Linear in eval": _part_in_eval,
     "one Linear in training": _part_in_training,
+    "an evaluation between forward and backward": _evaluation_in_flight(False),
+    "an evaluation with grad between forward and backward": _evaluation_in_flight(True),
+    "an evaluation with its own backward before": _evaluation_first,
 }
 
 
