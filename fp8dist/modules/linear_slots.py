@@ -124,7 +124,7 @@ class LinearSlots:
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_states": None, "_cast": None, "_sample": None, "_modes": Modes(), "resharded": False}
-        return {**self.__dict__, **fresh, "note": WeightNote.copied(self.name)}
+        return {**self.__dict__, **fresh, "note": self.note.copied()}
 
     @property
     def fqn(self) -> str:
@@ -430,7 +430,7 @@ class LinearSlots:
 
     def _limits(self, linear: nn.Module, training: bool) -> Outgrown:
         limit, written = self.limit, self.note.written(linear) or self.note.written_in_place
-        others = limit if written and self.note.of_copy else None
+        others = limit if written and self.note.copy_written else None
         return Outgrown(
             limit if training else self.eval_limit, others, written, self._upstream(not training), not training
         )

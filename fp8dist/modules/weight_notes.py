@@ -76,22 +76,26 @@ class WeightNote:
         self._versions: list[int] = []
         self._address = 0  # 0: not compared, because FSDP or tensor parallelism moves the weight.
         self._written = False
+        self._original_written = False  # The weight of which this one is a copy was, when the copy was made.
+        self._linear: weakref.ref[nn.Module] | None = None
         self._now: list[int] | None = None  # Versions when ``written`` was last called.
         self._recorded: list[int] | None = None  # Versions at the last forward that recorded.
         self._in_backward: list[int] | None = None
         self._remembered: list[weakref.ref[Tensor]] = []
 
-    @classmethod
-    def copied(cls, name: str = "weight") -> WeightNote:
-        """Return the note of a Linear that is copied or pickled. ``belong_to`` completes it."""
-        note = cls(name)
+    def copied(self) -> WeightNote:
+        """Return the note of a copy or pickle of the Linear, whose scale is right for its weight if this one's is.
+        ``belong_to`` completes it."""
+        note = WeightNote(self._name)
         note.awaited, note.of_copy = False, True
+        linear = None if self._linear is None else self._linear()
+        note._original_written = self.written_in_place or (linear is not None and self.written(linear))
         return note
 
     def belong_to(self, linear: nn.Module) -> None:
-        """Note that ``linear`` was just copied or unpickled, with a weight that its scale is right for."""
+        """Note that ``linear`` was just copied or unpickled."""
         if self.of_copy and not self.stored:  # Otherwise copy.copy() has shared the note.
-            self._look_at(stored_parameters(linear, self._name))
+            self._look_at(linear)
             self._versions = [tensor._version for tensor in self._counted]
 
     def remember(self, parameters: Iterable[Tensor]) -> None:
@@ -120,13 +124,13 @@ class WeightNote:
         """
         weight = linear._parameters.get(self._name)
         if attached or not self.stored or not (resharded or weight is self.stored[0]):
-            self._look_at(stored_parameters(linear, self._name))
+            self._look_at(linear)
             self.remember(self.stored)
         self._versions = [tensor._version for tensor in self._counted]
         whole = weight is not None and not resharded and len(self._counted) == 1
         self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]
         self._now = self._versions
-        self.awaited = self._written = self.of_copy = False
+        self.awaited = self._written = self._original_written = self.of_copy = False
         self._shards = list(_shards_of(self.stored))
         self._in_backward = None
 
@@ -169,8 +173,9 @@ class WeightNote:
         """Forget optimizer steps before ``attach``."""
         self.stepped_at, self.skipped = -1, None
 
-    def _look_at(self, parameters: tuple[Tensor, ...]) -> None:
-        self.stored = parameters
+    def _look_at(self, linear: nn.Module) -> None:
+        self._linear = weakref.ref(linear)
+        self.stored = parameters = stored_parameters(linear, self._name)
         locals_ = (local_part(parameter) for parameter in parameters)
         distinct = {id(tensor): tensor for tensor in (*parameters, *locals_)}
         self._counted = tuple(tensor for tensor in distinct.values() if not tensor.is_inference())
@@ -183,6 +188,11 @@ class WeightNote:
     def marked_unrecorded(self) -> bool:
         """True if ``mark_written`` was called, and no forward has recorded the weight since."""
         return self._written and self._recorded is None
+
+    @property
+    def copy_written(self) -> bool:
+        """True if the Linear is a copy that may have been written to since it was made. Call ``written`` first."""
+        return self.of_copy and (self.written_in_place or self._written or self._versions != self._now)
 
     def was_recorded(self) -> None:
         """Note that the forward that has just called ``written`` records the weight's amax."""
@@ -197,7 +207,7 @@ class WeightNote:
         if self.awaited:
             return False
         self._now = [tensor._version for tensor in self._counted]
-        if self._written or self._versions != self._now:
+        if self._written or self._original_written or self._versions != self._now:
             return True
         if not self._address:
             return False

@@ -168,7 +168,7 @@ class ShardedWeights:
         settle()
         weights = self._within[id(module)]
         self._fit_scales(weights, fit)
-        self._choose_scales(weights, module.training)
+        self._choose_scales(weights)
         self._outermost = id(module)
         self._forward.in_forward, self._forward.grad_enabled = True, torch.is_grad_enabled()
         self._forward.settled()
@@ -181,7 +181,7 @@ class ShardedWeights:
             if id(weight.slots.weight_sync) in concerned:
                 weight.look_until = max(weight.look_until, weight.slots.job.boundaries + steps)
 
-    def _choose_scales(self, weights: Sequence[ShardedWeight], training: bool) -> None:
+    def _choose_scales(self, weights: Sequence[ShardedWeight]) -> None:
         """Choose what the next gathers cast with. COLLECTIVE over the ranks that shard a weight in eval mode; in
         training mode, at the first forward of a step, if weights may have outgrown their scales.
 
@@ -191,30 +191,29 @@ class ShardedWeights:
         weights = [weight for weight in weights if weight.slots.recipe.by == "tensor"]
         if not weights:
             return
-        job = weights[0].slots.job
-        if any((weight.chosen_in is None) == training for weight in weights):
+        boundaries = weights[0].slots.job.boundaries
+        if any((weight.chosen_in is None) == weight.training for weight in weights):
             self.reshard()  # Drops weights gathered with other scales.
-        syncs = [weight.slots.weight_sync for weight in weights]
-        if not training:
-            self._choose(weights, once=True)
-            self._look_ahead(syncs, 1)
-            return
+        trained = [weight for weight in weights if weight.training]
+        evaluated = [weight for weight in weights if not weight.training]
+        self._look_ahead([weight.slots.weight_sync for weight in evaluated], 1)
+        syncs = [weight.slots.weight_sync for weight in trained]
         self._look_ahead([sync for sync in syncs if sync.outgrown])
         for sync in syncs:
             sync.outgrown = False
-        written = self._written_in_place(weights)
-        new = [weight for weight in weights if weight.chosen_in != job.boundaries]
-        watched = [weight for weight in new if job.boundaries < weight.look_until]
+        written = self._written_in_place(trained)
+        new = [weight for weight in trained if weight.chosen_in != boundaries]
+        watched = [weight for weight in new if boundaries < weight.look_until]
         # One rank alone may have written to its shards, so the others do not know.
-        if written and watched != weights and self._votes.carried(str(job.boundaries)):
+        if written and watched != trained and self._votes.carried(str(boundaries)):
             self.reshard()
-            watched = weights
-        self._choose(watched, once=False)
+            watched = trained
+        self._choose([*watched, *evaluated])
         for weight in new:
-            if weight.chosen_in != job.boundaries:
-                weight.choose(None, once=False, for_backward=True)
+            if weight.chosen_in != boundaries:
+                weight.choose(None, once=False)
         if written:
-            for weight in weights:
+            for weight in trained:
                 weight.tell_of_growth()
 
     def _written_in_place(self, weights: Sequence[ShardedWeight]) -> bool:
@@ -225,11 +224,12 @@ class ShardedWeights:
             note.follow_shards()
         return found
 
-    def _choose(self, weights: Sequence[ShardedWeight], once: bool) -> None:
-        """Compare the weights with their scales, and choose what to cast them with. COLLECTIVE: one all-reduce for each
-        axis along which weights are cut. ``once``: see ``ShardedWeight.fitting``."""
+    def _choose(self, weights: Sequence[ShardedWeight]) -> None:
+        """Compare the weights with their scales, and choose what to cast them with, each in the mode of its module, as
+        it is without FSDP. COLLECTIVE: one all-reduce for each axis along which weights are cut."""
         for weight, amaxes in self._measured(weights):
-            weight.choose(weight.fitting(amaxes, once), once, not once or torch.is_grad_enabled())
+            once = not weight.training
+            weight.choose(weight.fitting(amaxes, once), once)
             weight.slots.weight_sync.fitted |= not once
 
     def _measured(self, weights: Sequence[ShardedWeight]) -> Iterator[tuple[ShardedWeight, Tensor]]:
@@ -278,6 +278,8 @@ class ShardedWeights:
         if self._outermost == id(module):
             self._outermost = None
             self._forward.in_forward = False
+            if any(weight.interrupts_training for weight in self._within[id(module)]):
+                self.reshard()  # FSDP may keep the gathered weights, and training's backward would use them.
 
 
 def _gathered(model: nn.Module, whole: nn.Module) -> list[list[Part]]:

@@ -159,6 +159,7 @@ class ShardedWeight:
         of its arena."""
         self._chosen: Tensor | None = None  # Scale of the casts until then, 0-d or [E]. None: the slot's.
         self._of_backward: Tensor | None = None  # The same for gathers in backward, which repeat those of the forward.
+        self._trained_in = -1  # Boundaries passed when a scale for training forwards was last chosen.
 
     def install(self) -> None:
         """Install the all-gather extension, if it is missing (the parameter may have been replaced)."""
@@ -182,6 +183,12 @@ class ShardedWeight:
         if isinstance(local, FP8Shard):
             del local.fp8
             local.__class__ = Tensor  # type: ignore[assignment]
+
+    @property
+    def training(self) -> bool:
+        """True if the weight's module is in training mode, whatever the mode of the model. The same on all ranks."""
+        module = self.module()
+        return module is not None and module.training
 
     @property
     def parameter(self) -> Tensor:
@@ -266,12 +273,21 @@ class ShardedWeight:
         amax = amaxes.view_as(state.scale)
         return bool((scale_for(amax, state, slots.recipe, slots.limit or OUTGROWN) < state.scale).any())
 
-    def choose(self, scale: Tensor | None, once: bool, for_backward: bool) -> None:
+    def choose(self, scale: Tensor | None, once: bool) -> None:
         """Set the scale of the casts from now on: until the next boundary, or in an evaluation (``once``), until the
-        next choice. None: the slot's scale. ``for_backward``: True if a backward may follow."""
-        self._chosen, self.chosen_in = scale, None if once else self.slots.job.boundaries
-        if for_backward:
+        next choice. None: the slot's scale. An evaluation changes nothing for backwards of training forwards, which may
+        come up to the next boundary."""
+        boundaries = self.slots.job.boundaries
+        self._chosen, self.chosen_in = scale, None if once else boundaries
+        if not once:
+            self._trained_in = boundaries
+        if not self.interrupts_training:
             self._of_backward = scale
+
+    @property
+    def interrupts_training(self) -> bool:
+        """True if the scale was chosen for an evaluation, and a backward of a training forward may follow."""
+        return self.chosen_in is None and self._trained_in == self.slots.job.boundaries
 
     def tell_of_growth(self) -> None:
         """Report to other modules whether the weight has outgrown its slot's scale, if another was chosen. Local."""
@@ -361,9 +377,9 @@ class ShardedWeight:
         """True if this gather records the amax. Clears the recorded amax at the first such gather of a step."""
         if in_backward() or not self.slots.wanted:
             return False  # The backward gathers the same weight again.
-        job, module = self.slots.job, self.module()
+        job = self.slots.job
         recorded = self._step == job.boundaries
-        if job.recording or (module is not None and module.training and self._forward.grad_enabled):
+        if job.recording or (self.training and self._forward.grad_enabled):
             self._step = job.boundaries
         elif recorded:
             return False

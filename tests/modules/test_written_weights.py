@@ -6,6 +6,7 @@ The rule: just in time beyond 1.25 times the scale, whether torch counts the wri
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -300,6 +302,37 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch.load": _reloaded,
     "pickle": lambda net: pickle.loads(pickle.dumps(net)),
 }
+
+
+WRITES: dict[str, Callable[[nn.Linear], Any]] = {
+    "loaded larger": lambda linear: linear.load_state_dict({n: 8 * p for n, p in linear.state_dict().items()}),
+    "loaded tiny": lambda linear: linear.load_state_dict({n: 1e-6 * p for n, p in linear.state_dict().items()}),
+    "in place": lambda linear: linear.weight.mul_(8),
+    "replaced": lambda linear: setattr(linear, "weight", nn.Parameter(8 * linear.weight)),
+    "other memory": lambda linear: setattr(linear.weight, "data", 8 * linear.weight),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_copy_computes_as_its_original_that_was_written_to(way: str, write: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32), nn.Linear(32, 16))
+    manager = fp8dist.prepare(net)
+    optimizer, x = torch.optim.SGD(net.parameters(), lr=1e-6), torch.randn(8, 32)
+    manager.attach(net, optimizer=optimizer)
+    net(x).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        WRITES[write](net[0])  # type: ignore[arg-type]
+    twin = COPIES[way](net)
+    again = COPIES[way](twin)  # Nobody has written to the first copy.
+    for training in (True, False):
+        for factor in (1, 2):  # With 2, inputs exceed their scales, too.
+            expected = bits(net.train(training)(factor * x))
+            assert bits(twin.train(training)(factor * x)) == bits(again.train(training)(factor * x)) == expected
+        exact: Any = functools.partial(F.linear, weight=net[0].weight)
+        assert error_of(twin[0], exact, x) < BOUND  # type: ignore[index]
 
 
 @pytest.mark.parametrize("way", COPIES)

@@ -354,6 +354,67 @@ def test_a_checkpoint_that_is_loaded_in_place(
         assert all("refresh_weights()" in message and "dcp.load" in message for message in told)
 
 
+def _part_in_eval(run: Running) -> Tensor:
+    run.called.train()
+    run.model.branch.eval()  # type: ignore[union-attr,operator]
+    return run.loss()
+
+
+def _part_in_training(run: Running) -> Tensor:
+    run.called.eval()
+    run.model.branch.train()  # type: ignore[union-attr,operator]
+    return run.loss()
+
+
+def _evaluation_in_flight(grad: bool) -> Callable[[Running], Tensor]:
+    def forwards(run: Running) -> Tensor:
+        loss = run.loss()
+        run.called.eval()
+        with torch.set_grad_enabled(grad):
+            evaluated = run.loss()
+        run.called.train()
+        assert evaluated.requires_grad is grad
+        return loss
+
+    return forwards
+
+
+def _evaluation_first(run: Running) -> Tensor:
+    run.called.eval()
+    run.loss().backward()
+    run.optimizer.zero_grad()
+    run.called.train()
+    return run.loss()
+
+
+MODES: dict[str, Callable[[Running], Tensor]] = {
+    "one Linear in eval": _part_in_eval,
+    "one Linear in training": _part_in_training,
+    "an evaluation between forward and backward": _evaluation_in_flight(False),
+    "an evaluation with grad between forward and backward": _evaluation_in_flight(True),
+    "an evaluation with its own backward before": _evaluation_first,
+}
+
+
+def _in_modes(job: Job, forwards: str) -> tuple[list[float], dict[str, bytes]]:
+    run, losses = Running(job), []
+    for _ in range(6):
+        loss = MODES[forwards](run)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return losses, {name: bits(value) for name, value in full(run.model).items()}
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("forwards", MODES)
+def test_weights_are_cast_as_under_ddp_in_whatever_mode(two_ranks: RankPool, forwards: str, reshard: bool) -> None:
+    """Weights that have outgrown their scales, as AdamW's steps here make them, are cast by mode."""
+    job = Job(reshard=reshard, per_module=reshard)
+    assert two_ranks.run(_in_modes, job, forwards) == two_ranks.run(_in_modes, replace(job, parallel="ddp"), forwards)
+
+
 def _handed_out(callers: tuple[int, ...], gather: bool) -> tuple[list[float], dict[str, bytes], int]:
     """Train while weights grow beyond their scales, so that a weight that counts as written would be cast otherwise."""
     run = Running(Job(fp8_all_gather=gather))
