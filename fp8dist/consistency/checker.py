@@ -385,8 +385,8 @@ class Checker:
         return report
 
     def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start) -> None:
-        """Compare what ``check`` would compare of the parameters. Before the first step also of the buffers, and, if
-        nothing wraps the model, between the ranks that share FP8 state. COLLECTIVE over these.
+        """Compare what ``check`` would compare of the parameters. Before this process has passed a boundary also what
+        nothing wraps, between the ranks that share FP8 state, and before the first step buffers. COLLECTIVE over these.
 
         Raises:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
@@ -395,8 +395,10 @@ class Checker:
         if anchor is None or anchor.size == 1 or not self.settings.amax_sync:
             return
         start, default = time.perf_counter(), self.syncs[self._default]
-        first = not (self.job.boundaries or self.job.step)
+        first = not self.job.boundaries
         plain = first and is_plain(whole)  # Later, ranks may have trained on their own, as in local SGD.
+        # Resumed ranks may have buffers of their own. If ranks resume from other steps, that is a difference itself.
+        buffers = first and not self.job.step
         held: list[Holdings] = []
 
         def build() -> Holdings:
@@ -406,7 +408,7 @@ class Checker:
             inventory = Inventory(anchor, plain, own, at_start=True)
             if not unknown(whole):  # Else ``attach`` has warned that the wrapper cannot be read.
                 # Plain parameters around the prepared model are not known to be shared.
-                inventory.add_module(model if plain else whole, Scope(buffers=first))
+                inventory.add_module(model if plain else whole, Scope(buffers=buffers))
             held[:] = [inventory.holdings(self.job.step)]
             return held[0]
 

@@ -173,6 +173,47 @@ def test_buffers_are_compared_but_no_statistics(three_ranks: RankPool) -> None:
     assert three_ranks.run(_buffers) == [[[("buffer", "table", (1,), (0,))], []]] * 3
 
 
+def _resumed(loaded_by: tuple[int, ...], odd: int | None, trained: bool) -> Any:
+    """Attach after loaded FP8 state, with a buffer that each rank has of its own."""
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    manager.attach(boundary="manual")
+    net(torch.ones(16, 32)).sum().backward()
+    manager.step()
+    state = manager.state_dict()
+    net = make_net() if odd is None or trained else _odd_net(odd)
+    net.register_buffer("position", torch.full((3,), dist.get_rank()))
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    if dist.get_rank() in loaded_by:
+        manager.load_state_dict(state)
+    with captured_log():
+        if trained:
+            manager.attach(boundary="manual")
+            net(torch.ones(16, 32)).sum().backward()
+            manager.step()
+            net.load_state_dict(_odd_net(odd or 0).state_dict(), strict=False)
+        try:
+            manager.attach(boundary="manual")
+        except DivergenceError as error:
+            return [(f.kind, f.name) for f in error.report.findings if f.name != "position"]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("loaded_by", "odd", "trained", "found"),
+    [
+        ((0, 1), 1, False, [("parameter", "first.weight")]),  # One rank has forgotten to load the weights.
+        ((0, 1), None, False, []),
+        ((1,), None, False, [("step", "step")]),
+        ((0, 1), 1, True, []),  # Local SGD: in between each rank trains on its own.
+    ],
+)
+def test_a_resumed_plain_model_is_compared(
+    two_ranks: RankPool, loaded_by: tuple[int, ...], odd: int | None, trained: bool, found: list[Any]
+) -> None:
+    assert two_ranks.run(_resumed, loaded_by, odd, trained) == [found] * 2
+
+
 def _every_module_matches_a_pattern() -> Any:
     """Two patterns name the group of all ranks, another one a pair: the pair's arena comes first on ranks 0 and 1."""
     net, pairs = make_net(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
