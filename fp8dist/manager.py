@@ -176,9 +176,9 @@ class StateManager(Joinable):
             start: compare what the ranks start with, once: the parameters that ``check`` compares. Until this process
                 has passed a boundary also the parameters of a model that nothing wraps: they count as shared by the
                 ranks of ``prepare(group=…)``, unless they match ``groups`` or are marked as shards or experts. Before
-                the first step also buffers, except statistics of normalisation layers. This is one all-reduce, on
-                meshes as many as ``check`` has; none with ``amax_sync=False``. "raise"; "warn": one rank logs the
-                differences; None: compare nothing, for ranks that are meant to differ.
+                the first step also buffers, except those in DDP and statistics of normalisation layers. This is one
+                all-reduce, on meshes as many as ``check`` has; none with ``amax_sync=False``. "raise"; "warn": one rank
+                logs the differences; None: compare nothing, for ranks that are meant to differ.
 
         Raises:
             ManifestMismatchError: on all ranks, if they were prepared differently or a rank does not come in time.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -156,8 +157,9 @@ def likeness_of(contents: Sequence[Content]) -> str:
 class Inventory:
     """Collects what a check compares. For the arguments see ``Replication``; ``groups`` are its ``patterns``.
 
-    ``at_start``: training has not begun. Leaves out tensors without memory, which ``attach`` allows, and statistics of
-    normalisation layers, which a resumed rank may have of its own.
+    ``at_start``: training has not begun. Leaves out tensors without memory, which ``attach`` allows, statistics of
+    normalisation layers, which a resumed rank may have of its own, and buffers in DDP, which makes them equal in its
+    next forward, or was told not to.
     """
 
     def __init__(
@@ -272,10 +274,12 @@ class Inventory:
             if count := sum(1 for _ in module.named_buffers()):
                 self._skip("buffer", Excuse("that buffers=True would compare"), count)
             return
-        kept = (part for part in module.modules() if self._at_start and getattr(part, "track_running_stats", False))
-        statistics = {id(buffer) for part in kept for buffer in part.buffers(recurse=False)}
+        parts = [part for part in module.modules() if self._at_start]
+        own = [part.buffers(recurse=False) for part in parts if getattr(part, "track_running_stats", False)]
+        own += [part.buffers() for part in parts if isinstance(part, DistributedDataParallel)]
+        left_out = {id(buffer) for buffers in own for buffer in buffers}
         for name, buffer, home in self._replication.of_buffers(module):
-            if id(buffer) not in statistics:
+            if id(buffer) not in left_out:
                 self._add(name, "buffer", buffer, [home])
 
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
