@@ -780,9 +780,9 @@ class StateManager(Joinable):
 
     @property
     def checked_step(self) -> int | None:
-        """The newest step after which a check compared parameters and found them equal and finite; None: none since
-        ``attach``, as where each rank holds shards of its own. Steps are those of ``run_step``. Local. Does not read
-        the device."""
+        """The newest step after which a check compared all parameters and found them equal and finite; None: none since
+        ``attach``, as where each rank holds shards of its own, of some weights or all. Steps are those of
+        ``run_step``. Local. Does not read the device."""
         return self._cycle.checker.checked
 
     @property

@@ -111,6 +111,7 @@ class Holdings:
     coords: dict[str, int] | None = None
     skipped: tuple[str, ...] = ()
     unverified: Mapping[str, str] = field(default_factory=dict)
+    partial: Mapping[str, str] = field(default_factory=dict)
     nonfinite: tuple[str, ...] = ()
     memberships: tuple[Membership, ...] = ()
     computed: ReplicaSet | None = None
@@ -176,7 +177,8 @@ class Inventory:
         self._contents: dict[str, list[Content]] = {home.label: []}
         self._tensors: dict[tuple[str, str], list[Named]] = {}
         self._skipped: Counter[tuple[str, str]] = Counter()
-        self._verified: dict[str, bool] = {}  # By kind that is to be compared: True if any of it is.
+        self._counted: dict[str, tuple[int, int]] = {}  # By kind: how many that count are compared, and exist.
+        self._noun = "parameters"
         self._numbers: list[tuple[str, Tensor, bool]] = []  # See ``not_finite``.
         self._computed: ReplicaSet | None = None
 
@@ -189,9 +191,10 @@ class Inventory:
         ]
         unverified = {
             kind: "; ".join(text for of, text in skipped if of == kind)
-            for kind, verified in sorted(self._verified.items())
-            if not verified
+            for kind, (compared, _) in sorted(self._counted.items())
+            if not compared
         }
+        compared, held = self._counted.get("parameter", (0, 0))
         for (label, kind), tensors in self._tensors.items():
             contents.setdefault(label, []).append(TensorContent(kind, tensors))
         return Holdings(
@@ -202,6 +205,7 @@ class Inventory:
             coords=self._replication.coords,
             skipped=tuple(text for _, text in skipped),
             unverified=unverified,
+            partial={"parameter": f"{compared} of {held} {self._noun}"} if 0 < compared < held else {},
             nonfinite=not_finite(
                 (inner_name, inner, infinities)
                 for name, tensor, infinities in (() if self._at_start else self._numbers)
@@ -254,6 +258,8 @@ class Inventory:
         self._replication.learn(module)
         found = False
         trainable = any(parameter.requires_grad for parameter in module.parameters())
+        if trainable and not all(parameter.requires_grad for parameter in module.parameters()):
+            self._noun = "trainable parameters"
         for parameter in module.parameters():
             name = self._replication.names[id(parameter)]
             counts = parameter.requires_grad or not trainable
@@ -266,7 +272,7 @@ class Inventory:
                 self._add(name, "gradient", gradient, self._replication.of_gradient(parameter))
         if gradients and not found:
             self._skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
-            self._verified["gradient"] = not trainable
+            self._counted["gradient"] = (int(not trainable), 1)
 
     def _add_buffers(self, module: nn.Module, compare: bool) -> None:
         """Add all buffers, or count them as skipped."""
@@ -329,8 +335,8 @@ class Inventory:
             tensor = tensor.to_local()
         homes = [_ALONE if isinstance(one, Home) and one.group.size == 1 else one for one in homes]
         if counts:
-            compared = any(isinstance(one, Home) for one in homes)
-            self._verified[kind] = compared or self._verified.get(kind, False)
+            compared, held = self._counted.get(kind, (0, 0))
+            self._counted[kind] = compared + any(isinstance(one, Home) for one in homes), held + 1
         for one in homes:
             if isinstance(one, Excuse):
                 self._skip(kind, one)

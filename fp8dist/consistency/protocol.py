@@ -38,6 +38,9 @@ logger = logging.getLogger("fp8dist")
 _FAILED = 2
 """Sent by a rank that could not build its part. A rank that already knows of a difference sends 1."""
 
+_NOT_FINITE = 2
+"""Sent by a rank that holds NaN or infinity. One that compares only some of its parameters sends 1."""
+
 _MAY_BE_UNVERIFIED = (KIND, "buffer", "optimizer", "gradient", "parameter")
 """Kinds that a rank may have to compare, and nothing to compare with. The most important one is last."""
 
@@ -78,11 +81,12 @@ def check_replicas(
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
     words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}
     lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.unverified), default=0)
-    told = [_FAILED if error is not None else int(bool(known)), lacking, int(bool(mine.nonfinite))]
-    agree, (news, lacking, nonfinite) = _agree(
+    doubt = _NOT_FINITE if mine.nonfinite else int(bool(mine.partial))
+    told = [_FAILED if error is not None else int(bool(known)), lacking, doubt]
+    agree, (news, lacking, doubt) = _agree(
         anchor, list(map(word_of, words.values())), digests[0] if digests else None, told
     )
-    mine = _as_others_are(mine, lacking, nonfinite > 0)
+    mine = _as_others_are(mine, lacking, doubt)
     findings = _union(anchor, known) if news else []
     if news == _FAILED:
         errors = _errors(anchor, mine, error)
@@ -162,7 +166,7 @@ def _check_computed(
             mine, computed=None, skipped=(*mine.skipped, excuse), unverified={**mine.unverified, KIND: excuse}
         )
     elif lone:
-        mine = _as_others_are(mine, 1 + _MAY_BE_UNVERIFIED.index(KIND), False)
+        mine = _as_others_are(mine, 1 + _MAY_BE_UNVERIFIED.index(KIND))
     return findings, mine, any(len(kind) > 1 and told[kind[0]][1][-1] for kind in kinds)
 
 
@@ -173,15 +177,18 @@ def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
         mine.skipped,
         compared_bytes=mine.compared_bytes,
         unverified=mine.unverified,
+        partial=mine.partial,
         nonfinite=mine.nonfinite,
     )
 
 
-def _as_others_are(mine: Holdings, lacking: int, nonfinite: bool) -> Holdings:
+def _as_others_are(mine: Holdings, lacking: int, doubt: int = 0) -> Holdings:
     """Return the holdings with what is true of another rank: a report is consistent on all ranks or on none."""
     if lacking and (kind := _MAY_BE_UNVERIFIED[lacking - 1]) not in mine.unverified:
         mine = replace(mine, unverified={**mine.unverified, kind: f"{plural(kind)} {_ELSEWHERE}"})
-    if nonfinite and not mine.nonfinite:
+    if doubt == 1 and not mine.partial and "parameter" not in mine.unverified:
+        mine = replace(mine, partial={"parameter": f"not all parameters {_ELSEWHERE}"})
+    if doubt >= _NOT_FINITE and not mine.nonfinite:
         mine = replace(mine, nonfinite=(f"tensors {_ELSEWHERE}",))
     return mine
 
