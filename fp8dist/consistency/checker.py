@@ -16,7 +16,7 @@ from torch import nn
 
 from fp8dist.consistency.contents import ArenaContent, on_device, values_near
 from fp8dist.consistency.headers import localise
-from fp8dist.consistency.inventory import Holdings, Inventory, Scope
+from fp8dist.consistency.inventory import Holdings, Inventory, Scope, not_finite_in
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import Repairs, mended_texts, repair
 from fp8dist.consistency.replay_report import ReplayReport
@@ -42,7 +42,7 @@ from fp8dist.sync.roll_call import failing_by_name
 from fp8dist.text import first_few
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
 
-__all__ = ["Checker", "Event", "Replayed", "run_check"]
+__all__ = ["Checker", "Event", "Replayed", "check_alone", "run_check"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -358,7 +358,7 @@ class Checker:
         default = self.syncs[self._default]
         anchor = self.anchor()
         if anchor is None:
-            return DivergenceReport(skipped=("there is one rank, or no process group",))
+            return check_alone(module, scope, self.standing)
         try:
             report = run_check(
                 anchor,
@@ -547,6 +547,14 @@ def run_check(
         finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
                 checker.job.invalidate_casts()
+
+
+def check_alone(module: nn.Module | None, scope: Scope, standing: Standing) -> DivergenceReport:
+    """Return the report of a rank that has no other to compare with: it only looks for values that are not finite."""
+    found = () if module is None else not_finite_in(module, scope)
+    report = DivergenceReport(skipped=("there is one rank, or no process group",), nonfinite=found)
+    _say_gone(None, standing, report, ())
+    return report
 
 
 def _read(report: DivergenceReport, anchor: SyncGroup) -> DivergenceReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
 from fp8dist.text import plural
 
-__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of"]
+__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of", "not_finite_in"]
 
 Store = Callable[[Tensor], None] | None
 
@@ -179,7 +179,7 @@ class Inventory:
         self._skipped: Counter[tuple[str, str]] = Counter()
         self._counted: dict[str, tuple[int, int]] = {}  # By kind: how many that count are compared, and exist.
         self._noun = "parameters"
-        self._numbers: list[tuple[str, Tensor, bool]] = []  # See ``not_finite``.
+        self._numbers: list[tuple[str, Tensor, bool]] = []  # See ``_not_finite``.
         self._computed: ReplicaSet | None = None
 
     def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
@@ -206,11 +206,7 @@ class Inventory:
             skipped=tuple(text for _, text in skipped),
             unverified=unverified,
             partial={"parameter": f"{compared} of {held} {self._noun}"} if 0 < compared < held else {},
-            nonfinite=not_finite(
-                (inner_name, inner, infinities)
-                for name, tensor, infinities in (() if self._at_start else self._numbers)
-                for inner_name, inner in _plain_tensors(name, local_part(tensor))
-            ),
+            nonfinite=_not_finite(self._numbers),
             memberships=self._replication.memberships,
             computed=self._computed,
         )
@@ -231,8 +227,8 @@ class Inventory:
         """Add the tensors of a module and its optimizers that ``scope`` selects."""
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
-        if scope.parameters:
-            self._numbers += [(clean_fqn(name), buffer, False) for name, buffer in module.named_buffers()]
+        if scope.parameters and not self._at_start:
+            self._numbers += _numbers_of(module, scope)
         self._add_buffers(module, scope.buffers)
         for optimizer in scope.optimizers:
             self._add_optimizer(module, optimizer)
@@ -264,7 +260,6 @@ class Inventory:
             name = self._replication.names[id(parameter)]
             counts = parameter.requires_grad or not trainable
             if parameters:
-                self._numbers.append((name, parameter, counts))
                 self._add(name, "parameter", parameter, self._replication.of_parameter(parameter), counts=counts)
             gradient = gradient_of(parameter) if gradients else None
             if gradient is not None:
@@ -356,6 +351,38 @@ class Inventory:
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
         """Count things of a kind that are not compared."""
         self._skipped[kind, excuse.reason] += count
+
+
+def not_finite_in(module: nn.Module, scope: Scope) -> tuple[str, ...]:
+    """Return the names of tensors that a check of parameters finds not finite on this rank. Local."""
+    return _not_finite(_numbers_of(module, scope)) if scope.parameters else ()
+
+
+def _not_finite(numbers: Iterable[tuple[str, Tensor, bool]]) -> tuple[str, ...]:
+    return not_finite(
+        (inner_name, inner, infinities)
+        for name, tensor, infinities in numbers
+        for inner_name, inner in _plain_tensors(name, local_part(tensor))
+    )
+
+
+def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield what a checkpoint holds and training continues with, as ``not_finite`` takes it. A mask in a buffer, and a
+    bound in an optimizer's state, may be infinite."""
+    parameters = [(clean_fqn(name), one) for name, one in module.named_parameters() if not is_lazy(one)]
+    trainable = any(one.requires_grad for _, one in parameters)
+    for name, one in parameters:
+        yield name, one, one.requires_grad or not trainable
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in part._non_persistent_buffers_set and not is_lazy(buffer):
+                yield clean_fqn(name), buffer, False
+    names = {id(one): name for name, one in parameters}
+    for optimizer in scope.optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if isinstance(value, Tensor):
+                    yield f"{names.get(id(parameter), 'optimizer')}.{key}", value, False
 
 
 def _write(state: dict[str, Any], key: str, kind: type[Any], number: Tensor) -> None:
