@@ -534,7 +534,7 @@ def run_check(
                     "check() has nothing to compare, because nothing here is known to be the same on several ranks "
                     f"({why}): {instead}"
                 )
-            _say_gone(anchor, standing, report, kinds_of(report.compared))
+            _say_gone(anchor, standing, report, kinds_of(report.compared), compared.nonfinite_rank)
             repairs = repairs or Repairs()
             repairs.observe(report, scope.kinds)
             if report.diverged:
@@ -573,16 +573,30 @@ def _evidence(held: Sequence[Holdings], finding: Finding) -> dict[str, Any] | No
 
 
 def _log_start(report: DivergenceReport, ranks: int, seconds: float) -> None:
-    compared = compared_text(report.compared, report.compared_bytes) or "nothing"
+    compared, left_out = compared_text(report.compared, report.compared_bytes), "; ".join(report.skipped)
+    if not compared:
+        why = left_out or "the model has no parameters"
+        logger.info("fp8dist: attach() had nothing to compare over %d ranks: %s", ranks, why)
+        return
     logger.info("fp8dist: attach() compared %s over %d ranks in %.1f ms: no difference", compared, ranks, 1e3 * seconds)
-    logger.debug("fp8dist: attach() did not compare: %s", "; ".join(report.skipped) or "nothing was left out")
+    logger.debug("fp8dist: attach() did not compare: %s", left_out or "nothing was left out")
 
 
-def _say_gone(group: SyncGroup | None, standing: Standing, report: DivergenceReport, kinds: Collection[str]) -> None:
-    """Log which standing findings of these kinds a report has no more, and new values that are not finite. Local."""
+def _say_gone(
+    group: SyncGroup | None,
+    standing: Standing,
+    report: DivergenceReport,
+    kinds: Collection[str],
+    nonfinite_rank: int | None = None,
+) -> None:
+    """Log which standing findings of these kinds a report has no more, and new values that are not finite. Local.
+
+    Args:
+        nonfinite_rank: the one that logs the latter; None: there is one rank, or no such value.
+    """
     rank = group.rank if group is not None else 0
-    first = group is None or rank == min(group.ranks)
-    for text in (*standing.gone(report, kinds, rank), *(standing.not_finite(report) if first else ())):
+    new = standing.not_finite(report, nonfinite_rank)
+    for text in (*standing.gone(report, kinds, rank), *(new if nonfinite_rank in (None, rank) else ())):
         logger.warning("%s", text)
 
 

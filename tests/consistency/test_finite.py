@@ -86,15 +86,16 @@ def _one_shard() -> Any:
     if dist.get_rank() == 1:
         with torch.no_grad():
             net.first.bias.to_local()[0] = math.inf  # type: ignore[operator]
-    with captured_log():
+    with captured_log() as log:
         bad = manager.check()
         with torch.no_grad():
             net.first.bias.zero_()
-        return bad.nonfinite, manager.check().nonfinite
+        return bad.nonfinite, manager.check().nonfinite, [text[:58] for _, text in log if "NaN" in text]
 
 
-def test_a_shard_of_one_rank_is_told_on_all(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_one_shard) == [(("tensors on another rank",), ()), (("first.bias",), ())]
+def test_a_shard_of_one_rank_is_told_on_all_and_named_by_the_rank(two_ranks: RankPool) -> None:
+    text = "fp8dist: NaN or infinity in first.bias of rank 1: a checkpoint that is saved"[:58]
+    assert two_ranks.run(_one_shard) == [(("tensors of rank 1",), (), []), (("first.bias",), (), [text])]
 
 
 def _what_counts(ranks: int) -> Any:
