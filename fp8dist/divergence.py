@@ -153,6 +153,7 @@ class Divergence:
     compared_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
     unverified: Mapping[str, str] = field(default_factory=dict, hash=False)
     nonfinite: tuple[str, ...] = ()
+    partial: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def diverged(self) -> bool:
@@ -204,6 +205,7 @@ class Divergence:
 
     def __str__(self) -> str:
         notes = [f"not finite: {first_few(self.nonfinite, SHOWN_NOT_FINITE)}"] if self.nonfinite else []
+        notes += [f"compared only {text}" for text in self.partial.values()]
         notes += [f"not compared: {text}" for text in dict.fromkeys((*self.unverified.values(), *self.skipped))]
         if not self.findings:
             return "\n".join([self._clean_headline(), *notes])

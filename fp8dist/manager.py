@@ -173,12 +173,12 @@ class StateManager(Joinable):
             compute: at the end, compare known casts and products across the ranks, as ``check(compute=True)`` does. A
                 difference is handled by the ``check_policy`` of ``prepare``. None: on GPUs, not on a CPU, which takes
                 long to emulate FP8.
-            start: compare what the ranks start with, once: the parameters that ``check`` compares. Before the first
-                step also such buffers, except statistics of normalisation layers, and the parameters of a model that
-                nothing wraps: they count as shared by the ranks of ``prepare(group=…)``, unless they match ``groups``
-                or are marked as shards or experts. This is one all-reduce, on meshes as many as ``check`` has; none
-                with ``amax_sync=False``. "raise"; "warn": one rank logs the differences; None: compare nothing, for
-                ranks that are meant to differ.
+            start: compare what the ranks start with, once: the parameters that ``check`` compares. Until this process
+                has passed a boundary also the parameters of a model that nothing wraps: they count as shared by the
+                ranks of ``prepare(group=…)``, unless they match ``groups`` or are marked as shards or experts. Before
+                the first step also buffers, except those in DDP and statistics of normalisation layers. This is one
+                all-reduce, on meshes as many as ``check`` has; none with ``amax_sync=False``. "raise"; "warn": one rank
+                logs the differences; None: compare nothing, for ranks that are meant to differ.
 
         Raises:
             ManifestMismatchError: on all ranks, if they were prepared differently or a rank does not come in time.
@@ -780,9 +780,9 @@ class StateManager(Joinable):
 
     @property
     def checked_step(self) -> int | None:
-        """The newest step after which a check compared parameters and found them equal and finite; None: none since
-        ``attach``, as where each rank holds shards of its own. Steps are those of ``run_step``. Local. Does not read
-        the device."""
+        """The newest step after which a check compared all parameters and found them equal and finite; None: none since
+        ``attach``, as where each rank holds shards of its own, of some weights or all. Steps are those of
+        ``run_step``. Local. Does not read the device."""
         return self._cycle.checker.checked
 
     @property

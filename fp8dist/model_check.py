@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from fp8dist.consistency.checker import run_check
+from fp8dist.consistency.checker import check_alone, run_check
 from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.repair import Repairs
 from fp8dist.consistency.report import DivergenceReport
+from fp8dist.consistency.standing import Standing
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import managers_in
 from fp8dist.names import require_choice, require_int
@@ -95,8 +96,9 @@ def check(
     require_choice("policy", policy, ("raise", "warn", "repair"))
     if max_repairs is not None:
         require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
+    scope = Scope(True, gradients, buffers, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
     if group is None and world_size() == 1:
-        return DivergenceReport(skipped=("there is one rank, or no process group",))
+        return check_alone(module, scope, Standing())
     if any(m._join_config.enable for m in module.modules() if isinstance(m, Joinable)):
         raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
     require_checkable(module)
@@ -105,7 +107,6 @@ def check(
         enrol()  # So that an error can name the host of a missing rank.
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     checkers = [manager._checkable().checker for manager in managers_in(module)]
-    scope = Scope(True, gradients, buffers, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
     report = run_check(
         anchor,
         checkers,

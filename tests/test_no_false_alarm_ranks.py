@@ -572,6 +572,20 @@ def attached_again_with_statistics_of_each_rank(wrapped: bool) -> Any:
     return None
 
 
+@variants(broadcast=[True, False])
+def buffers_of_each_rank_before_the_first_step_of_ddp(broadcast: bool) -> Any:
+    """A seed of each rank, or statistics of a forward before attach that DDP makes equal in its next forward."""
+    trial = world()
+    trial.net.register_buffer("mine", torch.zeros(3))
+    net = DistributedDataParallel(trial.net, broadcast_buffers=broadcast)
+    net.module.mine.fill_(me())
+    optimizer = SGD(net.parameters(), lr=0.01)
+    trial.manager.attach(net, optimizer=optimizer)
+    trial.train(optimizer, STEPS, net=net, rank=me())
+    trial.right(STEPS)
+    return {name: of for name, of in trial.bits().items() if name != "mine"}
+
+
 @variants(missing=["meta", "lazy"])
 def a_part_has_no_memory_yet(missing: str) -> Any:
     net = mlp()

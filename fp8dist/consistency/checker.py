@@ -16,7 +16,7 @@ from torch import nn
 
 from fp8dist.consistency.contents import ArenaContent, on_device, values_near
 from fp8dist.consistency.headers import localise
-from fp8dist.consistency.inventory import Holdings, Inventory, Scope
+from fp8dist.consistency.inventory import Holdings, Inventory, Scope, not_finite_in
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import Repairs, mended_texts, repair
 from fp8dist.consistency.replay_report import ReplayReport
@@ -42,7 +42,7 @@ from fp8dist.sync.roll_call import failing_by_name
 from fp8dist.text import first_few
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
 
-__all__ = ["Checker", "Event", "Replayed", "run_check"]
+__all__ = ["Checker", "Event", "Replayed", "check_alone", "run_check"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -358,7 +358,7 @@ class Checker:
         default = self.syncs[self._default]
         anchor = self.anchor()
         if anchor is None:
-            return DivergenceReport(skipped=("there is one rank, or no process group",))
+            return check_alone(module, scope, self.standing)
         try:
             report = run_check(
                 anchor,
@@ -385,8 +385,8 @@ class Checker:
         return report
 
     def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start) -> None:
-        """Compare what ``check`` would compare of the parameters. Before the first step also of the buffers, and, if
-        nothing wraps the model, between the ranks that share FP8 state. COLLECTIVE over these.
+        """Compare what ``check`` would compare of the parameters. Before this process has passed a boundary also what
+        nothing wraps, between the ranks that share FP8 state, and before the first step buffers. COLLECTIVE over these.
 
         Raises:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
@@ -395,8 +395,10 @@ class Checker:
         if anchor is None or anchor.size == 1 or not self.settings.amax_sync:
             return
         start, default = time.perf_counter(), self.syncs[self._default]
-        first = not (self.job.boundaries or self.job.step)
+        first = not self.job.boundaries
         plain = first and is_plain(whole)  # Later, ranks may have trained on their own, as in local SGD.
+        # Resumed ranks may have buffers of their own. If ranks resume from other steps, that is a difference itself.
+        buffers = first and not self.job.step
         held: list[Holdings] = []
 
         def build() -> Holdings:
@@ -406,7 +408,7 @@ class Checker:
             inventory = Inventory(anchor, plain, own, at_start=True)
             if not unknown(whole):  # Else ``attach`` has warned that the wrapper cannot be read.
                 # Plain parameters around the prepared model are not known to be shared.
-                inventory.add_module(model if plain else whole, Scope(buffers=first))
+                inventory.add_module(model if plain else whole, Scope(buffers=buffers))
             held[:] = [inventory.holdings(self.job.step)]
             return held[0]
 
@@ -532,7 +534,7 @@ def run_check(
                     "check() has nothing to compare, because nothing here is known to be the same on several ranks "
                     f"({why}): {instead}"
                 )
-            _say_gone(anchor, standing, report, kinds_of(report.compared))
+            _say_gone(anchor, standing, report, kinds_of(report.compared), compared.nonfinite_rank)
             repairs = repairs or Repairs()
             repairs.observe(report, scope.kinds)
             if report.diverged:
@@ -545,6 +547,14 @@ def run_check(
         finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
                 checker.job.invalidate_casts()
+
+
+def check_alone(module: nn.Module | None, scope: Scope, standing: Standing) -> DivergenceReport:
+    """Return the report of a rank that has no other to compare with: it only looks for values that are not finite."""
+    found = () if module is None else not_finite_in(module, scope)
+    report = DivergenceReport(skipped=("there is one rank, or no process group",), nonfinite=found)
+    _say_gone(None, standing, report, ())
+    return report
 
 
 def _read(report: DivergenceReport, anchor: SyncGroup) -> DivergenceReport:
@@ -563,16 +573,30 @@ def _evidence(held: Sequence[Holdings], finding: Finding) -> dict[str, Any] | No
 
 
 def _log_start(report: DivergenceReport, ranks: int, seconds: float) -> None:
-    compared = compared_text(report.compared, report.compared_bytes) or "nothing"
+    compared, left_out = compared_text(report.compared, report.compared_bytes), "; ".join(report.skipped)
+    if not compared:
+        why = left_out or "the model has no parameters"
+        logger.info("fp8dist: attach() had nothing to compare over %d ranks: %s", ranks, why)
+        return
     logger.info("fp8dist: attach() compared %s over %d ranks in %.1f ms: no difference", compared, ranks, 1e3 * seconds)
-    logger.debug("fp8dist: attach() did not compare: %s", "; ".join(report.skipped) or "nothing was left out")
+    logger.debug("fp8dist: attach() did not compare: %s", left_out or "nothing was left out")
 
 
-def _say_gone(group: SyncGroup | None, standing: Standing, report: DivergenceReport, kinds: Collection[str]) -> None:
-    """Log which standing findings of these kinds a report has no more, and new values that are not finite. Local."""
+def _say_gone(
+    group: SyncGroup | None,
+    standing: Standing,
+    report: DivergenceReport,
+    kinds: Collection[str],
+    nonfinite_rank: int | None = None,
+) -> None:
+    """Log which standing findings of these kinds a report has no more, and new values that are not finite. Local.
+
+    Args:
+        nonfinite_rank: the one that logs the latter; None: there is one rank, or no such value.
+    """
     rank = group.rank if group is not None else 0
-    first = group is None or rank == min(group.ranks)
-    for text in (*standing.gone(report, kinds, rank), *(standing.not_finite(report) if first else ())):
+    new = standing.not_finite(report, nonfinite_rank)
+    for text in (*standing.gone(report, kinds, rank), *(new if nonfinite_rank in (None, rank) else ())):
         logger.warning("%s", text)
 
 

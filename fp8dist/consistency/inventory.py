@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -30,7 +31,7 @@ from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
 from fp8dist.text import plural
 
-__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of"]
+__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of", "not_finite_in"]
 
 Store = Callable[[Tensor], None] | None
 
@@ -110,6 +111,7 @@ class Holdings:
     coords: dict[str, int] | None = None
     skipped: tuple[str, ...] = ()
     unverified: Mapping[str, str] = field(default_factory=dict)
+    partial: Mapping[str, str] = field(default_factory=dict)
     nonfinite: tuple[str, ...] = ()
     memberships: tuple[Membership, ...] = ()
     computed: ReplicaSet | None = None
@@ -156,8 +158,9 @@ def likeness_of(contents: Sequence[Content]) -> str:
 class Inventory:
     """Collects what a check compares. For the arguments see ``Replication``; ``groups`` are its ``patterns``.
 
-    ``at_start``: training has not begun. Leaves out tensors without memory, which ``attach`` allows, and statistics of
-    normalisation layers, which a resumed rank may have of its own.
+    ``at_start``: training has not begun. Leaves out tensors without memory, which ``attach`` allows, statistics of
+    normalisation layers, which a resumed rank may have of its own, and buffers in DDP, which makes them equal in its
+    next forward, or was told not to.
     """
 
     def __init__(
@@ -174,8 +177,9 @@ class Inventory:
         self._contents: dict[str, list[Content]] = {home.label: []}
         self._tensors: dict[tuple[str, str], list[Named]] = {}
         self._skipped: Counter[tuple[str, str]] = Counter()
-        self._verified: dict[str, bool] = {}  # By kind that is to be compared: True if any of it is.
-        self._numbers: list[tuple[str, Tensor, bool]] = []  # See ``not_finite``.
+        self._counted: dict[str, tuple[int, int]] = {}  # By kind: how many that count are compared, and exist.
+        self._noun = "parameters"
+        self._numbers: list[tuple[str, Tensor, bool]] = []  # See ``_not_finite``.
         self._computed: ReplicaSet | None = None
 
     def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
@@ -187,9 +191,10 @@ class Inventory:
         ]
         unverified = {
             kind: "; ".join(text for of, text in skipped if of == kind)
-            for kind, verified in sorted(self._verified.items())
-            if not verified
+            for kind, (compared, _) in sorted(self._counted.items())
+            if not compared
         }
+        compared, held = self._counted.get("parameter", (0, 0))
         for (label, kind), tensors in self._tensors.items():
             contents.setdefault(label, []).append(TensorContent(kind, tensors))
         return Holdings(
@@ -200,11 +205,8 @@ class Inventory:
             coords=self._replication.coords,
             skipped=tuple(text for _, text in skipped),
             unverified=unverified,
-            nonfinite=not_finite(
-                (inner_name, inner, infinities)
-                for name, tensor, infinities in (() if self._at_start else self._numbers)
-                for inner_name, inner in _plain_tensors(name, local_part(tensor))
-            ),
+            partial={"parameter": f"{compared} of {held} {self._noun}"} if 0 < compared < held else {},
+            nonfinite=_not_finite(self._numbers),
             memberships=self._replication.memberships,
             computed=self._computed,
         )
@@ -225,8 +227,8 @@ class Inventory:
         """Add the tensors of a module and its optimizers that ``scope`` selects."""
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
-        if scope.parameters:
-            self._numbers += [(clean_fqn(name), buffer, False) for name, buffer in module.named_buffers()]
+        if scope.parameters and not self._at_start:
+            self._numbers += _numbers_of(module, scope)
         self._add_buffers(module, scope.buffers)
         for optimizer in scope.optimizers:
             self._add_optimizer(module, optimizer)
@@ -252,11 +254,12 @@ class Inventory:
         self._replication.learn(module)
         found = False
         trainable = any(parameter.requires_grad for parameter in module.parameters())
+        if trainable and not all(parameter.requires_grad for parameter in module.parameters()):
+            self._noun = "trainable parameters"
         for parameter in module.parameters():
             name = self._replication.names[id(parameter)]
             counts = parameter.requires_grad or not trainable
             if parameters:
-                self._numbers.append((name, parameter, counts))
                 self._add(name, "parameter", parameter, self._replication.of_parameter(parameter), counts=counts)
             gradient = gradient_of(parameter) if gradients else None
             if gradient is not None:
@@ -264,7 +267,7 @@ class Inventory:
                 self._add(name, "gradient", gradient, self._replication.of_gradient(parameter))
         if gradients and not found:
             self._skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
-            self._verified["gradient"] = not trainable
+            self._counted["gradient"] = (int(not trainable), 1)
 
     def _add_buffers(self, module: nn.Module, compare: bool) -> None:
         """Add all buffers, or count them as skipped."""
@@ -272,10 +275,12 @@ class Inventory:
             if count := sum(1 for _ in module.named_buffers()):
                 self._skip("buffer", Excuse("that buffers=True would compare"), count)
             return
-        kept = (part for part in module.modules() if self._at_start and getattr(part, "track_running_stats", False))
-        statistics = {id(buffer) for part in kept for buffer in part.buffers(recurse=False)}
+        parts = [part for part in module.modules() if self._at_start]
+        own = [part.buffers(recurse=False) for part in parts if getattr(part, "track_running_stats", False)]
+        own += [part.buffers() for part in parts if isinstance(part, DistributedDataParallel)]
+        left_out = {id(buffer) for buffers in own for buffer in buffers}
         for name, buffer, home in self._replication.of_buffers(module):
-            if id(buffer) not in statistics:
+            if id(buffer) not in left_out:
                 self._add(name, "buffer", buffer, [home])
 
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -325,8 +330,8 @@ class Inventory:
             tensor = tensor.to_local()
         homes = [_ALONE if isinstance(one, Home) and one.group.size == 1 else one for one in homes]
         if counts:
-            compared = any(isinstance(one, Home) for one in homes)
-            self._verified[kind] = compared or self._verified.get(kind, False)
+            compared, held = self._counted.get(kind, (0, 0))
+            self._counted[kind] = compared + any(isinstance(one, Home) for one in homes), held + 1
         for one in homes:
             if isinstance(one, Excuse):
                 self._skip(kind, one)
@@ -346,6 +351,38 @@ class Inventory:
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
         """Count things of a kind that are not compared."""
         self._skipped[kind, excuse.reason] += count
+
+
+def not_finite_in(module: nn.Module, scope: Scope) -> tuple[str, ...]:
+    """Return the names of tensors that a check of parameters finds not finite on this rank. Local."""
+    return _not_finite(_numbers_of(module, scope)) if scope.parameters else ()
+
+
+def _not_finite(numbers: Iterable[tuple[str, Tensor, bool]]) -> tuple[str, ...]:
+    return not_finite(
+        (inner_name, inner, infinities)
+        for name, tensor, infinities in numbers
+        for inner_name, inner in _plain_tensors(name, local_part(tensor))
+    )
+
+
+def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield what a checkpoint holds and training continues with, as ``not_finite`` takes it. A mask in a buffer, and a
+    bound in an optimizer's state, may be infinite."""
+    parameters = [(clean_fqn(name), one) for name, one in module.named_parameters() if not is_lazy(one)]
+    trainable = any(one.requires_grad for _, one in parameters)
+    for name, one in parameters:
+        yield name, one, one.requires_grad or not trainable
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in part._non_persistent_buffers_set and not is_lazy(buffer):
+                yield clean_fqn(name), buffer, False
+    names = {id(one): name for name, one in parameters}
+    for optimizer in scope.optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if isinstance(value, Tensor):
+                    yield f"{names.get(id(parameter), 'optimizer')}.{key}", value, False
 
 
 def _write(state: dict[str, Any], key: str, kind: type[Any], number: Tensor) -> None:

@@ -38,6 +38,10 @@ logger = logging.getLogger("fp8dist")
 _FAILED = 2
 """Sent by a rank that could not build its part. A rank that already knows of a difference sends 1."""
 
+_NOT_FINITE = 2
+"""Sent by the highest rank if it holds NaN or infinity; by lower ones, one more each: the lowest one is heard. A rank
+that compares only some of its parameters sends 1."""
+
 _MAY_BE_UNVERIFIED = (KIND, "buffer", "optimizer", "gradient", "parameter")
 """Kinds that a rank may have to compare, and nothing to compare with. The most important one is last."""
 
@@ -47,12 +51,14 @@ _ELSEWHERE = "on another rank"
 class Compared(NamedTuple):
     """Result of ``check_replicas``, with the differing things of each set for a repair.
 
+    ``nonfinite_rank``: the lowest rank that holds NaN or infinity; None: none does.
     ``nothing``: True if there are several ranks, none has anything to compare with another, and no difference is known.
     The same on all ranks."""
 
     report: DivergenceReport
     differing: list[tuple[ReplicaSet, list[Differing]]]
     nothing: bool = False
+    nonfinite_rank: int | None = None
 
 
 def check_replicas(
@@ -78,18 +84,21 @@ def check_replicas(
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
     words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}
     lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.unverified), default=0)
-    told = [_FAILED if error is not None else int(bool(known)), lacking, int(bool(mine.nonfinite))]
-    agree, (news, lacking, nonfinite) = _agree(
+    ranks = sorted(anchor.ranks, reverse=True)
+    doubt = _NOT_FINITE + ranks.index(anchor.rank) if mine.nonfinite else int(bool(mine.partial))
+    told = [_FAILED if error is not None else int(bool(known)), lacking, doubt]
+    agree, (news, lacking, doubt) = _agree(
         anchor, list(map(word_of, words.values())), digests[0] if digests else None, told
     )
-    mine = _as_others_are(mine, lacking, nonfinite > 0)
+    nonfinite_rank = ranks[doubt - _NOT_FINITE] if doubt >= _NOT_FINITE else None
+    mine = _as_others_are(mine, lacking, doubt == 1, nonfinite_rank)
     findings = _union(anchor, known) if news else []
     if news == _FAILED:
         errors = _errors(anchor, mine, error)
         if error is not None and len(errors) < anchor.size:  # A mistake of all ranks needs no traceback.
             text = "fp8dist: rank %d could not build its part of the consistency check"
             logger.error(text, anchor.rank, exc_info=error)
-        return Compared(_report(mine, findings + errors), [])
+        return Compared(_report(mine, findings + errors), [], nonfinite_rank=nonfinite_rank)
     differs = [name for name, same in zip(words, agree) if not same]
     findings += _differing_words(anchor, mine, words, differs)
     differing: list[tuple[ReplicaSet, list[Differing]]] = []
@@ -110,7 +119,8 @@ def check_replicas(
         found, mine, computed = _check_computed(anchor, mine, mine.computed, digests[-1])
         findings += found
         anything |= computed
-    return Compared(_report(mine, findings), differing, anchor.size > 1 and not (findings or anything))
+    nothing = anchor.size > 1 and not (findings or anything)
+    return Compared(_report(mine, findings), differing, nothing, nonfinite_rank)
 
 
 def _check_further_sets(
@@ -162,7 +172,7 @@ def _check_computed(
             mine, computed=None, skipped=(*mine.skipped, excuse), unverified={**mine.unverified, KIND: excuse}
         )
     elif lone:
-        mine = _as_others_are(mine, 1 + _MAY_BE_UNVERIFIED.index(KIND), False)
+        mine = _as_others_are(mine, 1 + _MAY_BE_UNVERIFIED.index(KIND))
     return findings, mine, any(len(kind) > 1 and told[kind[0]][1][-1] for kind in kinds)
 
 
@@ -173,16 +183,19 @@ def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
         mine.skipped,
         compared_bytes=mine.compared_bytes,
         unverified=mine.unverified,
+        partial=mine.partial,
         nonfinite=mine.nonfinite,
     )
 
 
-def _as_others_are(mine: Holdings, lacking: int, nonfinite: bool) -> Holdings:
+def _as_others_are(mine: Holdings, lacking: int, partial: bool = False, nonfinite: int | None = None) -> Holdings:
     """Return the holdings with what is true of another rank: a report is consistent on all ranks or on none."""
     if lacking and (kind := _MAY_BE_UNVERIFIED[lacking - 1]) not in mine.unverified:
         mine = replace(mine, unverified={**mine.unverified, kind: f"{plural(kind)} {_ELSEWHERE}"})
-    if nonfinite and not mine.nonfinite:
-        mine = replace(mine, nonfinite=(f"tensors {_ELSEWHERE}",))
+    if partial and not mine.partial and "parameter" not in mine.unverified:
+        mine = replace(mine, partial={"parameter": f"not all parameters {_ELSEWHERE}"})
+    if nonfinite is not None and not mine.nonfinite:
+        mine = replace(mine, nonfinite=(f"tensors of rank {nonfinite}",))
     return mine
 
 

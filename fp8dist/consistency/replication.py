@@ -198,7 +198,11 @@ class Replication:
             return self._cached(("DDP", id(wrapper)), "DDP", wrapper.process_group)
         if wrapper is not None:
             return Excuse("that DDP was told to ignore")
-        return self.anchor if self._vouched else Excuse("not known to be replicated: name their group")
+        return (
+            self.anchor
+            if self._vouched
+            else Excuse("not known to be replicated: name their group, as in fp8dist.check(model, group=…)")
+        )
 
     def of_parameter(self, parameter: Tensor) -> list[Home | Excuse]:
         """Return the homes of a plain parameter, or of plain tensors that belong to it."""

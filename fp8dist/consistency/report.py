@@ -41,8 +41,12 @@ class DivergenceReport(Divergence):
         compared_bytes: bytes of the compared things by kind, where they are known, on this rank.
         unverified: kinds that were to be compared, and of which a rank could compare nothing, with the reason. If the
             model has trainable parameters, only these count. The same kinds on all ranks.
-        nonfinite: parameters with NaN or infinity, and buffers with NaN, whether ranks hold the same or not. Looked for
-            in checks of parameters, in all that this rank holds.
+        partial: kinds of which only a part was compared, with how many of how many, such as "1 of 6 parameters". Only
+            parameters are counted; of a model with trainable ones, only these. If all is finite, the same kinds on all
+            ranks.
+        nonfinite: parameters with NaN or infinity, and buffers of the state dict and optimizer state with NaN, whether
+            ranks hold the same or not. Looked for in checks of parameters, in all that this rank holds, also if there
+            is one rank; in optimizer state if the check has the optimizer.
         diverged: True if something differs, and was not repaired.
         consistent: True if something was compared, nothing differs (or all was repaired), and nothing is
             ``unverified``. So a report is consistent, diverged, or neither.

@@ -43,11 +43,15 @@ class Standing:
         self._first = {**found, **self._first}
         return [*([str(replace(report, findings=new))] if new else []), *_few(lines, "fp8dist: still")]
 
-    def not_finite(self, report: DivergenceReport) -> list[str]:
-        """Return what to log of values that are not finite: once, until a check finds all finite."""
+    def not_finite(self, report: DivergenceReport, rank: int | None) -> list[str]:
+        """Return what to log of values that are not finite, which ``rank`` holds: once, until a check finds all finite.
+        None: there is one rank."""
         new, self._nonfinite = bool(report.nonfinite) and not self._nonfinite, bool(report.nonfinite)
         names = first_few(report.nonfinite, MAX_LINES)
-        text = f"fp8dist: NaN or infinity in {names}: a checkpoint that is saved now is not good, also if ranks agree"
+        of = "" if rank is None else f" of rank {rank}"
+        text = (
+            f"fp8dist: NaN or infinity in {names}{of}: a checkpoint that is saved now is not good, also if ranks agree"
+        )
         return [text] if new else []
 
     def gone(self, report: DivergenceReport, kinds: Collection[str], rank: int) -> list[str]:

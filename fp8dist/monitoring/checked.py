@@ -20,7 +20,8 @@ class Checked(NamedTuple):
 
     ``compared``: number of compared things by kind; None: the run's folder does not say it, because an older version
     wrote it. ``compared_bytes``: their bytes by kind, as far as they are known. ``unverified``: kinds of which nothing
-    could be compared, with the reason. ``nonfinite``: names of tensors with NaN or infinity.
+    could be compared, with the reason. ``nonfinite``: names of tensors with NaN or infinity. ``partial``: kinds of
+    which only some were compared, with how many of how many.
     """
 
     step: int
@@ -28,20 +29,21 @@ class Checked(NamedTuple):
     compared_bytes: Mapping[str, int] = MappingProxyType({})
     unverified: Mapping[str, str] = MappingProxyType({})
     nonfinite: tuple[str, ...] = ()
+    partial: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def of(cls, step: int, report: Divergence) -> Checked:
         """Return what the report of a check after ``step`` says."""
-        return cls(step, report.compared, report.compared_bytes, report.unverified, report.nonfinite)
+        return cls(step, report.compared, report.compared_bytes, report.unverified, report.nonfinite, report.partial)
 
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Checked:
         """Return what an event of kind "checked" says. Malformed fields count as absent."""
         compared, sizes = (_counts(event.get(name)) for name in ("compared", "compared_bytes"))
-        why, names = event.get("unverified"), event.get("nonfinite")
-        unverified = {str(kind): str(reason) for kind, reason in why.items()} if isinstance(why, Mapping) else {}
+        unverified, partial = (_texts(event.get(name)) for name in ("unverified", "partial"))
+        names = event.get("nonfinite")
         nonfinite = tuple(map(str, names)) if isinstance(names, list) else ()
-        return cls(event["step"], compared, sizes or {}, unverified, nonfinite)
+        return cls(event["step"], compared, sizes or {}, unverified, nonfinite, partial)
 
     def fields(self) -> dict[str, Any]:
         """Return all but the step, as JSON values."""
@@ -50,6 +52,7 @@ class Checked(NamedTuple):
             "compared_bytes": dict(self.compared_bytes),
             "unverified": dict(self.unverified),
             "nonfinite": list(self.nonfinite[:_NAMED]),
+            "partial": dict(self.partial),
         }
 
     @property
@@ -59,7 +62,17 @@ class Checked(NamedTuple):
 
     @property
     def verified(self) -> bool:
-        """True if the parameters were compared, and are finite: a checkpoint of this step is good."""
+        """True if all parameters were compared, and are finite: a checkpoint of this step is good. Of a model with
+        trainable parameters only these count."""
+        return self._some and "parameter" not in self.partial
+
+    @property
+    def part(self) -> str:
+        """How many of the parameters were compared, and all are finite; "" if all or none were compared."""
+        return self.partial.get("parameter", "") if self._some else ""
+
+    @property
+    def _some(self) -> bool:
         return self.finite and bool((self.compared or {}).get("parameter")) and "parameter" not in self.unverified
 
     @property
@@ -73,11 +86,16 @@ class Checked(NamedTuple):
         if self.compared is None:
             return "equal what it compared (the run does not say what)"
         parts = [f"{compared_text(self.compared, self.compared_bytes) or 'nothing'} equal"]
+        parts += [f"compared only {text}" for text in self.partial.values()]
         if self.unverified:
             parts.append(f"{' and '.join(map(plural, self.unverified))} not verifiable")
         if self.nonfinite:
             parts.append(f"NaN or infinity in {first_few(self.nonfinite, _NAMED)}")
         return ", ".join(parts)
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return {str(kind): str(text) for kind, text in value.items()} if isinstance(value, Mapping) else {}
 
 
 def _counts(value: Any) -> dict[str, int] | None:

@@ -90,6 +90,8 @@ def _state(step: int, run: Run, found: Sequence[Checked]) -> str:
         return f"after NaN or infinity in step {spanned:,}"
     if any(one.verified for one in later):
         return GOOD
+    if part := next((one.part for one in later if one.part), ""):
+        return f"good as far as compared: {part}"
     if known is not None:
         return NOT_VERIFIABLE
     finite = max((one.step for one in found if one.finite), default=-1)

@@ -131,7 +131,9 @@ def verdict(run: Run) -> Verdict:
         return Verdict("unknown", f"Not known: {proof}", remarks)
     if at["checked"] is None:
         hint = "No check has compared parameters and optimizer: set check_every= of prepare (--check-every)."
-        if last is not None:
+        if last is not None and last.part:
+            hint = f"No check has compared all parameters: the last one compared {last.part}."
+        elif last is not None:
             hint = f"No check has compared parameters: {last.unverified.get('parameter', 'the run does not say why')}."
         remarks = (hint, *remarks)
     return Verdict("sound", f"Sound as far as it is proven: {proof}", remarks)
@@ -157,7 +159,8 @@ def _proof(run: Run) -> str:
         return f"{', '.join(parts)}; no step is proven."
     rest = f"steps {newest + 1} to {last} are unproven" if newest + 1 < last else f"step {last} is unproven"
     rest = rest if newest < last else f"no step up to {last} is unproven"
-    rest = rest if checked is not None else f"for the FP8 state, {rest}; parameters are unproven"
+    which = "the other parameters" if found and found[-1].part else "parameters"
+    rest = rest if checked is not None else f"for the FP8 state, {rest}; {which} are unproven"
     return f"{', '.join(parts)}; {rest}."
 
 

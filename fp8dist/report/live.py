@@ -326,10 +326,12 @@ class LiveRun:
 
 
 def _checked_text(check: Checked) -> str:
-    """Return up to which step what was checked; of parameters that are not verifiable, what was equal instead."""
+    """Return up to which step what was checked; if not all parameters were compared, what was equal."""
     equal = compared_text(check.compared or {}, check.compared_bytes)
     if check.covers:
         text = f"checked to step {check.step} ({equal or 'not recorded what'})"
+    elif check.part:
+        text = f"{equal} equal to step {check.step}, compared only {check.part}"
     else:
         text = f"parameters not verifiable, {equal or 'nothing'} equal to step {check.step}"
     return clean(text, MAX_TEXT)

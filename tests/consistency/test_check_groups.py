@@ -132,7 +132,9 @@ def test_plain_norms_are_compared_over_the_group_that_is_named(
         assert names == [("parameter", "norm.bias", ranks, None, (7,)) for ranks in found]
         assert findings == results[0][1]
         assert compared == {"parameter": 4}
-        assert skipped == ("2 parameters not known to be replicated: name their group",)
+        assert skipped == (
+            "2 parameters not known to be replicated: name their group, as in fp8dist.check(model, group=…)",
+        )
         if not damaged:  # The anchor's, the exchange of groups, the two labels', the verdict.
             assert calls == ["all_reduce"] * 5
         assert seconds < 5

@@ -53,7 +53,10 @@ def _nothing() -> Any:
 
 def test_a_check_that_has_nothing_to_compare_says_what_to_pass(two_ranks: RankPool) -> None:
     for rank, said in enumerate(two_ranks.run(_nothing)):
-        assert "2 parameters not known to be replicated: name their group): pass group=" in said["plain"]
+        assert (
+            "2 parameters not known to be replicated: name their group, as in fp8dist.check(model, group=…)): pass "
+            in said["plain"]
+        )
         assert "it has no parameters" in said["no parameters"]
         assert "parameters sharded by FSDP1" in said["shards"]
         assert "leave the check out" in said["shards"]
@@ -120,6 +123,34 @@ def test_a_kind_of_which_nothing_is_compared_is_not_consistent(two_ranks: RankPo
         assert list(frozen[3]) == ["parameter"]
         assert shards[:3] == (False, False, {"slot": 9})
         assert "6 parameters that are DTensors without a Replicate axis" in shards[3]["parameter"]
+
+
+def _only_some() -> Any:
+    """Ranks 0 and 1 hold all parameters alike, ranks 2 and 3 all but two. Then a check of the manager's."""
+    pairs, alone = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([rank]) for rank in range(4)]
+    pair, rank = pairs[dist.get_rank() // 2], dist.get_rank()
+    reports = [fp8dist.check(make_net(), groups={"first.*": pair if rank < 2 else alone[rank], "*": pair})]
+    frozen = make_net()
+    frozen.last.requires_grad_(False)
+    reports.append(fp8dist.check(frozen, group=dist.group.WORLD, groups={"first.*": None}))
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    fully_shard(net.first)
+    fully_shard(net.branch)
+    called = DistributedDataParallel(net.last)
+    net.last = called
+    reports.append(manager.attach(net, boundary="manual").check())
+    assert manager.last_check is not None
+    assert "compared only 2 of 6 parameters" in manager.last_check.text
+    texts = [line for report in reports for line in str(report).splitlines() if "compared only" in line]
+    return [report.partial.get("parameter") for report in reports], len(texts), manager.checked_step
+
+
+def test_some_parameters_do_not_stand_for_all(four_ranks: RankPool) -> None:
+    for rank, (parts, said, checked) in enumerate(four_ranks.run(_only_some)):
+        lone = "4 of 6 parameters" if rank >= 2 else "not all parameters on another rank"
+        assert parts == [lone, "2 of 4 trainable parameters", "2 of 6 parameters"]
+        assert (said, checked) == (3, None)
 
 
 def test_on_one_rank_nothing_is_verified() -> None:

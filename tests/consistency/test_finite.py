@@ -86,15 +86,53 @@ def _one_shard() -> Any:
     if dist.get_rank() == 1:
         with torch.no_grad():
             net.first.bias.to_local()[0] = math.inf  # type: ignore[operator]
-    with captured_log():
+    with captured_log() as log:
         bad = manager.check()
         with torch.no_grad():
             net.first.bias.zero_()
-        return bad.nonfinite, manager.check().nonfinite
+        return bad.nonfinite, manager.check().nonfinite, [text[:58] for _, text in log if "NaN" in text]
 
 
-def test_a_shard_of_one_rank_is_told_on_all(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_one_shard) == [(("tensors on another rank",), ()), (("first.bias",), ())]
+def test_a_shard_of_one_rank_is_told_on_all_and_named_by_the_rank(two_ranks: RankPool) -> None:
+    text = "fp8dist: NaN or infinity in first.bias of rank 1: a checkpoint that is saved"[:58]
+    assert two_ranks.run(_one_shard) == [(("tensors of rank 1",), (), []), (("first.bias",), (), [text])]
+
+
+def _what_counts(ranks: int) -> Any:
+    """A cache that is in no checkpoint may hold anything; what training continues with may not."""
+    found = []
+    for where in ("cache", "statistics", "state", "bound", "weight"):
+        net = make_net()
+        net.register_buffer("cache", torch.full((3,), math.nan if where == "cache" else 0.0), persistent=False)
+        net.register_buffer("mean", torch.full((3,), math.nan if where == "statistics" else -math.inf))
+        manager = fp8dist.prepare(net, group=dist.group.WORLD if ranks > 1 else None)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        called = DistributedDataParallel(net) if ranks > 1 else net
+        manager.attach(called, optimizer=optimizer)
+        called(torch.ones(16, 32)).sum().backward()
+        optimizer.step()
+        with torch.no_grad(), captured_log() as log:
+            value = {"state": math.nan, "bound": math.inf}.get(where)
+            if value is not None:
+                optimizer.state[net.first.bias]["momentum_buffer"][0] = value
+            if where == "weight":
+                net.first.bias[0] = math.inf
+            reports = [manager.check(optimizer=optimizer), manager.check(optimizer=optimizer)]
+            reports.append(fp8dist.check(called, optimizer=optimizer))
+        found.append(([report.nonfinite for report in reports], len([text for _, text in log if "NaN" in text])))
+    return found
+
+
+COUNTS: list[tuple[Any, int]] = [((), 0), (("mean",), 2), (("first.bias.momentum_buffer",), 2), ((), 0)]
+
+
+def test_what_training_continues_with_counts(two_ranks: RankPool) -> None:
+    expected = [([names] * 3, told) for names, told in [*COUNTS, (("first.bias",), 2)]]
+    assert _what_counts(1) == expected
+    first, second = two_ranks.run(_what_counts, 2)
+    # The manager and fp8dist.check tell it once each, on one rank.
+    assert [names for names, _ in first] == [names for names, _ in second] == [names for names, _ in expected]
+    assert [told for _, told in second] == [0] * 5
 
 
 def _last_good() -> Any:

@@ -45,7 +45,7 @@ def _collectives(layout: str) -> Any:
         with counted_collectives() as calls, captured_log(logging.INFO) as log:
             manager.attach(called, optimizer=optimizer, start=start)  # type: ignore[arg-type]
         counts[start] = list(zip(calls.names, calls.sizes))
-        logged += [text for _, text in log if "compared" in text]
+        logged += [text for _, text in log if "compare" in text]
         x, y = batch(dist.get_rank(), 0)
         nn.functional.mse_loss(called(x), y).backward()
         with counted_collectives() as calls:
@@ -60,7 +60,7 @@ def _collectives(layout: str) -> Any:
         ("plain", 1, "6 parameters of 18.9 kB "),
         ("ddp", 1, "6 parameters of 18.9 kB "),
         ("switched off", 1, "6 parameters of 18.9 kB "),
-        ("fsdp2", 1, "nothing "),
+        ("fsdp2", 1, ""),
         ("hsdp", 4, "6 parameters of 9.44 kB "),  # That of all ranks, one for each axis, and two more, as a check.
     ],
 )
@@ -74,8 +74,9 @@ def test_it_is_one_collective_at_attach_and_none_in_a_step(
         assert counts["raise"][count:] == counts[None]
         if rank == 0:
             (text,) = logged
-            assert text.startswith(f"fp8dist: attach() compared {what}")
-            assert "over 4 ranks in " in text
+            why = "over 4 ranks: 6 parameters that are DTensors without a Replicate axis"
+            begin = f"attach() compared {what}over 4 ranks in " if what else f"attach() had nothing to compare {why}"
+            assert text.startswith(f"fp8dist: {begin}")
         else:
             assert logged == []
 
@@ -171,6 +172,47 @@ def _buffers() -> Any:
 
 def test_buffers_are_compared_but_no_statistics(three_ranks: RankPool) -> None:
     assert three_ranks.run(_buffers) == [[[("buffer", "table", (1,), (0,))], []]] * 3
+
+
+def _resumed(loaded_by: tuple[int, ...], odd: int | None, trained: bool) -> Any:
+    """Attach after loaded FP8 state, with a buffer that each rank has of its own."""
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    manager.attach(boundary="manual")
+    net(torch.ones(16, 32)).sum().backward()
+    manager.step()
+    state = manager.state_dict()
+    net = make_net() if odd is None or trained else _odd_net(odd)
+    net.register_buffer("position", torch.full((3,), dist.get_rank()))
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    if dist.get_rank() in loaded_by:
+        manager.load_state_dict(state)
+    with captured_log():
+        if trained:
+            manager.attach(boundary="manual")
+            net(torch.ones(16, 32)).sum().backward()
+            manager.step()
+            net.load_state_dict(_odd_net(odd or 0).state_dict(), strict=False)
+        try:
+            manager.attach(boundary="manual")
+        except DivergenceError as error:
+            return [(f.kind, f.name) for f in error.report.findings if f.name != "position"]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("loaded_by", "odd", "trained", "found"),
+    [
+        ((0, 1), 1, False, [("parameter", "first.weight")]),  # One rank has forgotten to load the weights.
+        ((0, 1), None, False, []),
+        ((1,), None, False, [("step", "step")]),
+        ((0, 1), 1, True, []),  # Local SGD: in between each rank trains on its own.
+    ],
+)
+def test_a_resumed_plain_model_is_compared(
+    two_ranks: RankPool, loaded_by: tuple[int, ...], odd: int | None, trained: bool, found: list[Any]
+) -> None:
+    assert two_ranks.run(_resumed, loaded_by, odd, trained) == [found] * 2
 
 
 def _every_module_matches_a_pattern() -> Any:

@@ -88,6 +88,12 @@ AUDIT = {"step": 4, "kind": "diverged", "report": {"consistent": False, "finding
             "after step 9 a check found 9 slots equal, parameters not verifiable; for the FP8 state, step 9 is unprove",
         ),
         (
+            GOOD,
+            [_checked(9, {"parameter": 1, "slot": 9}, partial={"parameter": "1 of 6 parameters"})],
+            "sound",
+            "equal, compared only 1 of 6 parameters; for the FP8 state, step 9 is unproven; the other parameters",
+        ),
+        (
             [{"step": 9, "loss": 1.9}],
             [_checked(9, nonfinite=["head"])],
             "unsound",
@@ -249,6 +255,7 @@ def test_a_checkpoint_with_a_divergence_in_it_is_not_good(events: list[Any], goo
 AFTER = "after NaN or infinity in step 5"
 AFTER6, AFTER7 = (f"after NaN or infinity in step {step}" for step in (6, 7))
 BACK = {"step": 4, "kind": "start", "resumed_after": 4}
+PART, PARTLY = {"parameter": "1 of 6 parameters"}, "good as far as compared: 1 of 6 parameters"
 SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
 BAD = {"step": 5, "loss": 1.0, "grad_norm": "Infinity"}
 
@@ -265,6 +272,13 @@ BAD = {"step": 5, "loss": 1.0, "grad_norm": "Infinity"}
             "not verifiable, because after step 9 a check found 9 slots equal, parameters not verifiable",
         ),
         ([], [_checked(9, {"parameter": 6}, unverified={"optimizer": "2 shards"})], ["good"] * 3, "not verifiable."),
+        (
+            [],
+            [_checked(9, partial=PART)],
+            [PARTLY] * 3,
+            "No checkpoint is known to be good: after step 9 a check found",
+        ),
+        ([], [_checked(6, partial=PART), _checked(9)], ["good"] * 3, "After step 9"),
         ([], [{"step": 9, "kind": "checked"}], ["checked, not recorded what"] * 3, "the run does not say what"),
         # All ranks are NaN alike.
         ([], [_checked(4), _checked(9, nonfinite=["a"])], ["good", "not finite", "not finite"], "step 3"),

@@ -127,6 +127,12 @@ SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
             "parameters not verifiable, 9 slots equal to step 4",
         ),
         (
+            [CHECKED | {"partial": {"parameter": "6 of 7 parameters"}}],
+            {},
+            True,
+            "6 parameters of 1.2 MB, 9 slots equal to step 4, compared only 6 of 7 parameters",
+        ),
+        (
             [CHECKED | {"nonfinite": ["a"]}],
             {},
             False,
