@@ -199,9 +199,9 @@ class Recorder:
         if not self._said_back:
             self._said_back = True
             logger.warning(
-                "fp8dist: the recorder is given step %d after step %d: of a step that is there twice, the newer line "
-                "counts, and after a step back all later ones count as undone. Give each step once and in order, such "
-                "as manager.run_step. A run that resumes needs resume_after=",
+                "fp8dist: the recorder is given step %d after step %d. Readers merge lines of the same step, and the "
+                "newer number counts. An earlier step undoes all that was recorded from it on. Give each step once and "
+                "in order, such as manager.run_step. A run that resumes needs resume_after=",
                 step,
                 self._last_step,
             )
