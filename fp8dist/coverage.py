@@ -363,28 +363,26 @@ class _Judge:
 
 
 def _heads(model: nn.Module) -> dict[int, str]:
-    """Return the nn.Linears that give a number for each row of an nn.Embedding, by id, each with the reason.
+    """Return the nn.Linears that share the weight of an nn.Embedding, by id, each with the reason; of others the
+    model's last one, if it gives a number for each row of an nn.Embedding.
 
-    Equal sizes may be chance: an MLP may be as wide as there are positions or bytes. So a head is the only Linear of
-    its shape, and no other Linear takes as many inputs as it gives outputs; or only heads come after it. A square
-    Linear is a head only if it shares its weight.
+    Equal sizes may be chance: an MLP or a projection may be as wide as there are positions, classes or bytes. So by its
+    sizes only the last Linear is a head, if it is not square, and no other has its shape or takes as many inputs as it
+    gives outputs. Heads may be missed so that no other Linear is taken for one.
     """
     embeddings = [(clean_fqn(raw), of) for raw, of in model.named_modules() if isinstance(of, nn.Embedding)]
-    if not embeddings:
-        return {}
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    shapes = [(linear.out_features, linear.in_features) for linear in linears]
+    if not embeddings or not linears:
+        return {}
     tied = {id(of.weight): fqn for fqn, of in embeddings}
     sized = {(of.num_embeddings, of.embedding_dim): fqn for fqn, of in reversed(embeddings)}
-    often, taken, last = collections.Counter(shapes), {inputs for _, inputs in shapes}, True
-    heads = {}
-    for linear, shape in zip(reversed(linears), reversed(shapes)):
-        fits = shape in sized and shape[0] != shape[1]
-        last = last and fits
-        if (owner := tied.get(id(linear._parameters.get("weight")))) is not None:
-            heads[id(linear)] = f"it shares the weight of {owner}"
-        elif last or (fits and often[shape] == 1 and shape[0] not in taken):
-            heads[id(linear)] = f"it has an output for each row of {sized[shape]}"
+    owners = ((linear, tied.get(id(linear._parameters.get("weight")))) for linear in linears)
+    heads = {id(linear): f"it shares the weight of {owner}" for linear, owner in owners if owner is not None}
+    *others, last = linears
+    shape = last.out_features, last.in_features
+    chance = any(shape[0] == other.in_features or shape == (other.out_features, other.in_features) for other in others)
+    if shape in sized and shape[0] != shape[1] and not chance:
+        heads.setdefault(id(last), f"it has an output for each row of {sized[shape]}")
     return heads
 
 

@@ -407,6 +407,7 @@ def lm(embeddings: list[tuple[int, int]], *linears: tuple[str, int, int], tied: 
 
 
 BLOCK = (("q", 64, 64), ("up", 64, 256), ("down", 256, 64))
+GATED = tuple((f"w{i}", *sizes) for i, sizes in enumerate(2 * ((64, 256), (256, 64), (64, 256))))  # w1, w2, w3 twice.
 BLOCKS = tuple((f"{name}{i}", a, b) for i in range(2) for name, a, b in BLOCK)
 
 
@@ -415,9 +416,20 @@ BLOCKS = tuple((f"{name}{i}", a, b) for i in range(2) for name, a, b in BLOCK)
     [
         (lambda: lm([(512, 64)], *BLOCKS, ("output", 64, 512)), {"output"}),
         (lambda: lm([(512, 64), (1024, 64)], *BLOCKS, ("head", 64, 512)), {"head"}),  # More positions than tokens.
-        (lambda: lm([(512, 64)], ("output", 64, 512), *BLOCKS, ("value", 64, 16)), {"output"}),
-        (lambda: lm([(512, 64)], *BLOCKS, *((f"head{i}", 64, 512) for i in range(3))), {"head0", "head1", "head2"}),
-        (lambda: lm([(256, 64)], *BLOCKS, ("head", 64, 256)), {"head"}),  # As wide as the MLP.
+        # Heads that are missed: each may as well be a projection of a block.
+        (lambda: lm([(512, 64)], ("output", 64, 512), *BLOCKS, ("value", 64, 16)), set()),
+        (lambda: lm([(512, 64)], *BLOCKS, *((f"head{i}", 64, 512) for i in range(3))), set()),
+        (lambda: lm([(256, 64)], *BLOCKS, ("head", 64, 256)), set()),  # As wide as the MLP.
+        # Projections of one block that are as wide as there are positions or classes.
+        (lambda: lm([(512, 64)], ("qkv", 64, 192), ("gate", 64, 512), ("narrow", 256, 64)), set()),  # GEGLU.
+        (lambda: lm([(192, 64)], ("qkv", 64, 192), *BLOCK), set()),
+        (lambda: lm([(384, 64)], ("modulation", 64, 384), *BLOCK), set()),
+        (lambda: lm([(16, 64)], ("router", 64, 16), *BLOCK), set()),
+        (lambda: lm([(256, 64)], ("down", 256, 64), ("up", 64, 256)), set()),
+        (lambda: lm([(256, 64)], *GATED), set()),
+        (lambda: lm([(256, 64)], *GATED, ("output", 64, 256)), set()),
+        (lambda: lm([(256, 64)], *GATED, ("output", 64, 256), tied="output"), {"output"}),
+        (lambda: lm([(1024, 64), (256, 64)], *GATED, ("output", 64, 1024)), {"output"}),
         (lambda: lm([(256, 64)], *BLOCKS, ("value", 64, 16)), set()),
         (lambda: lm([(256, 64)], *BLOCK), set()),
         (lambda: lm([(512, 64), (64, 64)], *BLOCKS, ("head", 64, 512)), {"head"}),  # As many positions as features.

@@ -74,6 +74,8 @@ KNOWN: Mapping[str, Number] = MappingProxyType(
         "loss_of_rank_0": Number("loss_of_rank_0", "Training loss of rank 0 alone, in steps that could not be shared"),
         "validation_loss": Number("validation_loss", "Loss on held-out data"),
         "grad_norm": Number("grad_norm", "Norm of the gradient"),
+        "skipped_loss": Number("skipped_loss", "Training loss of a step that the loss scaler skipped"),
+        "skipped_grad_norm": Number("skipped_grad_norm", "Norm of the gradient of a step that the loss scaler skipped"),
         "learning_rate": Number("learning_rate", "Learning rate of the step"),
         "tokens": Number("tokens", "Tokens trained on, over all ranks", kind=Kind.AMOUNT),
         "tokens_per_s": Number("tokens", "Tokens trained on per second, over all ranks", "per_s"),

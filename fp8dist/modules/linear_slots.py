@@ -236,7 +236,7 @@ class LinearSlots:
             limit = self.limit if training else self.eval_limit
             return Mode(casts, observes, recording, training, high, Outgrown(limit)), record
         if casts or recording or (observes and record):
-            require_eager(x, weight, self.fqn)
+            require_eager(x, weight, module, self.fqn)
         if job.microbatches is not None:
             if record:
                 job.microbatches.forward(*self.fqns)

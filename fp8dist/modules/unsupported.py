@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fp8dist.errors import ConfigurationError
@@ -30,7 +30,7 @@ def require_floating(input: Tensor, fqn: str) -> None:
     )
 
 
-def require_eager(input: Tensor, weight: Tensor, fqn: str) -> None:
+def require_eager(input: Tensor, weight: Tensor, module: nn.Module, fqn: str) -> None:
     """Raise ConfigurationError for inputs and transforms that FP8 products do not support. Local. Not for compiled
     code: Dynamo has errors of its own."""
     what = None
@@ -38,8 +38,10 @@ def require_eager(input: Tensor, weight: Tensor, fqn: str) -> None:
         what = f"inputs with layout {'nested' if input.is_nested else str(input.layout).removeprefix('torch.')}"
     elif torch._C._functorch.peek_interpreter_stack() is not None:
         what = "torch.vmap and the transforms of torch.func"
-    elif forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (input, weight)):
-        what = "forward-mode differentiation"
+    elif forward_ad._current_level >= 0:
+        tensors = input, weight, getattr(module, "bias", None), *module._parameters.values()
+        if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            what = "forward-mode differentiation"
     if what is not None:
         raise _refusal(fqn, what)
 
@@ -53,7 +55,7 @@ def _refusal(fqn: str, what: str) -> ConfigurationError:
 
 def differentiable_once(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Any:
     """Decorate the backward of an autograd function so that it raises ConfigurationError if its result shall be
-    differentiable. ``ctx.slots`` names the module.
+    differentiable, or if it is vectorised. ``ctx.slots`` names the module.
 
     torch's ``once_differentiable`` raises later, and not at all where ``autograd.grad`` follows only the function's
     inputs: their part of the result is missing then.
@@ -61,8 +63,12 @@ def differentiable_once(backward: Callable[[Any, Tensor], tuple[Tensor | None, .
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise _refusal(ctx.slots.fqn, "gradients of gradients (create_graph=True), such as a gradient penalty")
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise _refusal(ctx.slots.fqn, "gradients of gradients (create_graph=True), such as a gradient penalty")
+            kinds = torch._C._functorch
+            if kinds.is_batchedtensor(grad_output) or kinds.is_legacy_batchedtensor(grad_output):
+                raise _refusal(ctx.slots.fqn, "batches of gradients (is_grads_batched=True, jacobian(vectorize=True))")
         with torch.no_grad():
             return backward(ctx, grad_output)
 

@@ -35,6 +35,9 @@ _COUNTS = (
 )
 """Metrics of the manager that a due line has, without their prefix."""
 
+_OF_STEP = ("loss", "grad_norm")
+"""Numbers that say whether a step was sound, unless the scaler skipped it."""
+
 
 class Recorder:
     """Writes the folder of a run (docs/reference/run-folder.md). Local: it adds no collective to those of the watch.
@@ -110,11 +113,14 @@ class Recorder:
             described, every, precision, peaks
         )
         self._last_step, self._last_log = 0, math.nan
+        self._logged_at = -1  # The manager's ``run_step`` at the last line.
+        self._skipped_at = -1  # That at which the loss scaler skipped a step last.
         self._synced = 0, 0.0  # Step and fp8/sync_wait_ms of the last due line.
         self._checked: Checked | None = None
         self._said_ahead = self._said_back = False
         if manager is not None and self.writes:
             manager.on_event(self._hear)
+            manager._cycle.listeners.append(self._step_ended)
         self._awaits_state = resume_after == "state"
         if not self._awaits_state:
             self._begin(known)
@@ -148,10 +154,12 @@ class Recorder:
         """Write the numbers of a step. Local. On a due step it reads the FP8 state, which waits for the device.
 
         Numbers are Python numbers, tensors with one element, or None. A tensor is read at once, which waits for its
-        device. ``time`` (Unix seconds) and ``step_ms`` are measured between calls, unless given.
+        device. ``time`` (Unix seconds) and ``step_ms`` are measured between calls, unless given. If the loss scaler has
+        skipped the step, loss and gradient norm are written as ``skipped_loss`` and ``skipped_grad_norm``: the weights
+        are those of ``manager.run_step``, whose numbers stay.
 
         Args:
-            step: number of the step that ended.
+            step: number of the step that ended, such as ``manager.run_step``.
             tokens: tokens of this step, of all ranks.
 
         Raises:
@@ -166,8 +174,12 @@ class Recorder:
         if self._files is None:
             return
         self._describe()
-        if step < self._last_step or (step == self._last_step and not math.isnan(self._last_log)):
+        at = None if self._manager is None else self._manager.run_step
+        stays = step == at == self._logged_at  # As after a step that the scaler skipped.
+        if step < self._last_step or (step == self._last_step and not stays and not math.isnan(self._last_log)):
             self._go_back(step)
+        if step == at == self._skipped_at:
+            values = {f"skipped_{name}" if name in _OF_STEP else name: value for name, value in values.items()}
         now = time.perf_counter()
         line: dict[str, Any] = {"step": step, "time": time.time()}
         if step > self._last_step and not math.isnan(self._last_log):
@@ -175,7 +187,7 @@ class Recorder:
         line |= {name: _read(value) for name, value in values.items()}
         if self._every and step % self._every == 0 and self._manager is not None:
             line = {**line, **dict(self._fp8(step)), **line}  # What is given comes first.
-        self._last_step, self._last_log = step, now
+        self._last_step, self._last_log, self._logged_at = step, now, -1 if at is None else at
         self._files.add(METRICS, [line])
         known = {name: value for name, value in line.items() if name not in ("step", "time")}
         numbers = {name: math.nan if value is None else float(value) for name, value in known.items()}
@@ -187,9 +199,9 @@ class Recorder:
         if not self._said_back:
             self._said_back = True
             logger.warning(
-                "fp8dist: the recorder is given step %d after step %d: of a step that is there twice, the newer line "
-                "counts, and after a step back all later ones count as undone. Give each step once and in order, such "
-                "as manager.run_step. A run that resumes needs resume_after=",
+                "fp8dist: the recorder is given step %d after step %d. Readers merge lines of the same step, and the "
+                "newer number counts. An earlier step undoes all that was recorded from it on. Give each step once and "
+                "in order, such as manager.run_step. A run that resumes needs resume_after=",
                 step,
                 self._last_step,
             )
@@ -254,6 +266,10 @@ class Recorder:
             line = {"step": seen.step, "time": time.time(), "ranks": list(seen.ranks)}
             self._files.add(RANKS, [{**line, "sync_wait_ms": waits, "step_ms": steps}])
         self._export("write", seen.step, {}, seen.slots)
+
+    def _step_ended(self, took_place: bool) -> None:
+        if not took_place:
+            self._skipped_at = self._manager.run_step
 
     def _hear(self, event: Any) -> None:
         """Record an Event of the manager, at the step of the run that ended last. An audit is of the one that ends."""

@@ -255,12 +255,17 @@ class LiveRun:
     def _take_step(self, line: dict[str, Any]) -> None:
         age = 0.0 if self._seen is not None else max(0.0, time.time() - self._written())
         self._seen = time.monotonic() - age
-        self.step = line["step"]
-        self.loss, self.grad_norm = _number(line, "loss"), _number(line, "grad_norm")
-        self.step_ms = _number(line, "step_ms")
-        if self.loss is not None:
-            self.losses.append(self.loss)
-            finite = math.isfinite(self.loss)
+        loss = _number(line, "loss")
+        if line["step"] != self.step:
+            self.step, self.loss, self.grad_norm, self.step_ms = line["step"], None, None, None
+        elif self.loss is not None and loss is not None and self.losses:
+            self.losses.pop()  # Of a step that is there twice the newer number counts.
+        for name in ("loss", "grad_norm", "step_ms"):
+            if (number := _number(line, name)) is not None:
+                setattr(self, name, number)
+        if loss is not None:
+            self.losses.append(loss)
+            finite = math.isfinite(loss)
             self._bad_since = None if finite else self.step if self._bad_since is None else self._bad_since
         if "idle_experts" in line:
             self._idle_experts, self._longest_idle = _number(line, "idle_experts"), _number(line, "longest_idle_steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +38,9 @@ _LARGEST = 1 << 53
 
 
 class Metrics(NamedTuple):
-    """``step``: int64[n], growing. ``columns``: float64[n] by field, NaN where a line has none. A line takes the place
-    of all lines before it with its step or a later one: the run has gone back. ``bad_losses``, ``bad_norms``: the steps
-    with a loss, and with a gradient norm, that is not finite.
+    """``step``: int64[n], growing. ``columns``: float64[n] by field, NaN where a step has none. Of lines with one step
+    after another, the last number of each field counts. A step back takes the place of all lines with its step or a
+    later one. ``bad_losses``, ``bad_norms``: the steps with a loss, and with a gradient norm, that is not finite.
     """
 
     step: Ints
@@ -120,19 +121,26 @@ def _metrics(lines: Lines) -> Metrics:
         if abs(step) >= _LARGEST:
             lines.left_out += 1
             continue
-        if steps and step <= steps[-1]:
+        if steps and step < steps[-1]:
             place = bisect_left(steps, step)
             del steps[place:]
             for numbers in columns.values():
                 del numbers[place:]
             for found in bad.values():
                 del found[bisect_left(found, step) :]
-        steps.append(step)
+        if not steps or step > steps[-1]:
+            steps.append(step)
+            for numbers in columns.values():
+                numbers.append(math.nan)
         for field, numbers in columns.items():
-            numbers.append(from_json(line.get(field)))
-        for field, found in bad.items():
-            if _is_bad(line.get(field)):
-                found.append(step)
+            number = from_json(line.get(field))
+            is_bad = _is_bad(line.get(field))
+            if math.isnan(number) and not is_bad:
+                continue  # It says nothing.
+            numbers[-1] = number
+            if field in bad:
+                del bad[field][bisect_left(bad[field], step) :]
+                bad[field] += [step] * is_bad
     floats = {field: np.array(values, dtype=np.float64) for field, values in columns.items()}
     return Metrics(np.array(steps, dtype=np.int64), floats, tuple(bad["loss"]), tuple(bad["grad_norm"]))
 

@@ -119,6 +119,25 @@ def _forward_ad_of_weights(net: nn.Module) -> Any:
         return forward_ad.unpack_dual(torch.func.functional_call(net, duals, (_x(4),))).tangent
 
 
+def _forward_ad_of_a_bias(net: nn.Module) -> Any:
+    with forward_ad.dual_level():
+        parameters = _parameters(net)
+        parameters["2.bias"] = forward_ad.make_dual(parameters["2.bias"], torch.ones(32))
+        return forward_ad.unpack_dual(torch.func.functional_call(net, parameters, (_x(4),))).tangent
+
+
+def _batched(net: nn.Module) -> Any:
+    x = _x(4).requires_grad_()
+    y = net(x)
+    return torch.autograd.grad(y, x, torch.eye(32).unsqueeze(1).expand(32, 4, 32), is_grads_batched=True)
+
+
+def _vmap_of_a_backward(net: nn.Module) -> Any:
+    x = _x(4).requires_grad_()
+    y = net(x)
+    return torch.vmap(lambda v: torch.autograd.grad(y, x, v)[0])(torch.eye(32).unsqueeze(1).expand(32, 4, 32))
+
+
 def _penalty(net: nn.Module, squared: bool) -> Any:
     x = _x(4).requires_grad_()
     y = net(x).square() if squared else net(x)
@@ -143,6 +162,13 @@ CALLS: dict[str, tuple[Call, str]] = {
     "func.jvp": (lambda net: torch.func.jvp(net, (_x(4),), (_x(4),)), "torch.func"),
     "forward AD": (_forward_ad, "forward-mode"),
     "forward AD of weights": (_forward_ad_of_weights, "forward-mode"),
+    "forward AD of a bias": (_forward_ad_of_a_bias, "forward-mode"),
+    "is_grads_batched": (_batched, "is_grads_batched=True"),
+    "vmap of a backward": (_vmap_of_a_backward, "is_grads_batched=True"),
+    "vectorised jacobian": (
+        lambda net: torch.autograd.functional.jacobian(lambda x: net(x).sum(0), _x(1), vectorize=True),
+        "vectorize=True",
+    ),
     "gradient penalty": (lambda net: _penalty(net, True), "create_graph=True"),
     # The last layer's incoming gradient is constant: torch's once_differentiable returned None for its weight.
     "gradient penalty of a sum": (lambda net: _penalty(net, False), "create_graph=True"),

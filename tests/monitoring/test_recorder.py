@@ -26,7 +26,10 @@ from fp8dist.errors import ConfigurationError, UnknownArgumentError
 from fp8dist.monitoring import run_files
 from fp8dist.monitoring.run_format import from_json
 from fp8dist.monitoring.run_header import peaks_of
+from fp8dist.report.facts import verdict
 from fp8dist.report.folder import RunFolder
+from fp8dist.report.live import LiveRun
+from fp8dist.report.numbers import read_run
 from tests.support.collectives import counted_collectives
 from tests.support.forked import context
 from tests.support.logs import captured_log
@@ -415,6 +418,9 @@ class Sink:
     def close(self) -> None:
         self.got.append(("close", None))
 
+    def numbers(self) -> list[tuple[str, Any]]:
+        return [one for one in self.got if one[0] == "numbers"]
+
 
 def test_exporters_get_what_the_files_get(tmp_path: Path) -> None:
     sink, broken = Sink(), Sink(fails=True)
@@ -549,6 +555,44 @@ def test_steps_that_repeat_or_go_back_are_said_once(
     assert [warned in text for _, text in log] == ([True] if warned else [])
     assert [line["step"] for line in read(tmp_path, "metrics")] == list(steps)
     assert [e["resumed_after"] for e in read(tmp_path, "events") if e["kind"] == "start"] == [None, *undone]
+
+
+@pytest.mark.parametrize(("skips", "given"), [((6, 7), True), ((1, 4), True), ((6, 7), False)])
+def test_a_step_that_the_scaler_skips_leaves_the_numbers_of_the_one_before(
+    skips: tuple[int, ...], given: bool, tmp_path: Path
+) -> None:
+    """The loop logs ``run_step``, which does not advance: no warning, and the lost loss is not that of a sound step."""
+    net, sink = make_net(), Sink()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    recorder = Recorder(tmp_path, manager, every=1, exporters=[sink])
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    manager.attach(net, optimizer=optimizer, scaler=scaler if given else None)
+    logged = {}
+    with captured_log() as log, recorder:
+        for i in range(1, 10):
+            optimizer.zero_grad()
+            loss = net(batch(0, i)[0]).square().mean() * (math.inf if i in skips else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            recorder.log(manager.run_step, loss=loss.detach())
+            if i in skips:
+                recorder.log(manager.run_step, grad_norm=math.inf)
+            else:
+                logged[manager.run_step] = loss.item()
+    assert [text for _, text in log if "recorder" in text] == []
+    lines = read(tmp_path, "metrics")
+    assert {line["step"]: line["loss"] for line in lines if "loss" in line} == logged
+    assert len([line for line in lines if line.get("skipped_loss") == "Infinity"]) == len(skips)
+    assert len([line for line in lines if line.get("skipped_grad_norm") == "Infinity"]) == len(skips)
+    run, live = read_run(tmp_path), LiveRun(tmp_path)
+    live.read()
+    assert (run.metrics.bad_losses, run.metrics.bad_norms) == ((), ())
+    assert run.metrics.newest("loss") == live.loss == logged[7]
+    assert "not finite" not in verdict(run).text
+    assert live.sound[0] is not False
+    assert {step: got["loss"] for _, (step, got, _) in sink.numbers() if "loss" in got} == logged
 
 
 def _damaged(folder: str) -> tuple[int | None, list[str]]:

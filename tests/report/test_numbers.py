@@ -14,6 +14,7 @@ import pytest
 from fp8dist.report import binned, columns, numbers
 from fp8dist.report.columns import scale_columns
 from fp8dist.report.folder import Lines
+from fp8dist.report.live import LiveRun
 from fp8dist.report.numbers import Run, read_run
 from tests.support.runs import lines, made_run
 
@@ -151,15 +152,44 @@ def _with(tmp_path: Path, **files: list[dict[str, Any]]) -> Run:
     return read_run(tmp_path)
 
 
-def test_a_line_replaces_those_of_its_step_and_of_later_ones(tmp_path: Path) -> None:
+def test_a_step_back_replaces_the_lines_from_it_on(tmp_path: Path) -> None:
     bad = {"step": 4, "loss": "NaN", "grad_norm": "Infinity"}
     found = [{"step": 2, "grad_norm": "NaN"}, {"step": 3, "loss": 1.0}, bad, {"step": 5}, bad, {"step": 4, "loss": 2.0}]
     metrics = _with(tmp_path, metrics=found).metrics
     assert metrics.step.tolist() == [2, 3, 4]
     assert metrics.columns["loss"][1:].tolist() == [1.0, 2.0]
-    assert (metrics.bad_losses, metrics.bad_norms) == ((), (2,))
+    assert (metrics.bad_losses, metrics.bad_norms) == ((), (2, 4))
     assert metrics.newest("loss") == 2.0
     assert metrics.newest("proven") is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "loss", "norm"),
+    [
+        ({"loss": "NaN"}, {"grad_norm": 1.0}, math.nan, 1.0),
+        ({"loss": "Infinity"}, {"loss": None, "grad_norm": "x"}, math.inf, None),
+        ({"grad_norm": "NaN"}, {"loss": 2.0, "grad_norm": None}, 2.0, math.nan),
+        ({"loss": 1.0, "grad_norm": 1.0}, {"loss": 2.0}, 2.0, 1.0),
+        ({"loss": 1.0}, {"loss": "NaN"}, math.nan, None),
+        ({"loss": "NaN"}, {"loss": 1.0}, 1.0, None),
+    ],
+)
+def test_lines_of_one_step_are_merged(
+    first: dict[str, Any], second: dict[str, Any], loss: float, norm: float | None, tmp_path: Path
+) -> None:
+    """Also by the live view."""
+    begin: dict[str, Any] = {"step": 5, "loss": 0.5, "step_ms": 1.0}
+    run = _with(tmp_path, metrics=[begin, {"step": 6, "step_ms": 2.0, **first}, {"step": 6, **second}]).metrics
+    live = LiveRun(tmp_path)
+    live.read()
+    assert run.step.tolist() == [5, 6]
+    assert run.bad_losses == (() if math.isfinite(loss) else (6,))
+    assert run.bad_norms == (() if norm is None or math.isfinite(norm) else (6,))
+    wanted = [loss, math.nan if norm is None else norm, 2.0]
+    assert repr([run.columns[name][1].item() for name in ("loss", "grad_norm", "step_ms")]) == repr(wanted)
+    assert repr([live.loss, live.grad_norm, live.step_ms]) == repr([loss, norm, 2.0])
+    assert repr(list(live.losses)) == repr([0.5, loss])
+    assert ("NOT FINITE since step 6" in live.sound[1]) == (not math.isfinite(loss))
 
 
 def test_a_resume_undoes_events_of_later_steps(tmp_path: Path) -> None:
