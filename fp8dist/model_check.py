@@ -57,10 +57,10 @@ def check(
     Works on any model: plain, in DDP, FSDP or tensor parallel, prepared by this library or another. It compares
     DTensors across their Replicate axes, parameters that DDP keeps equal across its group, those of Megatron-Core
     across the ranks that hold copies, the FP8 state of prepared models, and, with ``group``, all other plain parameters
-    across that group. Shards of FSDP1 are not compared, because
-    they differ by design. If nothing differs, the check costs a pass over the parameters and one all-reduce of 120
-    bytes. With further sets of ranks, as on meshes, it is one for each set and two more. ``report.compared`` counts
-    what was compared, by kind. ``report.skipped`` says what was not compared, and why.
+    across that group. Shards of FSDP1 are compared only with their copies (``HYBRID_SHARD``): others differ by design.
+    If nothing differs, the check costs a pass over the parameters and one all-reduce of 120 bytes. With further sets of
+    ranks, as on meshes, it is one for each set and two more. ``report.compared`` counts what was compared, by kind.
+    ``report.skipped`` says what was not compared, and why.
 
     The report is ``consistent`` only if everything that was to be compared was compared on some ranks, and is equal:
     not if all parameters are shards that no other rank holds, and not on one rank. Then ``report.unverified`` or

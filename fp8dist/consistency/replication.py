@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel import megatron
 from fp8dist.parallel.partitioned import is_partitioned
-from fp8dist.parallel.torch_internals import fsdp1_ignored, fsdp1_modules
+from fp8dist.parallel.torch_internals import fsdp1_ignored, fsdp1_modules, fsdp1_replicas
 from fp8dist.state.slots import clean_fqn
 from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
 from fp8dist.text import ranks_text
@@ -245,6 +245,8 @@ class Replication:
     def _of_fsdp1(self, wrapper: Any) -> Home | Excuse:
         if wrapper.sharding_strategy.name == "NO_SHARD":
             return self._cached(("FSDP1", id(wrapper)), "FSDP1", wrapper.process_group)
+        if (replicas := fsdp1_replicas(wrapper)) is not None:
+            return self._cached(("FSDP1", id(replicas)), "replicas of FSDP1", replicas)
         return Excuse("sharded by FSDP1: each rank has its own")
 
     def _named(self, name: str) -> Home | Excuse | None:

@@ -22,6 +22,7 @@ __all__ = [
     "TESTED",
     "fsdp1_ignored",
     "fsdp1_modules",
+    "fsdp1_replicas",
     "fsdp2_gathered_dtypes",
     "fsdp2_groups",
     "fsdp2_modules",
@@ -209,6 +210,20 @@ def fsdp1_ignored(wrapper: nn.Module) -> set[int]:
     return set(map(id, wrapper._ignored_params))  # type: ignore[arg-type]
 
 
+def fsdp1_replicas(wrapper: Any) -> Any:
+    """Return the group whose ranks hold copies of this rank's shards, as HYBRID_SHARD does; None: there is one copy.
+
+    Raises:
+        ConfigurationError: this torch lacks the private name; see ``refusal``.
+    """
+    require_checkable(wrapper)
+    return wrapper._inter_node_pg if _is_hybrid(wrapper) else None
+
+
+def _is_hybrid(wrapper: Any) -> bool:
+    return "HYBRID" in getattr(getattr(wrapper, "sharding_strategy", None), "name", "")
+
+
 def require_checkable(whole: nn.Module) -> None:
     """Raise ConfigurationError if this torch does not show which parameters FSDP1 shards; see ``refusal``."""
     for wrapper in fsdp1_modules(whole):
@@ -218,7 +233,8 @@ def require_checkable(whole: nn.Module) -> None:
 
 
 def _missing_ignored(wrapper: nn.Module) -> str | None:
-    return None if hasattr(wrapper, "_ignored_params") else "FullyShardedDataParallel._ignored_params"
+    names = ("_ignored_params", *(("_inter_node_pg",) if _is_hybrid(wrapper) else ()))
+    return next((f"FullyShardedDataParallel.{name}" for name in names if not hasattr(wrapper, name)), None)
 
 
 # DDP ---------------------------------------------------------------------------------------------

@@ -771,3 +771,46 @@ def _group_of_one() -> Any:
 def test_a_group_of_one_rank_verifies_nothing(two_ranks: RankPool) -> None:
     reason = "6 parameters that are shared with no other rank"
     assert two_ranks.run(_group_of_one) == [({}, {"parameter": reason}, {}, [])] * 2
+
+
+def _hybrid_fsdp1(seeds: str, strategy: str) -> Any:
+    """Train under FSDP1 with two copies of two shards. ``seeds``: "copy" if each copy has its own."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(mesh.get_local_rank("replicate") if seeds == "copy" else 0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    options: Any = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "device_mesh": mesh,
+        "device_id": torch.device("cpu"),
+        "use_orig_params": True,
+    }
+    net[0] = FullyShardedDataParallel(net[0], **options)
+    sharded = FullyShardedDataParallel(net, **options)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.01)
+    with captured_log():
+        try:
+            manager.attach(sharded, optimizer=optimizer)
+        except fp8dist.DivergenceError as error:
+            return sorted({f.kind for f in error.report.findings})
+        for step in range(3):
+            x = torch.randn(16, 16, generator=torch.Generator().manual_seed(4 * step + dist.get_rank()))
+            sharded(x).square().mean().backward()
+            reports = [manager.check(gradients=True)]
+            optimizer.step()
+            optimizer.zero_grad()
+            reports.append(manager.check(optimizer=optimizer))
+            assert all(report.consistent and not report.partial for report in reports)
+        with torch.no_grad():
+            next(one for one in sharded.parameters() if one.numel()).view(-1)[0] += dist.get_rank() == 3
+        report = manager.check(policy="warn")
+    return [(f.kind, f.ranks) for f in report.findings], manager.checked_step
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+def test_copies_of_fsdp1_shards_are_compared(four_ranks: RankPool, strategy: str) -> None:
+    found = four_ranks.run(_hybrid_fsdp1, "all", strategy)
+    assert found == [([("parameter", (1, 3))], 3)] * 4
+    assert four_ranks.run(_hybrid_fsdp1, "copy", strategy) == [["parameter"]] * 4
