@@ -81,10 +81,10 @@ def prepare(
     ``filter_fn(module, fqn)`` is true. So are the experts of a mixture, if the module has the attributes of
     Transformers' experts interface: they become FP8Experts. Other modules with matmul weights stay in high precision,
     and the log says why; so does an nn.Linear that is taken for the output head, because it shares the weight of an
-    nn.Embedding or has an output for each of its rows. If less than 90 % of the matmul parameters are in FP8, the
-    lowest rank of the group logs a warning, or an info if you named everything that is left out.
-    ``manager.coverage()`` returns the whole table. After ``prepare``, wrap, shard and load the model, then call
-    ``manager.attach(…)``.
+    nn.Embedding, or is the model's last one and alone has an output for each of its rows. If less than 90 % of the
+    matmul parameters are in FP8, the lowest rank of the group logs a warning, or an info if you named everything that
+    is left out. ``manager.coverage()`` returns the whole table. After ``prepare``, wrap, shard and load the model, then
+    call ``manager.attach(…)``.
 
     Args:
         recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()`` or ``BlockScaling()``.
