@@ -115,7 +115,7 @@ class LinearSlots:
         self._backwards = self._boundary = self._changes = 0
         self._look_at = FIRST_LOOK // 2
         self._sample: Tensor | None = None
-        self._modes = Modes()
+        self._modes = Modes(self.fqn)
         self.limit: float | None
         self.eval_limit: float | None
         self.limit, self.eval_limit = limits_of(recipe)
@@ -123,7 +123,7 @@ class LinearSlots:
         self._cast: WeightCast | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_states": None, "_cast": None, "_sample": None, "_modes": Modes(), "resharded": False}
+        fresh = {"_states": None, "_cast": None, "_sample": None, "_modes": Modes(self.fqn), "resharded": False}
         return {**self.__dict__, **fresh, "note": self.note.copied()}
 
     @property
@@ -227,11 +227,11 @@ class LinearSlots:
         in_fp8, recording = job.in_fp8, job.recording
         casts = in_fp8 and not all_high and (training or job.eval_precision == "fp8")
         observes = in_fp8 and not casts and self.observing
-        compiling = torch.compiler.is_compiling()
-        repeated = None if compiling else self._modes.repeated()
+        compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        repeated = None if compiling else self._modes.repeated(grad)
         if repeated is not None:
             casts, _, recording, training, *_ = repeated
-        record = self.wanted and (recording or (training and torch.is_grad_enabled()))
+        record = self.wanted and (recording or (training and grad))
         if compiling:
             limit = self.limit if training else self.eval_limit
             return Mode(casts, observes, recording, training, high, Outgrown(limit)), record
@@ -250,7 +250,7 @@ class LinearSlots:
         if repeated is not None:
             return repeated, record
         mode = Mode(casts, observes, recording, training, high, outgrown)
-        self._modes.add(mode)
+        self._modes.calls.add(mode, grad)
         return mode, record
 
     def quantize(

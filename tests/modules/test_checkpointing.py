@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -256,6 +256,60 @@ class Sharing(nn.Module):
         return x + self.both(torch.tanh(self.both(x)))
 
 
+class TwoModes(nn.Module):
+    """A block that calls its Linear in two modes. ``no_fp8``: the manager's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.both = nn.Linear(width, width)
+        self.no_fp8: Callable[[], Any] = contextlib.nullcontext
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.both(x))
+        with self.no_fp8():
+            h = torch.tanh(self.both(h))
+        return x + h
+
+
+class HighFirst(TwoModes):
+    def forward(self, x: Tensor) -> Tensor:
+        with self.no_fp8():
+            h = torch.tanh(self.both(x))
+        return x + self.both(torch.tanh(self.both(h)))
+
+
+class Teaching(TwoModes):
+    """Learns from itself, as with a mean teacher."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.both.eval()
+        with torch.no_grad():
+            target = self.both(3 * x)
+        self.both.train()
+        return x + self.both(x) - target
+
+
+class EvalFirst(TwoModes):
+    def forward(self, x: Tensor) -> Tensor:
+        self.both.eval()
+        h = torch.tanh(self.both(20 * x))
+        self.both.train()
+        return x + self.both(h)
+
+
+class InPart(TwoModes):
+    """Checkpoints its calls one by one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(reentrant(self.both, x) if x.requires_grad else self.both(x))
+        with self.no_fp8():
+            h = non_reentrant(self.both, h)
+        return x + self.both(torch.tanh(h))
+
+
+MIXED = (TwoModes, HighFirst, Teaching, EvalFirst, InPart)
+
+
 def reentrant_within_reentrant(block: nn.Module, h: Tensor) -> Tensor:
     return checkpoint(reentrant, block, h, use_reentrant=True)
 
@@ -347,6 +401,15 @@ def in_flight(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: 
         losses[i].backward()
 
 
+def retained(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
+    """Two backwards repeat one forward twice."""
+    high_forward(model, manager, step, seen)
+    loss = _loss(model, step + 100, seen)
+    loss.backward(retain_graph=True)
+    with manager.no_fp8():
+        loss.backward()
+
+
 def recorded_in_eval(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
     model.eval()
     with manager.recording():
@@ -365,7 +428,7 @@ FLIGHTS: dict[str, Flight] = {
     flight.__name__: flight
     for flight in (
         *(high_forward, high_backward, eval_in_backward, trained_in_eval, evaluated_before, validated_with_grad),
-        *(in_flight, recorded_in_eval, changed_precision),
+        *(in_flight, retained, recorded_in_eval, changed_precision),
     )
 }
 
@@ -382,6 +445,9 @@ def fly(flight: str, kind: str, block: type[nn.Module] = Block, apart: bool = Fa
     manager = fp8dist.prepare(model, DelayedScaling(history_len=3), skip=(), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     manager.attach(model, optimizer=optimizer)
+    for each in model.blocks:
+        if isinstance(each, TwoModes):
+            each.no_fp8 = manager.no_fp8
     seen: list[bytes] = []
     found = []
     with _threaded_backwards() if apart else contextlib.nullcontext():
@@ -406,8 +472,15 @@ def _threaded_backwards() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("flight", FLIGHTS)
-@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if "FP8" not in kind), *NESTED])
+REPEATING = (*(kind for kind in KINDS if "FP8" not in kind), *NESTED)
+
+
+def _possible(flights: Iterable[str]) -> list[tuple[str, str]]:
+    """Torch refuses a second backward of a selective checkpoint."""
+    return [(f, kind) for kind in REPEATING for f in flights if f != "retained" or "selective" not in kind]
+
+
+@pytest.mark.parametrize(("flight", "kind"), _possible(FLIGHTS))
 def test_a_repeated_forward_computes_as_it_did(flight: str, kind: str) -> None:
     assert fly(flight, kind) == fly(flight, "plain")
 
@@ -430,3 +503,60 @@ def test_backwards_in_a_thread_of_their_own(flight: str, kind: str) -> None:
     """As on a GPU. Each thread counts its nodes."""
     assert fly(flight, kind, apart=True) == fly(flight, "plain")
     assert fly(flight, kind, eval_precision="high") == fly(flight, "plain", eval_precision="high")
+
+
+@pytest.mark.parametrize(("flight", "kind"), _possible(["high_backward", "in_flight", "evaluated_before", "retained"]))
+@pytest.mark.parametrize("block", MIXED)
+def test_a_forward_in_several_modes(flight: str, block: type[nn.Module], kind: str) -> None:
+    """Each call of a module computes as it did."""
+    assert fly(flight, kind, block) == fly(flight, "plain", block)
+
+
+@pytest.mark.parametrize("block", MIXED)
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", *NESTED])
+def test_a_forward_in_several_modes_with_backwards_in_a_thread(block: type[nn.Module], kind: str) -> None:
+    assert fly("in_flight", kind, block, apart=True) == fly("in_flight", "plain", block)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", *NESTED])
+def test_a_forward_whose_mode_is_forgotten_is_not_repeated_in_another(kind: str) -> None:
+    model = Stack({**KINDS, **NESTED}[kind])
+    manager = fp8dist.prepare(model)
+    manager.attach(model)
+    losses = []
+    for i in range(40):
+        with manager.no_fp8() if i % 2 else contextlib.nullcontext():
+            losses.append(_loss(model, i, []))
+    losses[-30].backward()
+    with pytest.raises(fp8dist.ConfigurationError, match=r"blocks.1.*mode is no longer known"):
+        losses[0].backward()
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_many_calls_of_a_module_in_one_checkpoint(kind: str) -> None:
+    """More than are kept of each mode."""
+
+    def gradient(run: Any) -> bytes:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 32))
+        manager = fp8dist.prepare(net, skip=())
+        manager.attach(net)
+        x = torch.randn(16, 32, requires_grad=True)
+
+        def often(h: Tensor) -> Tensor:
+            for _ in range(40):
+                h = torch.tanh(net(h))
+            return h
+
+        losses = []
+        for i in range(4):
+            with manager.no_fp8() if i % 2 else contextlib.nullcontext():
+                losses.append(run(often, x).square().sum())
+            with torch.no_grad():
+                net(x)
+        for i in (1, 0, 3, 2):
+            losses[i].backward()
+        assert x.grad is not None
+        return bits(x.grad)
+
+    assert gradient(KINDS[kind]) == gradient(plain)
