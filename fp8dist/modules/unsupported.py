@@ -63,13 +63,14 @@ def differentiable_once(backward: Callable[[Any, Tensor], tuple[Tensor | None, .
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                raise _refusal(ctx.slots.fqn, "gradients of gradients (create_graph=True), such as a gradient penalty")
-            kinds = torch._C._functorch
-            if kinds.is_batchedtensor(grad_output) or kinds.is_legacy_batchedtensor(grad_output):
-                raise _refusal(ctx.slots.fqn, "batches of gradients (is_grads_batched=True, jacobian(vectorize=True))")
-        with torch.no_grad():
-            return backward(ctx, grad_output)
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                return backward(ctx, grad_output)
+        if torch.is_grad_enabled():
+            raise _refusal(ctx.slots.fqn, "gradients of gradients (create_graph=True), such as a gradient penalty")
+        kinds = torch._C._functorch
+        if kinds.is_batchedtensor(grad_output) or kinds.is_legacy_batchedtensor(grad_output):
+            raise _refusal(ctx.slots.fqn, "batches of gradients (is_grads_batched=True, jacobian(vectorize=True))")
+        return backward(ctx, grad_output)  # Grad is off already.
 
     return wrapper
