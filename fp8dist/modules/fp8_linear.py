@@ -191,7 +191,7 @@ class FP8Linear(nn.Linear):
         out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
         self._require_features(input, in_features)
         high, states = mode.high, slots.states(weight.device)
-        outgrown = mode.outgrown
+        outgrown = slots.of_parts(mode.outgrown, weight, parameter)
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))

@@ -541,8 +541,8 @@ class LinearSlots:
         return Cast(weight.rows.contiguous(), weight.inv_scale.contiguous(), nothing, nothing)
 
     def of_parts(self, limits: Outgrown, weight: Tensor, parameter: Tensor) -> Outgrown:
-        """For an export, let all ranks that tensor parallelism gives a part of the weight cast with one scale.
-        COLLECTIVE over these ranks. Forwards do not communicate for it: there, each part has a scale that fits it.
+        """In eval mode, let all ranks that tensor parallelism gives a part of the weight cast with one scale, as an
+        export does. COLLECTIVE over these ranks: they all run this forward.
 
         Args:
             weight: this rank's part.
