@@ -41,7 +41,7 @@ def _train(device: str, update: Any) -> tuple[list[float], dict[str, bytes], dic
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    consistent = manager.check().consistent
+    consistent = not manager.check().diverged
     return losses, state_bits(manager), parameter_bits(model), consistent, manager.steps
 
 
