@@ -29,10 +29,10 @@ MASK = (1 << 64) - 1
 class Blocks(nn.Module):
     """Linears with all that makes their calls differ: a tied weight, recomputation, a transposed gradient."""
 
-    def __init__(self, checkpointed: bool = False) -> None:
+    def __init__(self, checkpointed: bool = False, width: int = 272, hidden: int = 400) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(272, 400), nn.Linear(400, 272, bias=False)
-        self.tied = nn.Linear(272, 400)
+        self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+        self.tied = nn.Linear(width, hidden)
         self.tied.weight = self.first.weight
         self.checkpointed = checkpointed
 
@@ -63,17 +63,20 @@ def test_what_was_taken_down_repeats(name: str, backend: str) -> None:
     if backend == "torch" and name == "block":
         return  # Refused on a CPU.
     chance = random.Random(name + backend)
-    heard = Heard(Blocks(checkpointed=True), RECIPES[name], backend=backend)
-    for index in range(6):
-        batches = [torch.randn(chance.choice([0, 1, 16, 150, 300]), 272) for _ in range(2)]
+    # torch multiplies FP8 on a CPU value by value: less of everything.
+    few = backend == "torch"
+    width, hidden, steps, tokens = (144, 272, 3, [0, 1, 16, 150]) if few else (272, 400, 6, [0, 1, 16, 150, 300])
+    heard = Heard(Blocks(True, width, hidden), RECIPES[name], backend=backend)
+    for index in range(steps):
+        batches = [torch.randn(chance.choice(tokens), width) for _ in range(2)]
         batches[0] *= 10.0 ** chance.randrange(-30, 30, 5)
         if index % 3 == 2 and batches[1].numel():
             batches[1].view(-1)[chance.randrange(batches[1].numel())] = chance.choice([torch.nan, torch.inf])
         with torch.autocast("cpu", torch.bfloat16, enabled=index % 2 == 0):
             heard.step(*batches, calls=1 + index % 2)
     assert heard.wrong == []
-    assert heard.shares[True] > 100
-    assert heard.shares[False] > 50
+    assert heard.shares[True] > 16 * steps
+    assert heard.shares[False] > 8 * steps
 
 
 @pytest.mark.long

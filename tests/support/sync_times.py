@@ -27,6 +27,7 @@ WARM_UP = 5
 
 def manage(linears: int, group: Any) -> tuple[nn.Module, fp8dist.StateManager]:
     """Return a prepared model with this many Linears. COLLECTIVE."""
+    torch.manual_seed(0)  # attach compares the weights of the ranks.
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(linears)))
     manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), group=group)
     manager.attach(model)
