@@ -459,8 +459,8 @@ class StateManager(Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        """Group of the first arena that has one."""
-        return next((group.process_group for group in self._cycle.groups if group is not None), None)
+        """The given group of the first arena that has one: ``Join`` wants the same group from DDP."""
+        return next((group.given for group in self._cycle.groups if group is not None), None)
 
     # Modes ---------------------------------------------------------------------------------------
 
@@ -840,6 +840,7 @@ class StateManager(Joinable):
         """
         self._cycle.require("refresh_weights()", switched_off=True)
         self._cycle.settle()
+        self._cycle.meet("refresh_weights()")
         self._job.invalidate_casts()
         if not self.settings.enabled:
             return

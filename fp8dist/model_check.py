@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Joinable
 
 from fp8dist.consistency.checker import check_alone, run_check
 from fp8dist.consistency.inventory import Scope
@@ -20,8 +19,10 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.manager import managers_in
 from fp8dist.names import require_choice, require_int
 from fp8dist.optimizer_hooks import unwrap_optimizers
+from fp8dist.parallel.ddp import in_join
 from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.settings import Policy, report_dir
+from fp8dist.sync.accord import meet
 from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
 from fp8dist.sync.roll_call import enrol
 
@@ -99,7 +100,7 @@ def check(
     scope = Scope(True, gradients, buffers, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
     if group is None and world_size() == 1:
         return check_alone(module, scope, Standing())
-    if any(m._join_config.enable for m in module.modules() if isinstance(m, Joinable)):
+    if in_join(module):
         raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
     require_checkable(module)
     if LAST_GOOD_STEPS not in module.__dict__:
@@ -107,6 +108,7 @@ def check(
         enrol()  # So that an error can name the host of a missing rank.
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     checkers = [manager._checkable().checker for manager in managers_in(module)]
+    meet(anchor, "fp8dist.check()")
     report = run_check(
         anchor,
         checkers,

@@ -72,6 +72,7 @@ def prepare(
     audit_bytes: int = AUDIT_BYTES,
     strict: bool = False,
     max_repairs: int | None = None,
+    share_group: bool = False,
 ) -> StateManager:
     """Convert the eligible nn.Linears of ``model`` to FP8Linears, in place, and return their manager. Local.
 
@@ -123,6 +124,10 @@ def prepare(
             defaults, ``overrides``) nor ``filter_fn`` names. Nothing is changed then.
         max_repairs: for ``check_policy="repair"``: the number of checks in a row that may repair the same tensor. The
             next one raises. None: any number; from the third on the report says that the cause persists.
+        share_group: False: ``attach`` makes a communicator for the ranks of ``group`` (and one for each of ``groups``),
+            with its backend and time-out, if the manager has collectives while it trains. A rank that skips a step is
+            then missed by name. True: collectives use ``group`` itself, where the next collective of that rank, such as
+            a bucket of DDP, is taken for the missing one: gloo aborts, and NCCL may mix the values.
 
     If ``enabled``, ``amax_sync``, ``check_every``, ``check_policy``, ``audit_every`` or ``backend`` is None, the
     environment variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY,
@@ -150,6 +155,7 @@ def prepare(
         audit_every=audit_every,
         audit_bytes=audit_bytes,
         max_repairs=max_repairs,
+        share_group=share_group,
     )
     if managers_in(model):
         raise ConfigurationError("the model, or a part of it, is prepared already: call fp8dist.restore() first")

@@ -61,6 +61,7 @@ class Settings:
     audit_every: int = 0
     audit_bytes: int = AUDIT_BYTES
     max_repairs: int | None = None
+    share_group: bool = False
     report_dir: str | None = None
 
     @classmethod
@@ -78,6 +79,7 @@ class Settings:
         audit_every: int | None = None,
         audit_bytes: int = AUDIT_BYTES,
         max_repairs: int | None = None,
+        share_group: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> Settings:
         """Return settings in which each None is replaced by the environment variable, or by the default.
@@ -101,6 +103,7 @@ class Settings:
 
         require_choice("eval_precision", eval_precision, ("fp8", "high"))
         require_bool("fp8_all_gather", fp8_all_gather)
+        require_bool("share_group", share_group)
         if fallback is not None and not isinstance(fallback, Fallback):
             raise ConfigurationError(f"fallback must be a Fallback or None, got {fallback!r}")
         require_int("audit_bytes", audit_bytes, 1, what="a number of bytes")
@@ -130,6 +133,7 @@ class Settings:
             audit_every=setting("audit_every", audit_every, 0, steps),
             audit_bytes=audit_bytes,
             max_repairs=max_repairs,
+            share_group=share_group,
             report_dir=report_dir(environ),
         )
 

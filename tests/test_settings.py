@@ -135,6 +135,7 @@ def test_all_settings_are_described() -> None:
         "audit_every": 0,
         "audit_bytes": 1 << 26,
         "max_repairs": None,
+        "share_group": False,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -13,9 +14,10 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 
-__all__ = ["JoinLink", "ManagerJoinHook", "find_ddp"]
+__all__ = ["JoinLink", "ManagerJoinHook", "find_ddp", "in_join"]
 
 
 class Launcher(Protocol):
@@ -34,6 +36,10 @@ class Launcher(Protocol):
     def job(self) -> JobState:
         """The manager's current state."""
 
+    @property
+    def communicates(self) -> bool:
+        """True if steps end with a collective."""
+
 
 def find_ddp(module: nn.Module) -> DistributedDataParallel | None:
     """Return the DDP module that ``module`` is or holds; None: there is none."""
@@ -51,6 +57,7 @@ class JoinLink:
     def __init__(self, ddp: DistributedDataParallel, launcher: Launcher) -> None:
         self._ddp = weakref.ref(ddp)  # Weak: DDP holds the model, which holds the manager, which holds this.
         self._launcher = launcher
+        self._ended: object = None
         self._handle = ddp.register_forward_hook(self._after_forward)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,7 +77,14 @@ class JoinLink:
     def _after_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
         if module is not self._ddp():
             return
-        if not (self._launcher.job.joined and torch.is_grad_enabled() and module.require_backward_grad_sync):
+        if not (torch.is_grad_enabled() and module.require_backward_grad_sync):
+            return
+        if not self._launcher.job.joined:
+            if self._launcher.communicates and self._joins_alone(module):
+                raise ConfigurationError(
+                    "a Join context without the manager: a rank without data would take no part in the syncs of FP8 "
+                    "state, and the others would wait for it: use Join([ddp, manager]) instead of ddp.join()"
+                )
             return
         queued = False
 
@@ -83,6 +97,22 @@ class JoinLink:
         for tensor in _find_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(at_start_of_backward)
+
+    def _joins_alone(self, ddp: DistributedDataParallel) -> bool:
+        """True in a Join context without the manager. Looks once per context that has ended."""
+        config = ddp._join_config
+        alone = config.enable and config is not self._ended and in_join(ddp)
+        if not alone:
+            self._ended = config
+        return alone
+
+
+def in_join(module: nn.Module) -> bool:
+    """True inside a Join context of a DDP module that ``module`` is or holds. torch leaves the flag of a context that
+    has ended, but its hook is gone."""
+    flagged = [m for m in module.modules() if isinstance(m, DistributedDataParallel) and m._join_config.enable]
+    hooks = [thing for thing in gc.get_objects() if issubclass(type(thing), JoinHook)] if flagged else []
+    return any(hook.ddp is ddp for hook in hooks for ddp in flagged if hasattr(hook, "ddp"))
 
 
 def _none() -> None:

@@ -8,9 +8,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.parallel.ddp import in_join
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_groups, fsdp2_modules, require_known_ddp
 from fp8dist.sync.groups import has_base
@@ -143,7 +143,7 @@ def _unsynced(wrapper: Any) -> Iterator[None]:
 
 def require_replayable(model: nn.Module) -> None:
     """Raise ConfigurationError if what a forward and a backward leave in the model cannot be put back. Local."""
-    if any(m._join_config.enable for m in model.modules() if isinstance(m, Joinable)):
+    if in_join(model):
         raise ConfigurationError(f"{_REPLAY} inside a Join context: ranks without data do not reach it")
     for parameter in model.parameters():
         _require_plain_gradient(parameter)

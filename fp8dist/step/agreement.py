@@ -35,7 +35,7 @@ def agree(
     weights: Mapping[Slot, WeightDescription],
     timeout: timedelta,
 ) -> dict[int, str]:
-    """Publish all manifests, then compare them with the other ranks'. COLLECTIVE, through the store.
+    """Publish all manifests, compare them with the other ranks', and make the communicators. COLLECTIVE.
 
     Args:
         also: JSON values that must be equal on all ranks, besides the settings.
@@ -58,7 +58,18 @@ def agree(
     if publications:
         enrol()
     agree_on_manifests(publications, len(distinct) - 1, timeout)
+    for publication in sorted(publications, key=lambda p: sorted(p.group.ranks)):  # Or ranks wait in a circle.
+        own = [sync for sync, group in zip(syncs, groups) if group is publication.group]
+        if _reduces(settings, own):
+            publication.group.make_own(f"fp8dist/{publication.group.identity}/{publication.round}", own[0].arena.device)
     return {id(sync): manifest_digest(build_manifest([_described(sync, weights)], agreed)) for sync in syncs}
+
+
+def _reduces(settings: Settings, syncs: Sequence[ArenaSync]) -> bool:
+    """True if a group with these arenas has collectives while it trains, and they need a communicator of their own."""
+    at_steps = settings.fp8_all_gather or settings.check_every or settings.audit_every
+    shares = settings.enabled and settings.amax_sync and not settings.share_group
+    return shares and bool(at_steps or any(sync.every_step for sync in syncs))
 
 
 def _described(sync: ArenaSync, weights: Mapping[Slot, WeightDescription]) -> ArenaDescription:

@@ -34,6 +34,7 @@ from fp8dist.step.joining import take_furthest
 from fp8dist.step.order import require_order
 from fp8dist.step.step_watch import StepWatch
 from fp8dist.step.weight_scales import derive_weight_scales
+from fp8dist.sync.accord import meet
 from fp8dist.sync.arena_sync import ArenaSync, Phase
 from fp8dist.sync.groups import SyncGroup
 from fp8dist.sync.microbatches import Microbatches
@@ -159,6 +160,7 @@ class StepCycle:
         """
         watch = None if self.watch is None else self.watch.describe()
         also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
+        self.settle()  # In the communicator that the last attach() made.
         manifests = agree(self.settings, also, self.syncs, self.groups, weights, timeout)
         for sync, group in zip(self.syncs, self.groups):
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
@@ -171,6 +173,9 @@ class StepCycle:
         for sync in self.syncs:
             sync.group = None
             sync.watch(False)
+        for group in self.groups:
+            if group is not None:
+                group.drop_own()
         self.control.untie()
         self._renews = False
         self.audits = None
@@ -450,7 +455,14 @@ class StepCycle:
     def check(self, scope: Scope, policy: Policy, max_repairs: int | None) -> DivergenceReport:
         """Compare FP8 state, and everything that ``scope`` selects, across the ranks. COLLECTIVE."""
         self.require("check()", switched_off=True)
+        self.meet("check()")
         return self._check(scope, policy, False, max_repairs)
+
+    def meet(self, call: str) -> None:
+        """Wait until all ranks that check together have come to this call. COLLECTIVE, through the store."""
+        anchor = self.checker.anchor()
+        if anchor is not None:
+            meet(anchor, call)
 
     def check_computations(self) -> DivergenceReport:
         """Compare known casts and products across the ranks, and follow ``check_policy``. COLLECTIVE."""
@@ -598,6 +610,11 @@ class StepCycle:
             if self.job.joined or (self.settings.enabled and not self.job.recording):
                 self.require("comm_hook")
                 self.launch_early()
+
+    @property
+    def communicates(self) -> bool:
+        """True if steps end with a collective."""
+        return any(sync.communicates and sync.every_step for sync in self.syncs)
 
     def launch_idle(self) -> None:
         """Shadow the other ranks' launch, on a rank without data. COLLECTIVE."""

@@ -17,9 +17,9 @@ from fp8dist.errors import SyncError
 from fp8dist.sync.groups import SyncGroup, identity_of
 from fp8dist.sync.roll_call import roll_call
 
-__all__ = ["Accord", "Votes"]
+__all__ = ["Accord", "Votes", "meet"]
 
-_WELL, _TOO_FEW = "well", "too few"
+_WELL, _TOO_FEW, _VAIN = "well", "too few", "in vain"
 
 _PATIENCE = timedelta(seconds=60)
 """How long a vote waits for the other ranks. They leave a collective loader together, but have other work after it."""
@@ -43,26 +43,53 @@ class Accord:
 
     def reach(self, failure: str | None = None) -> str | None:
         """Tell the other ranks that this one is here, or why it cannot go on. Wait for them. Return the first failure
-        of any rank, the same on all ranks; None if there is none. COLLECTIVE: five store operations, whatever the
+        of any rank, the same on all ranks; None if there is none. COLLECTIVE: six store operations, whatever the
         number of ranks.
 
         Raises:
             SyncError: a rank did not come in time.
         """
         point, self._points = str(self._points), self._points + 1
+        seconds = f"{self._timeout.total_seconds():.0f} s"
+        if failure is None and self._store.check([point]) and self._store.get(point).decode() == _VAIN:
+            raise SyncError(
+                f"rank {self._group.rank}: {self._call} comes more than {seconds} after it does on other ranks, which "
+                "have given up: it is collective"
+            )
         if failure is not None:
             self._store.compare_set(point, "", failure)
         elif self._store.add(f"{point}/{_WELL}", 1) == self._group.size:
             self._store.compare_set(point, "", _WELL)
+        late = None
         try:
             self._store.wait([point], self._timeout)
         except (dist.DistStoreError, RuntimeError) as error:
-            raise SyncError(
-                f"rank {self._group.rank}: {self._call} was not reached by all ranks within "
-                f"{self._timeout.total_seconds():.0f} s: it is collective. {roll_call(self._group.ranks, error=error)}"
-            ) from error
+            late = error
+            self._store.compare_set(point, "", _VAIN)
         told: str = self._store.get(point).decode()
+        if told == _VAIN:
+            raise SyncError(
+                f"rank {self._group.rank}: {self._call} was not reached by all ranks within {seconds}: it is "
+                f"collective. {roll_call(self._group.ranks, where=self._call)}"
+            ) from late
         return None if told == _WELL else told
+
+
+def meet(group: SyncGroup, call: str) -> None:
+    """Wait until all ranks of the group have come to this call. A rank that comes alone has then issued no collective
+    that the others would take for one of theirs. COLLECTIVE, through the store.
+
+    Args:
+        call: name of the function, such as "check()".
+
+    Raises:
+        SyncError: a rank did not come within the time-out of the group. The message names it.
+    """
+    if group.size == 1 or dist.get_backend(group.process_group) == "fake":  # Its other ranks do not exist.
+        return
+    failure = Accord(group, call, group.timeout).reach()
+    if failure is not None:
+        raise SyncError(failure)
 
 
 class Votes:

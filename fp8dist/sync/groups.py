@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import socket
 import sys
 import time
@@ -93,8 +94,7 @@ class SyncGroup:
     """The ranks that share an arena.
 
     Made from a ProcessGroup, or from a DeviceMesh with all its axes flattened. For DP × TP × CP the whole mesh is right
-    for every role. A mesh of several axes gets its communicator on first use of ``process_group``. That first use is
-    COLLECTIVE.
+    for every role. Collectives use the given communicator, or one of their own, from ``make_own`` to ``drop_own``.
 
     ``ranks`` are a range if they are equally spaced, as on the axes of a mesh. A range needs no memory per rank.
     """
@@ -103,7 +103,8 @@ class SyncGroup:
         self.mesh: DeviceMesh | None = None
         # Weak, because a ProcessGroup that outlives destroy_process_group() may abort the interpreter's exit
         # (gloo, torch 2.13). While it is usable, torch.distributed keeps it alive.
-        self._process_group: weakref.ref[dist.ProcessGroup] | None = None
+        self._given: weakref.ref[dist.ProcessGroup] | None = None
+        self._own: weakref.ref[dist.ProcessGroup] | None = None
         if isinstance(group, DeviceMesh):
             if group.ndim > 1 and group.mesh_dim_names is None:
                 raise ConfigurationError("a DeviceMesh of several axes needs mesh_dim_names to be a group")
@@ -111,7 +112,7 @@ class SyncGroup:
             # Sorted, like the ranks of the process group that is made for the mesh.
             self.ranks: Sequence[int] = _compact(sorted(group.mesh.flatten().tolist()))
         elif isinstance(group, dist.ProcessGroup):
-            self._process_group = weakref.ref(group)
+            self._given = weakref.ref(group)
             self.ranks = _compact(dist.get_process_group_ranks(group))
         else:
             raise ConfigurationError(
@@ -122,24 +123,83 @@ class SyncGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The communicator.
+        """The communicator: this group's own, if it has one, else the given one.
 
         Raises:
             ConfigurationError: the process group was destroyed.
         """
-        if self._process_group is None:
+        return self.given if self._own is None else _alive(self._own)
+
+    @property
+    def given(self) -> dist.ProcessGroup:
+        """The communicator that was given. A mesh of several axes gets one on first use, which is COLLECTIVE.
+
+        Raises:
+            ConfigurationError: the process group was destroyed.
+        """
+        if self._given is None:
             assert self.mesh is not None
             mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten()
-            self._process_group = weakref.ref(mesh.get_group())
-        group = self._process_group()
-        if group is None:
-            raise ConfigurationError("the process group of this FP8 state was destroyed")
-        return group
+            self._given = weakref.ref(mesh.get_group())
+        return _alive(self._given)
+
+    def make_own(self, name: str, device: torch.device) -> None:
+        """Make a communicator for these ranks alone, with the backend and the time-out of the given one. COLLECTIVE.
+
+        A rank that leaves out a collective, or makes one too many, is then missed in this communicator. In a shared one
+        its next collective, such as a bucket of DDP, would be taken for it.
+
+        Args:
+            name: the same on all ranks, and new in this job.
+            device: of what is reduced. On a GPU one element is reduced, so that a CUDA graph need not connect.
+        """
+        self.drop_own()
+        given = self._source
+        backend = dist.get_backend(given)
+        if backend == dist.Backend.MPI:
+            return  # It makes communicators only with all ranks of the job.
+        helper: Any = distributed_c10d._new_process_group_helper
+        default, ranks, timeout = distributed_c10d._get_default_group(), list(self.ranks), self.timeout
+        if default.bound_device_id is not None and self.size < dist.get_world_size():
+            # torch splits new groups from the default one, and waits for all ranks of that. The parent's ranks suffice.
+            own: Any = dist.split_group(self.given, [list(range(self.size))], timeout=timeout, group_desc=name)
+        else:
+            # Not dist.new_group(): it waits for all ranks of the job, or takes a name from the number of this
+            # rank's groups, which ranks need not have in common.
+            own, _ = helper(
+                self.size, ranks.index(self.rank), ranks, backend, distributed_c10d._get_default_store(), name,
+                timeout=timeout, device_id=default.bound_device_id, group_desc=name,
+            )  # fmt: skip
+            distributed_c10d._world.pg_group_ranks[own] = {rank: place for place, rank in enumerate(ranks)}
+        self._own = weakref.ref(own)
+        if device.type == "cpu":
+            # Not for NCCL: ranks collect garbage at other times, and it may wait for the others.
+            weakref.finalize(self, _destroy, self._own, os.getpid()).atexit = False
+        else:
+            dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), group=own)
+
+    def drop_own(self) -> None:
+        """Destroy this group's own communicator, if it has one. Local, but do so on all ranks."""
+        if self._own is not None:
+            _destroy(self._own, os.getpid())
+        self._own = None
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective of this group waits for late ranks."""
+        devices, backend = self._source._device_types, dist.get_backend(self._source)
+        options = self._source._get_backend(devices[-1]).options if devices else None
+        return getattr(options, "_timeout", None) or distributed_c10d._get_default_timeout(backend)
+
+    @property
+    def _source(self) -> dist.ProcessGroup:
+        """A given communicator that has the backend and the time-out. Local."""
+        return self.given if self.mesh is None or self.mesh.ndim == 1 else self.mesh.get_group(0)
 
     @property
     def device(self) -> torch.device:
         """Device of small messages: the CPU if the group has a backend for it, else this process's GPU."""
-        types = [device.type for device in self.process_group._device_types]
+        types = [device.type for device in (self._source if self._own is None else self.process_group)._device_types]
         if "cpu" in types or not types:
             return torch.device("cpu")
         return torch.device(types[0], torch.cuda.current_device())
@@ -176,13 +236,34 @@ class SyncGroup:
         return dict(zip(names, place))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
-        return self  # A communicator is not state: a copied model may use the same one.
+        copied = SyncGroup.__new__(SyncGroup)  # A communicator is not state. A copied model attaches with its own.
+        copied.__dict__.update(self.__dict__, _own=None)
+        return copied
 
     def __reduce__(self) -> Any:
         raise ConfigurationError(
             "a StateManager with a process group cannot be pickled: save manager.state_dict() (or "
             "manager.save(path)) and call prepare() and load_state_dict() in the other process"
         )
+
+
+def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    found = group()
+    if found is None:
+        raise ConfigurationError("the process group of this FP8 state was destroyed")
+    return found
+
+
+def _destroy(group: weakref.ref[dist.ProcessGroup], process: int) -> None:
+    """Destroy a communicator that this process has made, unless the job's groups are destroyed."""
+    found = group()
+    if (
+        found is not None
+        and os.getpid() == process
+        and dist.is_initialized()
+        and found in distributed_c10d._world.pg_map
+    ):
+        dist.destroy_process_group(found)
 
 
 def _instead(given: object) -> str:

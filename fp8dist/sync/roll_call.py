@@ -57,6 +57,7 @@ class Attendance:
     True; None if unknown. ``hosts``: hosts of missing ranks, as far as known. ``unreachable``: the store that did not
     answer. ``early``: the collective failed before its timeout, so "missing" ranks may still be waiting in it: in a
     ring, only the neighbours of a dead rank notice at once. ``word``: the last word of a rank, see ``leave_word``.
+    ``apart``: if no rank is missing, but they came from different places: ranks by place.
     """
 
     called: int = 0
@@ -66,6 +67,7 @@ class Attendance:
     unreachable: str | None = None
     early: bool = False
     word: str | None = None
+    apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __str__(self) -> str:
         return self._found() if self.word is None else f"{self._found()}. Before that, {self.word}"
@@ -75,6 +77,11 @@ class Attendance:
             return f"The job's store on {self.unreachable} cannot be reached: this host is cut off, or that one is gone"
         if self.missing is None:
             return UNKNOWN
+        if self.apart:
+            places = "; ".join(
+                f"{place}: rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}" for place, ranks in self.apart
+            )
+            return f"All {self.called} ranks wait, but not for the same: {places}"
         if not self.missing:
             return f"All {self.called} ranks have reported: one was late, or a connection between two of them broke"
         hosts = dict(self.hosts)
@@ -94,13 +101,13 @@ class Attendance:
 class Roll:
     """The roll calls of one rank in one group. The n-th call of a rank belongs to the n-th call of every other."""
 
-    def __init__(self, store: Any, rank: int, ranks: Sequence[int], identity: str) -> None:
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], identity: str, where: str = "") -> None:
         """``store``: torch's store, or a similar object. ``ranks``: all ranks of the group. ``identity``: the group's
-        name."""
+        name. ``where``: what this rank waits for."""
         self.reached = threading.Event()
         self.found: Attendance | None = None
         self._store, self._rank, self._ranks = store, rank, ranks
-        self._group = f"roll/{identity}"
+        self._group, self._where = f"roll/{identity}", where
         self._interval = max(0.1, len(ranks) / 20_000)  # At most 20,000 queries per second.
 
     def call(self, grace: float) -> Attendance:
@@ -118,7 +125,7 @@ class Roll:
         turn = store.add(f"{call}/came", 1)
         # The store has answered. A rank that can send but not receive counts as missing.
         self.reached.set()
-        store.set(f"{call}/present/{rank}", "1")
+        store.set(f"{call}/present/{rank}", self._where or "unknown")
         verdict = f"{call}/verdict"
         if store.add(f"{call}/reported", 1) < len(self._ranks):
             deadline = time.monotonic() + grace + TURN * min(turn - 1, TURNS)
@@ -144,13 +151,23 @@ class Roll:
         known = [rank for rank in shown if self._store.check([_host_of(rank)])]
         hosts = [(rank, self._store.get(_host_of(rank)).decode()) for rank in known]
         word = self._store.get(_WORD).decode() if self._store.check([_WORD]) else None
-        return {"missing": shown, "more": len(missing) > SHOWN, "hosts": hosts, "word": word}
+        found = {"missing": shown, "more": len(missing) > SHOWN, "hosts": hosts, "word": word}
+        return found if missing else {**found, "apart": self._apart(present)}
+
+    def _apart(self, present: str) -> list[tuple[str, list[int]]]:
+        """Return ranks by what they wait for; nothing if that is the same."""
+        places: dict[str, list[int]] = {}
+        told = self._store.multi_get([f"{present}/{rank}" for rank in self._ranks])
+        for rank, place in zip(self._ranks, told):
+            places.setdefault(place.decode(), []).append(rank)
+        return list(places.items()) if len(places) > 1 else []
 
     def _read(self, verdict: bytes) -> Attendance:
         said = json.loads(verdict)
         missing = tuple(rank for rank in said["missing"] if rank != self._rank)  # This rank came late.
         hosts = tuple((rank, host) for rank, host in said["hosts"])
-        return Attendance(len(self._ranks), missing, said["more"], hosts, word=said.get("word"))
+        apart = tuple((place, tuple(ranks)) for place, ranks in said.get("apart", ()))
+        return Attendance(len(self._ranks), missing, said["more"], hosts, word=said.get("word"), apart=apart)
 
 
 def enrol() -> None:
@@ -175,7 +192,10 @@ def leave_word(text: str) -> None:
 
 
 def roll_call(
-    ranks: Sequence[int] | None = None, grace: timedelta = GRACE, error: BaseException | None = None
+    ranks: Sequence[int] | None = None,
+    grace: timedelta = GRACE,
+    error: BaseException | None = None,
+    where: str = "",
 ) -> Attendance:
     """Find out which ranks are missing after a collective has failed. Local: ranks that do not call it count as
     missing.
@@ -189,12 +209,13 @@ def roll_call(
         ranks: the global ranks of the group whose collective failed. None: all ranks of the job.
         grace: how long to wait for ranks that notice the failure later.
         error: the error of the collective. If it is not a timeout, others may notice much later.
+        where: what this rank waits for. If all ranks report, but wait for different things, the result says so.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Attendance()
     members = range(dist.get_world_size()) if ranks is None else sorted(ranks)
     store = _job_store()
-    roll = Roll(store, dist.get_rank(), members, identity_of(members))
+    roll = Roll(store, dist.get_rank(), members, identity_of(members), where)
     found = _in_time(roll, grace.total_seconds())
     if found is None:
         return Attendance(len(members), unreachable=_address(store))
@@ -217,10 +238,10 @@ def failing_by_name(who: str, what: Callable[[], str], ranks: Sequence[int]) -> 
         if not _is_of_communication(error):
             raise
         seconds = time.perf_counter() - start
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause, where = " ".join(f"{type(error).__name__}: {error}".split()), what()
         raise SyncError(
-            f"rank {dist.get_rank()}: {who}: {what()} with ranks {ranks_text(ranks)} failed after {seconds:.1f} s. "
-            f"{roll_call(ranks, error=error)} ({cause})"
+            f"rank {dist.get_rank()}: {who}: {where} with ranks {ranks_text(ranks)} failed after {seconds:.1f} s. "
+            f"{roll_call(ranks, error=error, where=where)} ({cause})"
         ) from error
 
 

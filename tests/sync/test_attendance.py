@@ -54,6 +54,11 @@ class CountingStore:
             self._count()
             return self.values[key]
 
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        with self.lock:
+            self._count(len(keys))
+            return [self.values[key] for key in keys]
+
     def check(self, keys: Sequence[str]) -> bool:
         with self.lock:
             self._count(len(keys))

@@ -1,0 +1,268 @@
+"""``attach`` makes a communicator for FP8 state: who leaves out a collective is missed by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _world
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import ConfigurationError, StateManager, SyncError
+from fp8dist.sync.groups import SyncGroup
+from tests.support.collectives import counted_collectives
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net, state_bits
+
+SOON = timedelta(seconds=3)
+
+
+def _prepared(group: Any, **options: Any) -> tuple[nn.Module, StateManager]:
+    net = make_net()
+    return net, fp8dist.prepare(net, group=group, **options)
+
+
+def _group(manager: StateManager) -> SyncGroup:
+    found = manager._cycle.groups[0]
+    assert found is not None
+    return found
+
+
+def _train(model: nn.Module, manager: StateManager, steps: int = 2) -> list[str]:
+    """Train, and return the names of the collectives of the last step."""
+    for step in range(steps):
+        with counted_collectives() as calls:
+            model(batch(dist.get_rank(), step)[0]).square().mean().backward()
+            manager.step()
+    return calls.names
+
+
+# Ranks that do not do the same -------------------------------------------------------------------
+
+
+def _apart(how: str) -> str:
+    """Rank 1 leaves out a step, or checks alone, under DDP in the same group. Return the error of fp8dist, or "" if the
+    error is DDP's own."""
+    group: Any = dist.new_group(timeout=SOON)
+    net, manager = _prepared(group)
+    ddp = DistributedDataParallel(net, process_group=group)
+    manager.attach(ddp)
+    try:
+        for step in range(4):
+            ddp(batch(dist.get_rank(), step)[0]).square().mean().backward()
+            if step == 2 and dist.get_rank() == 1:
+                if how == "check":
+                    manager.check()
+                continue
+            manager.step()
+    except SyncError as error:
+        return str(error)
+    except RuntimeError:
+        time.sleep(9)  # Rank 0 still asks for this rank, which must not end.
+        return ""
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_rank_that_skips_its_step_is_named() -> None:
+    pool = RankPool(2)
+    try:
+        first, second = pool.run(_apart, "skip")
+    finally:
+        pool.close()
+    assert "the FP8 sync of step 3" in first
+    assert "Missing of 2 ranks: rank 1" in first
+    assert second == ""
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
+    pool = RankPool(2)
+    try:
+        said = pool.run(_apart, "check")
+    finally:
+        pool.close()
+    for text in said:
+        assert "All 2 ranks wait, but not for the same" in text
+        assert "the FP8 sync of step 3: rank(s) 0" in text
+        assert "check(): rank(s) 1" in text
+
+
+def _join() -> list[str]:
+    """A Join context that has ended is no mistake, nor is one of an evaluation. Return the errors."""
+    net, manager = _prepared(dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    manager.attach(ddp)
+    with ddp.join(), torch.no_grad():
+        ddp(batch(0, 0)[0])
+    manager.check()
+    fp8dist.check(ddp)
+    _train(ddp, manager)
+    errors = []
+    for _ in range(2):
+        try:
+            with ddp.join():
+                _train(ddp, manager, 1)
+        except ConfigurationError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_joining_without_the_manager_is_refused(two_ranks: RankPool) -> None:
+    for errors in two_ranks.run(_join):
+        assert len(errors) == 2
+        assert all("use Join([ddp, manager])" in error for error in errors)
+
+
+# The communicator ----------------------------------------------------------------------------------
+
+
+def _life(share: bool) -> None:
+    """A communicator comes with attach(), and goes with detach() or with the manager. The next attach() has another."""
+    gc.collect()
+    before = len(_world.pg_map)
+    net, manager = _prepared(dist.group.WORLD, share_group=share)
+    group, more = _group(manager), int(not share)
+    assert group.process_group is dist.group.WORLD
+    manager.attach(net)
+    assert (group.process_group is dist.group.WORLD) == share
+    assert manager.join_process_group is dist.group.WORLD
+    assert len(_world.pg_map) == before + more
+    assert _train(net, manager) == ["all_reduce"]
+    first = group.process_group
+    manager.attach(net)
+    assert (group.process_group is first) == share
+    assert len(_world.pg_map) == before + more
+    other = copy.deepcopy(net)
+    theirs: Any = fp8dist.get_manager(other)
+    theirs.attach(other)
+    assert len(_world.pg_map) == before + 2 * more
+    theirs.detach()
+    assert _train(net, manager) == ["all_reduce"]
+    manager.detach()
+    assert group.process_group is dist.group.WORLD
+    assert len(_world.pg_map) == before
+    manager.attach(net)
+    del net, manager, other, theirs, group, first
+    gc.collect()
+    assert len(_world.pg_map) == before
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_life_of_a_communicator(two_ranks: RankPool, share: bool) -> None:
+    two_ranks.run(_life, share)
+
+
+def _made(kind: str) -> tuple[list[int], float, dict[str, bytes], list[str]]:
+    """Ranks with different numbers of groups. Return (ranks, time-out in s, state, collectives of a step)."""
+    rank = dist.get_rank()
+    if rank < 3:  # torch names a group after the number of groups that a rank has.
+        dist.new_group([0, 1, 2], use_local_synchronization=True)
+    halves = [dist.new_group(ranks, timeout=timedelta(seconds=77)) for ranks in ([0, 1], [2, 3])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    groups = {"world": dist.group.WORLD, "half": halves[rank // 2], "mesh": mesh, "axis": mesh["shard"]}
+    net, manager = _prepared(groups[kind])
+    manager.attach(net)
+    names = _train(net, manager)
+    group = _group(manager)
+    own = group.process_group
+    assert own not in (dist.group.WORLD, *halves, mesh.get_group(0), mesh.get_group(1))
+    return dist.get_process_group_ranks(own), group.timeout.total_seconds(), state_bits(manager), names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["world", "half", "mesh", "axis"])
+def test_groups_of_all_kinds(four_ranks: RankPool, kind: str) -> None:
+    found = four_ranks.run(_made, kind)
+    for rank, (ranks, seconds, state, names) in enumerate(found):
+        assert ranks == ([0, 1, 2, 3] if kind in ("world", "mesh") else [rank // 2 * 2, rank // 2 * 2 + 1])
+        assert seconds == (77 if kind == "half" else 1800)
+        assert state == found[ranks[0]][2]
+        assert names == ["all_reduce"]
+
+
+def _without() -> list[bool]:
+    """Return which managers have no communicator of their own."""
+    found = []
+    for recipe, options in (
+        (fp8dist.RowwiseScaling(), {}),
+        (fp8dist.RowwiseScaling(), {"check_every": 2}),
+        (None, {"amax_sync": False}),
+        (None, {"enabled": False}),
+    ):
+        net = make_net()
+        manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, **options)
+        manager.attach(net)
+        found.append(_group(manager).process_group is dist.group.WORLD)
+    return found
+
+
+def test_none_is_made_where_no_step_communicates(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_without) == [[True, False, True, True]] * 2
+
+
+def _anew() -> None:
+    """The job's groups are destroyed and made again, as after a failure."""
+    net, manager = _prepared(dist.group.WORLD)
+    manager.attach(net)
+    _train(net, manager)
+    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(ConfigurationError, match="was destroyed"):
+        manager.step()
+    manager.detach()
+    dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), rank=rank, world_size=size)
+    net, manager = _prepared(dist.group.WORLD)
+    manager.attach(net)
+    assert _train(net, manager) == ["all_reduce"]
+
+
+def test_groups_that_are_destroyed_and_made_again() -> None:
+    pool = RankPool(2)
+    try:
+        pool.run(_anew)
+    finally:
+        pool.close()
+
+
+def _split() -> None:
+    """A job whose default group is bound to a device, as with NCCL: a subgroup is split from the given one."""
+    halves = [dist.new_group([rank]) for rank in range(2)]
+    both, mine = dist.new_group([0, 1]), halves[dist.get_rank()]
+    group = SyncGroup(mine)
+    bound = mock.Mock(bound_device_id=torch.device("cuda", 0))
+    with (
+        mock.patch("torch.distributed.distributed_c10d._get_default_group", return_value=bound),
+        mock.patch("torch.distributed.split_group", return_value=both) as split,
+        mock.patch.object(dist, "get_world_size", return_value=2),
+    ):
+        group.make_own("name", torch.device("cpu"))
+    assert split.call_args.args == (mine, [[0]])
+    assert split.call_args.kwargs["timeout"] == group.timeout
+    assert group.process_group is both
+
+
+def test_a_part_of_a_bound_job_is_split_from_its_group(two_ranks: RankPool) -> None:
+    two_ranks.run(_split)
+
+
+def _unsplittable() -> None:
+    group = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    with mock.patch.object(dist, "get_backend", return_value="mpi"):
+        group.make_own("name", torch.device("cpu"))
+    assert group.process_group is dist.group.WORLD
+
+
+def test_a_backend_that_makes_no_partial_groups_keeps_the_given_one(two_ranks: RankPool) -> None:
+    two_ranks.run(_unsplittable)
