@@ -163,7 +163,7 @@ class StepCycle:
         self.settle()  # In the communicator that the last attach() made.
         manifests = agree(self.settings, also, self.syncs, self.groups, weights, timeout)
         for sync, group in zip(self.syncs, self.groups):
-            sync.group = group if self.settings.amax_sync and self.settings.enabled else None
+            sync.share(group if self.settings.amax_sync and self.settings.enabled else None)
         self.control.tie(manifests)
         self._since, self._checked = self.job.boundaries, 0
         self._count_from_state()
@@ -171,7 +171,7 @@ class StepCycle:
     def untie(self) -> None:
         """Undo ``agree``: this rank shares no state until it agrees again. Keeps the state. Local."""
         for sync in self.syncs:
-            sync.group = None
+            sync.share(None)
             sync.watch(False)
         for group in self.groups:
             if group is not None:

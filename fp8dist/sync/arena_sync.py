@@ -30,6 +30,7 @@ from fp8dist.state.arena import Arena
 from fp8dist.state.precision import Precision
 from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import SyncGroup
+from fp8dist.sync.lookout import Lookout
 from fp8dist.sync.roll_call import failing_by_name
 from fp8dist.sync.waits import Waits, clock_of
 from fp8dist_kernels.graphs import capturing
@@ -145,7 +146,8 @@ class ArenaSync:
     graphs that the host has seen. ``watched``: what this rank saw in a step is kept for ``take_seen``, with the
     ``microbatch`` that held each maximum. ``waits``: shared by all arenas of the manager. ``experts``: the
     precision of each expert, by the fqn of a product. ``fitted``: this step compared sharded weights with their scales
-    before it cast them. ``outgrown``: a verdict found a sharded weight beyond its scale.
+    before it cast them. ``outgrown``: a verdict found a sharded weight beyond its scale. ``lookout``: set by ``share``
+    where the wait for a sync does not block the host.
     """
 
     arena: Arena
@@ -163,6 +165,7 @@ class ArenaSync:
     experts: dict[str, tuple[Precision, ...]] = field(default_factory=dict)
     fitted: bool = False
     outgrown: bool = False
+    lookout: Lookout | None = None
     _seen: Tensor | None = None
     _held: Tensor | None = None  # int32[3, n], with ``_seen``: the first microbatch that saw the value.
     _work: dist.Work | None = None
@@ -177,6 +180,14 @@ class ArenaSync:
     def communicates(self) -> bool:
         """True if a launch is a collective."""
         return self.group is not None and self.group.size > 1
+
+    def share(self, group: SyncGroup | None) -> None:
+        """Share the arena with these ranks from now on; None: with none. Local."""
+        if self.lookout is not None:
+            self.lookout.close()
+        self.group, self.lookout = group, None
+        if group is not None and self.communicates and waits_on_the_device(self.arena.device):
+            self.lookout = Lookout(self.owner, group)
 
     @property
     def speaks(self) -> bool:
@@ -300,6 +311,8 @@ class ArenaSync:
                 counters = SyncCounters() if in_graph else self.counters
                 self._work = all_reduce_max(self.arena.message, self.group, counters)
                 self._launched_by = os.getpid()
+            if self.lookout is not None and not in_graph:
+                self.lookout.launched(self._work)
             if in_graph:
                 self.arena.unpolled[OUTCOME].add_(1)
         self.phase = Phase.IN_FLIGHT
@@ -484,8 +497,13 @@ class ArenaSync:
         state = dict(self.__dict__)
         state.update(phase=Phase.IDLE, verdict=None, graphed=False, replays=0, counters=SyncCounters())
         state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None, watched=False, _seen=None)
-        state.update(waits=Waits(), microbatch=0, _held=None)
+        state.update(waits=Waits(), microbatch=0, _held=None, lookout=None)
         return state
+
+
+def waits_on_the_device(device: torch.device) -> bool:
+    """True if the wait for a collective blocks the device's stream and not the host, so that no time-out is raised."""
+    return device.type == "cuda"
 
 
 def larger(a: Tensor, b: Tensor) -> Tensor:
