@@ -85,7 +85,7 @@ def replay(
             others time out there, and the message has the text.
     """
     everyone = None if world_size() == 1 and group is None else SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
-    if everyone is not None and everyone.size == 1:
+    if everyone is not None and not everyone.communicates:
         everyone = None
     return _Replay(model, step, batch, everyone, group is not None, scaler, timeout).report(random_state)
 

@@ -408,7 +408,7 @@ class _Plan:
         sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
         self.syncs = list(self._syncs.values())
         self.sync_groups = [sync_groups[place] for place, _ in self._syncs]
-        self.shared = settings.amax_sync and any(group is not None and group.size > 1 for group in self.sync_groups)
+        self.shared = settings.amax_sync and any(group is not None and group.communicates for group in self.sync_groups)
 
     @property
     def speaks(self) -> bool:

@@ -246,7 +246,7 @@ class _Ring:
     """
 
     def __init__(self, group: SyncGroup | None, size: int, likeness: int, device: torch.device) -> None:
-        self._group = None if group is None or group.size == 1 else group.process_group
+        self._group = None if group is None or not group.communicates else group.process_group
         self._at = device
         self._device = device if group is None else group.device
         self.place = 0 if self._group is None else dist.get_rank(self._group)

@@ -392,7 +392,7 @@ class Checker:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
         """
         anchor = self._groups[self._default]
-        if anchor is None or anchor.size == 1 or not self.settings.amax_sync:
+        if anchor is None or not anchor.communicates or not self.settings.amax_sync:
             return
         start, default = time.perf_counter(), self.syncs[self._default]
         first = not self.job.boundaries

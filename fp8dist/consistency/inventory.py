@@ -328,7 +328,7 @@ class Inventory:
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()
-        homes = [_ALONE if isinstance(one, Home) and one.group.size == 1 else one for one in homes]
+        homes = [_ALONE if isinstance(one, Home) and not one.group.communicates else one for one in homes]
         if counts:
             compared, held = self._counted.get(kind, (0, 0))
             self._counted[kind] = compared + any(isinstance(one, Home) for one in homes), held + 1

@@ -222,7 +222,7 @@ def _agree(
     total = [0, 0, -1] if digests is None else [*digests.sum(0).tolist(), len(digests)]
     numbers = torch.tensor([*words, *total], dtype=torch.int64, device="cpu")
     message = torch.cat([numbers, ~numbers, torch.tensor(news, dtype=torch.int64, device="cpu")]).to(group.device)
-    if group.size > 1:
+    if group.communicates:
         dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
     count = len(numbers)
     pairs = message.tolist()

@@ -113,7 +113,7 @@ class Replication:
             return self.anchor
         label = self._unique(label, group.ranks)
         self._memberships[label] = Membership(label, group.ranks, view)
-        if group.size == 1:
+        if not group.communicates:
             return Excuse(f"that are shared with no other rank ({label})")
         if not self._anchor_ranks.issuperset(group.ranks):
             return Excuse(f"that are shared with ranks that do not take part in this check ({label})")

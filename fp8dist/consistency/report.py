@@ -125,7 +125,7 @@ def announce(
         level = logging.ERROR if raises and report.diverged else logging.WARNING
         for text in (str(report),) if texts is None else texts:
             logger.log(level, "%s", text)
-    if waits and group is not None and group.size > 1:
+    if waits and group is not None and group.communicates:
         dist.barrier(group=group.process_group)
     if tell is not None:
         tell(report)

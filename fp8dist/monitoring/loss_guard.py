@@ -243,7 +243,7 @@ class LossGuard:
         else:
             raise ConfigurationError(f"the loss must be a number or a tensor, got {type(loss).__name__}")
         late = self._guarded is not None and self._guarded.late(loss)
-        if self._group is None or self._group.size == 1:
+        if self._group is None or not self._group.communicates:
             return float(local), late
         # [sum of losses, with optimizers also the number of ranks where it is late]: one device read for both.
         lanes = 1 if self._guarded is None else 2

@@ -209,7 +209,7 @@ class _Replays:
     def _extremes(self, *values: int) -> tuple[list[int], list[int]]:
         """Return the least and the greatest of each value over the ranks. COLLECTIVE: one all-reduce."""
         ranks = self._ranks
-        if ranks is None or ranks.size == 1:
+        if ranks is None or not ranks.communicates:
             return list(values), list(values)
         sent = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=ranks.device)
         with failing_by_name("fp8dist.replay_on", lambda: "the agreement on a replay", ranks.ranks):

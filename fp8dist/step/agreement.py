@@ -53,7 +53,7 @@ def agree(
     publications = []
     for group in distinct.values():  # One manifest per group: ranks may differ in their number of arenas.
         arenas = [_described(sync, weights) for sync, of in zip(syncs, groups) if of is group]
-        if group is not None and group.size > 1:
+        if group is not None and group.communicates:
             publications.append(publish_manifest(group, build_manifest(arenas, agreed)))
     if publications:
         enrol()

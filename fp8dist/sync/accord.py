@@ -85,7 +85,7 @@ def meet(group: SyncGroup, call: str) -> None:
     Raises:
         SyncError: a rank did not come within the time-out of the group. The message names it.
     """
-    if group.size == 1 or dist.get_backend(group.process_group) == "fake":  # Its other ranks do not exist.
+    if not group.communicates or dist.get_backend(group.process_group) == "fake":  # Its other ranks do not exist.
         return
     failure = Accord(group, call, group.timeout).reach()
     if failure is not None:

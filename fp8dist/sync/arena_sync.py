@@ -179,7 +179,7 @@ class ArenaSync:
     @property
     def communicates(self) -> bool:
         """True if a launch is a collective."""
-        return self.group is not None and self.group.size > 1
+        return self.group is not None and self.group.communicates
 
     def share(self, group: SyncGroup | None) -> None:
         """Share the arena with these ranks from now on; None: with none. Local."""

@@ -220,6 +220,12 @@ class SyncGroup:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def communicates(self) -> bool:
+        """True if collectives of this group are sent. Not if it is this rank alone: only tests change that, so that one
+        GPU calls NCCL."""
+        return self.size > 1
+
     @functools.cached_property
     def identity(self) -> str:
         """A name that is the same on all members, and differs between sets of ranks."""

@@ -142,7 +142,7 @@ def threads_of(pid: int) -> int:
         return 0
 
 
-def serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+def serve(rank: int, world_size: int, folder: str, pipe: Connection, backend: str = "gloo") -> None:
     """Connect with the other ranks, and call functions until the pool closes the pipe."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     sys.path.insert(0, str(ROOT))
@@ -153,7 +153,7 @@ def serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder, "store")), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         pipe.send("connected")
         while True:
             try:
