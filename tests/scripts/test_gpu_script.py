@@ -120,10 +120,14 @@ def test_the_tests_of_the_gpu_run_in_order() -> None:
     assert sorted(names, key=check.order) == names[::-1]
 
 
-def _report(nodeid: str, outcome: str, when: str = "call", message: str = "") -> Any:
+def _report(nodeid: str, outcome: str, when: str = "call", message: str = "", nccl: int | None = None) -> Any:
+    properties = [] if nccl is None else [("collectives", ("nccl", nccl))]
     longrepr = SimpleNamespace(reprcrash=SimpleNamespace(message=message))
     failed, skipped = outcome == "failed", outcome == "skipped"
-    return SimpleNamespace(nodeid=nodeid, outcome=outcome, when=when, failed=failed, skipped=skipped, longrepr=longrepr)
+    return SimpleNamespace(
+        nodeid=nodeid, outcome=outcome, when=when, failed=failed, skipped=skipped, longrepr=longrepr,
+        user_properties=properties,
+    )  # fmt: skip
 
 
 def test_what_the_tests_gave_is_written_after_each(tmp_path: Path) -> None:
@@ -148,7 +152,9 @@ def test_what_the_tests_gave_is_written_after_each(tmp_path: Path) -> None:
         recorder.pytest_runtest_logfinish(nodeid)
         assert tests()["running"] == []
 
-    run("a", _report("a", "passed", "setup"), _report("a", "passed"), _report("a", "passed", "teardown"))
+    run(
+        "a", _report("a", "passed", "setup"), _report("a", "passed", nccl=5), _report("a", "passed", "teardown", nccl=5)
+    )
     assert (tests()["passed"], tests()["cut_off"]) == (1, True)
     ranks = "2 ranks: failed\n--- rank 0: raised\nTraceback\nRuntimeError: CUDA error: " + 300 * "x"
     run("b", _report("b", "failed", message=ranks), _report("b", "failed", message="worker 'gw1' crashed"))
@@ -164,7 +170,8 @@ def test_what_the_tests_gave_is_written_after_each(tmp_path: Path) -> None:
     lines = check.summary(path).splitlines()
     assert lines[0].startswith("check: 1 passed, 3 failed, 1 skipped, ")
     assert lines[0].endswith("; cut off: not all were run")
-    assert lines[2:] == ["  failed d: assert 1 == 2", "  failed tests/e.py: ModuleNotFoundError: e", "  not finished f"]
+    assert lines[1] == "  nccl was asked for 5 collectives"
+    assert lines[3:] == ["  failed d: assert 1 == 2", "  failed tests/e.py: ModuleNotFoundError: e", "  not finished f"]
     recorder.pytest_runtest_logfinish("f")
     session: Any = SimpleNamespace(shouldstop=False, shouldfail="stopping after 12 failures")
     recorder.pytest_sessionfinish(session, 1)
@@ -172,6 +179,20 @@ def test_what_the_tests_gave_is_written_after_each(tmp_path: Path) -> None:
     session.shouldfail = False
     recorder.pytest_sessionfinish(session, 1)
     assert not tests()["cut_off"]
+
+
+@pytest.mark.parametrize(("asked", "status"), [(0, 1), (3, 0)])
+def test_a_check_without_a_collective_of_nccl_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: int, status: int
+) -> None:
+    def passes(options: Any, plugins: Any) -> int:
+        plugins[0].collectives["nccl"] += asked
+        return 0
+
+    monkeypatch.setattr(check.environment, "facts", lambda _: {"device": {"name": "NVIDIA H200"}})
+    monkeypatch.setattr(check.pytest, "main", passes)
+    assert check.main(["--out", str(tmp_path)]) == status
+    assert ("No test has asked NCCL" in capsys.readouterr().out) == (status == 1)
 
 
 def test_a_write_that_is_cut_off_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

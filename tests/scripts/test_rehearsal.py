@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "NVIDIA H200"
 FILE = "nvidia-h200.json"
-CHOSEN = "nccl or (two_ranks and same_step) or delayed-auto or (replayed and sgd and same_step) or " + (
+CHOSEN = (
+    "nccl or early_launches or (two_ranks and same_step) or delayed-auto or (replayed and sgd and same_step) or "
     "(small and (test_digests or test_amax or (test_updates and max-False) or (test_casts and 1x128 and False)"
     " or (test_products and not wide and not tiles and tensorwise)))"
 )
@@ -82,10 +83,12 @@ def test_check(tree: Path, tmp_path: Path) -> None:
     assert (data["commit"], data["dirty"], data["run"][:5]) == (None, False, "tree-")
     assert (tests["failed"], tests["skipped"], tests["cut_off"], tests["running"]) == (0, 0, False, [])
     assert tests["passed"] >= 20
-    assert lines[-3].startswith(f"check: {tests['passed']} passed, 0 failed, 0 skipped, ")
+    assert lines[-4].startswith(f"check: {tests['passed']} passed, 0 failed, 0 skipped, ")
+    assert lines[-3].endswith(f" was asked for {sum(tests['collectives'].values())} collectives")
     assert lines[-1] == f"gpu: a rehearsal: its figures in {tmp_path / 'out' / FILE} mean nothing"
     order = [line.split("::")[0] for line in lines if " PASSED " in line]
-    files = ("kernels/test_gpu_kernels", "modules/test_gpu_linear", "step/test_gpu_graphs", "sync/test_gpu_ranks")
+    files = ("kernels/test_gpu_kernels", "modules/test_gpu_linear", "step/test_gpu_graphs")
+    files += ("sync/test_gpu_one_rank", "sync/test_gpu_ranks")
     assert list(dict.fromkeys(order)) == [f"tests/{file}.py" for file in files]
 
 

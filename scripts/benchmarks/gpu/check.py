@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ ORDER = (
     "tests/modules/test_gpu_linear.py",
     "tests/step/test_gpu_graphs.py",
     "tests/modules/test_gpu_compile.py",
+    "tests/sync/test_gpu_one_rank.py",
     "tests/sync/test_gpu_ranks.py",
     "tests/consistency/test_gpu_compute.py",
     KERNELS,
@@ -96,6 +98,8 @@ class Recorder:
         self._running: dict[str, None] = {}
         self._outcomes: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
+        self.collectives: Counter[str] = Counter()
+        """Number of collectives that each backend was asked for, as the tests report it."""
         self._write()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -105,6 +109,10 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note an outcome."""
+        if report.when == "call":
+            for name, value in report.user_properties:
+                if name == "collectives":
+                    self.collectives[value[0]] += value[1]
         if report.failed:
             self._fail(report)
         elif report.skipped or report.when == "call":
@@ -134,6 +142,7 @@ class Recorder:
         outcomes = list(self._outcomes.values())
         tests = {
             **{outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
+            "collectives": dict(self.collectives),
             "seconds": round(time.monotonic() - self._start, 1),
             "failures": [f"{name}: {reason}" for name, reason in self._reasons.items()],
             "running": list(self._running),
@@ -159,6 +168,7 @@ def summary(path: Path) -> str:
         return "check: no test has run"
     counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
     lines = [f"check: {counts}, {tests['seconds']:.0f} s{'; cut off: not all were run' if tests['cut_off'] else ''}"]
+    lines += [f"  {backend} was asked for {n} collectives" for backend, n in tests.get("collectives", {}).items()]
     lines += [f"  failed {failure}" for failure in tests["failures"][:MOST_FAILURES]]
     more = len(tests["failures"]) - MOST_FAILURES
     lines += [f"  and {more} more"] if more > 0 else []
@@ -182,7 +192,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = environment.facts(torch.device("cuda", 0))
     new = {**results.empty(options.commit, options.dirty, options.run, options.smoke), **facts}
     recorder = Recorder(results.file_of(options.out, facts["device"]["name"]), new)
-    return int(pytest.main([*_options(), *options.pytest], plugins=[recorder]))
+    status = int(pytest.main([*_options(), *options.pytest], plugins=[recorder]))
+    if not (status or options.smoke or options.pytest) and not recorder.collectives["nccl"]:
+        print("No test has asked NCCL for a collective: what it does is not known.")
+        return 1
+    return status
 
 
 def _options() -> list[str]:
