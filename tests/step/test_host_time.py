@@ -79,7 +79,7 @@ def _after_foreign_update(linears: int) -> Counter[str]:
     def update() -> None:
         with torch.no_grad():
             for parameter in job.model.parameters():
-                parameter.sub_(parameter.grad, alpha=1e-3)
+                parameter.mul_(0.999)
 
     for _ in range(3):
         job.backward()
