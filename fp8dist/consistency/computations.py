@@ -203,7 +203,7 @@ def computations_of(linears: Iterable[FP8Linear]) -> dict[torch.device, tuple[Co
         weight = stored[0].dtype
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else weight
-        shape = multiplied_shape(linear, slots.resharded)
+        shape = multiplied_shape(linear, slots.note.resharded)
         # A row-wise parallel Linear adds its bias after the product.
         bias = linear.bias is not None and shape[1] == linear.in_features
         more = linear_computations(shape, slots.recipe, dtype, weight, bias, linear.transposed, slots.job.backend)

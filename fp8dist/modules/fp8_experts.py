@@ -122,7 +122,7 @@ def convert_experts(module: nn.Module, products: Mapping[str, GroupedSlots]) -> 
     assert isinstance(module, FP8Experts)
     module._own_products()
     for slots in products.values():
-        slots.note.remember(slots.note.holders(module, False))
+        slots.note.remember(slots.note.holders(module))
 
 
 @functools.cache

@@ -87,9 +87,9 @@ class WeightCast:
 class LinearSlots:
     """An FP8Linear's access to the FP8 state: its three slots and how it may use them.
 
-    ``precision``: which GEMMs run in high precision. ``site``: number of its first site; see ``SITES``. ``resharded``:
-    True if FSDP frees the weight between forward and backward. Its casts are then not cached, because they would take
-    the memory that sharding saves.
+    ``precision``: which GEMMs run in high precision. ``site``: number of its first site; see ``SITES``. ``note``: of
+    the weight. If the note says that FSDP frees the weight between forward and backward, its casts are not cached,
+    because they would take the memory that sharding saves.
     """
 
     def __init__(
@@ -108,7 +108,6 @@ class LinearSlots:
         self.recipe = recipe
         self.slots = slots
         self.precision = Precision(slots, recipe.high_precision)
-        self.resharded = False
         self.site = 0
         self.name = name
         self.note = WeightNote(name)
@@ -123,7 +122,7 @@ class LinearSlots:
         self._cast: WeightCast | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_states": None, "_cast": None, "_sample": None, "_modes": Modes(self.fqn), "resharded": False}
+        fresh = {"_states": None, "_cast": None, "_sample": None, "_modes": Modes(self.fqn)}
         return {**self.__dict__, **fresh, "note": self.note.copied()}
 
     @property
@@ -422,7 +421,7 @@ class LinearSlots:
         note = self.note
         note.cast_at(self.job.boundaries)
         if record and note.awaited:
-            note.take(linear, self.resharded)
+            note.take(linear)
         limits = self._limits(linear, training)
         if record:
             note.was_recorded()
@@ -518,7 +517,7 @@ class LinearSlots:
         """
         if isinstance(weight, FP8Weight):
             return self._gathered_cast(weight, state, outgrown)
-        for_backward = torch.is_grad_enabled() and not self.resharded
+        for_backward = torch.is_grad_enabled() and not self.note.resharded
         columns = columns and for_backward
         owner = local_part(parameter)  # Not ``weight``: DTensor.to_local() returns a new view at each call.
         key = self._reuse_key(weight, parameter) if for_backward else None
@@ -612,7 +611,7 @@ class LinearSlots:
 
     def casts_in_backward(self, weight: Tensor) -> bool:
         """True if the backward makes its own FP8 copy of the weight."""
-        return self.resharded or isinstance(weight, FP8Weight)
+        return self.note.resharded or isinstance(weight, FP8Weight)
 
     def backward_cast(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
         """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from fp8dist.sync.groups import is_dtensor, local_part
 
-__all__ = ["SAMPLED_WEIGHTS", "WeightNote", "sample_of", "stored_parameters"]
+__all__ = ["SAMPLED_WEIGHTS", "Noted", "WeightNote", "find", "sample_of", "stored_parameters", "take_all"]
 
 SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
 """Number of weights, and of elements of each, that are compared with what they were."""
@@ -48,12 +48,16 @@ class WeightNote:
     Scales follow optimizer steps, so a new note is taken after each of them. Writes that torch does not count
     (``.data``, numpy, fused optimizers) do not show here; the cast notices a weight that outgrew its scale.
 
-    Notes are read in every forward and taken in every step, so the code makes few calls.
+    Notes are read in every forward and taken in every step, so the code makes few calls: ``take_all`` and ``find``
+    make none of Python for a weight that is a plain parameter.
     """
 
     def __init__(self, name: str = "weight") -> None:
         """``name``: of the module's parameter."""
-        self._name = name
+        self.name = name
+        self.resharded = False
+        """True if FSDP frees the weight between forward and backward. It shows gathered weights as other tensors, so
+        the note keeps the parameters found at ``attach``."""
         self.awaited = True
         """True: take the note at the next forward that records. FP8 state is new or loaded, and fits its weight."""
         self.used_at = self.idle_at = -1
@@ -75,7 +79,8 @@ class WeightNote:
         self._counted: tuple[Tensor, ...] = ()  # ``stored`` and local tensors of DTensors: each has a version.
         self._versions: list[int] = []
         self._address = 0  # 0: not compared, because FSDP or tensor parallelism moves the weight.
-        self._written = False
+        self._plain: Tensor | None = None  # The weight, if its version, address and identity are all there is to note.
+        self.marked = False  # Replaced in a way that versions do not show.
         self._original_written = False  # The weight of which this one is a copy was, when the copy was made.
         self._linear: weakref.ref[nn.Module] | None = None
         self._now: list[int] | None = None  # Versions when ``written`` was last called.
@@ -86,7 +91,7 @@ class WeightNote:
     def copied(self) -> WeightNote:
         """Return the note of a copy or pickle of the Linear, whose scale is right for its weight if this one's is.
         ``belong_to`` completes it."""
-        note = WeightNote(self._name)
+        note = WeightNote(self.name)
         note.awaited, note.of_copy = False, True
         linear = None if self._linear is None else self._linear()
         note._original_written = self.written_in_place or (linear is not None and self.written(linear))
@@ -115,22 +120,22 @@ class WeightNote:
         """The parameters that store the weight, or once did, and still exist."""
         return [parameter for known in self._remembered if (parameter := known()) is not None]
 
-    def take(self, linear: nn.Module, resharded: bool, attached: bool = False) -> None:
+    def take(self, linear: nn.Module, attached: bool = False) -> None:
         """Note that the scale is right for the weight as it is now.
 
         Args:
-            resharded: FSDP shows gathered weights as other tensors, so keep the parameters found at ``attach``.
             attached: True if called by ``attach``, when FSDP shows its shards.
         """
-        weight = linear._parameters.get(self._name)
-        if attached or not self.stored or not (resharded or weight is self.stored[0]):
+        weight = linear._parameters.get(self.name)
+        if attached or not self.stored or not (self.resharded or weight is self.stored[0]):
             self._look_at(linear)
             self.remember(self.stored)
         self._versions = [tensor._version for tensor in self._counted]
-        whole = weight is not None and not resharded and len(self._counted) == 1
+        whole = weight is not None and not self.resharded and len(self._counted) == 1
         self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]
+        self._plain = weight if whole and not is_dtensor(weight) else None  # type: ignore[arg-type]
         self._now = self._versions
-        self.awaited = self._written = self._original_written = self.of_copy = False
+        self.awaited = self.marked = self._original_written = self.of_copy = False
         self._shards = list(_shards_of(self.stored))
         self._in_backward = None
 
@@ -160,68 +165,117 @@ class WeightNote:
         """Note a forward that does not cast the weight. ``boundaries``: number passed so far."""
         self.idle_at = boundaries
 
-    def stepped(self, boundaries: int, skipped: Tensor | None) -> None:
-        """Note that an optimizer has stepped the weight.
-
-        Args:
-            boundaries: number passed when the step began.
-            skipped: non-zero (on the weight's device) if a loss scaler made the step change nothing.
-        """
-        self.stepped_at, self.skipped = boundaries, skipped
-
     def forget_steps(self) -> None:
         """Forget optimizer steps before ``attach``."""
         self.stepped_at, self.skipped = -1, None
 
     def _look_at(self, linear: nn.Module) -> None:
         self._linear = weakref.ref(linear)
-        self.stored = parameters = stored_parameters(linear, self._name)
+        self.stored = parameters = stored_parameters(linear, self.name)
         locals_ = (local_part(parameter) for parameter in parameters)
         distinct = {id(tensor): tensor for tensor in (*parameters, *locals_)}
         self._counted = tuple(tensor for tensor in distinct.values() if not tensor.is_inference())
 
     def mark_written(self) -> None:
         """Mark the weight as replaced in a way that versions do not show, and as not recorded since."""
-        self._written, self._recorded = True, None
+        self.marked, self._recorded = True, None
 
     @property
     def marked_unrecorded(self) -> bool:
         """True if ``mark_written`` was called, and no forward has recorded the weight since."""
-        return self._written and self._recorded is None
+        return self.marked and self._recorded is None
 
     @property
     def copy_written(self) -> bool:
         """True if the Linear is a copy that may have been written to since it was made. Call ``written`` first."""
-        return self.of_copy and (self.written_in_place or self._written or self._versions != self._now)
+        return self.of_copy and (self.written_in_place or self.marked or self._versions != self._now)
 
     def was_recorded(self) -> None:
         """Note that the forward that has just called ``written`` records the weight's amax."""
         self._recorded = self._now
 
-    def written_unrecorded(self, linear: nn.Module) -> bool:
-        """True if the weight was written to after the last forward that recorded it, so no scale will follow."""
-        return self.written(linear) and self._recorded != self._now
+    @property
+    def unrecorded(self) -> bool:
+        """True if no forward has recorded the weight as ``written`` has just found it, so no scale will follow."""
+        return self._recorded != self._now
 
     def written(self, linear: nn.Module) -> bool:
         """True if the weight was written to, replaced or given other memory since the note was taken."""
         if self.awaited:
             return False
         self._now = [tensor._version for tensor in self._counted]
-        if self._written or self._original_written or self._versions != self._now:
+        if self.marked or self._original_written or self._versions != self._now:
             return True
         if not self._address:
             return False
-        weight = linear._parameters.get(self._name)
+        weight = linear._parameters.get(self.name)
         if weight is not self.stored[0]:
             return True
         # Under a dispatch mode, the weight may have no memory.
         return torch._C._len_torch_dispatch_stack() == 0 and weight.data_ptr() != self._address
 
-    def holders(self, linear: nn.Module, resharded: bool) -> tuple[Tensor, ...]:
+    def holders(self, linear: nn.Module) -> tuple[Tensor, ...]:
         """Return the parameters that an optimizer of the weight holds."""
-        return self.stored if resharded and self.stored else stored_parameters(linear, self._name)
+        return self.stored if self.resharded and self.stored else stored_parameters(linear, self.name)
+
+    def held_in(self, parameters: Collection[int], linear: nn.Module) -> bool:
+        """True if one of the parameters with these ids stores the weight."""
+        return any(id(holder) in parameters for holder in self.holders(linear))
 
     def changed_between_backwards(self) -> bool:
         """True if versions changed since the last call, without a note in between. Called in each recorded backward."""
         before, self._in_backward = self._in_backward, [tensor._version for tensor in self._counted]
         return before is not None and before != self._in_backward
+
+
+Noted = tuple[weakref.ref[nn.Module], WeightNote]
+"""A Linear, and the note of its weight."""
+
+
+def take_all(noted: Iterable[Noted]) -> None:
+    """Take these notes, as ``WeightNote.take`` does one by one."""
+    for living, note in noted:
+        linear = living()
+        if linear is None:
+            continue
+        weight = linear._parameters.get(note.name)
+        if weight is None or weight is not note._plain:
+            note.take(linear)
+            continue
+        note._now = note._versions = [weight._version]
+        note._address = weight.data_ptr()
+        note.awaited = note.marked = note._original_written = note.of_copy = False
+        note._in_backward = None
+
+
+def find(noted: Iterable[Noted], held: Collection[int] | None = None) -> tuple[list[Noted], list[WeightNote]]:
+    """Find the weights that an optimizer holds, and those that were written to, in one walk.
+
+    Args:
+        held: ids of the optimizer's parameters. None: look at all weights.
+
+    Returns:
+        the notes of the weights that it holds; and those of them for which ``written`` is True.
+    """
+    found, written = [], []
+    in_mode = torch._C._len_torch_dispatch_stack() > 0
+    for each in noted:
+        living, note = each
+        linear = living()
+        if linear is None:
+            continue
+        weight = linear._parameters.get(note.name)
+        plain = weight is not None and weight is note._plain
+        if not (held is None or id(weight) in held or (not plain and note.held_in(held, linear))):
+            continue
+        found.append(each)
+        if (
+            plain
+            and weight._version == note._versions[0]  # type: ignore[union-attr]
+            and not (note.marked or note._original_written or in_mode)
+            and weight.data_ptr() == note._address  # type: ignore[union-attr]
+        ):
+            continue
+        if note.written(linear):
+            written.append(note)
+    return found, written

@@ -113,7 +113,7 @@ class Attachment:
                 self._module = None
                 raise
         for part in fp8_parts(model):
-            part.slots.resharded = part.module in resharded
+            part.slots.note.resharded = part.module in resharded
         by_fqn = {part.fqn: part.slots for part in fp8_parts(model)}
         cycle.audit([by_fqn[fqn] for fqn in sorted(by_fqn)])
         _tell_of_experts(model, cycle)

@@ -7,9 +7,10 @@ scales, while the loss falls. So the second such step raises an error.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -20,6 +21,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.parts import Part, fp8_parts
+from fp8dist.modules.weight_notes import Noted, WeightNote, find, take_all
 from fp8dist.optimizer_hooks import found_inf, has_closure, is_real_step, retire_with, step_frames, untraced
 from fp8dist.state.slots import Slot
 from fp8dist.step.changes import Gradients, Loads, Masters
@@ -64,9 +66,12 @@ class StepWatch:
     def __init__(self, listener: StepListener, model: weakref.ref[nn.Module]) -> None:
         self._listener = weakref.ref(listener)  # Weak: a reference cycle would delay the release of GPU memory.
         self._model = model
-        self._parts: tuple[tuple[weakref.ref[nn.Module], LinearSlots], ...] | None = None
+        self._noted: list[Noted] | None = None
+        self._slots: list[LinearSlots] = []
         self._began = 0
-        self._unrecorded: list[Part] = []
+        self._lists: list[tuple[int, int]] = []  # Of the optimizer that steps; and the weights that it holds.
+        self._held: list[Noted] = []
+        self._unrecorded: list[WeightNote] = []
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: Masters | None = None
         self._gradients = Gradients()
@@ -98,13 +103,25 @@ class StepWatch:
             handle.remove()
 
     @property
-    def parts(self) -> list[Part]:
+    def noted(self) -> list[Noted]:
         """The FP8 weights of the model, as they were at ``attach``."""
-        if self._parts is None:  # Not attached yet: some may still be converted.
-            model = self._model()
-            return [] if model is None else list(fp8_parts(model))
-        living = ((reference(), slots) for reference, slots in self._parts)
-        return [Part(module, slots) for module, slots in living if module is not None]
+        if self._noted is not None:
+            return self._noted
+        return [(weakref.ref(part.module), part.slots.note) for part in self._parts()]
+
+    @property
+    def slots(self) -> list[LinearSlots]:
+        """The slots of these weights."""
+        return self._slots if self._noted is not None else [part.slots for part in self._parts()]
+
+    def _parts(self) -> list[Part]:
+        """Return the FP8 weights of the model as it is now. Until ``attach``, modules may still be converted."""
+        model = self._model()
+        return [] if model is None else list(fp8_parts(model))
+
+    def _slots_of(self, notes: Iterable[WeightNote]) -> list[LinearSlots]:
+        wanted = {id(note) for note in notes}
+        return [slots for slots in self.slots if id(slots.note) in wanted]
 
     def expect_masters(self, parts: Sequence[Part], optimizer: Optimizer) -> None:
         """Check weights that no attached optimizer holds, although ``optimizer`` holds parameters that may be their
@@ -117,15 +134,15 @@ class StepWatch:
         A weight that has changed since the last boundary stays marked as written: after an earlier ``attach``, its slot
         is hot and has the scale of the old weight.
         """
-        model, self._masters = self._model(), None
-        parts = () if model is None else fp8_parts(model)
-        self._parts = tuple((weakref.ref(part.module), part.slots) for part in parts)
+        self._noted = self._masters = None
+        self._slots, self._noted = self.slots, self.noted
         self._attached = weakref.WeakSet(optimizers)
         self._last = weakref.ref(optimizers[-1]) if optimizers else None
-        for part in self.parts:
-            note = part.slots.note
-            changed = note.written(part.module)
-            note.take(part.module, part.slots.resharded, attached=True)
+        for living, note in self._noted:
+            linear = living()
+            assert linear is not None
+            changed = note.written(linear)
+            note.take(linear, attached=True)
             note.forget_steps()
             if changed:
                 note.mark_written()
@@ -144,34 +161,34 @@ class StepWatch:
         """
         listener = self._listener()
         boundaries = -1 if listener is None else listener.job.boundaries - 1
-        for part in self.parts:
-            note = part.slots.note
-            seen = note.stepped_at == boundaries and note.written(part.module)
-            foreign = after_step and (seen or note.marked_unrecorded)
-            note.take(part.module, part.slots.resharded)
-            if foreign:
-                note.mark_written()
+        noted = self.noted
+        foreign: list[WeightNote] = []
+        if after_step:
+            _, foreign = find([each for each in noted if each[1].stepped_at == boundaries])
+            foreign += [note for _, note in noted if note.marked and note.marked_unrecorded]
+        take_all(noted)
+        for note in foreign:
+            note.mark_written()
 
     @contextlib.contextmanager
     def kept_notes(self) -> Iterator[None]:
         """Restore the notes at exit. The caller undoes, inside the context, all its writes to weights. Local."""
-        before = [(part, part.slots.note) for part in self.parts]
-        kept = [(note.awaited, note.written(part.module)) for part, note in before]
+        noted = self.noted
+        awaited, written = [note for _, note in noted if note.awaited], find(noted)[1]
         try:
             yield
         finally:
-            for (part, note), (awaited, written) in zip(before, kept):
-                note.take(part.module, part.slots.resharded)
-                if awaited:
-                    note.trust_next()
-                if written:
-                    note.mark_written()
+            take_all(noted)
+            for note in awaited:
+                note.trust_next()
+            for note in written:
+                note.mark_written()
 
     def state_loaded(self, slots: Collection[Slot]) -> None:
         """Note that state was loaded: these slots are right for the weights that the next forward finds. Local."""
-        for part in self.parts:
-            if any(slot in slots for slot in part.slots.weight_slots):
-                part.slots.note.trust_next()
+        for each in self.slots:
+            if any(slot in slots for slot in each.weight_slots):
+                each.note.trust_next()
 
     def optimizer_loaded(self) -> None:
         """Note that the state of an attached optimizer was loaded, and thus its copies of weights. Local."""
@@ -179,17 +196,6 @@ class StepWatch:
         listener = self._listener()
         if listener is not None:
             listener.job.loads.clear()
-
-    def held_by(self, optimizer: Optimizer) -> list[Part]:
-        """Return the FP8 weights that an optimizer holds."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = []
-        for part in self.parts:
-            module, slots = part
-            weight = module._parameters.get(slots.name)
-            if id(weight) in held or any(id(p) in held for p in slots.note.holders(module, slots.resharded)):
-                found.append(part)
-        return found
 
     def _before(self, optimizer: Optimizer, nested: bool, closure: bool) -> None:
         listener = self._listener()
@@ -206,10 +212,11 @@ class StepWatch:
         self._began, listener.job.stepping = listener.job.boundaries, True
         if self._masters is not None and self._masters.told(optimizer):
             self._masters = None
-        held = self.held_by(optimizer) if listener.job.enabled else []
-        self._unrecorded = [each for each in held if each.slots.note.written_unrecorded(each.module)]
+        self._lists = _lists_of(optimizer)
+        self._held, written = find(self.noted if listener.job.enabled else (), _ids_of(optimizer))
+        self._unrecorded = [note for note in written if note.unrecorded]
         if is_real_step(optimizer) and not self._brings_boundary(listener.job, optimizer):
-            self._require_boundary(listener, optimizer, held)
+            self._require_boundary(listener, optimizer, self._held)
 
     def _brings_boundary(self, job: JobState, optimizer: Optimizer) -> bool:
         return job.by_optimizer and self._last_one is optimizer
@@ -218,10 +225,10 @@ class StepWatch:
     def _last_one(self) -> Optimizer | None:
         return None if self._last is None else self._last()
 
-    def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Part]) -> None:
+    def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Noted]) -> None:
         """Raise ConfigurationError if weights are about to be stepped a second time since the last boundary."""
-        again = [each for each in held if each.slots.note.stepped_at == self._began]
-        late = [part for part in again if _is_late(part.slots, self._began)]
+        again = [note for _, note in held if note.stepped_at == self._began]
+        late = [slots for slots in self._slots_of(again) if _is_late(slots, self._began)] if again else []
         if late:
             listener.job.stepping = False
             text = _second_step(optimizer, late, optimizer in self._attached)
@@ -237,34 +244,33 @@ class StepWatch:
             listener.job.stepping = False
         skipped = found_inf(optimizer)
         since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
-        still = []
-        for part in self.held_by(optimizer):
-            note = part.slots.note
-            if note.recorded_at < since <= note.backward_at:
-                still.append(part)
-            if not note.awaited:
-                note.take(part.module, part.slots.resharded)
-            if counts:
-                note.stepped(self._began, skipped)
+        held = self._held
+        if nested or self._lists != _lists_of(optimizer):  # A closure may change them.
+            held, _ = find(self.noted, _ids_of(optimizer))
+        still = [note for _, note in held if note.recorded_at < since <= note.backward_at]
+        take_all([each for each in held if not each[1].awaited])
+        if counts:
+            for _, note in held:
+                note.stepped_at, note.skipped = self._began, skipped
         if counts and still and not self._said_still and listener.speaks:
             self._warn_of_eval(optimizer, still, since)
         if not nested:
-            for part in self._unrecorded:  # Written to between the last forward and this step.
-                part.slots.note.mark_written()
-            self._unrecorded = []
+            for note in self._unrecorded:  # Written to between the last forward and this step.
+                note.mark_written()
+            self._lists, self._held, self._unrecorded = [], [], []
             self._gradients.after(optimizer, listener.speaks)
         listener.after_step(optimizer, real)
 
-    def _warn_of_eval(self, optimizer: Optimizer, still: Sequence[Part], since: int) -> None:
+    def _warn_of_eval(self, optimizer: Optimizer, notes: Sequence[WeightNote], since: int) -> None:
         """Warn once about trained weights whose backwards recorded no amax. A part of a model may be in ``eval()``
         while its slots are cold, and thus cast with their tensors' own amaxes.
 
         Args:
-            still: weights without a recorded backward since so many boundaries.
+            notes: of the weights without a recorded backward since so many boundaries.
         """
-        still = [part for part in still if any(p.requires_grad for p in part.slots.note.stored)]
-        hot = any(part.slots.sync.arena.known_hot for part in still)
-        alone = all(part.slots.note.recorded_at < since for part in self.parts)
+        still = self._slots_of([note for note in notes if any(p.requires_grad for p in note.stored)])
+        hot = any(slots.sync.arena.known_hot for slots in still)
+        alone = all(note.recorded_at < since for _, note in self.noted)
         if still and (hot or alone):
             self._said_still = True
             logger.warning(
@@ -272,7 +278,7 @@ class StepWatch:
                 "eval(): their scales stand still. Call train(); or, if they train in eval() on purpose, run the "
                 "forwards inside `with manager.recording():`",
                 type(optimizer).__name__,
-                first_few(sorted({part.fqn for part in still})),
+                first_few(sorted({slots.fqn for slots in still})),
             )
 
 
@@ -284,8 +290,8 @@ def _is_late(slots: LinearSlots, boundaries: int) -> bool:
     return used and slots.weight_sync.every_step and (skipped is None or not bool(skipped))
 
 
-def _second_step(optimizer: Optimizer, late: Sequence[Part], attached: bool) -> str:
-    names = first_few(sorted({part.slots.slots[Role.WEIGHT].fqn for part in late}))
+def _second_step(optimizer: Optimizer, late: Sequence[LinearSlots], attached: bool) -> str:
+    names = first_few(sorted({slots.slots[Role.WEIGHT].fqn for slots in late}))
     what = (
         f"{type(optimizer).__name__} is about to step {len(late)} FP8 weights ({names}) a second time, but no step of "
         "FP8 state has ended since the first: their scales would stand still. "
@@ -299,6 +305,17 @@ def _second_step(optimizer: Optimizer, late: Sequence[Part], attached: bool) -> 
         "If the optimizer was made after attach() or was not given to it, call attach(optimizer=…) again; or call "
         "manager.step() once per optimizer step"
     )
+
+
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of an optimizer's parameters."""
+    return set(map(id, itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])))
+
+
+def _lists_of(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Return the ids and lengths of an optimizer's lists of parameters, which show within a step that all are as they
+    were."""
+    return [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
 
 
 def _is_nested() -> bool:

@@ -1,7 +1,9 @@
 """The cost of one step's sync and scale update, against a bare all-reduce of the same bytes.
 
-``scripts/benchmark`` starts it under torchrun. Figures are medians over interleaved pairs, so that a busy machine
-disturbs both sides alike. Rank 0 prints one JSON object.
+``scripts/benchmark`` starts it under torchrun. Rank 0 prints one JSON object, with two parts. ``managers``: of managers
+without modules, so that slots can be many: medians of interleaved pairs, so that a busy machine disturbs both sides
+alike. ``model``: of a model of 224 small Linears, whose weights each step must look at: lower quartiles, as wall time
+and as CPU time of the calling thread.
 """
 
 from __future__ import annotations
@@ -9,21 +11,27 @@ from __future__ import annotations
 import json
 import logging
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
 from fp8dist.manager import StateManager
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels.formats import E4M3
+from fp8dist_kernels.header import HEADER
 
 HISTORY = 1024
 PAIRS, PAIRS_COLD = 200, 60
+LINEARS, WIDTH = 224, 16
+"""The real model: as many Linears as a Llama of 32 blocks has, and so small that the time is not that of memory."""
+
 RUN = 20
 """Consecutive steps in the back-to-back measurement."""
 
@@ -128,13 +136,59 @@ def measure(slots: int) -> dict[str, Any]:
     }
 
 
+def ends_of_step(model: nn.Sequential) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield (name, call) for a bare all-reduce, and for each way to end a step of ``model``. The caller is done with a
+    call before it takes the next one: a manager's hooks see the steps of all optimizers of the process."""
+    message = torch.zeros(HEADER + 3 * LINEARS, dtype=torch.int32)
+    yield "bare all-reduce", lambda: dist.all_reduce(message, dist.ReduceOp.MAX)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    yield "SGD", optimizer.step
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)
+    manager.attach()
+    yield "manager.step()", manager.step
+    manager.detach()
+    manager.attach(optimizer=optimizer)
+    yield "SGD, attached", optimizer.step
+
+
+def measure_model() -> dict[str, Any]:
+    """Return, by start, the lower quartiles of the bare all-reduce and of each end of a step, in µs: (CPU time of this
+    thread, wall time)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LINEARS)))
+    x = torch.ones(16, WIDTH)
+
+    def train() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    def timed(call: Callable[[], object]) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        call()
+        return 1e6 * (time.thread_time() - cpu), 1e6 * (time.perf_counter() - wall)
+
+    found: dict[str, Any] = {}
+    for name, call in ends_of_step(model):
+        for start, steps in (("barrier", PAIRS), ("backward, barrier", PAIRS_COLD)):
+            times = []
+            for step in range(20 + steps):
+                if start != "barrier" or step == 0:
+                    train()
+                dist.barrier()
+                times.append(timed(call))
+            quartiles = [statistics.quantiles(each, n=4)[0] for each in zip(*times[20:])]
+            found.setdefault(start, {})[name] = dict(zip(("cpu_us", "wall_us"), quartiles))
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    logging.getLogger("fp8dist").setLevel(logging.ERROR)  # The model has no Linear, on purpose.
+    logging.getLogger("fp8dist").setLevel(logging.ERROR)  # The managers have no Linear, on purpose.
     dist.init_process_group("gloo")
-    rows = [measure(slots) for slots in (672, 100_000)]
+    model = measure_model()
+    managers = [] if "model" in sys.argv[1:] else [measure(slots) for slots in (672, 100_000)]
     if dist.get_rank() == 0:
-        print(json.dumps(rows))
+        print(json.dumps({"managers": managers, "model": model}))
     dist.destroy_process_group()
 
 

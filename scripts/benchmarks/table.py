@@ -15,17 +15,21 @@ from scripts.benchmarks.markdown import table
 
 def main(folder: Path) -> None:
     """Print the tables."""
-    sync: list[dict[str, Any]] = json.loads((folder / "sync.json").read_text())
-    torchao: list[dict[str, Any]] = json.loads((folder / "torchao.json").read_text())
+    sync: dict[str, Any] = json.loads((folder / "sync.json").read_text())
     processor = environment.facts(torch.device("cpu"))["device"]["name"]
     print(f"Machine: {processor}, torch {torch.__version__}, gloo, 2 ranks, one thread each.\n")
+    _print_model(sync["model"])
+    if not (folder / "torchao.json").exists():  # ``scripts/benchmark sync``
+        return
+    torchao: list[dict[str, Any]] = json.loads((folder / "torchao.json").read_text())
+    managers: list[dict[str, Any]] = sync["managers"]
     head = ["whole step: launch, sync, commit", "history", "started from", "ms", "bare all-reduce, ms", "ratio"]
     rows = [
         [f"fp8dist, {row['slots']:,} slots", str(row["history"]), start, *_step(pair, "step_ms")]
-        for row in sync
+        for row in managers
         for start, pair in row["starts"].items()
     ]
-    for line, row in zip(rows[:: len(sync[0]["starts"])], sync):
+    for line, row in zip(rows[:: len(managers[0]["starts"])], managers):
         line += [f"{row['back_to_back_ratio']:.2f}", str(row["torch_ops"])]
     rows += [["torchao 0.9.0, 672 slots", str(row["history"]), "barrier", *_step(row, "torchao_ms")] for row in torchao]
     print(table([*head, "back to back", "torch ops"], [[*line, "", ""][: len(head) + 2] for line in rows]))
@@ -36,6 +40,13 @@ def main(folder: Path) -> None:
     print(table(["example job", "exposed sync, ms per step", "tokens/s"], rows))
     _print_fsdp(folder)
     _print_checks(json.loads((folder / "check.json").read_text()), folder)
+
+
+def _print_model(starts: dict[str, dict[str, dict[str, float]]]) -> None:
+    head = ["224 Linears", *(f"{what} after {start}, µs" for start in starts for what in ("CPU", "wall"))]
+    names = next(iter(starts.values()))
+    rows = [[n, *(f"{calls[n][key]:.0f}" for calls in starts.values() for key in ("cpu_us", "wall_us"))] for n in names]
+    print(table(head, rows))
 
 
 def _step(row: dict[str, Any], ms: str) -> list[str]:

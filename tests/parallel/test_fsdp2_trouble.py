@@ -253,7 +253,7 @@ def _outside(named: bool) -> Any:
     except ConfigurationError as error:
         return str(error)
     whole(batch(dist.get_rank(), 0)[0]).sum().backward()
-    return [linear.fp8_slots.resharded for linear in fp8_linears(model).values()]
+    return [linear.fp8_slots.note.resharded for linear in fp8_linears(model).values()]
 
 
 def test_a_root_outside_of_the_model_must_be_named(two_ranks: RankPool) -> None:

@@ -1,0 +1,109 @@
+"""What the end of a step costs the host per Linear: counts of calls, which no busy machine changes.
+
+``scripts/benchmark sync`` prints the times.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8dist
+
+FEW, MANY = 32, 96
+
+
+def _calls(call: Callable[[], Any]) -> Counter[str]:
+    """Count the calls of Python's functions, "call", and of those written in C, "c_call"."""
+    counted: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        counted[event] += 1
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+class Job:
+    """A model of Linears, and its optimizer. ``prepared`` and ``attached``: as the names say."""
+
+    def __init__(self, linears: int, prepared: bool, attached: bool, boundary: Any = "optimizer") -> None:
+        self.model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(linears)))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, foreach=False)
+        if prepared:
+            self.manager = fp8dist.prepare(self.model)
+            self.manager.attach(optimizer=self.optimizer if attached else None, boundary=boundary)
+
+    def backward(self) -> None:
+        x: Tensor = torch.ones(16, 16)
+        self.model(x).sum().backward()
+
+    def counted(self, call: Callable[[], Any]) -> Counter[str]:
+        """Return the calls in the third step, whose backward has just run."""
+        for _ in range(2):
+            self.backward()
+            call()
+        self.backward()
+        return _calls(call)
+
+
+def _end_of_step(linears: int) -> Counter[str]:
+    job = Job(linears, prepared=True, attached=False)
+    return job.counted(job.manager.step)
+
+
+def _after_optimizer(linears: int) -> Counter[str]:
+    """``manager.step()`` after the step of an attached optimizer, which has noted what it changed."""
+    job = Job(linears, prepared=True, attached=True, boundary="manual")
+    for _ in range(3):
+        job.backward()
+        job.optimizer.step()
+        counted = _calls(job.manager.step)
+    return counted
+
+
+def _after_foreign_update(linears: int) -> Counter[str]:
+    """``manager.step()`` after an update by other code than a torch optimizer's."""
+    job = Job(linears, prepared=True, attached=False)
+
+    def update() -> None:
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.mul_(0.999)
+
+    for _ in range(3):
+        job.backward()
+        update()
+        counted = _calls(job.manager.step)
+    return counted
+
+
+def _attached_optimizer(linears: int) -> Counter[str]:
+    """What an attached optimizer's step does beyond that of a plain one."""
+    plain = Job(linears, prepared=False, attached=False)
+    without = plain.counted(plain.optimizer.step)  # First: the manager's hooks see the steps of all optimizers.
+    ours = Job(linears, prepared=True, attached=True)
+    counted = ours.counted(ours.optimizer.step)
+    counted.subtract(without)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("counts", "calls_of_c"),
+    [(_end_of_step, 2), (_after_optimizer, 5), (_after_foreign_update, 2), (_attached_optimizer, 6)],
+)
+def test_a_step_makes_no_python_call_per_linear(counts: Callable[[int], Counter[str]], calls_of_c: int) -> None:
+    """Calls of C are bounded as measured. They were 6 to 18, with 9 to 14 calls of Python, for each Linear."""
+    few, many = counts(FEW), counts(MANY)
+    assert many["call"] == few["call"]
+    assert 0 < many["c_call"] - few["c_call"] <= calls_of_c * (MANY - FEW)
