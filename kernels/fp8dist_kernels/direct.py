@@ -34,6 +34,7 @@ __all__ = [
     "quantize_grouped",
     "quantize_grouped_lines",
     "quantize_rowwise",
+    "transpose",
 ]
 
 _EAGER = DispatchKeySet(DispatchKey.BackendSelect)
@@ -81,6 +82,7 @@ def _directly(op: torch._ops.OpOverload, compiled: Callable[..., Any] | None = N
 quantize = _directly(ops.quantize, traced.quantize)
 quantize_rowwise = _directly(ops.quantize_rowwise, traced.quantize_rowwise)
 quantize_blocks = _directly(ops.quantize_blocks)
+transpose = _directly(ops.transpose)
 observe = _directly(ops.observe, traced.observe)
 measure = _directly(ops.measure)
 matmul = _directly(ops.matmul)

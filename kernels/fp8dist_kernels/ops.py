@@ -4,6 +4,7 @@
 ``fp8dist::choose_scale``      record an amax, and return the scale that such a tensor is cast with
 ``fp8dist::quantize_rowwise``  cast with one scale per row
 ``fp8dist::quantize_blocks``   cast with one scale per block
+``fp8dist::transpose``         transpose FP8
 ``fp8dist::observe``           record the amax only
 ``fp8dist::measure``           record the shares of elements that a cast saturates and flushes to zero
 ``fp8dist::matmul``            scaled FP8 matrix product, NT layout
@@ -51,6 +52,7 @@ __all__ = [
     "quantize_rowwise",
     "register_flops",
     "require_backend",
+    "transpose",
     "version_of_backend",
 ]
 
@@ -72,6 +74,7 @@ _LIBRARY.define(
     "quantize_blocks(Tensor x, ScalarType dtype, *, int[2] block, bool power_of_two, bool rows, bool columns, "
     "str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+_LIBRARY.define("transpose(Tensor fp8, *, str backend='auto') -> Tensor")
 _LIBRARY.define("observe(Tensor x, Tensor(a!) pending, *, str backend='auto') -> ()")
 _LIBRARY.define(
     "measure(Tensor x, Tensor inv_scale, ScalarType dtype, Tensor(a!) saturated, Tensor(b!) underflow, *, "
@@ -162,6 +165,11 @@ def _quantize_blocks(
         told = {**options, "block": tuple(block), "backend": backend}
         tell(tap, "quantize_blocks", site, (x, dtype), told, *results)
     return results
+
+
+def _transpose(fp8: Tensor, *, backend: str = "auto") -> Tensor:
+    transposed: Tensor = version_of_backend(backend, fp8.device, casts).transpose(fp8)
+    return transposed
 
 
 def _observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
@@ -332,6 +340,11 @@ def _quantize_blocks_fake(
     )
 
 
+def _transpose_fake(fp8: Tensor, **_: Any) -> Tensor:
+    *leading, tokens, features = fp8.shape
+    return fp8.new_empty((*leading, features, tokens))
+
+
 def _nothing_fake(*_: Any, **__: Any) -> None:
     return None
 
@@ -352,6 +365,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "choose_scale": _choose_scale,
         "quantize_rowwise": _quantize_rowwise,
         "quantize_blocks": _quantize_blocks,
+        "transpose": _transpose,
         "observe": _observe,
         "measure": _measure,
         "matmul": _matmul,
@@ -367,6 +381,7 @@ _FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "choose_scale": _choose_scale_fake,
         "quantize_rowwise": _quantize_rowwise_fake,
         "quantize_blocks": _quantize_blocks_fake,
+        "transpose": _transpose_fake,
         "matmul": _matmul_fake,
         "commit": _commit_fake,
     }
@@ -401,6 +416,9 @@ quantize_blocks = torch.ops.fp8dist.quantize_blocks.default
 """``(x[tokens, features], dtype, block=(1, 128) or (128, 128), …) -> (rows, inv_scale, columns, inv_scale)``: cast with
 one scale per block of each copy, from the block's own amax. Weights of experts [E, n, k] are cast one by one, in one
 launch."""
+
+transpose = torch.ops.fp8dist.transpose.default
+"""``(fp8[..., tokens, features]) -> [..., features, tokens]``, contiguous, for weights that were gathered in FP8."""
 
 observe = torch.ops.fp8dist.observe.default
 """``(x, pending)``: record the amax of x (any shape) in ``pending``, a 0-d view of a slot."""

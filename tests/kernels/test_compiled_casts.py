@@ -32,9 +32,16 @@ def check_all(kernels: list[Compiled], names: dict[str, int], record_property: C
 @pytest.mark.parametrize("capability", [90, 100])
 def test_casts(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.kernels.compiled.casts", capability)
-    counts = (24, 15, 3) if capability == 90 else (6, 6, 3)
-    check_all(kernels, dict(zip(("cast_kernel", "amax_kernel", "choose_kernel"), counts)), record_property)
+    counts = (24, 15, 3, 3) if capability == 90 else (6, 6, 3, 3)
+    names = "cast_kernel", "amax_kernel", "choose_kernel", "transpose_kernel"
+    check_all(kernels, dict(zip(names, counts)), record_property)
     for kernel in kernels:
+        if kernel.kernel == "transpose_kernel":  # 16-byte loads and stores, and no conversion.
+            assert kernel.registers <= REGISTERS, kernel.case
+            assert (kernel.count(r"LDG\.E\.128"), kernel.count(r"STG\.E\.128")) == (4, 4), kernel.case
+            assert not kernel.count(r"\b(LDG|STG)\.E\.(U8|S8|U16|64)\b"), kernel.case
+            assert not kernel.count(r"cvt\.[a-z.]*f32", of="ptx"), kernel.case
+            continue
         if kernel.kernel == "choose_kernel":
             continue
         if kernel.kernel != "cast_kernel":

@@ -169,6 +169,37 @@ def test_offsets_beyond_32_bits(tokens: int, stride: int) -> None:
         assert_same(run(fused, far, torch.float8_e4m3fn, **options), run(plain, near, torch.float8_e4m3fn, **options))
 
 
+def _bytes(*shape: int) -> Tensor:
+    return torch.arange(math.prod(shape), device=DEVICE).mul(37).to(torch.uint8).view(shape).view(torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("one for")])
+@pytest.mark.parametrize("shape", [(1, 16), (16, 1), (33, 80), (130, 272)], ids=str)
+def test_a_transposition_is_the_twins(shape: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the bytes are: NaNs keep their payload."""
+    poison(monkeypatch)
+    fp8 = LAYOUTS[layout](_bytes(*shape).view(torch.int8)).view(torch.float8_e5m2)
+    ours = fused.transpose(fp8)
+    assert ours.is_contiguous()
+    assert ours.data_ptr() != fp8.data_ptr()
+    assert_same((ours,), (plain.transpose(fp8),))
+    assert torch.equal(ours.view(torch.uint8), fp8.mT.contiguous().view(torch.uint8))
+
+
+def test_experts_and_nothing_are_transposed() -> None:
+    for fp8 in (_bytes(3, 33, 48), _bytes(4, 16, 33)[::2], _bytes(2, 48, 16).mT, _bytes(0, 16, 32), _bytes(0, 16)):
+        assert_same((fused.transpose(fp8),), (plain.transpose(fp8),))
+
+
+@pytest.mark.parametrize(("tokens", "stride"), [(3, 2**30), (260, 2**24)], ids=["in a tile", "between tiles"])
+def test_a_transposition_beyond_32_bits(tokens: int, stride: int) -> None:
+    room = torch.empty((tokens - 1) * stride + 16, dtype=torch.float8_e5m2, device=DEVICE)  # Untouched: no memory.
+    far, near = room.as_strided((tokens, 16), (stride, 1)), _bytes(tokens, 16)
+    far.copy_(near)
+    assert_same((fused.transpose(far),), (near.t().contiguous(),))
+    assert_same((fused.transpose(far.t()),), (near,))
+
+
 def test_float64_beyond_float32_is_infinite() -> None:
     """Both versions read float64 as float32."""
     x = torch.full((16, 16), 1e300, dtype=torch.float64, device=DEVICE)

@@ -18,6 +18,7 @@ __all__ = [
     "quantize",
     "saturating_cast",
     "scaled",
+    "transpose",
 ]
 
 TOKEN_ALIGNMENT = 16
@@ -181,6 +182,11 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantize(fp8: Tensor, inv_scale: Tensor) -> Tensor:
     """Return FP8 as float32: ``fp8 * inv_scale``. Same shape."""
     return fp8.float() * inv_scale
+
+
+def transpose(fp8: Tensor) -> Tensor:
+    """Return FP8 [..., tokens, features], any strides, as a new contiguous [..., features, tokens], byte by byte."""
+    return fp8.mT.clone(memory_format=torch.contiguous_format)
 
 
 def padded_transpose(fp8: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from fp8dist_kernels.reference.casts import padded
 from fp8dist_kernels.triton.launching import PLANS, on_device_of
 from fp8dist_kernels.triton.magnitude import MOST_PARTS, grow, magnitude_bits, newest, partial_amaxes
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
-from fp8dist_kernels.triton.strips import load_strips, page_of, scaled, store_flipped, store_straight
+from fp8dist_kernels.triton.strips import Page, load_strips, page_of, scaled, store_flipped, store_straight
 
-__all__ = ["CastPlan", "choose_scale", "plan_of", "quantize"]
+__all__ = ["CastPlan", "choose_scale", "plan_of", "quantize", "transpose"]
 
 _TALL, _WIDE = 128, 64  # Whole 128-byte lines of the transposed copy; two tiles side by side fill the row-major ones.
+_BYTES_TALL, _BYTES_WIDE = 128, 128  # A transposition of bytes: whole 128-byte lines are read and written.
 _FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 contiguous bytes of bf16.
 _WARPS = 8  # 32 elements and 64 registers per thread: a multiprocessor runs four tiles at a time.
 
@@ -93,6 +94,30 @@ def _cast_kernel(
         store_straight(straight, a, b, c, d, top, left, height, straight_width, TALL, WIDE, INDEX)
     if FLIPPED:
         store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, flipped_width, TALL, WIDE, INDEX)
+
+
+@triton.jit
+def _transpose_kernel(
+    x,  # int8 [matrices, height, width], strides as given
+    out,  # int8 [matrices, width, height]
+    matrix_stride,
+    height,
+    width,
+    row_stride,
+    column_stride,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    matrix = tl.program_id(1).to(tl.int64)
+    across = tl.cdiv(width, WIDE)
+    top = (tl.program_id(0) // across).to(INDEX) * TALL
+    left = (tl.program_id(0) % across).to(INDEX) * WIDE
+    a, b, c, d = load_strips(
+        x + matrix * matrix_stride, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX
+    )
+    out += matrix * height * width
+    store_flipped(out, a, b, c, d, top, left, width, height, height, TALL, WIDE, INDEX)
 
 
 @triton.jit(do_not_specialize_on_alignment=["amax", "scale", "cold", "pending"])
@@ -260,3 +285,26 @@ def quantize(
             **plan.constants,
         )
     return row_major, transposed, inv_scale
+
+
+def transpose(fp8: Tensor) -> Tensor:
+    """See ``reference.casts.transpose``. One read and one write of each byte."""
+    *leading, tokens, features = fp8.shape
+    out = torch.empty((*leading, features, tokens), dtype=fp8.dtype, device=fp8.device)
+    if fp8.numel() == 0:
+        return out
+    x = fp8 if fp8.ndim == 3 else fp8.reshape(-1, tokens, features)
+    page = Page(tokens, features, x.stride(1), x.stride(2), features, tokens, False)
+    with on_device_of(x):
+        # Bytes, because the interpreter and conversions treat FP8 as numbers.
+        _transpose_kernel[(page.tiles(_BYTES_TALL, _BYTES_WIDE), len(x))](
+            x.view(torch.int8),
+            out.view(torch.int8),
+            x.stride(0),
+            *page.lying[:4],
+            TALL=_BYTES_TALL,
+            WIDE=_BYTES_WIDE,
+            INDEX=page.offset_type(_BYTES_TALL, _BYTES_WIDE),
+            num_warps=_WARPS,
+        )
+    return out
