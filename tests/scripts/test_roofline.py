@@ -50,7 +50,7 @@ def test_a_gathered_weight_takes_one_launch_more() -> None:
     """It was torch's copy, byte by byte."""
     linear = nn.Sequential(nn.Linear(64, 48, bias=False))
     fp8dist.prepare(linear, fp8dist.DelayedScaling(), backend="triton")
-    slots = linear[0].fp8_slots  # type: ignore[union-attr]
+    slots = linear[0].fp8_slots
     rows = torch.randn(48, 64).to(torch.float8_e4m3fn)
     weight = FP8Weight(Gathered(rows, torch.ones(())), torch.bfloat16)
     state = slots.states(torch.device("cpu"))[1]  # type: ignore[union-attr, operator]
