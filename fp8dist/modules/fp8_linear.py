@@ -94,7 +94,9 @@ class _FP8LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = None
         if wants_input_grad or wants_weight_grad:  # Otherwise only the bias needs a gradient.
             copies = fp8_input_grad, fp8_weight_grad
-            cast = slots.gradient_cast(grad_output, ctx.grad_state, ctx.record, *copies, ctx.outgrown)
+            if wants_bias_grad and slots.adds_in_cast and (fp8_input_grad or fp8_weight_grad):
+                grad_bias = grad_output.new_empty(grad_output.shape[1], dtype=ctx.bias_dtype)
+            cast = slots.gradient_cast(grad_output, ctx.grad_state, ctx.record, *copies, ctx.outgrown, grad_bias)
         if fp8_input_grad:
             if weight is not None:
                 weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
@@ -108,8 +110,8 @@ class _FP8LinearFunction(torch.autograd.Function):
             grad_weight = slots.matmul(cast.columns, x_columns, *inv_scales, ctx.weight_dtype, "wgrad")
         elif wants_weight_grad:
             grad_weight = (grad_output.t() @ x.to(grad_output.dtype)).to(ctx.weight_dtype)
-        if wants_bias_grad:
-            grad_bias = grad_output.sum(0).to(ctx.bias_dtype)
+        if wants_bias_grad and grad_bias is None:
+            grad_bias = slots.bias_gradient(grad_output, ctx.bias_dtype)
         slots.count_backward(ctx.record)
         return (grad_input, grad_bias, grad_weight, *[None] * 10)
 

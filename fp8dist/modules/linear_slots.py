@@ -265,6 +265,7 @@ class LinearSlots:
         unfit: Tensor | None = None,
         role: Role | None = None,
         scale: Tensor | None = None,
+        sums: Tensor | None = None,
     ) -> Cast:
         """Cast x [tokens, features] by the recipe. If neither copy is requested, only record the amax of x, and only
         inside ``recording()`` or if the module soon returns to FP8.
@@ -277,13 +278,14 @@ class LinearSlots:
             role: of the cast whose tap is told. None: none is.
             scale: what to cast x with, because x may be a part of a tensor that shares a scale. None: the slot's scale,
                 or that of the amax of x. Ignored by recipes whose scales cover less than a tensor.
+            sums: [features], for the sums of the columns of x; see ``adds_in_cast``.
         """
         place = state.pending if pending is None else pending
         if not (rows or columns):
             return self._uncast(x, place, record)
         block = [0, 0]
         if self.recipe.by == "tensor":
-            cast = self._by_tensor(x, state, place, record, rows, columns, square, outgrown, unfit, role, scale)
+            cast = self._by_tensor(x, state, place, record, rows, columns, square, outgrown, unfit, role, scale, sums)
         else:
             if record:
                 direct.observe(x, place, backend=self.job.backend)
@@ -311,6 +313,7 @@ class LinearSlots:
         unfit: Tensor | None,
         role: Role | None,
         scale: Tensor | None,
+        sums: Tensor | None,
     ) -> Cast:
         """Cast x with ``scale``, or with one from the slot or its own amax. Records the amax."""
         recipe, given = self.recipe, scale is not None
@@ -334,6 +337,7 @@ class LinearSlots:
             columns=columns,
             outgrown=outgrown,
             backend=self.job.backend,
+            **({} if sums is None else {"sums": sums}),
             **({} if self.job.tap is None else self._tap_of(role)),
         )
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
@@ -486,14 +490,33 @@ class LinearSlots:
         return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.INPUT)
 
     def gradient_cast(
-        self, gradient: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
+        self,
+        gradient: Tensor,
+        state: SlotState,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        outgrown: Outgrown,
+        sums: Tensor | None,
     ) -> Cast:
         """Call ``quantize`` for a gradient. By now, later modules have cast their weights, too."""
         upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream(outgrown.once)
         unfit = unfit_for(functools.partial(amax_of, gradient), state, self.recipe, upstream)
         return self.quantize(
-            gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.GRAD_OUTPUT
-        )
+            gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.GRAD_OUTPUT,
+            sums=sums,
+        )  # fmt: skip
+
+    @property
+    def adds_in_cast(self) -> bool:
+        """True if ``gradient_cast`` can add up columns. Otherwise ``bias_gradient`` reads the gradient again: for
+        scales by parts, and in compiled graphs, where Inductor makes the casts."""
+        return self.recipe.by == "tensor" and not torch.compiler.is_compiling()
+
+    def bias_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of a bias [out_features]. The order of the additions is the same on all backends."""
+        total: Tensor = direct.add_up(gradient, dtype, backend=self.job.backend)
+        return total
 
     def weight_cast(
         self,
@@ -618,7 +641,10 @@ class LinearSlots:
         Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
             inv_scale = weight.inv_scale if weight.inv_scale.ndim < 2 else weight.inv_scale.mT.contiguous()
-            return weight.rows.mT.contiguous(), inv_scale
+            turned = weight.rows.mT  # Contiguous if the weights are stored as [E, in_features, out_features].
+            if not turned.is_contiguous():
+                turned = direct.transpose(weight.rows, backend=self.job.backend)
+            return turned, inv_scale
         # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
         nowhere = torch.empty_like(state.scale)
         cast = self._cast_weight(weight, state, False, False, True, outgrown, nowhere)

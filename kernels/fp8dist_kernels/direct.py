@@ -22,6 +22,7 @@ from fp8dist_kernels.arrays import StateArrays, UpdateRule
 
 __all__ = [
     "StateUpdates",
+    "add_up",
     "is_eager",
     "is_plain",
     "matmul",
@@ -34,6 +35,7 @@ __all__ = [
     "quantize_grouped",
     "quantize_grouped_lines",
     "quantize_rowwise",
+    "transpose",
 ]
 
 _EAGER = DispatchKeySet(DispatchKey.BackendSelect)
@@ -81,6 +83,8 @@ def _directly(op: torch._ops.OpOverload, compiled: Callable[..., Any] | None = N
 quantize = _directly(ops.quantize, traced.quantize)
 quantize_rowwise = _directly(ops.quantize_rowwise, traced.quantize_rowwise)
 quantize_blocks = _directly(ops.quantize_blocks)
+add_up = _directly(ops.add_up)
+transpose = _directly(ops.transpose)
 observe = _directly(ops.observe, traced.observe)
 measure = _directly(ops.measure)
 matmul = _directly(ops.matmul)

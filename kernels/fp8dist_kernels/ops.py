@@ -4,6 +4,8 @@
 ``fp8dist::choose_scale``      record an amax, and return the scale that such a tensor is cast with
 ``fp8dist::quantize_rowwise``  cast with one scale per row
 ``fp8dist::quantize_blocks``   cast with one scale per block
+``fp8dist::add_up``            add up columns: the gradient of a bias
+``fp8dist::transpose``         transpose FP8
 ``fp8dist::observe``           record the amax only
 ``fp8dist::measure``           record the shares of elements that a cast saturates and flushes to zero
 ``fp8dist::matmul``            scaled FP8 matrix product, NT layout
@@ -38,6 +40,7 @@ from fp8dist_kernels.taps import tell
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "add_up",
     "choose_scale",
     "commit",
     "implementer",
@@ -51,6 +54,7 @@ __all__ = [
     "quantize_rowwise",
     "register_flops",
     "require_backend",
+    "transpose",
     "version_of_backend",
 ]
 
@@ -58,7 +62,7 @@ _LIBRARY = torch.library.Library("fp8dist", "DEF")
 _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
     "bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, float? outgrown=None, "
-    "str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor)"
+    "Tensor(b!)? sums=None, str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "choose_scale(Tensor? amax, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
@@ -72,6 +76,8 @@ _LIBRARY.define(
     "quantize_blocks(Tensor x, ScalarType dtype, *, int[2] block, bool power_of_two, bool rows, bool columns, "
     "str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+_LIBRARY.define("add_up(Tensor x, ScalarType dtype, *, str backend='auto') -> Tensor")
+_LIBRARY.define("transpose(Tensor fp8, *, str backend='auto') -> Tensor")
 _LIBRARY.define("observe(Tensor x, Tensor(a!) pending, *, str backend='auto') -> ()")
 _LIBRARY.define(
     "measure(Tensor x, Tensor inv_scale, ScalarType dtype, Tensor(a!) saturated, Tensor(b!) underflow, *, "
@@ -119,9 +125,15 @@ def version_of_backend(backend: str, device: torch.device, of: Any) -> Any:
 
 
 def _quantize(
-    x: Tensor, *slot: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
+    x: Tensor,
+    *slot: Any,
+    sums: Tensor | None = None,
+    backend: str = "auto",
+    site: int = -1,
+    tap: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = version_of_backend(backend, x.device, casts).quantize(x, *slot, **options)
+    results = version_of_backend(backend, x.device, casts).quantize(x, *slot, sums=sums, **options)
     if tap is not None:
         tell(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
     return results
@@ -162,6 +174,16 @@ def _quantize_blocks(
         told = {**options, "block": tuple(block), "backend": backend}
         tell(tap, "quantize_blocks", site, (x, dtype), told, *results)
     return results
+
+
+def _add_up(x: Tensor, dtype: torch.dtype, *, backend: str = "auto") -> Tensor:
+    total: Tensor = version_of_backend(backend, x.device, casts).add_up(x, dtype)
+    return total
+
+
+def _transpose(fp8: Tensor, *, backend: str = "auto") -> Tensor:
+    transposed: Tensor = version_of_backend(backend, fp8.device, casts).transpose(fp8)
+    return transposed
 
 
 def _observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
@@ -332,6 +354,15 @@ def _quantize_blocks_fake(
     )
 
 
+def _add_up_fake(x: Tensor, dtype: torch.dtype, **_: Any) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=dtype)
+
+
+def _transpose_fake(fp8: Tensor, **_: Any) -> Tensor:
+    *leading, tokens, features = fp8.shape
+    return fp8.new_empty((*leading, features, tokens))
+
+
 def _nothing_fake(*_: Any, **__: Any) -> None:
     return None
 
@@ -352,6 +383,8 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "choose_scale": _choose_scale,
         "quantize_rowwise": _quantize_rowwise,
         "quantize_blocks": _quantize_blocks,
+        "add_up": _add_up,
+        "transpose": _transpose,
         "observe": _observe,
         "measure": _measure,
         "matmul": _matmul,
@@ -367,6 +400,8 @@ _FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "choose_scale": _choose_scale_fake,
         "quantize_rowwise": _quantize_rowwise_fake,
         "quantize_blocks": _quantize_blocks_fake,
+        "add_up": _add_up_fake,
+        "transpose": _transpose_fake,
         "matmul": _matmul_fake,
         "commit": _commit_fake,
     }
@@ -386,7 +421,7 @@ scale: the amax is finite, and ``amax * scale > outgrown * fp8_max`` in float32.
 not change.
 
 ``inv_scale`` is a new 0-d tensor, the inverse of the scale of this cast. It stays valid after a later commit changes
-the slot's scale.
+the slot's scale. ``sums`` ([features]) gets the result of ``add_up``.
 """
 
 choose_scale = torch.ops.fp8dist.choose_scale.default
@@ -401,6 +436,13 @@ quantize_blocks = torch.ops.fp8dist.quantize_blocks.default
 """``(x[tokens, features], dtype, block=(1, 128) or (128, 128), …) -> (rows, inv_scale, columns, inv_scale)``: cast with
 one scale per block of each copy, from the block's own amax. Weights of experts [E, n, k] are cast one by one, in one
 launch."""
+
+add_up = torch.ops.fp8dist.add_up.default
+"""``(x[tokens, features], dtype) -> [features]``: sums of columns, in an order that is the same on all backends. See
+``reference/casts.py``. ``quantize`` gives the same sums."""
+
+transpose = torch.ops.fp8dist.transpose.default
+"""``(fp8[..., tokens, features]) -> [..., features, tokens]``, contiguous, for weights that were gathered in FP8."""
 
 observe = torch.ops.fp8dist.observe.default
 """``(x, pending)``: record the amax of x (any shape) in ``pending``, a 0-d view of a slot."""

@@ -39,9 +39,14 @@ STEPS = 10
 
 @dataclass
 class Launched:
-    """What was launched, in order: names of kernels. The names of products contain "scaled"."""
+    """What was launched, in order: names of kernels. The names of products contain "scaled".
+
+    ``moved``: bytes of the tensors that each launch reads and writes, without products. A tensor counts once, also if a
+    kernel reads it again from L2.
+    """
 
     names: list[str] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
 
 
 class _NoKernel:
@@ -55,6 +60,9 @@ class _NoKernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._launched.names.append(self._name)
+        tensors = {id(one): one for one in args if isinstance(one, Tensor)}.values()
+        sizes = [one.numel() * one.element_size() for one in tensors]
+        self._launched.moved.append(0 if "scaled" in self._name else sum(sizes))
 
 
 @contextmanager
@@ -78,7 +86,7 @@ def without_launches(products: str = "torch") -> Iterator[Launched]:
         return plain_matmuls.multiply_torch
 
     kernels = {
-        casts: ("_cast_kernel",),
+        casts: ("_cast_kernel", "_sums_kernel", "_add_up_kernel", "_transpose_kernel"),
         magnitude: ("_amax_kernel",),
         blocks: ("_amax_kernel", "_lines_kernel", "_squares_kernel"),
         matmuls: ("scaled_kernel", "block_scaled_kernel", "wide_block_scaled_kernel"),

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from scripts.benchmarks import roofline
 from scripts.benchmarks.gpu import results
 from scripts.benchmarks.gpu.tables import TABLES
 from scripts.convergence import accumulation_tables
@@ -33,6 +34,8 @@ REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
         "errors": messages.errors,
         "exported-numbers": exported.of_numbers,
         "watch-screen": screens.watch_screen,
+        "roofline": roofline.roofline,
+        "launches": roofline.launches,
     }
 )
 """Parts that are generated from the code."""

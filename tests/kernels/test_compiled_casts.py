@@ -32,9 +32,21 @@ def check_all(kernels: list[Compiled], names: dict[str, int], record_property: C
 @pytest.mark.parametrize("capability", [90, 100])
 def test_casts(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.kernels.compiled.casts", capability)
-    counts = (24, 15, 3) if capability == 90 else (6, 6, 3)
-    check_all(kernels, dict(zip(("cast_kernel", "amax_kernel", "choose_kernel"), counts)), record_property)
+    # A gradient that is transposed in memory is read again for its sums.
+    counts = {"choose_kernel": 3, "transpose_kernel": 3, "sums_kernel": 4, "add_up_kernel": 6}
+    counts |= {"cast_kernel": 27, "amax_kernel": 15} if capability == 90 else {"cast_kernel": 9, "amax_kernel": 6}
+    check_all(kernels, counts, record_property)
     for kernel in kernels:
+        if kernel.kernel == "transpose_kernel":  # 16-byte loads and stores, and no conversion.
+            assert kernel.registers <= REGISTERS, kernel.case
+            assert (kernel.count(r"LDG\.E\.128"), kernel.count(r"STG\.E\.128")) == (4, 4), kernel.case
+            assert not kernel.count(r"\b(LDG|STG)\.E\.(U8|S8|U16|64)\b"), kernel.case
+            assert not kernel.count(r"cvt\.[a-z.]*f32", of="ptx"), kernel.case
+            continue
+        if kernel.kernel in ("sums_kernel", "add_up_kernel"):
+            assert kernel.registers <= REGISTERS, kernel.case
+            assert not kernel.count(r"\bFFMA\b"), kernel.case
+            continue
         if kernel.kernel == "choose_kernel":
             continue
         if kernel.kernel != "cast_kernel":
@@ -48,7 +60,9 @@ def test_casts(capability: int, record_property: Callable[[str, object], None]) 
         assert bool(kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx")) == ("amax" in kernel.case), kernel.case
         if any(name in kernel.case for name in ("odd", "one for all", "every second", "very far")):
             continue
-        assert kernel.registers <= REGISTERS, kernel.case
+        # With sums, ptxas takes 79 for Blackwell, which leaves three tiles at a time. With a limit of 64 it spills.
+        limit = 80 if "sums" in kernel.case and capability != 90 else REGISTERS
+        assert kernel.registers <= limit, kernel.case
         assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
         assert not kernel.count(r"LDG\.E\.(64|U16)"), kernel.case
         straight_only = ": rows" in kernel.case and "transposed" not in kernel.case

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8dist_kernels.reference import blocks as plain
 from fp8dist_kernels.triton import blocks as fused
@@ -54,6 +55,37 @@ def test_all_shapes_and_strides(block: Any, monkeypatch: pytest.MonkeyPatch) -> 
         compare(LAYOUTS[layout](x.to(next(sources))), dtype, block, power_of_two=index % 3 == 0)
 
 
+@pytest.mark.parametrize("shape", [(1, 528), (520, 16), (144, 400)], ids=str)
+def test_amaxes_of_rows_in_parts(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row, of several tiles, and in more parts than usual, as of rows of more than 131,072 elements."""
+    poison(monkeypatch)
+    monkeypatch.setattr(fused, "_PARTS", 2)
+    monkeypatch.setattr(fused, "_PART_ELEMENTS", 128)
+    compare(hard_values(*shape).bfloat16(), torch.float8_e4m3fn, None)
+
+
+class _Operations(TorchDispatchMode):
+    """Lists torch's operations that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (function.is_view or function.overloadpacket is torch.ops.aten.empty):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+def test_rows_and_columns_take_two_launches(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = hard_values(130, 272).bfloat16()
+    grids = launches(monkeypatch, run_them=False)
+    with _Operations() as operations:
+        run(fused, x.t() if transposed else x, FORMATS[0], None)
+    assert (len(grids), operations.names) == (2, [])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "layout"), [*((block, "contiguous") for block in BLOCKS), ((1, 128), "transposed")])
 def test_either_copy_alone(block: Any, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +123,7 @@ def test_weights_of_experts_are_cast_one_by_one(block: Any, transposed: bool, mo
         assert_same(together, run(plain, x, FORMATS[0], block, rows=rows, columns=columns))
 
 
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def launches(monkeypatch: pytest.MonkeyPatch, run_them: bool = True) -> list[tuple[int, ...]]:
     """Return a list that gets the grid of each launch of a cast."""
     grids: list[tuple[int, ...]] = []
 
@@ -101,9 +133,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             grids.append(grid)
-            return self.kernel[grid]
+            return self.kernel[grid] if run_them else lambda *_, **__: None
 
-    for name in ("_lines_kernel", "_squares_kernel"):
+    for name in ("_amax_kernel", "_lines_kernel", "_squares_kernel"):
         monkeypatch.setattr(fused, name, Counted(getattr(fused, name)))
     return grids
 

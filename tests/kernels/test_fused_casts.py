@@ -169,6 +169,82 @@ def test_offsets_beyond_32_bits(tokens: int, stride: int) -> None:
         assert_same(run(fused, far, torch.float8_e4m3fn, **options), run(plain, near, torch.float8_e4m3fn, **options))
 
 
+def _bytes(*shape: int) -> Tensor:
+    return torch.arange(math.prod(shape), device=DEVICE).mul(37).to(torch.uint8).view(shape).view(torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("one for")])
+@pytest.mark.parametrize("shape", [(1, 16), (16, 1), (33, 80), (130, 272)], ids=str)
+def test_a_transposition_is_the_twins(shape: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the bytes are: NaNs keep their payload."""
+    poison(monkeypatch)
+    fp8 = LAYOUTS[layout](_bytes(*shape).view(torch.int8)).view(torch.float8_e5m2)
+    ours = fused.transpose(fp8)
+    assert ours.is_contiguous()
+    assert ours.data_ptr() != fp8.data_ptr()
+    assert_same((ours,), (plain.transpose(fp8),))
+    assert torch.equal(ours.view(torch.uint8), fp8.mT.contiguous().view(torch.uint8))
+
+
+def test_experts_and_nothing_are_transposed() -> None:
+    for fp8 in (_bytes(3, 33, 48), _bytes(4, 16, 33)[::2], _bytes(2, 48, 16).mT, _bytes(0, 16, 32), _bytes(0, 16)):
+        assert_same((fused.transpose(fp8),), (plain.transpose(fp8),))
+
+
+@pytest.mark.parametrize(("tokens", "stride"), [(3, 2**30), (260, 2**24)], ids=["in a tile", "between tiles"])
+def test_a_transposition_beyond_32_bits(tokens: int, stride: int) -> None:
+    room = torch.empty((tokens - 1) * stride + 16, dtype=torch.float8_e5m2, device=DEVICE)  # Untouched: no memory.
+    far, near = room.as_strided((tokens, 16), (stride, 1)), _bytes(tokens, 16)
+    far.copy_(near)
+    assert_same((fused.transpose(far),), (near.t().contiguous(),))
+    assert_same((fused.transpose(far.t()),), (near,))
+
+
+@VERSIONS
+def test_columns_are_added_in_the_documented_order(version: Any) -> None:
+    """Written from the definition, in float32: numpy's scalars round each addition."""
+    x = hard_values(170, 16, finite=True)
+
+    def halved(rows: list[Any]) -> Any:
+        while len(rows) > 1:
+            rows = [low + high for low, high in zip(rows[: len(rows) // 2], rows[len(rows) // 2 :])]
+        return rows[0]
+
+    rows = [*x.cpu().numpy(), *np.zeros((256 - 170, 16), np.float32)]
+    fours = [(rows[i] + rows[i + 1]) + (rows[i + 2] + rows[i + 3]) for i in range(0, 256, 4)]
+    tiles = [halved(fours[:32]), halved(fours[32:])]
+    expected = np.float32(0) + halved(tiles + [np.zeros(16, np.float32)] * 30)
+    assert_same((version.add_up(x, torch.float32),), (torch.from_numpy(expected).to(DEVICE),))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("tokens", "features"), [(1, 16), (130, 80), (0, 32)], ids=str)
+def test_sums_of_a_cast_are_the_twins(tokens: int, features: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the cast takes them or not: it does not of a tensor that is transposed, or without a transposed copy."""
+    poison(monkeypatch)
+    if layout == "one for each row" and not tokens:
+        return
+    x = LAYOUTS[layout](hard_values(tokens, features, finite=tokens > 1).bfloat16())
+    for columns, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        made = [torch.full((features,), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
+        options = {"columns": columns}
+        ours = run(fused, x, FORMATS[1], sums=made[0], **options)
+        assert_same(ours, run(plain, x, FORMATS[1], sums=made[1], **options))
+        alone = [kernels.add_up(x, dtype).float() for kernels in (fused, plain)]
+        for total in (made[1].float(), *alone):
+            assert_same((made[0].float(),), (total,))
+
+
+def test_sums_of_many_and_of_far_tokens() -> None:
+    """More sums of 128 than are added at a time, and offsets beyond 32 bits."""
+    x = torch.randn(4300, 16, device=DEVICE)
+    assert_same((fused.add_up(x, torch.float32),), (plain.add_up(x, torch.float32),))
+    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)
+    far = room.as_strided((3, 16), (2**30, 1))
+    far.copy_(hard_values(3, 16, finite=True))
+    assert_same((fused.add_up(far, torch.float32),), (plain.add_up(far.clone(), torch.float32),))
+
+
 def test_float64_beyond_float32_is_infinite() -> None:
     """Both versions read float64 as float32."""
     x = torch.full((16, 16), 1e300, dtype=torch.float64, device=DEVICE)

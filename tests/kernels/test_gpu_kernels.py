@@ -104,8 +104,10 @@ def test_casts(shape: str, dtype: torch.dtype, layout: str) -> None:
             options: dict[str, Any] = {"record": True, "just_in_time": just_in_time, "outgrown": outgrown}
             options |= {"margin": 1, "power_of_two": False}
             there = x.to(device) if layout in ("plain", "special") else _there(x, device)
-            results.append((*version.quantize(there, *place, fp8, rows=True, columns=True, **options), pending))
-        for name, mine, theirs in zip(("rows", "columns", "inv_scale", "pending"), *results):
+            options["sums"] = sums = torch.full((x.shape[1],), torch.nan, dtype=dtype, device=device)
+            rows, *others = version.quantize(there, *place, fp8, rows=True, columns=True, **options)
+            results.append((rows, *others, pending, sums, version.transpose(rows)))
+        for name, mine, theirs in zip(("rows", "columns", "inv_scale", "pending", "sums", "transposed"), *results):
             assert same_bits(mine.cpu(), theirs), name
 
 

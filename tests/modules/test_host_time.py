@@ -43,18 +43,21 @@ def calls_per_layer(chain: Chain) -> Counter[str]:
 
 
 def test_counts_per_forward_and_backward() -> None:
-    """Bounds a little above what was measured: 381 calls, 13 allocations. It was 811 calls and 6 dispatches."""
+    """Bounds a little above what was measured: 392 calls, 15 allocations. It was 811 calls and 6 dispatches.
+
+    Two of the allocations are those of a bias's gradient, which torch allocated itself when it was torch's sum."""
     with without_launches() as launched:
         plain, ours = Chain(None), Chain(fp8dist.DelayedScaling())
         ours.forward_backward()
         launched.names.clear()
         calls = calls_per_layer(ours)
         linear = calls_per_layer(plain)
-    assert Counter(launched.names) == {"_cast_kernel": 3 * LAYERS, "_amax_kernel": LAYERS, "_scaled_mm": 3 * LAYERS}
+    each = {"_cast_kernel": 3, "_amax_kernel": 1, "_scaled_mm": 3, "_add_up_kernel": 1}
+    assert Counter(launched.names) == {name: count * LAYERS for name, count in each.items()}
     dispatched = sum(calls[name] for name in calls if "torch._ops.fp8dist" in name)
     assert dispatched == 0
     allocations = sum(calls[name] for name in calls if "torch.empty" in name or "new_empty" in name)
-    assert 0 < allocations <= 14
+    assert 0 < allocations <= 16
     assert linear["all"] < calls["all"] <= 395
 
 

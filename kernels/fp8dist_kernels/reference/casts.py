@@ -10,19 +10,28 @@ from fp8dist_kernels.scaling import scale_from_amax
 
 __all__ = [
     "CPU_BLOCK",
+    "SUMMED",
     "TOKEN_ALIGNMENT",
+    "add_up",
     "choose_scale",
+    "column_sums",
     "dequantize",
     "padded",
     "padded_transpose",
     "quantize",
     "saturating_cast",
     "scaled",
+    "transpose",
 ]
 
 TOKEN_ALIGNMENT = 16
 """FP8 GEMMs on CUDA need the contracted dim in multiples of 16. Only the transposed copy contracts over tokens, so only
 this copy is padded, with zeros, which add nothing to a product."""
+
+SUMMED = 128
+"""Tokens whose sum is one number of ``column_sums``: those of a tile of the cast."""
+
+_ADDED = 32
 
 CPU_BLOCK = 1 << 17
 """Elements cast at a time on a CPU."""
@@ -42,6 +51,7 @@ def quantize(
     rows: bool,
     columns: bool,
     outgrown: float | None = None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast with a slot's scale, and record the amax in the slot.
 
@@ -59,6 +69,7 @@ def quantize(
             ``amax * scale > outgrown * fp8_max``. This does not depend on ``just_in_time``. Both sides are float32: the
             left side is a float32 product, which may be Inf; the right side is multiplied in float64, then rounded. The
             slot does not change.
+        sums: [features], any float dtype, for the result of ``add_up``.
 
     Returns:
         (row-major, transposed, inv_scale): the copies as in ``saturating_cast``, and a new 0-d float32.
@@ -67,6 +78,8 @@ def quantize(
     bits = amax_bits(x) if record or may_be_cold or outgrown is not None else None
     used = _used(bits, scale, cold, pending, dtype, record, may_be_cold, margin, power_of_two, outgrown)
     row_major, transposed = saturating_cast(x, used, dtype, rows, columns)
+    if sums is not None:
+        sums.copy_(add_up(x, sums.dtype))
     return row_major, transposed, torch.reciprocal(used)
 
 
@@ -181,6 +194,44 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantize(fp8: Tensor, inv_scale: Tensor) -> Tensor:
     """Return FP8 as float32: ``fp8 * inv_scale``. Same shape."""
     return fp8.float() * inv_scale
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Return float32 [ceil(tokens / 128), features]: the sums of each 128 rows of x [tokens, features].
+
+    Added in an order that GPUs can follow, so that all backends give the same bits: four rows as ``(a + b) + (c + d)``,
+    then the 32 results as in ``_halved``. Rows beyond the last count as zeros.
+    """
+    tokens, features = x.shape
+    parts = -(-tokens // SUMMED)
+    rows = torch.nn.functional.pad(x.float(), (0, 0, 0, parts * SUMMED - tokens)).view(parts, SUMMED // 4, 4, features)
+    a, b, c, d = rows.unbind(2)
+    return _halved((a + b) + (c + d))
+
+
+def add_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [features] in ``dtype``: the sums of the columns of x [tokens, features], added in float32.
+
+    32 at a time of the ``column_sums`` are added as in ``_halved``; these results are added one after another to zero.
+    """
+    sums = column_sums(x)
+    total = sums.new_zeros(sums.shape[1])
+    for each in sums.split(_ADDED):
+        total += _halved(torch.nn.functional.pad(each, (0, 0, 0, _ADDED - len(each))))
+    return total.to(dtype)
+
+
+def _halved(x: Tensor) -> Tensor:
+    """Return the sums of 32 rows [..., 32, features]: the second half is added to the first, until one row is left."""
+    while x.shape[-2] > 1:
+        half = x.shape[-2] // 2
+        x = x[..., :half, :] + x[..., half:, :]
+    return x.squeeze(-2)
+
+
+def transpose(fp8: Tensor) -> Tensor:
+    """Return FP8 [..., tokens, features], any strides, as a new contiguous [..., features, tokens], byte by byte."""
+    return fp8.mT.clone(memory_format=torch.contiguous_format)
 
 
 def padded_transpose(fp8: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FP8 casts with many scales: per row in two passes, per block in one."""
+"""FP8 casts with many scales: per row in two launches, per block in one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from fp8dist_kernels.reference import blocks as plain
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along, require_block
 from fp8dist_kernels.reference.casts import padded
-from fp8dist_kernels.triton.launching import on_device_of
-from fp8dist_kernels.triton.magnitude import magnitude_bits
+from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of
+from fp8dist_kernels.triton.magnitude import magnitude_bits, tile_bits
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
 
@@ -19,6 +19,10 @@ __all__ = ["quantize_blocks", "quantize_rowwise", "write_flipped", "write_straig
 
 _WARPS = 16  # A tile is a block of 128 x 128: 32 elements per thread, as in ``triton.casts``.
 _WARPS_OF_HALF = 8
+_PARTS = 16
+"""Parts into which the amax pass divides rows and columns. It has up to 256 programs: two for each multiprocessor of a
+large GPU. Fewer parts than that would leave some idle; of more, a cast would read more amaxes than elements."""
+_PART_ELEMENTS, _NARROWEST = 1 << 13, 128  # 16 elements per thread and 64 registers: two programs at a time.
 _REGISTERS = 64
 """For two tiles at a time. Without a limit, ptxas takes 102 on Blackwell, where one tile would run at a time."""
 
@@ -29,29 +33,45 @@ Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 @triton.jit
 def _amax_kernel(
     x,  # [height, width], strides as given
-    row_bits,  # int32[height], grows
-    column_bits,  # int32[width], grows
+    row_bits,  # int32[parts of a row, height], written
+    column_bits,  # int32[parts of a column, width], written
     height,
     width,
     row_stride,
     column_stride,
+    region,  # Rows of a program, a multiple of TALL.
     STRAIGHT: tl.constexpr,
     FLIPPED: tl.constexpr,
-    TILE: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    across = tl.cdiv(width, TILE)
-    top = (tl.program_id(0) // across).to(INDEX) * TILE
-    left = (tl.program_id(0) % across).to(INDEX) * TILE
-    row = top + tl.arange(0, TILE).to(INDEX)
-    column = left + tl.arange(0, TILE).to(INDEX)
-    start = x + top.to(tl.int64) * row_stride + left.to(tl.int64) * column_stride
-    places = start + ((row - top)[:, None] * row_stride + (column - left)[None, :] * column_stride)
-    bits = magnitude_bits(tl.load(places, mask=(row < height)[:, None] & (column < width)[None, :], other=0.0))
-    if STRAIGHT:
-        tl.atomic_max(row_bits + row, tl.max(bits, 1), mask=row < height, sem="relaxed")
+    # Parts instead of one maximum: it would have to be cleared by a launch before this one.
+    across = tl.cdiv(width, WIDE)
+    down, right = tl.program_id(0) // across, tl.program_id(0) % across
+    left, first = right.to(INDEX) * WIDE, down.to(INDEX) * region
+    largest = tl.zeros((TALL, WIDE), tl.int32)
+    for below in range(0, region, TALL):
+        top = first + below
+        bits = tile_bits(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
+        if STRAIGHT:
+            row = top + tl.arange(0, TALL).to(INDEX)
+            tl.store(row_bits + right.to(tl.int64) * height + row, tl.max(bits, 1), mask=row < height)
+        if FLIPPED:
+            largest = tl.maximum(largest, bits)
     if FLIPPED:
-        tl.atomic_max(column_bits + column, tl.max(bits, 0), mask=column < width, sem="relaxed")
+        column = left + tl.arange(0, WIDE).to(INDEX)
+        tl.store(column_bits + down.to(tl.int64) * width + column, tl.max(largest, 0), mask=column < width)
+
+
+@triton.jit
+def _largest_part(bits, line, lines, count, PARTS: tl.constexpr):
+    """Return the amaxes of lines. ``bits``: int32[count, lines], count <= PARTS. One part: ``lines`` is not read."""
+    if PARTS == 1:
+        return tl.load(bits + line, mask=line < lines, other=0)
+    part = tl.arange(0, PARTS)[:, None]
+    inside = (part < count) & (line < lines)[None, :]
+    return tl.max(tl.load(bits + (part.to(tl.int64) * lines + line[None, :]), mask=inside, other=0), 0)
 
 
 @triton.jit
@@ -61,11 +81,11 @@ def _scale(bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _scaled_strip(
-    x, row, row_bits, inv_scale, height, line_stride,
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr,
+    x, row, row_bits, inv_scale, height, line_stride, part_count,
+    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Return a strip times the scale of each row. Store the inverse scales."""
-    amax = tl.load(row_bits + row, mask=row < height, other=0) if GIVEN else tl.max(magnitude_bits(x), 1)
+    amax = _largest_part(row_bits, row, height, part_count, PARTS) if PARTS > 0 else tl.max(magnitude_bits(x), 1)
     scale = _scale(amax, FP8_MAX, POWER_OF_TWO)
     tl.store(inv_scale + row.to(tl.int64) * line_stride, inverse(scale), mask=row < height)
     return scaled(x, scale[:, None])
@@ -74,28 +94,28 @@ def _scaled_strip(
 @triton.jit
 def write_straight(
     out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, out_width, line_stride,
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    INDEX: tl.constexpr,
+    part_count, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr, TALL: tl.constexpr,
+    WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
     row = top + tl.arange(0, TALL // 4).to(INDEX) * 4
-    a = _scaled_strip(a, row, bits, inv_scale, height, line_stride, FP8_MAX, POWER_OF_TWO, GIVEN)
-    b = _scaled_strip(b, row + 1, bits, inv_scale, height, line_stride, FP8_MAX, POWER_OF_TWO, GIVEN)
-    c = _scaled_strip(c, row + 2, bits, inv_scale, height, line_stride, FP8_MAX, POWER_OF_TWO, GIVEN)
-    d = _scaled_strip(d, row + 3, bits, inv_scale, height, line_stride, FP8_MAX, POWER_OF_TWO, GIVEN)
+    a = _scaled_strip(a, row, bits, inv_scale, height, line_stride, part_count, FP8_MAX, POWER_OF_TWO, PARTS)
+    b = _scaled_strip(b, row + 1, bits, inv_scale, height, line_stride, part_count, FP8_MAX, POWER_OF_TWO, PARTS)
+    c = _scaled_strip(c, row + 2, bits, inv_scale, height, line_stride, part_count, FP8_MAX, POWER_OF_TWO, PARTS)
+    d = _scaled_strip(d, row + 3, bits, inv_scale, height, line_stride, part_count, FP8_MAX, POWER_OF_TWO, PARTS)
     store_straight(out, a, b, c, d, top, left, height, out_width, TALL, WIDE, INDEX)
 
 
 @triton.jit
 def write_flipped(
     out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, length, out_width, line_stride,
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    INDEX: tl.constexpr,
+    part_count, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr, TALL: tl.constexpr,
+    WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
     column = left + tl.arange(0, WIDE).to(INDEX)
-    if GIVEN:
-        amax = tl.load(bits + column, mask=column < width, other=0)
+    if PARTS > 0:
+        amax = _largest_part(bits, column, width, part_count, PARTS)
     else:
         upper = tl.maximum(magnitude_bits(a), magnitude_bits(b))
         lower = tl.maximum(magnitude_bits(c), magnitude_bits(d))
@@ -120,8 +140,8 @@ def _lines_kernel(
     x,  # [experts, height, width], strides as given
     straight,  # fp8 [experts, height, straight_width]
     flipped,  # fp8 [experts, width, flipped_width]
-    row_bits,  # GIVEN: int32[height], amaxes of whole rows
-    column_bits,  # GIVEN: int32[width]
+    row_bits,  # int32[row_parts, height], amaxes of parts of rows; read if PARTS
+    column_bits,  # int32[column_parts, width], likewise
     straight_inverse,  # float32 [experts, height, 1 or blocks], written
     flipped_inverse,  # float32 [experts, width, 1 or blocks], written
     group_stride,
@@ -135,11 +155,13 @@ def _lines_kernel(
     straight_block_stride,
     flipped_line_stride,
     flipped_block_stride,
+    row_parts,
+    column_parts,
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     STRAIGHT: tl.constexpr,
     FLIPPED: tl.constexpr,
-    GIVEN: tl.constexpr,
+    PARTS: tl.constexpr,  # A power of two, at least row_parts and column_parts; 0: a scale for each block
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
@@ -158,22 +180,22 @@ def _lines_kernel(
     if flips:
         left += part % 2 * HALF
         inv_scale = flipped_inverse
-        if not GIVEN:
+        if PARTS == 0:
             inv_scale += expert * width * tl.cdiv(flipped_width, TILE)
             inv_scale += (tile // across).to(tl.int64) * flipped_block_stride
         write_flipped(
             flipped, inv_scale, column_bits, x, top, left, height, width, row_stride, column_stride, flipped_width,
-            flipped_width, flipped_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, TILE, HALF, INDEX,
+            flipped_width, flipped_line_stride, column_parts, FP8_MAX, POWER_OF_TWO, PARTS, TILE, HALF, INDEX,
         )  # fmt: skip
     else:
         top += part % 2 * HALF
         inv_scale = straight_inverse
-        if not GIVEN:
+        if PARTS == 0:
             inv_scale += expert * height * across
             inv_scale += (tile % across).to(tl.int64) * straight_block_stride
         write_straight(
             straight, inv_scale, row_bits, x, top, left, height, width, row_stride, column_stride, straight_width,
-            straight_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, HALF, TILE, INDEX,
+            straight_line_stride, row_parts, FP8_MAX, POWER_OF_TWO, PARTS, HALF, TILE, INDEX,
         )  # fmt: skip
 
 
@@ -225,22 +247,30 @@ def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows:
         return plain.quantize_rowwise(x, dtype, power_of_two=power_of_two, rows=rows, columns=columns)
     tokens, features = x.shape
     copies = _room(x, dtype, (tokens, 1) if rows else (0,), (features, 1) if columns else (0,))
-    bits = torch.zeros(tokens * rows + features * columns, dtype=torch.int32, device=x.device)
     page = Page.of(x)
-    row_bits, column_bits = page.sides(bits[: tokens * rows], bits[tokens * rows :])
+    straight, flipped = (columns, rows) if page.on_its_side else (rows, columns)
+    wide = min(max(_NARROWEST, ceil_power_of_two(ceil_div(page.width, _PARTS))), _PART_ELEMENTS)
+    tall = _PART_ELEMENTS // wide
+    region = ceil_div(ceil_div(page.height, _PARTS), tall) * tall
+    row_parts, column_parts = ceil_div(page.width, wide), ceil_div(page.height, region)
+    bits = torch.empty(
+        straight * row_parts * page.height + flipped * column_parts * page.width, dtype=torch.int32, device=x.device
+    )
+    parts = bits, bits[straight * row_parts * page.height :]
     with on_device_of(x):
-        _amax_kernel[(page.tiles(BLOCK, BLOCK),)](
+        _amax_kernel[(row_parts * column_parts,)](
             x,
-            row_bits,
-            column_bits,
+            *parts,
             *page.lying[:4],
-            STRAIGHT=row_bits.numel() > 0,
-            FLIPPED=column_bits.numel() > 0,
-            TILE=BLOCK,
-            INDEX=page.offset_type(BLOCK, BLOCK),
+            region,
+            STRAIGHT=straight,
+            FLIPPED=flipped,
+            TALL=tall,
+            WIDE=wide,
+            INDEX=page.offset_type(tall, wide),
             num_warps=_WARPS,
         )
-        _cast_lines(x, page, copies, (row_bits, column_bits), power_of_two)
+        _cast_lines(x, page, copies, parts, (row_parts, column_parts), power_of_two)
     return copies
 
 
@@ -264,7 +294,7 @@ def quantize_blocks(
             copies = (copies[0], copies[1].mT, *copies[2:])
         if columns:
             copies = (*copies[:3], copies[3].mT)
-        _cast_lines(x, page, copies, None, power_of_two)
+        _cast_lines(x, page, copies, None, (0, 0), power_of_two)
     return copies
 
 
@@ -284,8 +314,16 @@ def _room(x: Tensor, dtype: torch.dtype, row_scales: tuple[int, ...], column_sca
     )
 
 
-def _cast_lines(x: Tensor, page: Page, copies: Copies, bits: tuple[Tensor, Tensor] | None, power_of_two: bool) -> None:
-    """Launch ``_lines_kernel``. ``bits``: amaxes of the page's whole rows and columns, if each has one scale."""
+def _cast_lines(
+    x: Tensor,
+    page: Page,
+    copies: Copies,
+    bits: tuple[Tensor, Tensor] | None,
+    parts: tuple[int, int],
+    power_of_two: bool,
+) -> None:
+    """Launch ``_lines_kernel``. ``bits``: amaxes of so many parts of the page's rows and columns, if each has one
+    scale."""
     straight, flipped = page.sides(copies[0], copies[2])
     straight_inverse, flipped_inverse = page.sides(copies[1], copies[3])
     programs = page.tiles(BLOCK, BLOCK) * 2 * ((straight.numel() > 0) + (flipped.numel() > 0))
@@ -302,11 +340,12 @@ def _cast_lines(x: Tensor, page: Page, copies: Copies, bits: tuple[Tensor, Tenso
         *page.lying,
         *_strides(straight_inverse),
         *_strides(flipped_inverse),
+        *parts,
         FP8_MAX=torch.finfo(straight.dtype).max,
         POWER_OF_TWO=power_of_two,
         STRAIGHT=straight.numel() > 0,
         FLIPPED=flipped.numel() > 0,
-        GIVEN=bits is not None,
+        PARTS=0 if bits is None else max(_PARTS, ceil_power_of_two(max(parts))),
         TILE=BLOCK,
         INDEX=page.offset_type(BLOCK, BLOCK),
         num_warps=_WARPS_OF_HALF,

@@ -10,17 +10,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8dist_kernels.reference.casts import padded
+from fp8dist_kernels.reference.casts import SUMMED, padded
 from fp8dist_kernels.triton.launching import PLANS, on_device_of
 from fp8dist_kernels.triton.magnitude import MOST_PARTS, grow, magnitude_bits, newest, partial_amaxes
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
-from fp8dist_kernels.triton.strips import load_strips, page_of, scaled, store_flipped, store_straight
+from fp8dist_kernels.triton.strips import Page, load_strips, page_of, scaled, store_flipped, store_straight
 
-__all__ = ["CastPlan", "choose_scale", "plan_of", "quantize"]
+__all__ = ["CastPlan", "add_up", "choose_scale", "plan_of", "quantize", "transpose"]
 
 _TALL, _WIDE = 128, 64  # Whole 128-byte lines of the transposed copy; two tiles side by side fill the row-major ones.
+_BYTES_TALL, _BYTES_WIDE = 128, 128  # A transposition of bytes: whole 128-byte lines are read and written.
 _FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 contiguous bytes of bf16.
+_ADDED_WIDE = 32
 _WARPS = 8  # 32 elements and 64 registers per thread: a multiprocessor runs four tiles at a time.
+
+
+@triton.jit
+def _halved(x, WIDE: tl.constexpr):
+    """Return float32 [WIDE]: the sums of 32 rows, added as in ``reference.casts``. A reduction of Triton would add in
+    an order that follows from its layout."""
+    x, y = tl.split(tl.permute(tl.reshape(x, (2, 16, WIDE)), (1, 2, 0)))
+    x, y = tl.split(tl.permute(tl.reshape(x + y, (2, 8, WIDE)), (1, 2, 0)))
+    x, y = tl.split(tl.permute(tl.reshape(x + y, (2, 4, WIDE)), (1, 2, 0)))
+    x, y = tl.split(tl.permute(tl.reshape(x + y, (2, 2, WIDE)), (1, 2, 0)))
+    x, y = tl.split(tl.permute(tl.reshape(x + y, (2, WIDE)), (1, 0)))
+    return x + y
+
+
+@triton.jit
+def _store_sums(sums, a, b, c, d, top, left, width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr):
+    """Store the sums of a tile of 128 rows, given as strips."""
+    tl.static_assert(TALL == 128)
+    summed = (a.to(tl.float32) + b.to(tl.float32)) + (c.to(tl.float32) + d.to(tl.float32))
+    column = left + tl.arange(0, WIDE).to(INDEX)
+    tl.store(sums + (top // TALL).to(tl.int64) * width + column, _halved(summed, WIDE), mask=column < width)
 
 
 @triton.jit
@@ -41,6 +64,7 @@ def _cast_kernel(
     pending,  # int32[1], grows
     parts,  # int32[part_count], part_count <= MOST_PARTS: amaxes of parts of x; read if the slot is cold, or OUTGROWN
     inv_scale,  # float32[1], written
+    sums,  # float32 [height / TALL, width], written if SUMS
     height,
     width,
     row_stride,
@@ -57,6 +81,7 @@ def _cast_kernel(
     RECORD: tl.constexpr,
     JUST_IN_TIME: tl.constexpr,
     OUTGROWN: tl.constexpr,
+    SUMS: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
@@ -88,11 +113,74 @@ def _cast_kernel(
         upper = tl.maximum(magnitude_bits(a), magnitude_bits(b))
         lower = tl.maximum(magnitude_bits(c), magnitude_bits(d))
         grow(pending, seen, tl.max(tl.max(tl.maximum(upper, lower), 1), 0))
+    if SUMS:
+        _store_sums(sums, a, b, c, d, top, left, width, TALL, WIDE, INDEX)
     a, b, c, d = scaled(a, used), scaled(b, used), scaled(c, used), scaled(d, used)
     if STRAIGHT:
         store_straight(straight, a, b, c, d, top, left, height, straight_width, TALL, WIDE, INDEX)
     if FLIPPED:
         store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, flipped_width, TALL, WIDE, INDEX)
+
+
+@triton.jit
+def _sums_kernel(
+    x,  # [height, width], strides as given
+    sums,  # float32 [height / TALL, width], written
+    height,
+    width,
+    row_stride,
+    column_stride,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    across = tl.cdiv(width, WIDE)
+    top = (tl.program_id(0) // across).to(INDEX) * TALL
+    left = (tl.program_id(0) % across).to(INDEX) * WIDE
+    a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
+    _store_sums(sums, a, b, c, d, top, left, width, TALL, WIDE, INDEX)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_up_kernel(
+    sums,  # float32 [count, width]
+    out,  # [width], any float dtype, written
+    count,
+    width,
+    WIDE: tl.constexpr,
+):
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    row = tl.arange(0, 32)
+    total = tl.zeros((WIDE,), tl.float32)
+    for first in range(0, count, 32):
+        places = sums + (first + row).to(tl.int64)[:, None] * width + column[None, :]
+        inside = (first + row < count)[:, None] & (column < width)[None, :]
+        total += _halved(tl.load(places, mask=inside, other=0.0), WIDE)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _transpose_kernel(
+    x,  # int8 [matrices, height, width], strides as given
+    out,  # int8 [matrices, width, height]
+    matrix_stride,
+    height,
+    width,
+    row_stride,
+    column_stride,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    matrix = tl.program_id(1).to(tl.int64)
+    across = tl.cdiv(width, WIDE)
+    top = (tl.program_id(0) // across).to(INDEX) * TALL
+    left = (tl.program_id(0) % across).to(INDEX) * WIDE
+    a, b, c, d = load_strips(
+        x + matrix * matrix_stride, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX
+    )
+    out += matrix * height * width
+    store_flipped(out, a, b, c, d, top, left, width, height, height, TALL, WIDE, INDEX)
 
 
 @triton.jit(do_not_specialize_on_alignment=["amax", "scale", "cold", "pending"])
@@ -186,9 +274,10 @@ def plan_of(
     rows: bool,
     columns: bool,
     outgrown: bool,
+    sums: bool,
 ) -> CastPlan:
     """Return the plan for [tokens, features] with these strides. Other arguments as in ``quantize``; ``outgrown``:
-    True if it is a number."""
+    True if it is a number; ``sums``: True if it is a tensor."""
     tokens, features = shape
     of_rows, of_columns = (shape if rows else (0,)), ((features, padded(tokens)) if columns else (0,))
     page = page_of(shape, strides)
@@ -204,6 +293,7 @@ def plan_of(
         "RECORD": record and tokens * features > 0,
         "JUST_IN_TIME": just_in_time,
         "OUTGROWN": outgrown,
+        "SUMS": sums and flipped and not page.on_its_side,
         "MOST_PARTS": MOST_PARTS,
         "TALL": tall,
         "WIDE": wide,
@@ -227,11 +317,14 @@ def quantize(
     rows: bool,
     columns: bool,
     outgrown: float | None = None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``reference.casts.quantize``."""
+    """See ``reference.casts.quantize``. A cast for ``sums`` reads x once if its tiles have 128 tokens: if x is
+    not transposed in memory, and its transposed copy is written."""
     plan = plan_of(
-        x.shape, x.stride(), dtype, record, just_in_time, margin, power_of_two, rows, columns, outgrown is not None
-    )
+        x.shape, x.stride(), dtype, record, just_in_time, margin, power_of_two, rows, columns, outgrown is not None,
+        sums is not None,
+    )  # fmt: skip
     device = x.device
     row_major = torch.empty(plan.rows, dtype=dtype, device=device)
     transposed = torch.empty(plan.columns, dtype=dtype, device=device)
@@ -239,6 +332,7 @@ def quantize(
     straight, flipped = (transposed, row_major) if plan.sideways else (row_major, transposed)
     bits = pending.view(torch.int32)
     above = 0.0  # Not read.
+    column_parts = inv_scale if sums is None else _room_for_sums(x)
     with on_device_of(x):
         parts = bits
         if outgrown is not None:
@@ -254,9 +348,66 @@ def quantize(
             bits,
             parts,
             inv_scale,
+            column_parts,
             *plan.lying,
             parts.numel(),
             above,  # A runtime argument, so that one kernel serves all values.
             **plan.constants,
         )
+        if sums is not None:
+            if not plan.constants["SUMS"]:
+                _sum_columns(x, column_parts)
+            _add_parts(column_parts, sums)
     return row_major, transposed, inv_scale
+
+
+def add_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """See ``reference.casts.add_up``. Reads x, with a launch of its own."""
+    out, parts = torch.empty(x.shape[1], dtype=dtype, device=x.device), _room_for_sums(x)
+    with on_device_of(x):
+        _sum_columns(x, parts)
+        _add_parts(parts, out)
+    return out
+
+
+def _room_for_sums(x: Tensor) -> Tensor:
+    return torch.empty((-(-x.shape[0] // SUMMED), x.shape[1]), dtype=torch.float32, device=x.device)
+
+
+def _sum_columns(x: Tensor, parts: Tensor) -> None:
+    """Write ``reference.casts.column_sums`` of x into ``parts``."""
+    if x.numel() == 0:
+        return
+    (tokens, features), (down, right) = x.shape, x.stride()
+    page = Page(tokens, features, down, right, features, padded(tokens), False)
+    _sums_kernel[(page.tiles(SUMMED, _WIDE),)](
+        x, parts, *page.lying[:4], TALL=SUMMED, WIDE=_WIDE, INDEX=page.offset_type(SUMMED, _WIDE), num_warps=_WARPS
+    )
+
+
+def _add_parts(parts: Tensor, out: Tensor) -> None:
+    count, features = parts.shape
+    _add_up_kernel[(-(-features // _ADDED_WIDE),)](parts, out, count, features, WIDE=_ADDED_WIDE, num_warps=4)
+
+
+def transpose(fp8: Tensor) -> Tensor:
+    """See ``reference.casts.transpose``. One read and one write of each byte."""
+    *leading, tokens, features = fp8.shape
+    out = torch.empty((*leading, features, tokens), dtype=fp8.dtype, device=fp8.device)
+    if fp8.numel() == 0:
+        return out
+    x = fp8 if fp8.ndim == 3 else fp8.reshape(-1, tokens, features)
+    page = Page(tokens, features, x.stride(1), x.stride(2), features, tokens, False)
+    with on_device_of(x):
+        # Bytes, because the interpreter and conversions treat FP8 as numbers.
+        _transpose_kernel[(page.tiles(_BYTES_TALL, _BYTES_WIDE), len(x))](
+            x.view(torch.int8),
+            out.view(torch.int8),
+            x.stride(0),
+            *page.lying[:4],
+            TALL=_BYTES_TALL,
+            WIDE=_BYTES_WIDE,
+            INDEX=page.offset_type(_BYTES_TALL, _BYTES_WIDE),
+            num_warps=_WARPS,
+        )
+    return out

@@ -208,10 +208,10 @@ def _lines_kernel(
     straight,  # fp8 [height, width]
     flipped,  # fp8 [width, flipped_width]
     offsets,  # int32[groups]
-    row_bits,  # GIVEN: int32[height], amaxes of whole rows
-    column_bits,  # GIVEN: int32[groups, width], amaxes of whole columns of a group
+    row_bits,  # if PARTS: int32[height], amaxes of whole rows
+    column_bits,  # if PARTS: int32[groups, width], amaxes of whole columns of a group
     straight_inverse,  # float32 [height, 1 or blocks], written
-    flipped_inverse,  # float32 [groups, width] if GIVEN, else [width, blocks], written
+    flipped_inverse,  # float32 [groups, width] if PARTS, else [width, blocks], written
     groups,
     height,
     width,
@@ -226,7 +226,7 @@ def _lines_kernel(
     POWER_OF_TWO: tl.constexpr,
     STRAIGHT: tl.constexpr,
     FLIPPED: tl.constexpr,
-    GIVEN: tl.constexpr,
+    PARTS: tl.constexpr,  # 1, or 0: a scale for each block
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
@@ -246,7 +246,7 @@ def _lines_kernel(
         left += part % 2 * HALF
         if group < groups:
             inv_scale = flipped_inverse
-            if GIVEN:
+            if PARTS > 0:
                 inv_scale += group.to(tl.int64) * width
                 column_bits += group.to(tl.int64) * width
             else:
@@ -254,7 +254,7 @@ def _lines_kernel(
             length = (rows + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
             write_flipped(
                 flipped, inv_scale, column_bits, x, top, left, rows, width, row_stride, column_stride, length,
-                flipped_width, flipped_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, TILE, HALF, INDEX,
+                flipped_width, flipped_line_stride, 1, FP8_MAX, POWER_OF_TWO, PARTS, TILE, HALF, INDEX,
             )  # fmt: skip
         else:
             a = tl.zeros((TILE // 4, HALF), tl.float32)
@@ -264,11 +264,11 @@ def _lines_kernel(
         top += part % 2 * HALF
         if group < groups:
             inv_scale = straight_inverse + start.to(tl.int64) * straight_line_stride
-            if not GIVEN:
+            if PARTS == 0:
                 inv_scale += (index % across).to(tl.int64) * straight_block_stride
             write_straight(
                 straight, inv_scale, row_bits + start, x, top, left, rows, width, row_stride, column_stride, width,
-                straight_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, HALF, TILE, INDEX,
+                straight_line_stride, 1, FP8_MAX, POWER_OF_TWO, PARTS, HALF, TILE, INDEX,
             )  # fmt: skip
         else:
             a = tl.zeros((HALF // 4, TILE), tl.float32)
@@ -367,7 +367,7 @@ def quantize_grouped_lines(
             _lines_kernel[(programs,)](
                 x, row_major, transposed, offsets, row_bits, column_bits, of_rows, of_columns, groups,
                 *page.lying[:4], page.flipped_width, *_strides(of_rows), *_strides(of_columns),
-                FP8_MAX=torch.finfo(dtype).max, POWER_OF_TWO=power_of_two, GIVEN=not in_blocks, num_warps=_WARPS,
+                FP8_MAX=torch.finfo(dtype).max, POWER_OF_TWO=power_of_two, PARTS=int(not in_blocks), num_warps=_WARPS,
                 **common,
             )  # fmt: skip
     return row_major, of_rows, transposed, of_columns

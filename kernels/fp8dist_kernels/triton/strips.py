@@ -125,7 +125,8 @@ def store_flipped(
     out, a, b, c, d, top, left, width, length, out_width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
 ):
     """Store four float32 strips, transposed, as FP8 [width, length], in rows of ``out_width``."""
-    # [row / 4, column, bit 1 of the row, bit 0 of the row]. Converting here packs four rows into one word.
+    # [row / 4, column, bit 1 of the row, bit 0 of the row]. Converting here packs four rows into one word. Conversions
+    # that ``store_straight`` shares would be 16 fewer of 32 per thread, but take 16 more byte permutations (Hopper).
     fp8 = tl.join(tl.join(a, c), tl.join(b, d)).to(out.dtype.element_ty)
     row = tl.arange(0, WIDE).to(INDEX)[:, None]
     column = tl.arange(0, TALL).to(INDEX)[None, :]

@@ -38,7 +38,9 @@ __all__ = [
 ]
 
 OURS, FAST, TRITON, BF16, TORCHAO = "fp8dist", "fp8dist, fast", "fp8dist, triton", "bf16", "torchao"
-"""Backend "auto"; the same with fast accumulation in all GEMMs; backend "triton"."""
+REUSED = "fp8dist, weight reused"
+"""Backend "auto"; the same with fast accumulation in all GEMMs; backend "triton"; "auto" in a later microbatch of a
+step, in which an attached manager reuses the weight's cast."""
 
 LIKE_TORCHAO = MappingProxyType(
     {"tensorwise": fp8dist.CurrentScaling(), "rowwise": fp8dist.RowwiseScaling(power_of_two=True)}
@@ -124,6 +126,7 @@ class Linears:
         sides = {OURS: (recipe, "auto"), **({FAST: (fast, "auto")} if fast else {}), TRITON: (recipe, "triton")}
         bench, plain = Bench.random(planned, lab.device), _linear(planned.layer, lab.device)
         models = {side: prepared(plain, bench, *how) for side, how in sides.items()}
+        models[REUSED] = prepared(plain, bench, recipe, "auto", True)
         return measured(lab, planned, bench, models, {BF16: plain})
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
@@ -131,7 +134,7 @@ class Linears:
         return {
             f"{recipe}: {key}": summary
             for recipe in RECIPES
-            for side in (OURS, FAST, TRITON)
+            for side in (OURS, FAST, REUSED, TRITON)
             for key in (side, f"{side}, eager")
             if (summary := summary_of([case for case in cases if case.get("recipe", recipe) == recipe], key))
         }
@@ -217,13 +220,23 @@ def _linear(layer: Layer, device: torch.device) -> nn.Module:
     return nn.Sequential(linear)
 
 
-def prepared(plain: nn.Module, bench: Bench, recipe: Recipe, backend: str) -> Prepared:
-    """Return the model in FP8 after a few steps, so that no slot is cold, and the host knows it."""
+def prepared(plain: nn.Module, bench: Bench, recipe: Recipe, backend: str, attached: bool = False) -> Prepared:
+    """Return the model in FP8 after a few steps, so that no slot is cold, and the host knows it. ``attached``: to an
+    optimizer, so that further forwards are microbatches of one step."""
     model = copy.deepcopy(plain)
     manager = fp8dist.prepare(model, recipe, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # A rate of 0 would be no step.
+    if attached:
+        manager.attach(model, optimizer=optimizer)
     for _ in range(3):
         bench.both_ways(model)
-        manager.step()
+        if attached:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            manager.step()
     return Prepared(model, [sync.arena.pending for sync in manager._syncs])
 
 

@@ -137,6 +137,7 @@ def _warm_and_cold(timings: Results, states: Mapping[str, str]) -> str:
 def linears(measured: Sequence[Results]) -> str:
     """Return the table of forward and backward of Linears."""
     sides = {"by default": "fp8dist", "fast everywhere": "fp8dist, fast", "eager": "fp8dist, eager"}
+    sides["weight's cast reused"] = "fp8dist, weight reused"
     return _both_ways(measured, "linears", "FP8Linear", sides)
 
 
@@ -154,7 +155,7 @@ def _both_ways(measured: Sequence[Results], part: str, module: str, sides: Mappi
         times = [f"{case['timings'][side]['median_us'] / 1e3:.2f}" for side in ("fp8dist", "bf16")]
         ratios = [_ratio(case["ratios"].get(side)) for side in sides.values()]
         rows.append([data["device"]["name"], case["name"], *times, *ratios])
-    return _table(head, rows or [["-", NOT_YET, *["-"] * 5]])
+    return _table(head, rows or [["-", NOT_YET, *["-"] * (len(head) - 2)]])
 
 
 def crossover(measured: Sequence[Results]) -> str:

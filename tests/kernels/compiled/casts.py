@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8dist_kernels.triton.casts import choose_scale, quantize
+from fp8dist_kernels.triton.casts import add_up, choose_scale, quantize, transpose
 from tests.support.ahead_of_time import Compiler
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -30,6 +30,11 @@ def launch(compiler: Compiler) -> None:
                 continue
             with compiler.naming(f"{name}: {what}"):
                 _quantize(x, dtype, rows, columns, record, just_in_time)
+    for name, x, _ in inputs:  # Gradients of modules with a bias.
+        with compiler.naming(f"{name}: both, amax, sums"):
+            _quantize(x, E5M2, True, True, True, False, sums=True)
+        with compiler.naming(f"{name}: added up"):
+            add_up(x, x.dtype)
     # Weights in training, and weights that FSDP gathers again.
     for name, x, dtype in inputs:
         with compiler.naming(f"{name}: both, amax, outgrown"):
@@ -40,6 +45,13 @@ def launch(compiler: Compiler) -> None:
                 torch.zeros((), dtype=bf16), torch.ones(()), torch.ones((), dtype=torch.bool), torch.zeros(()), E4M3,
                 record=record, just_in_time=just_in_time, margin=1, power_of_two=True, outgrown=outgrown,
             )  # fmt: skip
+    for name, fp8 in (
+        ("weight", torch.empty(14336, 4096, dtype=E4M3)),
+        ("experts", torch.empty(8, 4096, 1024, dtype=E4M3)),
+        ("far", torch.empty((1 << 19) + 128, 4096, dtype=E4M3)),  # More than 2**31 bytes.
+    ):
+        with compiler.naming(f"transpose {name}"):
+            transpose(fp8)
     if compiler.capability != HOPPER:
         return
     with compiler.naming("bf16: columns, outgrown"):
@@ -66,9 +78,11 @@ def _quantize(
     record: bool,
     just_in_time: bool,
     outgrown: float | None = None,
+    sums: bool = False,
 ) -> None:
     scale, cold, pending = torch.ones(()), torch.ones((), dtype=torch.bool), torch.zeros(())
     quantize(
         x, scale, cold, pending, dtype, record=record, just_in_time=just_in_time, margin=1, power_of_two=True,
         rows=rows, columns=columns, outgrown=outgrown,
+        sums=torch.empty(x.shape[1], dtype=torch.bfloat16) if sums else None,
     )  # fmt: skip
