@@ -30,6 +30,7 @@ __all__ = ["PROPERTIES", "Graph", "OnGpu", "install"]
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 CAPABILITY = (9, 0)
+CUDA = "13.0"
 # The attributes of torch 2.11's _CudaDeviceProperties that do not depend on its build. No others: a wrong name raises.
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",
@@ -441,6 +442,7 @@ def install() -> None:
     for name, answer in answers.items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, answer)
+    torch.version.cuda = CUDA
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # ``data`` cannot become another class.
     torch.tensor, torch.as_tensor = _through_cpu(torch.tensor), _through_cpu(torch.as_tensor)
     Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign]
