@@ -101,6 +101,9 @@ class Attachment:
         self._before = cycle.sharded or self._before
         self.release()
         _place(model, whole, cycle)
+        for sync, group in zip(cycle.syncs, cycle.groups):
+            if group is not None and group.size > 1:
+                group.require_backend(sync.arena.device)
         if cycle.settings.enabled:
             try_products(model, resharded)
         self._module = weakref.ref(whole)

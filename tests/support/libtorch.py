@@ -55,7 +55,7 @@ class Stand:
         if recipe_b == lines:
             right = b.double() * of_b.t().double().repeat_interleave(128, 0)[:k]
         else:
-            assert of_b.shape == (-(-(-(-k // 128)) // 4) * 4, -(-n // 128))
+            assert of_b.shape == ((k + 511) // 512 * 4, (n + 127) // 128)
             right = b.double() * of_b.double().repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :n]
         return self._rounded(left @ right, bias, out_dtype)
 
@@ -71,9 +71,7 @@ class Stand:
                 "MI300+"
             )
         if k % 16:
-            raise RuntimeError(
-                f"Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: ({m}x{k})."
-            )
+            raise RuntimeError(f"Expected trailing dimension of mat1 to be divisible by 16 but got shape: ({m}x{k}).")
         if n % 16:
             raise RuntimeError(f"mat2 shape ({k}x{n}) must be divisible by 16")
         if a.dtype == b.dtype == E5M2:
