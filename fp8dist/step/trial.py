@@ -96,7 +96,7 @@ def _dtypes(weight: torch.dtype, device: torch.device) -> tuple[torch.dtype, ...
     """Return the dtypes that inputs may have."""
     if torch.is_autocast_enabled(device.type):
         return (torch.get_autocast_dtype(device.type),)
-    return (weight, torch.bfloat16) if weight == torch.float32 and device.type == "cuda" else (weight,)
+    return (weight, torch.bfloat16) if weight == torch.float32 and _is_gpu(device) else (weight,)
 
 
 def _cut(size: int) -> int:
@@ -107,7 +107,7 @@ def _cut(size: int) -> int:
 def _try(fqn: str, product: ProductOf, device: torch.device) -> None:
     if ops.multiplier_name(product.product, product.fast_accumulation, product.backend, device) != "torch._scaled_mm":
         return
-    if device.type == "cpu":
+    if not _is_gpu(device):
         row = row_of(product.product, machine_of(device))
         if row is not None and row.detour is None:
             raise refusal(fqn, product.gemm, refused(product.product, device, row.name))
@@ -123,9 +123,13 @@ def _try(fqn: str, product: ProductOf, device: torch.device) -> None:
 
 
 def _try_grouped(fqn: str, product: GroupedProductOf, device: torch.device) -> None:
-    if device.type == "cpu" or "scaled_grouped_mm" not in product.name(device):
+    if not _is_gpu(device) or "scaled_grouped_mm" not in product.name(device):
         return
     try:
         float(product.prepared(device)()[""].float().sum())  # Waits for the GPU.
     except ProductError as error:
         raise refusal(fqn, product.gemm, error) from error
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
