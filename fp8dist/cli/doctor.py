@@ -32,7 +32,8 @@ from fp8dist.offline.failures import one_line
 from fp8dist.settings import VARIABLES, Settings, unknown_variables
 from fp8dist_kernels.backends import why_not_triton
 from fp8dist_kernels.reference.casts import saturating_cast
-from fp8dist_kernels.reference.matmuls import matmul_reference, matmul_torch
+from fp8dist_kernels.reference.matmuls import matmul_reference
+from fp8dist_kernels.reference.torch_matmuls import matmul_torch
 
 __all__ = ["Examination", "Observation", "examine"]
 

@@ -24,8 +24,9 @@ from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist_kernels import BLOCK, direct, ops
 from fp8dist_kernels.formats import FORMATS, Role
+from fp8dist_kernels.multipliers import Product
 from fp8dist_kernels.reference.blocks import blocks_along
-from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling
 from fp8dist_kernels.reference.operands import integers, inverse_scales, operand
 
 __all__ = [
@@ -133,8 +134,7 @@ class ProductOf(NamedTuple):
 
     def name(self, device: torch.device) -> str:
         """Return a name for reports, which differs between different products."""
-        a, b = self.dtypes
-        by = ops.multiplier_name((self.m, self.k), self.n, (a, b, self.dtype), *self._how, device)
+        by = ops.multiplier_name(self.product, self.fast_accumulation, self.backend, device)
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
         return f"{self.gemm} {shape} {formats} {short(self.dtype)}{extras}, {self.scaling.value}, {by}"
@@ -159,8 +159,10 @@ class ProductOf(NamedTuple):
         return FORMATS[a].dtype, FORMATS[b].dtype
 
     @property
-    def _how(self) -> tuple[Scaling, bool, str]:
-        return self.scaling, self.fast_accumulation, self.backend
+    def product(self) -> Product:
+        """Return what decides who computes it."""
+        bias = self.dtype if self.bias else None
+        return Product(self.scaling, self.m, self.n, self.k, *self.dtypes, self.dtype, bias)
 
     def _inverse_scales(self, device: torch.device) -> list[Tensor]:
         """Return the inverse scales of ``a`` and ``b``, laid out as casts make them."""
@@ -219,6 +221,7 @@ def linear_computations(
     bias: bool = False,
     transposed: bool = False,
     backend: str = "auto",
+    tokens: int = TOKENS,
 ) -> list[CastOf | ProductOf]:
     """Return the casts and products of one Linear: those of the GEMMs that ``recipe`` has in FP8.
 
@@ -226,14 +229,15 @@ def linear_computations(
         shape: [out_features, in_features]; what is larger than ``LARGEST`` is cut.
         dtype: of inputs and their gradients.
         transposed: the weight is stored, and cast, as [in_features, out_features].
+        tokens: of inputs and gradients.
     """
     rows, features = (min(size, LARGEST) for size in shape)
     fprop, dgrad, wgrad = (gemm not in recipe.high_precision for gemm in ("fprop", "dgrad", "wgrad"))
     stored, copies = ((features, rows), (dgrad, fprop)) if transposed else ((rows, features), (fprop, dgrad))
     casts = (
-        (Role.INPUT, (TOKENS, features), dtype, fprop, wgrad),
+        (Role.INPUT, (tokens, features), dtype, fprop, wgrad),
         (Role.WEIGHT, stored, weight_dtype, *copies),
-        (Role.GRAD_OUTPUT, (TOKENS, rows), dtype, dgrad, wgrad),
+        (Role.GRAD_OUTPUT, (tokens, rows), dtype, dgrad, wgrad),
     )
     of_casts = for_casts(recipe)
     found: list[CastOf | ProductOf] = [
@@ -243,11 +247,12 @@ def linear_computations(
     ]
     x, w, grad = (recipe.format_of(role).name for role in (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT))
     lines, squares = _SCALINGS[recipe.by]
+    along = blocks_along(tokens, ALIGNMENT) * ALIGNMENT  # Casts pad the rows of transposed copies.
     fast = {gemm: gemm in recipe.fast_accumulation for gemm in GEMMS}
     products = (
-        ProductOf("fprop", TOKENS, rows, features, (x, w), dtype, squares, bias, fast["fprop"], backend),
-        ProductOf("dgrad", TOKENS, features, rows, (grad, w), dtype, squares, False, fast["dgrad"], backend),
-        ProductOf("wgrad", rows, features, TOKENS, (grad, x), weight_dtype, lines, False, fast["wgrad"], backend),
+        ProductOf("fprop", tokens, rows, features, (x, w), dtype, squares, bias, fast["fprop"], backend),
+        ProductOf("dgrad", tokens, features, rows, (grad, w), dtype, squares, False, fast["dgrad"], backend),
+        ProductOf("wgrad", rows, features, along, (grad, x), weight_dtype, lines, False, fast["wgrad"], backend),
     )
     return found + [product for product in products if product.gemm not in recipe.high_precision]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
-from fp8dist.modules.linear_slots import Cast, LinearSlots, States
+from fp8dist.modules.linear_slots import Cast, LinearSlots, States, refusal
 from fp8dist.modules.outgrown import Outgrown, shrunk, unfit_for
 from fp8dist.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.arena import SlotState
@@ -21,6 +21,7 @@ from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist_kernels import direct
 from fp8dist_kernels.formats import Role
+from fp8dist_kernels.multipliers import ProductError
 from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows, measure_grouped
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
@@ -396,8 +397,11 @@ class GroupedSlots(LinearSlots):
             how |= self._tap_of(gemm)
         if gemm == "wgrad":
             product: Tensor = direct.matmul_grouped_columns(a, b, inv_scale_a, inv_scale_b, offsets, dtype, **how)
-        else:
+            return product
+        try:
             product = direct.matmul_grouped(a, b, inv_scale_a, inv_scale_b, offsets, dtype, bias=bias, **how)
+        except ProductError as error:
+            raise refusal(self.fqn, gemm, error) from error
         return product
 
     # Measuring -------------------------------------------------------------------------------------

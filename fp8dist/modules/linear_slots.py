@@ -39,9 +39,10 @@ from fp8dist.sync.groups import is_dtensor, largest_of_parts, local_part
 from fp8dist_kernels import direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
+from fp8dist_kernels.multipliers import ProductError
 from fp8dist_kernels.reference.blocks import BLOCK
 
-__all__ = ["SITES", "Cast", "LinearSlots", "States"]
+__all__ = ["SITES", "Cast", "LinearSlots", "States", "refusal"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -394,19 +395,26 @@ class LinearSlots:
         gemm: Gemm,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Call ``ops.matmul`` with this manager's backend, and the accumulation that the recipe has for ``gemm``."""
+        """Call ``ops.matmul`` with this manager's backend, and the accumulation that the recipe has for ``gemm``.
+
+        Raises:
+            ConfigurationError: torch refuses the product. In compiled code the ``ProductError`` itself.
+        """
         fast = gemm in self.recipe.fast_accumulation
-        return direct.matmul(
-            a,
-            b,
-            inv_scale_a,
-            inv_scale_b,
-            dtype,
-            bias=bias,
-            fast_accumulation=fast,
-            backend=self.job.backend,
-            **({} if self.job.tap is None else self._tap_of(gemm)),
-        )
+        try:
+            return direct.matmul(
+                a,
+                b,
+                inv_scale_a,
+                inv_scale_b,
+                dtype,
+                bias=bias,
+                fast_accumulation=fast,
+                backend=self.job.backend,
+                **({} if self.job.tap is None else self._tap_of(gemm)),
+            )
+        except ProductError as error:
+            raise refusal(self.fqn, gemm, error) from error
 
     def outgrown(self, linear: nn.Module, record: bool, training: bool) -> Outgrown:
         """Return the overflow ratios above which a forward's tensors are cast with their own amaxes. Notes that the
@@ -745,6 +753,11 @@ class LinearSlots:
             return False
         before, self._sample = self._sample, sample_of(stored[0])
         return before is not None and before.shape == self._sample.shape and not torch.equal(before, self._sample)
+
+
+def refusal(fqn: str, gemm: Gemm, error: ProductError) -> ConfigurationError:
+    """Return the error of a user whose machine cannot compute a product of this module."""
+    return ConfigurationError(f"{fqn}: {gemm}: {error}")
 
 
 def _caller(of_weight: bool) -> ModuleType:

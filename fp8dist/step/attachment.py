@@ -41,12 +41,13 @@ from fp8dist.state.manifest import WeightDescription
 from fp8dist.state.slots import Slot, clean_fqn
 from fp8dist.step.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.step.cycle import StepCycle
+from fp8dist.step.trial import try_products
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import is_dtensor
 from fp8dist.text import first_few, ranks_text
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
-from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling, torch_can
+from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
 __all__ = ["Attachment", "local_weights"]
 
@@ -100,6 +101,11 @@ class Attachment:
         self._before = cycle.sharded or self._before
         self.release()
         _place(model, whole, cycle)
+        for sync, group in zip(cycle.syncs, cycle.groups):
+            if group is not None and group.size > 1:
+                group.require_backend(sync.arena.device)
+        if cycle.settings.enabled:
+            try_products(model, resharded)
         self._module = weakref.ref(whole)
         if compute is None:
             on_gpu = any(sync.arena.device.type == "cuda" for sync in cycle.syncs)
@@ -434,9 +440,6 @@ def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
     for part in fp8_parts(model):
         # ``states`` creates the views now: created in a compiled forward, they would be part of its graph.
         device = device_of(part.weight)
-        backend, recipe = cycle.settings.backend, part.slots.recipe
-        if backend == "torch" and recipe.by == "block" and not torch_can(Scaling.BLOCKWISE, device):
-            raise ConfigurationError(f'{part.fqn}: torch has no block-scaled product on {device}: use backend="auto"')
         part.slots.states(device)
     for sync in cycle.syncs:
         if not sync.arena.placed:

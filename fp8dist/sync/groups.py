@@ -196,6 +196,18 @@ class SyncGroup:
         """A given communicator that has the backend and the time-out. Local."""
         return self.given if self.mesh is None or self.mesh.ndim == 1 else self.mesh.get_group(0)
 
+    def require_backend(self, device: torch.device) -> None:
+        """Raise ConfigurationError if the group has no backend for ``device``, where the FP8 state lies. Local."""
+        # Not ``process_group``: that of several axes is made by a collective.
+        several = self.mesh is not None and self.mesh.ndim > 1
+        group: Any = self.mesh.get_group(0) if self.mesh is not None and several else self.process_group
+        types = sorted(each.type for each in group._device_types)
+        if types and device.type not in types:
+            raise ConfigurationError(
+                f"the FP8 state is on {device}, but its group has backends for {' and '.join(types)} only: move the "
+                f'model, or use init_process_group("cpu:gloo,cuda:nccl")'
+            )
+
     @property
     def device(self) -> torch.device:
         """Device of small messages: the CPU if the group has a backend for it, else this process's GPU."""

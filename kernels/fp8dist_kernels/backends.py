@@ -37,7 +37,10 @@ def why_not_triton(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type == "cpu":  # Triton reads it at import, so this result may be cached.
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return None if interpreted else "it needs a GPU (or TRITON_INTERPRET=1, for tests)"
+        if interpreted:
+            return None
+        built = torch.version.cuda is not None
+        return f"it needs a GPU{'' if built else ', and a torch with CUDA'} (or TRITON_INTERPRET=1, for tests)"
     if device.type != "cuda":
         return f"it does not run on {device.type}"
     if torch.version.hip is not None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fp8dist_kernels import BLOCK
 from fp8dist_kernels.backends import nvidia_capability
+from fp8dist_kernels.multipliers import Product, refused, torch_can_group
 from fp8dist_kernels.ops import implementer, version_of_backend
 from fp8dist_kernels.reference import grouped_casts, grouped_matmuls, scaled_grouped
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
@@ -122,11 +123,17 @@ def _matmul_grouped(
     if _may_be_torchs(backend, a.device):
         scaling = grouped_matmuls.grouped_scaling_of(a, b, inv_scale_a, inv_scale_b, offsets, bias)
         dtypes, biased = (a.dtype, b.dtype, out_dtype), bias is not None
-        if scaled_grouped.torch_can_group(nvidia_capability(a.device), dtypes, scaling, b.shape, biased):
+        if torch_can_group(nvidia_capability(a.device), dtypes, scaling, b.shape, biased):
             clear = version_of_backend(backend, a.device, scaled_grouped).clear_tail
-            return scaled_grouped.multiply_grouped_torch(
-                scaling, a, b, inv_scale_a, inv_scale_b, offsets, fast_accumulation, clear
-            )
+            try:
+                return scaled_grouped.multiply_grouped_torch(
+                    scaling, a, b, inv_scale_a, inv_scale_b, offsets, fast_accumulation, clear
+                )
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
+            except (RuntimeError, ValueError) as error:
+                of_one = Product(scaling, a.shape[0], b.shape[1], b.shape[2], *dtypes)
+                raise refused(of_one, a.device, f"grouped: {error}") from error
     multiply = version_of_backend(backend, a.device, grouped_matmuls).matmul_grouped
     product: Tensor = multiply(a, b, inv_scale_a, inv_scale_b, offsets, out_dtype, fast_accumulation, bias)
     return product
@@ -145,9 +152,7 @@ def multiplier_name(
     device: torch.device,
 ) -> str:
     """Return the name of what computes a ``matmul_grouped``. The arguments are those of ``torch_can_group``."""
-    if _may_be_torchs(backend, device) and scaled_grouped.torch_can_group(
-        nvidia_capability(device), dtypes, scaling, shape, biased
-    ):
+    if _may_be_torchs(backend, device) and torch_can_group(nvidia_capability(device), dtypes, scaling, shape, biased):
         return "torch.scaled_grouped_mm"
     return implementer(backend, device)
 

@@ -18,8 +18,9 @@ Each op mutates only the arguments that its schema marks. Inside the op, device 
 ranks agree: a flag on the host would be baked into compiled and captured graphs.
 
 ``backend``: "triton", "torch" (``torch._scaled_mm`` and eager operations), "reference" (float32 products), or "auto".
-"auto" uses Triton on GPUs with FP8, except for products that ``torch._scaled_mm`` computes faster. On a CPU it uses
-"reference", the faster emulation. ``StateUpdates`` chooses between the ops and numpy for a launch and a commit.
+"auto" uses Triton on GPUs with FP8, except for products that torch takes (``multipliers.py``) and computes faster. On a
+CPU it uses "reference", the faster emulation. ``StateUpdates`` chooses between the ops and numpy for a launch and a
+commit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from torch import Tensor
 from fp8dist_kernels import host_shares
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
-from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, update
+from fp8dist_kernels.multipliers import Product, machine_of, row_of
+from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, torch_matmuls, update
 from fp8dist_kernels.taps import tell
 
 __all__ = [
@@ -230,32 +232,29 @@ def _product(
     backend: str = "auto",
 ) -> Tensor:
     scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
-    dtypes = a.dtype, b.dtype, out_dtype
-    multiply = _multiplier(a.shape, b.shape[0], dtypes, scaling, fast_accumulation, backend, a.device)
+    of_bias = None if bias is None else bias.dtype
+    (m, k), n = a.shape, b.shape[0]
+    product = Product(scaling, m, n, k, a.dtype, b.dtype, out_dtype, of_bias)
+    multiply = _multiplier(product, fast_accumulation, backend, a.device)
     return multiply(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
 
 
 @functools.lru_cache(512)
-def _multiplier(
-    shape: torch.Size,
-    columns: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    scaling: matmuls.Scaling,
-    fast_accumulation: bool,
-    backend: str,
-    device: torch.device,
-) -> Callable[..., Tensor]:
-    """Return the function that computes a product of ``a``, of this shape, and ``b`` with this many rows."""
+def _multiplier(product: Product, fast_accumulation: bool, backend: str, device: torch.device) -> Callable[..., Tensor]:
+    """Return the function that computes a product."""
+    row = row_of(product, machine_of(device))
     if runs_fused(backend, device):
         require_backend(backend, device)
         from fp8dist_kernels.triton import matmuls as fused_matmuls
         from fp8dist_kernels.triton import tiles
 
-        problem = tiles.Problem(shape[0], columns, shape[1], scaling, fast_accumulation, *dtypes)
-        if backend == "triton" or not matmuls.torch_can(scaling, device) or tiles.faster_than_torch(problem, device):
+        problem = tiles.Problem(
+            product.m, product.n, product.k, product.scaling, fast_accumulation, product.a, product.b, product.out
+        )
+        if backend == "triton" or row is not None or tiles.faster_than_torch(problem, device):
             return fused_matmuls.multiply
     if backend == "torch" or (backend == "auto" and device.type == "cuda"):
-        return matmuls.multiply_torch
+        return torch_matmuls.multiply_directly if row is None else torch_matmuls.multiply_torch
     if backend in ("auto", "reference"):
         return matmuls.multiply_reference
     raise ValueError(f"unknown backend {backend!r}")
@@ -266,18 +265,11 @@ def implementer(backend: str, device: torch.device) -> str:
     return "Triton" if runs_fused(backend, device) else "torch"
 
 
-def multiplier_name(
-    shape: Sequence[int],
-    columns: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    scaling: matmuls.Scaling,
-    fast_accumulation: bool,
-    backend: str,
-    device: torch.device,
-) -> str:
-    """Return the name of what computes a product of ``a``, of this shape, and ``b`` with this many rows."""
-    multiply = _multiplier(torch.Size(shape), columns, dtypes, scaling, fast_accumulation, backend, device)
-    names = {matmuls.multiply_torch: "torch._scaled_mm", matmuls.multiply_reference: "reference"}
+def multiplier_name(product: Product, fast_accumulation: bool, backend: str, device: torch.device) -> str:
+    """Return the name of what computes a product."""
+    multiply = _multiplier(product, fast_accumulation, backend, device)
+    of_torch = torch_matmuls.multiply_directly, torch_matmuls.multiply_torch
+    names = {**dict.fromkeys(of_torch, "torch._scaled_mm"), matmuls.multiply_reference: "reference"}
     return names.get(multiply, "Triton")
 
 

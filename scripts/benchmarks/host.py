@@ -73,7 +73,7 @@ def without_launches(products: str = "torch") -> Iterator[Launched]:
     tiles; "triton": with our kernels. Needs TRITON_INTERPRET=1, and the backend "triton".
     """
     from fp8dist_kernels import ops
-    from fp8dist_kernels.reference import matmuls as plain_matmuls
+    from fp8dist_kernels.reference import torch_matmuls
     from fp8dist_kernels.triton import blocks, casts, magnitude, matmuls
 
     launched = Launched()
@@ -83,7 +83,7 @@ def without_launches(products: str = "torch") -> Iterator[Launched]:
         return torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
     def always_torch(*_: Any) -> Callable[..., Tensor]:
-        return plain_matmuls.multiply_torch
+        return torch_matmuls.multiply_directly
 
     kernels = {
         casts: ("_cast_kernel", "_sums_kernel", "_add_up_kernel", "_transpose_kernel"),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8dist.consistency.contents import Digester, Key, Named, TensorContent
 from fp8dist_kernels.reference.content import BLOCK_BYTES, BLOCK_WORDS, ContentDigest, as_bytes, block_count
+from tests.support.devices import DEVICE, needs_gpu
 from tests.support.elements import flip
 
 MASK = (1 << 64) - 1
@@ -231,13 +232,13 @@ def test_blocks_may_be_done_several_at_a_time_as_on_a_gpu() -> None:
         assert digest_of(tensor, by=several) == digest_of(tensor)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_a_gpu_gives_the_same_digest() -> None:
     for dtype in DTYPES:
-        on_gpu = ContentDigest(torch.device("cuda", 0))
+        on_gpu = ContentDigest(torch.device(DEVICE))
         for shape in [(), (0,), (7, 5), (BLOCK_BYTES // dtype.itemsize * 2 + 3,), (40_000_000 // dtype.itemsize,)]:
             tensor = any_tensor(dtype, shape, 3)
-            assert digest_of(tensor.cuda(), (1, 2), on_gpu) == digest_of(tensor, (1, 2))
+            assert digest_of(tensor.to(DEVICE), (1, 2), on_gpu) == digest_of(tensor, (1, 2))
 
 
 # Strides ---------------------------------------------------------------------------------------------------

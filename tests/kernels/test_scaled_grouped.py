@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8dist_kernels import direct, grouped_ops
+from fp8dist_kernels.multipliers import torch_can_group
 from fp8dist_kernels.reference import grouped_matmuls as plain
 from fp8dist_kernels.reference import scaled_grouped
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.reference.scaled_grouped import clear_tail as plain_clear
-from fp8dist_kernels.reference.scaled_grouped import multiply_grouped_torch, torch_can_group
+from fp8dist_kernels.reference.scaled_grouped import multiply_grouped_torch
 from fp8dist_kernels.triton import version_of
 from fp8dist_kernels.triton.scaled_grouped import clear_tail as fused_clear
 from tests.support.devices import DEVICE, needs_gpu

@@ -17,7 +17,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist_kernels import direct, ops
 from fp8dist_kernels.backends import why_not_triton
 from fp8dist_kernels.reference.casts import add_up
-from fp8dist_kernels.reference.matmuls import matmul_torch
+from fp8dist_kernels.reference.torch_matmuls import matmul_torch
 from tests.support.linear import (
     BACKENDS,
     E4M3,

@@ -107,13 +107,41 @@ def test_a_stage_that_does_not_end_is_ended_and_the_summary_follows(tmp_path: Pa
     assert lines[-1] == "the summary"
 
 
-def test_the_tests_of_the_gpu_run_in_order() -> None:
-    files = [option for option in check._options() if option.startswith("tests/")]
-    kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/kernels").glob("test_fused_*.py")}
-    on_a_gpu = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_gpu_*.py")}
-    assert set(files) == (kernels | on_a_gpu) - {
-        str(path.relative_to(ROOT)) for path in Path(__file__).parent.iterdir()
+WITHOUT_A_GPU = {
+    "tests/cli/test_doctor.py": "scripts/gpu runs fp8dist doctor itself",
+    "tests/kernels/test_interpreter.py": "Triton's interpreter, which no test needs on a GPU",
+    "tests/kernels/test_tiles.py": "measured on a GPU by scripts/gpu tune",
+}
+"""Files that look for a GPU, and what of them check does not run there."""
+
+
+def test_no_test_of_the_gpu_is_forgotten() -> None:
+    """What tests say of a GPU, in any words, against the list of check."""
+    files = {option for option in check._options() if option.startswith("tests/")}
+    words = ("needs_gpu", "DEVICE", "cuda.is_available", ".cuda()", "nccl")
+    own = Path(__file__).parent
+    said = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if path.parent != own and (path.name.startswith("test_gpu_") or any(word in path.read_text() for word in words))
     }
+    only_spoken_of = {path for path in said - files if not _looks_for_a_gpu(path)}
+    assert said - files - only_spoken_of == set(WITHOUT_A_GPU)
+    kernels = ("grouped_casts", "grouped_matmuls", "scaled_grouped", "fused_casts", "fused_matmuls", "gpu_kernels")
+    wanted = {f"tests/kernels/test_{name}.py" for name in kernels}
+    wanted |= {"tests/parallel/test_gpu_fsdp2.py", "tests/modules/test_gpu_tokens.py", "tests/sync/test_gpu_ranks.py"}
+    assert wanted <= files
+    assert all((ROOT / path).exists() for path in files)
+
+
+def _looks_for_a_gpu(path: str) -> bool:
+    """True if a test in the file runs otherwise, or at all, where there is a GPU."""
+    text = (ROOT / path).read_text()
+    of_gpus = "needs_gpu" in text or "cuda.is_available" in text or "tests.support.devices" in text
+    return of_gpus or Path(path).name.startswith("test_gpu_")
+
+
+def test_the_tests_of_the_gpu_run_in_order() -> None:
     names = ["tests/kernels/test_fused_casts.py::test_x", f"{check.KERNELS}::test_casts[medium]"]
     names += ["tests/sync/test_gpu_ranks.py::test_nccl_alone", "tests/step/test_gpu_graphs.py::test_x[small]"]
     names += ["tests/modules/test_gpu_linear.py::test_x", f"{check.KERNELS}::test_casts[small-wide]"]

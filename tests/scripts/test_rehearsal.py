@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "NVIDIA H200"
 FILE = "nvidia-h200.json"
 CHOSEN = (
-    "nccl or early_launches or (two_ranks and same_step) or delayed-auto or (replayed and sgd and same_step) or "
+    "nccl or early_launches or (two_ranks and same_step) or (delayed-auto and not tokens) or "
+    "(replayed and sgd and same_step) or "
     "(small and (test_digests or test_amax or (test_updates and max-False) or (test_casts and 1x128 and False)"
     " or (test_products and not wide and not tiles and tensorwise)))"
 )
@@ -105,6 +106,30 @@ def test_a_failure_is_in_the_last_lines(tree: Path, tmp_path: Path) -> None:
     assert counts.startswith("check: 0 passed, 1 failed, 0 skipped, ")
     assert failure == "  failed tests/kernels/test_fused_planted.py::test_planted: ValueError: planted"
     assert result.startswith("gpu: check FAILED (status 1), ")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", ["delayed", "current", "rowwise", "blocks", "autocast"])
+def test_products_of_any_number_of_tokens(part: str) -> None:
+    _on_a_pretended_gpu("9.0", "13.0", part)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("capability", "cuda"), [("9.0", "12.8"), ("8.9", "13.0"), ("10.0", "13.0")])
+def test_products_where_torch_has_fewer(capability: str, cuda: str) -> None:
+    """A Hopper GPU with an older CUDA, Ada, and Blackwell: what torch refuses there reaches nobody."""
+    _on_a_pretended_gpu(capability, cuda, "(float32 or autocast) and not triton and (rowwise or blocks or autocast)")
+
+
+def _on_a_pretended_gpu(capability: str, cuda: str, chosen: str) -> None:
+    paths = [ROOT / "tests" / "support" / "h200", ROOT, ROOT / "kernels"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment |= {"PRETENDED_CAPABILITY": capability, "PRETENDED_CUDA": cuda, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", "-W", "default", "-k"]
+    command += [chosen, "-p", "no:cacheprovider", "-p", "no:xdist", "tests/modules/test_gpu_tokens.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout[-12_000:]
+    assert "skipped" not in done.stdout.splitlines()[-1]
 
 
 def test_tune(tree: Path, tmp_path: Path) -> None:

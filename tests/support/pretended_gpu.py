@@ -1,7 +1,8 @@
 """A pretended NVIDIA H200, so that code for a GPU runs on a machine without one.
 
 torch.cuda answers as for one H200. Tensors on "cuda" say so (``device``, ``is_cuda``), but their data are in CPU
-memory, and torch's CPU kernels compute. Triton's kernels run in its interpreter. NCCL is gloo.
+memory, and torch's CPU kernels compute, except for scaled products (``libtorch.py``). Triton's kernels run in its
+interpreter. NCCL is gloo. PRETENDED_CAPABILITY and PRETENDED_CUDA make it another GPU, and torch another build.
 
 What real CUDA refuses is refused here, too: operations on tensors of two devices, reads by the host during a capture,
 and use of CUDA in a process that was forked after CUDA was initialised. Not pretended: asynchrony (each operation is
@@ -22,14 +23,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.support.libtorch import Stand
 
 __all__ = ["PROPERTIES", "Graph", "OnGpu", "install"]
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-CAPABILITY = (9, 0)
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor, *_ = text.split(".")
+    return int(major), int(minor)
+
+
+CUDA = os.environ.get("PRETENDED_CUDA", "13.0")
+CAPABILITY = _version(os.environ.get("PRETENDED_CAPABILITY", "9.0"))
+LIBTORCH = Stand(CAPABILITY, _version(CUDA), _version(torch.__version__))
 # The attributes of torch 2.11's _CudaDeviceProperties that do not depend on its build. No others: a wrong name raises.
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",
@@ -148,12 +159,11 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     inner_kwargs.pop("pin_memory", None)
     if graph:
         graph.before(function, inner_args, inner_kwargs)
-    if name == "_scaled_mm_v2":
-        function = _block_scaled
-    if name == "_scaled_grouped_mm_v2":
-        function = _grouped_scaled
-    if name == "_scaled_mm" and inner_args[2].numel() > 1:
-        function = _row_scaled
+    function = {
+        "_scaled_mm": LIBTORCH.scaled_mm,
+        "_scaled_mm_v2": LIBTORCH.scaled_mm_v2,
+        "_scaled_grouped_mm_v2": _grouped_scaled,
+    }.get(name, function)
     result = function(*inner_args, **inner_kwargs)
     if graph:
         graph.after(function, inner_args, inner_kwargs, result)
@@ -168,20 +178,6 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tree_map(place, result)
 
 
-def _block_scaled(
-    a: Tensor, b: Tensor, scale_a: list[Tensor], _a: Any, _sa: Any, scale_b: list[Tensor], recipe_b: list[int],
-    _sb: Any, bias: Tensor | None, out_dtype: torch.dtype, *_: Any, **__: Any,
-) -> Tensor:  # fmt: skip
-    """``torch.nn.functional.scaled_mm`` of [m, k] and [k, n] with block scales, which torch has on Hopper only."""
-    k, n = b.shape
-    of_b = scale_b[0].t().float() if recipe_b == [functional.ScalingType.BlockWise1x128.value] else scale_b[0]
-    if of_b.shape[1] != n:
-        of_b = of_b.repeat_interleave(128, 1)[:, :n]
-    left = a.float() * scale_a[0].repeat_interleave(128, 1)[:, :k]
-    product = left @ (b.float() * of_b.repeat_interleave(128, 0)[:k])
-    return (product if bias is None else product + bias).to(out_dtype)
-
-
 def _grouped_scaled(
     a: Tensor, b: Tensor, scale_a: list[Tensor], _a: Any, _sa: Any, scale_b: list[Tensor], _b: Any, _sb: Any,
     offsets: Tensor, *_: Any, **__: Any,
@@ -194,15 +190,6 @@ def _grouped_scaled(
         product[rows] = (a[rows].float() @ b[expert].float() * scale_a[0][rows, None] * scale_b[0][expert]).bfloat16()
         start = end
     return product
-
-
-def _row_scaled(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, _result_scale: Any = None,
-    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
-) -> Tensor:  # fmt: skip
-    """``torch._scaled_mm`` with row-wise scales, [m, 1] and [1, n], which a CPU has since torch 2.12."""
-    product = (a.float() @ b.float()) * scale_a * scale_b
-    return (product if bias is None else product + bias).to(out_dtype or a.dtype)
 
 
 def _run_ours(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -441,6 +428,7 @@ def install() -> None:
     for name, answer in answers.items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, answer)
+    torch.version.cuda = CUDA
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # ``data`` cannot become another class.
     torch.tensor, torch.as_tensor = _through_cpu(torch.tensor), _through_cpu(torch.as_tensor)
     Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign]

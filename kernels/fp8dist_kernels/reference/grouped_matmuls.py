@@ -40,7 +40,7 @@ def matmul_grouped(
             or [tokens, ceil(k / 128)] with [E, ceil(n / 128), ceil(k / 128)] (1 x 128 by 128 x 128) or
             [E, n, ceil(k / 128)] (1 x 128 both). Any strides.
         offsets: int32[E], see ``groups``.
-        out_dtype, fast_accumulation: as in ``matmuls.matmul_torch``.
+        out_dtype, fast_accumulation: as in ``torch_matmuls.matmul_torch``.
         bias: [E, n] of any float dtype.
 
     Raises:

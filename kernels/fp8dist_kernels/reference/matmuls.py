@@ -7,7 +7,6 @@ from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fp8dist_kernels.reference.casts import dequantize
 
@@ -16,15 +15,11 @@ __all__ = [
     "SCALE_BLOCK",
     "Scaling",
     "aligned",
-    "block_scales_for_torch",
     "column_major",
     "matmul_reference",
-    "matmul_torch",
     "multiply_reference",
-    "multiply_torch",
     "product_of_nothing",
     "scaling_of",
-    "torch_can",
 ]
 
 ALIGNMENT = 16
@@ -34,7 +29,6 @@ rule, so that code that passes tests on a CPU also runs on CUDA."""
 SCALE_BLOCK = 128
 """Elements of the contracted dim, and rows of ``b``, that share a scale under block scaling."""
 
-_HOPPER = 9
 _TMA_ALIGNMENT = 16
 _SHAPES_KEPT = 512  # More kinds of products than a model has.
 
@@ -97,74 +91,6 @@ def _scaling_of(shape_a: torch.Size, shape_b: torch.Size, scales_a: torch.Size, 
     )
 
 
-def torch_can(scaling: Scaling, device: torch.device) -> bool:
-    """True if torch has a product with this scaling on ``device``. Block scaling needs Hopper."""
-    if not scaling.in_blocks:
-        return True
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
-
-
-def matmul_torch(
-    a: Tensor,
-    b: Tensor,
-    inv_scale_a: Tensor,
-    inv_scale_b: Tensor,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Return ``(a * inv_scale_a) @ (b * inv_scale_b).T + bias``, by torch's own scaled product (cuBLASLt on CUDA).
-
-    Args:
-        a: FP8 [m, k] contiguous. m is arbitrary.
-        b: FP8 [n, k] contiguous. n and k are multiples of 16.
-        inv_scale_a: float32, and ``inv_scale_b`` likewise; shapes as in ``Scaling``. Scales of
-            1 x 128 blocks are cheapest as the transpose of contiguous memory: [ceil(k / 128), m] for ``a``.
-        out_dtype: bfloat16, float16 or float32: dtype of the [m, n] result.
-        fast_accumulation: let Hopper accumulate in its reduced-precision registers. No effect on block-scaled
-            products, which accumulate in float32 after each block.
-        bias: [n] of any float dtype, added in float32 before the result is rounded.
-
-    Raises:
-        ValueError: layout, alignment or scales that CUDA would refuse; a block-scaled product on a CPU.
-    """
-    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
-    return multiply_torch(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
-
-
-def multiply_torch(
-    scaling: Scaling,
-    a: Tensor,
-    b: Tensor,
-    inv_scale_a: Tensor,
-    inv_scale_b: Tensor,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    """Do ``matmul_torch`` for arguments that ``scaling_of`` has checked."""
-    if a.numel() == 0 or b.numel() == 0:
-        return product_of_nothing(a, b, out_dtype, bias)
-    if bias is not None and not (bias.dtype == out_dtype and out_dtype.itemsize == 2 and a.is_cuda):
-        # cuBLASLt takes a bias only in the result's dtype, and never with float32.
-        product = multiply_torch(scaling, a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation, None)
-        return product.add_(bias).to(out_dtype)
-    if scaling.in_blocks:
-        return _block_scaled(a, b, inv_scale_a, inv_scale_b, scaling, out_dtype, bias)
-    if scaling is Scaling.ROWWISE:
-        # Through one dim, because a column of any strides is contiguous to torch, and scaled_mm wants (1, 1).
-        inv_scale_a, inv_scale_b = inv_scale_a.reshape(-1)[:, None], inv_scale_b.reshape(-1)[None, :]
-    return torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=inv_scale_a,
-        scale_b=inv_scale_b,
-        bias=None if bias is None else bias.contiguous(),
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accumulation,
-    )
-
-
 def matmul_reference(
     a: Tensor,
     b: Tensor,
@@ -205,22 +131,6 @@ def product_of_nothing(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tenso
     return product if bias is None else product.add_(bias)
 
 
-def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Return block scales in the layout of ``torch.nn.functional.scaled_mm`` (checked in ATen's ScaledBlas.cpp).
-
-    Returns:
-        For ``a``, [m, blocks] with strides (1, m), not copied if it has them. For ``b``, [n, blocks] likewise under
-        BLOCKWISE_1D, else [blocks rounded up to 4, ceil(n / 128)], columns contiguous, padded with zeros.
-    """
-    scale_a = column_major(inv_scale_a)
-    if scaling is Scaling.BLOCKWISE_1D:
-        return scale_a, column_major(inv_scale_b)
-    blocks = inv_scale_b.shape[1]
-    scale_b = inv_scale_b.new_zeros(inv_scale_b.shape[0], -(-blocks // 4) * 4)
-    scale_b[:, :blocks] = inv_scale_b
-    return scale_a, scale_b.t()
-
-
 def aligned(operand: Tensor) -> Tensor:
     """Return ``operand`` at an address that TMA can read, a multiple of 16 bytes. Rows are such multiples, but a view
     may begin elsewhere."""
@@ -237,29 +147,3 @@ def column_major(scale: Tensor) -> Tensor:
 
 def _blocks(size: int) -> int:
     return -(-size // SCALE_BLOCK)
-
-
-def _block_scaled(
-    a: Tensor,
-    b: Tensor,
-    inv_scale_a: Tensor,
-    inv_scale_b: Tensor,
-    scaling: Scaling,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
-    if not a.is_cuda:
-        raise ValueError('torch has no block-scaled product on a CPU: use the backend "reference"')
-    lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
-    scale_a, scale_b = block_scales_for_torch(inv_scale_a, inv_scale_b, scaling)
-    return functional.scaled_mm(
-        a,
-        b.t(),
-        scale_a,
-        lines,
-        scale_b,
-        lines if scaling is Scaling.BLOCKWISE_1D else squares,
-        bias=bias,
-        output_dtype=out_dtype,
-        use_fast_accum=False,
-    )

@@ -6,7 +6,7 @@ multiple of 16, and a device assertion ends the CUDA context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,40 +14,9 @@ from torch.nn import functional
 
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows
 from fp8dist_kernels.reference.groups import cut
-from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling, aligned
+from fp8dist_kernels.reference.matmuls import Scaling, aligned
 
-__all__ = ["clear_tail", "multiply_grouped_torch", "torch_can_group"]
-
-_HOPPER = (9, 0)
-"""torch also lets Blackwell pass, but up to 2.13 its kernel for float32 scales is compiled for Hopper only, and traps
-elsewhere (pull request 188063 of PyTorch)."""
-
-_MOST_GROUPS = 1023
-
-
-def torch_can_group(
-    capability: tuple[int, int] | None,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    scaling: Scaling,
-    shape: Sequence[int],
-    biased: bool,
-) -> bool:
-    """True if torch computes such a ``matmul_grouped``.
-
-    Args:
-        capability: compute capability of an NVIDIA GPU. None: another device.
-        dtypes: of ``a``, ``b`` and the result.
-        shape: of ``b``, [E, n, k].
-    """
-    groups, n, k = shape
-    return (
-        capability == _HOPPER
-        and dtypes == (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)
-        and not scaling.in_blocks
-        and not biased
-        and 0 < groups <= _MOST_GROUPS
-        and all(size > 0 and size % ALIGNMENT == 0 for size in (n, k))
-    )
+__all__ = ["clear_tail", "multiply_grouped_torch"]
 
 
 def multiply_grouped_torch(

@@ -42,7 +42,7 @@ def matmul(
     fast_accumulation: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """See ``reference.matmuls.matmul_torch``. Block scaling works wherever Triton runs.
+    """See ``reference.torch_matmuls.matmul_torch``. Block scaling works wherever Triton runs.
 
     The tile depends only on the ``Problem`` and the device (``tile_for``), and one program accumulates each element. So
     the result is the same on every call, and on every rank with such a device.

@@ -33,15 +33,19 @@ SMALL = "small"
 """Part of the IDs of the tests that launch each kernel at small sizes."""
 ORDER = (
     f"{KERNELS}::{SMALL}",
+    "tests/modules/test_gpu_tokens.py",
     "tests/modules/test_gpu_linear.py",
     "tests/step/test_gpu_graphs.py",
     "tests/modules/test_gpu_compile.py",
     "tests/sync/test_gpu_one_rank.py",
     "tests/sync/test_gpu_ranks.py",
+    "tests/parallel/test_gpu_fsdp2.py",
     "tests/consistency/test_gpu_compute.py",
     KERNELS,
 )
-"""What runs first; then the other tests of the kernels."""
+"""What runs first; then the other tests that use ``MARK``."""
+MARK = "from tests.support.devices import"
+"""In each file with tests that run on a GPU if there is one, or only there."""
 
 WORKERS = 8
 MOST_FAILURES = 12
@@ -202,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options() -> list[str]:
     """Return the files and options of pytest."""
     named = dict.fromkeys(place.partition("::")[0] for place in ORDER)
-    files = [*named, *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/kernels/test_fused_*.py"))]
+    marked = (path for path in sorted(ROOT.glob("tests/*/test_*.py")) if MARK in path.read_text())
+    files = dict.fromkeys([*named, *(str(path.relative_to(ROOT)) for path in marked)])
     # Not strict: the settings and marks of plugins that are missing are unknown. Other versions may warn.
     options = ["-v", "--tb=short", "-o", "addopts=--import-mode=importlib", "-W", "default", "-p", "no:cacheprovider"]
     options += ["-p", "no:benchmark", f"--maxfail={MOST_FAILURES}", "--continue-on-collection-errors"]

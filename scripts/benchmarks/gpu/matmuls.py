@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8dist_kernels import GEMMS, direct
-from fp8dist_kernels.reference.matmuls import SCALE_BLOCK, Scaling, block_scales_for_torch, column_major
+from fp8dist_kernels.reference.matmuls import SCALE_BLOCK, Scaling, column_major
+from fp8dist_kernels.reference.torch_matmuls import block_scales_for_torch
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, summary_of
 from scripts.benchmarks.gpu.stopwatch import Ratio, compare, issue_time
 from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Layer, Product, products_of

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8dist_kernels.reference.matmuls import matmul_torch
+from fp8dist_kernels.reference.torch_matmuls import matmul_torch
 from scripts.benchmarks.gpu import results
 from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch, compare, issue_time, stopwatch_of
 from scripts.benchmarks.llama_shapes import KINDS, Product

@@ -1,0 +1,205 @@
+"""The table of what torch does not multiply: each row against libtorch's refusals, and the way that a product takes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from fp8dist_kernels import ops
+from fp8dist_kernels.multipliers import ROWS, Detour, Machine, Product, ProductError, machine_of, row_of
+from fp8dist_kernels.reference import torch_matmuls
+from fp8dist_kernels.reference.matmuls import Scaling, matmul_reference, multiply_reference, scaling_of
+from fp8dist_kernels.reference.torch_matmuls import multiply_directly, multiply_torch
+from fp8dist_kernels.triton.matmuls import multiply as multiply_triton
+from tests.support.libtorch import CUBLAS, Stand
+from tests.support.products import E4M3, E5M2, PAIRS, random_numbers, small_integers
+
+BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+HOPPER, ADA, B200, RTX = (9, 0), (8, 9), (10, 0), (12, 0)
+NEW, OLD = (13, 0), (12, 8)
+V211, V213, V214, LATER = (2, 11), (2, 13), (2, 14), (2, 15)
+MACHINES = [
+    Machine(capability, cuda, version)
+    for capability, cuda, version in (
+        *itertools.product((HOPPER,), (NEW, (12, 9), OLD, (12, 6)), (V211, V213)),
+        *itertools.product((ADA, B200, RTX), (NEW, OLD), (V211, V214)),
+        *itertools.product((HOPPER, ADA, B200), (OLD,), (LATER,)),
+    )
+]
+TOKENS = (*range(1, 18), 100, 101)
+ROUNDINGS = 2.0**-21
+"""Of a float32 result, relative to the sum of the magnitudes: a few roundings, in another order."""
+
+REFUSALS: dict[str, tuple[Product, Machine, str]] = {
+    "a GPU without FP8": (
+        Product(Scaling.TENSORWISE, 16, 32, 64, E4M3, E4M3, BF16), Machine((8, 0), NEW, V211),
+        "only supported on CUDA devices with compute capability >= 9.0 or 8.9",
+    ),
+    "blocks: k below one block": (
+        Product(Scaling.BLOCKWISE, 13, 144, 48, E4M3, E4M3, BF16), Machine(HOPPER, NEW, V211), CUBLAS,
+    ),
+    "blocks: not a Hopper GPU": (
+        Product(Scaling.BLOCKWISE, 16, 144, 272, E4M3, E4M3, BF16), Machine(B200, NEW, V211),
+        "scaling only supported in CUDA for SM90",
+    ),
+    "blocks: torch built with CUDA before 12.9": (
+        Product(Scaling.BLOCKWISE_1D, 16, 144, 272, E4M3, E4M3, FLOAT), Machine(HOPPER, OLD, V211),
+        "requires cublasLt >= 12.9",
+    ),
+    "scales of rows, CUTLASS: b in E5M2": (
+        Product(Scaling.ROWWISE, 16, 144, 64, E4M3, E5M2, BF16), Machine(B200, NEW, V211), "Float8_e4m3fn to be true",
+    ),
+    "a bias of another dtype than the result, or in float32": (
+        Product(Scaling.TENSORWISE, 16, 32, 64, E4M3, E4M3, FLOAT, FLOAT), Machine(HOPPER, NEW, V211),
+        "Bias is not supported when out_dtype is set to Float32",
+    ),
+    "scales of rows, CUTLASS: a result that it cannot write": (
+        Product(Scaling.ROWWISE, 16, 144, 64, E4M3, E4M3, FLOAT), Machine(ADA, NEW, V211),
+        "Only bf16 and fp16 high precision output types are supported for row-wise scaling",
+    ),
+    "blocks: rows not in multiples of 8": (
+        Product(Scaling.BLOCKWISE, 13, 144, 272, E4M3, E4M3, BF16), Machine(HOPPER, NEW, V211), CUBLAS,
+    ),
+}  # fmt: skip
+"""By row of the table: a product, a machine, and libtorch's words. Of a short k alone no refusal is known: nobody
+is seen to multiply such blocks."""
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that puts a stand-in of libtorch in torch's place."""
+
+    def place(machine: Machine) -> Stand:
+        assert machine.capability is not None
+        stand = Stand(machine.capability, machine.cuda, machine.torch)
+        monkeypatch.setattr(torch, "_scaled_mm", stand.scaled_mm)
+        monkeypatch.setattr(torch, "_scaled_mm_v2", stand.scaled_mm_v2)
+        monkeypatch.setattr(torch_matmuls, "machine_of", lambda device: machine)
+        monkeypatch.setattr(ops, "machine_of", lambda device: machine)
+        return stand
+
+    return place
+
+
+def _given(product: Product, exact: bool = True) -> tuple[Any, ...]:
+    make = small_integers if exact else random_numbers
+    given = make(product.m, product.n, product.k, product.scaling, (product.a, product.b), product.bias is not None)
+    bias = None if product.bias is None or given.bias is None else given.bias.to(product.bias)
+    return (product.scaling, *given.operands, product.out, False, bias)
+
+
+def _expected(arguments: tuple[Any, ...]) -> torch.Tensor:
+    return multiply_reference(*arguments)
+
+
+def test_each_row_has_a_refusal() -> None:
+    assert list(REFUSALS) == [row.name for row in ROWS]
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_libtorch_refuses_goes_elsewhere(name: str, on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "auto" to Triton. With "torch" on a detour, or to an error with libtorch's reason."""
+    product, machine, words = REFUSALS[name]
+    stand = on(machine)
+    row = row_of(product, machine)
+    assert row is not None
+    assert row.name == name
+    arguments = _given(product)
+    with pytest.raises(ProductError) as caught:
+        multiply_directly(*arguments)
+    assert words in str(caught.value)
+    assert f"[{product.m}, {product.k}] x {product.b} [{product.n}, {product.k}]" in str(caught.value)
+    assert 'use backend="triton"' in str(caught.value)
+    assert stand.calls == []
+    if row.detour is None:
+        with pytest.raises(ProductError, match=name):
+            multiply_torch(*arguments)
+    else:
+        assert torch.equal(multiply_torch(*arguments), _expected(arguments))
+        after = {Detour.SCALES_AFTER: "tensor", Detour.SCALES_OF_ROWS: "row", Detour.PADDED_ROWS: "block"}
+        assert stand.calls == [after.get(row.detour, "tensor")]
+    monkeypatch.setattr(ops, "runs_fused", lambda backend, device: backend in ("auto", "triton"))
+    choose, device = ops._multiplier.__wrapped__, torch.device("cpu")
+    assert choose(product, False, "auto", device) is multiply_triton
+    assert choose(product, False, "torch", device) is multiply_torch
+    easy = product._replace(scaling=Scaling.TENSORWISE, b=E4M3, out=BF16, bias=None)
+    if name != "a GPU without FP8":
+        assert choose(easy, False, "torch", device) is multiply_directly
+
+
+def test_the_half_that_cutlass_writes_as_bfloat16(on: Any) -> None:
+    """No refusal, but wrong numbers, up to torch 2.14: the stand-in asserts that nobody asks for them."""
+    product = Product(Scaling.ROWWISE, 16, 144, 64, E4M3, E4M3, HALF)
+    for machine in (Machine(ADA, NEW, V213), Machine(HOPPER, OLD, V214)):
+        stand, arguments = on(machine), _given(product)
+        with pytest.raises(AssertionError, match="writes bfloat16"):
+            multiply_directly(*arguments)
+        assert torch.equal(multiply_torch(*arguments), _expected(arguments))
+        assert stand.calls == ["tensor"]
+    on(Machine(ADA, NEW, LATER))
+    assert torch.equal(multiply_directly(*arguments), _expected(arguments))
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_no_product_is_refused_that_torch_has(machine: Machine, on: Any) -> None:
+    """All scalings, dtypes and biases, for any count of rows and for k of less and more than a block."""
+    stand = on(machine)
+    outs = itertools.cycle(((BF16, None), (FLOAT, None), (HALF, None), (BF16, BF16), (FLOAT, FLOAT), (BF16, FLOAT),
+                            (HALF, HALF), (HALF, BF16)))  # fmt: skip
+    refused = set()
+    for scaling, k, m in itertools.product(Scaling, (16, 48, 112, 128, 272), TOKENS):
+        (out, bias), pair = next(outs), PAIRS[(m + k // 16) % 3]
+        product = Product(scaling, m, 144, k, *pair, out, bias)
+        arguments = _given(product)
+        kind = scaling_of(*arguments[1:5])  # Scales of one block are scales of rows.
+        row = row_of(product._replace(scaling=kind), machine)
+        if row is not None and row.detour is None:
+            refused.add(row.name)
+            assert kind.in_blocks
+            with pytest.raises(ProductError, match=row.name):
+                multiply_torch(kind, *arguments[1:])
+            continue
+        assert torch.equal(multiply_torch(kind, *arguments[1:]), _expected(arguments)), product
+    blocks = machine.capability == HOPPER and machine.cuda >= (12, 9)
+    assert len(refused) == (0 if blocks else 1)
+    assert set(stand.calls) == {"tensor", "row", *(["block"] if blocks else [])}
+
+
+@pytest.mark.parametrize("detour", Detour)
+def test_a_detour_is_as_good_as_float32(detour: Detour, on: Any) -> None:
+    """On scales of all mantissas, and with float32 results, also where a sum of bfloat16 would not do."""
+    name = next(row.name for row in ROWS if row.detour is detour and "E5M2" not in row.name)
+    product, machine, _ = REFUSALS[name]
+    on(machine)
+    for m in (1, 7, 13):
+        arguments = _given(product._replace(m=m, out=FLOAT), exact=False)
+        scaling, a, b, *scales = arguments[:5]
+        kind = scaling_of(a, b, *scales)
+        found = multiply_torch(kind, *arguments[1:])
+        given = random_numbers(m, product.n, product.k, scaling, (product.a, product.b), product.bias is not None)
+        error = (found.double().cpu() - given.exact()).abs()
+        assert (error <= ROUNDINGS * (given.exact(magnitudes=True) + 1)).all()
+
+
+def test_this_machine() -> None:
+    machine = machine_of(torch.device("cpu"))
+    assert machine.capability is None
+    assert machine.torch == tuple(int(part) for part in torch.__version__.split(".")[:2])
+    a, b, one = torch.ones(4, 32).to(E4M3), torch.ones(16, 32).to(E4M3), torch.ones(())
+    for backend in ("torch", "auto"):
+        found = ops.matmul(a, b, one, one, BF16, fast_accumulation=False, backend=backend)
+        assert torch.equal(found, matmul_reference(a, b, one, one, BF16))
+
+
+def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = _given(Product(Scaling.TENSORWISE, 16, 32, 64, E4M3, E4M3, BF16))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "_scaled_mm", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        multiply_directly(*arguments)
