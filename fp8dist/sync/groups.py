@@ -198,10 +198,7 @@ class SyncGroup:
 
     def require_backend(self, device: torch.device) -> None:
         """Raise ConfigurationError if the group has no backend for ``device``, where the FP8 state lies. Local."""
-        # Not ``process_group``: that of several axes is made by a collective.
-        several = self.mesh is not None and self.mesh.ndim > 1
-        group: Any = self.mesh.get_group(0) if self.mesh is not None and several else self.process_group
-        types = sorted(each.type for each in group._device_types)
+        types = sorted(each.type for each in self._source._device_types)
         if types and device.type not in types:
             raise ConfigurationError(
                 f"the FP8 state is on {device}, but its group has backends for {' and '.join(types)} only: move the "
