@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fp8dist.consistency.contents import Digester, Key, Named, TensorContent
 from fp8dist_kernels.reference.content import BLOCK_BYTES, BLOCK_WORDS, ContentDigest, as_bytes, block_count
-from tests.support.devices import DEVICE, needs_gpu
 from tests.support.elements import flip
 
 MASK = (1 << 64) - 1
@@ -230,15 +229,6 @@ def test_blocks_may_be_done_several_at_a_time_as_on_a_gpu() -> None:
     for nbytes in (BLOCK_BYTES, 2 * BLOCK_BYTES + 1, 3 * BLOCK_BYTES, 7 * BLOCK_BYTES + 9):
         tensor = any_bytes(nbytes, nbytes)
         assert digest_of(tensor, by=several) == digest_of(tensor)
-
-
-@needs_gpu
-def test_a_gpu_gives_the_same_digest() -> None:
-    for dtype in DTYPES:
-        on_gpu = ContentDigest(torch.device(DEVICE))
-        for shape in [(), (0,), (7, 5), (BLOCK_BYTES // dtype.itemsize * 2 + 3,), (40_000_000 // dtype.itemsize,)]:
-            tensor = any_tensor(dtype, shape, 3)
-            assert digest_of(tensor.to(DEVICE), (1, 2), on_gpu) == digest_of(tensor, (1, 2))
 
 
 # Strides ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -195,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     facts = environment.facts(torch.device("cuda", 0))
     new = {**results.empty(options.commit, options.dirty, options.run, options.smoke), **facts}
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", tempfile.gettempdir())  # Not in the tree.
     recorder = Recorder(results.file_of(options.out, facts["device"]["name"]), new)
     status = int(pytest.main([*_options(), *options.pytest], plugins=[recorder]))
     if not (status or options.smoke or options.pytest) and not recorder.collectives["nccl"]:
