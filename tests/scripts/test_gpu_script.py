@@ -129,7 +129,7 @@ def test_no_test_of_the_gpu_is_forgotten() -> None:
     assert said - files - only_spoken_of == set(WITHOUT_A_GPU)
     kernels = ("grouped_casts", "grouped_matmuls", "scaled_grouped", "fused_casts", "fused_matmuls", "gpu_kernels")
     wanted = {f"tests/kernels/test_{name}.py" for name in kernels}
-    wanted |= {"tests/parallel/test_gpu_fsdp2.py", "tests/modules/test_gpu_tokens.py", "tests/sync/test_gpu_ranks.py"}
+    wanted |= {"tests/sync/test_gpu_one_rank.py", "tests/modules/test_gpu_tokens.py", "tests/sync/test_gpu_ranks.py"}
     assert wanted <= files
     assert all((ROOT / path).exists() for path in files)
 

@@ -22,13 +22,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import DelayedScaling, StateManager
+from fp8dist import CurrentScaling, DelayedScaling, StateManager
 from fp8dist.consistency import protocol
 from fp8dist.sync.groups import SyncGroup
 from tests.support.collectives import counted_collectives
 from tests.support.devices import DEVICE
 from tests.support.ranks import RankPool, serve
-from tests.support.training import batch, make_net, parameter_bits, state_bits
+from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("one rank")]
 
@@ -173,24 +173,28 @@ def test_steps_in_a_graph(one_rank: RankPool, record_property: Any) -> None:
 # Wrappers --------------------------------------------------------------------------------------------------
 
 
-def _sharded(communicates: bool) -> Bits:
-    """Without collectives an unsharded model, with them FSDP2 that gathers in FP8."""
+def _sharded(recipe: Any, gathers: bool, communicates: bool) -> tuple[bool, dict[str, bytes]]:
+    """Without collectives an unsharded model, with them FSDP2. Return (True if a check found a difference, weights)."""
     model = _net()
     mesh = init_device_mesh(DEVICE, (1,))
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=communicates)
+    manager = fp8dist.prepare(model, recipe, group=mesh, fp8_all_gather=gathers and communicates)
     if communicates:
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     manager.attach(model, optimizer=optimizer)
     _steps(model, optimizer)
-    state = state_bits(manager)
-    whole = {name: getattr(p, "_local_tensor", p).detach().cpu() for name, p in model.named_parameters()}
-    return state, {name: part.numpy().tobytes() for name, part in whole.items()}
+    diverged = manager.check().diverged
+    return diverged, {name: bits(getattr(p, "_local_tensor", p)) for name, p in model.named_parameters()}
 
 
-def test_fp8_gather(one_rank: RankPool, record_property: Any) -> None:
-    alone, together = _run(one_rank, _sharded, record_property)
-    assert together[1] == alone[1]
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("recipe", [DelayedScaling(history_len=3), CurrentScaling()], ids=["delayed", "current"])
+def test_fsdp2(one_rank: RankPool, record_property: Any, recipe: Any, gathers: bool) -> None:
+    alone, together = _run(one_rank, functools.partial(_sharded, recipe, gathers), record_property)
+    assert together == alone
+    assert not alone[0]
 
 
 def _fsdp1(communicates: bool) -> dict[str, bytes]:

@@ -40,7 +40,6 @@ ORDER = (
     "tests/modules/test_gpu_compile.py",
     "tests/sync/test_gpu_one_rank.py",
     "tests/sync/test_gpu_ranks.py",
-    "tests/parallel/test_gpu_fsdp2.py",
     "tests/consistency/test_gpu_compute.py",
     KERNELS,
 )
