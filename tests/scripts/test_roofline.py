@@ -38,6 +38,7 @@ def _counted(launched: Launched, recipe: fp8dist.Recipe, bias: bool) -> tuple[in
 def test_launches_and_bytes(name: str) -> None:
     each, expected = BYTES[name], LAUNCHES[name]
     with without_launches("triton") as launched:
+        launched.sizes = True
         for bias in (False, True):
             count, moved = _counted(launched, RECIPES[name], bias)
             assert count == expected[bias]
@@ -55,6 +56,7 @@ def test_a_gathered_weight_takes_one_launch_more() -> None:
     weight = FP8Weight(Gathered(rows, torch.ones(())), torch.bfloat16)
     state = slots.states(torch.device("cpu"))[1]  # type: ignore[union-attr, operator]
     with without_launches("triton") as launched:
+        launched.sizes = True
         slots.backward_cast(weight, state, Outgrown(None))  # type: ignore[union-attr, operator]
     assert (launched.names, launched.moved) == (["_transpose_kernel"], [2 * 48 * 64])
     turned: Tensor = slots.backward_cast(weight, state, Outgrown(None))[0]  # type: ignore[union-attr, operator]
