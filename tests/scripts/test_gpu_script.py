@@ -199,7 +199,8 @@ def test_what_the_tests_gave_is_written_after_each(tmp_path: Path) -> None:
     assert lines[0].startswith("check: 1 passed, 3 failed, 1 skipped, ")
     assert lines[0].endswith("; cut off: not all were run")
     assert lines[1] == "  nccl was asked for 5 collectives"
-    assert lines[3:] == ["  failed d: assert 1 == 2", "  failed tests/e.py: ModuleNotFoundError: e", "  not finished f"]
+    assert lines[3:5] == ["  failed d: assert 1 == 2", "  failed tests/e.py: ModuleNotFoundError: e"]
+    assert lines[5:] == ["  not finished f", "  one test again: scripts/gpu check -- -n 0 -k b"]
     recorder.pytest_runtest_logfinish("f")
     session: Any = SimpleNamespace(shouldstop=False, shouldfail="stopping after 12 failures")
     recorder.pytest_sessionfinish(session, 1)
@@ -207,6 +208,11 @@ def test_what_the_tests_gave_is_written_after_each(tmp_path: Path) -> None:
     session.shouldfail = False
     recorder.pytest_sessionfinish(session, 1)
     assert not tests()["cut_off"]
+    again = check.Recorder(path, {**new, "date": "2999-01-01T00:00:00Z"}, chosen=True)
+    again.pytest_runtest_logreport(_report("b", "passed"))
+    again.pytest_sessionfinish(session, 0)
+    assert tests()["passed"] == 1, "the whole run stays"
+    assert check.summary(path).startswith("check: 1 passed, 0 failed, 0 skipped, ")
 
 
 @pytest.mark.parametrize(("asked", "status"), [(0, 1), (3, 0)])

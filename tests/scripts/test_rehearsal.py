@@ -102,7 +102,9 @@ def test_a_failure_is_in_the_last_lines(tree: Path, tmp_path: Path) -> None:
     finally:
         planted.unlink()
     assert process.returncode == 1
-    *_, counts, failure, result, _ = output.splitlines()
+    assert any(line.startswith("torch ") for line in output.splitlines()), "fp8dist doctor comes first"
+    *_, counts, failure, again, result, _ = output.splitlines()
+    assert again == "  one test again: scripts/gpu check -- -n 0 -k test_planted"
     assert counts.startswith("check: 0 passed, 1 failed, 0 skipped, ")
     assert failure == "  failed tests/kernels/test_fused_planted.py::test_planted: ValueError: planted"
     assert result.startswith("gpu: check FAILED (status 1), ")

@@ -94,10 +94,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 
 
 class Recorder:
-    """Writes the outcomes to a results file after each test. ``new``: what the file says beside the tests."""
+    """Writes the outcomes to a results file after each test.
 
-    def __init__(self, path: Path, new: Mapping[str, Any]) -> None:
+    ``new``: what the file says beside the tests. ``chosen``: only some tests run: those of an earlier whole run stay.
+    """
+
+    def __init__(self, path: Path, new: Mapping[str, Any], chosen: bool = False) -> None:
         self._path, self._new, self._old = path, new, results.earlier(path)
+        whole = (results.merged(self._old, new)["tests"] or {"cut_off": True})["cut_off"] is False
+        self._key = "again" if chosen and whole else "tests"
         self._start = time.monotonic()
         self._running: dict[str, None] = {}
         self._outcomes: dict[str, str] = {}
@@ -152,7 +157,7 @@ class Recorder:
             "running": list(self._running),
             "cut_off": cut_off,
         }
-        new = {**self._new, "tests": results.stamped(tests, self._new)}
+        new = {**self._new, self._key: results.stamped(tests, self._new)}
         results.write(self._path, results.merged(self._old, new))
 
 
@@ -167,7 +172,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 def summary(path: Path) -> str:
     """Return a short text about the tests in a results file."""
     data = results.earlier(path)
-    tests = data["tests"] if data else None
+    tests = data and max((data["tests"], data.get("again")), key=lambda one: one.get("date", "") if one else "")
     if not tests:
         return "check: no test has run"
     counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
@@ -176,7 +181,11 @@ def summary(path: Path) -> str:
     lines += [f"  failed {failure}" for failure in tests["failures"][:MOST_FAILURES]]
     more = len(tests["failures"]) - MOST_FAILURES
     lines += [f"  and {more} more"] if more > 0 else []
-    return "\n".join([*lines, *(f"  not finished {name}" for name in tests["running"][:WORKERS])])
+    lines += [f"  not finished {name}" for name in tests["running"][:WORKERS]]
+    if tests["failures"]:
+        test = tests["failures"][0].partition(": ")[0].rpartition("::")[2].partition("[")[0]
+        lines.append(f"  one test again: scripts/gpu check -- -n 0 -k {test}")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -196,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = environment.facts(torch.device("cuda", 0))
     new = {**results.empty(options.commit, options.dirty, options.run, options.smoke), **facts}
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", tempfile.gettempdir())  # Not in the tree.
-    recorder = Recorder(results.file_of(options.out, facts["device"]["name"]), new)
+    recorder = Recorder(results.file_of(options.out, facts["device"]["name"]), new, bool(options.pytest))
     status = int(pytest.main([*_options(), *options.pytest], plugins=[recorder]))
     if not (status or options.smoke or options.pytest) and not recorder.collectives["nccl"]:
         print("No test has asked NCCL for a collective: what it does is not known.")

@@ -6,6 +6,7 @@
      "device":   {"name", "capability", "driver", "memory_gib", "processors"},
      "versions": {"python", "torch", "cuda", "triton", "torchao", "fp8dist"},
      "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "running", "cut_off"},
+     "again":    likewise, of the tests that were run again after all had run; missing if none were,
      "parts":    {"matmul_tensorwise": {"status", "seconds", "problem", "cases": [{"name", …}], "figures": {…}}, …}}
 
 A ratio is [median, low, high]: the other side's time over ours, and its confidence interval. Numbers that are not
@@ -141,6 +142,7 @@ def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, A
     return {
         **new,
         "tests": new["tests"] or old["tests"],
+        **({"again": again} if (again := new.get("again") or old.get("again")) else {}),
         "parts": {name: parts[name] for name in PARTS if name in parts},
     }
 
