@@ -96,7 +96,7 @@ def multiply_directly(
     bias: Tensor | None,
 ) -> Tensor:
     """Do ``multiply_torch`` for a product to which no row of the table applies."""
-    if a.numel() == 0 or b.numel() == 0:
+    if 0 in a.shape or 0 in b.shape:  # Not numel(), which is a call for each.
         return product_of_nothing(a, b, out_dtype, bias)
     try:
         return _call(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
