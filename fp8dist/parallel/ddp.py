@@ -79,12 +79,14 @@ class JoinLink:
             return
         if not (torch.is_grad_enabled() and module.require_backward_grad_sync):
             return
-        if not self._launcher.job.joined:
-            if self._launcher.communicates and self._joins_alone(module):
-                raise ConfigurationError(
-                    "a Join context without the manager: a rank without data would take no part in the syncs of FP8 "
-                    "state, and the others would wait for it: use Join([ddp, manager]) instead of ddp.join()"
-                )
+        if self._launcher.job.joined:
+            self._ended = module._join_config  # Not alone in this context, nor after it.
+        elif self._launcher.communicates and self._joins_alone(module):
+            raise ConfigurationError(
+                "a Join context without the manager: a rank without data would take no part in the syncs of FP8 "
+                "state, and the others would wait for it: use Join([ddp, manager]) instead of ddp.join()"
+            )
+        else:
             return
         queued = False
 

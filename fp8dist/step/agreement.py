@@ -12,7 +12,7 @@ from fp8dist.state.manifest import ArenaDescription, WeightDescription, build_ma
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
-from fp8dist.sync.roll_call import enrol
+from fp8dist.sync.roll_call import enrol, failing_by_name
 
 __all__ = ["agree", "require_groups"]
 
@@ -59,9 +59,11 @@ def agree(
         enrol()
     agree_on_manifests(publications, len(distinct) - 1, timeout)
     for publication in sorted(publications, key=lambda p: sorted(p.group.ranks)):  # Or ranks wait in a circle.
-        own = [sync for sync, group in zip(syncs, groups) if group is publication.group]
+        group, group.round = publication.group, publication.round
+        own = [sync for sync, of in zip(syncs, groups) if of is group]
         if _reduces(settings, own):
-            publication.group.make_own(f"fp8dist/{publication.group.identity}/{publication.round}", own[0].arena.device)
+            with failing_by_name(own[0].owner, lambda: "the connection at attach()", group.ranks):
+                group.make_own(f"fp8dist/{group.identity}/{group.round}", own[0].arena.device)
     return {id(sync): manifest_digest(build_manifest([_described(sync, weights)], agreed)) for sync in syncs}
 
 

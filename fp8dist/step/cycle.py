@@ -161,9 +161,11 @@ class StepCycle:
         watch = None if self.watch is None else self.watch.describe()
         also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
         self.settle()  # In the communicator that the last attach() made.
+        self._drop_communicators()
         manifests = agree(self.settings, also, self.syncs, self.groups, weights, timeout)
-        for sync, group in zip(self.syncs, self.groups):
-            sync.share(group if self.settings.amax_sync and self.settings.enabled else None)
+        for place, (sync, group) in enumerate(zip(self.syncs, self.groups)):
+            place = sum(of is group for of in self.groups[:place])  # Ranks may differ in their other groups.
+            sync.share(group if self.settings.amax_sync and self.settings.enabled else None, place)
         self.control.tie(manifests)
         self._since, self._checked = self.job.boundaries, 0
         self._count_from_state()
@@ -173,9 +175,7 @@ class StepCycle:
         for sync in self.syncs:
             sync.share(None)
             sync.watch(False)
-        for group in self.groups:
-            if group is not None:
-                group.drop_own()
+        self._drop_communicators()
         self.control.untie()
         self._renews = False
         self.audits = None
@@ -183,6 +183,12 @@ class StepCycle:
         if self.steps is not None:
             self.steps.detached()
         self.job.invalidate_casts()
+
+    def _drop_communicators(self) -> None:
+        captured = self.job.captured or any(sync.graphed for sync in self.syncs)
+        for group in self.groups:
+            if group is not None:
+                group.drop_own(captured)
 
     def derive_weight_scales(
         self, weights: Iterable[tuple[ArenaSync, Slot, Tensor]], which: Literal["cold", "all"]

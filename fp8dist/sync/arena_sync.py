@@ -181,13 +181,14 @@ class ArenaSync:
         """True if a launch is a collective."""
         return self.group is not None and self.group.communicates
 
-    def share(self, group: SyncGroup | None) -> None:
-        """Share the arena with these ranks from now on; None: with none. Local."""
+    def share(self, group: SyncGroup | None, place: int = 0) -> None:
+        """Share the arena with these ranks from now on; None: with none. ``place``: of the arena among those of the
+        group. Local."""
         if self.lookout is not None:
             self.lookout.close()
         self.group, self.lookout = group, None
         if group is not None and self.communicates and waits_on_the_device(self.arena.device):
-            self.lookout = Lookout(self.owner, group)
+            self.lookout = Lookout(self.owner, group, place)
 
     @property
     def speaks(self) -> bool:
@@ -527,4 +528,5 @@ def all_reduce_max(tensor: Tensor, group: SyncGroup, counters: SyncCounters) -> 
     counters.bytes += tensor.numel() * tensor.element_size()
     work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
     assert work is not None
+    group.newest[:] = [work]
     return work

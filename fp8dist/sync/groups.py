@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,11 @@ class SyncGroup:
         # (gloo, torch 2.13). While it is usable, torch.distributed keeps it alive.
         self._given: weakref.ref[dist.ProcessGroup] | None = None
         self._own: weakref.ref[dist.ProcessGroup] | None = None
+        self._made_by = 0  # Id of the process that made it.
+        self.newest: list[dist.Work] = []
+        """The newest collective of a step."""
+        self.round = 0
+        """Number of the agreement of these ranks at ``attach``, the same on all of them."""
         if isinstance(group, DeviceMesh):
             if group.ndim > 1 and group.mesh_dim_names is None:
                 raise ConfigurationError("a DeviceMesh of several axes needs mesh_dim_names to be a group")
@@ -147,49 +152,63 @@ class SyncGroup:
         """Make a communicator for these ranks alone, with the backend and the time-out of the given one. COLLECTIVE.
 
         A rank that leaves out a collective, or makes one too many, is then missed in this communicator. In a shared one
-        its next collective, such as a bucket of DDP, would be taken for it.
+        its next collective, such as a bucket of DDP, would be taken for it. A backend that cannot make one for a part
+        of the job keeps the given one.
 
         Args:
             name: the same on all ranks, and new in this job.
             device: of what is reduced. On a GPU one element is reduced, so that a CUDA graph need not connect.
         """
-        self.drop_own()
-        given = self._source
-        backend = dist.get_backend(given)
-        if backend == dist.Backend.MPI:
-            return  # It makes communicators only with all ranks of the job.
-        helper: Any = distributed_c10d._new_process_group_helper
-        default, ranks, timeout = distributed_c10d._get_default_group(), list(self.ranks), self.timeout
+        assert self._own is None
+        given, helper = self._source, cast(Any, distributed_c10d._new_process_group_helper)
+        default, ranks = distributed_c10d._get_default_group(), list(self.ranks)
+        if self.backend == dist.Backend.MPI:
+            return
+        own: Any
         if default.bound_device_id is not None and self.size < dist.get_world_size():
             # torch splits new groups from the default one, and waits for all ranks of that. The parent's ranks suffice.
-            own: Any = dist.split_group(self.given, [list(range(self.size))], timeout=timeout, group_desc=name)
+            if not given._get_backend(default.bound_device_id).supports_splitting:
+                return
+            own = dist.split_group(self.given, [list(range(self.size))], timeout=self.timeout, group_desc=name)
         else:
             # Not dist.new_group(): it waits for all ranks of the job, or takes a name from the number of this
             # rank's groups, which ranks need not have in common.
             own, _ = helper(
-                self.size, ranks.index(self.rank), ranks, backend, distributed_c10d._get_default_store(), name,
-                timeout=timeout, device_id=default.bound_device_id, group_desc=name,
+                self.size, ranks.index(self.rank), ranks, self.backend, distributed_c10d._get_default_store(), name,
+                timeout=self.timeout, device_id=default.bound_device_id, group_desc=name,
             )  # fmt: skip
             distributed_c10d._world.pg_group_ranks[own] = {rank: place for place, rank in enumerate(ranks)}
-        self._own = weakref.ref(own)
+        self._own, self._made_by = weakref.ref(own), os.getpid()
         if device.type == "cpu":
+            # Nor may later groups get other names on ranks that have fewer communicators of this kind.
+            distributed_c10d._world.pg_names.pop(own)
             # Not for NCCL: ranks collect garbage at other times, and it may wait for the others.
-            weakref.finalize(self, _destroy, self._own, os.getpid()).atexit = False
+            weakref.finalize(self, _destroy, self._own, self._made_by, name, self.newest).atexit = False
         else:
             dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), group=own)
 
-    def drop_own(self) -> None:
-        """Destroy this group's own communicator, if it has one. Local, but do so on all ranks."""
-        if self._own is not None:
-            _destroy(self._own, os.getpid())
+    def drop_own(self, captured: bool = False) -> None:
+        """Destroy this group's own communicator, if it has one. On all ranks: with NCCL it may wait for the others.
+
+        Args:
+            captured: a CUDA graph may use it, which NCCL would wait for. It then stays until the job's groups go.
+        """
+        if self._own is not None and not captured:
+            self.newest.clear()
+            _destroy(self._own, self._made_by, "", self.newest)
         self._own = None
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend. Local."""
+        return dist.get_backend(self._source)
 
     @property
     def timeout(self) -> timedelta:
         """How long a collective of this group waits for late ranks."""
-        devices, backend = self._source._device_types, dist.get_backend(self._source)
+        devices = self._source._device_types
         options = self._source._get_backend(devices[-1]).options if devices else None
-        return getattr(options, "_timeout", None) or distributed_c10d._get_default_timeout(backend)
+        return getattr(options, "_timeout", None) or distributed_c10d._get_default_timeout(dist.Backend(self.backend))
 
     @property
     def _source(self) -> dist.ProcessGroup:
@@ -252,7 +271,7 @@ class SyncGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
         copied = SyncGroup.__new__(SyncGroup)  # A communicator is not state. A copied model attaches with its own.
-        copied.__dict__.update(self.__dict__, _own=None)
+        copied.__dict__.update(self.__dict__, _own=None, newest=[])
         return copied
 
     def __reduce__(self) -> Any:
@@ -269,15 +288,14 @@ def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return found
 
 
-def _destroy(group: weakref.ref[dist.ProcessGroup], process: int) -> None:
-    """Destroy a communicator that this process has made, unless the job's groups are destroyed."""
-    found = group()
-    if (
-        found is not None
-        and os.getpid() == process
-        and dist.is_initialized()
-        and found in distributed_c10d._world.pg_map
-    ):
+def _destroy(group: weakref.ref[dist.ProcessGroup], process: int, name: str, newest: Sequence[dist.Work]) -> None:
+    """Destroy a communicator that this process has made, unless the job's groups are destroyed, or a collective is
+    under way, which gloo would wait for."""
+    found, world = group(), distributed_c10d._world
+    if found is None or os.getpid() != process or not dist.is_initialized() or found not in world.pg_map:
+        return
+    if all(work.is_completed() for work in newest):
+        world.pg_names.setdefault(found, distributed_c10d.GroupName(name))
         dist.destroy_process_group(found)
 
 

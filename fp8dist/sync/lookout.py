@@ -35,10 +35,13 @@ class Lookout:
 
     Args:
         who: the owner of what is synchronised.
+        place: of the arena among those of its group.
     """
 
-    def __init__(self, who: str, group: SyncGroup) -> None:
-        self._newest: list[tuple[dist.Work, float]] = []
+    def __init__(self, who: str, group: SyncGroup, place: int) -> None:
+        self._newest: list[tuple[dist.Work, float, str]] = []
+        self._launches = 0
+        self._name = f"{group.round}/{place}"  # Of no other arena of these ranks.
         self._closed = threading.Event()
         timeout = group.timeout.total_seconds()
         patience = timeout - min(timeout / 4, MARGIN.total_seconds())
@@ -48,7 +51,8 @@ class Lookout:
 
     def launched(self, work: dist.Work) -> None:
         """Watch this work from now on. Not for one that a CUDA graph captures, which runs later."""
-        self._newest[:] = [(work, time.monotonic())]
+        self._launches += 1
+        self._newest[:] = [(work, time.monotonic(), f"{self._name}/{self._launches}")]
 
     def close(self) -> None:
         """End the thread, soon. Local."""
@@ -56,7 +60,7 @@ class Lookout:
 
 
 def _watch(
-    newest: list[tuple[dist.Work, float]],
+    newest: list[tuple[dist.Work, float, str]],
     closed: threading.Event,
     who: str,
     rank: int,
@@ -66,7 +70,7 @@ def _watch(
     """Report each work that has not ended ``patience`` seconds after its launch, once."""
     done: dist.Work | None = None
     while not closed.wait(min(5.0, patience / 20)):
-        for work, since in newest[:]:
+        for work, since, key in newest[:]:
             # The device is asked only late: a query may disturb the capture of a CUDA graph.
             if work is done or time.monotonic() - since < patience:
                 continue
@@ -81,5 +85,6 @@ def _watch(
                     WHERE,
                     ranks_text(ranks),
                     seconds,
-                    roll_call(ranks, where=WHERE),
+                    # A call of its own: ranks that were not late must not miss one in the count of the others.
+                    roll_call(ranks, where=WHERE, key=key),
                 )

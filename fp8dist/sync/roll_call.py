@@ -196,6 +196,7 @@ def roll_call(
     grace: timedelta = GRACE,
     error: BaseException | None = None,
     where: str = "",
+    key: str = "",
 ) -> Attendance:
     """Find out which ranks are missing after a collective has failed. Local: ranks that do not call it count as
     missing.
@@ -210,12 +211,13 @@ def roll_call(
         grace: how long to wait for ranks that notice the failure later.
         error: the error of the collective. If it is not a timeout, others may notice much later.
         where: what this rank waits for. If all ranks report, but wait for different things, the result says so.
+        key: names what has failed, the same on all ranks. Calls with another key do not count as earlier ones.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Attendance()
     members = range(dist.get_world_size()) if ranks is None else sorted(ranks)
     store = _job_store()
-    roll = Roll(store, dist.get_rank(), members, identity_of(members), where)
+    roll = Roll(store, dist.get_rank(), members, f"{identity_of(members)}/{key}", where)
     found = _in_time(roll, grace.total_seconds())
     if found is None:
         return Attendance(len(members), unreachable=_address(store))

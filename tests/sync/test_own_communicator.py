@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -13,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import ConfigurationError, StateManager, SyncError
+from fp8dist import ConfigurationError, DelayedScaling, StateManager, SyncError
 from fp8dist.sync.groups import SyncGroup
 from tests.support.collectives import counted_collectives
 from tests.support.ranks import RankPool
@@ -27,9 +30,9 @@ from tests.support.training import batch, make_net, state_bits
 SOON = timedelta(seconds=3)
 
 
-def _prepared(group: Any, **options: Any) -> tuple[nn.Module, StateManager]:
+def _prepared(group: Any, recipe: Any = None, **options: Any) -> tuple[nn.Module, StateManager]:
     net = make_net()
-    return net, fp8dist.prepare(net, group=group, **options)
+    return net, fp8dist.prepare(net, recipe, group=group, **options)
 
 
 def _group(manager: StateManager) -> SyncGroup:
@@ -124,6 +127,56 @@ def test_joining_without_the_manager_is_refused(two_ranks: RankPool) -> None:
         assert all("use Join([ddp, manager])" in error for error in errors)
 
 
+def _alone_on_a_mesh() -> str:
+    """Rank 1 checks alone, with a mesh of several axes that has no communicator yet."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "pp"))
+    if dist.get_rank() != 1:
+        time.sleep(4)
+        return ""
+    with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=1)), pytest.raises(SyncError) as caught:
+        fp8dist.check(make_net(), group=mesh["dp", "tp"])
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_check_on_a_mesh_alone_communicates_nothing(four_ranks: RankPool) -> None:
+    assert "fp8dist.check() was not reached by all ranks within 1 s" in four_ranks.run(_alone_on_a_mesh)[1]
+
+
+def _again() -> None:
+    """A check that one rank made alone is forgotten."""
+    net, manager = _prepared(dist.group.WORLD)
+    manager.attach(net)
+    if dist.get_rank() == 0:
+        with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=0.5)):
+            for call in (manager.check, lambda: fp8dist.check(net, group=dist.group.WORLD)):
+                with pytest.raises(SyncError, match="was not reached"):
+                    call()
+    dist.barrier()
+    for _ in range(2):
+        assert not manager.check().diverged
+        assert not fp8dist.check(net, group=dist.group.WORLD).diverged
+
+
+@pytest.mark.slow
+def test_checks_are_numbered_anew_after_one_that_some_ranks_did_not_make(two_ranks: RankPool) -> None:
+    two_ranks.run(_again)
+
+
+def _join_is_kept() -> None:
+    net, manager = _prepared(dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    manager.attach(ddp)
+    context = Join([ddp, manager])
+    with context:
+        _train(ddp, manager, 1)
+    _train(ddp, manager, 1)  # ``context`` still holds the hooks of the context that has ended.
+
+
+def test_steps_after_a_join_context_whose_object_is_kept(two_ranks: RankPool) -> None:
+    two_ranks.run(_join_is_kept)
+
+
 # The communicator ----------------------------------------------------------------------------------
 
 
@@ -191,6 +244,73 @@ def test_groups_of_all_kinds(four_ranks: RankPool, kind: str) -> None:
         assert names == ["all_reduce"]
 
 
+def _named() -> None:
+    """Managers that only some ranks have do not change the names of torch's groups."""
+    own = SyncGroup(dist.new_group([0, 1]))
+    own.make_own("fp8dist/test/1", torch.device("cpu"))
+    if dist.get_rank() == 0:
+        own.drop_own()
+    dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1], use_local_synchronization=True))
+
+
+def test_groups_of_torch_keep_their_names(two_ranks: RankPool) -> None:
+    two_ranks.run(_named)
+
+
+def _busy() -> float:
+    """Return the seconds that it takes to drop a manager whose sync the other rank does not join yet."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=8))
+    net, manager = _prepared(group, recipe=DelayedScaling(update="next_step"))
+    manager.attach(net)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    _train(net, manager, 1)
+    start = time.monotonic()
+    del net, manager
+    gc.collect()
+    return time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_a_manager_with_a_sync_under_way_goes_at_once(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_busy)) < 2
+
+
+def _forked() -> int:
+    """Detach in a forked child, whose communicator has no threads. Return its exit status."""
+    net, manager = _prepared(dist.group.WORLD)
+    manager.attach(net)
+    _train(net, manager, 1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(8)
+        manager.detach()
+        os._exit(7)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _train(net, manager, 1)
+    return status
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_detaches(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_forked) == [7, 7]
+
+
+def _captured() -> int:
+    """Return the number of communicators that are left after a detach, if a graph may use one."""
+    before = len(_world.pg_map)
+    net, manager = _prepared(dist.group.WORLD)
+    manager.attach(net)
+    manager._syncs[0].graphed = True
+    manager.detach()
+    assert _group(manager).process_group is dist.group.WORLD
+    return len(_world.pg_map) - before
+
+
+def test_what_a_graph_may_use_is_not_destroyed(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_captured) == [1, 1]
+
+
 def _without() -> list[bool]:
     """Return which managers have no communicator of their own."""
     found = []
@@ -241,15 +361,20 @@ def _split() -> None:
     halves = [dist.new_group([rank]) for rank in range(2)]
     both, mine = dist.new_group([0, 1]), halves[dist.get_rank()]
     group = SyncGroup(mine)
-    bound = mock.Mock(bound_device_id=torch.device("cuda", 0))
+    bound = mock.Mock(bound_device_id=torch.device("cpu", 0))
     with (
         mock.patch("torch.distributed.distributed_c10d._get_default_group", return_value=bound),
         mock.patch("torch.distributed.split_group", return_value=both) as split,
         mock.patch.object(dist, "get_world_size", return_value=2),
     ):
-        group.make_own("name", torch.device("cpu"))
+        backend = mock.Mock(supports_splitting=False, options=None)
+        with mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=backend):
+            group.make_own("name", torch.device("cpu"))
+            assert split.call_args is None
+            assert group.process_group is mine
+            backend.supports_splitting = True
+            group.make_own("name", torch.device("cpu"))
     assert split.call_args.args == (mine, [[0]])
-    assert split.call_args.kwargs["timeout"] == group.timeout
     assert group.process_group is both
 
 
