@@ -177,7 +177,9 @@ class SyncGroup:
                 self.size, ranks.index(self.rank), ranks, self.backend, distributed_c10d._get_default_store(), name,
                 timeout=self.timeout, device_id=default.bound_device_id, group_desc=name,
             )  # fmt: skip
-            distributed_c10d._world.pg_group_ranks[own] = {rank: place for place, rank in enumerate(ranks)}
+            # torch keeps 100 bytes per rank of each group. Groups of the same ranks can share them.
+            known, places = distributed_c10d._world.pg_group_ranks, {rank: place for place, rank in enumerate(ranks)}
+            known[own] = next((others for others in known.values() if others == places), places)
         self._own, self._made_by = weakref.ref(own), os.getpid()
         if device.type == "cpu":
             # Nor may later groups get other names on ranks that have fewer communicators of this kind.

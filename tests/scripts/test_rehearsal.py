@@ -95,7 +95,8 @@ def test_check(tree: Path, tmp_path: Path) -> None:
 
 def test_a_failure_is_in_the_last_lines(tree: Path, tmp_path: Path) -> None:
     planted = tree / "tests" / "kernels" / "test_fused_planted.py"
-    planted.write_text('def test_planted() -> None:\n    raise ValueError("planted")\n')
+    uses = "from tests.support.devices import DEVICE\n"  # As all tests that run on a GPU.
+    planted.write_text(f'{uses}def test_planted() -> None:\n    assert DEVICE\n    raise ValueError("planted")\n')
     try:
         process = _start(tree, tmp_path / "out", "check", "--smoke", "--", "-n", "0", "-k", "test_planted")
         output, _ = process.communicate(timeout=120)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -124,7 +125,7 @@ class Crowd:
         ):
             yield
 
-    def _publish(self, group: SyncGroup, manifest: Mapping[str, Any]) -> None:
+    def _publish(self, group: SyncGroup, manifest: Mapping[str, Any]) -> Publication:
         """Publish for the groups of ranks in ``RANKS``: this group, shifted along the last axis."""
         first = group.ranks[0]
         starts = [0] if group.size == SIZE else sorted({rank % AXES[1] for rank in RANKS})
@@ -132,6 +133,7 @@ class Crowd:
             moved = group_of([rank - first + start for rank in group.ranks])
             members = (Member(moved, rank) for rank in moved.ranks if rank not in RANKS)
             self._published += [publish_manifest(member, manifest) for member in members]
+        return replace(self._published[-1], group=group)
 
     def _agree(self, publications: Sequence[Any], rounds: int, timeout: timedelta) -> None:
         for publication in self._published:
