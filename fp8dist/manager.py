@@ -159,7 +159,8 @@ class StateManager(Joinable):
         """Place the state, agree with the other ranks, compare what they start with, derive weight scales and install
         hooks. COLLECTIVE.
 
-        Call it after the model is wrapped, sharded, materialised and loaded. You may call it again, for example with a
+        The FP8 state gets a communicator of its own for each group, unless ``prepare(share_group=True)``. Call this
+        after the model is wrapped, sharded, materialised and loaded. You may call it again, for example with a
         new optimizer. One rank logs which modules came after ``prepare``, and which are gone.
 
         Args:
@@ -354,7 +355,8 @@ class StateManager(Joinable):
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and everything else that is known to be replicated, across ranks. COLLECTIVE.
 
-        This is one all-reduce of 120 bytes. With further sets of ranks, as on meshes, it is one for each set and two
+        The ranks meet through the job's store, so that a rank that calls this alone gets SyncError. Then there is one
+        all-reduce of 120 bytes. With further sets of ranks, as on meshes, it is one for each set and two
         more. If ranks differ, further collectives find out what differs, where, and on which ranks.
 
         Compared are the FP8 state across the ranks that share it, parameters that DDP keeps equal (if ``attach`` was
@@ -831,7 +833,8 @@ class StateManager(Joinable):
         return self._cycle.waits.take()
 
     def refresh_weights(self) -> None:
-        """Derive all weight scales again, after something other than an optimizer wrote to weights. COLLECTIVE.
+        """Derive all weight scales again, after something other than an optimizer wrote to weights. COLLECTIVE: the
+        ranks meet through the job's store first.
 
         The histories of the weights are cleared, because they describe other weights. Call it if FSDP2 gathers weights
         in FP8 and they were written to through ``.data``. Otherwise casts notice most writes by themselves (see

@@ -59,7 +59,8 @@ def agree(
         enrol()
     agree_on_manifests(publications, len(distinct) - 1, timeout)
     for publication in sorted(publications, key=lambda p: sorted(p.group.ranks)):  # Or ranks wait in a circle.
-        group, group.round = publication.group, publication.round
+        group = publication.group
+        group.round = publication.round
         own = [sync for sync, of in zip(syncs, groups) if of is group]
         if _reduces(settings, own):
             with failing_by_name(own[0].owner, lambda: "the connection at attach()", group.ranks):

@@ -102,7 +102,7 @@ class Attachment:
         self.release()
         _place(model, whole, cycle)
         for sync, group in zip(cycle.syncs, cycle.groups):
-            if group is not None and group.size > 1:
+            if group is not None and group.communicates:
                 group.require_backend(sync.arena.device)
         if cycle.settings.enabled:
             try_products(model, resharded)

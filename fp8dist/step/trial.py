@@ -5,7 +5,8 @@ Kernels of Triton are not tried. Compiling them takes seconds, and each shape ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,13 +43,19 @@ def try_products(model: nn.Module, resharded: set[nn.Module]) -> None:
         resharded: modules whose weights FSDP frees.
     """
     tried: set[tuple[ProductOf | GroupedProductOf, torch.device]] = set()
+    seen: set[tuple[Any, ...]] = set()  # Kinds of Linears: few, where Linears are many.
     for linear in fp8_linears(model):
         slots = linear.fp8_slots
         device, stored = slots.weight_sync.arena.device, stored_parameters(linear)
         if not stored:
             continue
         _require_fp8(slots.fqn, slots.job.backend, device)
-        for product in _products_of(linear, linear in resharded, stored[0].dtype, device):
+        shape, dtype = multiplied_shape(linear, linear in resharded), stored[0].dtype
+        kind = (*shape, slots.recipe, dtype, linear.bias is None, linear.in_features, linear.transposed, device)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        for product in _products_of(linear, shape, dtype, device):
             if (product, device) not in tried:
                 _try(slots.fqn, product, device)
                 tried.add((product, device))
@@ -79,8 +86,11 @@ def _require_fp8(fqn: str, backend: str, device: torch.device) -> None:
         )
 
 
-def _products_of(linear: FP8Linear, resharded: bool, dtype: torch.dtype, device: torch.device) -> Iterator[ProductOf]:
-    slots, whole = linear.fp8_slots, multiplied_shape(linear, resharded)
+def _products_of(
+    linear: FP8Linear, whole: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Iterator[ProductOf]:
+    """Iterate over the products of a Linear whose weight is multiplied in this shape."""
+    slots = linear.fp8_slots
     # A row-wise parallel Linear adds its bias after the product.
     bias = linear.bias is not None and whole[1] == linear.in_features
     shape = [_cut(size) for size in whole]

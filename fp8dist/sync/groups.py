@@ -185,7 +185,7 @@ class SyncGroup:
             # Nor may later groups get other names on ranks that have fewer communicators of this kind.
             distributed_c10d._world.pg_names.pop(own)
             # Not for NCCL: ranks collect garbage at other times, and it may wait for the others.
-            weakref.finalize(self, _destroy, self._own, self._made_by, name, self.newest).atexit = False
+            weakref.finalize(self, _destroy, self._own, self._made_by, self.newest).atexit = False
         else:
             dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), group=own)
 
@@ -197,7 +197,7 @@ class SyncGroup:
         """
         if self._own is not None and not captured:
             self.newest.clear()
-            _destroy(self._own, self._made_by, "", self.newest)
+            _destroy(self._own, self._made_by, self.newest)
         self._own = None
 
     @property
@@ -290,14 +290,14 @@ def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return found
 
 
-def _destroy(group: weakref.ref[dist.ProcessGroup], process: int, name: str, newest: Sequence[dist.Work]) -> None:
+def _destroy(group: weakref.ref[dist.ProcessGroup], process: int, newest: Sequence[dist.Work]) -> None:
     """Destroy a communicator that this process has made, unless the job's groups are destroyed, or a collective is
     under way, which gloo would wait for."""
     found, world = group(), distributed_c10d._world
     if found is None or os.getpid() != process or not dist.is_initialized() or found not in world.pg_map:
         return
     if all(work.is_completed() for work in newest):
-        world.pg_names.setdefault(found, distributed_c10d.GroupName(name))
+        world.pg_names.setdefault(found, found.group_name)  # torch deletes it.
         dist.destroy_process_group(found)
 
 

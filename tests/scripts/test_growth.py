@@ -6,9 +6,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import nn
 
+import fp8dist
+from fp8dist.consistency.computations import linear_computations
 from scripts.benchmarks.growth import BLOCK, LAYOUTS, calls
 from tests.support.ranks import RankPool
 
@@ -48,3 +52,14 @@ def test_calls_are_proportional(two_ranks: RankPool, layout: str) -> None:
         assert len(counts) >= 11
         steep = {name: (few, many) for name, (few, many) in counts.items() if many > few * TIMES**1.1}
         assert not steep
+
+
+def test_the_trial_of_products_looks_at_each_kind_of_linear_once() -> None:
+    counts = []
+    for linears in (1, 40):
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(linears)), nn.Linear(32, 64, bias=False))
+        manager = fp8dist.prepare(model, skip=None)
+        with mock.patch("fp8dist.step.trial.linear_computations", side_effect=linear_computations) as computations:
+            manager.attach(model)
+        counts.append(computations.call_count)
+    assert counts[0] == counts[1] > 0
