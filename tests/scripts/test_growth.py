@@ -3,9 +3,6 @@ machine does not change."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,28 +11,14 @@ from torch import nn
 import fp8dist
 from fp8dist.consistency.computations import linear_computations
 from scripts.benchmarks.growth import BLOCK, LAYOUTS, calls
+from tests.support.counted import counted_calls
 from tests.support.ranks import RankPool
 
 FEW, TIMES = 5 * BLOCK, 4
 
 
-def _counted(call: Callable[[], Any]) -> int:
-    counted = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal counted
-        counted += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return counted
-
-
 def _counts(linears: int, layout: str) -> dict[str, int]:
-    return {name: _counted(call) for name, call in calls(linears, layout)}
+    return {name: counted_calls(call).total() for name, call in calls(linears, layout)}
 
 
 def _grows(layout: str) -> dict[str, tuple[int, int]]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,23 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
+from tests.support.counted import counted_calls
 
 FEW, MANY = 32, 96
-
-
-def _calls(call: Callable[[], Any]) -> Counter[str]:
-    """Count the calls of Python's functions, "call", and of those written in C, "c_call"."""
-    counted: Counter[str] = Counter()
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        counted[event] += 1
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return counted
 
 
 class Job:
@@ -54,7 +39,7 @@ class Job:
             self.backward()
             call()
         self.backward()
-        return _calls(call)
+        return counted_calls(call)
 
 
 def _end_of_step(linears: int) -> Counter[str]:
@@ -68,7 +53,7 @@ def _after_optimizer(linears: int) -> Counter[str]:
     for _ in range(3):
         job.backward()
         job.optimizer.step()
-        counted = _calls(job.manager.step)
+        counted = counted_calls(job.manager.step)
     return counted
 
 
@@ -84,7 +69,7 @@ def _after_foreign_update(linears: int) -> Counter[str]:
     for _ in range(3):
         job.backward()
         update()
-        counted = _calls(job.manager.step)
+        counted = counted_calls(job.manager.step)
     return counted
 
 
