@@ -15,19 +15,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fp8dist.public import *  # noqa: F403  (it has __all__)
-    from fp8dist.public import __all__ as __all__
+    from fp8dist.files.public import *  # noqa: F403  (these have __all__)
+    from fp8dist.job.public import *  # noqa: F403
+    from fp8dist.replays.public import *  # noqa: F403
+    from fp8dist.runs.public import *  # noqa: F403
 else:
+    _ROOMS = ("job", "runs", "replays", "files")
+    """Rooms that have public names: the core, then the tools."""
 
     def __getattr__(name: str) -> Any:
-        """Import the public names when the first is used: torch takes seconds, and ``fp8dist --help`` needs none."""
-        if name != "__all__" and name.startswith("__"):  # The import system looks for some.
-            raise AttributeError(f"module 'fp8dist' has no attribute {name!r}")
-        public = importlib.import_module("fp8dist.public")
-        globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
-        if name in globals():
-            return globals()[name]
+        """Import public names when they are used: torch takes seconds, and ``fp8dist --help`` needs none; a job that
+        uses no tool loads none."""
+        if name == "__all__":
+            return sorted(public for room in _ROOMS for public in _names_of(room).__all__)
+        rooms = () if name.startswith("__") else _ROOMS  # The import system looks for names with underscores.
+        for public in map(_names_of, rooms):
+            if name in public.__all__:
+                globals()[name] = getattr(public, name)
+                return globals()[name]
         raise AttributeError(f"module 'fp8dist' has no attribute {name!r}", name=name)
+
+    def _names_of(room: str) -> Any:
+        return importlib.import_module(f"fp8dist.{room}.public")
 
     def __dir__() -> list[str]:
         return [*globals(), *__getattr__("__all__")]

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from fp8dist.manager import StateManager
+from fp8dist.errors import ConfigurationError
+from fp8dist.job.cycle import StepCycle
+from fp8dist.job.manager import StateManager, internals
+from fp8dist.modules.parts import fp8_parts
+from fp8dist_kernels.formats import Role
 
-__all__ = ["comm_hook"]
+__all__ = ["comm_hook", "early_launcher"]
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -35,7 +39,7 @@ def comm_hook(manager: StateManager, inner: CommHook | None = None) -> CommHook:
         ConfigurationError: the weight of an FP8Linear is frozen. Its grad_output comes after the last bucket, so its
             amax would be one step late.
     """
-    launcher = manager._early_launcher()
+    launcher = early_launcher(manager)
     reduce = allreduce_hook if inner is None else inner
 
     def launching_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -45,3 +49,24 @@ def comm_hook(manager: StateManager, inner: CommHook | None = None) -> CommHook:
         return future
 
     return launching_hook
+
+
+def early_launcher(manager: StateManager, frozen_weights: bool = False) -> StepCycle:
+    """Return what launches syncs before the boundary, for the hooks of DDP and FSDP1. Local.
+
+    Args:
+        frozen_weights: True if the hook launches after the gradient amaxes of frozen layers are recorded.
+
+    Raises:
+        ConfigurationError: a converted weight is frozen, and ``frozen_weights`` is False.
+    """
+    inside = internals(manager)
+    inside.cycle.require("comm_hook(manager)")
+    for part in fp8_parts(inside.model):
+        if not part.weight.requires_grad and not frozen_weights:
+            raise ConfigurationError(
+                f"{part.slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
+                "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
+            )
+    inside.cycle.job.launches_early = True
+    return inside.cycle

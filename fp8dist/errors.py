@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8dist.divergence import Divergence
+from fp8dist.common.divergence import Divergence
 
 __all__ = [
     "AlarmKind",

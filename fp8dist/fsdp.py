@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from fp8dist.manager import StateManager
+from fp8dist.ddp import early_launcher
+from fp8dist.job.manager import StateManager
 
 __all__ = ["comm_hook"]
 
@@ -38,7 +39,7 @@ def comm_hook(manager: StateManager, inner: Callable[..., None] | None = None) -
     """
     from torch.distributed.algorithms._comm_hooks.default_hooks import allreduce_hook, reduce_scatter_hook
 
-    launcher = manager._early_launcher(frozen_weights=True)
+    launcher = early_launcher(manager, frozen_weights=True)
     last_backward = -1
 
     def launching_hook(state: Any, gradient: Tensor, *output: Tensor) -> None:

@@ -34,7 +34,7 @@ if [[ $# == 0 || ($1 == -* && $1 != -m) ]]; then
     fi
     export PYTHONSAFEPATH=1 # Do not import a launch.py or fp8dist of the current folder (Python 3.11 and newer).
     # Check the flags once, before torch is imported. A later mistake would come with torchrun's own report.
-    ranks=$("$python" "$root/fp8dist/launcher/environment.py")
+    ranks=$("$python" "$root/fp8dist/cli/launcher/environment.py")
     WORLD_SIZE=$ranks "$python" -m launch.train_gpt.options "$@"
     set -- -m launch.train_gpt "$@"
 fi

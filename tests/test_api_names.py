@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import nn
 
 import fp8dist
 from fp8dist import errors
-from fp8dist.manager import StateManager
+from fp8dist.job.manager import StateManager
+from fp8dist.job.moved import MOVED
 
 CHANGELOG = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text()
 
@@ -21,19 +23,18 @@ EXPORTS = """
 Attendance BlockScaling Cause CheckpointError ConfigurationError Coverage CoverageRow CurrentScaling DelayedScaling
 DivergenceError DivergenceReport Event Exporter FP8Experts Fallback Finding Fp8DistError ImportReport LossAlarm
 LossDiverged LossGuard ManifestMismatchError Monitor NotAModelError Observation RankTimes Recipe Recorder ReplayBuffer
-ReplayFinding ReplayReport Replayed RowwiseScaling ScaleJump Slot SlotStatistics StateManager SyncError
-UnknownArgumentError check ddp errors first_and_last fsdp get_manager grouped_linear prepare replay replay_on restore
-roll_call trace
+ReplayFinding ReplayReport Replayed RowwiseScaling ScaleJump Slot SlotState SlotStatistics StateManager SyncError
+UnknownArgumentError Verified check ddp describe errors export exported first_and_last fsdp get_manager grouped_linear
+load_transformer_engine prepare replay replay_on restore roll_call take_waits trace watch
 """
 
 METHODS = """
-amax amax_history attach calibrate check checked_step coverage describe detach export exported high_precision
-inv_scale join_device join_hook join_process_group last_check load load_state_dict load_transformer_engine metrics
-no_fp8 on_event poll proven_step recipe_of record recording refresh_weights register reset run_step save scale
-set_precision set_scale slots state_dict step steps swapped_weights take_waits watch
+attach calibrate check coverage detach load load_state_dict metrics no_fp8 on_event poll recording refresh_weights
+register reset run_step save set_precision slot slots state_dict step steps swapped_weights verified
 """
 
-RENAMED = re.findall(r"^\| `(.+)` \| `(.+)` \|$", CHANGELOG.split("### Renamed")[1].split("These names stay")[0], re.M)
+_GONE, _MOVED = CHANGELOG.split("### Renamed")[1].split("These names stay")[0].split("These warn")
+RENAMED, MOVED_LINES = (re.findall(r"^\| `(.+)` \| `(.+)` \|$", text, re.M) for text in (_GONE, _MOVED))
 
 
 def _names() -> dict[str, Any]:
@@ -46,6 +47,8 @@ def test_exports() -> None:
     assert fp8dist.__all__ == EXPORTS.split()
     assert all(hasattr(fp8dist, name) for name in fp8dist.__all__)
     assert sorted(name for name in vars(StateManager) if not name.startswith("_")) == METHODS.split()
+    assert len(METHODS.split()) <= 25
+    assert not [name for name in fp8dist.__all__ if (Path(fp8dist.__file__).parent / name).is_dir()]
 
 
 def test_all_errors_are_exported() -> None:
@@ -65,6 +68,27 @@ def test_every_renamed_name_has_a_line() -> None:
     old = " ".join(row[0] for row in RENAMED)
     for name in ("recipe, group)", "autocast(enabled", "autocast(calibrating", "checkable", "early_launcher", "group="):
         assert name in old
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED_LINES)
+def test_moved_names_work_and_warn(old: str, new: str, tmp_path: Path) -> None:
+    """Both give the same. Calls that write get a folder of their own."""
+    values: list[Any] = []
+    for place, call in (("old", old), ("new", new)):
+        model = nn.Sequential(nn.Linear(16, 16))
+        manager = fp8dist.prepare(model, skip=None)
+        manager.register("mine", "input", "e4m3")
+        names = {"fp8dist": fp8dist, "manager": manager, "folder": tmp_path / place, "x": torch.ones(3), "entries": {}}
+        with contextlib.ExitStack() as stack:
+            if place == "old":
+                stack.enter_context(pytest.warns(FutureWarning, match=r"manager\.\w+ is now "))
+            value = eval(call, names)
+        values.append([str(one) for one in value] if call.startswith("list(") else str(value))
+    assert values[0] == values[1]
+
+
+def test_every_moved_name_has_a_line() -> None:
+    assert sorted(MOVED) == sorted({re.findall(r"manager\.(\w+)", old)[0] for old, _ in MOVED_LINES})
 
 
 def test_arguments_of_prepare_after_the_recipe_go_by_name() -> None:
@@ -98,6 +122,7 @@ def test_high_precision_has_one_spelling() -> None:
 def test_public_calls_say_whether_they_are_collective() -> None:
     public = [getattr(StateManager, name) for name in METHODS.split()]
     public += [fp8dist.prepare, fp8dist.restore, fp8dist.check, fp8dist.get_manager, fp8dist.roll_call]
+    public += [fp8dist.describe, fp8dist.export, fp8dist.exported, fp8dist.take_waits, fp8dist.watch]
     methods = [call for call in public if not isinstance(call, property)]
     assert not [call.__name__ for call in methods if not re.search("COLLECTIVE|Local|local", call.__doc__ or "")]
 
@@ -113,4 +138,4 @@ def test_contexts_nest() -> None:
         assert torch.equal(model(x), expected)
     assert not torch.equal(model(x), expected)
     manager.step()
-    assert manager.amax("0", "input") == x.abs().max()
+    assert manager.slot("0", "input").amax == x.abs().max()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import inspect
 import pickle
 from collections import OrderedDict
@@ -130,7 +131,8 @@ def test_an_unknown_keyword_of_a_method() -> None:
         ("set_precision", "gemm", "(did you mean 'gemms'?)"),
     ]:
         _net, manager = prepared()
-        assert said in message(getattr(manager, method), **{name: 1})
+        call = getattr(manager, method, None) if method != "watch" else functools.partial(fp8dist.watch, manager)
+        assert said in message(call, **{name: 1})
 
 
 def test_several_unknown_keywords_are_all_told() -> None:
@@ -374,24 +376,24 @@ def test_other_names_are_plain_attribute_errors_and_copies_work() -> None:
 
 def test_names_that_there_are_not() -> None:
     for call, said in [
-        (lambda m: m.scale("frist", "input"), "there is no slot frist:input (did you mean 'first'?)"),
-        (lambda m: m.amax("module.first", "input"), "(did you mean 'first'?)"),
-        (lambda m: m.inv_scale("first.weight", "weight"), "(did you mean 'first'?)"),
-        (lambda m: m.amax_history("first", "wieght"), "(did you mean 'weight'?), got 'wieght'"),
-        (lambda m: m.scale("first", ["input"]), "role must be one of input, weight, grad_output, got ['input']"),
-        (lambda m: m.scale(None, "input"), "there is no slot None:input"),
-        (lambda m: m.scale("attention", "output"), "role must be one of"),
-        (lambda m: m.set_scale("brnch", "input", 1.0), "(did you mean 'branch'?)"),
-        (lambda m: m.set_scale("branch", "input", "big"), "scale must be a number, got 'big'"),
-        (lambda m: m.record("brnch", "input", torch.zeros(2)), "(did you mean 'branch'?)"),
-        (lambda m: m.record("branch", "input", 3), "record() takes a tensor, got 3"),
+        (lambda m: m.slot("frist", "input").scale, "there is no slot frist:input (did you mean 'first'?)"),
+        (lambda m: m.slot("module.first", "input").amax, "(did you mean 'first'?)"),
+        (lambda m: m.slot("first.weight", "weight").inv_scale, "(did you mean 'first'?)"),
+        (lambda m: m.slot("first", "wieght").amax_history, "(did you mean 'weight'?), got 'wieght'"),
+        (lambda m: m.slot("first", ["input"]).scale, "role must be one of input, weight, grad_output, got ['input']"),
+        (lambda m: m.slot(None, "input").scale, "there is no slot None:input"),
+        (lambda m: m.slot("attention", "output").scale, "role must be one of"),
+        (lambda m: m.slot("brnch", "input").set_scale(1.0), "(did you mean 'branch'?)"),
+        (lambda m: m.slot("branch", "input").set_scale("big"), "scale must be a number, got 'big'"),
+        (lambda m: m.slot("brnch", "input").record(torch.zeros(2)), "(did you mean 'branch'?)"),
+        (lambda m: m.slot("branch", "input").record(3), "record() takes a tensor, got 3"),
         (lambda m: m.register("x", "inputs", "e4m3"), "(did you mean 'input'?)"),
         (lambda m: m.register("x", "input", "e4m3fn"), "(did you mean 'e4m3'?), got 'e4m3fn'"),
         (lambda m: m.register("x", "input", []), "format must be one of e4m3, e5m2, got []"),
         (lambda m: m.register(3, "input", "e4m3"), "fqn must be a string, got 3"),
-        (lambda m: m.recipe_of("frst"), "there is no slot of 'frst' (did you mean 'first'?)"),
-        (lambda m: m.high_precision("frst"), "there is no FP8Linear 'frst' (did you mean 'first'?)"),
-        (lambda m: m.high_precision([]), "there is no FP8Linear []"),
+        (lambda m: m.slot("frst", "weight").recipe, "there is no slot frst:weight (did you mean 'first'?)"),
+        (lambda m: m.slot("frst", "input").high_precision, "there is no slot frst:input (did you mean 'first'?)"),
+        (lambda m: m.slot([], "input").high_precision, "there is no slot []:input"),
         (lambda m: m.set_precision("frst", "high"), "no FP8Linear matches 'frst' (nearest: 'first')"),
         (lambda m: m.set_precision("head", "high"), "head stays in high precision, it matches skip 'head'"),
         (lambda m: m.set_precision(["first"], "high"), "pattern must be a string"),
@@ -400,7 +402,7 @@ def test_names_that_there_are_not() -> None:
         (lambda m: m.check(policy="raize"), "policy must be one of raise, warn, repair (did you mean 'raise'?)"),
         (lambda m: m.on_event("print"), "callback must be a function of an Event, got 'print'"),
         (lambda m: m.check(policy=None), "policy must be one of raise, warn, repair, got None"),
-        (lambda m: m.watch(10, jump="8"), "jump must be a factor above 1, or None for no alarms, got '8'"),
+        (lambda m: fp8dist.watch(m, 10, jump="8"), "jump must be a factor above 1, or None for no alarms, got '8'"),
     ]:
         net = make_net()
         net.head = nn.Linear(16, 16)

@@ -494,7 +494,7 @@ def test_a_replaced_module_is_not_called_fp8(attached: bool, caplog: pytest.LogC
     assert [row.fqn for row in table if row.fp8] == ["2"]
     assert table.fp8_parameters / table.parameters == 1024 / (2048 + 1024 + 1024 + 4096 + 1280)
     assert sum(row.flops for row in table) == pytest.approx(1)
-    assert [(each["module"], each["gemms"]["fprop"]) for each in manager.describe()["modules"]] == [
+    assert [(each["module"], each["gemms"]["fprop"]) for each in fp8dist.describe(manager)["modules"]] == [
         (fqn, "fp8" if fqn == "2" else "high") for fqn in expected
     ]
     for _ in range(2):

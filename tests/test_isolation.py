@@ -193,7 +193,7 @@ def test_a_copy_of_a_part_does_not_pretend() -> None:
     part = copy.deepcopy(model[0])
     part(torch.randn(4, 32)).sum().backward()
     manager.step()
-    assert manager.amax("0", "input") == 0
+    assert manager.slot("0", "input").amax == 0
 
 
 def _copied_in_flight(update: str) -> Any:
@@ -387,8 +387,8 @@ def test_two_prepared_parts_have_one_manager_each() -> None:
     model[0](torch.ones(2, 16)).sum().backward()
     for manager in managers:
         manager.step()
-    assert managers[0].amax("0", "input") == 1
-    assert managers[1].amax("0", "input") == 0
+    assert managers[0].slot("0", "input").amax == 1
+    assert managers[1].slot("0", "input").amax == 0
     with pytest.raises(ConfigurationError, match="2 prepared models"):
         fp8dist.get_manager(model)
 
@@ -421,10 +421,14 @@ def test_tied_weights_have_one_slot() -> None:
     manager.attach()
     model(torch.ones(4, 32)).sum().backward()
     manager.step()
-    assert manager.amax_history("a", "weight").tolist() == [0.0, 0.25] == manager.amax_history("b", "weight").tolist()
-    assert manager.scale("a", "weight").data_ptr() == manager.scale("b", "weight").data_ptr()
-    assert manager.amax("b", "input") == 1
-    assert manager.amax("a", "input") == 8
+    assert (
+        manager.slot("a", "weight").amax_history.tolist()
+        == [0.0, 0.25]
+        == manager.slot("b", "weight").amax_history.tolist()
+    )
+    assert manager.slot("a", "weight").scale.data_ptr() == manager.slot("b", "weight").scale.data_ptr()
+    assert manager.slot("b", "input").amax == 1
+    assert manager.slot("a", "input").amax == 8
 
 
 def test_register_and_record() -> None:
@@ -445,19 +449,19 @@ def test_register_and_record() -> None:
     assert len(manager.slots) == 4
     model(torch.full((2, 16), 3.0)).sum().backward()  # Modules find their slots in the larger arena.
     x = torch.tensor([1.0, -7.0], requires_grad=True)
-    manager.record("mine", "grad_output", x)
-    manager.record("mine", "grad_output", x / 2)
-    assert manager.amax("mine", "grad_output") == 0
+    manager.slot("mine", "grad_output").record(x)
+    manager.slot("mine", "grad_output").record(x / 2)
+    assert manager.slot("mine", "grad_output").amax == 0
     manager.step()
-    assert manager.amax("mine", "grad_output") == 7
-    assert manager.scale("mine", "grad_output") == 57344 / 7
-    assert manager.amax("0", "input") == 3
+    assert manager.slot("mine", "grad_output").amax == 7
+    assert manager.slot("mine", "grad_output").scale == 57344 / 7
+    assert manager.slot("0", "input").amax == 3
     with pytest.raises(ConfigurationError, match=r"register\(\) must come before"):
         manager.register("late", "input", "e4m3")
     with pytest.raises(ConfigurationError, match="nobody:input"):
-        manager.record("nobody", "input", x)
+        manager.slot("nobody", "input").record(x)
     with pytest.raises(ConfigurationError, match="got 'activation'"):
-        manager.scale("mine", "activation")
+        manager.slot("mine", "activation")
 
 
 def _name_in_another_arena() -> Any:
@@ -491,8 +495,8 @@ def _nonfinite_events(update: str) -> Any:
     told = []
     for step in range(4):
         value = [1.0, float("nan") if dist.get_rank() else 1.0, float("-inf"), 2.0][step]
-        manager.record("b", "weight", torch.tensor([value]))
-        manager.record("a", "input", torch.ones(1))
+        manager.slot("b", "weight").record(torch.tensor([value]))
+        manager.slot("a", "input").record(torch.ones(1))
         manager.step()
         told.append([(e.kind, e.step, e.slots) for e in events])
     manager.step()

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling
-from fp8dist.consistency.report import DivergenceReport
-from fp8dist.offline.partings import compare_traces, traces_text
+from fp8dist.checks.report import DivergenceReport
+from fp8dist.files.partings import compare_traces, traces_text
 from tests.support.ranks import RankPool
 from tests.support.training import batch, gradient_bits, make_net
 

@@ -617,11 +617,11 @@ def slots_of_foreign_modules() -> None:
     expected = []
     for index in range(STEPS):
         x, _ = batch(index)
-        trial.manager.record("extra", "input", x)
+        trial.manager.slot("extra", "input").record(x)
         expected.append(float(x.abs().max()))
         trial.train(optimizer, 1, start=index)
     trial.right(STEPS)
-    assert trial.manager.amax_history("extra", "input").tolist()[-STEPS:] == expected
+    assert trial.manager.slot("extra", "input").amax_history.tolist()[-STEPS:] == expected
 
 
 def _refusal() -> None:

@@ -219,11 +219,11 @@ def test_a_model_may_change_its_dtype_after_its_state_was_placed() -> None:
     module, manager = linear()
     module(inputs(4, 48).requires_grad_()).sum().backward()
     manager.step()
-    scale = float(manager.scale("", "input"))
+    scale = float(manager.slot("", "input").scale)
     module.bfloat16()
     assert module(inputs(4, 48).bfloat16()).dtype == torch.bfloat16
-    assert manager.scale("", "input").dtype == torch.float32
-    assert float(manager.scale("", "input")) == scale
+    assert manager.slot("", "input").scale.dtype == torch.float32
+    assert float(manager.slot("", "input").scale) == scale
 
 
 def test_a_model_may_swap_the_contents_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

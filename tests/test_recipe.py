@@ -135,7 +135,7 @@ def test_blocks_have_no_accumulation_to_choose() -> None:
 
 def test_a_checkpoint_from_before_fast_accumulation_loads() -> None:
     saver = fp8dist.prepare(nn.Sequential(nn.Linear(32, 32)), DelayedScaling(history_len=4))
-    saver.record("0", "input", torch.tensor([3.0]))
+    saver.slot("0", "input").record(torch.tensor([3.0]))
     saver.step()
     (key, blob), *_ = saver.state_dict().items()
     state, header = storage.from_bytes(blob, "a test")
@@ -144,7 +144,7 @@ def test_a_checkpoint_from_before_fast_accumulation_loads() -> None:
     for fast in (("fprop",), (), ("dgrad", "wgrad")):
         loader = fp8dist.prepare(nn.Sequential(nn.Linear(32, 32)), DelayedScaling(4, fast_accumulation=fast))
         loader.load_state_dict(old)
-        assert bits(loader.scale("0", "input")) == bits(saver.scale("0", "input"))
+        assert bits(loader.slot("0", "input").scale) == bits(saver.slot("0", "input").scale)
 
 
 def test_what_recipes_have_in_common_is_none() -> None:
@@ -220,12 +220,12 @@ def test_a_callable_gets_windows_oldest_first() -> None:
     manager.register("b", "input", "e4m3")
     oracle = Oracle({("a", "input"): "e4m3"}, Rules(3, amax_algo=lambda w: float32(w[0] + 2 * w[2])))
     for value in (1.0, 2.0, 3.0, 5.0):
-        manager.record("a", "input", torch.tensor([value]))
+        manager.slot("a", "input").record(torch.tensor([value]))
         manager.step()
         oracle.step({("a", "input"): value})
-        assert bits(manager.scale("a", "input")) == bits_of(oracle.slots["a", "input"].scale)
+        assert bits(manager.slot("a", "input").scale) == bits_of(oracle.slots["a", "input"].scale)
     assert seen[-1] == [[2.0, 3.0, 5.0], [0.0, 0.0, 0.0]]
-    assert manager.scale("b", "input") == 1
+    assert manager.slot("b", "input").scale == 1
 
 
 def test_a_callable_that_returns_something_else() -> None:
@@ -234,6 +234,6 @@ def test_a_callable_that_returns_something_else() -> None:
         manager = fp8dist.prepare(model, DelayedScaling(history_len=3, amax_algo=wrong))
         manager.register("a", "input", "e4m3")
         manager.register("b", "input", "e4m3")
-        manager.record("a", "input", torch.ones(1))
+        manager.slot("a", "input").record(torch.ones(1))
         with pytest.raises(ConfigurationError, match=r"amax_algo must return float32\[2\], got"):
             manager.step()

@@ -10,7 +10,7 @@ from torch import nn
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
-from fp8dist.settings import Settings
+from fp8dist.state.settings import Settings
 
 NOTHING: dict[str, Any] = {
     "enabled": None,

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.consistency.computations import CastOf, ComputedContent, ProductOf, linear_computations
-from fp8dist.consistency.contents import on_device
-from fp8dist.consistency.differences import compare_block, unravel
-from fp8dist.consistency.inventory import Holdings, ReplicaSet, likeness_of
-from fp8dist.consistency.protocol import check_replicas
-from fp8dist.consistency.report import DivergenceReport
-from fp8dist.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.checks.computations import CastOf, ComputedContent, ProductOf, linear_computations
+from fp8dist.checks.contents import on_device
+from fp8dist.checks.differences import compare_block, unravel
+from fp8dist.checks.inventory import Holdings, ReplicaSet, likeness_of
+from fp8dist.checks.protocol import check_replicas
+from fp8dist.checks.report import DivergenceReport
+from fp8dist.state.groups import SyncGroup
+from fp8dist.state.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from fp8dist_kernels.reference.content import ContentDigest, as_bytes
 
 __all__ = ["FP8_CAPABILITY", "Burned", "burn", "burned_across_ranks", "computations_on", "multiplies_fp8"]

@@ -18,6 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from fp8dist.checks.inventory import Holdings, ReplicaSet
+from fp8dist.checks.protocol import check_replicas
+from fp8dist.checks.report import DivergenceReport
 from fp8dist.cli.doctor import examine
 from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, Usage
 from fp8dist.cli.export import export
@@ -25,16 +28,13 @@ from fp8dist.cli.report import report as write_report
 from fp8dist.cli.simulate import simulate
 from fp8dist.cli.verify import verify
 from fp8dist.cli.watch import watch
-from fp8dist.consistency.inventory import Holdings, ReplicaSet
-from fp8dist.consistency.protocol import check_replicas
-from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.offline.comparison import SourceContent, bytes_in, compare_sources
-from fp8dist.offline.inspection import inspect_source
-from fp8dist.offline.partings import compare_traces, compare_traces_of_ranks, traces_text
-from fp8dist.offline.sources import open_source
-from fp8dist.offline.traces import is_trace
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.files.comparison import SourceContent, bytes_in, compare_sources
+from fp8dist.files.inspection import inspect_source
+from fp8dist.files.partings import compare_traces, compare_traces_of_ranks, traces_text
+from fp8dist.files.sources import open_source
+from fp8dist.files.traces import is_trace
+from fp8dist.state.groups import SyncGroup
 
 __all__ = ["run"]
 

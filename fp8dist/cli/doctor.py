@@ -27,9 +27,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from fp8dist.cli.burn import FP8_CAPABILITY, burn, burned_across_ranks, multiplies_fp8
 from fp8dist.errors import ConfigurationError
+from fp8dist.files.failures import one_line
 from fp8dist.integrations.stacks import TESTED
-from fp8dist.offline.failures import one_line
-from fp8dist.settings import VARIABLES, Settings, unknown_variables
+from fp8dist.state.settings import VARIABLES, Settings, unknown_variables
 from fp8dist_kernels.backends import why_not_triton
 from fp8dist_kernels.reference.casts import saturating_cast
 from fp8dist_kernels.reference.matmuls import matmul_reference

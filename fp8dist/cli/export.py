@@ -18,21 +18,21 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import fp8dist
-from fp8dist.checkpoint.certificate import Origin
-from fp8dist.checkpoint.expert_layouts import mixture_of, read_layouts
-from fp8dist.checkpoint.export import Export, fill, write_folder
-from fp8dist.checkpoint.export_casts import Stored
-from fp8dist.checkpoint.export_experts import expert_names, mixtures_of, require_served
-from fp8dist.checkpoint.export_formats import FORMATS
+from fp8dist.common.text import first_few
 from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.files.certificate import Origin
+from fp8dist.files.dcp import METADATA, dcp_states
+from fp8dist.files.entries import Source
+from fp8dist.files.export import Export, fill, write_folder
+from fp8dist.files.export_casts import Stored
+from fp8dist.files.export_experts import expert_names, mixtures_of, require_served
+from fp8dist.files.export_formats import FORMATS
+from fp8dist.files.sources import open_source
+from fp8dist.modules.expert_layouts import mixture_of, read_layouts
 from fp8dist.modules.foreign import expert_products
-from fp8dist.offline.dcp import METADATA, dcp_states
-from fp8dist.offline.entries import Source
-from fp8dist.offline.sources import open_source
-from fp8dist.recipe import Recipe
+from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import clean_fqn
 from fp8dist.state.storage import from_bytes, validated_slots
-from fp8dist.text import first_few
 from fp8dist_kernels.formats import Role
 
 __all__ = ["add_flags", "add_model_flags", "export", "exported", "read_config"]

@@ -52,9 +52,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fp8dist.launcher.environment import BadVariable, Job, refuse
-from fp8dist.launcher.interface import FAILED_COLLECTIVE, Unreachable
-from fp8dist.launcher.plan import Plan
+from fp8dist.cli.launcher.environment import BadVariable, Job, refuse
+from fp8dist.cli.launcher.interface import FAILED_COLLECTIVE, Unreachable
+from fp8dist.cli.launcher.plan import Plan
 
 __all__ = ["launch"]
 
@@ -77,7 +77,7 @@ def launch(words: Sequence[str]) -> int:
         _require_program(words)
         plan = Plan.of(Job.read(os.environ), words, os.environ)
         os.environ.update(plan.variables)
-        from fp8dist.launcher import agent  # Imports torchrun, which is slow and not needed by other commands.
+        from fp8dist.cli.launcher import agent  # Imports torchrun, which is slow and not needed by other commands.
 
         return agent.run(plan.arguments)
     except (_BadCommand, BadVariable) as mistake:

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.report.numbers import read_run
-from fp8dist.report.parting import Digests, part
+from fp8dist.runs.report.numbers import read_run
+from fp8dist.runs.report.parting import Digests, part
 
 __all__ = ["add_flags", "report"]
 
@@ -27,7 +27,7 @@ def report(options: argparse.Namespace) -> None:
         ConfigurationError: a folder is not that of a run, Bokeh is not installed, or the file cannot be written.
     """
     try:
-        from fp8dist.report.page import page_of
+        from fp8dist.runs.report.page import page_of
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8dist.checkpoint.export import Export
-from fp8dist.checkpoint.export_formats import FORMATS
+from fp8dist.checks.report import DivergenceReport
 from fp8dist.cli.export import add_model_flags, exported, read_config
-from fp8dist.consistency.report import DivergenceReport
-from fp8dist.divergence import Finding, Participant
+from fp8dist.common.divergence import Finding, Participant
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.offline.certificates import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
-from fp8dist.offline.comparison import Progress, bytes_in
-from fp8dist.offline.failures import reading
-from fp8dist.offline.safetensor_files import dtype_text
-from fp8dist.offline.served import CONFIG, Served, mismatch, served_model
-from fp8dist.offline.verification import Reference, compare_configs, compare_tensors, sha256_of
+from fp8dist.files.certificate_reading import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
+from fp8dist.files.comparison import Progress, bytes_in
+from fp8dist.files.export import Export
+from fp8dist.files.export_formats import FORMATS
+from fp8dist.files.failures import reading
+from fp8dist.files.safetensor_files import dtype_text
+from fp8dist.files.served import CONFIG, Served, mismatch, served_model
+from fp8dist.files.verification import Reference, compare_configs, compare_tensors, sha256_of
 
 __all__ = ["Verification", "add_flags", "verify"]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.monitoring.run_format import HEADER, METRICS
-from fp8dist.report.live import LiveRun
-from fp8dist.report.screen import one_line, screen, stuck
+from fp8dist.runs.report.live import LiveRun
+from fp8dist.runs.report.screen import one_line, screen, stuck
+from fp8dist.runs.run_format import HEADER, METRICS
 
 __all__ = ["add_flags", "watch"]
 

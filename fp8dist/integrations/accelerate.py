@@ -7,7 +7,7 @@ from typing import Any
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import Run, RunLog, install, world
-from fp8dist.recipe import Recipe
+from fp8dist.state.recipe import Recipe
 
 try:
     from accelerate import Accelerator

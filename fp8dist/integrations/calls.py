@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
+from fp8dist.job.manager import internals
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.partitioned import is_partitioned, own_part
 
@@ -30,9 +31,11 @@ def require_steps_of(engine: Any, manager: fp8dist.StateManager) -> None:
     reference, seen = weakref.ref(engine), dict[int, Tensor]()
 
     def before(module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled() and manager._job.attached):
+        inside = internals(manager)
+        job = inside.cycle.job
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled() and job.attached):
             return
-        own, attached, passed = reference(), manager._attachment.module, manager._job.boundaries
+        own, attached, passed = reference(), inside.attachment.module, job.boundaries
         if attached is None or (attached is own and not own.fp8_calls):
             weights = torch.cat([_sample(part.weight) for part in fp8_parts(module)])
             if not torch.equal(seen.get(passed, weights), weights):

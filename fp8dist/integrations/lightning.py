@@ -12,7 +12,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import Run, RunLog, install, world
 from fp8dist.parallel.wrappers import is_sharded
-from fp8dist.recipe import Recipe
+from fp8dist.state.recipe import Recipe
 
 try:
     from lightning.pytorch.loggers import Logger

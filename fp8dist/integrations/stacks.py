@@ -96,7 +96,7 @@ class RunLog:
         seen = next((metrics[name] for name in TOKENS_SEEN if name in metrics), None)
         if seen is None:
             return {}
-        began = self._manager.describe()["began_after"]
+        began = fp8dist.describe(self._manager)["began_after"]
         before, self._seen = (0, 0.0) if self._seen is None and began == 0 else self._seen, (step, seen)
         return {} if before is None else {"tokens": (seen - before[1]) / (step - before[0])}
 

@@ -11,7 +11,7 @@ from torch import nn
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import Run, RunLog, caller, install, world
-from fp8dist.recipe import Recipe
+from fp8dist.state.recipe import Recipe
 
 try:
     from torchtitan.components.metrics import BaseLogger

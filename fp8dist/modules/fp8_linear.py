@@ -26,9 +26,9 @@ from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Linear, parallel_linear
 from fp8dist.modules.unsupported import FLOATING, differentiable_once, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
-from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.arena import SlotState
-from fp8dist.sync.groups import is_dtensor
+from fp8dist.state.groups import is_dtensor
+from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist_kernels.formats import Role
 
 __all__ = ["FP8Linear", "convert", "fp8_linears", "require_revertible", "revert"]

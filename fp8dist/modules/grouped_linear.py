@@ -18,7 +18,7 @@ from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.unsupported import differentiable_once, require_floating
 from fp8dist.state.arena import SlotState
-from fp8dist.sync.groups import is_dtensor
+from fp8dist.state.groups import is_dtensor
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows
 

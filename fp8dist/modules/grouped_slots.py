@@ -14,11 +14,11 @@ from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import Cast, LinearSlots, States, refusal
 from fp8dist.modules.outgrown import Outgrown, shrunk, unfit_for
-from fp8dist.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.arena import SlotState
+from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Changes, Precision
+from fp8dist.state.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.slots import Slot
-from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist_kernels import direct
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.multipliers import ProductError

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from fp8dist.modules.outgrown import Growth
 from fp8dist.modules.weight_notes import WeightNote
-from fp8dist.sync.microbatches import Microbatches
+from fp8dist.state.microbatches import Microbatches
 
 __all__ = ["Activity", "JobState", "Tie"]
 

@@ -30,12 +30,12 @@ from fp8dist.modules.outgrown import (
 )
 from fp8dist.modules.unsupported import require_eager
 from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of, stored_parameters
-from fp8dist.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.arena import SlotState
+from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.groups import is_dtensor, largest_of_parts, local_part
 from fp8dist.state.precision import Precision
+from fp8dist.state.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.slots import Slot
-from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import is_dtensor, largest_of_parts, local_part
 from fp8dist_kernels import direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing

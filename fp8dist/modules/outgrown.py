@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8dist.recipe import Recipe
 from fp8dist.state.arena import SlotState
+from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.magnitude import amax_bits
 from fp8dist_kernels.scaling import scale_from_amax

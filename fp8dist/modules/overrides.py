@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import nn
 
+from fp8dist.common.patterns import require_patterns
 from fp8dist.errors import ConfigurationError
-from fp8dist.patterns import require_patterns
-from fp8dist.recipe import Recipe, require_recipe
+from fp8dist.state.recipe import Recipe, require_recipe
 from fp8dist.state.slots import clean_fqn
 
 __all__ = ["High", "Overrides", "first_and_last"]

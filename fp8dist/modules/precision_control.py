@@ -6,13 +6,13 @@ import logging
 from collections.abc import Collection, Sequence
 
 from fp8dist.modules.job_state import JobState
-from fp8dist.recipe import Gemm
-from fp8dist.settings import Settings
+from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.groups import SyncGroup
 from fp8dist.state.manifest import digest_word, manifest_digest
 from fp8dist.state.precision import Precisions
+from fp8dist.state.recipe import Gemm
+from fp8dist.state.settings import Settings
 from fp8dist.state.slots import Slot
-from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import SyncGroup
 from fp8dist_kernels.formats import Role
 
 __all__ = ["PrecisionControl"]

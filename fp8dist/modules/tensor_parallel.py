@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.sync.groups import is_dtensor
+from fp8dist.state.groups import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

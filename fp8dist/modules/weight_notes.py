@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from fp8dist.sync.groups import is_dtensor, local_part
+from fp8dist.state.groups import is_dtensor, local_part
 
 __all__ = ["SAMPLED_WEIGHTS", "Noted", "WeightNote", "find", "sample_of", "stored_parameters", "take_all"]
 

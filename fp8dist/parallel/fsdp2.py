@@ -25,11 +25,11 @@ from fp8dist.parallel.wrappers import (
     reshard,
     resharded_modules,
 )
+from fp8dist.state.accord import Votes
 from fp8dist.state.arena import Arena
+from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.groups import is_dtensor, largest_of_parts
 from fp8dist.state.slots import Slot
-from fp8dist.sync.accord import Votes
-from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import is_dtensor, largest_of_parts
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8dist.sync.groups import has_base
+from fp8dist.state.groups import has_base
 
 __all__ = [
     "NOT_GATHERED",

@@ -25,9 +25,9 @@ from fp8dist.modules.linear_slots import Cast, LinearSlots
 from fp8dist.modules.outgrown import OUTGROWN, amax_of, scale_for
 from fp8dist.modules.parts import Part
 from fp8dist.parallel.wrappers import first_local_row, local_parts
+from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.groups import is_dtensor, largest_of_parts, local_part
 from fp8dist.state.slots import Slot
-from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import is_dtensor, largest_of_parts, local_part
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.sync.groups import has_base, is_dtensor
+from fp8dist.state.groups import has_base, is_dtensor
 
 __all__ = [
     "TESTED",

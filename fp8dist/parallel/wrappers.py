@@ -24,8 +24,8 @@ from fp8dist.parallel.torch_internals import (
     missing_fsdp2_hook,
     refusal,
 )
+from fp8dist.state.groups import is_dtensor, local_part
 from fp8dist.state.slots import Slot
-from fp8dist.sync.groups import is_dtensor, local_part
 
 __all__ = [
     "awaits_reduction",

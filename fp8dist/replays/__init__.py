@@ -1,1 +1,1 @@
-"""Replays of batches that a training loop keeps, when an event asks for one."""
+"""Replays of a batch, by hand or when an event asks for one, and traces of a whole run."""

@@ -5,23 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8dist.consistency.checker import Event, Replayed
-from fp8dist.consistency.replay_report import ReplayReport
+from fp8dist.checks.checker import Event
+from fp8dist.common.names import check_keywords, require_choice, require_int
 from fp8dist.errors import ConfigurationError, LossAlarm, SyncError
-from fp8dist.manager import StateManager
-from fp8dist.model_replay import replay
-from fp8dist.monitoring.loss_guard import LossGuard
-from fp8dist.names import check_keywords, require_choice, require_int
+from fp8dist.job.manager import StateManager, internals
 from fp8dist.parallel.wrappers import require_replicas
 from fp8dist.replays.buffer import KeptBatch, ReplayBuffer
-from fp8dist.sync.groups import GroupLike, SyncGroup, own_rank, world_size
-from fp8dist.sync.roll_call import failing_by_name
+from fp8dist.replays.model_replay import replay
+from fp8dist.replays.replay_report import Replayed, ReplayReport
+from fp8dist.state.groups import GroupLike, SyncGroup, own_rank, world_size
+from fp8dist.state.roll_call import failing_by_name
 
 __all__ = ["replay_on"]
 
@@ -45,6 +44,18 @@ class _Wish(NamedTuple):
     rank: int | None = None
 
 
+class LossEvents(Protocol):
+    """What ``replay_on`` uses of a ``LossGuard``, which describes it."""
+
+    @property
+    def stops(self) -> bool: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    def on_observe(self, callback: Callable[[LossAlarm | None], None]) -> None: ...
+
+
 def _first_place(report: ReplayReport) -> int:
     return report.findings[0].place
 
@@ -57,7 +68,7 @@ def replay_on(
     events: Sequence[Trigger] = _KINDS,
     at_most_every: int = 100,
     *,
-    guard: LossGuard | None = None,
+    guard: LossEvents | None = None,
     group: GroupLike | None = None,
     scaler: Any = None,
     callback: Callable[[Event], None] | None = None,
@@ -88,7 +99,7 @@ def replay_on(
             ``fp8dist.replay``.
         events: which events. Those that nobody sends never come.
         at_most_every: least number of steps from one replay to the next.
-        guard: the LossGuard of the run, for "spike" and losses that are not finite.
+        guard: the ``LossGuard`` of the run, for "spike" and losses that are not finite.
         group: see ``fp8dist.replay``. None: the ranks that share the FP8 state, or all ranks of the job, which also
             agree on each replay. A tensor parallel model needs it.
         scaler: the GradScaler, see ``fp8dist.replay``.
@@ -124,7 +135,7 @@ class _Replays:
         step: Callable[[Any], object],
         events: tuple[Trigger, ...],
         every: int,
-        guard: LossGuard | None,
+        guard: LossEvents | None,
         group: GroupLike | None,
         scaler: Any,
         callback: Callable[[Event], None] | None,
@@ -141,7 +152,7 @@ class _Replays:
         """Register for the events. Local."""
         if self._manager is not None:
             self._manager.on_event(self._hear)
-            self._manager._cycle.listeners.append(self._end_step)
+            internals(self._manager).cycle.listeners.append(self._end_step)
         if self._guard is not None:
             self._guard.on_observe(self._judge)
 
@@ -185,15 +196,15 @@ class _Replays:
         told = self._wishes.get("nonfinite")
         if told is not None and told.step < now:  # The event of an earlier step, which had its replay there.
             del self._wishes["nonfinite"]
-        if "nonfinite" in self._events and self._manager._cycle.found_nonfinite():
-            cause = self._manager._cycle.checker.cause_of_nonfinite()
+        if "nonfinite" in self._events and internals(self._manager).cycle.found_nonfinite():
+            cause = internals(self._manager).cycle.checker.cause_of_nonfinite()
             self._note("nonfinite", now, *((None, None) if cause is None else (cause.microbatch, cause.rank)))
         self._replay_if_agreed()
         self._rest = max(0, self._rest - 1)
 
     @property
     def _model(self) -> nn.Module:
-        return self._owner if isinstance(self._owner, nn.Module) else self._owner._called_module
+        return self._owner if isinstance(self._owner, nn.Module) else internals(self._owner).called_module
 
     # Agreement -----------------------------------------------------------------------------------
 
@@ -203,7 +214,7 @@ class _Replays:
         if self._given is None:
             require_replicas(self._model, "fp8dist.replay_on")
         if self._manager is not None:
-            return self._manager._cycle.checker.anchor()
+            return internals(self._manager).cycle.checker.anchor()
         return None if world_size() == 1 else SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
 
     def _extremes(self, *values: int) -> tuple[list[int], list[int]]:
@@ -289,7 +300,7 @@ class _Replays:
             f"{replayed.report}"
         )
         if self._manager is not None:
-            self._manager._cycle.checker.tell_at_once(event)
+            internals(self._manager).cycle.checker.tell_at_once(event)
         if self._callback is not None:
             self._callback(event)
 

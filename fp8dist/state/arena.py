@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.recipe import Recipe
 from fp8dist.state.fallback import Fallback
+from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
 from fp8dist_kernels import direct
 from fp8dist_kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays, UpdateRule

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fp8dist.common.names import check_fields, is_number, require_bool, require_int
 from fp8dist.errors import ConfigurationError
-from fp8dist.names import check_fields, is_number, require_bool, require_int
 
 __all__ = ["Fallback"]
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.recipe import GEMMS, Gemm
+from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 

@@ -6,8 +6,8 @@ import collections
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from fp8dist.common.names import require_choice
 from fp8dist.errors import ConfigurationError
-from fp8dist.names import require_choice
 from fp8dist_kernels.formats import Format, Role
 
 __all__ = ["Slot", "SlotSpec", "clean_fqn", "parse_role", "sorted_specs"]

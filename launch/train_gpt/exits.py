@@ -21,7 +21,7 @@ say which ranks and tensors."""
 FAILED_COLLECTIVE = 5
 """A collective failed or timed out, because another rank is gone or hangs.
 
-The launcher knows it by the same number, in fp8dist/launcher/interface.py."""
+The launcher knows it by the same number, in fp8dist/cli/launcher/interface.py."""
 
 LOSS_DIVERGED = 6
 """``--loss-guard stop`` saw a loss that jumped or is not finite."""

@@ -41,7 +41,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import fp8dist
 from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, LossDiverged, ManifestMismatchError
-from fp8dist.settings import AUDIT_BYTES, Settings
+from fp8dist.state.settings import AUDIT_BYTES, Settings
 from launch.train_gpt.checkpoints.checkpoints import Checkpoints, Loaded
 from launch.train_gpt.compare_runs import cell
 from launch.train_gpt.data import BadInput, Text

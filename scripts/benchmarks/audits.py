@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist.consistency.audit import Audits
+from fp8dist.checks.audit import Audits
 from fp8dist.modules.linear_slots import SITES
-from fp8dist.settings import AUDIT_BYTES
+from fp8dist.state.settings import AUDIT_BYTES
 from fp8dist_kernels.taps import tell
 from launch.train_gpt.model import GPT, VOCABULARY
 from launch.train_gpt.options.options import parse

@@ -75,7 +75,7 @@ def calls(linears: int, layout: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "coverage", manager.coverage
     yield "set_precision", lambda: manager.set_precision("*.0", "high", steps=1)
     yield "refresh_weights", manager.refresh_weights
-    yield "exported", lambda: sum(1 for _ in manager.exported(model))
+    yield "exported", lambda: sum(1 for _ in fp8dist.exported(manager, model))
     yield "attach again", lambda: manager.attach(whole, optimizer=optimizer)
     if not gathers:
         yield "detach", manager.detach

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist.manager import StateManager
+from fp8dist.job.manager import StateManager
 from scripts.benchmarks.markdown import table
 
 __all__ = ["LAYERS", "Chain", "Launched", "main", "without_launches"]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
-from fp8dist.recipe import Recipe
+from fp8dist.state.recipe import Recipe
 from fp8dist_kernels import GEMMS, Gemm
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT

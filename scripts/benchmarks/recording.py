@@ -21,12 +21,12 @@ from unittest import mock
 import torch
 
 import fp8dist
+from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.linear_slots import LinearSlots
-from fp8dist.monitoring.recorder import Recorder
-from fp8dist.monitoring.watch import Watch
-from fp8dist.step.cycle import StepCycle
-from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.microbatches import Microbatches
+from fp8dist.runs.recorder import Recorder
+from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.microbatches import Microbatches
+from fp8dist.state.watch import Watch
 from launch.train_gpt.model import GPT, VOCABULARY
 from launch.train_gpt.options.options import parse
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
-from fp8dist.manager import StateManager
+from fp8dist.job.manager import StateManager
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels.formats import E4M3
 from fp8dist_kernels.header import HEADER

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
+from fp8dist.job.step_watch import StepWatch
 from fp8dist.modules.linear_slots import Cast, LinearSlots
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.weight_notes import WeightNote
-from fp8dist.step.step_watch import StepWatch
 from fp8dist_kernels.formats import Role
 from launch.train_gpt.model import GPT, VOCABULARY
 from scripts.benchmarks.sync import CountOps

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from fp8dist.monitoring.run_format import from_json
+from fp8dist.common.numbers import from_json
 from fp8dist.state.manifest import NUMERICS_VERSION
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.options.options import parse as parse_job

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8dist.recipe import GEMMS, Gemm
+from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist_kernels.formats import E4M3, E5M2, Format
 from launch.train_gpt import recipes
 from launch.train_gpt.data import BadInput

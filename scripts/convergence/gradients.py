@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist.recipe import GEMMS, Gemm
+from fp8dist.state.recipe import GEMMS, Gemm
 from launch.train_gpt import recipes
 from launch.train_gpt.data import BadInput, Text
 from launch.train_gpt.exits import exit_with
@@ -208,7 +208,7 @@ def _cases(job: Job, step: int) -> Iterator[dict[str, Any]]:
     autocast = torch.autocast(job.ranks.device.type, torch.bfloat16)
     yield _case("bf16", (), gradients_of(twin, measured, linears, streams, autocast), expected)
     for kind in RECIPES:
-        recipe = recipes.recipe_of(dataclasses.replace(job.options, recipe=kind))  # type: ignore[arg-type]
+        recipe = recipes.slot(dataclasses.replace(job.options, recipe=kind), "weight").recipe  # type: ignore[arg-type]
         for gemms in _sets_of_gemms(kind):
             high = tuple(gemm for gemm in GEMMS if gemm not in gemms)
             single = dataclasses.replace(recipe, high_precision=high)  # type: ignore[type-var]

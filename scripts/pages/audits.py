@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fp8dist import DelayedScaling
-from fp8dist.consistency.work_parts import part_of_product
-from fp8dist.settings import AUDIT_BYTES
+from fp8dist.checks.work_parts import part_of_product
+from fp8dist.state.settings import AUDIT_BYTES
 from scripts.benchmarks.llama_shapes import Layer, products_of
 from scripts.benchmarks.markdown import NOT_YET, table
 from scripts.pages.filling import ROOT, Parts

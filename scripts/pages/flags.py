@@ -14,7 +14,7 @@ from typing import Any
 import fp8dist
 from fp8dist.cli import launch
 from fp8dist.cli.main import _parser as command_line
-from fp8dist.settings import VARIABLES, Settings
+from fp8dist.state.settings import VARIABLES, Settings
 from launch.train_gpt.options.flags import parser as job_parser
 from scripts.benchmarks.markdown import table
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fp8dist import errors as exceptions
-from fp8dist.step import order
+from fp8dist.job import order
 from scripts.pages.filling import ROOT
 
 __all__ = ["PLACE", "errors", "messages_in", "public_errors"]
@@ -104,7 +104,7 @@ def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_order(room: str) -> Iterator[tuple[str, str]]:
-    """Yield the messages for calls in the wrong order, from the table in ``fp8dist/step/order.py``."""
+    """Yield the messages for calls in the wrong order, from the table in ``fp8dist/job/order.py``."""
     if room == "step":
         for call, refused in order._REFUSED.items():
             for phase, instead in refused.items():

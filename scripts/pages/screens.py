@@ -7,9 +7,9 @@ import math
 import tempfile
 from pathlib import Path
 
-from fp8dist.monitoring.run_format import EVENTS, FORMAT, HEADER, METRICS, RANKS, SCALES, VERSION
-from fp8dist.report.live import LiveRun
-from fp8dist.report.screen import screen
+from fp8dist.runs.report.live import LiveRun
+from fp8dist.runs.report.screen import screen
+from fp8dist.runs.run_format import EVENTS, FORMAT, HEADER, METRICS, RANKS, SCALES, VERSION
 
 __all__ = ["watch_screen"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8dist.cli import launch
-from fp8dist.settings import VARIABLES
+from fp8dist.state.settings import VARIABLES
 from scripts.benchmarks.markdown import table
 from scripts.pages.filling import ROOT
 
@@ -19,7 +19,7 @@ _NAME, _MEANING, _DEFAULT = slice(4, 18), slice(18, 41), slice(41, None)
 
 
 def of_library() -> str:
-    """Return a table of all ``FP8DIST_…`` variables, from ``fp8dist/settings.py``."""
+    """Return a table of all ``FP8DIST_…`` variables, from ``fp8dist/state/settings.py``."""
     return table(["variable", "default", "meaning"], [[f"`{name}`", *said] for name, said in VARIABLES.items()])
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from fp8dist.report.numbers import read_run
-from fp8dist.report.page import page_of
+from fp8dist.runs.report.numbers import read_run
+from fp8dist.runs.report.page import page_of
 from scripts.pictures.__main__ import FOLDER
 from tests.support.runs import made_run
 

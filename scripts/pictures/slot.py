@@ -44,8 +44,8 @@ def run() -> list[Sample]:
         model(pattern * (SIZE if step == OUTLIER else amplitude)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        largest = manager.amax_history("0", "input").max().item()
-        samples.append(Sample(manager.amax("0", "input").item(), largest, manager.scale("0", "input").item()))
+        largest = manager.slot("0", "input").amax_history.max().item()
+        samples.append(Sample(manager.slot("0", "input").amax.item(), largest, manager.slot("0", "input").scale.item()))
     return samples
 
 

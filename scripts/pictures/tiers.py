@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fp8dist.consistency.localisation import MAX_EXPLAINED
+from fp8dist.checks.localisation import MAX_EXPLAINED
 from fp8dist_kernels.header import HEADER
 from fp8dist_kernels.reference.content import BLOCK_BYTES
 from scripts.pictures.svg import arrow, document, rect, text

@@ -31,7 +31,7 @@ def certificate_of(folder: Path) -> dict[str, Any]:
 
 def test_it_describes_the_export(tmp_path: Path) -> None:
     _, manager, _ = trained(overrides={"layers.3": "high", "layers.1": fp8dist.CurrentScaling()})
-    manager.export(tmp_path / "out", run="lr 0.01", shard_bytes=100_000)
+    fp8dist.export(manager, tmp_path / "out", run="lr 0.01", shard_bytes=100_000)
     found = certificate_of(tmp_path / "out")
     tensors = read(tmp_path / "out")
     digests = {name: hashlib.sha256(bits(tensor)).hexdigest() for name, tensor in tensors.items()}
@@ -66,11 +66,11 @@ def _exported(folder: str, recipe: str, parallel: str) -> tuple[int | None, int 
         optimizer.step()
         optimizer.zero_grad()
     manager.check()
-    manager.export(Path(folder, parallel), called, format=NATIVE[recipe])
+    fp8dist.export(manager, Path(folder, parallel), called, format=NATIVE[recipe])
     if not alone:
         dist.barrier()
         dcp.save({"model": model, "fp8": manager}, checkpoint_id=Path(folder, "checkpoint"))
-    return manager.proven_step, manager.checked_step
+    return manager.verified.proven_step, manager.verified.checked_step
 
 
 def _all_the_same(folder: Path, pool: RankPool, recipe: str, parallel: str, ranks: int) -> None:

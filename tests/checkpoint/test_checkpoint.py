@@ -220,7 +220,7 @@ def _own_values(kind: str, folder: str) -> tuple[list[str], list[float], list[fl
         return model, manager.attach()
 
     def amaxes(manager: StateManager) -> list[float]:
-        return [manager.amax("0", "input").item(), manager.amax("1", "input").item()]
+        return [manager.slot("0", "input").amax.item(), manager.slot("1", "input").amax.item()]
 
     model, manager = new()
     model[0](torch.full((4, 16), 10.0 + dist.get_rank() // 2))  # type: ignore[operator]
@@ -306,7 +306,7 @@ def test_another_history_length_keeps_the_newest(body: tuple[str, StateManager],
     model, manager = _manager(history_len=length)
     dcp.load({"fp8": manager}, checkpoint_id=folder, no_dist=True)
     kept = [0.0] * length + [3.0, 4.0, 5.0]
-    assert manager.amax_history("body", "input").tolist() == kept[-length:]
+    assert manager.slot("body", "input").amax_history.tolist() == kept[-length:]
     assert model is not None
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import ConfigurationError
-from fp8dist.checkpoint import export_files
-from fp8dist.checkpoint.export import Export, export_of
+from fp8dist.files import export_files
+from fp8dist.files.export import Export, export_of
 from tests.support.forked import ROOT
 from tests.support.serving import NATIVE, RECIPES, as_bits, multiplied, read, served, tensor_bits
 from tests.support.sharded import wide
@@ -49,7 +49,7 @@ def trained(recipe: str = "delayed", steps: int = 3, model: nn.Module | None = N
 
 
 def _exported(manager: Any, format: str = "compressed-tensors") -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in manager.exported(format=format)}
+    return {name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=format)}
 
 
 # The bytes -------------------------------------------------------------------------------------------
@@ -80,7 +80,9 @@ def test_input_scales_are_those_of_the_delayed_slots() -> None:
     _, manager, _ = trained()
     tensors = _exported(manager)
     for i in range(4):
-        assert bits(tensors[f"layers.{i}.input_scale"]) == bits(1 / manager.scale(f"layers.{i}", "input").reshape(1))
+        assert bits(tensors[f"layers.{i}.input_scale"]) == bits(
+            1 / manager.slot(f"layers.{i}", "input").scale.reshape(1)
+        )
     assert not any("input_scale" in name for name in _exported(manager, "block"))
     _, current, _ = trained("current")
     assert not any("input_scale" in name for name in _exported(current))
@@ -92,7 +94,7 @@ def test_a_weight_written_since_its_scale_was_derived() -> None:
         net.layers[1].weight.mul_(40)
     tensors = _exported(manager)
     assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
-    assert bits(tensors["layers.1.weight_scale"]) != bits(manager.inv_scale("layers.1", "weight").reshape(1))
+    assert bits(tensors["layers.1.weight_scale"]) != bits(manager.slot("layers.1", "weight").inv_scale.reshape(1))
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -210,7 +212,7 @@ BUFFERS = (
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_odd_tensors_are_exported_as_they_are(tmp_path: Path, recipe: str, dtype: torch.dtype) -> None:
     net, manager, _ = trained(recipe, model=Odd(dtype))
-    manager.export(tmp_path / "out")
+    fp8dist.export(manager, tmp_path / "out")
     tensors = read(tmp_path / "out")
     assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
     buffers = {name: tensor for name, tensor in tensors.items() if "." not in name}
@@ -250,7 +252,7 @@ def test_the_default_dtype_and_device_do_not_matter(recipe: str) -> None:
 
 def test_a_step_between_two_tensors_is_noticed() -> None:
     _, manager, step = trained()
-    stream = manager.exported()
+    stream = fp8dist.exported(manager)
     next(stream)
     step(7)
     with pytest.raises(ConfigurationError, match="a step ended while weights were exported"):
@@ -279,13 +281,13 @@ def _config(manager: Any, format: str = "compressed-tensors") -> dict[str, Any]:
 def test_finer_scales_than_the_formats_are_refused(recipe: str, refused: str, fitting: str) -> None:
     _, manager, _ = trained(recipe, 0)
     with pytest.raises(ConfigurationError, match=rf"layers\.\d: \w+ has one scale for each .* fit: {fitting}$"):
-        manager.exported(format=refused)
+        fp8dist.exported(manager, format=refused)
 
 
 def test_two_recipes_that_no_format_holds() -> None:
     _, manager, _ = trained("block", 0, overrides={"layers.1": fp8dist.RowwiseScaling()})
     with pytest.raises(ConfigurationError, match="no format fits"):
-        manager.exported(format="block")
+        fp8dist.exported(manager, format="block")
 
 
 def test_modules_of_two_recipes_are_two_groups() -> None:
@@ -317,7 +319,7 @@ class Tied(nn.Module):
 
 def test_a_tied_weight_is_exported_once(tmp_path: Path) -> None:
     net, manager, _ = trained(model=Tied(embedded=False))
-    manager.export(tmp_path / "out")
+    fp8dist.export(manager, tmp_path / "out")
     tensors = read(tmp_path / "out")
     assert {name for name in tensors if name.endswith("weight")} == {"embedding.weight", "first.weight"}
     products = as_bits(multiplied(net, batch(0, 9)[0]))
@@ -327,7 +329,7 @@ def test_a_tied_weight_is_exported_once(tmp_path: Path) -> None:
 def test_a_weight_in_two_precisions_is_refused() -> None:
     _, manager, _ = trained(model=Tied(embedded=True), skip="!second")
     with pytest.raises(ConfigurationError, match="second is in FP8 and shares its weight with embedding"):
-        manager.exported()
+        fp8dist.exported(manager)
 
 
 @pytest.mark.parametrize(
@@ -337,11 +339,11 @@ def test_a_weight_in_two_precisions_is_refused() -> None:
 def test_nothing_in_fp8_is_refused(settings: dict[str, Any], why: str) -> None:
     _, manager, _ = trained(steps=0, **settings)
     with pytest.raises(ConfigurationError, match=f"nothing to export in FP8.*{why}"):
-        manager.exported()
+        fp8dist.exported(manager)
     _, manager, _ = trained(steps=0)
     manager.set_precision("*", "high")
     with pytest.raises(ConfigurationError, match="every module is in high precision"):
-        manager.exported()
+        fp8dist.exported(manager)
 
 
 def test_e5m2_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,14 +353,14 @@ def test_e5m2_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
     slots = manager._model().layers[1].fp8_slots
     monkeypatch.setattr(slots.states(torch.device("cpu"))[1], "format", E5M2)
     with pytest.raises(ConfigurationError, match=r"layers\.1: its weight is cast to e5m2, and servers read e4m3 only"):
-        manager.exported()
+        fp8dist.exported(manager)
 
 
 def test_a_computed_weight_is_refused() -> None:
     net, manager, _ = trained(steps=0)
     torch.nn.utils.parametrizations.weight_norm(net.layers[1])
     with pytest.raises(ConfigurationError, match=r"layers\.1: its weight is computed by a parametrization"):
-        manager.exported()
+        fp8dist.exported(manager)
 
 
 def test_ignored_names_that_also_match_modules_in_fp8() -> None:
@@ -368,7 +370,7 @@ def test_ignored_names_that_also_match_modules_in_fp8() -> None:
     net.add_module("q_proj", nn.Linear(32, 32))
     _, manager, _ = trained(model=net, overrides={"proj": "high"})
     with pytest.raises(ConfigurationError, match="q_proj is in FP8 and proj is not"):
-        manager.exported(format="block")
+        fp8dist.exported(manager, format="block")
     assert served(_exported(manager)).keys() == {"q_proj"}
 
 
@@ -429,12 +431,12 @@ def test_what_files_and_readers_would_mistake_is_refused(net: nn.Module, high: s
     if high:
         manager.set_precision(high, "high")
     with pytest.raises(ConfigurationError, match=why):
-        manager.exported(format=format)
+        fp8dist.exported(manager, format=format)
 
 
 def test_names_with_any_other_letters(tmp_path: Path) -> None:
     net, manager, _ = trained(model=_chain("größe", "a b", "a/b", "c(d", "<b>", "\n", "x" * 3000))
-    manager.export(tmp_path / "out")
+    fp8dist.export(manager, tmp_path / "out")
     assert served(read(tmp_path / "out")) == as_bits(multiplied(net, batch(0, 9)[0]))
 
 
@@ -445,7 +447,7 @@ def test_names_with_any_other_letters(tmp_path: Path) -> None:
 def test_a_folder_holds_the_stream(tmp_path: Path, shard_bytes: int) -> None:
     """Read with safetensors' own reader. A tensor that is larger than a file has one of its own."""
     _, manager, _ = trained()
-    manager.export(tmp_path / "out", shard_bytes=shard_bytes)
+    fp8dist.export(manager, tmp_path / "out", shard_bytes=shard_bytes)
     assert tensor_bits(read(tmp_path / "out")) == tensor_bits(_exported(manager))
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == {1: 16, 100_000: 5, 10**9: 1}[shard_bytes]
@@ -460,7 +462,7 @@ def test_config_json_has_the_models_own_config(tmp_path: Path) -> None:
 
     net, manager, _ = trained(steps=0)
     net.config = Config()
-    manager.export(tmp_path / "out", net)
+    fp8dist.export(manager, tmp_path / "out", net)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["hidden_size"], config["architectures"]) == (32, ["Mlp"])
     assert config["quantization_config"] == _config(manager)
@@ -469,10 +471,10 @@ def test_config_json_has_the_models_own_config(tmp_path: Path) -> None:
 def test_a_folder_that_exists_stays(tmp_path: Path) -> None:
     _, manager, _ = trained(steps=0)
     (tmp_path / "out").mkdir()
-    manager.export(tmp_path / "out")  # Empty.
+    fp8dist.export(manager, tmp_path / "out")  # Empty.
     before = sorted(path.name for path in (tmp_path / "out").iterdir())
     with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
-        manager.export(tmp_path / "out")
+        fp8dist.export(manager, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
 
 
@@ -480,14 +482,14 @@ def test_a_folder_that_exists_stays(tmp_path: Path) -> None:
 def test_paths_that_name_no_folder(path: Any) -> None:
     _, manager, _ = trained(steps=0)
     with pytest.raises(ConfigurationError, match="expected the name of a new folder, got"):
-        manager.export(path)
+        fp8dist.export(manager, path)
 
 
 def test_through_a_link_and_into_folders_that_are_made(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     _, manager, _ = trained(steps=0)
-    manager.export(os.fsencode(tmp_path / "link"))
-    manager.export(tmp_path / "c")
+    fp8dist.export(manager, os.fsencode(tmp_path / "link"))
+    fp8dist.export(manager, tmp_path / "c")
     assert {path.name: path.read_bytes() for path in (tmp_path / "a" / "b").iterdir()} == {
         path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()
     }
@@ -499,11 +501,11 @@ def test_other_folders_called_partial_stay(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "notes.json").touch()
     with pytest.raises(ConfigurationError, match=r"out\.partial exists and is not of an export: move it away"):
-        manager.export(tmp_path / "out")
+        fp8dist.export(manager, tmp_path / "out")
     (tmp_path / "out.partial" / "notes.json").rename(tmp_path / "out.partial" / "model-00001-of-00001.safetensors")
     (tmp_path / "out").touch()
     with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
-        manager.export(tmp_path / "out")
+        fp8dist.export(manager, tmp_path / "out")
     assert len(list((tmp_path / "out.partial").iterdir())) == 1
 
 
@@ -537,7 +539,7 @@ def test_a_config_that_is_not_json(tmp_path: Path) -> None:
     net, manager, _ = trained(steps=0)
     net.config = Config()
     with pytest.raises(ConfigurationError, match="the model's config cannot be written as JSON"):
-        manager.export(tmp_path / "out")
+        fp8dist.export(manager, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -548,15 +550,15 @@ def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     _, manager, _ = trained(steps=0)
     monkeypatch.setattr(export_files, "_sync", full)
     with pytest.raises(ConfigurationError, match="model-00001 cannot be written: No space left on device"):
-        manager.export(tmp_path / "out")
+        fp8dist.export(manager, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fp8dist.checkpoint import export_files
-from fp8dist.checkpoint.export import Export, export_of
+from fp8dist.files import export_files
+from fp8dist.files.export import Export, export_of
 from tests.checkpoint.test_export import trained
 
 place, out = sys.argv[1:]
@@ -596,6 +598,6 @@ def test_a_kill_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
         assert not (place < 22 and (tmp_path / "out.partial" / "config.json").exists())
         assert (tmp_path / "out.partial" / "fp8dist-certificate.json").exists() is (place >= 24)
     _, manager, _ = trained()
-    manager.export(tmp_path / "out")
+    fp8dist.export(manager, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert tensor_bits(read(tmp_path / "out")) == tensor_bits(_exported(manager))

@@ -90,7 +90,7 @@ def test_an_eval_forward_multiplies_with_the_exported_bytes_and_scales(recipe: s
     for format in (NATIVE[recipe], "block"):
         if recipe == "rowwise" and format == "block":
             continue
-        tensors = dict(manager.exported(format=format))
+        tensors = dict(fp8dist.exported(manager, format=format))
         assert _of_experts(tensors) == _multiplied(model, routed_batch(0, 9, 4), layout == "interleaved")
         if LAYOUTS[layout].get("bias"):
             biases = model.experts.gate_up_proj_bias[3]
@@ -102,17 +102,17 @@ def test_an_eval_forward_multiplies_with_the_exported_bytes_and_scales(recipe: s
 
 def test_input_scales_are_shared_by_gate_and_up() -> None:
     _, manager = _trained("delayed")
-    tensors = dict(manager.exported())
+    tensors = dict(fp8dist.exported(manager))
     for expert in range(4):
         for name, fqn in (("gate_proj", "gate_up"), ("up_proj", "gate_up"), ("down_proj", "down")):
-            expected = 1 / manager.scale(f"experts.{fqn}.{expert}", "input").reshape(1)
+            expected = 1 / manager.slot(f"experts.{fqn}.{expert}", "input").scale.reshape(1)
             assert bits(tensors[f"experts.{expert}.{name}.input_scale"]) == bits(expected)
 
 
 def test_experts_in_high_precision_are_exported_one_by_one() -> None:
     model, manager = _trained("delayed")
     manager.set_precision("experts.*", "high")
-    tensors = dict(manager.exported())
+    tensors = dict(fp8dist.exported(manager))
     for expert in range(4):
         gate, up = model.experts.gate_up_proj[expert].chunk(2)
         assert torch.equal(tensors[f"experts.{expert}.gate_proj.weight"], gate)
@@ -125,7 +125,7 @@ def test_names_of_mixtral() -> None:
     model.config = types.SimpleNamespace(model_type="mixtral")  # type: ignore[assignment]
     model.layer = nn.ModuleDict({"mlp": Routed(inner=INNER)})
     manager = fp8dist.prepare(model)
-    names = {name for name, _ in manager.exported()}
+    names = {name for name, _ in fp8dist.exported(manager)}
     weights = {f"layer.block_sparse_moe.experts.2.{each}.weight" for each in ("w1", "w2", "w3")}
     assert weights | {f"{name}_scale" for name in weights} <= names
     assert not any(".mlp." in name for name in names)
@@ -137,7 +137,7 @@ def test_what_is_refused(tmp_path: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=r"of 8 products of experts, 1 are in high precision: experts\.down\.2"
     ):
-        manager.exported()
+        fp8dist.exported(manager)
     manager.set_precision("experts.down.2", "fp8")
     for kind, why in (
         ("odd", ""),
@@ -147,22 +147,22 @@ def test_what_is_refused(tmp_path: Any) -> None:
         with pytest.raises(
             ConfigurationError, match=f"which names servers read for the experts of '{kind}'{why}: leave"
         ):
-            manager.export(tmp_path / "served")
+            fp8dist.export(manager, tmp_path / "served")
     alone = Routed().experts
     with pytest.raises(ConfigurationError, match="the model is a mixture itself, which has no name"):
-        fp8dist.prepare(alone).exported()
+        fp8dist.exported(fp8dist.prepare(alone))
     for cut in (Routed(inner=192), Routed(interleaved=True)):
         other = fp8dist.prepare(cut, BlockScaling())
         with pytest.raises(ConfigurationError, match="has rows of gate and of up"):
-            other.exported(format="block")
+            fp8dist.exported(other, format="block")
     whole = Routed(inner=256)
     other = fp8dist.prepare(whole, overrides={"experts": BlockScaling()})
     with pytest.raises(ConfigurationError, match=r"experts\.down: its weights have one scale for each 128 x 128"):
-        other.exported()
+        fp8dist.exported(other)
     tied = nn.ModuleList([Routed(), Routed()])
     tied[1].experts.down_proj = tied[0].experts.down_proj
     with pytest.raises(ConfigurationError, match="is the same tensor as"):
-        fp8dist.prepare(tied).exported()
+        fp8dist.exported(fp8dist.prepare(tied))
 
 
 def test_an_own_gate_of_another_width() -> None:
@@ -170,11 +170,11 @@ def test_an_own_gate_of_another_width() -> None:
     for each in (model, wide):
         each.experts._apply_gate = lambda rows: rows[:, :INNER] * rows[:, INNER : 2 * INNER]
     wide.experts.gate_up_proj = nn.Parameter(torch.randn(4, 3 * INNER, 32))
-    assert "experts.3.up_proj.weight" in dict(fp8dist.prepare(model).exported())
+    assert "experts.3.up_proj.weight" in dict(fp8dist.exported(fp8dist.prepare(model)))
     with pytest.raises(ConfigurationError, match="experts: its first product is no gate and up of the width that"):
-        fp8dist.prepare(wide).exported()
+        fp8dist.exported(fp8dist.prepare(wide))
     fp8dist.restore(wide)
-    stored = dict(fp8dist.prepare(wide, skip="experts").exported())
+    stored = dict(fp8dist.exported(fp8dist.prepare(wide, skip="experts")))
     assert torch.equal(stored["experts.gate_up_proj"], wide.experts.gate_up_proj)
 
 
@@ -186,7 +186,7 @@ def test_a_weight_that_a_hook_renames_is_missed() -> None:
 
     model.experts.register_state_dict_post_hook(renames)
     with pytest.raises(ConfigurationError, match=r"experts is in FP8, but state_dict\(\) has no experts\.down_proj"):
-        manager.exported()
+        fp8dist.exported(manager)
 
 
 def _sharded(job: Job) -> Any:
@@ -194,7 +194,7 @@ def _sharded(job: Job) -> Any:
     for index in range(2):
         step(job, called, optimizer, index)
     format = "block" if isinstance(job.recipe, BlockScaling) else "compressed-tensors"
-    tensors = {name: tensor.clone() for name, tensor in manager.exported(called, format=format)}
+    tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, called, format=format)}
     return _of_experts(tensors), _multiplied(called, routed_batch(0, 9, job.experts))
 
 

@@ -50,7 +50,7 @@ def measured(recipe: str, out: str, parallel: str) -> float:
             fully_shard(layer)
         fully_shard(model)
     manager.attach(model)
-    grown = above_the_start(lambda: manager.export(Path(out), model, format=NATIVE[recipe]))
+    grown = above_the_start(lambda: fp8dist.export(manager, Path(out), model, format=NATIVE[recipe]))
     return grown / LARGEST
 
 
@@ -72,7 +72,7 @@ def _make(words: list[str]) -> int:
     manager = fp8dist.prepare(model, RECIPES["delayed"])
     manager.attach(model)
     dcp.save({"model": model, "fp8": manager}, checkpoint_id=Path(words[0], "checkpoint"))
-    manager.export(Path(words[0], "served"), model)
+    fp8dist.export(manager, Path(words[0], "served"), model)
     return 0
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import ConfigurationError
-from fp8dist.checkpoint import export_casts, export_files
+from fp8dist.files import export_casts, export_files
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool
@@ -66,7 +66,7 @@ def reference(folder: Path, recipe: str) -> Tensors:
     manager.attach(optimizer=optimizer)
     _train(model, manager, optimizer, range(3))
     torch.save((model.state_dict(), manager.state_dict()), folder / "saved")
-    tensors = {name: tensor.clone() for name, tensor in manager.exported(format=NATIVE[recipe])}
+    tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=NATIVE[recipe])}
     assert served(tensors) == as_bits(multiplied(model, batch(0, 9)[0]))
     return tensor_bits(tensors)
 
@@ -92,12 +92,12 @@ def _resumed(folder: str, recipe: str, parallel: str) -> tuple[nn.Module, Any, A
 
 def _after_resume(folder: str, recipe: str, parallel: str) -> Tensors:
     called, manager, _ = _resumed(folder, recipe, parallel)
-    tensors = {name: tensor.clone() for name, tensor in manager.exported(called, format=NATIVE[recipe])}
+    tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, called, format=NATIVE[recipe])}
     if not parallel.endswith("gather"):  # ``_during`` compares these.
         assert served(tensors) == as_bits(multiplied(called, batch(dist.get_rank(), 9)[0]))
     same_on_all_ranks(tensor_bits(tensors))
     out = Path(folder, "out")
-    manager.export(out, called, format=NATIVE[recipe], shard_bytes=100_000)
+    fp8dist.export(manager, out, called, format=NATIVE[recipe], shard_bytes=100_000)
     dist.barrier()  # Under DDP only one rank writes, and others do not wait.
     assert tensor_bits(read(out)) == tensor_bits(tensors)
     return tensor_bits(tensors)
@@ -168,7 +168,7 @@ def _during(recipe: str, parallel: str, bf16: bool) -> None:
     x = batch(dist.get_rank(), 9)[0]
 
     def compare() -> None:
-        tensors = {name: tensor.clone() for name, tensor in manager.exported(called, format=NATIVE[recipe])}
+        tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, called, format=NATIVE[recipe])}
         assert served(tensors) == _products(called, x)
 
     compare()
@@ -212,7 +212,7 @@ def _high_and_gathered() -> None:
     with torch.no_grad():
         called.eval()(batch(dist.get_rank(), 9)[0])
     handle.remove()
-    tensors = dict(manager.exported())
+    tensors = dict(fp8dist.exported(manager))
     assert tensors["body.layers.1.weight"].dtype == torch.bfloat16
     assert bits(tensors["body.layers.1.weight"]) == bits(seen["weight"])
     assert "body.layers.1.weight_scale" not in tensors
@@ -232,7 +232,7 @@ def _training_goes_on(parallel: str) -> None:
         for step in range(4):
             _train(called, manager, optimizer, range(step, step + 1))
             if exports:
-                list(manager.exported(called))
+                list(fp8dist.exported(manager, called))
         whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in called.parameters()]
         return manager.state_dict(), [bits(p) for p in whole]
 
@@ -257,11 +257,11 @@ def _tensor_parallel(recipe: str, folder: str, styles: str, format: str) -> Any:
     parallelize_module(model, mesh, {f"layers.{i}": plan[style]() for i, style in enumerate(styles) if style in plan})
     manager.attach(model)
     try:
-        tensors = {name: tensor.clone() for name, tensor in manager.exported(format=format)}
+        tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=format)}
     except ConfigurationError as error:
         return str(error)
     same_on_all_ranks(tensor_bits(tensors))
-    manager.export(Path(folder, "out"), format=format)
+    fp8dist.export(manager, Path(folder, "out"), format=format)
     assert tensor_bits(read(Path(folder, "out"))) == tensor_bits(tensors)
     given = served(tensors)
     for name, (b, scale) in multiplied(model, batch(0, 9)[0]).items():
@@ -280,7 +280,7 @@ def _alone(recipe: str, format: str) -> Tensors:
     model = Mlp((256, 512, 256, 512))
     manager = fp8dist.prepare(model, RECIPES[recipe])
     manager.attach(model)
-    return tensor_bits({name: tensor.clone() for name, tensor in manager.exported(format=format)})
+    return tensor_bits({name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=format)})
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "block"])
@@ -338,7 +338,7 @@ def _outgrown() -> None:
         for layer, factor in zip(model.layers, (1.2, 30.0)):
             layer.weight.to_local().mul_(factor if dist.get_rank() else 1)  # type: ignore[operator]
     seen = multiplied(model, batch(0, 9)[0])
-    tensors = {name: tensor.clone() for name, tensor in manager.exported()}
+    tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager)}
     for i, dim in enumerate((0, 1)):
         name = f"layers.{i}"
         rows, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
@@ -370,7 +370,7 @@ def _on_two_axes(recipe: str, fp8_all_gather: bool, bf16: bool) -> None:
         called(batch(0, step)[0]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    given = served({name: tensor.clone() for name, tensor in manager.exported(called, format=NATIVE[recipe])})
+    given = served({name: tensor.clone() for name, tensor in fp8dist.exported(manager, called, format=NATIVE[recipe])})
     for name, (b, scale) in multiplied(called, batch(0, 9)[0]).items():
         each = spread(scale, b.shape).contiguous()
         placement = Shard(int(name[-1]) % 2)
@@ -391,13 +391,13 @@ def _refused() -> None:
     called = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     manager.attach(called, optimizer=torch.optim.SGD(called.parameters(), lr=0.01))
     with pytest.raises(ConfigurationError, match=r"FSDP1 keeps weights in flat parameters.*export a checkpoint"):
-        manager.exported(called)
+        fp8dist.exported(manager, called)
     other = Tail()
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     manager = fp8dist.prepare(other, group=dist.group.WORLD, groups={"body.layers.1": alone})
     manager.attach(other)
     with pytest.raises(ConfigurationError, match="several groups of ranks share FP8 state"):
-        manager.export("nowhere")
+        fp8dist.export(manager, "nowhere")
 
 
 def test_layouts_that_are_refused(two_ranks: RankPool) -> None:
@@ -415,9 +415,9 @@ def _failing(folder: str) -> None:
     Path(folder, "out").mkdir(exist_ok=True)
     Path(folder, "out", "something").touch()
     with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
-        manager.export(Path(folder, "out"))
+        fp8dist.export(manager, Path(folder, "out"))
     with counted_collectives() as calls:
-        list(manager.exported(called))
+        list(fp8dist.exported(manager, called))
     same_on_all_ranks(calls.names)
     assert len(calls.names) <= 20  # One gather for each tensor that is sharded.
 
@@ -441,14 +441,14 @@ def _full_disk(folder: str, parallel: str) -> None:
         mock.patch.object(export_files.Folder, "write", write),
         pytest.raises(ConfigurationError, match=r"^model-00001 cannot be written: No space left on device$"),
     ):
-        manager.export(Path(folder, "out"), called)
+        fp8dist.export(manager, Path(folder, "out"), called)
     assert len(written) == (5 if dist.get_rank() == 0 else 0)
     dist.barrier()
     assert list(Path(folder).iterdir()) == []
     dist.barrier()
-    manager.export(Path(folder, "out"), called)
+    fp8dist.export(manager, Path(folder, "out"), called)
     dist.barrier()
-    assert tensor_bits(read(Path(folder, "out"))) == tensor_bits(dict(manager.exported(called)))
+    assert tensor_bits(read(Path(folder, "out"))) == tensor_bits(dict(fp8dist.exported(manager, called)))
 
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "gather"])
@@ -460,7 +460,7 @@ def test_a_disk_that_is_full_in_the_middle(two_ranks: RankPool, tmp_path: Path, 
 def _only_the_first(folder: str) -> None:
     called, manager, _ = _resumed(folder, "delayed", "ddp")
     if dist.get_rank() == 0:
-        manager.export(Path(folder, "out"), called)
+        fp8dist.export(manager, Path(folder, "out"), called)
         read(Path(folder, "out"))
 
 

@@ -240,7 +240,7 @@ def _served(folder: Path, recipe: str, format: str, mixed: bool) -> Served:
     model(batch(0, 0)[0]).square().mean().backward()
     optimizer.step()
     manager.set_precision("down_proj", "high")
-    manager.export(folder, format=format)
+    fp8dist.export(manager, folder, format=format)
     config = json.loads((folder / "config.json").read_text())
     linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     return Served(config, read(folder), linears, {"down_proj", "lm_head"})

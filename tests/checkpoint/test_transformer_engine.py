@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.offline.extra_states import read_extra_state
+from fp8dist.files.extra_states import read_extra_state
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 from tests.support.oracle import FP8_MAX, bits_of, divide, scale_for
@@ -124,13 +124,16 @@ def test_two_gemms() -> None:
     for version, gradients in cases:
         module = trained(4, gemms=2, gradients=gradients)
         manager = foreign(names=("fc1", "fc2"))
-        report = manager.load_transformer_engine(
-            {"mlp._extra_state": entry_of(module, version)}, {"fc1": "mlp", "fc2": ("mlp", 1)}
+        report = fp8dist.load_transformer_engine(
+            manager, {"mlp._extra_state": entry_of(module, version)}, {"fc1": "mlp", "fc2": ("mlp", 1)}
         )
         for gemm, fqn in enumerate(("fc1", "fc2")):
             for role in ROLES:
-                assert manager.amax_history(fqn, role).tolist() == fitted(module.of(gemm, role).seen, 5), (fqn, role)
-                assert float(manager.scale(fqn, role)) == module.of(gemm, role).scale
+                assert manager.slot(fqn, role).amax_history.tolist() == fitted(module.of(gemm, role).seen, 5), (
+                    fqn,
+                    role,
+                )
+                assert float(manager.slot(fqn, role).scale) == module.of(gemm, role).scale
         assert report.matched[0] == (Slot("fc1", "grad_output"), "mlp (GEMM 0)")
         assert report.matched[-1] == (Slot("fc2", "weight"), "mlp (GEMM 1)")
 
@@ -169,18 +172,18 @@ def test_histories_keep_their_age(due: bool) -> None:
     for length, steps in ((1, 2), (3, 1), (3, 4), (3, 13), (5, 1), (5, 4), (5, 5), (5, 6), (8, 4), (8, 13)):
         module = trained(steps, due=due)
         manager = foreign(DelayedScaling(history_len=length))
-        manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+        fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, "2.x")})
         for role in ROLES:
             seen = module.of(0, role).seen
             expected = fitted(seen[-5 if due else -4 :], length)
-            assert manager.amax_history("fc", role).tolist() == expected
-            assert float(manager.amax("fc", role)) == seen[-1]
+            assert manager.slot("fc", role).amax_history.tolist() == expected
+            assert float(manager.slot("fc", role).amax) == seen[-1]
             # One more entry replaces the oldest one in the ring.
-            manager.record("fc", role, torch.tensor([0.75]))
+            manager.slot("fc", role).record(torch.tensor([0.75]))
         manager.step()
         for role in ROLES:
             expected = fitted(module.of(0, role).seen[-5 if due else -4 :], length)
-            assert manager.amax_history("fc", role).tolist() == [*expected[1:], 0.75]
+            assert manager.slot("fc", role).amax_history.tolist() == [*expected[1:], 0.75]
 
 
 def test_training_goes_on_with_the_same_scales() -> None:
@@ -194,22 +197,22 @@ def test_training_goes_on_with_the_same_scales() -> None:
     ):
         module = trained(steps, due=due, margin=margin)
         manager = foreign(DelayedScaling(history_len=5, margin=margin))
-        report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, version)})
+        report = fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, version)})
         assert len(report.converted) == (3 if due else 0)
         if due:  # The next step starts with the pending update.
             module.update()
         rng = random.Random(1)
         for step in range(8):
             for role in ROLES:
-                assert bits_of(float(manager.scale("fc", role))) == bits_of(module.of(0, role).scale), (step, role)
-                assert bits_of(float(manager.inv_scale("fc", role))) == bits_of(
+                assert bits_of(float(manager.slot("fc", role).scale)) == bits_of(module.of(0, role).scale), (step, role)
+                assert bits_of(float(manager.slot("fc", role).inv_scale)) == bits_of(
                     float(1 / torch.tensor(module.of(0, role).scale))
                 )
             new = {key: amax * 0.5**step for key, amax in amaxes(rng).items()}
             module.record(new)
             module.update()
             for (_, role), amax in new.items():
-                manager.record("fc", role, torch.tensor([-amax, 0.0]))
+                manager.slot("fc", role).record(torch.tensor([-amax, 0.0]))
             manager.step()
 
 
@@ -218,14 +221,14 @@ def test_what_was_never_seen_stays_cold() -> None:
     module.of(0, "input").record(3.0)
     module.of(0, "weight").scale = 16.0  # Its amaxes have left the window.
     manager = foreign()
-    manager.set_scale("fc", "grad_output", 8.0)
-    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, "1.x")})
+    manager.slot("fc", "grad_output").set_scale(8.0)
+    report = fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, "1.x")})
     state = state_of(manager)
     assert not state["fc", "input"]["cold"]
     assert not state["fc", "weight"]["cold"]
     assert state["fc", "grad_output"]["cold"]
-    assert float(manager.scale("fc", "grad_output")) == 1
-    assert float(manager.scale("fc", "weight")) == 16
+    assert float(manager.slot("fc", "grad_output").scale) == 1
+    assert float(manager.slot("fc", "weight").scale) == 16
     assert len(report.matched) == 3
     assert [slot for slot, _ in report.converted] == [Slot("fc", "input")]
     assert state["fc", "input"]["counters"] == [1, 0]
@@ -238,11 +241,11 @@ def test_zeros_do_not_hide_the_newest_amax() -> None:
     for _ in range(2):
         module.update()
     manager = foreign()
-    manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, "2.x")})
     for role in ROLES:
         seen = module.of(0, role).seen
-        assert manager.amax_history("fc", role).tolist() == [0.0, *seen, 0.0, 0.0]
-        assert float(manager.amax("fc", role)) == seen[-1]
+        assert manager.slot("fc", role).amax_history.tolist() == [0.0, *seen, 0.0, 0.0]
+        assert float(manager.slot("fc", role).amax) == seen[-1]
 
 
 # Scales of another recipe ----------------------------------------------------------------------------
@@ -251,10 +254,10 @@ def test_zeros_do_not_hide_the_newest_amax() -> None:
 def test_another_margin() -> None:
     module = trained(3, margin=3)
     manager = foreign(DelayedScaling(history_len=5, margin=1))
-    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    report = fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, "2.x")})
     for role in ROLES:
         assert (Slot("fc", role), "margin is 3 there and 1 here") in report.converted
-        assert float(manager.scale("fc", role)) == scale_for(
+        assert float(manager.slot("fc", role).scale) == scale_for(
             max(module.of(0, role).seen), 0, module.of(0, role).fp8_max, 1
         )
 
@@ -263,21 +266,23 @@ def test_another_format() -> None:
     for version in ("1.x", "2.x"):
         module = trained(3, format="E4M3")
         manager = foreign()
-        report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, version)})
+        report = fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, version)})
         assert report.converted == ((Slot("fc", "grad_output"), "its format goes up to 448 there and 57344 here"),)
         seen = module.of(0, "grad_output").seen
-        assert float(manager.scale("fc", "grad_output")) == scale_for(max(seen), 0, FP8_MAX["e5m2"])
-        assert float(manager.scale("fc", "input")) == module.of(0, "input").scale
+        assert float(manager.slot("fc", "grad_output").scale) == scale_for(max(seen), 0, FP8_MAX["e5m2"])
+        assert float(manager.slot("fc", "input").scale) == module.of(0, "input").scale
 
 
 def test_powers_of_two() -> None:
     module = trained(3)
     manager = foreign(DelayedScaling(history_len=5, power_of_two=True))
-    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    report = fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, "2.x")})
     assert len(report.converted) == 3
     for role in ROLES:
         scaled = module.of(0, role)
-        assert float(manager.scale("fc", role)) == scale_for(max(scaled.seen), 0, scaled.fp8_max, power_of_two=True)
+        assert float(manager.slot("fc", role).scale) == scale_for(
+            max(scaled.seen), 0, scaled.fp8_max, power_of_two=True
+        )
 
 
 def test_scales_without_a_window() -> None:
@@ -286,10 +291,10 @@ def test_scales_without_a_window() -> None:
     for role in ROLES:
         module.of(0, role).scale = module.of(0, role).fp8_max / 4 / 0.5
     manager = foreign()
-    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    report = fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, "2.x")})
     assert len(report.converted) == 3
     for role in ROLES:
-        assert float(manager.scale("fc", role)) == module.of(0, role).fp8_max / 0.5
+        assert float(manager.slot("fc", role).scale) == module.of(0, role).fp8_max / 0.5
 
 
 # Names -----------------------------------------------------------------------------------------------
@@ -300,13 +305,14 @@ def test_names_as_they_are() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=5))
     first, last = trained(3, seed=1), trained(4, seed=2)
-    report = manager.load_transformer_engine(
+    report = fp8dist.load_transformer_engine(
+        manager,
         {
             "module.first.weight": torch.zeros(3),
             "module.first._extra_state": entry_of(first, "2.x"),
             "module._orig_mod.last._extra_state": entry_of(last, "1.x file"),
             "module.attention._extra_state": b"not read, so not refused",
-        }
+        },
     )
     assert report.missing == ("branch",)
     assert report.unused == ("attention",)
@@ -314,22 +320,25 @@ def test_names_as_they_are() -> None:
     assert report.matched == tuple((Slot(fqn, role), fqn) for fqn in ("first", "last") for role in sorted(ROLES))
     for fqn, module in (("first", first), ("last", last)):
         for role in ROLES:
-            assert float(manager.scale(fqn, role)) == module.of(0, role).scale
+            assert float(manager.slot(fqn, role).scale) == module.of(0, role).scale
     assert state_of(manager)["branch", "input"]["cold"]
     x, y = batch(0, 0)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     manager.attach(optimizer=optimizer)
     (net(x) - y).square().mean().backward()
     optimizer.step()
-    assert manager.amax_history("first", "input").tolist()[-2:] == [first.of(0, "input").seen[-1], float(x.abs().max())]
+    assert manager.slot("first", "input").amax_history.tolist()[-2:] == [
+        first.of(0, "input").seen[-1],
+        float(x.abs().max()),
+    ]
     assert not state_of(manager)["branch", "input"]["cold"]
 
 
 def test_waiting_amaxes_are_thrown_away() -> None:
     manager = foreign()
-    manager.record("fc", "input", torch.tensor([1e9]))
+    manager.slot("fc", "input").record(torch.tensor([1e9]))
     module = trained(3)
-    manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, "2.x")})
     before = state_of(manager)["fc", "input"]
     manager.step()
     assert state_of(manager)["fc", "input"] == before
@@ -351,20 +360,20 @@ def test_name_maps() -> None:
     ]
     for name_map in cases:
         manager = foreign(names=("a", "b", "c"))
-        report = manager.load_transformer_engine(theirs(), name_map)
+        report = fp8dist.load_transformer_engine(manager, theirs(), name_map)
         assert {slot.fqn: name for slot, name in report.matched} == {
             "a": "decoder.layers.0.mlp.fc1",
             "b": "decoder.layers.0.mlp.fc2",
         }
-        assert float(manager.scale("b", "input")) == trained(3, seed=2).of(0, "input").scale
+        assert float(manager.slot("b", "input").scale) == trained(3, seed=2).of(0, "input").scale
         assert report.missing == ("0", "c")
         assert report.unused == ("decoder.layers.0.core_attention",)
 
 
 def test_one_entry_for_several_modules() -> None:
     manager = foreign(names=("q", "k"))
-    report = manager.load_transformer_engine(
-        {"qkv._extra_state": entry_of(trained(2), "2.x")}, {"q": "qkv", "k": "qkv"}
+    report = fp8dist.load_transformer_engine(
+        manager, {"qkv._extra_state": entry_of(trained(2), "2.x")}, {"q": "qkv", "k": "qkv"}
     )
     assert len(report.matched) == 6
     assert report.unused == ()
@@ -389,7 +398,7 @@ def test_name_maps_that_cannot_be() -> None:
         manager = foreign()
         before = state_bits(manager)
         with pytest.raises(ConfigurationError, match=re.escape(text)):
-            manager.load_transformer_engine(entries, name_map)
+            fp8dist.load_transformer_engine(manager, entries, name_map)
         assert state_bits(manager) == before
 
 
@@ -402,7 +411,7 @@ def test_the_report_can_be_read() -> None:
     manager = foreign(DelayedScaling(history_len=5, margin=1), names=("a", "b", "c", "d", "e", "f"))
     entry = entry_of(trained(2), "2.x")
     entries = {f"{name}._extra_state": entry for name in "abcdex"} | {"f._extra_state": None}
-    assert str(manager.load_transformer_engine(entries)).splitlines() == [
+    assert str(fp8dist.load_transformer_engine(manager, entries)).splitlines() == [
         "FP8 state of TransformerEngine: 15 slots",
         "  matched: 5 modules: a from a, b from b, c from c, d from d and 1 more",
         "  missing there: 2 modules: 0, f",
@@ -462,7 +471,7 @@ def test_pickles_are_never_executed(kind: str, protocol: int, tmp_path: Path) ->
         )
     for entry in (torch.frombuffer(bytearray(pickled), dtype=torch.uint8), pickled, file, old):
         with pytest.raises(CheckpointError, match=r"^fc\._extra_state: ") as caught:
-            manager.load_transformer_engine({"0._extra_state": good, "fc._extra_state": entry})
+            fp8dist.load_transformer_engine(manager, {"0._extra_state": good, "fc._extra_state": entry})
         assert "\n" not in str(caught.value)
         assert state_bits(manager) == before
     assert not marker.exists()
@@ -624,8 +633,8 @@ def test_impossible_state() -> None:
         before = state_bits(manager)
         for value in (entry, as_bytes(entry)) if isinstance(entry, dict) else (entry,):
             with pytest.raises(CheckpointError, match=re.escape(text)) as caught:
-                manager.load_transformer_engine(
-                    {"0._extra_state": entry_of(trained(2), "2.x"), "fc._extra_state": value}
+                fp8dist.load_transformer_engine(
+                    manager, {"0._extra_state": entry_of(trained(2), "2.x"), "fc._extra_state": value}
                 )
             assert str(caught.value).startswith("fc._extra_state: ")
             assert state_bits(manager) == before
@@ -657,14 +666,14 @@ def test_nothing_is_changed_when_an_algorithm_fails() -> None:
     manager = foreign(DelayedScaling(history_len=5, margin=1, amax_algo=failing(0)))
     before = state_bits(manager)
     with pytest.raises(ZeroDivisionError):
-        manager.load_transformer_engine({"fc._extra_state": entry_of(trained(3), "2.x")})
+        fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(trained(3), "2.x")})
     assert state_bits(manager) == before
 
 
 def test_several_arenas_and_a_resume() -> None:
     """Imported state is saved and loaded like any other state."""
     manager, other = foreign(), foreign()
-    manager.load_transformer_engine({"fc._extra_state": entry_of(trained(9), "2.x")})
+    fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(trained(9), "2.x")})
     other.load_state_dict(manager.state_dict())
     assert state_bits(other) == state_bits(manager)
     assert int(saved_of(manager)["step"]) == 0

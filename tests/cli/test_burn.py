@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fp8dist.checks.computations import ProductOf
 from fp8dist.cli import burn as burning
 from fp8dist.cli import doctor, main
 from fp8dist.cli.burn import Burned, burn, burned_across_ranks, computations_on
 from fp8dist.cli.doctor import Observation
-from fp8dist.consistency.computations import ProductOf
 from tests.support.answers import flipping
 from tests.support.ranks import RankPool
 

@@ -177,7 +177,7 @@ def saved_states(folder: Path, count: int, damage: Callable[[int, fp8dist.StateM
 def test_state_dumps(tmp_path: Path, capsys: Capture) -> None:
     def damage(rank: int, manager: fp8dist.StateManager) -> None:
         if rank == 2:
-            manager.scale("0", "weight").mul_(2)
+            manager.slot("0", "weight").scale.mul_(2)
         if rank == 1:
             manager._syncs[0].arena.history[3, 0] = 7.0
 
@@ -243,7 +243,7 @@ def checkpoints(folder: Path, how: str, damage: Callable[[int, fp8dist.StateMana
 def test_fp8_state_in_a_checkpoint_is_compared_slot_by_slot(how: str, tmp_path: Path, capsys: Capture) -> None:
     def damage(number: int, manager: fp8dist.StateManager) -> None:
         if number == 1:
-            manager.scale("0", "weight").mul_(2)
+            manager.slot("0", "weight").scale.mul_(2)
             manager._syncs[0].arena.history[3, 0] = 7.0
 
     equal, damaged = tmp_path / "equal", tmp_path / "damaged"
@@ -456,8 +456,8 @@ def test_damaged_scales_and_histories_of_dumps_can_be_looked_at(tmp_path: Path, 
 
     def damage(rank: int, manager: fp8dist.StateManager) -> None:
         if rank == 1:
-            manager.scale("0", "weight").neg_()
-            manager.amax("1", "input").fill_(math.nan)
+            manager.slot("0", "weight").scale.neg_()
+            manager.slot("1", "input").amax.fill_(math.nan)
 
     path = saved_states(tmp_path, 3, damage)
     code, report = check(capsys, path)
@@ -531,8 +531,8 @@ def test_help_imports_no_torch(word: str) -> None:
 def test_public_names_are_there_after_any_import() -> None:
     """Submodules may be imported first, as a pickle does."""
     code = (
-        "import fp8dist.manager\n"
-        "import fp8dist.preparation\n"
+        "import fp8dist.job.manager\n"
+        "import fp8dist.job.preparation\n"
         "import fp8dist\n"
         "assert not hasattr(fp8dist, 'nothing')\n"
         "from fp8dist import *\n"

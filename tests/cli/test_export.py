@@ -48,7 +48,7 @@ def test_a_checkpoint_is_exported_as_the_job_would_export_it(tmp_path: Path, kin
     assert main(["export", str(checkpoint), "--out", str(out), "--format", NATIVE[kind]]) == 0
     recipe = {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind]
     manager = _inside(checkpoint, recipe)
-    assert tensor_bits(read(out)) == tensor_bits(dict(manager.exported(format=NATIVE[kind])))
+    assert tensor_bits(read(out)) == tensor_bits(dict(fp8dist.exported(manager, format=NATIVE[kind])))
     assert len(served(read(out))) == 4
 
 
@@ -70,7 +70,7 @@ def test_wrappers_and_extra_state_leave_no_trace(tmp_path: Path) -> None:
     compiled = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
     dcp.save({"model": compiled, "fp8": manager}, checkpoint_id=tmp_path / "checkpoint")
     assert main(["export", str(tmp_path / "checkpoint"), "--out", str(tmp_path / "out")]) == 0
-    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(manager.exported()))
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(manager)))
 
 
 def test_weights_that_are_stored_transposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +140,7 @@ def test_weights_that_fsdp_gathered_in_bfloat16(tmp_path: Path) -> None:
         for name, parameter in manager._tested.named_parameters():
             if name.endswith("weight") and parameter.ndim == 2:
                 parameter.copy_(parameter.bfloat16())
-    expected = served(dict(manager.exported()))
+    expected = served(dict(fp8dist.exported(manager)))
     assert served(read(tmp_path / "out")) == expected
     assert main(["export", str(checkpoint), "--out", str(tmp_path / "plain")]) == 0
     assert served(read(tmp_path / "plain")) != expected

@@ -88,7 +88,7 @@ CASES = [(recipe, layout) for recipe in RECIPES for layout in LAYOUTS if (recipe
 @pytest.mark.parametrize(("recipe", "layout"), CASES)
 def test_a_checkpoint_is_exported_as_the_job_exports_it(tmp_path: Path, recipe: str, layout: str) -> None:
     manager = _trained(tmp_path, recipe, **LAYOUTS[layout])
-    manager.export(tmp_path / "job", format=NATIVE[recipe])
+    fp8dist.export(manager, tmp_path / "job", format=NATIVE[recipe])
     assert _exported(tmp_path, "--format", NATIVE[recipe]) == 0
     _assert_one_folder(tmp_path / "job", tmp_path / "out")
     assert main(["verify", str(tmp_path / "checkpoint"), str(tmp_path / "job")]) == 0
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_exported_as_the_job_exports_it(tmp_path: Path, recipe: 
 
 def test_names_and_config_of_a_mixtral(tmp_path: Path) -> None:
     manager = _trained(tmp_path, "delayed", mixtral=True)
-    manager.export(tmp_path / "job")
+    fp8dist.export(manager, tmp_path / "job")
     (tmp_path / "config.json").write_text(json.dumps(_Config().to_dict() | {"architectures": ["ModuleDict"]}))
     assert _exported(tmp_path, "--config", str(tmp_path / "config.json")) == 0
     _assert_one_folder(tmp_path / "job", tmp_path / "out")
@@ -124,7 +124,7 @@ def test_experts_in_high_precision(tmp_path: Path) -> None:
         if case == "set":
             manager.set_precision("mlp.experts.*", "high")
             dcp.save({"model": manager._tested.state_dict(), "fp8": manager}, checkpoint_id=folder / "checkpoint")
-        manager.export(folder / "job")
+        fp8dist.export(manager, folder / "job")
         assert _exported(folder) == 0
         _assert_one_folder(folder / "job", folder / "out")
         assert read(folder / "out")["mlp.experts.3.gate_proj.weight"].dtype == torch.float32
@@ -145,7 +145,7 @@ def test_experts_without_tokens(tmp_path: Path, recipe: str) -> None:
     with torch.no_grad():
         model["mlp"].experts.down_proj[1] *= 16
     dcp.save({"model": model.state_dict(), "fp8": manager}, checkpoint_id=tmp_path / "checkpoint")
-    manager.export(tmp_path / "job")
+    fp8dist.export(manager, tmp_path / "job")
     assert _exported(tmp_path) == 0
     _assert_one_folder(tmp_path / "job", tmp_path / "out")
     assert "mlp.experts.0.down_proj.input_scale" not in read(tmp_path / "out")
@@ -172,7 +172,7 @@ def test_a_state_that_does_not_say_how_experts_are_stored(tmp_path: Path, capsys
     loaded = fp8dist.prepare(other, RECIPES["delayed"])
     dcp.load({"model": other.state_dict(), "fp8": loaded}, checkpoint_id=tmp_path / "checkpoint")
     slot = "mlp.experts.gate_up.3", "weight"
-    assert torch.equal(loaded.scale(*slot), manager.scale(*slot))
+    assert torch.equal(loaded.slot(*slot).scale, manager.slot(*slot).scale)
     loaded._tested = other
     _with_info(tmp_path, loaded, lambda info: None)  # Saved again, as the message says.
     assert _exported(tmp_path) == 0
@@ -233,7 +233,7 @@ def test_mixtures_that_servers_cannot_have(
     assert _exported(tmp_path) == USAGE
     assert text in capsys.readouterr().err
     with pytest.raises(fp8dist.ConfigurationError, match=text):
-        manager.export(tmp_path / "job")
+        fp8dist.export(manager, tmp_path / "job")
 
 
 # Verify ----------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_a_flipped_bit_of_one_expert_is_named(
 ) -> None:
     manager = _trained(tmp_path, "delayed", mixtral=True)
     if made == "job":
-        manager.export(tmp_path / "job")
+        fp8dist.export(manager, tmp_path / "job")
     else:
         assert _exported(tmp_path) == 0
     served, name = tmp_path / made, f"mlp.experts.2.w3.{kind}"
@@ -279,7 +279,7 @@ def _sharded(job: Job, folder: Path, high: bool) -> None:
         step(job, called, optimizer, index)
     if high:
         manager.set_precision("experts.*", "high")
-    manager.export(folder / "job", called, format=_format(job))
+    fp8dist.export(manager, folder / "job", called, format=_format(job))
     dcp.save({"model": called.state_dict(), "fp8": manager}, checkpoint_id=folder / "checkpoint")
 
 
@@ -328,7 +328,7 @@ def test_a_checkpoint_of_the_example_job(tmp_path: Path, flags: str) -> None:
     manager = fp8dist.prepare(model, skip=("lm_head", "*.router"))
     dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
     exported = read(tmp_path / "out")
-    assert tensor_bits(exported) == tensor_bits(dict(manager.exported()))
+    assert tensor_bits(exported) == tensor_bits(dict(fp8dist.exported(manager)))
     experts = {name for name in exported if ".experts." in name and name.endswith("weight")}
     assert len(experts) == 8
     assert {exported[name].dtype for name in experts} == {torch.float8_e4m3fn}

@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 import fp8dist
 from fp8dist.cli.main import CONSISTENT, DIVERGED, UNREADABLE, USAGE, main
-from fp8dist.offline.certificates import Certified, model_digest
+from fp8dist.files.certificate_reading import Certified, model_digest
 from tests.support.serving import RECIPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -60,7 +60,7 @@ def _made(folder: Path, recipe: str = "delayed", format: str = "compressed-tenso
     net(torch.randn(8, 32)).square().mean().backward()
     manager.step()
     dcp.save({"model": net, "fp8": manager}, checkpoint_id=folder / "checkpoint")
-    manager.export(folder / "served", net, format=format, shard_bytes=20_000, run="r1")
+    fp8dist.export(manager, folder / "served", net, format=format, shard_bytes=20_000, run="r1")
     return folder
 
 

@@ -19,11 +19,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fp8dist
-from fp8dist.consistency import audit
-from fp8dist.consistency.audit import Round, judge
+from fp8dist.checks import audit
+from fp8dist.checks.audit import Round, judge
 from fp8dist.errors import DivergenceError, SyncError
 from fp8dist.modules.linear_slots import SITES
-from fp8dist.sync.groups import local_part
+from fp8dist.state.groups import local_part
 from tests.support.audited import bad_casts, bad_products
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log

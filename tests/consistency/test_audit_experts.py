@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fp8dist
-from fp8dist.consistency.works import _unpacked
+from fp8dist.checks.works import _unpacked
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels.formats import Role
 from tests.support.audited import RECIPES, Heard, bad_casts, bad_grouped_products

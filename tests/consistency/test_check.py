@@ -42,7 +42,7 @@ def _places_in_window(manager: StateManager, slot: tuple[str, str], ring: Tensor
     for place in range(len(ring)):
         kept = ring[place].item()
         ring[place] = 12345.0
-        shown = (manager.amax_history(*slot) == 12345.0).nonzero().flatten().tolist()
+        shown = (manager.slot(*slot).amax_history == 12345.0).nonzero().flatten().tolist()
         places.append(tuple(shown) if shown else (place,))  # Outside the window, an index is its own name.
         ring[place] = kept
     return places
@@ -57,10 +57,10 @@ def _targets(model: nn.Module, manager: StateManager) -> tuple[list[Target], lis
         name = f"{slot[0]}:{slot[1]}"
         counters = arena.counters
         of_slots += [
-            Target(name, "scale", "scale", manager.scale(*slot), lambda _: ()),
-            Target(name, "scale", "inv_scale", manager.inv_scale(*slot), lambda _: ()),
+            Target(name, "scale", "scale", manager.slot(*slot).scale, lambda _: ()),
+            Target(name, "scale", "inv_scale", manager.slot(*slot).inv_scale, lambda _: ()),
             Target(name, "scale", "cold", arena.cold[place], lambda _: ()),
-            Target(name, "history", "amax", manager.amax(*slot), lambda _: ()),
+            Target(name, "history", "amax", manager.slot(*slot).amax, lambda _: ()),
             Target(
                 name,
                 "history",
@@ -196,8 +196,8 @@ def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ..
         for p in model.parameters():
             if p.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and p.ndim:
                 p[0, :4] = torch.tensor(special, dtype=p.dtype)
-    manager.scale(*SLOTS[0]).fill_(math.nan)
-    manager.amax(*SLOTS[1]).fill_(-0.0)
+    manager.slot(*SLOTS[0]).scale.fill_(math.nan)
+    manager.slot(*SLOTS[1]).amax.fill_(-0.0)
     manager._syncs[0].arena.history[2, 1:4] = torch.tensor(special[:3])
     chance = random.Random(7)
     alarms = []

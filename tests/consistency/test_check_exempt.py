@@ -165,7 +165,7 @@ def _unsynced_state() -> Any:
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    scale = manager.scale("first", "input").item()
+    scale = manager.slot("first", "input").scale.item()
     reports = [manager.check(policy="warn"), fp8dist.check(model, policy="warn")]
     return scale, [(report.findings, report.compared) for report in reports]
 

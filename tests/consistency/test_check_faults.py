@@ -35,7 +35,7 @@ def _prepared(**settings: Any) -> tuple[nn.Module, StateManager]:
     manager.register("b", "weight", "e4m3")
     manager.attach()
     for step in range(3):
-        manager.record(*A, torch.tensor([1.5 + step]))
+        manager.slot(*A).record(torch.tensor([1.5 + step]))
         manager.step()
     return model, manager
 
@@ -44,7 +44,7 @@ def _damage(model: nn.Module, manager: StateManager, ranks: list[int]) -> None:
     if dist.get_rank() in ranks:
         with torch.no_grad():
             model.weight[2, 3] = 77.0
-        manager.amax(*A).fill_(99.0)
+        manager.slot(*A).amax.fill_(99.0)
 
 
 # Policies ----------------------------------------------------------------------------------------------
@@ -166,18 +166,18 @@ def _with_evidence(folder: str, policy: str, entry: str, odd: list[int]) -> dict
             try:
                 if entry == "sync":
                     if dist.get_rank() in odd:
-                        manager.scale(*A).mul_(2)
-                    scale = manager.scale(*A).item()
-                    manager.record(*A, torch.tensor([1.0]))
+                        manager.slot(*A).scale.mul_(2)
+                    scale = manager.slot(*A).scale.item()
+                    manager.slot(*A).record(torch.tensor([1.0]))
                     manager.step()
                 else:
-                    scale = manager.scale(*A).item()
+                    scale = manager.slot(*A).scale.item()
                     text = str(fp8dist.check(model, group=dist.group.WORLD, policy=policy, step=12))  # type: ignore[arg-type]
             except DivergenceError as error:
                 text = str(error.report)
     finally:
         del os.environ["FP8DIST_REPORT_DIR"]
-    history = manager.amax_history(*A).tolist()
+    history = manager.slot(*A).amax_history.tolist()
     return {"value": value, "scale": scale, "text": text, "log": log, "history": history}
 
 
@@ -331,7 +331,7 @@ def _raising_callback(entry: str) -> Any:
     """An exception in a callback on one rank affects only that rank: the message is logged, and no rank waits."""
     model, manager = _prepared(check_policy="warn")
     if dist.get_rank() == 1:
-        manager.scale(*A).mul_(2)
+        manager.slot(*A).scale.mul_(2)
 
     def heard(event: fp8dist.Event) -> None:
         if dist.get_rank() == 0:
@@ -342,7 +342,7 @@ def _raising_callback(entry: str) -> Any:
     with captured_log() as log:
         try:
             if entry == "sync":
-                manager.record(*A, torch.tensor([2.0]))
+                manager.slot(*A).record(torch.tensor([2.0]))
                 manager.step()
             elif entry == "manager.check":
                 manager.check(policy="warn")
@@ -388,7 +388,7 @@ def _with_a_default_device() -> Any:
     torch.set_default_device("meta")
     try:
         if dist.get_rank() == 1:
-            manager.scale(*A).mul_(2)
+            manager.slot(*A).scale.mul_(2)
             model.weight.data[0, 0] += 1
         with captured_log():
             checked = manager.check(policy="warn")

@@ -466,7 +466,7 @@ def _arenas_of_their_own(damaged: str) -> Any:
     )
     manager.attach()
     if dist.get_rank() == 3:
-        manager.amax(damaged, "input").fill_(3.0)
+        manager.slot(damaged, "input").amax.fill_(3.0)
     with captured_log(), counted_collectives() as calls:
         report = manager.check(policy="warn")
     return _names(report), repr(report.findings), dict(report.compared), len(calls.names)
@@ -806,7 +806,7 @@ def _hybrid_fsdp1(seeds: str, strategy: str) -> Any:
         with torch.no_grad():
             next(one for one in sharded.parameters() if one.numel()).view(-1)[0] += dist.get_rank() == 3
         report = manager.check(policy="warn")
-    return [(f.kind, f.ranks) for f in report.findings], manager.checked_step
+    return [(f.kind, f.ranks) for f in report.findings], manager.verified.checked_step
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8dist import ConfigurationError
-from fp8dist.consistency.contents import Digester, Named, TensorContent
+from fp8dist.checks.contents import Digester, Named, TensorContent
 from tests.support.checked import whole_world
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool

@@ -26,7 +26,7 @@ def _disagreeing(values: list[float], where: str) -> Any:
         if where == "parameter":
             model.p_float32[1, 2] = mine
         else:
-            manager.scale(*SLOTS[2]).fill_(mine)
+            manager.slot(*SLOTS[2]).scale.fill_(mine)
         if where == "sync":
             manager.on_event(lambda event: reports.append(event.report))
             manager.step()
@@ -114,10 +114,10 @@ def _at_other_places() -> Any:
         model.p_float32[1] = 7.0
         model.p_float32[1, rank if rank in (1, 2) else 6] = {1: 2.0, 2: 4.0}.get(rank, 7.0)
         if rank == 1:
-            manager.inv_scale(*SLOTS[2]).fill_(0.25)
+            manager.slot(*SLOTS[2]).inv_scale.fill_(0.25)
         if rank == 2:
-            manager.scale(*SLOTS[2]).fill_(8.0)
-        usual = manager.scale(*SLOTS[1]).item(), manager.scale(*SLOTS[2]).item()
+            manager.slot(*SLOTS[2]).scale.fill_(8.0)
+        usual = manager.slot(*SLOTS[1]).scale.item(), manager.slot(*SLOTS[2]).scale.item()
         report = whole_world(model)
     shown = [(f.name, f.field, f.index, f.value, f.expected, f.values) for f in report.findings]
     return shown, usual, str(report)
@@ -138,10 +138,10 @@ def _damaged_apart() -> Any:
     with torch.no_grad(), captured_log():
         if dist.get_rank() == 1:
             model.p_float32[0, 0] = 7.0
-            manager.amax(*SLOTS[0]).fill_(9.0)
+            manager.slot(*SLOTS[0]).amax.fill_(9.0)
         if dist.get_rank() == 2:
             model.p_float64[3, 3] = 8.0
-            manager.amax(*SLOTS[1]).fill_(9.0)
+            manager.slot(*SLOTS[1]).amax.fill_(9.0)
         if dist.get_rank() == 0:
             model.scalar.fill_(3.0)
         return [(f.kind, f.name, f.ranks, f.reference_rank) for f in whole_world(model).findings]
@@ -169,9 +169,9 @@ def _hidden_behind_others() -> Any:
     manager.attach()
     if dist.get_rank() == 1:
         for place in range(16):
-            manager.scale(f"m{place:02d}", "input").mul_(2)
+            manager.slot(f"m{place:02d}", "input").scale.mul_(2)
     if dist.get_rank() == 0:
-        manager.scale("m30", "input").mul_(4)
+        manager.slot("m30", "input").scale.mul_(4)
     reports: list[DivergenceReport] = []
     manager.on_event(lambda event: reports.append(event.report))  # type: ignore[arg-type]
     with captured_log():

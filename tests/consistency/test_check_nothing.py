@@ -140,10 +140,10 @@ def _only_some() -> Any:
     called = DistributedDataParallel(net.last)
     net.last = called
     reports.append(manager.attach(net, boundary="manual").check())
-    assert manager.last_check is not None
-    assert "compared only 2 of 6 parameters" in manager.last_check.text
+    assert manager.verified.last_check is not None
+    assert "compared only 2 of 6 parameters" in manager.verified.last_check.text
     texts = [line for report in reports for line in str(report).splitlines() if "compared only" in line]
-    return [report.partial.get("parameter") for report in reports], len(texts), manager.checked_step
+    return [report.partial.get("parameter") for report in reports], len(texts), manager.verified.checked_step
 
 
 def test_some_parameters_do_not_stand_for_all(four_ranks: RankPool) -> None:

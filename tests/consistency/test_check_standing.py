@@ -27,7 +27,7 @@ def _model(**settings: Any) -> tuple[nn.Module, StateManager]:
 
 def _damage(manager: StateManager, rank: int) -> None:
     if dist.get_rank() == rank:
-        manager.amax("0", "input").fill_(99.0)
+        manager.slot("0", "input").amax.fill_(99.0)
 
 
 def _checks(odd: int, policy: str) -> Any:
@@ -49,7 +49,7 @@ def _checks(odd: int, policy: str) -> Any:
         return report
 
     check()
-    was = manager.amax("0", "input").clone()
+    was = manager.slot("0", "input").amax.clone()
     _damage(manager, odd)
     first = check()
     second = check()
@@ -57,11 +57,11 @@ def _checks(odd: int, policy: str) -> Any:
     if dist.get_rank() == odd:
         bias.data[2] = 5.0
     check()
-    manager.amax("0", "input").copy_(was)
+    manager.slot("0", "input").amax.copy_(was)
     check()
     bias.data[2] = 0.0
     check()
-    manager.amax("0", "input").fill_(1.0 + dist.get_rank())
+    manager.slot("0", "input").amax.fill_(1.0 + dist.get_rank())
     check()
     return texts, reports, calls
 
@@ -110,9 +110,9 @@ def _syncs(ranks: list[int]) -> Any:
     manager.on_event(lambda event: findings.extend(event.report.findings))  # type: ignore[union-attr]
     logged = []
     for step in range(1, 9):
-        manager.record("blocks.0.fc", "input", torch.tensor([1.0 + step]))
+        manager.slot("blocks.0.fc", "input").record(torch.tensor([1.0 + step]))
         if step in (3, 4, 5, 7) and dist.get_rank() in ranks:
-            manager.scale("blocks.0.fc", "input").mul_(1 + dist.get_rank())
+            manager.slot("blocks.0.fc", "input").scale.mul_(1 + dist.get_rank())
         with captured_log() as log:
             manager.step()
         logged.append([text for _, text in log])

@@ -19,7 +19,7 @@ from tests.support.ranks import RankPool
 from tests.support.training import batch, fp8_count, make_net
 
 
-class _LateVerdict(fp8dist.sync.arena_sync.Verdict):
+class _LateVerdict(fp8dist.state.arena_sync.Verdict):
     """Available at the next boundary, as on CUDA."""
 
     def __init__(self, *args: Any) -> None:
@@ -42,22 +42,22 @@ def _job(ddp: bool, update: str, late: bool, odd: int) -> dict[str, Any]:
     damaged: tuple[float, float] | None = None
     step = 0
     manager.on_event(lambda event: events.append((step, event.report)) if event.kind == "diverged" else None)  # type: ignore[arg-type]
-    verdict = _LateVerdict if late else fp8dist.sync.arena_sync.Verdict
-    with mock.patch("fp8dist.sync.arena_sync.Verdict", verdict), captured_log():
+    verdict = _LateVerdict if late else fp8dist.state.arena_sync.Verdict
+    with mock.patch("fp8dist.state.arena_sync.Verdict", verdict), captured_log():
         for step in range(6):
             x, y = batch(rank, step)
             nn.functional.mse_loss(model(x), y).backward()
             if step == 3:
                 manager.steps  # noqa: B018 (commits what is due)
-                was = manager.scale("branch", "weight").item()
+                was = manager.slot("branch", "weight").scale.item()
                 if rank == odd:
-                    flip(manager.scale("branch", "weight"), 20)
-                damaged = (was, manager.scale("branch", "weight").item())
+                    flip(manager.slot("branch", "weight").scale, 20)
+                damaged = (was, manager.slot("branch", "weight").scale.item())
             with counted_collectives() as calls:
                 optimizer.step()
             optimizer.zero_grad()
             calls_of_steps.append((calls.names, fp8_count(calls, manager)))
-    scales = [manager.scale(*slot).item() for slot in manager.slots]
+    scales = [manager.slot(*slot).scale.item() for slot in manager.slots]
     return {"events": events, "calls": calls_of_steps, "scales": scales, "damaged": damaged}
 
 
@@ -104,9 +104,9 @@ def _checked_before_the_verdict_is_read() -> Any:
     manager.on_event(lambda event: events.append(event.kind))
     with captured_log():
         for step in range(3):
-            manager.record("a", "input", torch.tensor([1.0 + step]))
+            manager.slot("a", "input").record(torch.tensor([1.0 + step]))
             if step == 2 and dist.get_rank() == 1:
-                manager.scale("a", "input").mul_(2)
+                manager.slot("a", "input").scale.mul_(2)
             manager.step()
         report = manager.check(policy="warn")
     assert model is not None
@@ -152,14 +152,14 @@ def _one_rank_compiles(damaged: bool) -> list[int]:
     manager.attach(boundary="manual")
     told: list[int] = []
     manager.on_event(lambda event: told.append(event.step) if event.kind == "diverged" else None)
-    compiled = mock.patch("fp8dist.step.cycle.compiled_any", return_value=dist.get_rank() == 0)
+    compiled = mock.patch("fp8dist.job.cycle.compiled_any", return_value=dist.get_rank() == 0)
     with compiled, captured_log():
         for step in range(5):
             x, y = batch(dist.get_rank(), step)
             nn.functional.mse_loss(net(x), y).backward()
             if step == 2 and dist.get_rank() == 1:
                 manager.steps  # noqa: B018 (commits what is due)
-                flip(manager.scale("branch", "weight"), 20)
+                flip(manager.slot("branch", "weight").scale, 20)
             manager.step()
     return told
 

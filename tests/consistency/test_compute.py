@@ -12,10 +12,10 @@ from torch import nn
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
-from fp8dist.consistency import computations
-from fp8dist.consistency.computations import ComputedContent, computations_of, linear_computations
-from fp8dist.consistency.contents import Digester
-from fp8dist.consistency.likeness import likeness
+from fp8dist.checks import computations
+from fp8dist.checks.computations import ComputedContent, computations_of, linear_computations
+from fp8dist.checks.contents import Digester
+from fp8dist.checks.likeness import likeness
 from fp8dist.modules.fp8_linear import fp8_linears
 from tests.kernels.test_content_digest import digest_in_python, unsigned
 from tests.support.answers import known_bits, known_values, word

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
-from fp8dist.consistency import grouped_computations
-from fp8dist.consistency.computations import TOKENS
-from fp8dist.consistency.grouped_computations import (
+from fp8dist.checks import grouped_computations
+from fp8dist.checks.computations import TOKENS
+from fp8dist.checks.grouped_computations import (
     GroupedProductOf,
     ends_of,
     grouped_computations_of,

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from fp8dist import DivergenceReport, Recipe, StateManager
-from fp8dist.consistency import computed, inventory
-from fp8dist.consistency.computations import ComputedContent
-from fp8dist.consistency.contents import Digester
+from fp8dist.checks import computed, inventory
+from fp8dist.checks.computations import ComputedContent
+from fp8dist.checks.contents import Digester
 from fp8dist.errors import ConfigurationError, DivergenceError, ManifestMismatchError
 from fp8dist_kernels import direct
 from tests.consistency.test_compute import RECIPES
@@ -313,8 +313,8 @@ def _at_attach(policy: str) -> Any:
         try:
             manager.attach(compute=True)
         except DivergenceError as error:
-            return str(error), [text for _, text in log], manager.describe()["attached"]
-    return "", [text for _, text in log], manager.describe()["attached"]
+            return str(error), [text for _, text in log], fp8dist.describe(manager)["attached"]
+    return "", [text for _, text in log], fp8dist.describe(manager)["attached"]
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "repair"])

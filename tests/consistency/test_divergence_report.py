@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from fp8dist import DivergenceReport, Finding
-from fp8dist.consistency.report import sides_of, split
-from fp8dist.divergence import Participant
+from fp8dist.checks.report import sides_of, split
+from fp8dist.common.divergence import Participant
+from fp8dist.common.text import first_few
 from fp8dist.errors import DivergenceError
-from fp8dist.text import first_few
 
 
 def _finding(rank: int = 3, reference: int | None = 0, **more: Any) -> Finding:

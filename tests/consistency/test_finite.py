@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist.consistency.finite import not_finite
+from fp8dist.checks.finite import not_finite
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
@@ -67,7 +67,7 @@ def _alike(parallel: str) -> Any:
             optimizer.step()
             optimizer.zero_grad()
             report = manager.check()
-            seen.append((report.diverged, len(report.nonfinite), manager.checked_step))
+            seen.append((report.diverged, len(report.nonfinite), manager.verified.checked_step))
     return seen, sum("NaN or infinity in " in text for _, text in log)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
-from fp8dist.consistency.contents import Digester
-from fp8dist.consistency.grouped_works import take_grouped
-from fp8dist.consistency.works import Work, described, digest_of, repeated, taken
+from fp8dist.checks.contents import Digester
+from fp8dist.checks.grouped_works import take_grouped
+from fp8dist.checks.works import Work, described, digest_of, repeated, taken
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels import grouped_ops
 from fp8dist_kernels.formats import Role

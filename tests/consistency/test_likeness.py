@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8dist.consistency.likeness import unsteady_settings
+from fp8dist.checks.likeness import unsteady_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fp8dist
-from fp8dist.consistency.neighbours import from_next
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.replays.neighbours import from_next
+from fp8dist.state.groups import SyncGroup
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.slow

@@ -137,7 +137,7 @@ def _slots(policy: str = "warn") -> tuple[nn.Module, StateManager]:
     manager.attach()
     for step in range(7):
         for i, name in enumerate("abc"):
-            manager.record(name, "input", torch.tensor([1.0 + step + 10 * i]))
+            manager.slot(name, "input").record(torch.tensor([1.0 + step + 10 * i]))
         manager.step()
     return model, manager
 
@@ -160,7 +160,7 @@ def _repair_slots(odd: int) -> Any:
         again = manager.check(policy="warn")
     same = state_bits(manager) == healthy
     for i, name in enumerate("abc"):  # Training continues.
-        manager.record(name, "input", torch.tensor([0.5 + i]))
+        manager.slot(name, "input").record(torch.tensor([0.5 + i]))
     manager.step()
     assert model is not None
     return (
@@ -194,14 +194,14 @@ def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
     events: list[Any] = []
     manager.on_event(lambda event: events.append(event.report))
     if dist.get_rank() == odd:
-        manager.scale("b", "input").mul_(2)
+        manager.slot("b", "input").scale.mul_(2)
         if with_history:
-            manager.amax("b", "input").fill_(55.0)
+            manager.slot("b", "input").amax.fill_(55.0)
             manager._syncs[0].arena.history[0, 1] = 1000.0
     with captured_log() as log:
         for step in range(3):
             for name in "abc":
-                manager.record(name, "input", torch.tensor([2.0 + step]))
+                manager.slot(name, "input").record(torch.tensor([2.0 + step]))
             manager.step()
         report = manager.check(policy="warn")
     assert model is not None
@@ -407,8 +407,8 @@ def _train(damaged_rank: int | None, entry: str) -> Any:
                     _scramble(p, i)
                     for j, value in enumerate(optimizer.state[p].values()):
                         _scramble(value, 100 + 10 * i + j)
-                _scramble(manager.scale("branch", "weight"), 7)
-                _scramble(manager.amax("first", "input"), 8)
+                _scramble(manager.slot("branch", "weight").scale, 7)
+                _scramble(manager.slot("first", "input").amax, 8)
             with captured_log():
                 if entry == "manager.check":
                     report = manager.check(optimizer=optimizer, policy="repair")
@@ -570,7 +570,7 @@ def _scale_of_one_rank(max_repairs: int | None) -> Any:
     for step in range(5):
         x, y = batch(0, step)
         nn.functional.mse_loss(net(x), y).backward()
-        manager.scale("first", "weight").mul_(1 + (dist.get_rank() == 1))
+        manager.slot("first", "weight").scale.mul_(1 + (dist.get_rank() == 1))
         try:
             with captured_log():
                 optimizer.step()

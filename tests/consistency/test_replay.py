@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8dist
-from fp8dist import Fp8DistError, model_replay
-from fp8dist.sync.groups import local_part
+from fp8dist import Fp8DistError
+from fp8dist.replays import model_replay
+from fp8dist.state.groups import local_part
 from tests.support.answers import flipping
 from tests.support.ranks import RankPool
 from tests.support.replayed import Training

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp8dist.consistency.outputs import Place
-from fp8dist.consistency.replay_report import ReplayReport, Told, judge
+from fp8dist.checks.outputs import Place
+from fp8dist.replays.replay_report import ReplayReport, Told, judge
 
 PLACE = Place("blocks.1", "output", 0, 0, (4,), "float32")
 

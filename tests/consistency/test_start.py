@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from fp8dist import ConfigurationError, DivergenceError
-from fp8dist.consistency.contents import Digester
+from fp8dist.checks.contents import Digester
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
@@ -106,7 +106,7 @@ def _again_after_an_error(attached_before: bool) -> Any:
                 manager.attach(optimizer=optimizer)
             (finding,) = caught.value.report.findings
             assert (finding.kind, finding.ranks, finding.reference_rank) == ("parameter", (1,), 0)
-            assert not manager.describe()["attached"]
+            assert not fp8dist.describe(manager)["attached"]
             x, y = batch(0, 0)
             nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
@@ -141,7 +141,7 @@ def _other_policies() -> Any:
         manager.on_event(lambda event, events=events: events.append((event.kind, len(event.report.findings))))
         with captured_log() as log:
             manager.attach(start=start)  # type: ignore[arg-type]
-        seen[str(start)] = len(log), events, manager.describe()["attached"]
+        seen[str(start)] = len(log), events, fp8dist.describe(manager)["attached"]
     with pytest.raises(ConfigurationError, match="start must be"):
         manager.attach(start="repair")  # type: ignore[arg-type]
     return seen
@@ -238,7 +238,7 @@ def _unreadable() -> Any:
     broken = mock.patch.object(Digester, "many_leaves", side_effect=RuntimeError("cannot be read"))
     with captured_log() as log, broken:
         manager.attach()
-    return manager.describe()["attached"], [text for _, text in log if "cannot be read" in text]
+    return fp8dist.describe(manager)["attached"], [text for _, text in log if "cannot be read" in text]
 
 
 def test_what_cannot_be_read_is_a_warning(two_ranks: RankPool) -> None:

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fp8dist.consistency.contents import Digester
-from fp8dist.consistency.work_parts import part_of_lines
-from fp8dist.consistency.works import digest_of, repeated, taken
+from fp8dist.checks.contents import Digester
+from fp8dist.checks.work_parts import part_of_lines
+from fp8dist.checks.works import digest_of, repeated, taken
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels.formats import Role
 from tests.support.audited import RECIPES, Heard, flip

@@ -10,8 +10,8 @@ import shlex
 import pytest
 
 import fp8dist
-from fp8dist.manager import StateManager
-from fp8dist.settings import VARIABLES
+from fp8dist.job.manager import StateManager
+from fp8dist.state.settings import VARIABLES
 from launch.train_gpt import exits
 from launch.train_gpt.data import BadInput
 from scripts.pages.flags import command_line, job_parser
@@ -37,7 +37,7 @@ def test_what_is_named_exists(page: str) -> None:
         ("--no-amax-sync", "--no-amax"),
         ("FP8DIST_BACKEND", "FP8DIST_BACKENDS"),
         ("fp8/cold_slots", "fp8/cold_slot"),
-        ("fp8dist/step/order.py", "fp8dist/step/orders.py"),
+        ("fp8dist/job/order.py", "fp8dist/step/orders.py"),
         ("tests/kernels/test_fused_*.py", "tests/kernels/test_fusing_*.py"),
         ("order.py", "orders.py"),
         ("setup.cfg", "setup.toml"),

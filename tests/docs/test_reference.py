@@ -15,10 +15,10 @@ from torch import nn
 
 import fp8dist
 from fp8dist import ddp, exporters, fsdp
-from fp8dist.divergence import Divergence, Finding
-from fp8dist.manager import StateManager
-from fp8dist.settings import VARIABLES
+from fp8dist.common.divergence import Divergence, Finding
+from fp8dist.job.manager import StateManager
 from fp8dist.state import storage
+from fp8dist.state.settings import VARIABLES
 from scripts.pages import exit_codes, flags, variables
 from tests.support.main_job import RANKS, TINY, start
 

@@ -11,7 +11,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from fp8dist.exporters import OpenTelemetry
-from fp8dist.exporters.samples import KINDS
+from fp8dist.runs.exporters.samples import KINDS
 from tests.support.exported import END, FIRST, RESUMED, play
 
 

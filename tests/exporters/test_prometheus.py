@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.exporters import Prometheus, PrometheusTextfile
-from fp8dist.exporters import prometheus as module
-from fp8dist.exporters.prometheus import OWN_LABELS
-from fp8dist.exporters.samples import KINDS
+from fp8dist.runs.exporters import prometheus as module
+from fp8dist.runs.exporters.prometheus import OWN_LABELS
+from fp8dist.runs.exporters.samples import KINDS
 from tests.support.exported import END, FIRST, INF, NAN, RESUMED, bits, play, slots
 
 pytestmark = pytest.mark.slow  # Closing an endpoint takes half a second.

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fp8dist
+from fp8dist.common.numbers import from_json
 from fp8dist.exporters import OpenTelemetry, PrometheusTextfile, TensorBoard
-from fp8dist.monitoring.run_format import from_json
 from tests.support.exported import bits, float32
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
@@ -64,7 +64,7 @@ def _half(folder: Path, first: int, last: int, saved: Mapping[str, bytes] | None
             optimizer.step()
             optimizer.zero_grad()
             recorder.log(step, loss=loss.detach(), tokens=64)
-            seen[str(step)] = {str(slot): manager.amax(*slot).item() for slot in manager.slots}
+            seen[str(step)] = {str(slot): manager.slot(*slot).amax.item() for slot in manager.slots}
     return manager.state_dict(), seen, reader if rank == 0 else None
 
 

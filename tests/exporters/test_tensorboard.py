@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.exporters import TensorBoard
-from fp8dist.exporters import tensorboard as module
-from fp8dist.exporters.tensorboard import _raster
+from fp8dist.runs.exporters import tensorboard as module
+from fp8dist.runs.exporters.tensorboard import _raster
 from tests.support.exported import END, FIRST, INF, NAN, RESUMED, bits, float32, play, slots, write
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
-from fp8dist.sync.groups import local_part
+from fp8dist.state.groups import local_part
 from tests.support.examples import run_example
 from tests.support.forked import ROOT
 from tests.support.ranks import RankPool

@@ -239,7 +239,7 @@ def _begun_anew(folder: str, zero: dict[str, Any]) -> None:
     assert manager.steps == 2
     engine.load_checkpoint(folder)
     assert manager.steps == 0
-    fits = manager.scale("0", "weight") * _parameters(engine)[0].abs().max() / 448
+    fits = manager.slot("0", "weight").scale * _parameters(engine)[0].abs().max() / 448
     assert 0.999 < fits < 1.001
     _train(engine, range(4, 6))
 
@@ -256,7 +256,7 @@ def _diverged(zero: dict[str, Any], in_state: bool) -> str:
     _train(engine, range(4))
     if dist.get_rank() == 1:
         if in_state:
-            engine.fp8_manager.set_scale("2", "input", 3.0)
+            engine.fp8_manager.slot("2", "input").set_scale(3.0)
         else:
             with torch.no_grad():
                 engine.module[2].bias[3] += 1

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
-from fp8dist.report.numbers import read_run
-from fp8dist.sync.groups import local_part
+from fp8dist.runs.report.numbers import read_run
+from fp8dist.state.groups import local_part
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
 from tests.support.recorded import die, fingerprint, recorder, require_readable, require_resumed, require_run

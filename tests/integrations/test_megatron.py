@@ -346,12 +346,12 @@ def _in_stages(chunks: int, layers: int, accumulate: int) -> None:
         assert losses == expected
     parameters = dict(whole.named_parameters())
     assert all(torch.equal(value, parameters[name]) for each in ended for name, value in each.items())
-    scales = {slot: alone.manager.scale(slot.fqn, slot.role) for slot in alone.manager.slots}
+    scales = {slot: alone.manager.slot(slot.fqn, slot.role).scale for slot in alone.manager.slots}
     assert len(job.manager.slots) * 2 in (len(scales) - 3, len(scales) + 3)
     for slot in job.manager.slots:
         place, _, fqn = slot.fqn.partition(".") if chunks > 1 else (0, "", slot.fqn)
         first = layers // 2 // chunks * (int(place) * 2 + dist.get_rank())
-        assert job.manager.scale(slot.fqn, slot.role) == alone.manager.scale(_shifted(fqn, first), slot.role)
+        assert job.manager.slot(slot.fqn, slot.role).scale == alone.manager.slot(_shifted(fqn, first), slot.role).scale
 
 
 @pytest.mark.parametrize(("chunks", "layers", "accumulate"), [(1, 2, 3), (2, 4, 4)], ids=["stages", "virtual stages"])
@@ -433,7 +433,7 @@ def _begun_anew(folder: str) -> None:
     assert job.manager.steps == 0
     weight = job.chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.abs().max()
     dist.all_reduce(weight := weight.detach().clone(), op=dist.ReduceOp.MAX)
-    fits = job.manager.scale("decoder.layers.0.mlp.linear_fc1", "weight") * weight / 448
+    fits = job.manager.slot("decoder.layers.0.mlp.linear_fc1", "weight").scale * weight / 448
     assert 0.999 < fits < 1.001
     _train(job, range(3))
 
@@ -451,7 +451,7 @@ def _diverged(optimizer: dict[str, Any]) -> str:
     job = _job(**optimizer)
     _train(job, range(4))
     if dist.get_rank() == 1:
-        job.manager.set_scale("decoder.layers.1.mlp.linear_fc2", "input", 3.0)
+        job.manager.slot("decoder.layers.1.mlp.linear_fc2", "input").set_scale(3.0)
     with pytest.raises(DivergenceError) as caught:
         _train(job, range(4, 8))
     return str(caught.value)
@@ -491,7 +491,7 @@ def _in_bfloat16(optimizer: dict[str, Any]) -> tuple[list[float], Any, list[floa
     fits = []
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots["weight"].fqn
-        fits.append((manager.scale(fqn, "weight") * linear.weight.abs().max() / 448).item())
+        fits.append((manager.slot(fqn, "weight").scale * linear.weight.abs().max() / 448).item())
     return losses, _kept(job), fits
 
 

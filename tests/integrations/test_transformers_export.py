@@ -69,7 +69,7 @@ def _logits(model: nn.Module) -> Tensor:
 def test_compressed_tensors_loads_the_bytes_and_scales(tmp_path: Path, recipe: str, format: str) -> None:
     """Compared before the first forward, which turns them to float32."""
     model, manager = _trained(recipe)
-    manager.export(tmp_path / "out", format=format)
+    fp8dist.export(manager, tmp_path / "out", format=format)
     exported = read(tmp_path / "out")
     loaded = _loaded(tmp_path / "out")
     theirs = loaded.state_dict()
@@ -158,7 +158,7 @@ def test_dequantised_by_transformers(tmp_path: Path) -> None:
     from transformers import CompressedTensorsConfig
 
     _, manager = _trained("delayed")
-    manager.export(tmp_path / "out")
+    fp8dist.export(manager, tmp_path / "out")
     exported = read(tmp_path / "out")
     loaded = _loaded(tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True)).state_dict()
     assert not any(name.endswith("scale") for name in loaded)
@@ -182,7 +182,7 @@ def test_the_block_layout_in_transformers(tmp_path: Path, recipe: str) -> None:
     """Transformers dequantises it on a CPU. Results differ from ours by what our inputs lose in FP8, and by rounding:
     |y' - y| <= Σ|x - x̂||ŵ| + 2 (n + 2) roundings of Σ(|x| + |x̂|)|ŵ|."""
     model, manager = _trained(recipe)
-    manager.export(tmp_path / "out", format="block")
+    fp8dist.export(manager, tmp_path / "out", format="block")
     exported = read(tmp_path / "out")
     loaded = _loaded(tmp_path / "out")
     _assert_dequantised(exported, loaded.state_dict(), "weight_scale_inv")
@@ -202,7 +202,7 @@ def test_transformers_makes_room_for_the_block_layout(tmp_path: Path) -> None:
 
     _, manager = _trained("block")
     manager.set_precision("model.layers.1.*", "high")
-    manager.export(tmp_path / "out", format="block")
+    fp8dist.export(manager, tmp_path / "out", format="block")
     config = AutoConfig.from_pretrained(tmp_path / "out")
     described = FineGrainedFP8Config.from_dict(config.quantization_config)
     with torch.device("meta"):
@@ -220,7 +220,7 @@ def test_transformers_makes_room_for_the_block_layout(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_loaded(tmp_path: Path) -> None:
     model, manager = _trained("delayed 2^n", tied=True)
-    manager.export(tmp_path / "out")
+    fp8dist.export(manager, tmp_path / "out")
     assert "lm_head.weight" not in read(tmp_path / "out")
     loaded = _loaded(tmp_path / "out")
     assert bits(_logits(loaded)) == bits(_logits(model))
@@ -229,7 +229,7 @@ def test_a_tied_head_is_loaded(tmp_path: Path) -> None:
 def test_modules_in_high_precision_are_ignored(tmp_path: Path) -> None:
     _, manager = _trained("delayed 2^n", overrides={"model.layers.1.*": fp8dist.RowwiseScaling(power_of_two=True)})
     manager.set_precision("model.layers.0.mlp.*", "high")
-    manager.export(tmp_path / "out")
+    fp8dist.export(manager, tmp_path / "out")
     loaded = _loaded(tmp_path / "out")
     assert {n for n, v in loaded.state_dict().items() if v.dtype == torch.float8_e4m3fn} == {
         f"{name}.weight" for name in served(read(tmp_path / "out"))

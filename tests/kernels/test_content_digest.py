@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8dist.consistency.contents import Digester, Key, Named, TensorContent
+from fp8dist.checks.contents import Digester, Key, Named, TensorContent
 from fp8dist_kernels.reference.content import BLOCK_BYTES, BLOCK_WORDS, ContentDigest, as_bytes, block_count
 from tests.support.elements import flip
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
 from fp8dist import DelayedScaling
-from fp8dist.consistency.contents import ArenaContent, Digester, Named, TensorContent
+from fp8dist.checks.contents import ArenaContent, Digester, Named, TensorContent
 from fp8dist_kernels.backends import why_not_triton
 from fp8dist_kernels.reference.content import BLOCK_BYTES, BLOCK_WORDS, ContentDigest, block_count
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fp8dist.cli.main import main
-from fp8dist.report import facts
-from fp8dist.report.folder import RunFolder
-from fp8dist.report.live import LiveRun
-from fp8dist.report.numbers import read_run
+from fp8dist.runs.report import facts
+from fp8dist.runs.report.folder import RunFolder
+from fp8dist.runs.report.live import LiveRun
+from fp8dist.runs.report.numbers import read_run
 from tests.support.main_job import ALONE, RANKS, TINY, finish, stop
 
 LAST = "blocks.0.mlp_out"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fp8dist.errors import ManifestMismatchError
-from fp8dist.sync.groups import _absent
+from fp8dist.state.groups import _absent
 from launch.train_gpt.faults.failures import CollectiveFailed, Whereabouts
 from launch.train_gpt.ranks import _most_restarts
 from tests.support.main_job import ALONE, CHECK, RANKS, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
+from fp8dist.cli.launcher import agent
 from fp8dist.cli.main import main
-from fp8dist.launcher import agent
 from tests.support.hosted_job import START, HostedJob
 from tests.support.hosts import lab_or_skip
 from tests.support.main_job import LAUNCH, LESSON, assert_launcher_refused, start

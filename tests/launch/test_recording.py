@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fp8dist
-from fp8dist.report.folder import RunFolder
+from fp8dist.runs.report.folder import RunFolder
 from tests.support.main_job import ALONE, RANKS, TINY, assert_refused, finish, start
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fp8dist.report import facts
-from fp8dist.report.live import LiveRun
-from fp8dist.report.numbers import read_run
+from fp8dist.runs.report import facts
+from fp8dist.runs.report.live import LiveRun
+from fp8dist.runs.report.numbers import read_run
 from tests.support.main_job import ALONE, CHECK, RANKS, TINY, assert_refused, finish, start
 
 FLAGS = ["--layers", "2", "--accumulate", "2", "--log-every", "1"]

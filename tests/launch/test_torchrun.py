@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from fp8dist.launcher import environment, interface
-from fp8dist.launcher.environment import BadVariable, Job
-from fp8dist.launcher.plan import Plan
+from fp8dist.cli.launcher import environment, interface
+from fp8dist.cli.launcher.environment import BadVariable, Job
+from fp8dist.cli.launcher.plan import Plan
 from launch.train_gpt import exits
 from tests.support.main_job import (
     LAUNCH,
@@ -173,13 +173,13 @@ def test_the_launcher_needs_no_torch_until_it_starts_the_agent(tmp_path: Path) -
         "import sys, types\n"
         "for name in ('fp8dist', 'fp8dist.launcher'): sys.modules[name] = types.ModuleType(name)\n"
         f"sys.modules['fp8dist.launcher'].__path__ = [{str(folder)!r}]\n"
-        "import fp8dist.launcher.plan\n"
+        "import fp8dist.cli.launcher.plan\n"
     )
     for command in (["-c", bare], ["-m", "launch.train_gpt.options", "--out", str(tmp_path)]):
         without = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
         done = subprocess.run([sys.executable, *command], cwd=ROOT, env=without, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert " fp8dist.launcher.plan\n" in done.stderr or "launch.train_gpt.options" in done.stderr
+        assert " fp8dist.cli.launcher.plan\n" in done.stderr or "launch.train_gpt.options" in done.stderr
         assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
 
 
@@ -220,7 +220,7 @@ def test_nodes_that_cannot_start(tmp_path: Path) -> None:
 # Runs in its own network and mount namespaces, so it may change the network and /etc.
 IN_A_NAMESPACE = """
 import os, subprocess
-from fp8dist.launcher.interface import Unreachable, chosen
+from fp8dist.cli.launcher.interface import Unreachable, chosen
 
 def do(commands):
     subprocess.run(["bash", "-euc", commands], check=True)

@@ -15,8 +15,8 @@ import yaml
 from kubeflow_trainer_api import models
 from torch.distributed.run import get_args_parser
 
-from fp8dist.launcher.environment import Job
-from fp8dist.launcher.plan import Plan
+from fp8dist.cli.launcher.environment import Job
+from fp8dist.cli.launcher.plan import Plan
 from launch.train_gpt.options.options import parse
 from tests.support.main_job import ROOT
 

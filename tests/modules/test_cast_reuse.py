@@ -271,7 +271,7 @@ def test_writes_that_nothing_can_see_need_refresh_weights() -> None:
         # The scales follow from the new weights alone.
         for name in ("first", "branch", "last"):
             weight = getattr(net, name).weight.detach()
-            assert float(manager.scale(name, "weight")) == float(torch.tensor(448.0) / weight.abs().max())
+            assert float(manager.slot(name, "weight").scale) == float(torch.tensor(448.0) / weight.abs().max())
 
 
 def test_refresh_weights_forgets_what_other_weights_were_like() -> None:
@@ -279,17 +279,17 @@ def test_refresh_weights_forgets_what_other_weights_were_like() -> None:
     x, _ = batch(0, 0)
     net(x).sum().backward()
     optimizer.step()
-    inputs_before = manager.amax_history("first", "input")
-    assert manager.amax_history("first", "weight").count_nonzero() == 1
+    inputs_before = manager.slot("first", "input").amax_history
+    assert manager.slot("first", "weight").amax_history.count_nonzero() == 1
     through_data(net)
     manager.refresh_weights()
-    assert manager.amax_history("first", "weight").count_nonzero() == 0
-    assert torch.equal(manager.amax_history("first", "input"), inputs_before)
+    assert manager.slot("first", "weight").amax_history.count_nonzero() == 0
+    assert torch.equal(manager.slot("first", "input").amax_history, inputs_before)
     # The scale survives the next step: the window has only the new weights.
     amax = net.first.weight.detach().abs().max()
     net(x).sum().backward()
     optimizer.step()
-    assert float(manager.scale("first", "weight")) == float(torch.tensor(448.0) / amax)
+    assert float(manager.slot("first", "weight").scale) == float(torch.tensor(448.0) / amax)
 
 
 def other_weights() -> dict[str, Tensor]:
@@ -346,7 +346,7 @@ def _data_then_boundary(net: Net, manager: StateManager) -> None:
 
 
 def _scale(net: Net, manager: StateManager) -> None:
-    manager.set_scale("first", "weight", 0.5)
+    manager.slot("first", "weight").set_scale(0.5)
 
 
 EVENTS = [
@@ -395,7 +395,7 @@ def test_a_cast_dies_at_a_boundary_without_an_optimizer_step(update: str) -> Non
     manager = fp8dist.prepare(net, DelayedScaling(history_len=3, update=update))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     manager.attach(net, optimizer=optimizer, boundary="manual")
-    manager.set_scale("first", "weight", 0.5)
+    manager.slot("first", "weight").set_scale(0.5)
     x, _ = batch(0, 0)
     before = bits(net(x))
     manager.step()
@@ -557,6 +557,6 @@ def test_refresh_weights_between_backward_and_boundary() -> None:
         for name in ("first", "branch", "last"):
             amax = getattr(net, name).weight.detach().abs().max()
             expected = [0.0, 0.0, float(amax) if forward_again else 0.0]
-            assert manager.amax_history(name, "weight").tolist() == expected
-            assert float(manager.scale(name, "weight")) == float(torch.tensor(448.0) / amax)
-            assert manager.amax_history(name, "input").count_nonzero() == 1
+            assert manager.slot(name, "weight").amax_history.tolist() == expected
+            assert float(manager.slot(name, "weight").scale) == float(torch.tensor(448.0) / amax)
+            assert manager.slot(name, "input").amax_history.count_nonzero() == 1

@@ -273,7 +273,7 @@ def _train_under(dtype: torch.dtype, power_of_two: bool) -> Any:
             block(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        manager.set_scale("up", "input", 0.3)
+        manager.slot("up", "input").set_scale(0.3)
         for slot in manager.slots:
             values = [read(*slot) for read in (manager.scale, manager.inv_scale, manager.amax, manager.amax_history)]
             assert [value.dtype for value in values] == [torch.float32] * 4

@@ -55,8 +55,8 @@ def _scale(amax: np.float32, role: str, recipe: dict[str, Any]) -> np.float32:
 
 def _expected(manager: StateManager, recipe: dict[str, Any], fqn: str, role: str) -> np.float32:
     """Return a slot's scale under ``recipe``, from the window and scale under the old recipe."""
-    scale = np.float32(manager.scale(fqn, role).item())
-    window = manager.amax_history(fqn, role).numpy()[-recipe["history_len"] :]
+    scale = np.float32(manager.slot(fqn, role).scale.item())
+    window = manager.slot(fqn, role).amax_history.numpy()[-recipe["history_len"] :]
     amax = window[-1] if recipe["amax_algo"] == "most_recent" else window.max()
     if amax == 0:
         if state_of(manager)[fqn, role]["cold"]:
@@ -78,10 +78,10 @@ def test_scales_are_those_of_the_new_recipe(old: StateManager, change: str, tmp_
             new.load_state_dict(old.state_dict(), convert=True)
         for fqn, role in new.slots:
             expected = _expected(old, recipe, fqn, role)
-            assert new.scale(fqn, role).item() == expected, (fqn, role)
-            assert new.inv_scale(fqn, role).item() == np.float32(1) / expected
-            window = old.amax_history(fqn, role)[-recipe["history_len"] :]
-            assert new.amax_history(fqn, role).equal(window)
+            assert new.slot(fqn, role).scale.item() == expected, (fqn, role)
+            assert new.slot(fqn, role).inv_scale.item() == np.float32(1) / expected
+            window = old.slot(fqn, role).amax_history[-recipe["history_len"] :]
+            assert new.slot(fqn, role).amax_history.equal(window)
         results.append(state_of(new))
         assert new.steps == 3
         assert model is not None
@@ -130,11 +130,11 @@ def test_what_decides_no_scale_may_differ(old: StateManager) -> None:
 
 def test_nothing_is_converted_where_nothing_has_changed(old: StateManager) -> None:
     """A job may always pass convert=True. A scale set by hand shows if it was derived again."""
-    old.set_scale("0", "input", 3.0)
+    old.slot("0", "input").set_scale(3.0)
     for change in ({}, {"format": "e4m3"}):
         model, new = _manager(**change)
         new.load_state_dict(old.state_dict(), convert=True)
-        assert new.scale("0", "input") == 3
+        assert new.slot("0", "input").scale == 3
         assert (state_of(new) == state_of(old)) == (not change)
         assert model is not None
 
@@ -147,8 +147,8 @@ def test_a_callable_reduces_the_windows(old: StateManager) -> None:
     with pytest.raises(CheckpointError, match=r"amax_algo is 'max' there and '.*oldest' here"):
         new.load_state_dict(old.state_dict())
     new.load_state_dict(old.state_dict(), convert=True)
-    amax = old.amax_history("0", "input").numpy()[1]
-    assert new.scale("0", "input").item() == _scale(amax, "input", OLD)
+    amax = old.slot("0", "input").amax_history.numpy()[1]
+    assert new.slot("0", "input").scale.item() == _scale(amax, "input", OLD)
     assert model is not None
 
 
@@ -157,8 +157,8 @@ def test_training_goes_on_by_the_new_recipe(old: StateManager) -> None:
     new.load_state_dict(old.state_dict(), convert=True)
     model(torch.full((4, 16), 50.0)).sum().backward()
     new.step()
-    assert new.amax_history("0", "input").tolist() == [7.5, 6.5, 5.5, 50.0]
-    assert new.scale("0", "input").item() == np.float32(448) / np.float32(50)
+    assert new.slot("0", "input").amax_history.tolist() == [7.5, 6.5, 5.5, 50.0]
+    assert new.slot("0", "input").scale.item() == np.float32(448) / np.float32(50)
 
 
 @pytest.mark.parametrize("recipe", [CurrentScaling(format="e4m3"), RowwiseScaling(), BlockScaling()], ids=repr)
@@ -168,7 +168,7 @@ def test_scales_that_are_made_just_in_time_fit_whatever_was_saved(old: StateMana
     new = fp8dist.prepare(model, recipe)
     new.load_state_dict(old.state_dict())
     assert new.steps == old.steps
-    assert new.scale("0", "input") == 1
+    assert new.slot("0", "input").scale == 1
     _, delayed = _manager(format="e4m3")
     with pytest.raises(CheckpointError, match=f"recipe is '{type(recipe).__name__}' there and 'DelayedScaling' here"):
         delayed.load_state_dict(new.state_dict())

@@ -127,10 +127,10 @@ def test_default_history_of_experts_is_short() -> None:
     for given, expected in ((None, 16), (DelayedScaling(history_len=4), 4)):
         model = Routed()
         manager = fp8dist.prepare(model, given)
-        assert manager.recipe_of("experts.down.3").history_len == expected  # type: ignore[attr-defined]
-        assert manager.recipe_of("inlet").history_len == (4 if given else 1024)  # type: ignore[attr-defined]
+        assert manager.slot("experts.down.3", "weight").recipe.history_len == expected  # type: ignore[attr-defined]
+        assert manager.slot("inlet", "weight").recipe.history_len == (4 if given else 1024)  # type: ignore[attr-defined]
     manager = fp8dist.prepare(Routed(), overrides=overrides)
-    assert manager.recipe_of("experts.down.3").history_len == 20  # type: ignore[attr-defined]
+    assert manager.slot("experts.down.3", "weight").recipe.history_len == 20  # type: ignore[attr-defined]
 
 
 def _state_after(model: nn.Module, manager: fp8dist.StateManager, run: Any) -> tuple[dict[Any, Any], list[bytes]]:
@@ -266,10 +266,10 @@ def test_fallback_of_one_expert() -> None:
     high = {fqn for fqn, of in manager._cycle.precisions.by_fqn.items() if of.high}
     assert high == {"experts.gate_up.2", "experts.down.2"}
     assert "2 of 8 products of experts are high" in str(manager.coverage())
-    assert manager.describe()["modules"][0]["gemms"]["fprop"] == "fp8"
-    assert manager.describe()["modules"][0]["experts"] == 4
+    assert fp8dist.describe(manager)["modules"][0]["gemms"]["fprop"] == "fp8"
+    assert fp8dist.describe(manager)["modules"][0]["experts"] == 4
     manager.set_precision("*", "high", ("fprop",))
-    assert manager.describe()["modules"][0]["gemms"]["fprop"] == "high"
+    assert fp8dist.describe(manager)["modules"][0]["gemms"]["fprop"] == "high"
 
 
 def test_what_prepare_leaves_out() -> None:
@@ -294,7 +294,7 @@ def test_what_prepare_leaves_out() -> None:
         row = next(iter(manager.coverage()))
         assert not row.fp8
         assert reason in row.reason
-        assert manager.describe()["modules"][0]["experts"] == 4  # The MFU must not count the FLOPs of all.
+        assert fp8dist.describe(manager)["modules"][0]["experts"] == 4  # The MFU must not count the FLOPs of all.
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_a_registered_slot_does_not_part_the_experts() -> None:
     model(rows(16, 32, 1), index, weights).sum().backward()
     manager.step()
     assert not manager._cycle.syncs[0].arena.cold[manager._cycle.syncs[0].arena.run_of(_inputs())].any()
-    assert bool(manager.amax("experts.gate_up", "input") == 0)
+    assert bool(manager.slot("experts.gate_up", "input").amax == 0)
 
 
 def _inputs() -> list[fp8dist.Slot]:

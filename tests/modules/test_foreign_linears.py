@@ -156,7 +156,7 @@ def test_it_computes_what_an_fp8_linear_does(
     assert manager.coverage().share == 1
     if recipe.delayed:
         for slot in of_linear.slots:
-            assert torch.equal(manager.amax_history(*slot), of_linear.amax_history(*slot))
+            assert torch.equal(manager.slot(*slot).amax_history, of_linear.slot(*slot).amax_history)
     if gemms:
         for one in (manager, of_linear):
             one.set_precision("*", "high", gemms=gemms)
@@ -273,7 +273,11 @@ def _sharded(gathers_fp8: bool) -> None:
             optimizer.zero_grad()
         weight = model[0].weight.full_tensor()
         results.append(
-            [*outputs, weight.t() if which == 0 else weight, *(manager.amax_history(*slot) for slot in manager.slots)]
+            [
+                *outputs,
+                weight.t() if which == 0 else weight,
+                *(manager.slot(*slot).amax_history for slot in manager.slots),
+            ]
         )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -48,7 +48,7 @@ class Pair:
         self.managers = [fp8dist.prepare(model, recipe) for model in self.models]
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=momentum) for m in self.models]
         for manager, observer in zip(self.managers, observers):
-            manager.watch(every=1, observer=observer)
+            fp8dist.watch(manager, every=1, observer=observer)
         for manager, model, optimizer in zip(self.managers, self.models, self.optimizers):
             manager.attach(model, optimizer=optimizer)
 

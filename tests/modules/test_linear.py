@@ -342,10 +342,10 @@ def test_tied_weights_have_one_slot_and_their_gradients_add() -> None:
     exact = ones.t() @ dequantised(x, E4M3) + 2 * ones.t() @ dequantised(z, E4M3)
     torch.testing.assert_close(weight.grad.double(), exact, rtol=1e-5, atol=1e-4)
     manager.step()
-    assert torch.equal(manager.scale("one", "weight"), manager.scale("two", "weight"))
-    manager.set_scale("two", "weight", 3.0)
-    assert float(manager.scale("one", "weight")) == 3.0
-    assert float(manager.scale("one", "input")) != float(manager.scale("two", "input"))
+    assert torch.equal(manager.slot("one", "weight").scale, manager.slot("two", "weight").scale)
+    manager.slot("two", "weight").set_scale(3.0)
+    assert float(manager.slot("one", "weight").scale) == 3.0
+    assert float(manager.slot("one", "input").scale) != float(manager.slot("two", "input").scale)
 
 
 @pytest.mark.parametrize(
@@ -385,10 +385,10 @@ def test_a_commit_between_forward_and_backward_does_not_change_the_gradients() -
         with torch.no_grad():
             module.weight.mul_(7)
         y = module(x)
-        before = [float(manager.scale("", role)) for role in ("input", "weight")]
+        before = [float(manager.slot("", role).scale) for role in ("input", "weight")]
         if commit_between:
             manager.step()
-            assert all(float(manager.scale("", r)) != b for r, b in zip(("input", "weight"), before))
+            assert all(float(manager.slot("", r).scale) != b for r, b in zip(("input", "weight"), before))
         y.backward(inputs(16, 32, seed=5))
         results.append((bits(x.grad), gradient_bits(module)))
     assert results[0] == results[1]
@@ -452,7 +452,7 @@ def test_a_bad_gradient_stays_visible_where_it_belongs(backend: str, bad: float,
 def test_finite_values_beyond_the_format_saturate(backend: str) -> None:
     module, manager = linear(backend)
     for role, scale in (("input", 1.0), ("weight", 1.0), ("grad_output", 1.0)):
-        manager.set_scale("", role, scale)
+        manager.slot("", role).set_scale(scale)
     with torch.no_grad():
         module.weight.fill_(1.0)
     x = torch.zeros(1, 48)

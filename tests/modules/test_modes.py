@@ -150,10 +150,10 @@ def test_calibrate_commits_on_exit(update: str) -> None:
         assert manager.steps == 0
     assert manager.steps == 1
     largest = max(amax(inputs(8, 48, seed=seed) * seed) for seed in (1, 2, 3))
-    assert float(manager.amax("", "input")) == largest
-    assert float(manager.scale("", "input")) == float(torch.tensor(448.0) / torch.tensor(largest))
-    assert float(manager.amax("", "grad_output")) == 3.0
-    assert float(manager.amax("", "weight")) == amax(module.weight)
+    assert float(manager.slot("", "input").amax) == largest
+    assert float(manager.slot("", "input").scale) == float(torch.tensor(448.0) / torch.tensor(largest))
+    assert float(manager.slot("", "grad_output").amax) == 3.0
+    assert float(manager.slot("", "weight").amax) == amax(module.weight)
     assert manager.metrics()["fp8/cold_slots"] == 0
 
 
@@ -220,7 +220,7 @@ def test_first_forward_in_inference_mode_then_training() -> None:
             each(x)  # Commits a pending sync.
     assert torch.equal(module.weight, twin.weight)
     for role in ("input", "weight", "grad_output"):
-        assert torch.equal(manager.scale("", role), twin_manager.scale("", role))
+        assert torch.equal(manager.slot("", role).scale, twin_manager.slot("", role).scale)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def converted(model: nn.Module) -> list[str]:
 
 
 def recipes(manager: StateManager) -> dict[str, Recipe]:
-    return {slot.fqn: manager.recipe_of(slot.fqn) for slot in manager.slots}
+    return {slot.fqn: manager.slot(slot.fqn, "weight").recipe for slot in manager.slots}
 
 
 # Patterns ----------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_each_module_of_a_model_is_cast_by_its_recipe() -> None:
         for role in ("input", "weight", "grad_output"):
             # Weights have attach's scales before the first step; other slots are cold.
             if step > 0 or role == "weight":
-                scales[role] = numbers(manager.scale("branch", role)).copy()
+                scales[role] = numbers(manager.slot("branch", role).scale).copy()
             else:
                 amax = abs(numbers(watched.tensors["branch"][role])).max()
                 scales[role] = fp8_oracle.current_scale(amax, fp8_oracle.formats("hybrid")[role], False)
@@ -444,9 +444,9 @@ def test_an_override_more_or_less_is_another_recipe() -> None:
     for job in (mixed, plain):
         for index in range(3):
             job.step(index)
-    scale = float(plain.manager.scale("branch", "input"))
+    scale = float(plain.manager.slot("branch", "input").scale)
     mixed.manager.load_state_dict(plain.manager.state_dict())
-    assert float(mixed.manager.scale("branch", "input")) == scale
+    assert float(mixed.manager.slot("branch", "input").scale) == scale
     with pytest.raises(CheckpointError, match="recipe is 'CurrentScaling' there and 'DelayedScaling' here"):
         plain.manager.load_state_dict(mixed.manager.state_dict())
 

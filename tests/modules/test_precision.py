@@ -93,14 +93,14 @@ def test_who_comes_back_unseen_is_cold_and_says_so() -> None:
         run.step()
     run.fp8.set_precision("branch", "high")
     run.step()
-    before = {slot: run.fp8.scale(*slot).item() for slot in run.fp8.slots}
+    before = {slot: run.fp8.slot(*slot).scale.item() for slot in run.fp8.slots}
     with captured_log() as log:
         run.fp8.set_precision("branch", "fp8")
     assert [text.startswith("fp8dist: 3 slots have no scale yet") for _, text in log] == [True]
     for slot in run.fp8.slots:
-        assert (run.fp8.scale(*slot).item() == 1.0) == (slot.fqn == "branch"), slot
+        assert (run.fp8.slot(*slot).scale.item() == 1.0) == (slot.fqn == "branch"), slot
         assert before[slot] != 1.0
-        assert any(run.fp8.amax_history(*slot)) == (slot.fqn != "branch")
+        assert any(run.fp8.slot(*slot).amax_history) == (slot.fqn != "branch")
     run.step()
     assert run.fp8.metrics()["fp8/cold_slots"] == 0
 
@@ -363,11 +363,11 @@ def test_a_tied_weight_that_no_user_has_seen_comes_back_cold() -> None:
         step()
         with captured_log():
             manager.set_precision("0", "fp8")
-        assert (manager.scale("0", "weight").item() == 1.0) == (not alone)
-        scale = manager.scale("0", "weight").item()
+        assert (manager.slot("0", "weight").scale.item() == 1.0) == (not alone)
+        scale = manager.slot("0", "weight").scale.item()
         with captured_log():
             manager.set_precision("*", "fp8")
-        assert manager.scale("0", "weight").item() == scale
+        assert manager.slot("0", "weight").scale.item() == scale
 
 
 @pytest.mark.slow
@@ -400,7 +400,7 @@ def _trained(alone: bool) -> tuple[list[tuple[str, ...]], str, int]:
             if step == 2 and (rank == 0 or not alone):
                 manager.set_precision("branch", "high", steps=2)
             _loss(net, rank, step).backward()
-            high.append(manager.high_precision("branch"))
+            high.append(manager.slot("branch", "input").high_precision)
             try:
                 optimizer.step()
             except fp8dist.DivergenceError as caught:

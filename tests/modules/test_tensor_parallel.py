@@ -36,7 +36,7 @@ def _check_products(name: str) -> None:
     layout = LAYOUTS[name]
     model, manager, full = parallel_pair(layout)
     for index in range(3):
-        scales = {(s.fqn, s.role): manager.scale(s.fqn, s.role).clone() for s in manager.slots}
+        scales = {(s.fqn, s.role): manager.slot(s.fqn, s.role).scale.clone() for s in manager.slots}
         model.zero_grad()
         with watched_reductions() as reductions:
             x = forward_backward(model, layout, index)
@@ -101,10 +101,10 @@ def _first_step_alone() -> None:
     alone(x_of(0)).mul(gradient_of(0)).sum().backward()
     own.step()
     for slot in (("up", "input"), ("up", "weight"), ("down", "weight"), ("down", "grad_output")):
-        assert manager.amax_history(*slot).tolist() == own.amax_history(*slot).tolist()
-        assert float(manager.scale(*slot)) == float(own.scale(*slot))
+        assert manager.slot(*slot).amax_history.tolist() == own.slot(*slot).amax_history.tolist()
+        assert float(manager.slot(*slot).scale) == float(own.slot(*slot).scale)
     # Of other slots each rank sees a part; cold casts of parts round slightly differently.
-    torch.testing.assert_close(manager.amax("down", "input"), own.amax("down", "input"), rtol=0.1, atol=0)
+    torch.testing.assert_close(manager.slot("down", "input").amax, own.slot("down", "input").amax, rtol=0.1, atol=0)
 
 
 def test_first_step_has_the_amaxes_of_a_single_process(two_ranks: RankPool) -> None:
@@ -129,7 +129,7 @@ def _one_linear(weight: Placement, bias: Placement, input: Placement, rows: int)
         model.zero_grad()
         generator = torch.Generator().manual_seed(index)
         full, g = torch.randn(rows, 32, generator=generator), torch.randn(rows, 64, generator=generator)
-        sx, sw, sg = (manager.scale("0", role).clone() for role in ("input", "weight", "grad_output"))
+        sx, sw, sg = (manager.slot("0", role).scale.clone() for role in ("input", "weight", "grad_output"))
         x = distribute_tensor(full, mesh, [input]).requires_grad_()
         y = model(x)
         y.redistribute(mesh, [Replicate()]).backward(distribute_tensor(g, mesh, [Replicate()]))

@@ -227,8 +227,8 @@ def _eval_in_fp8() -> None:
     after = state_bits(manager)
     assert {k: v for k, v in before.items() if k != "step"} == {k: v for k, v in after.items() if k != "step"}
     h = all_of(model.h, LAST)
-    a = dequantised(h, E4M3, manager.scale("down", "input"))
-    assert_affine(y, a, dequantised(full["down.weight"], E4M3, manager.scale("down", "weight")), full["down.bias"])
+    a = dequantised(h, E4M3, manager.slot("down", "input").scale)
+    assert_affine(y, a, dequantised(full["down.weight"], E4M3, manager.slot("down", "weight").scale), full["down.bias"])
 
 
 def test_eval_in_fp8_records_nothing(two_ranks: RankPool) -> None:

@@ -95,7 +95,7 @@ def test_a_weight_is_cast_with_its_own_amax_where_it_has_outgrown_its_scale(
     write: str, factor: float, just_in_time: bool
 ) -> None:
     net, manager, x = attached()
-    weight, scale = net[0].weight, float(manager.scale("0", "weight"))
+    weight, scale = net[0].weight, float(manager.slot("0", "weight").scale)
     grown = weight.detach() * factor
     if write == "mul_":
         with torch.no_grad():
@@ -113,9 +113,9 @@ def test_a_weight_is_cast_with_its_own_amax_where_it_has_outgrown_its_scale(
     (inv_scale,) = casts_in(lambda: net(x).sum().backward())
     assert inv_scale == float(torch.reciprocal(torch.tensor(own if just_in_time else scale)))
     # No slot has become cold or has a flag: the scale follows at the boundary.
-    assert float(manager.scale("0", "weight")) == scale
+    assert float(manager.slot("0", "weight").scale) == scale
     manager.step()
-    assert float(manager.scale("0", "weight")) == own
+    assert float(manager.slot("0", "weight").scale) == own
 
 
 def test_the_very_next_forward_is_right() -> None:
@@ -356,8 +356,8 @@ def test_a_copy_computes_as_its_original(way: str, part: bool) -> None:
     assert linear.fp8_slots.job.in_fp8
     assert not linear.fp8_slots.job.recording
     if not part:
-        theirs = dict(fp8dist.get_manager(twin).exported(twin))
-        assert {n: bits(t) for n, t in theirs.items()} == {n: bits(t) for n, t in manager.exported(net)}
+        theirs = dict(fp8dist.exported(fp8dist.get_manager(twin), twin))
+        assert {n: bits(t) for n, t in theirs.items()} == {n: bits(t) for n, t in fp8dist.exported(manager, net)}
     with torch.no_grad():
         linear.weight.mul_(1.5)
     assert linear.fp8_slots.note.written(linear)
@@ -410,7 +410,7 @@ def test_state_that_was_loaded_fits_the_weights_that_come_whatever_was_loaded_fi
         with torch.no_grad():  # So small that it is cast differently if it counts as written to.
             net[0].weight.mul_(1e-6)
         net[0].fp8_slots.note.take(net[0], False)  # type: ignore[union-attr]  # As an optimizer's step leaves it.
-        assert float(net[0].weight.detach().abs().max() * manager.scale("0", "weight")) / FP8_MAX < 2**-17
+        assert float(net[0].weight.detach().abs().max() * manager.slot("0", "weight").scale) / FP8_MAX < 2**-17
         saved = copy.deepcopy((net.state_dict(), manager.state_dict()))
         if order != "none":
             net, manager, x = attached(DelayedScaling(history_len=4))

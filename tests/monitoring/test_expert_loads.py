@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Observation, Recipe, RowwiseScaling
-from fp8dist.monitoring.expert_loads import ExpertLoad, idle_numbers
+from fp8dist.state.expert_loads import ExpertLoad, idle_numbers
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.ranks import RankPool
 
@@ -37,7 +37,7 @@ def trained(
     dtype = torch.bfloat16 if compiles else torch.float32  # torch compiles grouped_mm in bfloat16 only.
     model = Mixture(Experts()).to(dtype)
     manager = fp8dist.prepare(model, recipe, **prepared)
-    manager.watch(every, observer=seen.append)
+    fp8dist.watch(manager, every, observer=seen.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     manager.attach(optimizer=optimizer)
     if high:
@@ -151,7 +151,7 @@ def test_a_rank_without_tokens_is_observed(recipe: Recipe) -> None:
     seen: list[Observation] = []
     model = Mixture(Experts())
     manager = fp8dist.prepare(model, recipe)
-    manager.watch(1, observer=seen.append)
+    fp8dist.watch(manager, 1, observer=seen.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     manager.attach(optimizer=optimizer)
     index, weights = routes(TOKENS, 2, (0, 1), 0)

@@ -458,7 +458,7 @@ def test_fallback_of_a_real_manager() -> None:
             net(torch.ones(4, 16)).sum().backward()
             guard.observe(loss)
             manager.step()
-            high.append((manager.high_precision("0"), manager.high_precision("1")))
+            high.append((manager.slot("0", "input").high_precision, manager.slot("1", "input").high_precision))
     everything = ("fprop", "dgrad", "wgrad")
     # Read after each step: steps 3 and 4 run in high precision.
     assert high == [((), ()), *[(everything, everything)] * 2, ((), ()), ((), ())]

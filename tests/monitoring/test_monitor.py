@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fp8dist import ConfigurationError, Monitor, ScaleJump, Slot, SlotStatistics
-from fp8dist.monitoring.monitor import keep_lines
+from fp8dist.runs.monitor import keep_lines
 from tests.support.logs import captured_log
 
 NAN, INF = math.nan, math.inf

@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, Fallback, Recorder, SlotStatistics
+from fp8dist.common.numbers import from_json
 from fp8dist.errors import ConfigurationError, UnknownArgumentError
-from fp8dist.monitoring import run_files
-from fp8dist.monitoring.run_format import from_json
-from fp8dist.monitoring.run_header import peaks_of
-from fp8dist.report.facts import verdict
-from fp8dist.report.folder import RunFolder
-from fp8dist.report.live import LiveRun
-from fp8dist.report.numbers import read_run
+from fp8dist.runs import run_files
+from fp8dist.runs.report.facts import verdict
+from fp8dist.runs.report.folder import RunFolder
+from fp8dist.runs.report.live import LiveRun
+from fp8dist.runs.report.numbers import read_run
+from fp8dist.runs.run_header import peaks_of
 from tests.support.collectives import counted_collectives
 from tests.support.forked import context
 from tests.support.logs import captured_log
@@ -116,7 +116,7 @@ def test_numbers_of_a_due_step_are_those_of_the_state(tmp_path: Path) -> None:
     assert (due[1]["proven"], due[1]["checked"]) == (None, None)  # One rank proves nothing.
     assert [(line["grad_norm"], line["mine"]) for line in lines] == [(0.5 * i, i / 4) for i in range(1, 7)]
     for line in read(tmp_path, "scales")[SLOTS:]:
-        assert line["amax"] == manager.amax(*line["slot"].rsplit(":", 1)).item()
+        assert line["amax"] == manager.slot(*line["slot"].rsplit(":", 1)).amax.item()
     assert read(tmp_path, "ranks")[1]["ranks"] == [0]
     header = RunFolder(tmp_path).header
     assert [slot["slot"] for slot in header["slots"]] == [str(slot) for slot in manager.slots]
@@ -151,10 +151,10 @@ def test_a_watch_of_the_users_own_goes_on(first: str, tmp_path: Path) -> None:
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
     seen: list[int] = []
     if first == "watch":
-        manager.watch(2, observer=lambda observation: seen.append(observation.step))
+        fp8dist.watch(manager, 2, observer=lambda observation: seen.append(observation.step))
     recorder = Recorder(tmp_path, manager, every=3)
     if first == "recorder":
-        manager.watch(2, observer=lambda observation: seen.append(observation.step))
+        fp8dist.watch(manager, 2, observer=lambda observation: seen.append(observation.step))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
     manager.attach(optimizer=optimizer)
     with recorder:
@@ -499,7 +499,7 @@ def _slow_rank(folder: str) -> None:
         net(batch(rank, 0)[0]).sum().backward()
         time.sleep(0.05 * rank)
         optimizer.step()
-    taken = manager.take_waits()  # Its reader loses nothing to the recorder.
+    taken = fp8dist.take_waits(manager)  # Its reader loses nothing to the recorder.
     assert len(taken) == 4
     recorder.close()
 
@@ -515,7 +515,7 @@ def test_a_slow_rank_shows_in_the_waits_of_the_others(two_ranks: RankPool, tmp_p
 def _checked(folder: str, ddp: bool) -> tuple[int | None, int | None, dict[str, float]]:
     with captured_log():
         manager = train(Path(folder), 6, dist.group.WORLD, check_every=2, ddp=ddp)
-    return manager.proven_step, manager.checked_step, manager.metrics()
+    return manager.verified.proven_step, manager.verified.checked_step, manager.metrics()
 
 
 @pytest.mark.parametrize("ddp", [True, False])
@@ -604,9 +604,9 @@ def _damaged(folder: str) -> tuple[int | None, list[str]]:
         for step in range(1, 5):
             net(batch(rank, 0)[0]).sum().backward()
             if step == 3 and rank == 1:
-                manager.set_scale("first", "input", 3.0)
+                manager.slot("first", "input").set_scale(3.0)
             if step == 4:
-                proven = manager.proven_step
+                proven = manager.verified.proven_step
             optimizer.step()
             recorder.log(step, loss=1.0)
     return proven, recorder.folder.name.split()

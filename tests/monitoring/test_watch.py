@@ -23,7 +23,7 @@ from fp8dist import (
     SlotStatistics,
 )
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
-from fp8dist.exporters.slots import headroom
+from fp8dist.runs.exporters.slots import headroom
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
@@ -37,7 +37,7 @@ def trained(path: Path | None, recipe: Recipe, steps: int = 6, rank: int = 0, **
     prepared = {name: options.pop(name) for name in ("group", "overrides", "fallback", "amax_sync") if name in options}
     net = make_net()
     manager = fp8dist.prepare(net, recipe, **prepared)
-    manager.watch(3, path, **options)
+    fp8dist.watch(manager, 3, path, **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     for step in range(steps):
@@ -62,7 +62,7 @@ def test_every_third_step_all_slots(tmp_path: Path) -> None:
     assert [line["slot"] for line in lines] == [str(slot) for slot in manager.slots] * 2
     assert all(line["amax_rank"] is None for line in lines)
     for line, slot in zip(lines[SLOTS:], manager.slots):
-        assert line["amax"] == manager.amax(*slot).item()
+        assert line["amax"] == manager.slot(*slot).amax.item()
         assert 0 <= line["saturated"] <= 1
         assert 0 <= line["underflow"] <= 1
 
@@ -85,13 +85,13 @@ def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts(tmp_p
     """Compare with an independent count on the tensors."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    manager.watch(3, tmp_path / "s")
+    fp8dist.watch(manager, 3, tmp_path / "s")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     seen: dict[str, torch.Tensor] = {}
     net.branch.register_forward_pre_hook(lambda m, args: seen.update(input=args[0].detach().clone()))
     for step in range(3):
-        scale = manager.scale("branch", "input").item()
+        scale = manager.slot("branch", "input").scale.item()
         x, y = batch(0, 0 if step < 2 else 4)  # The third input exceeds the range of its scale.
         (net(3 * x if step == 2 else x) - y).square().mean().backward()
         optimizer.step()
@@ -136,7 +136,7 @@ def test_what_a_calibration_sees_is_not_of_the_step_that_is_watched(tmp_path: Pa
     for calibrates in (False, True):
         net = make_net()
         manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-        manager.watch(1, tmp_path / "s")
+        fp8dist.watch(manager, 1, tmp_path / "s")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         manager.attach(optimizer=optimizer)
         if calibrates:
@@ -151,7 +151,7 @@ def test_what_a_calibration_sees_is_not_of_the_step_that_is_watched(tmp_path: Pa
 def test_steps_between_measure_nothing(tmp_path: Path) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    manager.watch(3, tmp_path / "s")
+    fp8dist.watch(manager, 3, tmp_path / "s")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     measured = []
@@ -165,7 +165,7 @@ def test_steps_between_measure_nothing(tmp_path: Path) -> None:
 def test_a_jump_is_told_once(tmp_path: Path) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=1))
-    manager.watch(1, tmp_path / "s", jump=8)
+    fp8dist.watch(manager, 1, tmp_path / "s", jump=8)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with lr=0 the step would not count.
     manager.attach(optimizer=optimizer)
     events: list[Event] = []
@@ -188,7 +188,7 @@ def test_a_resume_goes_on_in_the_same_file(tmp_path: Path, steps: int) -> None:
     resumed = make_net()
     resumed.load_state_dict(net.state_dict())
     again = fp8dist.prepare(resumed, DelayedScaling(history_len=8))
-    again.watch(3, tmp_path / "part", resume_after=steps)
+    fp8dist.watch(again, 3, tmp_path / "part", resume_after=steps)
     optimizer = torch.optim.SGD(resumed.parameters(), lr=0.05)
     again.attach(optimizer=optimizer)
     again.load_state_dict(manager.state_dict())
@@ -201,7 +201,7 @@ def test_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
     """The step count of the state may differ: one more after a calibration, fewer if FP8 starts late."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    manager.watch(3, tmp_path / "scales", resume_after=100)
+    fp8dist.watch(manager, 3, tmp_path / "scales", resume_after=100)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     with manager.calibrate():
@@ -219,8 +219,8 @@ def test_each_of_two_watches_has_its_steps(tmp_path: Path) -> None:
     seen: list[Any] = []
     events: list[Event] = []
     manager.on_event(events.append)
-    manager.watch(3, tmp_path / "first")
-    manager.watch(2, tmp_path / "second", jump=1.0001, resume_after=0, observer=seen.append)
+    fp8dist.watch(manager, 3, tmp_path / "first")
+    fp8dist.watch(manager, 2, tmp_path / "second", jump=1.0001, resume_after=0, observer=seen.append)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     for step in range(6):
@@ -243,20 +243,20 @@ def test_mistakes(tmp_path: Path) -> None:
     manager = fp8dist.prepare(net)
     for every in (0, True, 2.5):
         with pytest.raises(ConfigurationError, match="every must be a number of steps from 1"):
-            manager.watch(every)  # type: ignore[arg-type]
+            fp8dist.watch(manager, every)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="jump must be a factor"):
-        manager.watch(3, tmp_path / "s", jump=0.5)
-    manager.watch(3, tmp_path / "s", resume_after=4)
+        fp8dist.watch(manager, 3, tmp_path / "s", jump=0.5)
+    fp8dist.watch(manager, 3, tmp_path / "s", resume_after=4)
     (tmp_path / "s").write_text("kept")
     with pytest.raises(ConfigurationError, match="an earlier watch writes there"):
-        manager.watch(5, tmp_path / "s")
+        fp8dist.watch(manager, 5, tmp_path / "s")
     with pytest.raises(ConfigurationError, match="continues after step 4: give both the same step"):
-        manager.watch(5, tmp_path / "t", resume_after=3)
+        fp8dist.watch(manager, 5, tmp_path / "t", resume_after=3)
     assert (tmp_path / "s").read_text() == "kept"
     assert not (tmp_path / "t").exists()
     manager.attach()
     with pytest.raises(ConfigurationError, match=r"before attach\(\)"):
-        manager.watch(3, tmp_path / "s")
+        fp8dist.watch(manager, 3, tmp_path / "s")
 
 
 # Ranks -------------------------------------------------------------------------------------------
@@ -300,8 +300,8 @@ def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path,
 
 def _watched_twice(path: str) -> list[int]:
     manager = fp8dist.prepare(net := make_net(), CurrentScaling(), group=dist.group.WORLD)
-    manager.watch(3)
-    manager.watch(2, path if dist.get_rank() == 0 else None)
+    fp8dist.watch(manager, 3)
+    fp8dist.watch(manager, 2, path if dist.get_rank() == 0 else None)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     with counted_collectives() as calls:
@@ -327,7 +327,7 @@ def _differently(path: str) -> str:
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     if dist.get_rank() == 0:
-        manager.watch(3, path)
+        fp8dist.watch(manager, 3, path)
     try:
         manager.attach()
     except ManifestMismatchError as error:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fp8dist.errors import CheckpointError
-from fp8dist.offline.certificates import Certified, model_digest, read_certificate, sealed
-from fp8dist.offline.safetensor_files import DTYPES
-from fp8dist.offline.verification import sha256_of
+from fp8dist.files.certificate_reading import Certified, model_digest, read_certificate, sealed
+from fp8dist.files.safetensor_files import DTYPES
+from fp8dist.files.verification import sha256_of
 from tests.support.pages import pages
 
 PAGE = pages()["docs/verify.md"]

@@ -26,7 +26,7 @@ from torch import nn
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import CheckpointError
-from fp8dist.offline.sources import open_source
+from fp8dist.files.sources import open_source
 
 # A checkpoint as {file name: content}. A checkpoint of a single file has the name "".
 Content = dict[str, bytes]

@@ -36,10 +36,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import CheckpointError
-from fp8dist.offline import failures, slices, values
-from fp8dist.offline.dcp import tiles
-from fp8dist.offline.entries import Entry, Source
-from fp8dist.offline.sources import open_source
+from fp8dist.files import failures, slices, values
+from fp8dist.files.dcp import tiles
+from fp8dist.files.entries import Entry, Source
+from fp8dist.files.sources import open_source
 from tests.support.ranks import RankPool
 from tests.support.states import saved_of
 
@@ -116,7 +116,7 @@ def test_state_files(tmp_path: Path) -> None:
             expected[f"{fqn}:{role}/{kind}"] = state[kind][place]
         expected[f"{fqn}:{role}/counters"] = state["counters"][:, place]
     _same(found, expected)
-    assert found["0:input/scale"].item() == manager.scale("0", "input").item()
+    assert found["0:input/scale"].item() == manager.slot("0", "input").scale.item()
     with open_source(path) as source:
         assert source.family == "state"
     renamed = path.rename(tmp_path / "state.bin")  # The content decides, not the name.
@@ -947,7 +947,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         import os, sys
         from pathlib import Path
         from fp8dist.errors import CheckpointError
-        from fp8dist.offline.sources import open_source
+        from fp8dist.files.sources import open_source
 
         def anonymous() -> int:
             text = Path("/proc/self/status").read_text()

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8dist.consistency.outputs import Place, Taken
+from fp8dist.checks.outputs import Place, Taken
 from fp8dist.errors import CheckpointError
-from fp8dist.offline.partings import compare_traces, compare_traces_of_ranks, traces_text
-from fp8dist.offline.sources import open_source
-from fp8dist.offline.traces import Head, is_trace, open_trace, trace_bytes
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.files.partings import compare_traces, compare_traces_of_ranks, traces_text
+from fp8dist.files.sources import open_source
+from fp8dist.files.traces import Head, is_trace, open_trace, trace_bytes
+from fp8dist.state.groups import SyncGroup
 from tests.support.ranks import RankPool
 
 

@@ -421,7 +421,7 @@ def _damaged_in_its_last_step() -> list[tuple[int, str]]:
     with captured_log(), Join([ddp, manager]):
         for step in range((4, 2)[rank]):
             if (rank, step) == (1, 1):
-                manager.scale("first", "input").mul_(4.0)
+                manager.slot("first", "input").scale.mul_(4.0)
             x, y = batch(rank, step)
             nn.functional.mse_loss(ddp(x), y).backward()
             optimizer.step()
@@ -508,7 +508,7 @@ def _damaged_with_hook(update: str, policy: str) -> Any:
     raised = []
     for step in range(6):
         if step == 2 and rank == 1:
-            manager.scale("first", "input").mul_(4.0)
+            manager.slot("first", "input").scale.mul_(4.0)
         x, y = batch(rank, step)
         nn.functional.mse_loss(ddp(x), y).backward()
         try:
@@ -606,7 +606,7 @@ def _refreshed_after_an_early_launch() -> tuple[list[float], float]:
     net.first.weight.data.mul_(1e-3)
     manager.refresh_weights()
     optimizer.step()
-    return manager.amax_history("first", "weight").tolist(), manager.scale("first", "weight").item()
+    return manager.slot("first", "weight").amax_history.tolist(), manager.slot("first", "weight").scale.item()
 
 
 def test_refresh_weights_after_an_early_launch_forgets_what_was_sent(two_ranks: RankPool) -> None:

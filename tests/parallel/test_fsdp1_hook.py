@@ -137,7 +137,7 @@ def _damaged(hook: str, update: str) -> Any:
     raised = []
     for step in range(5):
         if step == 2 and dist.get_rank() == 1:
-            built.manager.scale("model.blocks.1.down", "weight").mul_(2.0)
+            built.manager.slot("model.blocks.1.down", "weight").scale.mul_(2.0)
         built.backward(step)
         try:
             built.optimizer.step()

@@ -126,7 +126,7 @@ def _gathered(job: Job) -> tuple[int, int, list[str]]:
         weight = getattr(model.experts, name)
         fqn = f"experts.{name.removesuffix('_proj')}"
         for expert in range(job.experts):
-            scale = manager.scale(f"{fqn}.{expert}", "weight")
+            scale = manager.slot(f"{fqn}.{expert}", "weight").scale
             expected = (stored[expert] * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
             if bits(weight.rows[expert].clone()) != bits(expected) or weight.inv_scale[expert] != 1 / scale:
                 wrong.append(f"{fqn}.{expert}")

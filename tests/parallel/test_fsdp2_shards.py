@@ -15,7 +15,7 @@ import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.linear_slots import LinearSlots
-from fp8dist.sync.groups import local_part
+from fp8dist.state.groups import local_part
 from tests.support.collectives import CountingAllGather, counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.sharded import HISTORY, Job, Mlp, build, fp8_linears, full, shard, train
@@ -71,7 +71,7 @@ def _gathered(job: Job) -> int:
         weights = {name: whole for name, whole in full(model).items() if name.endswith(".weight")}
         x, y = batch(dist.get_rank(), step)
         output = called(x)
-        scales = {name: manager.scale(name, "weight").clone() for name in fp8_linears(model)}
+        scales = {name: manager.slot(name, "weight").scale.clone() for name in fp8_linears(model)}
         nn.functional.mse_loss(output.float(), y).backward()
         for (name, _when), held in watch.seen.items():
             for kind, rows, inv_scale, dtype in held:
@@ -142,7 +142,7 @@ def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
         manager.attach(model, optimizer=optimizer)
         # No other rank answers: provide the scales that all ranks would give.
         for name in fp8_linears(model):
-            manager.set_scale(name, "weight", 100.0)
+            manager.slot(name, "weight").set_scale(100.0)
         sizes, local_amax = {}, {}
         for name, linear in fp8_linears(model).items():
             local = linear.weight._local_tensor  # type: ignore[attr-defined]

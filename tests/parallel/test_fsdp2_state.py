@@ -129,10 +129,10 @@ def _with_amaxes(job: Job) -> tuple[list[Amaxes], dict[Any, dict[str, int]], dic
     state = {}
     for slot in manager.slots:
         state[slot.fqn, slot.role] = {
-            "history": float_bits(manager.amax_history(*slot)),
-            "scale": float_bits(manager.scale(*slot)),
-            "inv_scale": float_bits(manager.inv_scale(*slot)),
-            "amax": float_bits(manager.amax(*slot)),
+            "history": float_bits(manager.slot(*slot).amax_history),
+            "scale": float_bits(manager.slot(*slot).scale),
+            "inv_scale": float_bits(manager.slot(*slot).inv_scale),
+            "amax": float_bits(manager.slot(*slot).amax),
         }
     formats = {(spec.slot.fqn, spec.slot.role): spec.format.name for spec in sync.arena.specs}
     return steps, state, formats
@@ -166,7 +166,7 @@ def _one_step_alone(ranks: int) -> dict[Any, float]:
     x, y = torch.cat([x for x, _ in both]), torch.cat([y for _, y in both])
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
-    return {(s.fqn, s.role): float(manager.amax(*s)) for s in manager.slots}
+    return {(s.fqn, s.role): float(manager.slot(*s).amax) for s in manager.slots}
 
 
 def _one_step() -> dict[Any, float]:
@@ -175,7 +175,7 @@ def _one_step() -> dict[Any, float]:
     x, y = batch(dist.get_rank(), 0)
     nn.functional.mse_loss(called(x), y).backward()
     optimizer.step()
-    return {(s.fqn, s.role): float(manager.amax(*s)) for s in manager.slots}
+    return {(s.fqn, s.role): float(manager.slot(*s).amax) for s in manager.slots}
 
 
 def test_first_step_is_that_of_one_process_with_the_whole_batch(two_ranks: RankPool) -> None:
@@ -206,7 +206,7 @@ def _damaged() -> str:
 
     step(0)
     if dist.get_rank() == 1:
-        manager.scale("branch", "weight").mul_(2)
+        manager.slot("branch", "weight").scale.mul_(2)
     message = ""
     with captured_log():
         try:
@@ -256,9 +256,9 @@ def _calibrated(parallel: str) -> tuple[Any, ...]:
         for index in range(2):
             called(batch(dist.get_rank(), index)[0])
     after = {name: bits(value) for name, value in full(model).items()}
-    amaxes = {n: float(manager.amax(n, "weight")) for n in fp8_linears(model)}
+    amaxes = {n: float(manager.slot(n, "weight").amax) for n in fp8_linears(model)}
     expected = {n: float(w.abs().max()) for n, w in _weights(model).items()}
-    inputs = {n: float(manager.amax(n, "input")) for n in fp8_linears(model)}
+    inputs = {n: float(manager.slot(n, "input").amax) for n in fp8_linears(model)}
     pending = {float(p) for sync in manager._syncs for p in sync.arena.pending}
     return before == after, amaxes, expected, inputs, pending, manager.steps
 

@@ -216,7 +216,7 @@ def _input_gradients(tensor_parallel: bool) -> float:
         x = batch(dist.get_rank(), 0)[0].requires_grad_()
         loss = model(x).square().mean()
         if change:
-            manager.set_scale("up", "weight", float(manager.scale("up", "weight")) / 4)
+            manager.slot("up", "weight").set_scale(float(manager.slot("up", "weight").scale) / 4)
         loss.backward()
         assert x.grad is not None
         gradients.append(x.grad)

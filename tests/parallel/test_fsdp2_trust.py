@@ -65,7 +65,7 @@ def _attach_fails_between() -> float:
     run.step()
     _times(run, 8)
     with (
-        mock.patch("fp8dist.step.agreement.agree_on_manifests", side_effect=ManifestMismatchError("planted")),
+        mock.patch("fp8dist.job.agreement.agree_on_manifests", side_effect=ManifestMismatchError("planted")),
         pytest.raises(ManifestMismatchError, match="planted"),
     ):
         run.manager.attach(run.called, optimizer=run.optimizer)
@@ -115,7 +115,7 @@ def _gathered_by_hand() -> tuple[str, list[float]]:
                 model[1].unshard()  # type: ignore[operator]
             except ConfigurationError as error:
                 text = str(error)
-        scales.append(float(manager.scale("1", "weight")))
+        scales.append(float(manager.slot("1", "weight").scale))
     return text, scales
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling
-from fp8dist.consistency.checker import Event
+from fp8dist.checks.checker import Event
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.parallel.fsdp2 import LOOK_AHEAD
@@ -88,10 +88,10 @@ def _written(job: Job, write: str) -> tuple[Any, ...]:
     WRITES[write](run)
     shares = run.saturated()
     scales, fitting = run.scales(), run.fitting()
-    windows = {n: run.manager.amax_history(n, "weight").tolist() for n in fp8_linears(run.model)}
+    windows = {n: run.manager.slot(n, "weight").amax_history.tolist() for n in fp8_linears(run.model)}
     before = run.counted
     loss = _step_against_float32(run)
-    inputs = run.manager.amax_history("first", "input").tolist()
+    inputs = run.manager.slot("first", "input").amax_history.tolist()
     counted = run.counted - before
     return shares, scales, fitting, windows, inputs, loss, counted, arena_bits(run.manager)
 
@@ -204,11 +204,11 @@ def _change_one(job: Job) -> tuple[Any, ...]:
     run = Running(job)
     for _ in range(3):
         run.step()
-    before = {n: run.manager.amax_history(n, "weight").tolist() for n in fp8_linears(run.model)}
+    before = {n: run.manager.slot(n, "weight").amax_history.tolist() for n in fp8_linears(run.model)}
     with torch.no_grad():
         run.model.branch.weight.mul_(8)  # type: ignore[union-attr,operator]
     shares = run.saturated()
-    after = {n: run.manager.amax_history(n, "weight").tolist() for n in fp8_linears(run.model)}
+    after = {n: run.manager.slot(n, "weight").amax_history.tolist() for n in fp8_linears(run.model)}
     return shares, before, after
 
 
@@ -328,7 +328,7 @@ def _loaded_in_place(folder: str, gather: bool, recipe: fp8dist.Recipe, factor: 
             return float((found - right).norm() / right.norm())
 
         computed = error(run.called.train(first != "eval")(x), expected)
-        tensors = {name: tensor.clone() for name, tensor in run.manager.exported(run.called)}
+        tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(run.manager, run.called)}
         exported = [
             error(rows.float() * tensors[f"{name}_scale"], plain.get_parameter(name))
             for name, rows in tensors.items()

@@ -40,7 +40,7 @@ def _damaged_scale(layout: str, policy: str, role: str) -> Any:
     with captured_log():
         for step in range(4):
             if step == 2 and dist.get_rank() == 3:
-                built.manager.scale("blocks.1.up", role).mul_(2.0)
+                built.manager.slot("blocks.1.up", role).scale.mul_(2.0)
             try:
                 built.backward(step)
                 built.optimizer.step()

@@ -65,7 +65,7 @@ def _trained(name: str) -> tuple[list[float], dict[str, bytes], dict[str, str], 
         assert manager.metrics()["fp8/collectives"] == (step + 1) * len(reduced) + _of_attach(recipe, overrides)
     report = manager.check(parameters=True, policy="warn")
     assert report.consistent, str(report)
-    recipes = {fqn: type(manager.recipe_of(fqn)).__name__ for fqn in {slot.fqn for slot in manager.slots}}
+    recipes = {fqn: type(manager.slot(fqn, "weight").recipe).__name__ for fqn in {slot.fqn for slot in manager.slots}}
     return losses, {name: bits(value) for name, value in full(model).items()}, recipes, manager.steps
 
 
@@ -132,7 +132,7 @@ def _joined(name: str) -> tuple[int, dict[str, bytes], bool]:
             nn.functional.mse_loss(called(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert manager.high_precision("first") == ()  # On the rank without data too.
+    assert manager.slot("first", "input").high_precision == ()  # On the rank without data too.
     for index in range(2):  # All ranks train again.
         x, y = batch(dist.get_rank(), index)
         nn.functional.mse_loss(called(x), y).backward()

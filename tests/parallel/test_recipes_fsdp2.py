@@ -233,7 +233,7 @@ def _watched(recipe: Recipe, path: str) -> tuple[dict[str, float], dict[str, flo
     """Return the weight amaxes that are written in the first step, and the amaxes of the whole weights."""
     model = seeded("net")
     manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
-    manager.watch(every=1, path=path)
+    fp8dist.watch(manager, every=1, path=path)
     called = shard(model)
     optimizer = torch.optim.SGD(called.parameters(), lr=0.1)  # type: ignore[attr-defined]
     manager.attach(called, optimizer=optimizer)  # type: ignore[arg-type]

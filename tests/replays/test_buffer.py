@@ -11,7 +11,7 @@ import torch
 
 import fp8dist
 from fp8dist import ReplayBuffer
-from fp8dist.consistency.random_state import set_random_state
+from fp8dist.checks.random_state import set_random_state
 from fp8dist.errors import ConfigurationError
 from tests.support.training import batch, make_net
 

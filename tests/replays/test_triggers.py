@@ -64,7 +64,7 @@ class Training:
         self.net = make_net()
         self.manager = fp8dist.prepare(self.net, recipe or DelayedScaling(history_len=4), group=group)
         if watch is not None:
-            self.manager.watch(**watch)
+            fp8dist.watch(self.manager, **watch)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
         self.manager.attach(optimizer=self.optimizer)
         self.buffer = ReplayBuffer(self.manager)

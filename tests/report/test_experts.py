@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8dist.report.experts import MixtureTokens, idle_experts, relative_loads
-from fp8dist.report.folder import Lines
-from fp8dist.report.numbers import read_run
-from fp8dist.report.page import page_of
+from fp8dist.runs.report.experts import MixtureTokens, idle_experts, relative_loads
+from fp8dist.runs.report.folder import Lines
+from fp8dist.runs.report.numbers import read_run
+from fp8dist.runs.report.page import page_of
 from tests.support.runs import lines, made_run
 
 

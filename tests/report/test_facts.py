@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8dist.report import facts
-from fp8dist.report.cards import bits_of, checkpoint_table
-from fp8dist.report.numbers import Run, read_run
-from fp8dist.report.parting import Digests, Parting, part
-from fp8dist.report.precision import use_of
+from fp8dist.runs.report import facts
+from fp8dist.runs.report.cards import bits_of, checkpoint_table
+from fp8dist.runs.report.numbers import Run, read_run
+from fp8dist.runs.report.parting import Digests, Parting, part
+from fp8dist.runs.report.precision import use_of
 from tests.support.runs import header, lines, made_run
 
 GOOD = [{"step": 1, "loss": 2.0}, {"step": 9, "loss": 1.9, "proven": 8, "checked": 5}]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.report import folder as module
-from fp8dist.report.folder import Lines, RunFolder
-from fp8dist.report.numbers import read_run
+from fp8dist.runs.report import folder as module
+from fp8dist.runs.report.folder import Lines, RunFolder
+from fp8dist.runs.report.numbers import read_run
 
 
 def _line(step: int, **more: object) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from fp8dist.report import live
-from fp8dist.report.live import LiveRun, RankWait, clean, middle_cut
-from fp8dist.report.screen import one_line, screen, sparkline, stuck
+from fp8dist.runs.report import live
+from fp8dist.runs.report.live import LiveRun, RankWait, clean, middle_cut
+from fp8dist.runs.report.screen import one_line, screen, sparkline, stuck
 
 
 def _write(path: Path, *lines: Any) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8dist.report import binned, columns, numbers
-from fp8dist.report.columns import scale_columns
-from fp8dist.report.folder import Lines
-from fp8dist.report.live import LiveRun
-from fp8dist.report.numbers import Run, read_run
+from fp8dist.runs.report import binned, columns, numbers
+from fp8dist.runs.report.columns import scale_columns
+from fp8dist.runs.report.folder import Lines
+from fp8dist.runs.report.live import LiveRun
+from fp8dist.runs.report.numbers import Run, read_run
 from tests.support.runs import lines, made_run
 
 
@@ -61,7 +61,7 @@ def test_bins_hold_what_plain_python_finds(
     folder: Path, bins: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binned, "BINS", bins)
-    monkeypatch.setattr("fp8dist.report.folder.BLOCK", block)
+    monkeypatch.setattr("fp8dist.runs.report.folder.BLOCK", block)
     slots = read_run(folder).slots
     assert (slots.observations, slots.steps) == (40, (10, 400))
     expected = _oracle(folder / "scales.jsonl", slots.start, slots.width)
@@ -125,7 +125,7 @@ def test_both_ways_of_reading_agree(folder: Path, tmp_path: Path, monkeypatch: p
 
     mixed = tmp_path / "scales.jsonl"
     lines(mixed, [*_read(folder / "scales.jsonl"), *ODD])
-    monkeypatch.setattr("fp8dist.report.folder.BLOCK", 50_000)
+    monkeypatch.setattr("fp8dist.runs.report.folder.BLOCK", 50_000)
     fast = read(mixed)
     assert fast[1] == 2
     assert len(fast[0]) == 40 * 36 + len(ODD) - 2

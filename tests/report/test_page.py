@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from fp8dist.cli.main import main
-from fp8dist.report import rows as rows_module
-from fp8dist.report.binned import SlotBins
-from fp8dist.report.columns import NUMBERS, Columns
-from fp8dist.report.numbers import read_run
-from fp8dist.report.page import page_of
-from fp8dist.report.rows import rows_of
+from fp8dist.runs.report import rows as rows_module
+from fp8dist.runs.report.binned import SlotBins
+from fp8dist.runs.report.columns import NUMBERS, Columns
+from fp8dist.runs.report.numbers import read_run
+from fp8dist.runs.report.page import page_of
+from fp8dist.runs.report.rows import rows_of
 from tests.support.runs import ROLES, header, lines, made_run
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fp8dist.report.raster import NOT_FINITE, NOTHING, PALETTE, heat_map_png, levels
+from fp8dist.runs.report.raster import NOT_FINITE, NOTHING, PALETTE, heat_map_png, levels
 
 
 def test_a_picture_has_the_colours_of_its_values() -> None:

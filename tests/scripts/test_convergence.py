@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.modules.fp8_linear import FP8Linear
-from fp8dist.recipe import GEMMS
+from fp8dist.state.recipe import GEMMS
 from launch.train_gpt.model import GPT
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.convergence import results

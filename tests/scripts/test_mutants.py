@@ -135,10 +135,10 @@ def test_every_claim_names_a_room_and_tests_that_are_there(tool: ModuleType, fou
 TOY = {
     "setup.cfg": "[tool:pytest]\naddopts = -ra\npythonpath = . kernels\nmarkers =\n    slow\n    long\n",
     "fp8dist/__init__.py": "",
-    "fp8dist/text.py": "def shown(number):\n    return number if number < 4 else 4\n",
+    "fp8dist/common/text.py": "def shown(number):\n    return number if number < 4 else 4\n",
     "kernels/fp8dist_kernels/__init__.py": "",
     "tests/text/test_text.py": (
-        "import pytest\nfrom fp8dist.text import shown\n\n"
+        "import pytest\nfrom fp8dist.common.text import shown\n\n"
         "@pytest.mark.slow\ndef test_large():\n    assert shown(9) == 4\n"
     ),
 }
@@ -152,7 +152,7 @@ def test_caught_and_survived(tool: ModuleType, tmp_path: Path, monkeypatch: pyte
     for command in (["init", "-q"], ["add", "."]):
         subprocess.run(["git", *command], cwd=tmp_path / "toy", check=True)
     monkeypatch.setitem(tool.CLAIMS, "text", ("tests/text",))
-    path = "fp8dist/text.py"
+    path = "fp8dist/common/text.py"
     found = tool.mutants("text", path, TOY[path].encode())
     drawn = [next(each for each in found if each.kind == kind) for kind in ("strict", "swapped")]
     out = tmp_path / "out.json"

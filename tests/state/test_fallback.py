@@ -44,7 +44,7 @@ class Job:
 
     def step(self, rank: int = 0) -> tuple[str, ...]:
         """Train a step. Return the modules that were in high precision in it."""
-        self.before = {name: self.manager.high_precision(name) for name in MODULES}
+        self.before = {name: self.manager.slot(name, "input").high_precision for name in MODULES}
         x, y = batch(rank, 0)  # Always the same batch, so no amax grows much.
         (self.net(x) - y).square().mean().backward()
         self.done += 1
@@ -98,7 +98,7 @@ def test_a_share_at_the_limit_is_none_beyond_it() -> None:
         with captured_log():
             for _ in range(4):
                 job.step()
-        assert (job.manager.high_precision("branch") == ALL) == falls
+        assert (job.manager.slot("branch", "input").high_precision == ALL) == falls
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=lambda recipe: type(recipe).__name__)
@@ -149,7 +149,7 @@ def test_who_is_in_high_precision_for_good_stays() -> None:
     job.hurt[2] = infinite
     for _ in range(4):
         job.step()
-    assert job.manager.high_precision("branch") == ALL
+    assert job.manager.slot("branch", "input").high_precision == ALL
     assert not [e for e in job.events if e.kind == "fallback"]
 
 
@@ -180,7 +180,7 @@ def test_who_comes_back_does_not_remember_the_outlier(update: Any) -> None:
     steps = 3 if update == "same_step" else 4  # The step already in progress had the same outlier.
     assert high[fell : fell + steps] == [("branch",)] * steps
     assert not any(high[fell + steps :])
-    assert job.manager.amax_history("branch", "input").max() < 100
+    assert job.manager.slot("branch", "input").amax_history.max() < 100
 
 
 def test_both_users_of_a_tied_weight() -> None:
@@ -194,7 +194,7 @@ def test_both_users_of_a_tied_weight() -> None:
     with captured_log():
         net(torch.ones(4, 16)).sum().backward()
         manager.step()
-    assert manager.high_precision("0") == manager.high_precision("1") == ALL
+    assert manager.slot("0", "input").high_precision == manager.slot("1", "input").high_precision == ALL
 
 
 def test_next_step_falls_back_a_step_later() -> None:
@@ -265,7 +265,7 @@ def test_a_policy_leaves_current_scaling_without_scales_to_exceed() -> None:
         job.hurt[job.done + 1] = lambda x, factor=factor: x * factor
         job.step()
     assert job.manager.metrics()["fp8/saturated_amaxes"] == 0
-    assert {job.manager.scale(*slot).item() for slot in job.manager.slots} == {1.0}
+    assert {job.manager.slot(*slot).scale.item() for slot in job.manager.slots} == {1.0}
 
 
 def test_mistakes() -> None:
@@ -338,7 +338,7 @@ def _experts_of_their_own() -> tuple[list[tuple[str, ...]], list[tuple[str, ...]
     with captured_log():
         for step in range(6):
             if step == 2 and rank == 1:
-                job.manager.record("branch", "input", torch.tensor([torch.nan]))
+                job.manager.slot("branch", "input").record(torch.tensor([torch.nan]))
             try:
                 high = job.step(rank)
             except fp8dist.DivergenceError as caught:
@@ -346,7 +346,7 @@ def _experts_of_their_own() -> tuple[list[tuple[str, ...]], list[tuple[str, ...]
                 break
             (steps := getattr(job, "high", [])).append(high)
             job.high = steps  # type: ignore[attr-defined]
-    return job.high, [job.manager.high_precision(name) for name in MODULES], error  # type: ignore[attr-defined]
+    return job.high, [job.manager.slot(name, "input").high_precision for name in MODULES], error  # type: ignore[attr-defined]
 
 
 def test_an_expert_that_one_rank_has_falls_back_alone(two_ranks: RankPool) -> None:
@@ -377,11 +377,11 @@ def _in_a_join_context(update: Any) -> tuple[list[tuple[str, ...]], str]:
         with Join([ddp, manager]):
             for index in range(4 if rank == 0 else 2):
                 if index == 3:
-                    manager.record("branch", "input", torch.tensor([torch.nan]))
+                    manager.slot("branch", "input").record(torch.tensor([torch.nan]))
                 step(index)
         try:
             for index in range(4):
-                high.append(manager.high_precision("branch"))
+                high.append(manager.slot("branch", "input").high_precision)
                 step(index)
         except fp8dist.DivergenceError as error:
             return high, str(error)

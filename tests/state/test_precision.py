@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fp8dist.modules.grouped_slots import slot_names
-from fp8dist.recipe import GEMMS
 from fp8dist.state.precision import OBSERVED_STEPS, Precision, Precisions
+from fp8dist.state.recipe import GEMMS
 
 
 def made() -> Precisions:

@@ -97,7 +97,7 @@ class _Life:
         """Apply one event to both."""
         if action in ("step", "record only"):
             for (fqn, role), values in argument.items():
-                self.manager.record(fqn, role, torch.tensor(values))
+                self.manager.slot(fqn, role).record(torch.tensor(values))
                 self.waiting.setdefault((fqn, role), []).extend(values)
             if action == "step":
                 self.manager.step()
@@ -186,7 +186,7 @@ def _manager(**recipe: Any) -> tuple[nn.Module, StateManager]:
 def _step(manager: StateManager, *values: float | None) -> None:
     for fqn, value in zip("ab", values):
         if value is not None:
-            manager.record(fqn, "input", torch.tensor([value]))
+            manager.slot(fqn, "input").record(torch.tensor([value]))
     manager.step()
 
 
@@ -194,22 +194,22 @@ def test_slots_roll_on_their_own() -> None:
     model, manager = _manager(history_len=3)
     for a, b in [(1.0, 2.0), (3.0, None), (None, None), (5.0, 6.0), (7.0, None)]:
         _step(manager, a, b)
-    assert manager.amax_history("a", "input").tolist() == [3.0, 5.0, 7.0]
-    assert manager.amax_history("b", "input").tolist() == [0.0, 2.0, 6.0]
+    assert manager.slot("a", "input").amax_history.tolist() == [3.0, 5.0, 7.0]
+    assert manager.slot("b", "input").amax_history.tolist() == [0.0, 2.0, 6.0]
     assert manager.steps == 5
     assert model is not None
 
 
 def test_a_history_is_a_copy_and_a_scale_is_a_view() -> None:
     model, manager = _manager(history_len=2)
-    scale, inv_scale, amax = (f("a", "input") for f in (manager.scale, manager.inv_scale, manager.amax))
-    history = manager.amax_history("a", "input")
+    slot = manager.slot("a", "input")
+    scale, inv_scale, amax, history = slot.scale, slot.inv_scale, slot.amax, slot.amax_history
     _step(manager, 2.0)
     assert history.tolist() == [0.0, 0.0]
     assert (scale.item(), inv_scale.item(), amax.item()) == (224.0, float32(1 / 224), 2.0)
     assert scale.shape == inv_scale.shape == amax.shape == ()
-    manager.amax_history("a", "input").fill_(9)
-    assert manager.amax_history("a", "input").tolist() == [0.0, 2.0]
+    manager.slot("a", "input").amax_history.fill_(9)
+    assert manager.slot("a", "input").amax_history.tolist() == [0.0, 2.0]
     assert model is not None
 
 
@@ -217,10 +217,10 @@ def test_a_history_is_a_copy_and_a_scale_is_a_view() -> None:
 def test_recording_during_flight_counts_for_the_next_step(update: str) -> None:
     model, manager = _manager(history_len=2, update=update)
     _step(manager, 1.0)
-    manager.record("a", "input", torch.tensor([4.0]))
-    assert manager.amax("a", "input") == 1
+    manager.slot("a", "input").record(torch.tensor([4.0]))
+    assert manager.slot("a", "input").amax == 1
     _step(manager, 3.0)
-    assert manager.amax_history("a", "input").tolist() == [1.0, 4.0]
+    assert manager.slot("a", "input").amax_history.tolist() == [1.0, 4.0]
     assert model is not None
 
 
@@ -229,10 +229,10 @@ def test_a_nan_does_not_stay_in_the_window() -> None:
     _step(manager, 2.0)
     for bad in (math.nan, math.inf):
         _step(manager, bad)
-        assert manager.scale("a", "input") == 224
-        assert manager.amax("a", "input") == 2
+        assert manager.slot("a", "input").scale == 224
+        assert manager.slot("a", "input").amax == 2
     _step(manager, 4.0)
-    assert manager.scale("a", "input") == 112
+    assert manager.slot("a", "input").scale == 112
     assert manager.metrics()["fp8/nonfinite_amaxes"] == 2
     assert model is not None
 
@@ -244,23 +244,23 @@ def test_a_zero_rolls_the_history_and_keeps_a_slot_cold() -> None:
     assert manager.metrics()["fp8/cold_slots"] == 1
     _step(manager, 1.0, 0.0)
     assert saved_of(manager)["cold"].tolist() == [False, False]
-    assert manager.amax_history("a", "input").tolist() == [0.0, 0.0, 1.0]
-    assert manager.amax_history("b", "input").tolist() == [0.0, 1.0, 0.0]
+    assert manager.slot("a", "input").amax_history.tolist() == [0.0, 0.0, 1.0]
+    assert manager.slot("b", "input").amax_history.tolist() == [0.0, 1.0, 0.0]
     assert model is not None
 
 
 def test_set_scale() -> None:
     model, manager = _manager(history_len=3)
-    manager.set_scale("a", "input", 3.0)
-    assert manager.scale("a", "input") == 3
-    assert manager.inv_scale("a", "input") == float32(1 / 3)
+    manager.slot("a", "input").set_scale(3.0)
+    assert manager.slot("a", "input").scale == 3
+    assert manager.slot("a", "input").inv_scale == float32(1 / 3)
     assert saved_of(manager)["cold"].tolist() == [False, True]
-    assert manager.scale("b", "input") == 1
-    assert manager.inv_scale("b", "input") == 1
+    assert manager.slot("b", "input").scale == 1
+    assert manager.slot("b", "input").inv_scale == 1
     for bad in (0.0, -1.0, math.inf, math.nan, 1e300, 1e-60):
         with pytest.raises(fp8dist.errors.ConfigurationError, match="positive and finite"):
-            manager.set_scale("a", "input", bad)
-    assert manager.scale("a", "input") == 3
+            manager.slot("a", "input").set_scale(bad)
+    assert manager.slot("a", "input").scale == 3
     assert model is not None
 
 
@@ -269,7 +269,7 @@ def test_reset_forgets_everything(update: str) -> None:
     model, manager = _manager(history_len=3, update=update)
     fresh = state_of(manager)
     _step(manager, 1.0, math.nan)
-    manager.record("a", "input", torch.tensor([9.0]))
+    manager.slot("a", "input").record(torch.tensor([9.0]))
     manager.reset()
     manager.step()
     assert state_of(manager) == fresh
@@ -298,7 +298,7 @@ def test_a_steady_amax_does_not_saturate() -> None:
         manager.register(f"m{i:03d}", "input", "e4m3")
     for _ in range(3):
         for i, value in enumerate(values):
-            manager.record(f"m{i:03d}", "input", torch.tensor([value]))
+            manager.slot(f"m{i:03d}", "input").record(torch.tensor([value]))
         manager.step()
     assert manager.metrics()["fp8/saturated_amaxes"] == 0
 
@@ -310,7 +310,7 @@ def test_an_amax_that_rounds_to_the_largest_number_does_not_saturate(format: str
         model = nn.Module()
         manager = fp8dist.prepare(model, DelayedScaling(history_len=2))
         manager.register("a", "input", format)
-        manager.set_scale("a", "input", 1.0)
+        manager.slot("a", "input").set_scale(1.0)
         _step(manager, amax)
         assert manager.metrics()["fp8/saturated_amaxes"] == saturated
         assert model is not None
@@ -323,7 +323,7 @@ def test_loading_throws_away_what_waits(update: str) -> None:
     saved = manager.state_dict()
     before = state_of(manager)
     _step(manager, 2.0)  # Pending under next_step.
-    manager.record("b", "input", torch.tensor([3.0]))
+    manager.slot("b", "input").record(torch.tensor([3.0]))
     manager.load_state_dict(saved)
     assert state_of(manager) == before
     assert manager.steps == 1
@@ -353,7 +353,7 @@ def test_partial_loads_keep_the_other_slots() -> None:
     small.register("b", "input", "e4m3")
     small.register("z", "input", "e4m3")
     for _ in range(3):
-        small.record("b", "input", torch.tensor([8.0]))
+        small.slot("b", "input").record(torch.tensor([8.0]))
         small.step()
     model, manager = _manager(history_len=3)
     _step(manager, 1.0, 2.0)
@@ -363,9 +363,9 @@ def test_partial_loads_keep_the_other_slots() -> None:
     assert state_of(manager) == before
     manager.load_state_dict(small.state_dict(), strict=False)
     assert state_of(manager)["a", "input"] == before["a", "input"]
-    assert manager.amax_history("b", "input").tolist() == [0.0, 8.0, 8.0]
-    assert manager.scale("b", "input") == 56
+    assert manager.slot("b", "input").amax_history.tolist() == [0.0, 8.0, 8.0]
+    assert manager.slot("b", "input").scale == 56
     _step(manager, 4.0, 1.0)
-    assert manager.amax_history("a", "input").tolist() == [0.0, 1.0, 4.0]
-    assert manager.amax_history("b", "input").tolist() == [8.0, 8.0, 1.0]
+    assert manager.slot("a", "input").amax_history.tolist() == [0.0, 1.0, 4.0]
+    assert manager.slot("b", "input").amax_history.tolist() == [8.0, 8.0, 1.0]
     assert model is not None

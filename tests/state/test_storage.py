@@ -108,12 +108,12 @@ def _save_by_rank(folder: str) -> Any:
     model = nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=2), amax_sync=False)
     manager.register("a", "input", "e4m3")
-    manager.record("a", "input", torch.tensor([1.0 + rank]))
+    manager.slot("a", "input").record(torch.tensor([1.0 + rank]))
     manager.step()
     manager.save(f"{folder}/{{rank}}/state-{{rank}}.safetensors")
     manager.reset()
     manager.load(f"{folder}/{{rank}}/state-{{rank}}.safetensors")
-    return manager.amax("a", "input").item()
+    return manager.slot("a", "input").amax.item()
 
 
 def test_rank_is_substituted(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -432,17 +432,17 @@ def test_another_model_is_refused_unless_not_strict(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="missing slots: none; unexpected slots: 1:grad_output, 1:input"):
         manager.load(saved)
     manager.load(saved, strict=False)
-    assert manager.amax("0", "input") > 0
+    assert manager.slot("0", "input").amax > 0
     assert model is not None
 
 
 def test_another_history_length_keeps_the_newest(trained: tuple[nn.Module, StateManager], saved: Path) -> None:
-    whole = trained[1].amax_history("0", "input").tolist()
+    whole = trained[1].slot("0", "input").amax_history.tolist()
     for length in (1, 2, 3, 5, 20):
         model, manager = _prepared(history_len=length)
         manager.load(saved)
         expected = ([0.0] * length + whole)[-length:]
-        assert manager.amax_history("0", "input").tolist() == expected
+        assert manager.slot("0", "input").amax_history.tolist() == expected
         assert model is not None
 
 

@@ -108,11 +108,11 @@ def test_amaxes_are_those_of_high_precision_passes() -> None:
             loss_of(net, index).backward()
     for index in range(3):
         loss_of(twin, index).backward()
-    assert {str(slot): manager.amax(*slot).item() for slot in manager.slots} == pytest.approx(seen, rel=0, abs=0)
+    assert {str(slot): manager.slot(*slot).amax.item() for slot in manager.slots} == pytest.approx(seen, rel=0, abs=0)
     for slot in manager.slots:
         largest = 57344.0 if slot.role == "grad_output" else 448.0
         scale = torch.tensor(largest) / torch.tensor(seen[str(slot)])
-        assert manager.scale(*slot).item() == scale.item()
+        assert manager.slot(*slot).scale.item() == scale.item()
 
 
 def test_a_step_inside_is_refused() -> None:
@@ -142,7 +142,7 @@ def test_it_counts_for_no_schedule_and_no_policy() -> None:
     manager.set_precision("*", "high", steps=1)
     with manager.calibrate():
         loss_of(net, 0).backward()
-    assert manager.high_precision("first") != ()
+    assert manager.slot("first", "input").high_precision != ()
     assert manager.metrics()["fp8/cold_slots"] == 0
 
 

@@ -173,7 +173,7 @@ def _diverged() -> Any:
     manager.attach(net, boundary="manual")
     for index in range(2):
         if index and dist.get_rank() == 1:
-            manager.scale("last", "weight").mul_(2)
+            manager.slot("last", "weight").scale.mul_(2)
         _loss(net, index).backward()
         manager.step()
     with pytest.raises(DivergenceError, match="last:weight") as caught:

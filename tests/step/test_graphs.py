@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, StateManager
+from fp8dist.ddp import early_launcher
 from tests.support.elements import flip
 from tests.support.graphs import EmulatedGraph
 from tests.support.logs import captured_log
@@ -132,14 +133,14 @@ def test_captured_while_cold() -> None:
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return True if verdicts are read as on CUDA: not before the next boundary or poll."""
     if request.param:
-        original = fp8dist.sync.arena_sync.Verdict.__init__
+        original = fp8dist.state.arena_sync.Verdict.__init__
 
         def made(self: Any, *args: Any) -> None:
             original(self, *args)
             self.immediate, self._event = False, mock.Mock()
             self._outcome = self._outcome.clone()
 
-        monkeypatch.setattr("fp8dist.sync.arena_sync.Verdict.__init__", made)
+        monkeypatch.setattr("fp8dist.state.arena_sync.Verdict.__init__", made)
     return bool(request.param)
 
 
@@ -321,7 +322,7 @@ def test_a_capture_before_poll_is_refused(update: str) -> None:
     job.step()
     if update == "same_step":  # As on CUDA, where verdicts are read later.
         (sync,) = job.manager._syncs
-        sync.verdict = fp8dist.sync.arena_sync.Verdict(torch.zeros(7, dtype=torch.bool))
+        sync.verdict = fp8dist.state.arena_sync.Verdict(torch.zeros(7, dtype=torch.bool))
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match=r"call manager.poll\(\) before"):
         job.step()
 
@@ -330,7 +331,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
     job = _Job()
     job.manager.poll()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="comm_hook while a CUDA graph is captured"):
-        job.manager._early_launcher().launch_from_hook()
+        early_launcher(job.manager).launch_from_hook()
     job.manager._cycle.sharded = mock.Mock()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="cannot be captured"):
         job.step()
@@ -359,7 +360,7 @@ def _graphed_ranks(update: str, fault: bool, replays_per_poll: int) -> Any:
         for step in range(WARM_UP, WARM_UP + REPLAYS):
             job.load(step)
             if fault and step == WARM_UP + 3 and dist.get_rank() == 1:
-                flip(job.manager.scale("branch", "weight"), 20)
+                flip(job.manager.slot("branch", "weight").scale, 20)
             graph.replay()
             if (step + 1) % replays_per_poll == 0:
                 job.manager.poll()

@@ -142,10 +142,10 @@ class _Job:
             "calibrate()": lambda: self.inside(manager.calibrate()),
             "refresh_weights()": manager.refresh_weights,
             "comm_hook(manager)": self.quiet_hook,
-            "exported()": lambda: list(manager.exported()),
-            "watch()": lambda: manager.watch(every=100),
+            "exported()": lambda: list(fp8dist.exported(manager)),
+            "watch()": lambda: fp8dist.watch(manager, every=100),
             "set_precision()": lambda: manager.set_precision("last", "high"),
-            "set_scale()": lambda: manager.set_scale(*slot, 2.0),
+            "set_scale()": lambda: manager.slot(*slot).set_scale(2.0),
             "swapped_weights()": lambda: self.inside(manager.swapped_weights()),
             "load_state_dict()": lambda: manager.load_state_dict(self.saved),
             "reset()": manager.reset,
@@ -302,7 +302,7 @@ def _calibrated_before_the_step() -> tuple[bool, int]:
     job.backward()
     with job.manager.calibrate():
         job.net(batch(dist.get_rank(), 1)[0] * 100)
-    larger = float(job.manager.amax("first", "input")) > 100
+    larger = float(job.manager.slot("first", "input").amax) > 100
     job.manager.step()
     return larger, job.manager.steps
 

@@ -179,7 +179,7 @@ def test_a_step_with_a_learning_rate_of_0_is_no_boundary() -> None:
     optimizer.step()
     assert manager.steps == 1
     # Earlier amaxes are not lost.
-    assert manager.amax("first", "input") == batch(0, 0)[0].abs().max()
+    assert manager.slot("first", "input").amax == batch(0, 0)[0].abs().max()
 
 
 def _optimizer_state_before_the_first_step() -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from fp8dist.errors import ConfigurationError
-from fp8dist.step import trial
+from fp8dist.job import trial
 from fp8dist_kernels import ops
 from fp8dist_kernels.multipliers import Machine
 from fp8dist_kernels.reference import torch_matmuls

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
-from fp8dist.sync.arena_sync import Phase
+from fp8dist.state.arena_sync import Phase
 from tests.support.collectives import counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.training import Net, batch, bits, make_net, parameter_bits, state_bits
@@ -208,7 +208,7 @@ def test_next_step_shows_it_after_the_next_read() -> None:
     _, manager, _ = _stepped("next_step")
     amax = batch(0, 0)[0].abs().max()
     assert _raw(manager) == ("due", 0, 1.0)
-    assert float(manager.amax("first", "input")) == float(amax)
+    assert float(manager.slot("first", "input").amax) == float(amax)
     assert _raw(manager) == ("idle", 1, float(torch.tensor(448.0) / amax))
 
 
@@ -222,13 +222,13 @@ READERS = {
     "training forward": lambda net, manager: net(batch(0, 1)[0]),
     "eval forward": _eval_forward,
     "steps": lambda net, manager: manager.steps,
-    "amax": lambda net, manager: manager.amax("last", "weight"),
-    "scale": lambda net, manager: manager.scale("last", "weight"),
-    "inv_scale": lambda net, manager: manager.inv_scale("last", "weight"),
-    "amax_history": lambda net, manager: manager.amax_history("last", "weight"),
+    "amax": lambda net, manager: manager.slot("last", "weight").amax,
+    "scale": lambda net, manager: manager.slot("last", "weight").scale,
+    "inv_scale": lambda net, manager: manager.slot("last", "weight").inv_scale,
+    "amax_history": lambda net, manager: manager.slot("last", "weight").amax_history,
     "metrics": lambda net, manager: manager.metrics(),
     "state_dict": lambda net, manager: manager.state_dict(),
-    "set_scale": lambda net, manager: manager.set_scale("last", "weight", 2.0),
+    "set_scale": lambda net, manager: manager.slot("last", "weight").set_scale(2.0),
     "refresh_weights": lambda net, manager: manager.refresh_weights(),
     "detach": lambda net, manager: manager.detach(),
     "restore": lambda net, manager: fp8dist.restore(net),
@@ -298,7 +298,7 @@ def _in_fork(manager: StateManager) -> tuple[dict[str, bytes], float]:
     child = os.fork()  # Ranks are daemons, which must not start processes of multiprocessing.
     if child == 0:
         try:
-            writer.send((state_bits(manager), float(manager.scale("first", "input"))))
+            writer.send((state_bits(manager), float(manager.slot("first", "input").scale)))
         finally:
             os._exit(0)
     writer.close()
@@ -321,7 +321,7 @@ def _forked(forks: bool) -> tuple[dict[str, bytes], list[bool]]:
     for step in range(3):
         net(batch(dist.get_rank(), step)[0]).square().mean().backward()
         committed = state_bits(manager)
-        scale = float(manager.scale("first", "input"))
+        scale = float(manager.slot("first", "input").scale)
         optimizer.step()
         optimizer.zero_grad()
         if forks:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist.consistency.contents import Digester
-from fp8dist.consistency.works import Work, digest_of, repeated, taken
+from fp8dist.checks.contents import Digester
+from fp8dist.checks.works import Work, digest_of, repeated, taken
 from fp8dist_kernels import grouped_ops, ops
 
 __all__ = ["RECIPES", "Heard", "bad_casts", "bad_grouped_products", "bad_products", "flip"]

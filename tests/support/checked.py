@@ -58,7 +58,7 @@ def prepared(**settings: Any) -> tuple[nn.Module, StateManager]:
     manager.attach()
     for step in range(7):
         for i, slot in enumerate(SLOTS):
-            manager.record(*slot, torch.tensor([0.3 + step * 0.7 + i]))
+            manager.slot(*slot).record(torch.tensor([0.3 + step * 0.7 + i]))
         manager.step()
     return model, manager
 

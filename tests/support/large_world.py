@@ -16,7 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp8dist.sync.groups import Publication, SyncGroup, _agree, _tell, publish_manifest
+from fp8dist.state.groups import Publication, SyncGroup, _agree, _tell, publish_manifest
 
 SIZE = 16_384
 RANKS = (0, 1, 8_191, 16_383)
@@ -40,7 +40,7 @@ def world(rank: int, size: int = SIZE, store: dist.Store | None = None) -> Itera
 @contextlib.contextmanager
 def nobody_answers() -> Iterator[None]:
     """Make ``attach`` assume that all other ranks have published the same manifest."""
-    with mock.patch("fp8dist.step.agreement.agree_on_manifests"):
+    with mock.patch("fp8dist.job.agreement.agree_on_manifests"):
         yield
 
 
@@ -120,8 +120,8 @@ class Crowd:
     def attaching(self) -> Iterator[None]:
         """Make ``attach`` of this process stand for all of these ranks."""
         with (
-            mock.patch("fp8dist.step.agreement.publish_manifest", self._publish),
-            mock.patch("fp8dist.step.agreement.agree_on_manifests", self._agree),
+            mock.patch("fp8dist.job.agreement.publish_manifest", self._publish),
+            mock.patch("fp8dist.job.agreement.agree_on_manifests", self._agree),
         ):
             yield
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 import fp8dist.exporters
-from fp8dist.settings import VARIABLES
+from fp8dist.state.settings import VARIABLES
 from scripts.pages.exported import of_numbers
 from scripts.pages.flags import command_line, flags_of, job_parser
 from tests.support.pages import ROOT

@@ -153,10 +153,10 @@ def state_is_right(manager: StateManager, steps: int, ran: Callable[[str, str], 
     assert manager.steps == steps
     assert manager.metrics()["fp8/nonfinite_amaxes"] == 0
     for slot in manager.slots:
-        if ran(slot.fqn, slot.role) and manager.recipe_of(slot.fqn).delayed:
-            filled = int((manager.amax_history(slot.fqn, slot.role) > 0).sum())
+        if ran(slot.fqn, slot.role) and manager.slot(*slot).recipe.delayed:
+            filled = int((manager.slot(slot.fqn, slot.role).amax_history > 0).sum())
             assert filled == min(steps, HISTORY), f"{slot}: {filled} of {steps} steps"
-            assert float(manager.scale(slot.fqn, slot.role)) != 1.0 or steps == 0, f"{slot} has no scale"
+            assert float(manager.slot(slot.fqn, slot.role).scale) != 1.0 or steps == 0, f"{slot} has no scale"
 
 
 def weight_bits(net: nn.Module) -> dict[str, Any]:
@@ -170,8 +170,8 @@ def fp8_bits(manager: StateManager) -> dict[str, Any]:
     state: dict[str, Any] = {"steps": manager.steps}
     for slot in manager.slots:
         name = f"{slot.fqn}:{slot.role}"
-        state[f"{name} scale"] = float(manager.scale(slot.fqn, slot.role))
-        state[f"{name} window"] = manager.amax_history(slot.fqn, slot.role).tolist()
+        state[f"{name} scale"] = float(manager.slot(slot.fqn, slot.role).scale)
+        state[f"{name} window"] = manager.slot(slot.fqn, slot.role).amax_history.tolist()
     return state
 
 

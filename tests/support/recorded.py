@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fp8dist
 from fp8dist.cli.main import main
-from fp8dist.report.numbers import Run, read_run
+from fp8dist.runs.report.numbers import Run, read_run
 from tests.support.ranks import RankPool, RanksFailed
 
 __all__ = ["die", "fingerprint", "recorder", "require_readable", "require_resumed", "require_run"]

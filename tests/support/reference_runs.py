@@ -271,9 +271,9 @@ def _state(manager: StateManager) -> list[tuple[str, Any]]:
     """Return the manager's scales and histories, and its complete saved state: counters, cold slots, the step."""
     found: list[tuple[str, Any]] = []
     for fqn, role in manager.slots:
-        found.append((f"{fqn} {role} scale", manager.scale(fqn, role)))
-        found.append((f"{fqn} {role} inv_scale", manager.inv_scale(fqn, role)))
-        found.append((f"{fqn} {role} history", manager.amax_history(fqn, role)))
+        found.append((f"{fqn} {role} scale", manager.slot(fqn, role).scale))
+        found.append((f"{fqn} {role} inv_scale", manager.slot(fqn, role).inv_scale))
+        found.append((f"{fqn} {role} history", manager.slot(fqn, role).amax_history))
     for blob in manager.state_dict().values():
         tensors = load(blob)
         end = 8 + int.from_bytes(blob[:8], "little")

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fp8dist
-from fp8dist.sync.groups import local_part
+from fp8dist.state.groups import local_part
 from tests.support.training import bits
 
 WIDTH, VOCABULARY = 64, 48
@@ -130,7 +130,7 @@ class Training:
         torch.manual_seed(100 + dist.get_rank() // (2 if self.kind == "tp" else 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
         if self.manager is not None:
-            self.manager.watch(every=1)
+            fp8dist.watch(self.manager, every=1)
             self.manager.attach(self.model, optimizer=self.optimizer)
 
     def step(self, batch: dict[str, Tensor]) -> None:

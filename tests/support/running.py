@@ -62,7 +62,7 @@ class Running:
         return shares
 
     def scales(self) -> dict[str, float]:
-        return {name: float(self.manager.scale(name, "weight")) for name in fp8_linears(self.model)}
+        return {name: float(self.manager.slot(name, "weight").scale) for name in fp8_linears(self.model)}
 
     def fitting(self) -> dict[str, float]:
         """Return the scales that the current weights would give. COLLECTIVE."""

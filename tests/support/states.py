@@ -39,10 +39,10 @@ def state_of(manager: StateManager) -> dict[tuple[str, str], dict[str, Any]]:
     state = {}
     for place, (fqn, role) in enumerate(saved["slots"]):
         state[fqn, role] = {
-            "history": bits(manager.amax_history(fqn, role)),
-            "scale": bits(manager.scale(fqn, role)),
-            "inv_scale": bits(manager.inv_scale(fqn, role)),
-            "amax": bits(manager.amax(fqn, role)),
+            "history": bits(manager.slot(fqn, role).amax_history),
+            "scale": bits(manager.slot(fqn, role).scale),
+            "inv_scale": bits(manager.slot(fqn, role).inv_scale),
+            "amax": bits(manager.slot(fqn, role).amax),
             "cold": bool(saved["cold"][place]),
             "counters": saved["counters"][:2, place].tolist(),
             "saturated": int(saved["counters"][2, place]),

@@ -71,7 +71,7 @@ def gradient_bits(model: nn.Module) -> dict[str, bytes | None]:
 
 def histories(manager: StateManager) -> dict[SlotName, list[float]]:
     """Return each slot's amax window, oldest first."""
-    return {(s.fqn, s.role): manager.amax_history(s.fqn, s.role).tolist() for s in manager.slots}
+    return {(s.fqn, s.role): manager.slot(s.fqn, s.role).amax_history.tolist() for s in manager.slots}
 
 
 class AmaxRecorder:

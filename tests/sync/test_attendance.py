@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import fp8dist
-from fp8dist.sync.roll_call import GRACE, LINGER, PATIENCE, REACH, SHOWN, TURN, TURNS, Attendance, Roll, _in_time
+from fp8dist.state.roll_call import GRACE, LINGER, PATIENCE, REACH, SHOWN, TURN, TURNS, Attendance, Roll, _in_time
 from tests.support.forked import context
 from tests.support.large_world import world
 from tests.support.ranks import RankPool
@@ -181,8 +181,8 @@ def test_words_without_answers_are_no_presence() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("answers", "limit"), [(0, 1.0), (2, GRACE_S + 1.5)])
 def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, answers: int, limit: float) -> None:
-    monkeypatch.setattr("fp8dist.sync.roll_call.REACH", 1.0)
-    monkeypatch.setattr("fp8dist.sync.roll_call.PATIENCE", 1.5)
+    monkeypatch.setattr("fp8dist.state.roll_call.REACH", 1.0)
+    monkeypatch.setattr("fp8dist.state.roll_call.PATIENCE", 1.5)
     start = time.monotonic()
     assert _in_time(Roll(HangingStore(answers), 0, range(2), "group"), GRACE_S) is None
     assert limit - 0.1 <= time.monotonic() - start < limit + 2
@@ -285,7 +285,7 @@ def test_without_a_job_nobody_is_missed() -> None:
 
 
 def _called(ranks: list[int], absent: int, enrolled: list[int]) -> Attendance | None:
-    from fp8dist.sync.roll_call import enrol
+    from fp8dist.state.roll_call import enrol
 
     if dist.get_rank() in enrolled:
         enrol()

@@ -49,7 +49,7 @@ def _ops_of_a_step(slots: int, history_len: int) -> Counter[str]:
     for name in names:
         manager.register(name, "input", "e4m3")
     for name in names[::2]:  # Every other module does not run.
-        manager.record(name, "input", torch.ones(1))
+        manager.slot(name, "input").record(torch.ones(1))
     ops = _Ops()
     within = {name: ops.inside(getattr(update, name)) for name in ("launch", "commit")}
     with ops, mock.patch.multiple(update, **within):

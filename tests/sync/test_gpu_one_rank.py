@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling, StateManager
-from fp8dist.consistency import protocol
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.checks import protocol
+from fp8dist.state.groups import SyncGroup
 from tests.support.collectives import counted_collectives
 from tests.support.devices import DEVICE
 from tests.support.ranks import RankPool, serve
@@ -56,7 +56,7 @@ def _program(program: Callable[[bool], Any]) -> tuple[Any, Any, int]:
     """Return what a program gives without and with collectives, and the number that the backend was asked for."""
     alone = program(False)
     before = _asked()
-    kept = mock.patch("fp8dist.sync.groups._destroy")  # Groups that are gone cannot be asked.
+    kept = mock.patch("fp8dist.state.groups._destroy")  # Groups that are gone cannot be asked.
     with mock.patch.object(SyncGroup, "communicates", True), kept:
         together = program(True)
         return alone, together, _asked() - before

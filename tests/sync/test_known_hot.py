@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist import StateManager
-from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist.state.arena_sync import ArenaSync
 from fp8dist_kernels.reference import casts
 
 
@@ -95,7 +95,7 @@ def _shared(manager: StateManager) -> None:
 
 
 def _repaired(manager: StateManager) -> None:
-    from fp8dist.consistency.contents import ArenaContent
+    from fp8dist.checks.contents import ArenaContent
 
     ArenaContent(sync_of(manager).arena).fields(0)
 
@@ -140,7 +140,7 @@ def test_a_slot_that_is_registered_is_cold() -> None:
     model = nn.Sequential(nn.Linear(32, 48))
     manager = fp8dist.prepare(model, fp8dist.DelayedScaling(update="next_step"))
     for slot in manager.slots:
-        manager.set_scale(slot.fqn, slot.role, 1.0)
+        manager.slot(slot.fqn, slot.role).set_scale(1.0)
     manager.step()
     manager.metrics()
     manager.register("extra", "input", "e4m3")

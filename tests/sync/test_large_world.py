@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
-from fp8dist.consistency.localisation import MAX_DIFFERING, MAX_EXPLAINED, MAX_GATHERED, _told_apart
-from fp8dist.consistency.replication import _view
+from fp8dist.checks.localisation import MAX_DIFFERING, MAX_EXPLAINED, MAX_GATHERED, _told_apart
+from fp8dist.checks.replication import _view
 from fp8dist.errors import ConfigurationError
-from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import SyncGroup, local_part
+from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.groups import SyncGroup, local_part
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST
 from tests.support.collectives import counted_collectives
 from tests.support.large_world import AXES, RANKS, SIZE, Crowd, group_of, mesh_of, nobody_answers, world
@@ -148,7 +148,7 @@ class Running:
             self.manager.attach(self.called, optimizer=None if by_hand else self.optimizer)
         for name in LINEARS:
             if not local_part(model.get_submodule(name).weight).numel():  # Ranks that have rows would answer.
-                self.manager.set_scale(name, "weight", 100.0)
+                self.manager.slot(name, "weight").set_scale(100.0)
 
     @property
     def syncs(self) -> tuple[ArenaSync, ...]:

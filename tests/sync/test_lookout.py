@@ -18,7 +18,7 @@ from fp8dist import DelayedScaling
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
 
-ON_DEVICE = "fp8dist.sync.arena_sync.waits_on_the_device"
+ON_DEVICE = "fp8dist.state.arena_sync.waits_on_the_device"
 
 
 def _lookouts() -> int:

@@ -257,7 +257,7 @@ def test_no_group_on_two_ranks_says_what_to_pass(two_ranks: RankPool) -> None:
 
 def _prepared_before_init() -> tuple[str, int]:
     model = nn.Linear(16, 16)
-    with mock.patch("fp8dist.step.agreement.world_size", return_value=1):
+    with mock.patch("fp8dist.job.agreement.world_size", return_value=1):
         manager = fp8dist.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError) as caught, counted_collectives() as calls:
@@ -320,7 +320,7 @@ def _manager(update: str, policy: str, history_len: int = 3) -> tuple[nn.Module,
 def _record(manager: StateManager, step: int, skipped: tuple[str, str] | None = None) -> None:
     for slot in FORMATS:
         if slot != skipped:
-            manager.record(*slot, torch.tensor([-_amax(step, dist.get_rank(), slot)]))
+            manager.slot(*slot).record(torch.tensor([-_amax(step, dist.get_rank(), slot)]))
 
 
 DAMAGED_BEFORE = 3
@@ -338,14 +338,14 @@ def _damaged_run(kind: str, update: str, policy: str, odd: int, skipped: tuple[s
     for step in range(STEPS):
         if step == DAMAGED_BEFORE and dist.get_rank() == odd:
             if kind == "inv_scale":
-                manager.inv_scale(*A).mul_(2)
+                manager.slot(*A).inv_scale.mul_(2)
             elif kind == "one bit":
-                manager.scale(*A).view(torch.int32).bitwise_xor_(1)
+                manager.slot(*A).scale.view(torch.int32).bitwise_xor_(1)
             elif kind == "both":
-                manager.set_scale(*A, 2.0 * manager.scale(*A).item())
-                manager.set_scale(*B, 0.5 * manager.scale(*B).item())
+                manager.slot(*A).set_scale(2.0 * manager.slot(*A).scale.item())
+                manager.slot(*B).set_scale(0.5 * manager.slot(*B).scale.item())
             else:
-                manager.scale(*A).mul_(2)
+                manager.slot(*A).scale.mul_(2)
         _record(manager, step, skipped if step == DAMAGED_BEFORE else None)
         try:
             manager.step()
@@ -467,9 +467,9 @@ def _many_damaged() -> Any:
     manager.attach()
     if dist.get_rank() == 2:
         for place in range(5, 36):
-            manager.scale(f"m{place:02d}", "input").add_(1)
+            manager.slot(f"m{place:02d}", "input").scale.add_(1)
     for slot in manager.slots:
-        manager.record(*slot, torch.ones(1))
+        manager.slot(*slot).record(torch.ones(1))
     try:
         manager.step()
     except DivergenceError as error:
@@ -625,9 +625,9 @@ def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
     for step in range(4):
         if step == 3:
             if on_gpu:
-                mock.patch("fp8dist.sync.arena_sync.Verdict.__init__", _late_verdict).start()
+                mock.patch("fp8dist.state.arena_sync.Verdict.__init__", _late_verdict).start()
             if dist.get_rank() == 1:
-                manager.scale("", "weight").mul_(2)  # Twice, so that this rank's amax saturates.
+                manager.slot("", "weight").scale.mul_(2)  # Twice, so that this rank's amax saturates.
         model(torch.full((2, 16), 1.0 + step)).sum().backward()
         manager.step()
     seen: list[Any] = []

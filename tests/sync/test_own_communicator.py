@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, StateManager, SyncError
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.state.groups import SyncGroup
 from tests.support.collectives import counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net, state_bits

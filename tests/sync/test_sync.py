@@ -57,7 +57,7 @@ def _record_plan(plan: list[list[dict[Slot, list[list[int]]]]], update: str) -> 
     for step in plan:
         for (fqn, role), tensors in step[dist.get_rank()].items():
             for words in tensors:
-                manager.record(fqn, role, _tensor(words))
+                manager.slot(fqn, role).record(_tensor(words))
         manager.step()
         states.append(state_of(manager))
     assert model is not None
@@ -319,7 +319,7 @@ def _count_collectives(update: str, amax_sync: bool, folder: str) -> dict[str, A
     counted("save", lambda: manager.save(path))
     counted("load", lambda: manager.load(path))
     counted("load_state_dict", lambda: manager.load_state_dict(manager.state_dict()))
-    counted("set_scale", lambda: manager.set_scale("foreign", "input", 2.0))
+    counted("set_scale", lambda: manager.slot("foreign", "input").set_scale(2.0))
     counted("refresh_weights", manager.refresh_weights)
     counted("detach", manager.detach)
     counts["slots"] = len(manager.slots)
@@ -356,7 +356,7 @@ def _unsynced_states() -> Any:
     local = [1.0 + dist.get_rank(), 3.0]
     states = []
     for value in local:
-        manager.record("a", "input", torch.tensor([value]))
+        manager.slot("a", "input").record(torch.tensor([value]))
         manager.step()
         states.append(state_of(manager))
     return local, states
@@ -426,11 +426,11 @@ def test_several_arenas_sync_with_their_own_groups(three_ranks: RankPool) -> Non
 def _views_after_step(update: str) -> dict[str, Any]:
     model, manager = _foreign_manager(update)
     manager.attach()
-    scale, amax = manager.scale(*A), manager.amax(*A)
-    manager.record(*A, torch.tensor([3.0 + dist.get_rank()]))
+    scale, amax = manager.slot(*A).scale, manager.slot(*A).amax
+    manager.slot(*A).record(torch.tensor([3.0 + dist.get_rank()]))
     manager.step()
     before_read = (scale.item(), amax.item())
-    history = manager.amax_history(*A).tolist()
+    history = manager.slot(*A).amax_history.tolist()
     assert model is not None
     return {"before": before_read, "history": history, "after": (scale.item(), amax.item())}
 
@@ -467,7 +467,7 @@ def _rank_zero_alone(folder: str) -> dict[str, Any]:
                 elif step == 1:
                     manager.save(f"{folder}/{{rank}}.safetensors")
                 elif step == 2:
-                    seen.append(bits(manager.scale("layers.p", "input")))
+                    seen.append(bits(manager.slot("layers.p", "input").scale))
                     manager.metrics()
             assert calls.names == []
     return {"state": state_of(manager), "reads": seen}

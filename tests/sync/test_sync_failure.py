@@ -15,7 +15,7 @@ from torch import nn
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import Fp8DistError, SyncError
-from fp8dist.sync.roll_call import failing_by_name
+from fp8dist.state.roll_call import failing_by_name
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
 
@@ -68,7 +68,7 @@ def _not_checked(policy: Any, late: bool) -> str:
     net = nn.Linear(16, 16)
     if dist.get_rank() == 1:
         if late:
-            with mock.patch("fp8dist.consistency.checker.repair", side_effect=KeyError), pytest.raises(KeyError):
+            with mock.patch("fp8dist.checks.checker.repair", side_effect=KeyError), pytest.raises(KeyError):
                 fp8dist.check(net, group=group, policy=policy)
         return ""
     with pytest.raises(SyncError) as caught:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fp8dist
 from fp8dist import DelayedScaling
-from fp8dist.sync.waits import KEPT, Moment, Waits, clock_of
+from fp8dist.state.waits import KEPT, Moment, Waits, clock_of
 from tests.support.collectives import counted_collectives
 from tests.support.graphs import EmulatedGraph
 from tests.support.ranks import RankPool
@@ -149,15 +149,15 @@ def _late(update: str, groups: bool) -> tuple[list[float], int, float]:
     recipe = DelayedScaling(history_len=4, update=update)  # type: ignore[arg-type]
     manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, **apart)
     manager.attach(net)
-    assert manager.take_waits() == []
+    assert fp8dist.take_waits(manager) == []
     with counted_collectives() as calls:
         for step in range(STEPS):
             net(batch(dist.get_rank(), step)[0]).sum().backward()
             if dist.get_rank() == 1:
                 time.sleep(LATE)
             manager.step()
-        waits = manager.take_waits()
-        assert manager.take_waits() == []
+        waits = fp8dist.take_waits(manager)
+        assert fp8dist.take_waits(manager) == []
     return waits, len(calls.names) if groups else fp8_count(calls, manager), manager.metrics()["fp8/sync_wait_ms"]
 
 
@@ -184,12 +184,12 @@ def _calibrated_copied_off() -> list[int]:
     x, _ = batch(0, 0)
     with manager.calibrate():
         net(x).sum().backward()
-    counts = [len(manager.take_waits())]
+    counts = [len(fp8dist.take_waits(manager))]
     for _ in range(2):
         net(x).sum().backward()
         manager.step()
     twin = fp8dist.get_manager(copy.deepcopy(net))
-    counts += [len(twin.take_waits()), len(manager.take_waits())]
+    counts += [len(twin.take_waits()), len(fp8dist.take_waits(manager))]
     off = make_net()
     without = fp8dist.prepare(off, group=dist.group.WORLD, enabled=False)
     without.attach(off)
@@ -214,18 +214,18 @@ def _captured() -> list[int]:
 
     step()
     manager.poll()
-    manager.take_waits()
+    fp8dist.take_waits(manager)
     net.zero_grad()
     graph = EmulatedGraph()
     with graph.capture():
         step()
-    counts = [len(manager.take_waits())]
+    counts = [len(fp8dist.take_waits(manager))]
     for _ in range(2):
         graph.replay()
         manager.poll()
-    counts.append(len(manager.take_waits()))
+    counts.append(len(fp8dist.take_waits(manager)))
     step()
-    return [*counts, len(manager.take_waits())]
+    return [*counts, len(fp8dist.take_waits(manager))]
 
 
 def test_steps_in_a_graph_are_left_out(two_ranks: RankPool) -> None:
@@ -243,7 +243,7 @@ def _asks(often: bool) -> Any:
             optimizer.step()
             optimizer.zero_grad()
             if often:
-                manager.take_waits()
+                fp8dist.take_waits(manager)
                 assert manager._syncs[0].phase.value == "due"  # The commit does not come early.
     return state_bits(manager), parameter_bits(net), calls.names
 

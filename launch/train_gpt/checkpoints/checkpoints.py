@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from fp8dist import StateManager
+from fp8dist.common.text import first_few
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.text import first_few
 from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.faults.failures import CheckpointFailed, cause_of, is_of_a_collective

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from fp8dist.divergence import Divergence
+from fp8dist.common.divergence import Divergence
 from fp8dist.errors import DivergenceError, LossDiverged
 from launch.train_gpt.faults.failures import CheckpointFailed, CollectiveFailed
 from launch.train_gpt.ranks import Ranks

@@ -220,7 +220,7 @@ class Injection:
     def _double_scale(self) -> str:
         """Double a scale in place. ``set_scale`` would update inv_scale as well."""
         slot, manager = self._first_slot("weight")
-        scale = manager.scale(*slot)
+        scale = manager.slot(*slot).scale
         before = scale.item()
         scale.mul_(2)
         return f"scale of {slot} is now {scale.item():g} instead of {before:g}"
@@ -232,7 +232,7 @@ class Injection:
         amax, and its counter of non-finite amaxes increases on all ranks.
         """
         slot, manager = self._first_slot("grad_output")
-        manager.record(*slot, torch.tensor(float("nan"), device=manager.scale(*slot).device))
+        manager.slot(*slot).record(torch.tensor(float("nan"), device=manager.slot(*slot).scale.device))
         return f"recorded a NaN amax for {slot}"
 
     def _flip_bit(self) -> str:

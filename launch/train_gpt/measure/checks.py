@@ -7,7 +7,7 @@ import time
 from torch import nn
 
 import fp8dist
-from fp8dist.settings import Settings
+from fp8dist.state.settings import Settings
 from launch.train_gpt.options.options import Options
 from launch.train_gpt.ranks import Ranks
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import fp8dist
-from fp8dist.monitoring.run_format import METRICS
+from fp8dist.runs.run_format import METRICS
 from launch.train_gpt.measure.skew import Skew
 from launch.train_gpt.measure.waiting import Waiting
 from launch.train_gpt.options.options import Options
@@ -86,7 +86,7 @@ class Progress:
         """Record a step. Local; does not wait for the device."""
         known: dict[str, Any] = {"time": time.time(), "learning_rate": learning_rate, "tokens": self.tokens_per_step}
         if self._manager is not None:
-            known |= {"proven": self._manager.proven_step, "checked": self._manager.checked_step}
+            known |= {"proven": self._manager.verified.proven_step, "checked": self._manager.verified.checked_step}
         self._waiting.append(Step(step, loss, grad_norm, known))
         self._bar.update()
 

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+import fp8dist
 from fp8dist import StateManager
-from fp8dist.sync.waits import Waits, clock_of
+from fp8dist.state.waits import Waits, clock_of
 from launch.train_gpt.measure.gathering import WAYS, replaced
 
 __all__ = ["Waiting"]
@@ -86,6 +87,6 @@ class Waiting:
         The rows are: wait in the FP8 sync, wait in other collectives, whole step. NaN if a step did not end, and in
         the first row if there is no sync.
         """
-        sync = manager.take_waits() if manager is not None else []
+        sync = fp8dist.take_waits(manager) if manager is not None else []
         rows = (sync, self._others.take(), self._steps.take())
         return torch.tensor([row + [math.nan] * (steps - len(row)) for row in rows], device="cpu")

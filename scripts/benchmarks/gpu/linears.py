@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist.recipe import Recipe
+from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from scripts.benchmarks.gpu.lab import Case, Lab, summary_of
 from scripts.benchmarks.gpu.stopwatch import Action, Comparison, compare, compare_in_a_row, issue_time, repeated

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fp8dist.recipe import DelayedScaling
 from fp8dist.state.arena import Arena
+from fp8dist.state.recipe import DelayedScaling
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels.formats import E4M3, E5M2
 from scripts.benchmarks.gpu.lab import Case, Lab, same_bits, summary_of

@@ -1,0 +1,605 @@
+"""Check that the ranks of a manager agree: act on the verdicts of syncs, and compare all other state on request."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8dist.checks.checked import Checked
+from fp8dist.checks.contents import ArenaContent, on_device, values_near
+from fp8dist.checks.headers import localise
+from fp8dist.checks.inventory import Holdings, Inventory, Scope, not_finite_in
+from fp8dist.checks.protocol import check_replicas
+from fp8dist.checks.repair import Repairs, mended_texts, repair
+from fp8dist.checks.replication import is_plain
+from fp8dist.checks.report import DivergenceReport, announce, save_evidence
+from fp8dist.checks.standing import HEADER_KINDS, Standing, kinds_of
+from fp8dist.common.divergence import Finding, compared_text
+from fp8dist.common.text import first_few
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.job_state import JobState
+from fp8dist.modules.outgrown import limits_of
+from fp8dist.modules.precision_control import PrecisionControl
+from fp8dist.parallel.ddp import find_ddp
+from fp8dist.parallel.torch_internals import unknown
+from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
+from fp8dist.state.arena_sync import ArenaSync, Evidence
+from fp8dist.state.cause import Cause
+from fp8dist.state.groups import GroupLike, SyncGroup, world_size
+from fp8dist.state.roll_call import failing_by_name
+from fp8dist.state.settings import Policy, Settings, Start
+from fp8dist.state.slots import Slot
+from fp8dist.state.watch import Watch
+from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
+
+__all__ = ["Checker", "Event", "check_alone", "run_check"]
+
+logger = logging.getLogger("fp8dist")
+
+
+class ReplayFacts(Protocol):
+    """What an event says of a replay that followed it; ``fp8dist.Replayed`` has more."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a line of events.jsonl says, as JSON values."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event for the callbacks of a monitor or a policy.
+
+    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales did not change), "saturated" (weights that
+    are gathered in FP8 exceeded the range of their scale in ``slots``), "fallback" (the modules that cast ``slots`` run
+    in high precision for some steps), "jump" (the scales of ``slots`` jumped since the last watched step), "diverged"
+    (see ``report``) or "replayed" (``replay``: an ``fp8dist.Replayed``). Callbacks get events at boundaries and in
+    ``check()``, the same ones on all ranks.
+
+    ``cause``: of "nonfinite" and "jump", which cast recorded the first bad amax: its step, rank, microbatch, module and
+    role. None: the watch did not observe it.
+    """
+
+    kind: Literal["nonfinite", "saturated", "fallback", "jump", "diverged", "replayed"]
+    step: int
+    slots: tuple[Slot, ...] = ()
+    report: DivergenceReport | None = None
+    cause: Cause | None = None
+    replay: ReplayFacts | None = None
+
+
+_NOTHING_TO_COMPARE = (
+    "pass the DDP module to attach(), or name the ranks that hold the same values, with prepare(group=…) and amax_sync "
+    "or with fp8dist.check(module, group=…); otherwise do not use check() and check_every"
+)
+
+_UNEQUAL_START = (
+    "the ranks would train other models: load the same weights on all ranks, or broadcast them, before attach(); or "
+    "attach(start=None) if these tensors are meant to differ"
+)
+
+FAR_BEYOND = 2.0
+"""Overflow ratio above which a warning is logged: no ordinary optimizer step enlarges a weight so much."""
+
+
+class Checker:
+    """Consistency checker of one manager.
+
+    ``callbacks`` are called with each ``Event``. ``last``: what the newest check of parameters that found no difference
+    has compared; None: none. ``checked``: the newest step after which such a check is ``Checked.verified``; None: none.
+    ``amaxes``: the watch that tells which cast went wrong first; None: there is none.
+    """
+
+    def __init__(
+        self,
+        syncs: Sequence[ArenaSync],
+        groups: Sequence[SyncGroup | None],
+        settings: Settings,
+        job: JobState,
+        control: PrecisionControl,
+    ) -> None:
+        self.callbacks: list[Callable[[Event], None]] = []
+        self.amaxes: Watch | None = None
+        self.checks = 0
+        self.seconds = 0.0
+        self.last: Checked | None = None
+        self.checked: int | None = None
+        self._proven: dict[int, int] = {}  # By place in ``syncs``.
+        self.syncs, self._groups = syncs, groups
+        self.settings, self.job = settings, job
+        self._control = control
+        # The arena that all ranks have. Without it, for example if a pattern names the same group, the widest one.
+        widest = max(range(len(syncs)), key=lambda i: 0 if (group := groups[i]) is None else group.size, default=0)
+        self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), widest)
+        self._last_good: dict[str, int] = {}  # By kind of what was compared.
+        self._untold: list[Event] = []
+        self.standing = Standing()
+        self._standing_of = {id(sync): Standing() for sync in syncs}  # Found by their headers.
+        self.repairs = Repairs()
+        self._repairs_of = {id(sync): Repairs() for sync in syncs}  # Of what their headers found.
+        self._said_skipped = self._said_saturated = self._said_nonfinite = False
+
+    def watch(self, module: nn.Module) -> None:
+        """Set the module that shows how parameters are replicated, such as the DDP wrapper. Keeps a weak reference."""
+        self.job.called = weakref.ref(module)
+
+    @property
+    def proven(self) -> int | None:
+        """The newest step at which every sync found that the ranks had cast with equal state; None: none."""
+        shared = [i for i, sync in enumerate(self.syncs) if sync.communicates and sync.every_step]
+        return min((self._proven.get(i, 0) for i in shared), default=0) or None
+
+    def forget_steps(self) -> None:
+        """Forget which steps were proven and checked, because steps are counted anew."""
+        self.last = self.checked = None
+        self._proven.clear()
+
+    # Verdicts of syncs -----------------------------------------------------------------------------
+
+    def act_on_verdicts(self, joins: bool, only_immediate: bool = False, raises: bool = True) -> None:
+        """Read the verdicts of the last syncs and act on them. COLLECTIVE when a sync found a difference.
+
+        Call only at boundaries, which all ranks reach together.
+
+        Args:
+            joins: inside a Join context. Ranks without data would not take part, so nothing is localised.
+            only_immediate: skip verdicts that are still on a GPU, and recipes that do not update in the same step.
+            raises: allow the policy to raise.
+        """
+        differing = self._read_verdicts(joins, only_immediate)
+        reports = [self._conclude(sync, report, joins) for sync, report in differing]
+        self._tell_all()
+        left = [report for report in reports if report.diverged]
+        if left and raises and self.settings.check_policy != "warn":
+            notes = dict.fromkeys(note for report in left for note in report.notes)
+            DivergenceReport(tuple(f for report in left for f in report.findings), notes=(*notes,)).raise_if_diverged()
+
+    def known_findings(self) -> list[Finding]:
+        """Return the differences that the last syncs found, for a check. COLLECTIVE when a sync found a difference."""
+        return [finding for _, report in self._read_verdicts() for finding in report.findings]
+
+    def _read_verdicts(
+        self, joins: bool = False, only_immediate: bool = False
+    ) -> list[tuple[ArenaSync, DivergenceReport]]:
+        differing: list[tuple[ArenaSync, DivergenceReport]] = []
+        before = self.job.step
+        for place, sync in enumerate(self.syncs):
+            if sync.verdict is None:
+                continue
+            if only_immediate and not (sync.verdict.immediate and sync.arena.recipe.update == "same_step"):
+                continue
+            proves, fitted = sync.verdict.proves, sync.verdict.fitted
+            verdict, kept = sync.read_verdict()
+            self.job.step = max(self.job.step, before + verdict.replays)
+            if not verdict.differs:
+                if proves:
+                    self._proven[place] = before + verdict.replays
+                _say_gone(sync.group, self._standing_of[id(sync)], DivergenceReport(), HEADER_KINDS)
+                self._repairs_of[id(sync)].observe(DivergenceReport(), HEADER_KINDS)
+            if not (verdict.differs or verdict.nonfinite or verdict.saturated or verdict.tripped):
+                continue
+            evidence = kept or sync.evidence()
+            step = int(evidence.words[WORD_STEP])
+            if verdict.saturated:
+                self._tell_saturated(sync, step, evidence, fitted)
+            if verdict.nonfinite:
+                self._tell_nonfinite(sync, step, _slots_where(sync.arena, evidence.flags[NONFINITE]))
+            if verdict.tripped:
+                self._tell_fallback(sync, step)
+            if verdict.differs and joins:
+                detail = "not localised inside a Join context"
+                ranks = tuple(sync.group.ranks) if sync.group is not None else ()
+                findings = [Finding(step, kind, kind, ranks, None, detail=detail) for kind in verdict.differs]
+                differing.append((sync, DivergenceReport(tuple(findings))))
+            elif verdict.differs:
+                differing.append((sync, self._localise(sync, evidence, verdict.differs)))
+        return differing
+
+    def _tell_saturated(self, sync: ArenaSync, step: int, evidence: Evidence, fitted: bool) -> None:
+        """Queue a "saturated" event. Warn once, on one rank, if a weight exceeds its scale by far.
+
+        Args:
+            fitted: True if the step cast weights that had outgrown their scales with others, so that nothing far beyond
+                was cut off.
+        """
+        arena = sync.arena
+        places = arena.shard_slots[evidence.flags[SATURATED][arena.shard_slots]]
+        used = arena.amax * evidence.scales[0] / arena.fp8_max
+        if fitted:
+            limit, _ = limits_of(arena.recipe)
+            places = places[used[places] <= (0 if limit is None else limit)]
+        slots = tuple(arena.specs[place].slot for place in places.tolist())
+        if not slots:
+            return
+        self._untold.append(Event("saturated", step, slots))
+        if not self._said_saturated and bool((used[places] > FAR_BEYOND).any()):
+            self._said_saturated = True
+            if sync.speaks:
+                logger.warning(
+                    "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, '%s' first: either other "
+                    "code has written to them in a way that torch does not report (.data, to_local()), and should "
+                    "call manager.refresh_weights() after such writes, or one optimizer step has enlarged them so much",
+                    step,
+                    len(slots),
+                    slots[0].fqn,
+                )
+
+    def _tell_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
+        """Queue a "nonfinite" event on all ranks. One rank warns once: ``attach`` may lack the job's loss scaler."""
+        self._untold.append(Event("nonfinite", step, slots, cause=self.cause_of_nonfinite()))
+        if not self._said_nonfinite and sync.speaks:
+            self._said_nonfinite = True
+            logger.warning(
+                "fp8dist: step %d: the amaxes of %s were not finite: their scales stay as they are. If a loss scaler "
+                "skips such steps, attach(scaler=…) keeps them out of the FP8 state",
+                step,
+                first_few(slots),
+            )
+
+    def cause_of_nonfinite(self) -> Cause | None:
+        """Return the first non-finite amax of the step that ended last, if the watch observed it. Local."""
+        return None if self.amaxes is None else self.amaxes.nonfinite(self.job.step)[0]
+
+    def _tell_fallback(self, sync: ArenaSync, step: int) -> None:
+        """Switch the modules of tripped slots to high precision. All ranks take the tripped slots from the sync."""
+        slots = _slots_where(sync.arena, sync.take_tripped())
+        modules = self._control.fall_back(slots)
+        if not modules:
+            return
+        self._untold.append(Event("fallback", step, slots))
+        assert self.settings.fallback is not None
+        if sync.speaks:
+            logger.warning(
+                "fp8dist: step %d: %d module(s) go to high precision for %d steps, '%s' first (%s)",
+                step,
+                len(modules),
+                self.settings.fallback.steps,
+                modules[0],
+                ", ".join(map(str, slots[:4])),
+            )
+
+    def _localise(self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...]) -> DivergenceReport:
+        with on_device(sync.arena.device):
+            found = localise(sync, evidence, differs)
+        arena, sent = sync.arena, evidence.scales
+        save_evidence(found.report, self.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding))
+        # All ranks continue from one state. Otherwise every later sync would report the step, and a scale that the
+        # commit left alone, because its slot did not run, would be reported again and again.
+        arena.step.fill_(found.step)
+        if found.reference is not None:
+            arena.adopt_untaken_scales(found.reference.scales, evidence.flags[TAKEN])
+            # Ranks with a damaged scale had judged saturation by it, so their counters are wrong, too.
+            arena.counters[SATURATED] = found.reference.saturated
+            self.job.invalidate_casts()
+        return found.report
+
+    def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> DivergenceReport:
+        """Repair if the policy says so, and log. Return the report of what was repaired or remains. COLLECTIVE unless
+        ``joins``."""
+        assert sync.group is not None
+        standing = self._standing_of[id(sync)]
+        if not joins:
+            _say_gone(sync.group, standing, report, HEADER_KINDS)
+            if self.settings.check_policy == "repair":
+                repairs, mend = self._repairs_of[id(sync)], partial(self._mend_arena, sync, sync.group, report)
+                repairs.observe(report, HEADER_KINDS)
+                report = repairs.repair(report, self.settings.max_repairs, mend)
+        texts = standing.texts(report) if self.settings.check_policy == "warn" else None
+        announce(report, sync.group, raises=False, texts=texts, waits=not joins)
+        self._untold.append(_diverged(report))
+        return report
+
+    def _mend_arena(self, sync: ArenaSync, group: SyncGroup, report: DivergenceReport) -> DivergenceReport:
+        """Compare the arena, whose scales the commit and ``_localise`` have made equal, and repair it. COLLECTIVE."""
+        if any(f.kind != "scale" or f.reference_rank is None for f in report.findings):
+            return report
+
+        def build() -> Holdings:
+            inventory = Inventory(group)
+            inventory.add_arena(sync)
+            return inventory.holdings(int(sync.arena.step))
+
+        compared = check_replicas(group, build, everything=True)
+        after = repair(group, build, compared) if compared.report.diverged else compared.report
+        if after.diverged:
+            return after
+        return replace(after, findings=report.findings, repaired=mended_texts(report) + after.repaired)
+
+    def conclude_audit(self, report: DivergenceReport, group: SyncGroup | None) -> None:
+        """Log what an audit found, and raise if the policy says so. COLLECTIVE over ``group`` if it found anything.
+
+        Raises:
+            DivergenceError: on all ranks, unless the policy is "warn".
+        """
+        if not report.diverged:
+            return
+        save_evidence(report, self.settings.report_dir, lambda finding: None)
+        raises = self.settings.check_policy != "warn"
+        announce(report, group, raises=raises, tell=self.tell_report)
+
+    # Comparing -------------------------------------------------------------------------------------
+
+    def check(
+        self, done: int, step: int, scope: Scope, policy: Policy, max_repairs: int | None = None
+    ) -> DivergenceReport:
+        """Compare the FP8 state, and what ``scope`` selects, across the ranks. COLLECTIVE.
+
+        Args:
+            done: number of optimizer steps that the state is the result of.
+            step: number of the step in progress, else ``done``.
+            max_repairs: see ``StateManager.check``. None: that of the settings.
+
+        Raises:
+            DivergenceError: ranks differ, and ``policy`` is "raise", or "repair" and the repair failed.
+            ConfigurationError: there are several ranks, FP8 is not switched off, and there is nothing to compare.
+        """
+        start = time.perf_counter()
+        module = self.job.whole
+        default = self.syncs[self._default]
+        anchor = self.anchor()
+        if anchor is None:
+            return check_alone(module, scope, self.standing)
+        try:
+            report = run_check(
+                anchor,
+                [self],
+                module,
+                scope,
+                policy,
+                _NOTHING_TO_COMPARE,
+                default.arena.device,
+                self.settings.report_dir,
+                step=step,
+                last_good=self._last_good,
+                manifest=str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else "",
+                repairs=self.repairs,
+                max_repairs=self.settings.max_repairs if max_repairs is None else max_repairs,
+            )
+        finally:
+            self.checks += 1
+            self.seconds += time.perf_counter() - start
+        self._tell_all()
+        if not report.diverged and not report.nonfinite:
+            self._last_good.update(dict.fromkeys(report.compared, done))
+        self.say_what_is_skipped(report, anchor)
+        return report
+
+    def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start) -> None:
+        """Compare what ``check`` would compare of the parameters. Before this process has passed a boundary also what
+        nothing wraps, between the ranks that share FP8 state, and before the first step buffers. COLLECTIVE over these.
+
+        Raises:
+            DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
+        """
+        anchor = self._groups[self._default]
+        if anchor is None or not anchor.communicates or not self.settings.amax_sync:
+            return
+        start, default = time.perf_counter(), self.syncs[self._default]
+        first = not self.job.boundaries
+        plain = first and is_plain(whole)  # Later, ranks may have trained on their own, as in local SGD.
+        # Resumed ranks may have buffers of their own. If ranks resume from other steps, that is a difference itself.
+        buffers = first and not self.job.step
+        held: list[Holdings] = []
+
+        def build() -> Holdings:
+            # Modules with a group of their own, such as experts, may differ within it.
+            others = [sync for sync, group in zip(self.syncs, self._groups) if plain and group is not anchor]
+            own = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
+            inventory = Inventory(anchor, plain, own, at_start=True)
+            if not unknown(whole):  # Else ``attach`` has warned that the wrapper cannot be read.
+                # Plain parameters around the prepared model are not known to be shared.
+                inventory.add_module(model if plain else whole, Scope(buffers=buffers))
+            held[:] = [inventory.holdings(self.job.step)]
+            return held[0]
+
+        with on_device(default.arena.device), failing_by_name(default.owner, lambda: "attach()", anchor.ranks):
+            report = check_replicas(anchor, build).report
+            if any(finding.kind == "error" for finding in report.findings):
+                if anchor.rank == report.reporting_rank:
+                    logger.warning("fp8dist: attach() cannot compare the ranks: %s", report.summary())
+            elif report.findings:
+                report = replace(report, notes=(*report.notes, _UNEQUAL_START))
+                save_evidence(report, self.settings.report_dir, lambda finding: _evidence(held, finding))
+                announce(report, anchor, raises=policy == "raise", tell=self.tell_report)
+            elif anchor.rank == min(anchor.ranks):
+                _log_start(report, len(anchor.ranks), time.perf_counter() - start)
+
+    def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
+        """Warn once if parameters were to be compared, and none are. Local."""
+        why = report.unverified.get("parameter")
+        if why is not None and not self._said_skipped:
+            self._said_skipped = True
+            if anchor.rank == min(anchor.ranks):
+                logger.warning("fp8dist: no parameters are compared: %s", why)
+
+    def anchor(self) -> SyncGroup | None:
+        """Return the ranks that check together: the default group, else DDP's, else the job. None for one rank."""
+        module = self.job.whole
+        group = self._groups[self._default]
+        if group is not None:
+            return group
+        if world_size() == 1:
+            return None
+        ddp = None if module is None else find_ddp(module)
+        return SyncGroup(dist.group.WORLD if ddp is None else ddp.process_group)  # type: ignore[arg-type]
+
+    def tell(self, event: Event) -> None:
+        """Queue an event for the callbacks, which run at the end of this boundary. Local."""
+        self._untold.append(event)
+
+    def tell_at_once(self, event: Event) -> None:
+        """Queue an event, and run the callbacks. Local."""
+        self.tell(event)
+        self._tell_all()
+
+    def tell_report(self, report: DivergenceReport) -> None:
+        """Queue a check's report as an event, and run the callbacks. Local."""
+        self._untold.append(_diverged(report))
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Run the callbacks. Call outside of collectives: if a callback raises, no rank is left waiting."""
+        events, self._untold = self._untold, []
+        for event in events:
+            for callback in self.callbacks:
+                callback(event)
+
+
+def run_check(
+    anchor: SyncGroup,
+    checkers: Sequence[Checker],
+    module: nn.Module | None,
+    scope: Scope,
+    policy: Policy,
+    instead: str,
+    device: torch.device,
+    report_dir: str | None,
+    step: int,
+    last_good: Mapping[str, int],
+    manifest: str = "",
+    vouched: bool = False,
+    groups: Mapping[str, GroupLike | None] | None = None,
+    repairs: Repairs | None = None,
+    max_repairs: int | None = None,
+) -> DivergenceReport:
+    """Run a whole check: compare, save evidence, repair, log once, raise. COLLECTIVE over ``anchor``.
+
+    Args:
+        checkers: the check compares their FP8 state and calls their callbacks.
+        instead: advice for the error that says that there is nothing to compare.
+        device: current CUDA device during the check, if it is a GPU.
+        vouched: see ``Inventory``.
+        groups: see ``Inventory``.
+        repairs: of earlier checks.
+        max_repairs: see ``StateManager.check``.
+
+    Raises:
+        DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise", or "repair" and the repair failed.
+        ConfigurationError: on all ranks, if there are several, FP8 is not switched off, and there is nothing to
+            compare.
+        SyncError: a collective failed or timed out. The message names the missing ranks.
+    """
+    held: list[Holdings] = []
+
+    def build() -> Holdings:
+        inventory = Inventory(anchor, vouched, groups)
+        for sync in (sync for checker in checkers for sync in checker.syncs if scope.state):
+            inventory.add_arena(sync)
+        if module is not None:
+            inventory.add_module(module, scope)
+        if module is not None and scope.compute:
+            inventory.add_computations(module)
+        held[:] = [inventory.holdings(step, manifest, last_good)]
+        return held[0]
+
+    def tell(report: DivergenceReport) -> None:
+        for checker in checkers:
+            checker.tell_report(report)
+
+    standing = checkers[0].standing if checkers else Standing()  # Without a manager, each check starts anew.
+    owner = checkers[0].syncs[0].owner if checkers and checkers[0].syncs else "fp8dist.check"
+    with (
+        on_device(device),
+        failing_by_name(owner, lambda: f"the check of step {step}" if step else "the check", anchor.ranks),
+    ):
+        known = [finding for checker in checkers for finding in checker.known_findings()]
+        try:
+            compared = check_replicas(anchor, build, known, everything=policy == "repair")
+            report = _read(compared.report, anchor)
+            # Switching FP8 off must not end a job that checks its FP8 state.
+            enabled = not checkers or any(checker.settings.enabled for checker in checkers)
+            if scope.state and compared.nothing and enabled:
+                why = "; ".join(report.skipped) or "it has no parameters"
+                raise ConfigurationError(
+                    "check() has nothing to compare, because nothing here is known to be the same on several ranks "
+                    f"({why}): {instead}"
+                )
+            _say_gone(anchor, standing, report, kinds_of(report.compared), compared.nonfinite_rank)
+            repairs = repairs or Repairs()
+            repairs.observe(report, scope.kinds)
+            if report.diverged:
+                save_evidence(report, report_dir, lambda finding: _evidence(held, finding))
+                if policy == "repair":
+                    report = repairs.repair(report, max_repairs, partial(repair, anchor, build, compared))
+                texts = standing.texts(report) if policy == "warn" else None
+                announce(report, anchor, raises=policy in ("raise", "repair"), tell=tell, texts=texts)
+            return report
+        finally:  # A repair writes to weights, so their casts are stale.
+            for checker in checkers:
+                checker.job.invalidate_casts()
+
+
+def check_alone(module: nn.Module | None, scope: Scope, standing: Standing) -> DivergenceReport:
+    """Return the report of a rank that has no other to compare with: it only looks for values that are not finite."""
+    found = () if module is None else not_finite_in(module, scope)
+    report = DivergenceReport(skipped=("there is one rank, or no process group",), nonfinite=found)
+    _say_gone(None, standing, report, ())
+    return report
+
+
+def _read(report: DivergenceReport, anchor: SyncGroup) -> DivergenceReport:
+    """Return the report. Raise ConfigurationError if no rank could build its part. If only some could, ranks differ."""
+    failures = {rank: f.detail for f in report.findings if f.kind == "error" for rank in f.ranks}
+    if failures.keys() >= set(anchor.ranks):
+        texts = list(dict.fromkeys(failures.values()))
+        raise ConfigurationError(f"check() could not read what it compares, on any rank: {'; '.join(texts[:3])}")
+    return report
+
+
+def _evidence(held: Sequence[Holdings], finding: Finding) -> dict[str, Any] | None:
+    """Return this rank's values of what a finding is about. ``held``: empty, or what this rank brought to the check."""
+    sets = held[0].all_sets if held else ()
+    return next((found for s in sets if (found := s.evidence(finding)) is not None), None)
+
+
+def _log_start(report: DivergenceReport, ranks: int, seconds: float) -> None:
+    compared, left_out = compared_text(report.compared, report.compared_bytes), "; ".join(report.skipped)
+    if not compared:
+        why = left_out or "the model has no parameters"
+        logger.info("fp8dist: attach() had nothing to compare over %d ranks: %s", ranks, why)
+        return
+    logger.info("fp8dist: attach() compared %s over %d ranks in %.1f ms: no difference", compared, ranks, 1e3 * seconds)
+    logger.debug("fp8dist: attach() did not compare: %s", left_out or "nothing was left out")
+
+
+def _say_gone(
+    group: SyncGroup | None,
+    standing: Standing,
+    report: DivergenceReport,
+    kinds: Collection[str],
+    nonfinite_rank: int | None = None,
+) -> None:
+    """Log which standing findings of these kinds a report has no more, and new values that are not finite. Local.
+
+    Args:
+        nonfinite_rank: the one that logs the latter; None: there is one rank, or no such value.
+    """
+    rank = group.rank if group is not None else 0
+    new = standing.not_finite(report, nonfinite_rank)
+    for text in (*standing.gone(report, kinds, rank), *(new if nonfinite_rank in (None, rank) else ())):
+        logger.warning("%s", text)
+
+
+def _diverged(report: DivergenceReport) -> Event:
+    return Event("diverged", max(f.step for f in report.findings), report=report)
+
+
+def _slot_evidence(arena: Arena, sent: torch.Tensor, finding: Finding) -> dict[str, Any] | None:
+    """Return the slot as it is after the commit, and the scales that it had at launch."""
+    content = ArenaContent(arena)
+    index = next((i for i, key in enumerate(content.keys) if key.name == finding.name), None)
+    if index is None:
+        return None
+    scales = {"scale": repr(sent[0, index].item()), "inv_scale": repr(sent[1, index].item())}
+    return {"sent": scales, "fields": [values_near(field, None) for field in content.fields(index)]}
+
+
+def _slots_where(arena: Arena, mask: torch.Tensor) -> tuple[Slot, ...]:
+    return tuple(arena.specs[i].slot for i in mask.nonzero().flatten().tolist())

@@ -1,0 +1,251 @@
+"""Contents to compare: named tensors, or the slots of an arena, with their digests."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8dist.checks.differences import unravel
+from fp8dist.state.arena import Arena
+from fp8dist_kernels.reference.content import ContentDigest, block_count
+
+__all__ = [
+    "FINDING_KINDS",
+    "ArenaContent",
+    "Content",
+    "Digester",
+    "Field",
+    "Key",
+    "Named",
+    "TensorContent",
+    "on_device",
+    "values_near",
+]
+
+FINDING_KINDS: Mapping[str, str] = MappingProxyType(
+    {"slot": "scale", "inv_scale": "scale", "cold": "scale", "amax": "history", "counters": "history"}
+)
+"""Kind of a finding by kind of the compared thing, where the two differ."""
+
+_SLOTS_AT_ONCE = 256
+_BYTES_AT_ONCE_ON_GPU = 1 << 26
+"""Bytes of slots that are copied together on a GPU: 256 slots are too little work for a kernel launch."""
+
+_NEIGHBOURS = 16
+"""Elements on either side of a difference that an evidence file shows."""
+
+
+class Key(NamedTuple):
+    """Name and layout of a compared thing. Ranks compare things with equal keys."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Field(NamedTuple):
+    """A tensor that belongs to a compared thing. A parameter has one field, a slot has several."""
+
+    name: str  # "" if the thing has one field.
+    kind: str  # Kind of its findings.
+    tensor: Tensor
+    locate: Callable[[int], tuple[int, ...]]  # Maps a place in the flattened tensor to an index.
+    store: Callable[[Tensor], None] | None = None  # Writes back a value that is not stored as a tensor.
+
+
+class Named(NamedTuple):
+    """A tensor with its name. ``store``: see ``Field``."""
+
+    name: str
+    tensor: Tensor
+    store: Callable[[Tensor], None] | None = None
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context in which ``device``, if it is a GPU, is CUDA's current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Digester:
+    """Computes digests on the device of each tensor. Makes the digest keys once per device."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, ContentDigest] = {}
+
+    def on(self, device: torch.device) -> ContentDigest:
+        """Return the ``ContentDigest`` of a device."""
+        if device not in self._by_device:
+            self._by_device[device] = ContentDigest(device)
+        return self._by_device[device]
+
+    def many_leaves(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """See ``ContentDigest.many_leaves``. Takes at least one tensor; all are on the same device."""
+        device = tensors[0].device
+        if device.type == "meta":
+            raise ValueError("it is on the meta device: materialise it first")
+        return self.on(device).many_leaves(tensors)
+
+    def leaves(self, tensor: Tensor) -> Tensor:
+        """Return int64[blocks, 2] on the tensor's device."""
+        return self.many_leaves([tensor])[0]
+
+
+class Content(ABC):
+    """A part of what one rank or one file holds. ``device``: where most of it is."""
+
+    def __init__(self, keys: Sequence[Key], device: torch.device) -> None:
+        self.keys = tuple(keys)
+        self.device = device
+
+    @abstractmethod
+    def digests(self, digester: Digester) -> Tensor:
+        """Return int64[len(keys), 2] on the CPU."""
+
+    @abstractmethod
+    def fields(self, index: int) -> list[Field]:
+        """Return the tensors of one thing, as views of its memory, so that a repair can write to them."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes by kind; without kinds whose size is not known."""
+        sizes: Counter[str] = Counter()
+        for key in self.keys:
+            sizes[key.kind] += math.prod(key.shape) * getattr(torch, key.dtype).itemsize
+        return dict(sizes)
+
+    @property
+    def seeds(self) -> Tensor:
+        """The keys' part of the digests: int64[len(keys), 2]."""
+        hashes = b"".join(hashlib.blake2b(repr(tuple(key)).encode(), digest_size=16).digest() for key in self.keys)
+        return torch.from_numpy(np.frombuffer(hashes, dtype="<i8").copy()).view(-1, 2)
+
+
+class TensorContent(Content):
+    """Tensors by name."""
+
+    def __init__(self, kind: str, tensors: Sequence[Named]) -> None:
+        device = tensors[0].tensor.device if tensors else torch.device("cpu")
+        self._tensors = [named.tensor.detach() for named in tensors]
+        looks = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in self._tensors]
+        super().__init__([Key(named.name, kind, *look) for named, look in zip(tensors, looks)], device)
+        self._stores = [named.store for named in tensors]
+
+    def digests(self, digester: Digester) -> Tensor:
+        """See ``Content``."""
+        result = torch.empty(len(self.keys), 2, dtype=torch.int64, device="cpu")
+        seeds = self.seeds
+        by_device: dict[torch.device, list[int]] = {}
+        for i, tensor in enumerate(self._tensors):
+            by_device.setdefault(tensor.device, []).append(i)
+        for device, places in by_device.items():
+            leaves, counts = self._leaves(digester, places)
+            result[places] = digester.on(device).digests(leaves, counts, seeds[places]).cpu()
+        return result
+
+    def _leaves(self, digester: Digester, places: list[int]) -> tuple[Tensor, list[int]]:
+        try:
+            return digester.many_leaves([self._tensors[i] for i in places])
+        except Exception:
+            for i in places:  # One at a time, to name the tensor that cannot be read.
+                try:
+                    digester.leaves(self._tensors[i])
+                except Exception as error:
+                    # Keep the error's type only if its constructor surely takes one message.
+                    kind = (
+                        type(error) if type(error) in (RuntimeError, ValueError, NotImplementedError) else RuntimeError
+                    )
+                    raise kind(f"{self.keys[i].kind} '{self.keys[i].name}': {error}") from error
+            raise
+
+    def fields(self, index: int) -> list[Field]:
+        """See ``Content``."""
+        key = self.keys[index]
+        tensor, store = self._tensors[index], self._stores[index]
+        return [Field("", key.kind, tensor, lambda place: unravel(place, key.shape), store)]
+
+
+class ArenaContent(Content):
+    """The slots of an arena: all state that must be equal on the ranks that share the arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        shape = (arena.ring.length,)
+        super().__init__([Key(str(spec.slot), "slot", shape, spec.format.name) for spec in arena.specs], arena.device)
+        self._arena = arena
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See ``Content``."""
+        return {"slot": sum(part.nbytes for part in self._columns())}
+
+    def _columns(self) -> list[Tensor]:
+        """Return all that is compared: int32[slots, …] each."""
+        arena = self._arena
+        return [
+            *(row[:, None].view(torch.int32) for row in (arena.scale, arena.inv_scale, arena.amax)),
+            arena.cold[:, None].int(),
+            arena.counters.T.contiguous().view(torch.int32),
+            arena.history.view(torch.int32),
+            arena.block_max.view(torch.int32),
+        ]
+
+    def digests(self, digester: Digester) -> Tensor:
+        """See ``Content``."""
+        arena = self._arena
+        digest = digester.on(arena.device)
+        columns = self._columns()
+        width = sum(part.shape[1] for part in columns)
+        if width % 2:
+            columns.append(torch.zeros(len(arena), 1, dtype=torch.int32, device=arena.device))
+            width += 1
+        at_once = _SLOTS_AT_ONCE
+        if arena.device.type != "cpu":
+            at_once = max(at_once, _BYTES_AT_ONCE_ON_GPU // (4 * width))
+        leaves = [
+            digest.row_leaves(torch.cat([part[start : start + at_once] for part in columns], 1).view(torch.int64))
+            for start in range(0, len(arena), at_once)
+        ]
+        counts = [block_count(4 * width)] * len(arena)
+        return digest.digests(torch.cat(leaves), counts, self.seeds).cpu()
+
+    def fields(self, index: int) -> list[Field]:
+        """See ``Content``. The index of a history element is an index into ``manager.amax_history``."""
+        arena = self._arena
+        arena.cold_written()  # A repair writes to the fields.
+
+        def by_age(place: int) -> tuple[int, ...]:
+            length = arena.ring.length
+            return ((place - int(arena.taken[index])) % length if place < length else place,)
+
+        return [
+            Field("scale", "scale", arena.scale[index], lambda place: ()),
+            Field("inv_scale", "scale", arena.inv_scale[index], lambda place: ()),
+            Field("cold", "scale", arena.cold[index], lambda place: ()),
+            Field("amax", "history", arena.amax[index], lambda place: ()),
+            Field("history", "history", arena.history[index], by_age),
+            Field("counters", "history", arena.counters[:, index], lambda place: (place,)),
+            Field("block_max", "history", arena.block_max[index], lambda place: (place,)),
+        ]
+
+
+def values_near(field: Field, place: int | None) -> dict[str, Any]:
+    """Return the elements of a field around ``place`` (None: all elements), as text, for an evidence file."""
+    flat = field.tensor.detach().reshape(-1)
+    start = 0 if place is None else max(0, place - _NEIGHBOURS)
+    if place is not None:
+        flat = flat[start : place + _NEIGHBOURS + 1]
+    try:
+        values = flat.to(torch.float64) if flat.is_floating_point() else flat
+    except (RuntimeError, NotImplementedError):  # A packed format: two numbers in a byte.
+        values = flat.view(torch.uint8)
+    return {"field": field.name, "from": start, "values": list(map(repr, values.tolist()))}

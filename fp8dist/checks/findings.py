@@ -1,0 +1,193 @@
+"""Make findings from the differences between ranks or files. Local."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fp8dist.checks.computations import KIND
+from fp8dist.checks.contents import FINDING_KINDS, Field, Key
+from fp8dist.checks.differences import Difference
+from fp8dist.checks.report import sides_of, split
+from fp8dist.common.divergence import Finding
+
+__all__ = [
+    "MAX_SIDES",
+    "Differing",
+    "Seen",
+    "explained",
+    "findings_of_values",
+    "is_odd",
+    "last_good_step",
+    "layout_findings",
+    "named_only",
+    "reference_of",
+]
+
+MAX_SIDES = 8
+"""Odd sides of one thing whose values are shown."""
+
+
+class Differing(NamedTuple):
+    """A thing that differs within a set: its place in ``keys`` on this rank, and the sides of ranks that agree."""
+
+    place: int
+    key: Key
+    sides: tuple[tuple[int, ...], ...]
+
+
+class Seen(NamedTuple):
+    """The first difference that a rank found in a block."""
+
+    thing: int
+    field: int
+    at: tuple[int, ...]
+    difference: Difference
+
+
+def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank") -> list[Finding]:
+    """Return findings for a word that differs between ranks. ``values``: the word as text, by rank."""
+    sides = sides_of(values)
+    reference, odd = split(sides)
+    shown = "; ".join(f"{noun} {side[0]}: {values[side[0]]}" for side in sides[:MAX_SIDES][::-1])
+    known = tuple(values[side[0]] for side in sides[: MAX_SIDES + 1]) if reference is None else ()
+    return [Finding(0, kind, kind, ranks, reference, detail=shown, sides=sides, values=known) for ranks in odd]
+
+
+def last_good_step(kind: str, told: Sequence[Mapping[str, int | None]]) -> int | None:
+    """Return the last number of updates after which things like those of a finding were good on all ranks; None if
+    there is none.
+
+    ``told``: the same by each rank, for each kind of thing that this check compares.
+    """
+    if kind in ("manifest", "step"):  # Every check compares them.
+        steps = [max((step for step in good.values() if step is not None), default=None) for good in told]
+    elif kind in ("layout", "error", "more"):  # May be about things of any kind.
+        steps = [None if None in good.values() else min(good.values(), default=None) for good in told]  # type: ignore[type-var]
+    else:
+        steps = [good.get({"scale": "slot", "history": "slot"}.get(kind, kind)) for good in told]
+    known = [step for step in steps if step is not None]
+    return min(known) if known and len(known) == len(steps) else None
+
+
+def layout_findings(
+    layouts: Sequence[tuple[Sequence[int], Mapping[tuple[str, str], Key]]], noun: str = "rank"
+) -> list[Finding]:
+    """Return findings for things that only some ranks hold, or hold with another shape or dtype.
+
+    ``layouts``: ranks, and their keys by name and kind.
+    """
+    findings = []
+    for name, kind in sorted({name for _, keys in layouts for name in keys}):
+        looks = [(ranks, _look(keys.get((name, kind)))) for ranks, keys in layouts]
+        if len({look for _, look in looks}) > 1:
+            values = {rank: look for ranks, look in looks for rank in ranks}
+            findings += [replace(f, name=name) for f in findings_of_values("layout", values, noun)]
+    return findings
+
+
+def _look(key: Key | None) -> str:
+    return "absent" if key is None else f"{key.dtype}{list(key.shape)}"
+
+
+def reference_of(thing: Differing) -> int:
+    """Return the lowest rank of the largest side. All other ranks are compared with it."""
+    return thing.sides[0][0]
+
+
+def is_odd(rank: int, thing: Differing) -> bool:
+    """True if ``rank`` represents one of the first ``MAX_SIDES`` sides that differ from the reference."""
+    return rank in {side[0] for side in thing.sides[1 : MAX_SIDES + 1]}
+
+
+def explained(
+    thing: Differing, fields: Mapping[int, Field], by_rank: Mapping[int, list[Seen]], noun: str = "rank"
+) -> list[Finding]:
+    """Return one finding per kind and odd side, or without a majority one per kind.
+
+    ``by_rank``: what the ranks that represent a side saw.
+    """
+    reference, odd = split(thing.sides)
+    findings = []
+    for kind in dict.fromkeys(f.kind for f in fields.values()):
+        told = {
+            side[0]: [one for one in by_rank[side[0]] if fields[one.field].kind == kind] for side in thing.sides[1:]
+        }
+        speakers = [side[0] for side in thing.sides[1:] if told[side[0]]]
+        if not speakers:
+            continue
+        if reference is None:
+            findings.append(_finding(thing, kind, fields, odd[0], None, {r: told[r] for r in speakers}, noun))
+        else:
+            findings += [
+                _finding(thing, kind, fields, side, reference, {side[0]: told[side[0]]}, noun)
+                for side in odd
+                if told[side[0]]
+            ]
+    named = {rank for finding in findings for rank in finding.ranks}
+    # Name the other sides, too, without values.
+    return findings + [finding for finding in named_only(thing, "") if not named.issuperset(finding.ranks)]
+
+
+def _finding(
+    thing: Differing,
+    kind: str,
+    fields: Mapping[int, Field],
+    ranks: tuple[int, ...],
+    reference: int | None,
+    told: Mapping[int, list[Seen]],
+    noun: str,
+) -> Finding:
+    source = reference_of(thing)
+    texts, shown = [], {}
+    # The first element of a field that differs on any side. A side that reports a later one has the reference's there.
+    for place in sorted({one.field for seen in told.values() for one in seen}):
+        by_rank = {rank: one for rank, seen in told.items() for one in seen if one.field == place}
+        first = min(by_rank.values(), key=lambda one: one.difference.place)
+        differ = {r: one for r, one in by_rank.items() if one.difference.place == first.difference.place}
+        shown[place] = differ
+        name = fields[place].name
+        in_bits = kind == KIND
+        if reference is None or (name and not in_bits):
+            values = "; ".join(f"{noun} {r}: {_shown(differ.get(r, first), r not in differ, in_bits)}" for r in told)
+            texts.append(f"{name or 'first element'}: {values}; {noun} {source}: {_shown(first, 1, in_bits)}")
+        else:
+            of = f"{name}: " if name else ""
+            texts.append(f"{of}{first.difference.extent()}, {' against '.join(first.difference.bits)}")
+    place, differ = next(iter(shown.items()))
+    first = next(iter(differ.values()))
+    expected = first.difference.expected
+    known = [side[0] for side in thing.sides[1 : MAX_SIDES + 1]] if reference is None else []
+    on_sides = [differ[r].difference.value if r in differ else expected for r in known]
+    return Finding(
+        step=0,
+        kind=kind,
+        name=thing.key.name,
+        ranks=ranks,
+        reference_rank=reference,
+        detail=", ".join(texts),
+        sides=thing.sides,
+        field=fields[place].name,
+        index=first.at,
+        value=first.difference.value,
+        expected=expected,
+        ulp=first.difference.ulp,
+        values=(expected, *on_sides) if known else (),
+    )
+
+
+def _shown(one: Seen, which: int, in_bits: bool) -> str:
+    difference = one.difference
+    value = (difference.value, difference.expected)[which]
+    same_text = difference.value == difference.expected or difference.value != difference.value
+    if same_text or in_bits:  # With the same text, only the bits tell them apart.
+        return f"{value!r} ({difference.bits[which]})"
+    return repr(value)
+
+
+def named_only(thing: Differing, why: str) -> list[Finding]:
+    """Return findings without values, for a thing whose elements were not compared."""
+    kind = FINDING_KINDS.get(thing.key.kind, thing.key.kind)
+    reference, odd = split(thing.sides)
+    return [Finding(0, kind, thing.key.name, ranks, reference, detail=why, sides=thing.sides) for ranks in odd]

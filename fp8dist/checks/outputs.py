@@ -1,0 +1,225 @@
+"""Outputs: digests of the outputs of all modules of one forward and backward, and of their gradients, in order.
+
+Gradients are taken by hooks on the output tensors. Full backward hooks of modules would break in-place ops, and a
+recomputation (activation checkpointing) calls a module again: its calls are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fp8dist.checks.contents import Digester
+from fp8dist.errors import ConfigurationError
+from fp8dist.state.groups import has_base, local_part
+from fp8dist.state.slots import clean_fqn
+
+__all__ = ["Outputs", "Place", "Taken", "any_nonfinite", "is_compiled"]
+
+
+class Place(NamedTuple):
+    """Where in a forward and backward a tensor was taken. ``call``: of the module, counted from 0. ``part``: of an
+    output that holds several tensors."""
+
+    module: str
+    what: Literal["output", "gradient"]
+    call: int
+    part: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Taken(NamedTuple):
+    """What ``Outputs`` has taken: ``digests``, int64[n, 2] on the CPU, ``nonfinite``, bool[n] on the CPU, and
+    ``marks``: what the caller noted at each place."""
+
+    places: tuple[Place, ...]
+    digests: Tensor
+    nonfinite: Tensor
+    marks: tuple[Any, ...]
+
+    def message(self) -> tuple[str, Tensor, Tensor]:
+        """Return this as it is sent to another rank, without the marks."""
+        return json.dumps(self.places), self.digests, self.nonfinite
+
+    @classmethod
+    def of_message(cls, message: tuple[str, Tensor, Tensor]) -> Taken:
+        """Return what was sent as ``message``."""
+        text, digests, nonfinite = message
+        listed = json.loads(text)
+        places = [
+            Place(module, what, call, part, tuple(shape), kind) for module, what, call, part, shape, kind in listed
+        ]
+        return cls(tuple(places), digests, nonfinite, ())
+
+    @property
+    def first_nonfinite(self) -> int | None:
+        """Index of the first place with a NaN or an infinity."""
+        found = self.nonfinite.nonzero().flatten()
+        return int(found[0]) if len(found) else None
+
+    def first_difference(self, other: Taken) -> int | None:
+        """Return the index of the first place that differs, also in which module ran; None if there is none."""
+        if self.places[: len(other.places)] == other.places[: len(self.places)]:
+            both = min(len(self.places), len(other.places))
+            differ = (self.digests[:both] != other.digests[:both]).any(1).nonzero().flatten()
+            if len(differ):
+                return int(differ[0])
+            return None if len(self.places) == len(other.places) else both
+        differ_at = next(i for i, (a, b) in enumerate(zip(self.places, other.places)) if a != b)
+        earlier = Taken(self.places[:differ_at], self.digests[:differ_at], self.nonfinite, ())
+        found = earlier.first_difference(
+            Taken(other.places[:differ_at], other.digests[:differ_at], other.nonfinite, ())
+        )
+        return differ_at if found is None else found
+
+
+class Outputs:
+    """Takes the outputs of a model's modules, and their gradients, inside ``taking()``.
+
+    Modules inside a compiled module do not show: the compiled module stands for them. Sparse and nested outputs do not.
+
+    Args:
+        keep: index of a place whose tensor is copied into ``kept``.
+        mark: called at each place; its results are ``Taken.marks``.
+    """
+
+    def __init__(
+        self, model: nn.Module, digester: Digester, keep: int | None = None, mark: Callable[[], Any] | None = None
+    ) -> None:
+        self._digester, self._keep, self._mark = digester, keep, mark
+        self._modules = _visible(model)
+        self._calls: Counter[str] = Counter()
+        self._places: list[Place] = []
+        self._leaves: list[Tensor] = []  # Digests are made of them at the end, at once: small ops are slow.
+        self._nonfinite: list[Tensor] = []
+        self._marks: list[Any] = []
+        self._handles: list[Any] = []
+        self.kept: Tensor | None = None
+
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[None]:
+        """Take what is computed in the block. Local."""
+        with contextlib.ExitStack() as stack:
+            for fqn, module in self._modules.items():
+                stack.enter_context(_after_forward(module, functools.partial(self._forward, fqn)))
+            try:
+                yield
+            finally:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles.clear()
+
+    def taken(self) -> Taken:
+        """Return what was taken. Waits for the device.
+
+        Raises:
+            ConfigurationError: no module was called in Python.
+        """
+        if not self._places:
+            raise ConfigurationError(
+                "no module of the model was called in Python. Pass what torch.compile(model) returned. If the whole "
+                "step is compiled, pass the step that is not, with the model or its blocks compiled"
+            )
+        count = len(self._places)
+        digests = torch.empty(count, 2, dtype=torch.int64, device="cpu")
+        nonfinite = torch.empty(count, dtype=torch.bool, device="cpu")
+        for device in {flag.device for flag in self._nonfinite}:
+            here = [place for place, flag in enumerate(self._nonfinite) if flag.device == device]
+            leaves = [self._leaves[place] for place in here]
+            seeds = torch.zeros(len(here), 2, dtype=torch.int64, device="cpu")
+            counts = [len(part) for part in leaves]
+            digests[here] = self._digester.on(device).digests(torch.cat(leaves), counts, seeds).cpu()
+            nonfinite[here] = torch.stack([self._nonfinite[place] for place in here]).cpu()
+        return Taken(tuple(self._places), digests, nonfinite, tuple(self._marks))
+
+    def _forward(self, fqn: str, output: Any) -> None:
+        call = self._calls[fqn]
+        self._calls[fqn] += 1
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and _is_dense(leaf)]
+        for part, tensor in enumerate(tensors):
+            self._take(fqn, "output", call, part, tensor)
+            if tensor.requires_grad:
+                self._handles.append(tensor.register_hook(functools.partial(self._take, fqn, "gradient", call, part)))
+
+    @torch.no_grad()
+    def _take(self, fqn: str, what: Literal["output", "gradient"], call: int, part: int, tensor: Tensor) -> None:
+        local = local_part(tensor.detach())
+        if self._keep == len(self._places):
+            self.kept = local.clone()
+        dtype = str(local.dtype).removeprefix("torch.")
+        self._places.append(Place(fqn, what, call, part, tuple(local.shape), dtype))
+        self._leaves.append(self._digester.leaves(local))
+        self._nonfinite.append(any_nonfinite(local))
+        self._marks.append(None if self._mark is None else self._mark())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def any_nonfinite(tensor: Tensor) -> Tensor:
+    """Return bool[] on the tensor's device: it holds a NaN or an infinity. False for integers."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return ~torch.isfinite(wide).all()
+
+
+def _visible(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose calls show, by fqn. Of a wrapper and what it wraps, the inner one, which a recomputation
+    calls again."""
+    found: dict[str, nn.Module] = {}
+    hidden: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in hidden:
+            continue
+        if has_base(module, "ScriptModule"):  # It takes no hooks. The module that calls it shows.
+            hidden.update(module.modules())
+            continue
+        found[clean_fqn(name)] = module
+        if is_compiled(module):
+            hidden.update(set(module.modules()) - {module})
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if calls of the module go to torch.compile."""
+    return has_base(module, "OptimizedModule") or module._compiled_call_impl is not None
+
+
+@contextlib.contextmanager
+def _after_forward(module: nn.Module, act: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``act`` with each output of the module, inside the block. Never from a graph that is being traced."""
+    compiled = module._compiled_call_impl
+    if compiled is not None:  # Its hooks are part of what was compiled.
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = compiled(*args, **kwargs)
+            act(output)
+            return output
+
+        module._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            module._compiled_call_impl = compiled
+        return
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            act(output)
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

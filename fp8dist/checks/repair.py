@@ -1,0 +1,139 @@
+"""Copy values from the majority to the odd ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8dist.checks.computations import KIND
+from fp8dist.checks.findings import Differing
+from fp8dist.checks.inventory import Holdings, ReplicaSet
+from fp8dist.checks.protocol import Compared, check_replicas
+from fp8dist.checks.report import DivergenceReport, split
+from fp8dist.common.divergence import MORE
+from fp8dist.common.text import first_few
+from fp8dist.state.groups import SyncGroup
+from fp8dist_kernels.reference.content import as_bytes
+
+__all__ = ["Repairs", "mended_texts", "repair"]
+
+_AT_ONCE = 64 << 20
+"""Bytes per broadcast."""
+
+_REPEATED = 3
+"""Repairs of a tensor in a row from which on the report says so."""
+
+_BEYOND_REPAIR = frozenset({"manifest", "step", "layout", "error", KIND})
+
+
+class Repairs:
+    """Counts, for each tensor, the repairs in consecutive checks. The findings of checks are equal on all ranks, so
+    the counts are, too."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], int] = {}  # By kind and name.
+
+    def observe(self, report: DivergenceReport, kinds: Collection[str]) -> None:
+        """Forget tensors that a check of these kinds found equal."""
+        found = _identities(report)
+        self._counts = {of: n for of, n in self._counts.items() if of in found or of[0] not in kinds}
+
+    def repair(
+        self, report: DivergenceReport, most: int | None, mend: Callable[[], DivergenceReport]
+    ) -> DivergenceReport:
+        """Return what ``mend`` returns, with a note if it repeats a repair for the third time in a row; or the report
+        with a note, if the findings were repaired in the last ``most`` checks. COLLECTIVE as ``mend``."""
+        found = sorted(_identities(report))
+        if most is not None and (again := [of for of in found if self._counts.get(of, 0) >= most]):
+            return replace(report, notes=(*report.notes, f"nothing was copied: {_persists(again, most)} (max_repairs)"))
+        mended = mend()
+        if not mended.repaired:
+            return mended
+        self._counts |= {of: self._counts.get(of, 0) + 1 for of in found}
+        again = [of for of in found if self._counts[of] >= _REPEATED]
+        note = [f"{_persists(again, max(self._counts[of] for of in again))}"] if again else []
+        return replace(mended, notes=(*mended.notes, *note))
+
+
+def _persists(again: Sequence[tuple[str, str]], times: int) -> str:
+    return f"the cause persists: {first_few([name for _, name in again])} repaired in {times} checks in a row"
+
+
+def _identities(report: DivergenceReport) -> set[tuple[str, str]]:
+    return {(f.kind, f.name) for f in report.findings if f.name != MORE}
+
+
+def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared) -> DivergenceReport:
+    """Copy the majority's values to the odd ranks and check again. COLLECTIVE over ``anchor``.
+
+    Copies parameters, gradients, optimizer state and whole slots, bit for bit. Copies nothing if any difference has no
+    majority, or if ranks differ in more than values.
+
+    Args:
+        compared: result of ``check_replicas(everything=True)``.
+
+    Returns:
+        The report, with ``repaired`` filled in, if all ranks agree now. Otherwise the remaining findings, with a note.
+    """
+    report = compared.report
+    if any(f.reference_rank is None or f.kind in _BEYOND_REPAIR for f in report.findings):
+        why = "not all findings have a majority to copy values from"
+        if any(f.kind == KIND for f in report.findings):
+            why = "a copy does not repair a device that computes otherwise"
+        return replace(report, notes=(*report.notes, f"nothing was copied: {why}"))
+    failures = [text for replicas, differing in compared.differing if (text := _mend(replicas, differing))]
+    mended = mended_texts(report)
+    after = check_replicas(anchor, build).report
+    if not after.diverged:
+        return replace(after, findings=report.findings, repaired=mended)
+    tried = f"these differences remain after a repair of {'; '.join(mended[:8])}"
+    return replace(after, notes=(*after.notes, tried, *failures))
+
+
+def mended_texts(report: DivergenceReport) -> tuple[str, ...]:
+    """Return one text per finding: what was copied, and from which rank."""
+    return tuple(f"{f.subject} on {f.who}, from rank {f.reference_rank}" for f in report.findings)
+
+
+def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
+    """Copy what differs. Return an error, or "". COLLECTIVE over the set's group: no rank leaves before the others."""
+    error = ""
+    try:
+        fields = [replicas.fields(thing.place) for thing in differing]
+        for field in (one for part in fields for one in part):
+            as_bytes(field.tensor)
+    except Exception as raised:
+        error = f"rank {replicas.group.rank}: {raised}"
+    if any(errors := replicas.group.gather(error)):
+        return next(filter(None, errors))
+    for thing, part in zip(differing, fields):
+        reference, odd = split(thing.sides)
+        assert reference is not None
+        wrong = any(replicas.group.rank in side for side in odd)
+        for field in part:
+            content = as_bytes(field.tensor)
+            received = _receive(replicas.group, reference, content, wrong)
+            try:
+                if received is not None:
+                    with torch.no_grad():
+                        field.tensor.copy_(received.view(field.tensor.dtype).view(field.tensor.shape))
+                    if field.store is not None:
+                        field.store(field.tensor)
+            except Exception as raised:  # For example a view whose elements share memory.
+                error = f"'{thing.key.name}' of rank {replicas.group.rank}: {raised}"
+    return next(filter(None, replicas.group.gather(error)), "")
+
+
+def _receive(group: SyncGroup, source: int, content: Tensor, wrong: bool) -> Tensor | None:
+    """Return the source's content if ``wrong``, else None. COLLECTIVE: a broadcast per part."""
+    received = content.clone() if wrong else None
+    for start in range(0, content.numel(), _AT_ONCE):
+        part = content[start : start + _AT_ONCE].to(group.device, copy=group.rank != source)
+        dist.broadcast(part, src=source, group=group.process_group)
+        if received is not None:
+            received[start : start + _AT_ONCE].copy_(part)
+    return received

@@ -1,0 +1,27 @@
+"""Numbers as JSON has them: "NaN", "Infinity" and "-Infinity" are strings, because JSON has no such number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+__all__ = ["from_json", "to_json"]
+
+
+def to_json(value: float | int | None) -> float | int | str | None:
+    """Return the number as JSON has it. Python's ``float()`` reads the strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def from_json(value: Any) -> float:
+    """Return a number that ``to_json`` wrote, and NaN for anything that is not a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return math.nan
+    if isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity"):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # An integer beyond float64.
+        return math.nan

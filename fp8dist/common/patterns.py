@@ -1,0 +1,86 @@
+"""Patterns of module names (fnmatch): the meaning of ``skip``, and which patterns match nothing."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+from fp8dist.common.names import nearest
+from fp8dist.errors import ConfigurationError
+
+__all__ = ["DEFAULT_SKIP", "Skip", "require_patterns", "shadowed", "unmatched"]
+
+DEFAULT_SKIP = ("*lm_head", "*lora_*")
+
+
+class Skip:
+    """``prepare(skip=…)``: the default patterns, then the caller's. The last pattern that matches counts.
+
+    A pattern that begins with "!" includes its matches again. None: no patterns, not even the defaults.
+
+    Raises:
+        ConfigurationError: it is not a string, an iterable of strings, or None.
+    """
+
+    def __init__(self, given: str | Iterable[str] | None) -> None:
+        if isinstance(given, str):
+            given = (given,)
+        self.given: tuple[str, ...] = () if given is None else require_patterns("skip", given)
+        self._patterns = () if given is None else (*DEFAULT_SKIP, *self.given)
+
+    def pattern_of(self, fqn: str) -> str | None:
+        """Return the pattern that skips a module, or None if the module is not skipped."""
+        last = self._last(fqn)
+        return None if last is None or last.startswith("!") else last
+
+    def decides(self, fqn: str) -> bool:
+        """True if the caller has decided about a module: a pattern matches it, or there are no defaults."""
+        return not self._patterns or self._last(fqn) is not None
+
+    def _last(self, fqn: str) -> str | None:
+        matching = (p for p in reversed(self._patterns) if fnmatch.fnmatchcase(fqn, p.removeprefix("!")))
+        return next(matching, None)
+
+
+def require_patterns(name: str, given: object) -> tuple[str, ...]:
+    """Return patterns as a tuple.
+
+    Raises:
+        ConfigurationError: it is not an iterable of strings.
+    """
+    patterns = tuple(given) if isinstance(given, Iterable) else (given,)
+    wrong = next((pattern for pattern in patterns if not isinstance(pattern, str)), None)
+    if wrong is not None or not isinstance(given, Iterable):
+        got = f"got {given!r}" if not isinstance(given, Iterable) else f"got {wrong!r} among them"
+        raise ConfigurationError(
+            f'{name} must hold patterns of module names, such as ("*.router", "blocks.0.*"), {got}'
+        )
+    return patterns
+
+
+def unmatched(patterns: Iterable[str], fqns: Sequence[str]) -> list[str]:
+    """Return the patterns that match none of these modules, each with the nearest names, for a message."""
+    return [
+        f"{pattern!r}{_instead(pattern.removeprefix('!'), fqns)}"
+        for pattern in patterns
+        if not any(fnmatch.fnmatchcase(fqn, pattern.removeprefix("!")) for fqn in fqns)
+    ]
+
+
+def _instead(pattern: str, fqns: Sequence[str]) -> str:
+    if any(fnmatch.fnmatchcase(fqn, f"{pattern}.*") for fqn in fqns):  # The pattern names a block, not its Linears.
+        return f" (its modules are {f'{pattern}.*'!r})"
+    found = nearest(pattern, fqns)
+    return f" (nearest: {', '.join(map(repr, found))})" if found else ""
+
+
+def shadowed(patterns: Iterable[str], fqns: Iterable[str]) -> list[str]:
+    """Return the patterns that never apply because earlier patterns take all their modules (the first match counts)."""
+    left = set(fqns)
+    everything, hidden = frozenset(left), []
+    for pattern in patterns:
+        mine = {fqn for fqn in left if fnmatch.fnmatchcase(fqn, pattern)}
+        if not mine and any(fnmatch.fnmatchcase(fqn, pattern) for fqn in everything):
+            hidden.append(pattern)
+        left -= mine
+    return hidden

@@ -1,0 +1,1 @@
+"""Checkpoints and exports: written for inference servers, read without a job. Nothing in a file is executed."""

@@ -1,0 +1,186 @@
+"""Read files of torch.save: zip archives and the legacy format."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from fp8dist.errors import CheckpointError
+from fp8dist.files.entries import Entry, Item, dtype_name
+from fp8dist.files.pickles import Unpickler
+from fp8dist.files.safetensor_files import state_items
+from fp8dist.files.slices import FileSlice
+from fp8dist.files.values import TORCH_SAVE, Storage, StoredTensor, flatten, plain_tensor, storage_of
+from fp8dist.state.storage import looks_like_state
+
+__all__ = [
+    "LEGACY_MAGIC",
+    "Archive",
+    "Locate",
+    "items_of",
+    "legacy_content",
+    "zip_content",
+]
+
+LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # After the pickle's two protocol bytes.
+_LEGACY_VERSION = 1001
+_LARGEST_PICKLE = 1 << 32  # FP8 state is in the pickle: 410 MB of history at 100,000 slots, half more if encoded.
+_CHUNK = 1 << 20
+_HOUSEKEEPING = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
+
+Locate = Callable[[Storage], tuple[int, int]]
+
+
+class Archive:
+    """A zip archive as torch.save writes it: uncompressed records in one folder. Verifies all checksums when opened.
+
+    Raises:
+        CheckpointError: the archive is another kind of zip, truncated, damaged, or has compressed or encrypted records.
+    """
+
+    def __init__(self, file: FileSlice) -> None:
+        self._file = file
+        try:
+            self._zip = zipfile.ZipFile(cast(BinaryIO, file))
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(f"is truncated or damaged: {error}") from None
+        names = [info.filename for info in self._zip.infolist()]
+        folders = [name.partition("/")[0] for name in names if name.partition("/")[2] == "data.pkl"]
+        if not folders:
+            npz = names and all(name.endswith(".npy") for name in names)
+            raise CheckpointError(
+                f"is {'a NumPy .npz file' if npz else 'a foreign zip archive'}, not one of torch.save"
+            )
+        if f"{folders[0]}/constants.pkl" in names:
+            raise CheckpointError("is a TorchScript archive, expected a file of torch.save")
+        self._records = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
+        if len(folders) > 1 or len(self._records) != len(names):
+            raise CheckpointError("has two records of one name")
+        if sum(info.file_size for info in self._records.values()) > file.length:
+            raise CheckpointError("has records that are larger than the file")
+        for name, info in self._records.items():
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
+                raise CheckpointError(f"record {name} is compressed or encrypted, torch.save does neither")
+        for name, info in self._records.items():
+            try:
+                with self._zip.open(info) as record:
+                    while record.read(_CHUNK):
+                        pass
+            except (zipfile.BadZipFile, EOFError) as error:
+                raise CheckpointError(
+                    f"record {name} is damaged: {error or 'truncated'} (or it was written without checksums, "
+                    "under torch.serialization.set_crc32_options(False))"
+                ) from None
+
+    def content(self) -> tuple[Any, int]:
+        """Return (the saved value, with tensors as references; size of the pickle in bytes)."""
+        order = self._bytes("byteorder") if "byteorder" in self._records else b"little"
+        if order != b"little":
+            raise CheckpointError("was written on a big-endian machine, expected little-endian")
+        data = self._bytes("data.pkl")
+        return Unpickler(io.BytesIO(data), len(data), TORCH_SAVE, storage_of).load(), len(data)
+
+    def storage(self, storage: Storage) -> tuple[int, int]:
+        """Return (place in the file, size in bytes) of a storage's record."""
+        info = self._records.get(f"data/{storage.key}")
+        if info is None:
+            raise CheckpointError(f"has no record data/{storage.key}")
+        header = self._file.bytes_at(info.header_offset, 30).numpy().tobytes()
+        name, extra = struct.unpack("<HH", header[26:])
+        return info.header_offset + len(header) + name + extra, info.file_size
+
+    def payload(self) -> Tensor:
+        """Return the records that depend on the saved value, in the order of their names, as uint8."""
+        data = b"".join(self._bytes(name) for name in sorted(self._records) if name not in _HOUSEKEEPING)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def payload_size(self) -> int:
+        """Return the size of ``payload`` in bytes."""
+        return sum(info.file_size for name, info in self._records.items() if name not in _HOUSEKEEPING)
+
+    def _bytes(self, name: str) -> bytes:
+        if name == "data.pkl" and self._records[name].file_size > _LARGEST_PICKLE:
+            raise CheckpointError(f"has a pickle of more than {_LARGEST_PICKLE} bytes")
+        return self._zip.read(self._records[name])
+
+
+def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str = "") -> list[Item]:
+    """Return the entries of all leaves of a saved value. FP8 state is listed slot by slot.
+
+    ``locate`` returns (place in ``file``, size in bytes) of a storage.
+    """
+    items: list[Item] = []
+    for name, leaf in flatten(value, size, prefix):
+        if isinstance(leaf, bytes) and looks_like_state(leaf):
+            items += state_items(leaf, name)
+            continue
+        load: Callable[[], Tensor]
+        if isinstance(leaf, Storage):
+            leaf = StoredTensor.whole(leaf)
+        if isinstance(leaf, StoredTensor):
+            start, available = locate(leaf.storage)
+            leaf.check(available, file.length)
+            entry = Entry(name, "parameter", leaf.shape, dtype_name(leaf.dtype))
+            load = partial(leaf.read, file, start)
+        else:
+            load = partial(plain_tensor, leaf)
+            found = load()
+            entry = Entry(name, "parameter", tuple(found.shape), dtype_name(found.dtype))
+        items.append((entry, load))
+    return items
+
+
+def zip_content(file: FileSlice) -> tuple[Any, int, Locate]:
+    """Read a zip file of torch.save. Return (the saved value, with tensors as references; size of the pickle in bytes;
+    function that locates storages)."""
+    archive = Archive(file)
+    return *archive.content(), archive.storage
+
+
+def legacy_content(file: FileSlice) -> tuple[Any, int, Locate]:
+    """Like ``zip_content``, for files of ``torch.save(…, _use_new_zipfile_serialization=False)``. No checksums."""
+    stream = io.BufferedReader(file)
+
+    def pickled(with_storages: bool = False) -> Any:
+        stored: list[Storage] = []
+
+        def remember(identity: Any) -> Storage:
+            stored.append(storage_of(identity))
+            return stored[-1]
+
+        value = Unpickler(stream, file.length, TORCH_SAVE, remember if with_storages else None).load()
+        return (value, stored) if with_storages else value
+
+    _magic, version, system = pickled(), pickled(), pickled()
+    if version != _LEGACY_VERSION or not isinstance(system, dict) or not system.get("little_endian"):
+        raise CheckpointError(f"is of another protocol or big-endian, expected {_LEGACY_VERSION}, little-endian")
+    (value, stored), keys = pickled(with_storages=True), pickled()
+    size = stream.tell()
+    places = _legacy_places(keys, {storage.key: storage for storage in stored}, file, size)
+    return value, size, lambda storage: places[storage.key]
+
+
+def _legacy_places(keys: Any, storages: dict[str, Storage], file: FileSlice, start: int) -> dict[str, tuple[int, int]]:
+    """Return (place, bytes) of each storage. Storages follow the pickles, each after its number of elements, int64."""
+    if not isinstance(keys, list) or not all(isinstance(k, str) for k in keys) or sorted(keys) != sorted(storages):
+        raise CheckpointError("its list of storages is damaged")
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys:
+        (numel,) = struct.unpack("<q", file.bytes_at(start, 8).numpy().tobytes())
+        storage = storages[key]
+        if numel != storage.numel:
+            raise CheckpointError(f"storage {key} has {numel} elements, expected {storage.numel}")
+        if start + 8 + storage.nbytes > file.length:
+            raise CheckpointError(f"is truncated in storage {key}")
+        places[key] = (start + 8, storage.nbytes)
+        start += 8 + storage.nbytes
+    if start != file.length:
+        raise CheckpointError(f"has {file.length - start} bytes after its last storage")
+    return places

@@ -1,0 +1,127 @@
+"""Certificates of exported models: their digests, and reading one.
+
+docs/verify.md specifies the digests, with examples, for programs that compute them without this library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fp8dist.errors import CheckpointError
+from fp8dist.files.failures import reading
+from fp8dist.files.json_files import json_object, read_text
+
+__all__ = [
+    "CERTIFICATE",
+    "FORMAT",
+    "VERSION",
+    "Certificate",
+    "Certified",
+    "model_digest",
+    "read_certificate",
+    "sealed",
+]
+
+CERTIFICATE = "fp8dist-certificate.json"
+FORMAT, VERSION = "fp8dist certificate", 1
+_SHA256 = re.compile("[0-9a-f]{64}")
+_SEAL = re.compile(rb'"digest": "([0-9a-f]{64})"\n}\n\Z')
+_UNSEALED = "0" * 64
+
+
+class Certified(NamedTuple):
+    """A tensor in a certificate.
+
+    ``dtype``: as safetensors files name it. ``sha256``: of its bytes, row by row, little-endian; hexadecimal.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+class Certificate(NamedTuple):
+    """A certificate that was read. docs/verify.md describes the fields."""
+
+    step: int
+    tensors: dict[str, Certified]
+    tied: dict[str, Any]
+    config: dict[str, Any]
+    model: str
+
+
+def model_digest(tensors: Iterable[Certified]) -> str:
+    """Return the digest over the names, dtypes, shapes and bytes of all tensors: hexadecimal SHA-256."""
+    digest = hashlib.sha256(b"fp8dist model 1\n")
+    named = {tensor.name.encode("utf-8", "surrogatepass"): tensor for tensor in tensors}
+    for name in sorted(named):
+        tensor = named[name]
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        digest.update(b"%d %b %b\n" % (len(name), name, f"{tensor.dtype} {shape} {tensor.sha256}".encode()))
+    return digest.hexdigest()
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """Return a certificate as the bytes of its file: one field per line, one line per item of a list, and at the end
+    the digest of the file."""
+    lines = [f"{json.dumps(key)}: {_text(value)}" for key, value in {**content, "digest": _UNSEALED}.items()]
+    text = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+    return _with_digest(text, _seal_of(text))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+    return json.dumps(value)
+
+
+def _with_digest(data: bytes, digest: str) -> bytes:
+    return _SEAL.sub(f'"digest": "{digest}"\n}}\n'.encode(), data)
+
+
+def _seal_of(data: bytes) -> str:
+    """Return the digest of a certificate's file: SHA-256 of its bytes with zeros in place of the digest."""
+    return hashlib.sha256(_with_digest(data, _UNSEALED)).hexdigest()
+
+
+def read_certificate(path: str) -> Certificate:
+    """Read a certificate.
+
+    Raises:
+        CheckpointError: it cannot be read, was changed after it was written, or contradicts itself.
+    """
+    data = read_text(path)
+    content = json_object(data, path)
+    with reading(path):
+        if content.get("format") != FORMAT:
+            raise CheckpointError("is not a certificate of an export")
+        if content.get("version") != VERSION:
+            raise CheckpointError(f"has version {content.get('version')!r}, this library reads version {VERSION} only")
+        seal = _SEAL.search(data)
+        if seal is None or seal[1].decode() != _seal_of(data):
+            raise CheckpointError("was changed after it was written: its digest does not match")
+        kinds = {"step": int, "tensors": list, "tied": dict, "config": dict}
+        wrong = [name for name, kind in kinds.items() if type(content.get(name)) is not kind]
+        if wrong:
+            raise CheckpointError(f"has a malformed field {wrong[0]!r}")
+        step, listed, tied, config = (content[name] for name in kinds)
+        tensors = [_certified(item) for item in listed]
+        by_name = {tensor.name: tensor for tensor in tensors}
+        if len(by_name) < len(tensors) or model_digest(tensors) != content.get("model"):
+            raise CheckpointError("contradicts itself: the digest of the model is not that of its tensors")
+        return Certificate(step, by_name, tied, config, content["model"])
+
+
+def _certified(item: Any) -> Certified:
+    if isinstance(item, dict):
+        name, dtype, shape, sha256 = (item.get(field) for field in Certified._fields)
+        texts = all(isinstance(text, str) for text in (name, dtype, sha256))
+        sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+        if texts and sizes and _SHA256.fullmatch(str(sha256)):
+            return Certified(str(name), str(dtype), tuple(shape or ()), str(sha256))
+    raise CheckpointError(f"has a malformed tensor: {json.dumps(item)[:100]}")

@@ -1,0 +1,87 @@
+"""The contents of a checkpoint by name, read one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fp8dist.errors import CheckpointError
+from fp8dist.files.failures import reading
+
+__all__ = ["PARAMETERS", "STATE", "Entry", "Item", "Source", "dtype_name"]
+
+STATE, PARAMETERS = "state", "parameters"
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One tensor of a checkpoint. Sorts by name, then kind.
+
+    ``kind`` is "parameter", or for FP8 state "scale", "amax", "cold", "counters", "history" or "step". FP8 state inside
+    another checkpoint has its key there in front of the slot: "fp8.shared.layers.0.fc:input".
+    ``dtype`` is torch's name without "torch.".
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+Item = tuple[Entry, Callable[[], Tensor]]
+
+
+class Source(AbstractContextManager["Source"]):
+    """An open checkpoint. Entries are sorted and unique. Does not keep the tensors that it reads.
+
+    ``family`` is "state" (an fp8dist state file) or "parameters" (any other checkpoint).
+    """
+
+    def __init__(self, path: str, family: str, items: Iterable[Item], resources: ExitStack | None = None) -> None:
+        ordered = sorted(items, key=lambda item: item[0])
+        self.path = path
+        self.family = family
+        self.entries: tuple[Entry, ...] = tuple(entry for entry, _ in ordered)
+        self._loaders = [load for _, load in ordered]
+        self._resources = resources or ExitStack()
+        self._closed = False
+        for first, second in pairwise(self.entries):
+            if (first.name, first.kind) == (second.name, second.kind):
+                raise CheckpointError(f"two tensors in it are called {first.name}")
+
+    def read(self, index: int) -> Tensor:
+        """Return the tensor of ``entries[index]``, on the CPU.
+
+        Raises:
+            CheckpointError: the tensor cannot be read. The message names the file.
+        """
+        entry = self.entries[index]
+        with reading(self.path):
+            if self._closed:
+                raise CheckpointError("was closed before it was read")
+            tensor = self._loaders[index]().detach()
+            if tuple(tensor.shape) != entry.shape or dtype_name(tensor.dtype) != entry.dtype:
+                raise CheckpointError(
+                    f"{entry.name} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, "
+                    f"but {entry.dtype} {entry.shape} when the file was opened"
+                )
+            return tensor
+
+    def close(self) -> None:
+        """Close the files."""
+        self._closed = True
+        self._loaders = []
+        self._resources.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as in ``Entry.dtype``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,452 @@
+"""Export of a model in FP8: every tensor as a server reads it, as a stream or as a folder.
+
+``Export`` lists the tensors of an exported model without reading them: ``Export.tensors`` has name, role, dtype and
+shape of each, and ``Export.stream`` yields them with their values, in the same order on all ranks. Whatever looks at
+exported tensors, such as the writer of folders, looks at this stream.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from fp8dist.common.names import require_choice
+from fp8dist.errors import ConfigurationError
+from fp8dist.files.certificate import Origin, certificate_of
+from fp8dist.files.export_casts import Stored, cast_of, dequantised, grid_of, whole
+from fp8dist.files.export_experts import ExpertNames, Listed, are_in_fp8, expert_names, list_experts, mixtures_of
+from fp8dist.files.export_files import Folder
+from fp8dist.files.export_formats import (
+    FORMATS,
+    SCALE_NAMES,
+    Grid,
+    Inputs,
+    Scheme,
+    laid_out,
+    quantization_config,
+    shape_of,
+    strategy_of,
+)
+from fp8dist.files.export_names import require_storable
+from fp8dist.files.export_tensors import ExportedTensor, Part
+from fp8dist.job.cycle import StepCycle
+from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
+from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.parallel.partitioned import is_partitioned
+from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_gathered_dtypes, fsdp2_modules
+from fp8dist.parallel.wrappers import compute_devices, reshard, resharded_modules
+from fp8dist.state.groups import has_base, is_dtensor
+from fp8dist.state.recipe import Recipe
+from fp8dist.state.slots import clean_fqn
+from fp8dist_kernels.formats import E4M3
+
+__all__ = ["Export", "ExportedTensor", "config_of", "export_of", "fill", "write_folder"]
+
+
+@dataclass
+class Export:
+    """All tensors of an exported model, in an order that is the same on all ranks.
+
+    ``schemes``, ``recipes``: by name, those of modules whose weights are in FP8. ``ignored``: the other modules with
+    weights of two dimensions. ``tied``: by name, tensors that are left out: the name of the same tensor.
+    """
+
+    format: str
+    parts: list[Part] = field(default_factory=list)
+    schemes: dict[str, Scheme] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    sharded: bool = False
+    moment: Callable[[], object] = lambda: None
+    """Returns the same as long as no optimizer step has ended."""
+
+    @property
+    def tensors(self) -> list[ExportedTensor]:
+        """All tensors, in the order of the stream."""
+        return [tensor for part in self.parts for tensor in part.tensors]
+
+    def stream(self) -> Iterator[tuple[ExportedTensor, Tensor]]:
+        """Yield every tensor, one module's weight and scales at a time in memory. COLLECTIVE if weights are sharded:
+        consume it on all ranks.
+
+        Raises:
+            ConfigurationError: an optimizer step has ended in between, so the tensors would be of two moments.
+        """
+        moment = self.moment()
+        for part in self.parts:
+            if self.moment() != moment:
+                raise ConfigurationError("a step ended while weights were exported: export between two steps")
+            with torch.no_grad():
+                values = part.read()
+            yield from zip(part.tensors, values, strict=True)
+            del values
+
+    def quantization_config(self) -> dict[str, Any]:
+        """Return the value of ``quantization_config`` in config.json."""
+        return quantization_config(self.format, dict(sorted(self.schemes.items())), sorted(self.ignored))
+
+
+# What a model exports --------------------------------------------------------------------------------
+
+
+def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
+    """Return what ``model`` exports now. COLLECTIVE if FSDP2 gathers weights in FP8 and scales no longer fit.
+
+    Raises:
+        ConfigurationError: the model, or a scale of it, does not fit the format. The message says what does.
+    """
+    cycle.require("export()")
+    require_choice("format", format, tuple(FORMATS))
+    job = cycle.job
+    if job.awaits_attach:
+        raise ConfigurationError("export() before attach(): with fp8_all_gather=True call attach() first")
+    if not job.enabled or not job.in_fp8 or job.eval_precision != "fp8":
+        off = 'eval_precision="high"' if job.enabled and job.in_fp8 else "no_fp8()" if job.enabled else "enabled=False"
+        raise ConfigurationError(f"nothing to export in FP8: an eval forward is in high precision ({off})")
+    inner = _unwrapped(model)
+    _require_readable(inner)
+    cycle.settle()
+    reshard(fsdp2_modules(inner))
+    if cycle.sharded is not None:
+        cycle.sharded.fit_scales()
+    found = Export(format, moment=lambda: job.boundaries)
+    modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
+    names = expert_names(inner)
+    mixtures = {clean_fqn(name): module for name, module in mixtures_of(inner, names)}
+    matrices = {name: module for name, module in modules.items() if _has_matrix(module)}
+    fill(found, _stored(inner, cycle), matrices, mixtures, names)
+    return found
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Return True for a Linear, and for what a checkpoint cannot tell from one, such as an embedding."""
+    weight = module._parameters.get("weight")
+    return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP and torch.compile."""
+    while True:
+        if has_base(model, "DistributedDataParallel"):
+            model = model.module  # type: ignore[assignment]
+        elif has_base(model, "OptimizedModule"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _require_readable(model: nn.Module) -> None:
+    if fsdp1_modules(model):
+        raise ConfigurationError(
+            "FSDP1 keeps weights in flat parameters, which export() does not read: export a checkpoint with fp8dist "
+            "export, or use fully_shard"
+        )
+    if any(map(is_partitioned, model.parameters())):
+        raise ConfigurationError("export() does not read weights that ZeRO's stage 3 partitions: export a checkpoint")
+    for name, module in model.named_modules():
+        if not isinstance(module, FP8Linear):
+            continue
+        base = linear_base(module.converted_from)
+        why = ""
+        if not name:
+            why = "the model is a Linear itself, which has no name: put it into a module"
+        elif module.transposed:
+            why = "its weight is stored as [in_features, out_features], for which no format has a place"
+        elif base is not None and is_parallel(base):
+            why = "a parallel Linear of Megatron-Core holds this rank's part under names that no server reads"
+        elif module._parameters.get("weight") is None:
+            why = "its weight is computed by a parametrization: remove that first"
+        if why:
+            raise ConfigurationError(f"{clean_fqn(name) or 'the root'}: {why}")
+
+
+def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
+    """Yield the tensors of the model's state_dict."""
+    dtypes = fsdp2_gathered_dtypes(model)
+    sharded = {} if cycle.sharded is None else {id(weight.parameter): weight for weight in cycle.sharded.weights}
+    device_of = compute_devices(model)
+    under_fsdp = {id(p) for module in resharded_modules(model) for p in module.parameters(recurse=False)}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            if value.is_meta:
+                raise ConfigurationError(f"{clean_fqn(name)} is on the meta device, which stores no values")
+            key = id(value)
+            yield Stored(
+                clean_fqn(name),
+                value,
+                partial(_same, value),
+                device_of(value),
+                dtypes.get(key, value.dtype),
+                fsdp=key in under_fsdp,
+                sharded=sharded.get(key),
+            )
+
+
+def fill(
+    found: Export,
+    tensors: Iterable[Stored],
+    modules: Mapping[str, nn.Module],
+    mixtures: Mapping[str, nn.Module] = MappingProxyType({}),
+    names: ExpertNames | None = None,
+) -> None:
+    """List the tensors of a model in ``found``.
+
+    Args:
+        modules: by name, all modules with weights of two dimensions.
+        mixtures: by name, mixtures that are exported expert by expert, under ``names``.
+
+    Raises:
+        ConfigurationError: see ``export_of``.
+    """
+    in_fp8 = {name for name, module in modules.items() if isinstance(module, FP8Linear) and _in_fp8(module)}
+    once = list(_once(found, tensors, in_fp8))
+    grids: dict[str, tuple[Grid, torch.Size]] = {}
+    for stored in once:
+        linear = modules.get(_module_of(stored))
+        if isinstance(linear, FP8Linear) and (_module_of(stored) in in_fp8 or stored.sharded or stored.gathered):
+            grids[_module_of(stored)] = grid_of(linear, stored), stored.value.shape
+    high: list[str] = []
+    names = names or ExpertNames()
+    for stored in once:
+        name = _module_of(stored)
+        linear = modules.get(name)
+        found.sharded |= is_dtensor(stored.value)
+        holder = stored.name.rpartition(".")[0]
+        listed = list_experts(found.format, names, holder, mixtures[holder], stored) if holder in mixtures else None
+        if listed is not None:
+            high += _add_experts(found, listed)
+        elif name not in grids or not isinstance(linear, FP8Linear):
+            entry = ExportedTensor(stored.name, "high", holder, stored.value.dtype, tuple(stored.value.shape))
+            found.parts.append(Part((entry,), partial(_whole, stored)))
+        elif name in in_fp8:
+            found.parts.append(_of_linear(found, name, linear, stored, grids))
+        else:
+            found.parts.append(_dequantised(name, linear, stored, grids[name][0]))
+    found.ignored = [*(name for name in modules if name not in in_fp8), *high]
+    _require_untied(found.tied, mixtures)
+    tied = {name.rpartition(".")[0] for name in found.tied}
+    lost = [f"{name}.weight" for name in sorted(in_fp8 - found.schemes.keys() - tied)]
+    for name, mixture in ((name, mixture) for name, mixture in mixtures.items() if are_in_fp8(name, mixture)):
+        lost += sorted({f"{name}.{weight}" for weight in expert_products(mixture) or ()} - {s.name for s in once})
+    if lost:
+        module = lost[0].rpartition(".")[0]
+        raise ConfigurationError(f"{module} is in FP8, but state_dict() has no {lost[0]}: a hook renames it")
+    if not found.schemes:
+        raise ConfigurationError("nothing to export in FP8: every module is in high precision")
+    _rename(found, names)
+    require_storable(found.tensors)
+    found.quantization_config()
+
+
+def _add_experts(found: Export, listed: Listed) -> Sequence[str]:
+    """Add the tensors of experts. Return the names of their Linears in high precision."""
+    found.parts.append(listed.part)
+    if listed.scheme is None or listed.recipe is None:
+        return listed.linears
+    found.schemes |= dict.fromkeys(listed.linears, listed.scheme)
+    found.recipes |= dict.fromkeys(listed.linears, listed.recipe)
+    return ()
+
+
+def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) -> None:
+    for name, owner in tied.items():
+        if name.rpartition(".")[0] in mixtures or owner.rpartition(".")[0] in mixtures:
+            raise ConfigurationError(
+                f"{name} is the same tensor as {owner}: experts that share weights have no place in an export: give "
+                "each mixture its own"
+            )
+
+
+def _rename(found: Export, names: ExpertNames) -> None:
+    """Give all tensors and modules the names of checkpoints."""
+    served = names.served
+    found.parts = [
+        replace(part, tensors=tuple(replace(t, name=served(t.name), module=served(t.module)) for t in part.tensors))
+        for part in found.parts
+    ]
+    found.schemes = {served(name): scheme for name, scheme in found.schemes.items()}
+    found.recipes = {served(name): recipe for name, recipe in found.recipes.items()}
+    found.ignored = [served(name) for name in found.ignored]
+    found.tied = {served(name): served(owner) for name, owner in found.tied.items()}
+
+
+def _module_of(stored: Stored) -> str:
+    """Return the name of the module whose matmul weight a tensor is, or "" if it is another tensor."""
+    module, _, kind = stored.name.rpartition(".")
+    return module if kind == "weight" else ""
+
+
+def _once(found: Export, tensors: Iterable[Stored], in_fp8: set[str]) -> Iterator[Stored]:
+    """Yield each tensor under its first name, and note its other names."""
+    owners: dict[int, str] = {}
+    for stored in tensors:
+        owner = owners.setdefault(id(stored.value), stored.name)
+        if owner == stored.name:
+            yield stored
+        else:
+            _require_one_precision(stored.name, owner, in_fp8)
+            found.tied[stored.name] = owner
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _whole(stored: Stored) -> tuple[Tensor]:
+    return (whole(stored),)
+
+
+def _in_fp8(linear: FP8Linear) -> bool:
+    return "fprop" not in linear.fp8_slots.precision.high
+
+
+def _require_one_precision(name: str, owner: str, in_fp8: set[str]) -> None:
+    users = [each.removesuffix(".weight") for each in (name, owner)]
+    if len(in_fp8.intersection(users)) == 1:
+        fp8, high = sorted(users, key=lambda user: user not in in_fp8)
+        raise ConfigurationError(
+            f"{fp8} is in FP8 and shares its weight with {high}, which is not: a server has one copy of it. Name {fp8} "
+            "in skip="
+        )
+
+
+def _of_linear(
+    found: Export,
+    name: str,
+    linear: FP8Linear,
+    stored: Stored,
+    grids: Mapping[str, tuple[Grid, torch.Size]],
+) -> Part:
+    """Return the tensors of a Linear in FP8: weight, its scale, and the input's if it is fixed."""
+    slots = linear.fp8_slots
+    state, input_state = slots.states(stored.device)[1::-1]
+    if state.format != E4M3:
+        raise ConfigurationError(f"{name}: its weight is cast to {state.format.name}, and servers read e4m3 only")
+    grid, shape = grids[name]
+    strategy = strategy_of(found.format, grid, shape)
+    if strategy is None:
+        raise ConfigurationError(_unfit(found.format, name, linear, grids))
+    inputs: Inputs = "token" if slots.recipe.by == "row" else "tensor"
+    if slots.recipe.delayed and not bool(input_state.cold):
+        inputs = "static"
+    scheme = found.schemes[name] = Scheme(strategy, inputs)
+    found.recipes[name] = slots.recipe
+    entries = [
+        ExportedTensor(f"{name}.weight", "weight", name, state.format.dtype, tuple(shape)),
+        ExportedTensor(
+            f"{name}.{SCALE_NAMES[found.format]}", "weight_scale", name, torch.float32, shape_of(strategy, shape)
+        ),
+    ]
+    with_input = scheme.inputs == "static" and found.format != "block"
+    if with_input:
+        entries.append(ExportedTensor(f"{name}.input_scale", "input_scale", name, torch.float32, (1,)))
+
+    def read() -> Sequence[Tensor]:
+        rows, inv_scale = cast_of(linear, stored, grid)
+        values = [rows, laid_out(inv_scale, grid, strategy, shape)]
+        if with_input:
+            values.append(torch.reciprocal(slots.states(stored.device)[0].scale).reshape(1))
+        return values
+
+    return Part(tuple(entries), read)
+
+
+def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> Part:
+    """Return the weight of a module in high precision that FSDP2 gathers in FP8: forwards see it dequantised."""
+    entry = ExportedTensor(stored.name, "high", name, stored.computed_in, tuple(stored.value.shape))
+    return Part((entry,), lambda: (dequantised(linear, stored, grid),))
+
+
+def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, tuple[Grid, torch.Size]]) -> str:
+    grid, shape = grids[name]
+    fitting = [each for each in FORMATS if all(strategy_of(each, *known) for known in grids.values())]
+    instead = f"formats that fit: {', '.join(fitting)}" if fitting else "no format fits"
+    scales = f"{type(linear.fp8_slots.recipe).__name__} has {grid.text(shape)} of its weight {tuple(shape)}"
+    return f"{name}: {scales}, finer than format {format!r} can hold; {instead}"
+
+
+# Folders ---------------------------------------------------------------------------------------------
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    found: Export,
+    config: Mapping[str, Any],
+    writes: bool,
+    gather: Callable[[str], Sequence[str]] | None,
+    shard_bytes: int,
+    origin: Origin,
+) -> None:
+    """Write an export to a new folder, with a certificate. COLLECTIVE if ``gather`` is given.
+
+    Args:
+        config: the contents of config.json, without ``quantization_config``.
+        writes: True on the rank that writes.
+        gather: returns the texts of all ranks; None: no other rank takes part.
+
+    Raises:
+        ConfigurationError: on all ranks, if the folder exists or cannot be written. It then does not exist, or is as it
+            was.
+    """
+
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"the model's config cannot be written as JSON: {error}") from None
+
+    def agree(failure: str) -> None:
+        failures = [text for text in ([failure] if gather is None else gather(failure)) if text]
+        if failures:
+            raise ConfigurationError(failures[0])
+
+    if not writes and gather is None:
+        return
+    folder = Folder(path, found.tensors, found.tied, shard_bytes) if writes else None
+    try:
+        agree("" if folder is None else _failure_of(folder.begin))
+        failure = ""
+        for tensor, value in found.stream():
+            if folder is not None and not failure:  # After a failure, the other ranks still gather.
+                failure = _failure_of(lambda: folder.write(tensor, value))  # noqa: B023
+        if folder is not None and not failure:
+            served = {**config, "quantization_config": found.quantization_config()}
+            certificate = partial(
+                certificate_of, found.format, found.tensors, found.recipes, found.tied, served, origin
+            )
+            failure = _failure_of(lambda: folder.finish(served, certificate))
+        agree(failure)
+    finally:
+        if folder is not None:
+            folder.close()
+
+
+def _failure_of(act: Callable[[], None]) -> str:
+    try:
+        act()
+    except ConfigurationError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or 'the export'} cannot be written: {error.strerror or error}"
+    return ""
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """Return what config.json says about a model: its ``config``, as Transformers writes it, if it has one."""
+    inner = _unwrapped(model)
+    described: Any = getattr(inner, "config", None)
+    if not hasattr(described, "to_dict"):
+        return {}
+    config: dict[str, Any] = described.to_dict()
+    if not config.get("architectures"):
+        config["architectures"] = [type(inner).__name__]
+    return config

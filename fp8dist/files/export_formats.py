@@ -1,0 +1,156 @@
+"""The formats of exported models: which scales each can hold, their layouts, and the ``quantization_config``.
+
+==========================  =====================================================================================
+compressed-tensors          ``float-quantized`` of the library compressed-tensors. ``weight_scale``: [1] per tensor,
+                            or [out_features, 1] per row. ``input_scale``: [1], if the recipe has delayed scales
+compressed-tensors-channel  the same, always with one ``weight_scale`` per row; a scale per tensor is repeated
+block                       that of DeepSeek-V3. ``weight_scale_inv``: one per block of 128 x 128
+==========================  =====================================================================================
+
+All scales are float32 factors by which a server multiplies FP8 values: the inverse scales of this library. No format
+rounds or recomputes anything. A scale is only repeated, so a recipe with finer scales than the format's is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8dist.files.export_names import require_distinct, require_names
+from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
+
+__all__ = [
+    "FORMATS",
+    "SCALE_NAMES",
+    "Grid",
+    "Inputs",
+    "Scheme",
+    "laid_out",
+    "quantization_config",
+    "shape_of",
+    "strategy_of",
+]
+
+Strategy = Literal["tensor", "channel", "block"]
+Inputs = Literal["static", "tensor", "token"]
+"""How inputs are cast: with a fixed scale, or with a scale from the amax of each tensor or token."""
+
+FORMATS: Mapping[str, tuple[Strategy, ...]] = MappingProxyType(
+    {
+        "compressed-tensors": ("tensor", "channel"),
+        "compressed-tensors-channel": ("channel",),
+        "block": ("block",),
+    }
+)
+"""By format, the layouts of scales that it has. The first that fits a weight is used."""
+
+SCALE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "compressed-tensors": "weight_scale",
+        "compressed-tensors-channel": "weight_scale",
+        "block": "weight_scale_inv",
+    }
+)
+"""By format, the name of a weight's scales, after the module's."""
+
+
+class Grid(NamedTuple):
+    """Shape of the part of a weight that shares a scale; parts at the edges may be smaller."""
+
+    height: int
+    width: int
+
+    def text(self, shape: Sequence[int]) -> str:
+        """Return a phrase for a message about a weight of ``shape``."""
+        return "one scale" if self == tuple(shape) else f"one scale for each {self.height} x {self.width} elements"
+
+
+class Scheme(NamedTuple):
+    """How a server multiplies with a module's weight."""
+
+    strategy: Strategy
+    inputs: Inputs
+
+
+def strategy_of(format: str, grid: Grid, shape: Sequence[int]) -> Strategy | None:
+    """Return the layout in which a format holds the scales of a weight [out_features, in_features]. None: in none."""
+    rows, columns = shape
+    whole_blocks = all(part >= size or part % BLOCK == 0 for part, size in zip(grid, shape))
+    fits = {"tensor": grid == (rows, columns), "channel": grid.width >= columns, "block": whole_blocks}
+    return next((strategy for strategy in FORMATS[format] if fits[strategy]), None)
+
+
+def shape_of(strategy: Strategy, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight [out_features, in_features]."""
+    rows, columns = shape
+    if strategy == "tensor":
+        return (1,)
+    return (rows, 1) if strategy == "channel" else (blocks_along(rows, BLOCK), blocks_along(columns, BLOCK))
+
+
+def laid_out(inv_scale: Tensor, grid: Grid, strategy: Strategy, shape: Sequence[int]) -> Tensor:
+    """Return inverse scales in the layout of a format.
+
+    Args:
+        inv_scale: float32, one for each part of ``grid``, row by row.
+        shape: of the weight.
+    """
+    parts = inv_scale.reshape(blocks_along(shape[0], grid.height), blocks_along(shape[1], grid.width))
+    if strategy == "tensor":
+        return parts.reshape(1)
+    rows, columns = shape_of(strategy, shape)
+    steps = (1, shape[1]) if strategy == "channel" else (BLOCK, BLOCK)
+    at = [torch.arange(n, device=parts.device) * step // of for n, step, of in zip((rows, columns), steps, grid)]
+    return parts[at[0]][:, at[1]].contiguous()
+
+
+def quantization_config(format: str, schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> dict[str, Any]:
+    """Return the value of ``quantization_config`` in config.json.
+
+    Args:
+        schemes: by name, the modules whose weights are in FP8.
+        ignored: names of the other modules with weights of two dimensions.
+
+    Raises:
+        ConfigurationError: readers would mistake a module's name.
+    """
+    if format == "block":
+        require_distinct(schemes, ignored)
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "activation_scheme": "dynamic",
+            "modules_to_not_convert": list(ignored),
+        }
+    require_names([*schemes, *ignored])
+    groups: dict[Scheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(name)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{number}": {
+                # The class name is what readers expect most; several groups need the modules' own names.
+                "targets": ["Linear"] if len(groups) == 1 else names,
+                "weights": _arguments(scheme.strategy, False),
+                "input_activations": _arguments("token" if scheme.inputs == "token" else "tensor", scheme.inputs),
+                "output_activations": None,
+            }
+            for number, (scheme, names) in enumerate(groups.items())
+        },
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _arguments(strategy: str, inputs: Inputs | Literal[False]) -> dict[str, Any]:
+    dynamic = inputs in ("tensor", "token")
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}

@@ -1,0 +1,74 @@
+"""What a name or a tensor must be, so that safetensors and the readers of ``quantization_config`` do not mistake it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.files.export_tensors import ExportedTensor
+from fp8dist.files.safetensor_files import DTYPES
+
+__all__ = ["require_distinct", "require_names", "require_storable"]
+
+_CLASSES = frozenset(base.__name__ for base in nn.Linear.__mro__)
+
+
+def require_storable(tensors: Iterable[ExportedTensor]) -> None:
+    """Refuse tensors that safetensors cannot hold.
+
+    Raises:
+        ConfigurationError: two tensors have one name, or a name or dtype has no place in a safetensors file.
+    """
+    seen = set()
+    for tensor in tensors:
+        why = ""
+        if tensor.name in seen:
+            why = "the model has a tensor of this name, which an export gives to a scale: rename yours"
+        elif tensor.name == "__metadata__":
+            why = "safetensors uses this name itself: rename the tensor"
+        elif any("\ud800" <= letter <= "\udfff" for letter in tensor.name):  # Surrogates.
+            why = "safetensors needs names in UTF-8: rename the tensor"
+        elif str(tensor.dtype).removeprefix("torch.") not in DTYPES.values():
+            why = f"safetensors has no {tensor.dtype}: convert the tensor"
+        if why:
+            raise ConfigurationError(f"{tensor.name!a}: {why}")
+        seen.add(tensor.name)
+
+
+def require_names(names: Iterable[str]) -> None:
+    """Refuse names that compressed-tensors 0.20 takes for a class or for a regular expression
+    (``compressed_tensors.utils.match``: ``match_class``, ``match_name``).
+
+    Raises:
+        ConfigurationError: there is such a name.
+    """
+    for name in names:
+        if name in _CLASSES or name.startswith("re:"):
+            kind = "a class" if name in _CLASSES else "a regular expression"
+            raise ConfigurationError(f"compressed-tensors takes the name of module {name!r} for {kind}: rename it")
+
+
+def require_distinct(in_fp8: Iterable[str], ignored: Sequence[str]) -> None:
+    """Refuse names by which Transformers 5.23 would ignore a module in FP8: those that end with an ignored name, or
+    match it as a regular expression up to a dot (``transformers.quantizers.quantizers_utils.should_convert_module``).
+
+    Raises:
+        ConfigurationError: there is such a name, or an ignored name is no regular expression.
+    """
+    for other in ignored:
+        try:
+            pattern = re.compile(rf"(?:{other})(?:(?<=\.)|(?=\.|$))")
+        except re.error as error:
+            raise ConfigurationError(
+                f"Transformers reads the names of ignored modules as regular expressions, and {other!r} is none "
+                f"({error}): rename the module, or use compressed-tensors"
+            ) from None
+        for name in in_fp8:
+            if name.endswith(other) or pattern.match(name):
+                raise ConfigurationError(
+                    f"{name} is in FP8 and {other} is not, but Transformers would ignore both in the block format: "
+                    "use compressed-tensors, or put both into the same precision"
+                )

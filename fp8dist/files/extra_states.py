@@ -1,0 +1,323 @@
+"""Read the FP8 state in ``_extra_state`` entries of TransformerEngine modules, without unpickling them.
+
+Formats that ``get_extra_state`` returns (TransformerEngine's ``pytorch/module/base.py``, earlier
+``pytorch/module.py``):
+
+===============  ======================================================================================
+up to 0.2        a list: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd, and more
+0.x              a dict of these by name, with ``extra_fp8_variables``
+0.x, 1.x         ``io.BytesIO`` of ``torch.save`` of the dict; for ONNX a uint8 tensor of its pickle
+1.x              a uint8 tensor of the dict's pickle
+2.x              the same with ``recipe``, an object of ``transformer_engine.common.recipe``
+===============  ======================================================================================
+
+A module that has not run in FP8 gives None, an empty tensor, or a pickle of None. A recipe without state, such as
+current scaling, gives a dict without scales.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist.errors import CheckpointError
+from fp8dist.files.archives import LEGACY_MAGIC, Locate, legacy_content, zip_content
+from fp8dist.files.failures import reading
+from fp8dist.files.pickles import Builder, Record, Unpickler
+from fp8dist.files.slices import MemorySlice
+from fp8dist.files.values import TORCH_SAVE, Storage, StoredTensor
+from fp8dist_kernels.formats import Role
+
+__all__ = ["ExtraState", "SavedSlot", "read_extra_state"]
+
+_SCALES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+_STATELESS = ("recipe", "extra_fp8_variables")  # Other keys. Recipes without state have only these.
+_RECIPES = "transformer_engine.common.recipe"
+_CLASSES = (
+    *("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling", "NVFP4BlockScaling"),
+    *("_OverrideLinearPrecision", "MMParams", "QParams"),
+)
+_SUBCLASSES = (
+    "megatron.core.extensions.transformer_engine.TEDelayedScaling",
+    "megatron.core.transformer.custom_layers.transformer_engine.TEDelayedScaling",
+)
+_MAXIMA: Mapping[str, tuple[float, float]] = MappingProxyType({"HYBRID": (448.0, 57344.0), "E4M3": (448.0, 448.0)})
+
+
+@dataclass(frozen=True, eq=False)
+class SavedSlot:
+    """One scaled tensor of a module.
+
+    Args:
+        scale: positive; its inverse is finite.
+        history: float32[any length], oldest first, zeros where nothing is known.
+        due: True if the newest amax is not in the scale yet.
+        fp8_max: largest finite value of the scale's format; None if the entry does not contain it.
+    """
+
+    scale: float
+    history: Tensor
+    due: bool
+    fp8_max: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class ExtraState:
+    """The FP8 state of a module with ``gemms`` GEMMs: ``slots`` by GEMM and role. ``margin``: None if unknown."""
+
+    gemms: int
+    slots: Mapping[tuple[int, Role], SavedSlot]
+    margin: int | None
+
+
+def read_extra_state(name: str, value: object) -> ExtraState | None:
+    """Return the FP8 state in the ``_extra_state`` of one module, or None if it has none.
+
+    Args:
+        name: the entry's name in messages.
+        value: the value in a state_dict: a uint8 tensor, bytes, ``io.BytesIO``, None, or a dict or list (early
+            versions).
+
+    Raises:
+        CheckpointError: the entry is damaged, has impossible values, or holds more than data. Nothing that a pickle
+            names is imported or called.
+    """
+    with reading(name):
+        content, load = _content(name, value)
+        if isinstance(content, list):
+            content = dict(zip(_SCALES, content))
+        if content is None or content == {}:
+            return None
+        if not isinstance(content, dict):
+            raise CheckpointError(f"holds a {type(content).__name__}, expected a dict of scales and amaxes")
+        absent = [key for key in _SCALES if key not in content]
+        if len(absent) == len(_SCALES) and any(key in content for key in _STATELESS):
+            return None
+        if absent:
+            raise CheckpointError(f"lacks {', '.join(absent)}: not the state of a module such as te.Linear")
+        return _state(content, load)
+
+
+# What the bytes hold -------------------------------------------------------------------------------
+
+_Load = Callable[[object], object]
+
+
+def _content(name: str, value: object) -> tuple[Any, _Load]:
+    """Return (the saved value, function that loads a reference to a tensor)."""
+    if isinstance(value, Tensor):
+        if value.dtype != torch.uint8:
+            raise CheckpointError(f"is a tensor of {value.dtype}, expected uint8")
+        value = value.detach().cpu().contiguous().numpy().tobytes()
+    elif isinstance(value, io.BytesIO):
+        value = value.getvalue()
+    if not isinstance(value, (bytes, bytearray)):
+        if value is None or isinstance(value, (dict, list)):
+            return value, lambda leaf: leaf
+        raise CheckpointError(f"is of type {type(value).__name__}, expected a uint8 tensor, bytes or io.BytesIO")
+    if not value:
+        return None, lambda leaf: leaf
+    file = MemorySlice(name, bytes(value))
+    if value.startswith(b"PK"):
+        content, _, locate = zip_content(file)
+        return content, partial(_load, lambda storage: (file, locate))
+    if value[:1] != b"\x80":
+        raise CheckpointError(f"is no pickle: it starts with {bytes(value[:8])!r}")
+    if value[2:].startswith(LEGACY_MAGIC):
+        content, _, locate = legacy_content(file)
+        return content, partial(_load, lambda storage: (file, locate))
+    storages = _PickledStorages(name)
+    vocabulary = {**_VOCABULARY, "torch.storage._load_from_bytes": Builder("torch.storage", storages.add)}
+    return Unpickler(io.BytesIO(value), len(value), vocabulary).load(), partial(_load, storages.find)
+
+
+class _PickledStorages:
+    """Storages of a plain pickle, which holds each one as bytes of torch.save in the legacy format."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._found: dict[str, tuple[MemorySlice, Locate, Storage]] = {}
+
+    def add(self, data: object = None) -> Storage:
+        """Return a reference to the storage in ``data``."""
+        if not isinstance(data, bytes):
+            raise CheckpointError("its pickle is damaged: a storage without bytes")
+        file = MemorySlice(self._name, data)
+        storage, _, locate = legacy_content(file)
+        if not isinstance(storage, Storage):
+            raise CheckpointError("its pickle is damaged: the bytes of a storage hold something else")
+        key = str(len(self._found))
+        self._found[key] = file, locate, storage
+        return replace(storage, key=key)
+
+    def find(self, storage: Storage) -> tuple[MemorySlice, Locate]:
+        """Return (bytes that hold a storage, function that locates the storage in them)."""
+        file, locate, inside = self._found[storage.key]
+        return file, lambda _: locate(inside)
+
+
+def _load(find: Callable[[Storage], tuple[MemorySlice, Locate]], leaf: object) -> object:
+    if not isinstance(leaf, StoredTensor):
+        return leaf
+    file, locate = find(leaf.storage)
+    start, available = locate(leaf.storage)
+    leaf.check(available, file.length)
+    return leaf.read(file, start)
+
+
+def _member(of: object = None, name: object = None) -> Record:
+    """Return an enum's member by name, as pickles of Python 3.11 and later ask for it. No other ``getattr``."""
+    if not isinstance(of, Builder) or of.name != f"{_RECIPES}.Format" or not isinstance(name, str):
+        raise CheckpointError("its pickle asks for an attribute of an object that is not a format")
+    return Record(of.name, name)
+
+
+_VOCABULARY: Mapping[str, object] = MappingProxyType(
+    {
+        **TORCH_SAVE,
+        **{
+            name: Builder(name, partial(lambda name, *values: Record(name, values), name))
+            for name in (*(f"{_RECIPES}.{n}" for n in _CLASSES), *_SUBCLASSES)
+        },
+        f"{_RECIPES}.Format": Builder(f"{_RECIPES}.Format", lambda value=None: Record(f"{_RECIPES}.Format", value)),
+        f"{_RECIPES}._FormatHelper": Builder(f"{_RECIPES}._FormatHelper", lambda *maxima: maxima),
+        "builtins.getattr": Builder("builtins.getattr", _member),
+    }
+)
+
+
+# What it means -------------------------------------------------------------------------------------
+
+
+def _state(content: Mapping[Any, Any], load: _Load) -> ExtraState:
+    forward = _Columns("fwd", content, load)
+    backward = _Columns("bwd", content, load)
+    variables = content.get("extra_fp8_variables")
+    variables = variables if isinstance(variables, dict) else {}
+    gemms, per_forward, per_backward = _layout(len(forward), len(backward), variables.get("num_gemms"))
+    gradients = _gradient_columns(gemms, per_backward, "recipe" in content, backward)
+    recipe = _attributes(content.get("recipe"))
+    fp8_max, gradient_max = _maxima(recipe, variables)
+    slots = {}
+    for gemm in range(gemms):
+        slots[gemm, Role.INPUT] = forward.slot(per_forward * gemm, fp8_max)
+        slots[gemm, Role.WEIGHT] = forward.slot(per_forward * gemm + 1, fp8_max)
+        slots[gemm, Role.GRAD_OUTPUT] = backward.slot(gradients[gemm], gradient_max)
+    margin = recipe.get("margin")
+    return ExtraState(gemms, slots, margin if type(margin) is int and -64 <= margin <= 64 else None)
+
+
+class _Columns:
+    """The scaled tensors of one direction ("fwd" or "bwd"), in TransformerEngine's order.
+
+    Raises:
+        CheckpointError: shapes, dtypes or values are impossible.
+    """
+
+    def __init__(self, direction: str, content: Mapping[Any, Any], load: _Load) -> None:
+        self._scale = _float32(f"scale_{direction}", content, load)
+        self._history = _float32(f"amax_history_{direction}", content, load)
+        scale, history = self._scale, self._history
+        if scale.ndim != 1 or history.ndim != 2 or history.shape[1] != len(scale) or not len(history):
+            raise CheckpointError(
+                f"scale_{direction} has shape {tuple(scale.shape)} and amax_history_{direction} "
+                f"{tuple(history.shape)}, expected [n] and [rows, n]"
+            )
+        if not bool(((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()).all()):
+            raise CheckpointError(f"scale_{direction} holds a scale that is not positive and finite")
+        if not bool(((history >= 0) & history.isfinite()).all()):
+            raise CheckpointError(f"amax_history_{direction} holds an amax that is negative or not finite")
+
+    def __len__(self) -> int:
+        return len(self._scale)
+
+    def slot(self, column: int, fp8_max: float | None) -> SavedSlot:
+        """Return one scaled tensor.
+
+        Row 0 collects the amax of the current step. After TransformerEngine has made a scale of the window, it rolls
+        the window by -1 and sets row 0 to zero in place of the oldest amax (``_update_amax_history`` in
+        ``pytorch/quantization.py``, earlier ``pytorch/fp8.py``). So rows are oldest first from row 1 on, and row 0 is
+        the newest, if it is not zero.
+        """
+        rows = self._history[:, column]
+        due = bool(rows[0] > 0)
+        return SavedSlot(float(self._scale[column]), rows.roll(-1) if due else rows.clone(), due, fp8_max)
+
+    def used(self, column: int) -> bool:
+        """Return True if the module has ever seen this tensor."""
+        return bool(self._scale[column] != 1) or bool(self._history[:, column].any())
+
+
+def _float32(name: str, content: Mapping[Any, Any], load: _Load) -> Tensor:
+    tensor = load(content[name])
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise CheckpointError(f"{name} is of {kind}, expected a float32 tensor")
+    return tensor.detach().cpu()
+
+
+def _layout(forward: int, backward: int, claimed: object) -> tuple[int, int, int]:
+    """Return (GEMMs, forward tensors per GEMM, backward tensors per GEMM).
+
+    Per GEMM there are input, weight and output, and the gradients of output and input. Early 0.x has input and weight,
+    and the gradient of the output (``FP8FwdTensors`` and ``FP8BwdTensors``).
+    """
+    for per_forward, per_backward in ((3, 2), (2, 1)):
+        gemms = forward // per_forward
+        if gemms and forward == gemms * per_forward and backward == gemms * per_backward:
+            break
+    else:
+        raise CheckpointError(f"has {forward} scales forward and {backward} backward, which fits no number of GEMMs")
+    if type(claimed) is int and claimed != gemms:
+        raise CheckpointError(f"says that it has {claimed} GEMMs, but its scales are those of {gemms}")
+    if gemms > 2:
+        raise CheckpointError(
+            f"has {gemms} GEMMs, as only a GroupedLinear has; versions order its scales differently and do not say how"
+        )
+    return gemms, per_forward, per_backward
+
+
+def _gradient_columns(gemms: int, per_gemm: int, has_recipe: bool, backward: _Columns) -> list[int]:
+    """Return, for each GEMM, the backward tensor that is the gradient of its output.
+
+    LayerNormMLP (``pytorch/module/layernorm_mlp.py``) has had three orders (first GEMM, second GEMM). Up to 1.x:
+    GRAD_OUTPUT2, GRAD_OUTPUT1. Early 2.x: GRAD_INPUT1, GRAD_OUTPUT1. Later: GRAD_OUTPUT1, GRAD_OUTPUT2. The tensors
+    that were never used tell the two orders of 2.x apart.
+    """
+    if gemms == 1:
+        return [0]
+    if per_gemm == 1:
+        return [1, 0]
+    if not has_recipe:
+        return [2, 0]
+    return [1, 0] if backward.used(1) and not backward.used(2) else [0, 2]
+
+
+def _attributes(recipe: object) -> Mapping[Any, Any]:
+    """Return the attributes of a recipe that was read as a Record, or that the caller has unpickled."""
+    state = recipe.state if isinstance(recipe, Record) else getattr(recipe, "__dict__", None)
+    return state if isinstance(state, dict) else {}
+
+
+def _maxima(recipe: Mapping[Any, Any], variables: Mapping[Any, Any]) -> tuple[float | None, float | None]:
+    """Return the largest finite values of the forward and backward formats, or None if unknown."""
+    format = recipe.get("fp8_format")
+    value = format.state if isinstance(format, Record) else getattr(format, "value", None)
+    if isinstance(value, str):
+        value = _MAXIMA.get(value)
+    if not isinstance(value, tuple) or len(value) != 2:
+        value = (variables.get("fp8_max_fwd"), variables.get("fp8_max_bwd"))
+    return _maximum(value[0]), _maximum(value[1])
+
+
+def _maximum(value: object) -> float | None:
+    if not isinstance(value, (int, float)) or not 1 < value < 1e6:
+        return None
+    return float(value)

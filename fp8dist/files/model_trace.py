@@ -1,0 +1,114 @@
+"""``fp8dist.trace``: write the digests of one forward and backward, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fp8dist.checks.contents import ArenaContent, Digester, Named, TensorContent
+from fp8dist.checks.likeness import kernel_flags, likeness
+from fp8dist.checks.outputs import Outputs
+from fp8dist.checks.random_state import random_state
+from fp8dist.errors import ConfigurationError
+from fp8dist.files.traces import Head, Plain, trace_bytes
+from fp8dist.job.checkpoint import with_rank
+from fp8dist.job.manager import internals, managers_in
+from fp8dist.state.groups import local_part, own_rank, world_size
+from fp8dist.state.slots import clean_fqn
+from fp8dist.state.storage import write_file
+
+__all__ = ["trace"]
+
+
+@contextlib.contextmanager
+def trace(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Write the digests of the forward and backward in the block to a file, for ``fp8dist check``. Local.
+
+    The file has a line for each output of a module and each gradient of an output, in execution order: module, call,
+    shape, dtype, a digest of 128 bits, and a flag for NaN and infinity. Its head says what chooses kernels (hardware,
+    versions, flags), and has digests of the random state, the parameters and buffers, the FP8 state and the inputs of
+    the model that the step started from. Any model, with or without FP8. DTensors and FSDP's shards count as the rank's
+    own part. Modules inside a compiled module do not show. A step may have several microbatches. The tensors are read
+    once more each; their bits do not change.
+
+    Args:
+        model: the module to follow, also inside DDP, FSDP or torch.compile.
+        path: file to write when the block ends, atomically. ``{rank}`` is replaced by the rank: on several ranks each
+            that traces needs a file of its own. Equal steps give equal bytes.
+
+    Raises:
+        ConfigurationError: ``model`` is not a module, or no module of it was called in Python. Nothing was written.
+        OSError: the file cannot be written.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"trace() takes the model (an nn.Module) that the step runs, got {model!r:.80}")
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    digester = Digester()
+    inputs: list[str | None] = []
+    head = Head(
+        own_rank(),
+        world_size(),
+        socket.gethostname(),
+        likeness(device),
+        {"training": model.training, **kernel_flags()},
+        _start(model, device, digester),
+    )
+    outputs = Outputs(model, digester)
+    with _inputs_into(inputs, model, digester), outputs.taking():
+        yield
+    start = {**head.start, "inputs": _joined(inputs)}
+    write_file(with_rank(path), trace_bytes(head._replace(start=start), outputs.taken()))
+
+
+def _start(model: nn.Module, device: torch.device, digester: Digester) -> dict[str, Plain]:
+    """Return digests of what the step starts from. Waits for the device."""
+    kept = (*model.named_parameters(), *model.named_buffers())
+    arenas = [sync.arena for manager in managers_in(model) for sync in internals(manager).cycle.syncs]
+    return {
+        "random numbers": _digest("random", random_state(device)._asdict().items(), digester),
+        "parameters and buffers": _digest("kept", kept, digester),
+        "FP8 state": _joined([_hex(ArenaContent(arena).digests(digester)) for arena in arenas if len(arena)]),
+    }
+
+
+def _digest(kind: str, tensors: Sequence[tuple[str, Tensor]] | Any, digester: Digester) -> str | None:
+    named = [Named(clean_fqn(name), local_part(tensor.detach())) for name, tensor in tensors]
+    return _hex(TensorContent(kind, named).digests(digester)) if named else None
+
+
+def _hex(digests: Tensor) -> str:
+    return hashlib.blake2b(digests.numpy().astype("<i8").tobytes(), digest_size=16).hexdigest()
+
+
+def _joined(digests: Sequence[str | None]) -> str | None:
+    """Return one digest of several; None if there is none, or one is not known."""
+    if not digests or None in digests:
+        return None
+    return hashlib.blake2b("".join(map(str, digests)).encode(), digest_size=16).hexdigest()
+
+
+@contextlib.contextmanager
+def _inputs_into(found: list[str | None], model: nn.Module, digester: Digester) -> Iterator[None]:
+    """Append a digest of the tensors of each call of the model."""
+    if model._compiled_call_impl is not None:  # Its hooks would be part of what is compiled.
+        yield
+        return
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            found.append(_digest("input", [(str(i), leaf) for i, leaf in enumerate(leaves)], digester))
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,112 @@
+"""Read safetensors files, one or all of a folder, and fp8dist's own state slot by slot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fp8dist.errors import CheckpointError
+from fp8dist.files.entries import PARAMETERS, STATE, Entry, Item, Source, dtype_name
+from fp8dist.files.failures import reading
+from fp8dist.files.slices import FileSlice
+from fp8dist.state.storage import FILE_FORMAT, from_bytes, read_file, validated_slots
+
+__all__ = ["DTYPES", "SUFFIX", "dtype_text", "is_state", "safetensors_source", "state_items", "state_source"]
+
+SUFFIX = ".safetensors"
+_SHARDED = "DCP_SHARDING_INFO"
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
+        "BF16": "bfloat16",
+        **{f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)},
+        **{f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)},
+        "BOOL": "bool",
+        "C64": "complex64",
+        **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+    }
+)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in safetensors files."""
+    name = dtype_name(dtype)
+    return next(text for text, known in DTYPES.items() if known == name)
+
+
+def is_state(path: str) -> bool:
+    """Return True if the metadata of a safetensors file says that it is fp8dist state."""
+    with safe_open(path, framework="pt") as file:
+        return (file.metadata() or {}).get("format") == FILE_FORMAT
+
+
+def safetensors_source(path: str, files: list[str]) -> Source:
+    """Open ``files`` as one checkpoint called ``path``.
+
+    Raises:
+        CheckpointError: a file is not readable, or two files have a tensor of the same name.
+    """
+    items: dict[str, Item] = {}
+    homes: dict[str, str] = {}
+    with ExitStack() as resources:
+        for name in files:
+            with reading(name):
+                FileSlice.of(name)
+                file = resources.enter_context(safe_open(name, framework="pt", device="cpu"))
+                metadata = file.metadata() or {}
+                if metadata.get("format") == FILE_FORMAT:
+                    raise CheckpointError("is fp8dist state among other files of a folder: name the file itself")
+                for key in file.keys():  # noqa: SIM118  (not a dict)
+                    if key in items:
+                        sharded = " (shards of DCP that were not consolidated)" if _SHARDED in metadata else ""
+                        raise CheckpointError(f"{key} is in {os.path.basename(homes[key])} as well{sharded}")
+                    items[key], homes[key] = _item(file, key), name
+        return Source(path, PARAMETERS, items.values(), resources.pop_all())
+
+
+def _item(file: Any, name: str) -> Item:
+    described = file.get_slice(name)
+    dtype = described.get_dtype()
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{name} is of dtype {dtype}, expected one of {', '.join(DTYPES)}")
+    return Entry(name, "parameter", tuple(described.get_shape()), DTYPES[dtype]), partial(file.get_tensor, name)
+
+
+# fp8dist state -------------------------------------------------------------------------------------
+
+
+def state_source(path: str) -> Source:
+    """Open a state file. Reads the whole file, because the checksum covers all of it."""
+    state, _ = read_file(path)
+    return Source(path, STATE, _slot_items(state, ""))
+
+
+def state_items(data: bytes, place: str) -> list[Item]:
+    """Return the entries of an FP8 state that is the value ``place`` of a checkpoint. All of it stays in memory.
+
+    Raises:
+        CheckpointError: the state is damaged. The message names ``place``.
+    """
+    state, _ = from_bytes(data, place)
+    return list(_slot_items(state, f"{place}."))
+
+
+def _slot_items(state: Mapping[str, Any], prefix: str) -> Iterator[Item]:
+    def item(name: str, kind: str, values: Tensor) -> Item:
+        return Entry(f"{prefix}{name}", kind, tuple(values.shape), dtype_name(values.dtype)), partial(values.clone)
+
+    slots = validated_slots(state, values=False)  # A check must be able to read damaged values.
+    yield item("step", "step", state["step"])
+    by_slot = {kind: state[kind] for kind in ("scale", "amax", "cold", "history")}
+    by_slot["counters"] = state["counters"].t()
+    for number, slot in enumerate(slots):
+        for kind, values in by_slot.items():
+            yield item(str(slot), kind, values[number])

@@ -1,0 +1,143 @@
+"""Parts of regular files, and bytes in memory, read by position."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist.files.failures import Named
+
+__all__ = ["FileSlice", "MemorySlice"]
+
+_Stamp = tuple[int, int, int, int]
+
+
+class FileSlice(io.RawIOBase):
+    """Bytes ``[start, start + length)`` of a file, as a file object.
+
+    The file is open only during reads, so a process can hold thousands of slices. A file that has changed between reads
+    is refused.
+    """
+
+    def __init__(self, path: str, start: int, length: int, stamp: _Stamp) -> None:
+        super().__init__()
+        self.path, self.start, self.length = path, start, length
+        self._stamp = stamp
+        self._place = 0
+
+    @classmethod
+    def of(cls, path: str) -> FileSlice:
+        """Return the whole of a regular file.
+
+        Raises:
+            CheckpointError: the path is a folder, a pipe, a device or a socket.
+            OSError: the file does not exist.
+        """
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+            raise Named(f"{path}: is {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}, expected a file")
+        return cls(path, 0, status.st_size, _stamp(status))
+
+    def part(self, offset: int, length: int) -> FileSlice:
+        """Return a part of this slice, from ``offset`` on.
+
+        Raises:
+            CheckpointError: this slice is too short.
+        """
+        self._require(offset, length)
+        return FileSlice(self.path, self.start + offset, length, self._stamp)
+
+    def _require(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.length:
+            raise Named(
+                f"{self.path}: is truncated or damaged: {offset + length} bytes are wanted, there are {self.length}"
+            )
+
+    def bytes_at(self, offset: int, count: int) -> Tensor:
+        """Return uint8[count] from ``offset`` on.
+
+        Raises:
+            CheckpointError: this slice is too short, or the file has changed.
+        """
+        wanted = self.part(offset, count)
+        found = torch.empty(count, dtype=torch.uint8, device="cpu")
+        view, done = memoryview(found.numpy().data), 0
+        with wanted._opened() as descriptor:
+            while done < count:
+                step = os.preadv(descriptor, [view[done:]], wanted.start + done)
+                if step == 0:
+                    raise Named(f"{self.path}: became shorter while it was read")
+                done += step
+        return found
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        # Without O_NONBLOCK, opening a pipe that has replaced the file would wait for a writer.
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if _stamp(os.fstat(descriptor)) != self._stamp:
+                raise Named(f"{self.path}: was changed while it was read")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self.length}[whence]
+        if place < 0:
+            raise OSError("seek to before the start")  # The type that zipfile expects.
+        self._place = place
+        return place
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), max(0, self.length - self._place))
+        if wanted == 0:
+            return 0
+        with self._opened() as descriptor:
+            count = os.preadv(descriptor, [memoryview(buffer)[:wanted]], self.start + self._place)
+        self._place += count
+        return count
+
+
+class MemorySlice(FileSlice):
+    """Bytes in memory, read like a file. ``path``: their name in messages."""
+
+    def __init__(self, path: str, data: bytes) -> None:
+        super().__init__(path, 0, len(data), (0, 0, 0, 0))
+        self._data = data
+
+    def part(self, offset: int, length: int) -> MemorySlice:
+        self._require(offset, length)
+        return MemorySlice(self.path, self._data[offset : offset + length])
+
+    def bytes_at(self, offset: int, count: int) -> Tensor:
+        self._require(offset, count)
+        found = torch.empty(count, dtype=torch.uint8, device="cpu")
+        found.numpy()[:] = memoryview(self._data)[offset : offset + count]
+        return found
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._data[self._place : self._place + len(buffer)]
+        buffer[: len(found)] = found
+        self._place += len(found)
+        return len(found)
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

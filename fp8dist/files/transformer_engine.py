@@ -1,0 +1,263 @@
+"""Import FP8 state of TransformerEngine: match its entries to our modules, and convert them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8dist.common.text import first_few
+from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.files.extra_states import ExtraState, SavedSlot, read_extra_state
+from fp8dist.job.manager import StateManager, internals
+from fp8dist.state.arena import TAKEN, Arena, unchanged_on_failure
+from fp8dist.state.slots import Slot, SlotSpec, clean_fqn
+from fp8dist_kernels.formats import Role
+from fp8dist_kernels.scaling import amax_behind_scale
+
+__all__ = ["ImportReport", "NameMap", "import_state", "load_transformer_engine"]
+
+Theirs = str | tuple[str, int]
+NameMap = Mapping[str, Theirs] | Callable[[str], Theirs | None]
+"""Maps our fqn to the fqn of a TransformerEngine module, or to (fqn, GEMM number) if that has two GEMMs."""
+
+_KEY = "_extra_state"
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """Result of ``import_state``.
+
+    Args:
+        matched: (slot, source) of each slot that was written.
+        missing: our fqns without an entry, or whose entry has no FP8 state.
+        unused: TransformerEngine fqns whose entry matches no module.
+        stateless: TransformerEngine fqns whose entry matches a module but holds no FP8 state.
+        converted: (slot, reason) of each scale that was derived anew by our recipe.
+    """
+
+    matched: tuple[tuple[Slot, str], ...]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+    stateless: tuple[str, ...]
+    converted: tuple[tuple[Slot, str], ...]
+
+    def __str__(self) -> str:
+        modules = list(dict.fromkeys(f"{slot.fqn} from {theirs}" for slot, theirs in self.matched))
+        lines = [
+            f"FP8 state of TransformerEngine: {len(self.matched)} slots",
+            f"  matched: {len(modules)} modules: {first_few(modules)}",
+            f"  missing there: {len(self.missing)} modules: {first_few(self.missing)}",
+            f"  unused from there: {len(self.unused)} entries: {first_few(self.unused)}",
+            f"  without FP8 state: {len(self.stateless)} entries: {first_few(self.stateless)}",
+        ]
+        for reason in sorted({why for _, why in self.converted}):
+            slots = [slot for slot, why in self.converted if why == reason]
+            lines.append(f"  scales derived anew, because {reason}: {len(slots)}: {first_few(slots)}")
+        return "\n".join(lines)
+
+
+def import_state(
+    arenas: Sequence[Arena], state_dict: Mapping[str, object], name_map: NameMap | None = None
+) -> ImportReport:
+    """Load scales and amax histories from the ``_extra_state`` entries of a state_dict. Local: call it with the same
+    entries on all ranks.
+
+    Histories are matched by age: of a longer history the newest entries are kept. A slot is cold if its entry has
+    neither a scale nor an amax. Saved scales are kept, unless this model computes scales by another rule (another
+    format or margin, powers of two), or TransformerEngine had not yet made a scale of the newest amax. Then the scale
+    is derived anew from the amax window, or, if that is empty, from the amax that the saved scale stands for. The step
+    counter does not change.
+
+    Args:
+        state_dict: entries by name; keys other than ``_extra_state`` are ignored.
+        name_map: names of the modules in ``state_dict``: a mapping (modules that it lacks have the same name there), or
+            a callable that returns None for a module without an entry.
+
+    Raises:
+        ConfigurationError: ``name_map`` is invalid, or names a module, entry or GEMM that does not exist.
+        CheckpointError: an entry that is needed is damaged, or holds more than data.
+        In both cases nothing was changed.
+    """
+    plan = _Plan(arenas, _entries(state_dict), name_map)
+    with unchanged_on_failure(arenas):
+        converted = [found for arena in arenas for found in _write(arena, plan.slots)]
+    return ImportReport(
+        matched=tuple((slot, plan.origins[slot.fqn]) for slot in sorted(plan.slots)),
+        missing=tuple(plan.missing),
+        unused=tuple(plan.unused),
+        stateless=tuple(plan.stateless),
+        converted=tuple(sorted(converted)),
+    )
+
+
+def _entries(state_dict: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of ``_extra_state`` keys by clean fqn of their modules."""
+    found: dict[str, object] = {}
+    for key, value in state_dict.items():
+        prefix, _, last = str(key).rpartition(".")
+        if last != _KEY:
+            continue
+        fqn = clean_fqn(prefix)
+        if fqn in found:
+            raise CheckpointError(f"two entries are called {fqn}.{_KEY} without the prefixes of wrappers")
+        found[fqn] = value
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Import:
+    """Saved state for one slot."""
+
+    saved: SavedSlot
+    margin: int | None
+
+
+class _Plan:
+    """Saved state by slot (``slots``), and the source of each module's state by fqn (``origins``).
+
+    Raises:
+        ConfigurationError, CheckpointError: see ``import_state``.
+    """
+
+    def __init__(self, arenas: Sequence[Arena], entries: Mapping[str, object], name_map: NameMap | None) -> None:
+        self._entries = entries
+        self._read: dict[str, ExtraState | None] = {}
+        ours: dict[str, list[Slot]] = {}
+        for slot in sorted(slot for arena in arenas for slot in arena.index):
+            ours.setdefault(slot.fqn, []).append(slot)
+        self.slots: dict[Slot, _Import] = {}
+        self.origins: dict[str, str] = {}
+        self.missing: list[str] = []
+        for fqn, (name, gemm) in self._names(list(ours), name_map).items():
+            state = self._state(name) if name is not None else None
+            if name is None or state is None:
+                self.missing.append(fqn)
+                continue
+            if not 0 <= gemm < state.gemms:
+                raise ConfigurationError(f"name_map: {name} has {state.gemms} GEMMs, and {fqn} asks for number {gemm}")
+            self.origins[fqn] = f"{name} (GEMM {gemm})" if state.gemms > 1 else name
+            for slot in ours[fqn]:
+                self.slots[slot] = _Import(state.slots[gemm, Role(slot.role)], state.margin)
+        self.unused = sorted(entries.keys() - self._read.keys())
+        self.stateless = sorted(name for name, state in self._read.items() if state is None)
+
+    def _names(self, ours: Sequence[str], name_map: NameMap | None) -> dict[str, tuple[str | None, int]]:
+        """Return (TransformerEngine fqn or None, GEMM) by our fqn."""
+        if callable(name_map):
+            named = {fqn: _parsed(fqn, name_map(fqn)) for fqn in ours}
+        else:
+            if name_map is not None and not isinstance(name_map, Mapping):
+                raise ConfigurationError(f"name_map must be a mapping or a function, got {type(name_map).__name__}")
+            given = {clean_fqn(str(fqn)): value for fqn, value in (name_map or {}).items()}
+            strangers = sorted(given.keys() - set(ours))
+            if strangers:
+                raise ConfigurationError(f"name_map: this model has no FP8 modules called {first_few(strangers)}")
+            named = {fqn: _parsed(fqn, value) for fqn, value in given.items()}
+        absent = sorted({name for name, _ in named.values() if name is not None and name not in self._entries})
+        if absent:
+            raise ConfigurationError(
+                f"name_map: there is no {_KEY} of {first_few(absent)}; there are {first_few(sorted(self._entries))}"
+            )
+        same = {fqn: (fqn if fqn in self._entries else None, 0) for fqn in ours if fqn not in named}
+        return {fqn: named[fqn] if fqn in named else same[fqn] for fqn in ours}
+
+    def _state(self, name: str) -> ExtraState | None:
+        if name not in self._read:
+            self._read[name] = read_extra_state(f"{name}.{_KEY}", self._entries[name])
+        return self._read[name]
+
+
+def _parsed(fqn: str, value: object) -> tuple[str | None, int]:
+    """Return a value of ``name_map`` as (fqn or None, GEMM)."""
+    if value is None:
+        return None, 0
+    name, gemm = value if isinstance(value, tuple) and len(value) == 2 else (value, 0)
+    if not isinstance(name, str) or type(gemm) is not int:
+        raise ConfigurationError(
+            f"name_map: {fqn} is mapped to {value!r}, expected a name, or (name, number of the GEMM)"
+        )
+    return clean_fqn(name), gemm
+
+
+def _write(arena: Arena, slots: Mapping[Slot, _Import]) -> list[tuple[Slot, str]]:
+    """Write to an arena. Return (slot, reason) of the scales that were derived anew."""
+    specs = [spec for spec in arena.specs if spec.slot in slots]
+    found = [slots[spec.slot] for spec in specs]
+    scale = torch.tensor([one.saved.scale for one in found], dtype=torch.float32, device="cpu")
+    length = arena.ring.length
+    history = torch.zeros(len(found), length, dtype=torch.float32, device="cpu")
+    for row, one in zip(history, found):
+        newest = one.saved.history[-length:]
+        row[length - len(newest) :] = newest
+    positive = history > 0
+    seen = positive.any(1)
+    first, last = positive.int().argmax(1), length - 1 - positive.flip(1).int().argmax(1)
+    amax = history.gather(1, last[:, None])[:, 0]
+    cold = ~seen & (scale == 1)
+    counters = torch.zeros(len(arena.counters), len(found), dtype=torch.int64, device="cpu")
+    counters[TAKEN] = torch.where(seen, length - first, 0)
+    index = torch.tensor([arena.index[spec.slot] for spec in specs], dtype=torch.int64, device=arena.device)
+    arena.load_slots(index, *(t.to(arena.device) for t in (scale, amax, cold, counters, history)))
+
+    reasons = [
+        None if is_cold else _reason(arena, spec, one) for is_cold, spec, one in zip(cold.tolist(), specs, found)
+    ]
+    if any(reasons):
+        largest = [_largest(arena, spec, one) for spec, one in zip(specs, found)]
+        stood_for = amax_behind_scale(scale, torch.tensor(largest, dtype=torch.float32, device="cpu"), 0)
+        where, amaxes = torch.zeros_like(arena.cold), torch.zeros_like(arena.amax)
+        where[index] = torch.tensor([why is not None for why in reasons], device=arena.device)
+        amaxes[index] = stood_for.to(arena.device)
+        arena.convert_scales(where, amaxes)
+    return [(spec.slot, why) for spec, why in zip(specs, reasons) if why is not None]
+
+
+def _reason(arena: Arena, spec: SlotSpec, found: _Import) -> str | None:
+    """Return why the saved scale does not fit here, or None if it does."""
+    saved, recipe = found.saved, arena.recipe
+    if saved.fp8_max not in (None, spec.format.max):
+        return f"its format goes up to {saved.fp8_max:g} there and {spec.format.max:g} here"
+    if found.margin not in (None, recipe.margin):
+        return f"margin is {found.margin} there and {recipe.margin} here"
+    if recipe.power_of_two:
+        return "scales are powers of two here"
+    return "its newest amax was not in the scale yet" if saved.due else None
+
+
+def _largest(arena: Arena, spec: SlotSpec, found: _Import) -> float:
+    """Return the value that TransformerEngine scaled an amax to."""
+    margin = arena.recipe.margin if found.margin is None else found.margin
+    return (found.saved.fp8_max or spec.format.max) / 2.0**margin
+
+
+def load_transformer_engine(
+    manager: StateManager, state_dict: Mapping[str, object], name_map: NameMap | None = None
+) -> ImportReport:
+    """Load the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
+
+    Local: on all ranks alike. Nothing inside a pickle is imported or called. Amaxes that wait for a boundary are
+    dropped. ``import_state`` describes how scales and histories are
+    converted.
+
+    Args:
+        name_map: names of the modules in TransformerEngine's model: a mapping from the fqn here, or a function of
+            it. A value is a name, or (name, GEMM) for a module with two GEMMs, such as LayerNormMLP: ``{"mlp.fc2":
+            ("layernorm_mlp", 1)}``. None: the same names as here.
+
+    Returns:
+        A report of the slots that matched, and of those that did not.
+
+    Raises:
+        ConfigurationError: ``name_map`` has a name that does not exist. Nothing was changed.
+        CheckpointError: an entry is damaged, or contains more than data. Nothing was changed.
+    """
+    cycle = internals(manager).cycle
+    cycle.require("loading state")
+    cycle.settle()
+    report = import_state([sync.arena for sync in cycle.syncs if sync.arena.recipe.delayed], state_dict, name_map)
+    for sync in cycle.syncs:
+        sync.abandon()
+    cycle.state_loaded([slot for slot, _ in report.matched])
+    return report

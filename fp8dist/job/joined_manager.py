@@ -1,0 +1,54 @@
+"""What ``Join`` of torch calls of a manager: ``Join([ddp, manager])``."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.job.attachment import Attachment
+from fp8dist.job.cycle import StepCycle
+from fp8dist.parallel.ddp import ManagerJoinHook
+
+__all__ = ["JoinedManager"]
+
+
+class JoinedManager(Joinable):
+    """The part of a manager that ``Join`` of torch calls; the names are torch's."""
+
+    _cycle: StepCycle
+    _attachment: Attachment
+
+    @property
+    def _join_config(self) -> _JoinConfig:
+        return self._cycle.job.join_config
+
+    @_join_config.setter
+    def _join_config(self, config: _JoinConfig) -> None:
+        self._cycle.job.join_config = config
+
+    def join_hook(self, **kwargs: Any) -> ManagerJoinHook:
+        """Return the hook for ``Join([ddp, manager])``, DDP first. Local."""
+        ddp = self._attachment.ddp
+        if ddp is None:
+            raise ConfigurationError("Join([ddp, manager]) needs attach(ddp, …) first, with the DDP module")
+        if self._cycle.job.launches_early:
+            raise ConfigurationError(
+                "Join does not work with comm_hook, which ranks without data never reach: leave the hook out"
+            )
+        hook = ManagerJoinHook(self._cycle, ddp)
+        self._cycle.job.join_hook = weakref.ref(hook)
+        return hook
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the collectives."""
+        return self._cycle.syncs[0].arena.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The given group of the first arena that has one: ``Join`` wants the same group from DDP."""
+        return next((group.given for group in self._cycle.groups if group is not None), None)

@@ -1,0 +1,138 @@
+"""``fp8dist.check``: check any model, prepared or not, for differences between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8dist.checks.checker import check_alone, run_check
+from fp8dist.checks.inventory import Scope
+from fp8dist.checks.repair import Repairs
+from fp8dist.checks.report import DivergenceReport
+from fp8dist.checks.standing import Standing
+from fp8dist.common.names import require_choice, require_int
+from fp8dist.common.optimizer_hooks import unwrap_optimizers
+from fp8dist.errors import ConfigurationError
+from fp8dist.job.manager import internals, managers_in
+from fp8dist.parallel.ddp import in_join
+from fp8dist.parallel.torch_internals import require_checkable
+from fp8dist.state.accord import meet
+from fp8dist.state.groups import GroupLike, SyncGroup, world_size
+from fp8dist.state.roll_call import enrol
+from fp8dist.state.settings import Policy, report_dir
+
+__all__ = ["check"]
+
+_INSTEAD = (
+    "pass group= (the ranks that hold the same plain parameters), or groups= for parts of the module. If all "
+    "parameters are sharded without replicas, leave the check out"
+)
+
+LAST_GOOD_STEPS = "_fp8dist_last_good_steps"
+"""Attribute of a checked module that holds the step of its last good check, by kind of what was compared."""
+
+REPAIRS = "_fp8dist_repairs"
+"""Attribute of a checked module that is not prepared: which tensors the last checks repaired."""
+
+
+def check(
+    module: nn.Module,
+    group: GroupLike | None = None,
+    *,
+    groups: Mapping[str, GroupLike | None] | None = None,
+    gradients: bool = False,
+    optimizer: Any = None,
+    step: int | None = None,
+    policy: Policy = "raise",
+    buffers: bool = False,
+    max_repairs: int | None = None,
+) -> DivergenceReport:
+    """Check that all ranks hold the same parameters. If not, report what differs, where, and on which ranks.
+    COLLECTIVE.
+
+    Works on any model: plain, in DDP, FSDP or tensor parallel, prepared by this library or another. It compares
+    DTensors across their Replicate axes, parameters that DDP keeps equal across its group, those of Megatron-Core
+    across the ranks that hold copies, the FP8 state of prepared models, and, with ``group``, all other plain parameters
+    across that group. Shards of FSDP1 are compared only with their copies (``HYBRID_SHARD``): others differ by design.
+    If nothing differs, the check costs a pass over the parameters and one all-reduce of 120 bytes. With further sets of
+    ranks, as on meshes, it is one for each set and two more. ``report.compared`` counts what was compared, by kind.
+    ``report.skipped`` says what was not compared, and why.
+
+    The report is ``consistent`` only if everything that was to be compared was compared on some ranks, and is equal:
+    not if all parameters are shards that no other rank holds, and not on one rank. Then ``report.unverified`` or
+    ``report.skipped`` says why, and nothing is raised.
+
+    Args:
+        group: the ranks that call this and hold the same plain parameters: a ProcessGroup, or a DeviceMesh (all axes
+            flattened). None: all ranks of the job call it, and plain parameters outside of DDP are not compared. A
+            prepared model, or a part of it, that was attached with a wrapper counts as wrapped.
+        groups: fqn patterns of plain parameters that are replicated over other ranks, or over none (None), such as
+            ``{"*.experts.*": None}``. The first match counts.
+        gradients: also compare gradients. Call ``check`` after they are reduced and before they are zeroed.
+        optimizer: also compare the state of this optimizer, or of a list of optimizers.
+        step: number of optimizer steps done, for the report. The module remembers the last step at which each kind of
+            tensor was good.
+        policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
+            "repair": copy from the majority, raise if there is none.
+        buffers: compare buffers, which are replicated like plain parameters. Those that a forward changes, as BatchNorm
+            does, differ by design between a forward and the next, where DDP copies those of its first rank to the
+            others.
+        max_repairs: as for ``StateManager.check``. The module remembers which tensors were repaired.
+
+    Returns:
+        A report with the same findings on all ranks.
+
+    Raises:
+        DivergenceError: on all ranks, if the policy says so.
+        ConfigurationError: on all ranks, if there are several and nothing is known to be the same on any two of them
+            (all is sharded, or plain and without ``group``). The message says what to pass. If FP8 is switched off, one
+            rank warns once instead. Also raised inside a Join context.
+        SyncError: a rank did not take part, and the collective timed out. The message names the missing ranks.
+    """
+    require_choice("policy", policy, ("raise", "warn", "repair"))
+    if max_repairs is not None:
+        require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
+    scope = Scope(True, gradients, buffers, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
+    if group is None and world_size() == 1:
+        return check_alone(module, scope, Standing())
+    if in_join(module):
+        raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
+    require_checkable(module)
+    if LAST_GOOD_STEPS not in module.__dict__:
+        module.__dict__[LAST_GOOD_STEPS] = {}
+        enrol()  # So that an error can name the host of a missing rank.
+    anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
+    checkers = [internals(manager).settled().checker for manager in managers_in(module)]
+    meet(anchor, "fp8dist.check()")
+    report = run_check(
+        anchor,
+        checkers,
+        module,
+        scope,
+        policy,
+        _INSTEAD,
+        _device_of(module),
+        report_dir(),
+        step=step or 0,
+        last_good=module.__dict__[LAST_GOOD_STEPS],
+        vouched=group is not None,
+        groups=groups,
+        repairs=checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs()),
+        max_repairs=max_repairs,
+    )
+    if checkers and not any(checker.settings.enabled for checker in checkers):
+        checkers[0].say_what_is_skipped(report, anchor)
+    if not (report.diverged or report.nonfinite) and step is not None:
+        module.__dict__[LAST_GOOD_STEPS] = {**module.__dict__[LAST_GOOD_STEPS], **dict.fromkeys(report.compared, step)}
+    return report
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    with contextlib.suppress(Exception):  # The check itself reports unreadable modules, on all ranks.
+        return next(parameter.device for parameter in module.parameters())
+    return torch.device("cpu")

@@ -1,0 +1,76 @@
+"""Names that a manager had until version 0.1. They work in this version, and warn with the call that replaces them.
+
+The core imports no tool. Only here is one looked up by its name, when a program calls it by an old one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["MOVED", "moved"]
+
+
+def _function(name: str) -> Callable[[Any], Any]:
+    """Return what gives ``fp8dist.<name>`` with the manager as its first argument."""
+    return lambda manager: functools.partial(getattr(importlib.import_module("fp8dist"), name), manager)
+
+
+def _of_slot(name: str) -> Callable[[Any], Any]:
+    """Return what gives a function of (fqn, role) that reads an attribute of the slot's state."""
+    return lambda manager: lambda fqn, role: getattr(manager.slot(fqn, role), name)
+
+
+def _high_precision(manager: Any) -> Callable[[str], Any]:
+    return lambda fqn: manager.slot(fqn, "input").high_precision
+
+
+def _recipe_of(manager: Any) -> Callable[[str], Any]:
+    def recipe_of(fqn: str) -> Any:
+        role = next((slot.role for slot in manager.slots if slot.fqn == fqn), "weight")
+        return manager.slot(fqn, role).recipe
+
+    return recipe_of
+
+
+MOVED: Mapping[str, tuple[str, Callable[[Any], Any]]] = MappingProxyType(
+    {
+        **{
+            name: (f"fp8dist.{name}(manager, …)", _function(name))
+            for name in ("describe", "export", "exported", "load_transformer_engine", "take_waits", "watch")
+        },
+        **{
+            name: (f"manager.slot(fqn, role).{name}", _of_slot(name))
+            for name in ("amax", "amax_history", "inv_scale", "scale")
+        },
+        "set_scale": (
+            "manager.slot(fqn, role).set_scale(scale)",
+            lambda manager: lambda fqn, role, scale: manager.slot(fqn, role).set_scale(scale),
+        ),
+        "record": (
+            "manager.slot(fqn, role).record(x)",
+            lambda manager: lambda fqn, role, x: manager.slot(fqn, role).record(x),
+        ),
+        "high_precision": ("manager.slot(fqn, role).high_precision", _high_precision),
+        "recipe_of": ("manager.slot(fqn, role).recipe", _recipe_of),
+        "proven_step": ("manager.verified.proven_step", lambda manager: manager.verified.proven_step),
+        "checked_step": ("manager.verified.checked_step", lambda manager: manager.verified.checked_step),
+        "last_check": ("manager.verified.last_check", lambda manager: manager.verified.last_check),
+    }
+)
+"""By old name: the new call, and a function of the manager that returns what the old name gave."""
+
+
+def moved(manager: Any, name: str) -> Any:
+    """Return what an old name of a manager gives, and warn. Python shows such a warning once for each line.
+
+    Raises:
+        KeyError: the manager never had that name.
+    """
+    new, of = MOVED[name]
+    warnings.warn(f"manager.{name} is now {new}; the old name goes with the next version", FutureWarning, stacklevel=3)
+    return of(manager)

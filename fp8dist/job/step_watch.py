@@ -1,0 +1,322 @@
+"""StepWatch: watches the steps of all torch optimizers of the process that change one model's FP8 weights.
+
+Scales follow weights at boundaries. If no boundary follows an optimizer's step, training would continue with outdated
+scales, while the loss falls. So the second such step raises an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fp8dist.common.optimizer_hooks import found_inf, has_closure, is_real_step, retire_with, step_frames, untraced
+from fp8dist.common.text import first_few
+from fp8dist.errors import ConfigurationError
+from fp8dist.job.changes import Gradients, Loads, Masters
+from fp8dist.modules.job_state import JobState
+from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist.modules.parts import Part, fp8_parts
+from fp8dist.modules.weight_notes import Noted, WeightNote, find, take_all
+from fp8dist.state.slots import Slot
+from fp8dist_kernels.formats import Role
+from fp8dist_kernels.graphs import compiled_any
+
+__all__ = ["StepListener", "StepWatch"]
+
+logger = logging.getLogger("fp8dist")
+
+
+class StepListener(Protocol):
+    """Receives the steps that a StepWatch observes."""
+
+    job: JobState
+
+    @property
+    def captures(self) -> bool:
+        """True while a CUDA graph is captured."""
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank that logs for all ranks."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Handle the start of an optimizer's step."""
+
+    def after_step(self, optimizer: Optimizer, real: bool) -> None:
+        """Handle the end of an optimizer's step. ``real``: True if the step may have changed parameters."""
+
+    def tell_others(self, text: str) -> None:
+        """Publish the error that this rank raises, for the ranks that wait for this rank."""
+
+
+class StepWatch:
+    """Watches optimizers for one model's FP8 weights, from ``prepare`` to ``restore``. Lives as long as its manager.
+
+    A step inside another optimizer's step (Lookahead, SAM, ZeroRedundancyOptimizer) belongs to the outer step.
+    """
+
+    def __init__(self, listener: StepListener, model: weakref.ref[nn.Module]) -> None:
+        self._listener = weakref.ref(listener)  # Weak: a reference cycle would delay the release of GPU memory.
+        self._model = model
+        self._noted: list[Noted] | None = None
+        self._slots: list[LinearSlots] = []
+        self._began = 0
+        self._lists: list[tuple[int, int]] = []  # Of the optimizer that steps; and the weights that it holds.
+        self._held: list[Noted] = []
+        self._unrecorded: list[WeightNote] = []
+        self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
+        self._masters: Masters | None = None
+        self._gradients = Gradients()
+        self._loads = Loads()
+        self._said_still = False
+        self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        alive = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            living = alive()
+            if living is not None:
+                living._before(optimizer, _is_nested(), has_closure(args, kwargs))
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            living = alive()
+            if living is not None:
+                living._after(optimizer, _is_nested())
+
+        self._handles = (
+            register_optimizer_step_pre_hook(untraced(before)),
+            register_optimizer_step_post_hook(untraced(after)),
+        )
+        for handle in self._handles:
+            retire_with(self, handle)  # Never removes a hook inside a step: torch iterates over the hooks then.
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def noted(self) -> list[Noted]:
+        """The FP8 weights of the model, as they were at ``attach``."""
+        if self._noted is not None:
+            return self._noted
+        return [(weakref.ref(part.module), part.slots.note) for part in self._parts()]
+
+    @property
+    def slots(self) -> list[LinearSlots]:
+        """The slots of these weights."""
+        return self._slots if self._noted is not None else [part.slots for part in self._parts()]
+
+    def _parts(self) -> list[Part]:
+        """Return the FP8 weights of the model as it is now. Until ``attach``, modules may still be converted."""
+        model = self._model()
+        return [] if model is None else list(fp8_parts(model))
+
+    def _slots_of(self, notes: Iterable[WeightNote]) -> list[LinearSlots]:
+        wanted = {id(note) for note in notes}
+        return [slots for slots in self.slots if id(slots.note) in wanted]
+
+    def expect_masters(self, parts: Sequence[Part], optimizer: Optimizer) -> None:
+        """Check weights that no attached optimizer holds, although ``optimizer`` holds parameters that may be their
+        master copies: its steps must then change the weights. Local."""
+        self._masters = Masters(parts, optimizer)
+
+    def attached(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take notes, after ``attach`` has placed the state and derived the scales of cold weights. Local.
+
+        A weight that has changed since the last boundary stays marked as written: after an earlier ``attach``, its slot
+        is hot and has the scale of the old weight.
+        """
+        self._noted = self._masters = None
+        self._slots, self._noted = self.slots, self.noted
+        self._attached = weakref.WeakSet(optimizers)
+        self._last = weakref.ref(optimizers[-1]) if optimizers else None
+        for living, note in self._noted:
+            linear = living()
+            assert linear is not None
+            changed = note.written(linear)
+            note.take(linear, attached=True)
+            note.forget_steps()
+            if changed:
+                note.mark_written()
+
+    def detached(self) -> None:
+        """Forget the attached optimizers. Local."""
+        self._masters = self._last = None
+        self._attached = weakref.WeakSet()
+
+    def take_notes(self, after_step: bool = False) -> None:
+        """Note that scales are right for the weights as they are now. Local.
+
+        Args:
+            after_step: True at a boundary that the loop requested. Earlier writes then count as an optimizer step,
+                except for writes after an optimizer step that was seen.
+        """
+        listener = self._listener()
+        boundaries = -1 if listener is None else listener.job.boundaries - 1
+        noted = self.noted
+        foreign: list[WeightNote] = []
+        if after_step:
+            _, foreign = find([each for each in noted if each[1].stepped_at == boundaries])
+            foreign += [note for _, note in noted if note.marked and note.marked_unrecorded]
+        take_all(noted)
+        for note in foreign:
+            note.mark_written()
+
+    @contextlib.contextmanager
+    def kept_notes(self) -> Iterator[None]:
+        """Restore the notes at exit. The caller undoes, inside the context, all its writes to weights. Local."""
+        noted = self.noted
+        awaited, written = [note for _, note in noted if note.awaited], find(noted)[1]
+        try:
+            yield
+        finally:
+            take_all(noted)
+            for note in awaited:
+                note.trust_next()
+            for note in written:
+                note.mark_written()
+
+    def state_loaded(self, slots: Collection[Slot]) -> None:
+        """Note that state was loaded: these slots are right for the weights that the next forward finds. Local."""
+        for each in self.slots:
+            if any(slot in slots for slot in each.weight_slots):
+                each.note.trust_next()
+
+    def optimizer_loaded(self) -> None:
+        """Note that the state of an attached optimizer was loaded, and thus its copies of weights. Local."""
+        self._loads.forget()
+        listener = self._listener()
+        if listener is not None:
+            listener.job.loads.clear()
+
+    def _before(self, optimizer: Optimizer, nested: bool, closure: bool) -> None:
+        listener = self._listener()
+        if listener is None:
+            return
+        listener.before_step(optimizer)
+        if nested or listener.captures:
+            return
+        if listener.job.enabled and optimizer in self._attached and is_real_step(optimizer):
+            is_last = optimizer is self._last_one
+            self._gradients.before(optimizer, is_last, closure)
+            if is_last:
+                self._loads.before(optimizer, listener.job.loads, listener.speaks)
+        self._began, listener.job.stepping = listener.job.boundaries, True
+        if self._masters is not None and self._masters.told(optimizer):
+            self._masters = None
+        self._lists = _lists_of(optimizer)
+        self._held, written = find(self.noted if listener.job.enabled else (), _ids_of(optimizer))
+        self._unrecorded = [note for note in written if note.unrecorded]
+        if is_real_step(optimizer) and not self._brings_boundary(listener.job, optimizer):
+            self._require_boundary(listener, optimizer, self._held)
+
+    def _brings_boundary(self, job: JobState, optimizer: Optimizer) -> bool:
+        return job.by_optimizer and self._last_one is optimizer
+
+    @property
+    def _last_one(self) -> Optimizer | None:
+        return None if self._last is None else self._last()
+
+    def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Noted]) -> None:
+        """Raise ConfigurationError if weights are about to be stepped a second time since the last boundary."""
+        again = [note for _, note in held if note.stepped_at == self._began]
+        late = [slots for slots in self._slots_of(again) if _is_late(slots, self._began)] if again else []
+        if late:
+            listener.job.stepping = False
+            text = _second_step(optimizer, late, optimizer in self._attached)
+            listener.tell_others(text)
+            raise ConfigurationError(text)
+
+    def _after(self, optimizer: Optimizer, nested: bool) -> None:
+        listener, real = self._listener(), is_real_step(optimizer)
+        if listener is None:
+            return
+        counts = real and not nested and not listener.captures
+        if not nested:
+            listener.job.stepping = False
+        skipped = found_inf(optimizer)
+        since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
+        held = self._held
+        if nested or self._lists != _lists_of(optimizer):  # A closure may change them.
+            held, _ = find(self.noted, _ids_of(optimizer))
+        still = [note for _, note in held if note.recorded_at < since <= note.backward_at]
+        take_all([each for each in held if not each[1].awaited])
+        if counts:
+            for _, note in held:
+                note.stepped_at, note.skipped = self._began, skipped
+        if counts and still and not self._said_still and listener.speaks:
+            self._warn_of_eval(optimizer, still, since)
+        if not nested:
+            for note in self._unrecorded:  # Written to between the last forward and this step.
+                note.mark_written()
+            self._lists, self._held, self._unrecorded = [], [], []
+            self._gradients.after(optimizer, listener.speaks)
+        listener.after_step(optimizer, real)
+
+    def _warn_of_eval(self, optimizer: Optimizer, notes: Sequence[WeightNote], since: int) -> None:
+        """Warn once about trained weights whose backwards recorded no amax. A part of a model may be in ``eval()``
+        while its slots are cold, and thus cast with their tensors' own amaxes.
+
+        Args:
+            notes: of the weights without a recorded backward since so many boundaries.
+        """
+        still = self._slots_of([note for note in notes if any(p.requires_grad for p in note.stored)])
+        hot = any(slots.sync.arena.known_hot for slots in still)
+        alone = all(note.recorded_at < since for _, note in self.noted)
+        if still and (hot or alone):
+            self._said_still = True
+            logger.warning(
+                "fp8dist: %s trains the FP8 weights of %s, but their backwards record no amaxes, because they are in "
+                "eval(): their scales stand still. Call train(); or, if they train in eval() on purpose, run the "
+                "forwards inside `with manager.recording():`",
+                type(optimizer).__name__,
+                first_few(sorted({slots.fqn for slots in still})),
+            )
+
+
+def _is_late(slots: LinearSlots, boundaries: int) -> bool:
+    """True if a weight that was stepped since the last boundary must not be stepped again, because it is cast to FP8.
+    Reads the device if a loss scaler may have skipped that step. ``boundaries``: number passed so far."""
+    note, skipped = slots.note, slots.note.skipped
+    used = note.used_at == boundaries or (compiled_any() and note.idle_at != boundaries)
+    return used and slots.weight_sync.every_step and (skipped is None or not bool(skipped))
+
+
+def _second_step(optimizer: Optimizer, late: Sequence[LinearSlots], attached: bool) -> str:
+    names = first_few(sorted({slots.slots[Role.WEIGHT].fqn for slots in late}))
+    what = (
+        f"{type(optimizer).__name__} is about to step {len(late)} FP8 weights ({names}) a second time, but no step of "
+        "FP8 state has ended since the first: their scales would stand still. "
+    )
+    if attached:
+        return what + (
+            "It is attached, but the step ends with another optimizer, the last one that attach was given: use "
+            'attach(optimizer=[…], boundary="manual") and call manager.step() once per optimizer step'
+        )
+    return what + (
+        "If the optimizer was made after attach() or was not given to it, call attach(optimizer=…) again; or call "
+        "manager.step() once per optimizer step"
+    )
+
+
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of an optimizer's parameters."""
+    return set(map(id, itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])))
+
+
+def _lists_of(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Return the ids and lengths of an optimizer's lists of parameters, which show within a step that all are as they
+    were."""
+    return [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+
+
+def _is_nested() -> bool:
+    return len(step_frames()) > 1

@@ -1,1 +1,0 @@
-"""Monitoring of slot statistics and of the loss."""

@@ -1,0 +1,48 @@
+"""Put back what a forward and a backward leave in a manager's FP8 state and its notes. Local."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fp8dist.job.cycle import StepCycle
+from fp8dist.modules.linear_slots import LinearSlots
+
+__all__ = ["kept_fp8_state"]
+
+_PERMANENT = ("_states", "replaying", "compiled", "graphed", "captured")
+"""Attributes that stay as a run leaves them: views of arenas, and what has been traced."""
+
+
+def kept_fp8_state(cycle: StepCycle, modules: Sequence[LinearSlots]) -> Callable[[], None]:
+    """Return a function that puts everything back, as often as it is called. Commits a sync that is due first, which
+    the next forward would do.
+
+    Args:
+        modules: all FP8Linears' slots of the manager.
+    """
+    cycle.settle()
+    tensors = [sync.kept_records() for sync in cycle.syncs]
+    weights = () if cycle.sharded is None else cycle.sharded.weights
+    kept: list[tuple[Any, dict[str, Any]]] = [(thing, dict(thing.__dict__)) for thing in (cycle.job, *weights)]
+    kept += [(slots, dict(slots.__dict__)) for slots in modules]
+    kept += [(slots.note, dict(slots.note.__dict__)) for slots in modules]
+    noted = None if cycle.job.microbatches is None else copy.deepcopy(_sets(cycle.job.microbatches))
+    taken = None if cycle.audits is None else cycle.audits.kept()
+
+    def put_back() -> None:
+        for put in tensors:
+            put()
+        for thing, attributes in kept:
+            thing.__dict__.update({name: value for name, value in attributes.items() if name not in _PERMANENT})
+        if noted is not None:
+            cycle.job.microbatches.__dict__.update(copy.deepcopy(noted))
+        if taken is not None:
+            taken()
+
+    return put_back
+
+
+def _sets(noted: Any) -> dict[str, Any]:
+    return {name: value for name, value in noted.__dict__.items() if name != "_syncs"}

@@ -1,0 +1,413 @@
+"""``fp8dist.replay``: run a forward and a backward again, on this rank and on the next, and find the first module that
+differs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace as changed
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fp8dist.checks.contents import Digester, on_device
+from fp8dist.checks.differences import Difference, first_difference
+from fp8dist.checks.likeness import kernel_flags, likeness, unsteady_settings
+from fp8dist.checks.outputs import Outputs, Place, Taken, any_nonfinite
+from fp8dist.checks.random_state import RandomState, random_state, set_random_state
+from fp8dist.common.optimizer_hooks import untraced
+from fp8dist.errors import ConfigurationError, Fp8DistError
+from fp8dist.job.manager import internals, managers_in
+from fp8dist.modules.parts import fp8_parts
+from fp8dist.parallel.wrappers import compute_devices, require_replicas
+from fp8dist.replays.kept_model import KeptModel, require_replayable
+from fp8dist.replays.kept_state import kept_fp8_state
+from fp8dist.replays.neighbours import copy_of, from_next, require_sendable
+from fp8dist.replays.replay_report import ReplayReport, Told, judge
+from fp8dist.state.accord import Accord
+from fp8dist.state.groups import GroupLike, SyncGroup, is_dtensor, local_part, own_rank, world_size
+from fp8dist.state.roll_call import failing_by_name
+from fp8dist.state.slots import clean_fqn
+
+__all__ = ["replay"]
+
+Step = Callable[[Any], Any]
+
+
+def replay(
+    model: nn.Module,
+    step: Step,
+    batch: Any,
+    *,
+    group: GroupLike | None = None,
+    random_state: RandomState | None = None,
+    scaler: Any = None,
+    timeout: timedelta = timedelta(minutes=10),
+) -> ReplayReport:
+    """Run a forward and a backward again, and name the first module whose output or gradient is not the same.
+    COLLECTIVE.
+
+    Each rank runs its own batch twice, then the next rank's batch, with that rank's random numbers. Of each module's
+    outputs and their gradients it takes digests, in execution order. If any differ, two or three more runs find the
+    first element, or the op. Works on any model, prepared or not: plain, in DDP, FSDP2 or tensor parallel, with
+    activation checkpointing, and with compiled blocks, which show as a whole. What cannot be replayed is refused with a
+    reason: see docs/replays.md.
+
+    Afterwards everything is as before: gradients, buffers, FP8 state, random numbers, the scaler. State that a module
+    keeps in Python is not put back, but shows: its second run differs from its first. The memory that it takes is that
+    of one set of gradients and of the buffers.
+
+    Args:
+        model: as the training loop calls it.
+        step: runs forward and backward on a batch, as the loop does, and no optimizer step. DDP reduces no gradients
+            in it, FSDP2 reduces them as always.
+        batch: of this rank: tensors and plain values, in tuples, lists and dicts.
+        group: the ranks that call this, each with whole copies and data of its own: a ProcessGroup or a DeviceMesh.
+            With tensor parallelism, the data-parallel axis. None: all ranks of the job.
+        random_state: what ``ReplayBuffer`` has kept with the batch. None: that of now.
+        scaler: a GradScaler that ``step`` uses.
+        timeout: how long ranks wait for each other between the runs.
+
+    Returns:
+        The same report on all ranks of the group.
+
+    Raises:
+        ConfigurationError: on all ranks: something cannot be replayed or sent, or ``step`` called an optimizer.
+        Fp8DistError: on all ranks: ``step`` raised on one of them. The message has its text.
+        SyncError: a rank did not come. If ``step`` raises on one rank of a model that communicates in its forward, the
+            others time out there, and the message has the text.
+    """
+    everyone = None if world_size() == 1 and group is None else SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
+    if everyone is not None and not everyone.communicates:
+        everyone = None
+    return _Replay(model, step, batch, everyone, group is not None, scaler, timeout).report(random_state)
+
+
+class _Replay:
+    """One call of ``replay`` on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        batch: Any,
+        group: SyncGroup | None,
+        chosen: bool,
+        scaler: Any,
+        timeout: timedelta,
+    ) -> None:
+        self._model, self._step, self._batch, self._scaler = model, step, batch, scaler
+        self._group, self._chosen = group, chosen
+        self._sharing = _sharing(model, group)
+        groups = self._sharing if group is None else [group, *self._sharing]
+        self._accords = [Accord(one, "replay()", timeout) for one in groups]
+        self._digester = Digester()
+
+    def report(self, given: RandomState | None) -> ReplayReport:
+        self._all(self._require)
+        parameter = next(self._model.parameters())
+        self._device = compute_devices(self._model)(parameter)
+        with on_device(self._device):
+            now = random_state(self._device)
+            put_back = self._kept()
+            try:
+                found = self._found(now if given is None else given)
+            finally:
+                set_random_state(now, self._device)
+                put_back()
+            self._all(self._held.require_unwritten)
+            return found
+
+    def _require(self) -> None:
+        require_replayable(self._model)
+        if self._group is not None:
+            require_sendable(self._batch)
+            if not self._chosen:
+                require_replicas(self._model, "replay()")
+        if next(self._model.parameters(), None) is None:
+            raise ConfigurationError("replay(): the model has no parameters")
+        for manager in managers_in(self._model):
+            internals(manager).settled().require("replay()")
+
+    def _kept(self) -> Callable[[], None]:
+        """Take what is put back, and return a function that does it."""
+        self._held = KeptModel(self._model)
+        cycles = [internals(manager).settled() for manager in managers_in(self._model)]
+        slots = {id(c.job): [p.slots for p in fp8_parts(self._model) if p.slots.job is c.job] for c in cycles}
+        self._puts = [kept_fp8_state(cycle, slots[id(cycle.job)]) for cycle in cycles]
+        if self._scaler is not None:
+            self._puts.append(_kept_scaler(self._scaler))
+        for cycle in cycles:
+            cycle.job.replaying = True
+
+        def put_back() -> None:
+            for cycle in cycles:
+                cycle.job.replaying = False
+            for put in self._puts:
+                put()
+            self._held.put_back()
+
+        return put_back
+
+    def _found(self, state: RandomState) -> ReplayReport:
+        group = self._group
+        skipped = self._unsteady()
+        run, again = self._run("the first run", self._batch, state), self._run("the second run", self._batch, state)
+        first = run.taken()
+        told = Told(own_rank(), own_rank(), compared=len(first.places))
+        unsteady = first.first_difference(again.taken())
+        told = changed(told, unsteady=_at(first, unsteady), nonfinite=_at(first, first.first_nonfinite))
+        told = changed(told, spoilt="" if told.nonfinite is None else _spoilt(self._model))
+        if group is None:
+            return judge([self._with_ops(told, [told], state)])
+        place = list(group.ranks).index(own_rank())
+        told = changed(told, next=group.ranks[(place + 1) % group.size])
+        theirs: Any = None
+        if not skipped:
+            theirs = from_next((self._batch, state), group, self._device)
+            other = self._run(f"the run with the batch of rank {told.next}", *theirs).taken()
+            expected = Taken.of_message(from_next(first.message(), group, self._device))
+            told = changed(told, differs=_at(expected, expected.first_difference(other)))
+            told = changed(told, here=_here(other, told.differs))
+        everyone = group.gather(told)
+        told = self._with_ops(told, everyone, state)
+        told = self._with_element(told, everyone, state, theirs)
+        return judge(group.gather(told), skipped)
+
+    def _with_ops(self, told: Told, everyone: list[Told], state: RandomState) -> Told:
+        """Name the ops at this rank's first place that differs from run to run. Another run on all ranks, if any has
+        one."""
+        if not self._any(one.unsteady is not None for one in everyone):
+            return told
+        with warnings.catch_warnings(record=True) as caught, _only_warning():
+            warnings.simplefilter("always")
+            run = self._run("the run that looks for ops", self._batch, state, mark=lambda: len(caught))
+        if told.unsteady is None:
+            return told
+        taken, index = run.taken(), told.unsteady[0]
+        window = _window(taken, index)
+        if told.unsteady[1].what == "gradient" and not _ops(caught[window]):
+            # GPUs run the backward on a thread of its own, which tells its warnings at the end.
+            window = slice(window.start, None)
+        return changed(told, ops=_ops(caught[window]))
+
+    def _with_element(self, told: Told, everyone: list[Told], state: RandomState, theirs: Any) -> Told:
+        """Find the first element that differs. Two more runs on all ranks, if any has found a difference."""
+        group = self._group
+        assert group is not None
+        if not self._any(one.differs is not None for one in everyone):
+            return told
+        asking = next(one for one in everyone if one.next == told.rank)
+        own = self._run("the run for the elements", self._batch, state, keep=_index(asking.differs)).kept
+        other = self._run("the run for the elements", theirs[0], theirs[1], keep=_index(told.differs)).kept
+        expected = from_next((own, self._like()), group, self._device)
+        if told.differs is None:
+            return told
+        found = None
+        if other is not None and expected[0] is not None and told.here == told.differs[1]:
+            found = _first_element(other, expected[0], self._digester)
+        note = _note(told, self._like(), expected[1], _how(told, found))
+        return changed(told, difference=found, note=note)
+
+    def _any(self, ours: Iterable[bool]) -> bool:
+        """True if this group has any, or another whose ranks hold other parts of the model: its runs communicate with
+        ours. COLLECTIVE."""
+        found = any(ours)
+        for group in self._sharing:
+            flag = torch.tensor(int(found), device=group.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group)
+            found = bool(flag)
+        return found
+
+    def _like(self) -> str:
+        return "; ".join([likeness(self._device), *(f"{name} {value}" for name, value in kernel_flags().items())])
+
+    def _unsteady(self) -> list[str]:
+        """Return why ranks cannot be compared; the same on all ranks. COLLECTIVE."""
+        found = unsteady_settings(self._device, self._model)
+        for group in (*self._sharing, self._group):
+            if group is not None:
+                found = [text for texts in group.gather(found) for text in texts]
+        return [f"ranks with each other: {text}" for text in dict.fromkeys(found)]
+
+    def _run(
+        self,
+        what: str,
+        batch: Any,
+        state: RandomState,
+        keep: int | None = None,
+        mark: Callable[[], Any] | None = None,
+    ) -> Outputs:
+        """Run ``step`` once from the kept state. COLLECTIVE: all ranks leave it, or all raise."""
+        outputs = Outputs(self._model, self._digester, keep, mark)
+        for put in self._puts:
+            put()
+        set_random_state(state, self._device)
+
+        def run() -> None:
+            with self._held.running(), outputs.taking(), _refusing_optimizers():
+                self._step(copy_of(batch))
+            outputs.taken()
+
+        self._all(run, what)
+        return outputs
+
+    def _all(self, act: Callable[[], None], what: str = "") -> None:
+        """Run ``act`` on all ranks. If it raises on one, raise on all. COLLECTIVE.
+
+        Args:
+            what: the run, for the message. "": ``act`` only looks, and its message says all.
+        """
+        error: Exception | None = None
+        try:
+            with self._failing_by_name(what):
+                act()
+        except Exception as raised:
+            error = raised
+        if error is not None and not self._accords:
+            raise error
+        told = None if error is None else _told(error, what)
+        for accord in self._accords:
+            told = accord.reach(told)
+        if told is not None:
+            raise _error(*json.loads(told)) from error
+
+    def _failing_by_name(self, what: str) -> contextlib.AbstractContextManager[None]:
+        if self._group is None:
+            return contextlib.nullcontext()
+        return failing_by_name("fp8dist", lambda: f"{what} of replay()", self._group.ranks)
+
+
+def _at(taken: Taken, index: int | None) -> tuple[int, Place] | None:
+    """Return (index, place). A run that is longer than ``taken`` differs after its end."""
+    return None if index is None else (index, taken.places[min(index, len(taken.places) - 1)])
+
+
+def _here(taken: Taken, found: tuple[int, Place] | None) -> Place | None:
+    """Return what this rank has at the place; None if its run was shorter."""
+    return None if found is None or found[0] >= len(taken.places) else taken.places[found[0]]
+
+
+def _sharing(model: nn.Module, group: SyncGroup | None) -> list[SyncGroup]:
+    """Return the groups that share out parameters and reach beyond ``group``, in the same order on all ranks. Local."""
+    found: dict[tuple[int, ...], Any] = {}
+    for parameter in model.parameters():
+        if is_dtensor(parameter):
+            for axis in parameter.device_mesh.get_all_groups():
+                found.setdefault(tuple(dist.get_process_group_ranks(axis)), axis)
+    own = {own_rank()} if group is None else set(group.ranks)
+    return [SyncGroup(axis) for ranks, axis in found.items() if not own.issuperset(ranks)]
+
+
+def _index(found: tuple[int, Place] | None) -> int | None:
+    return None if found is None else found[0]
+
+
+def _window(taken: Taken, index: int) -> slice:
+    """Return which warnings came between the last place before ``index``, and ``index``."""
+    start = taken.marks[index - 1] if 0 < index <= len(taken.marks) else 0
+    return slice(start, taken.marks[index] if index < len(taken.marks) else None)
+
+
+def _ops(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
+    """Return the names of the ops that torch's deterministic mode has warned of."""
+    texts = [str(warning.message) for warning in caught]
+    return tuple(dict.fromkeys(text.split(" ")[0] for text in texts if "deterministic implementation" in text))
+
+
+def _first_element(mine: Tensor, theirs: Tensor, digester: Digester) -> Difference | None:
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return None
+    return first_difference(mine, theirs, digester.leaves(mine), digester.leaves(theirs))
+
+
+def _how(told: Told, found: Difference | None) -> str:
+    """Return how this rank's result differs from the next one's, if not in an element."""
+    assert told.differs is not None
+    expected, here = told.differs[1], told.here
+    if here is None or here[:4] != expected[:4]:
+        if here is None:
+            return f"the run on rank {told.rank} ends before"
+        module = f"module '{here.module}'" if here.module else "the model's own forward"
+        return f"rank {told.rank} has {module}, {here.what} there"
+    if here != expected:
+        return f"{_kind(here)} on rank {told.rank}, {_kind(expected)} on rank {told.next}"
+    return "" if found is not None else "transient: repeated, both got the same"
+
+
+def _kind(place: Place) -> str:
+    return f"{place.dtype}{list(place.shape)}"
+
+
+def _spoilt(model: nn.Module) -> str:
+    """Return the name of the first parameter with a NaN or an infinity on this rank, or ""."""
+    parts = ((name, local_part(parameter.detach())) for name, parameter in model.named_parameters())
+    return next((clean_fqn(name) for name, part in parts if any_nonfinite(part)), "")
+
+
+def _note(told: Told, mine: str, theirs: str, how: str) -> str:
+    """Return what else to say of a difference: how it shows but in an element, and in what the ranks are not alike."""
+    notes = [how] if how else []
+    ours, others = mine.split("; "), theirs.split("; ")
+    here, there = [text for text in ours if text not in others], [text for text in others if text not in ours]
+    unlike = [
+        f"{', '.join(texts[:3])} on rank {rank}" for texts, rank in ((here, told.rank), (there, told.next)) if texts
+    ]
+    if unlike:
+        notes.append(f"the ranks are not alike: {' against '.join(unlike)}")
+    return "; ".join(notes)
+
+
+def _told(error: Exception, what: str) -> str:
+    rank, refused = f"rank {own_rank()}", isinstance(error, ConfigurationError) or not what
+    if refused:
+        return json.dumps([True, f"{error} ({rank})"])
+    return json.dumps([False, f"replay(): {rank} raised in {what}: {type(error).__name__}: {error}"])
+
+
+def _error(refused: bool, text: str) -> Fp8DistError:
+    return ConfigurationError(text) if refused else Fp8DistError(text)
+
+
+@contextlib.contextmanager
+def _only_warning() -> Iterator[None]:
+    """torch warns of non-deterministic ops in the block."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
+def _refusing_optimizers() -> Iterator[None]:
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        raise ConfigurationError(
+            f"replay(): step(batch) called {type(optimizer).__name__}.step(), whose update is not put back: pass a "
+            "function that runs the forward and the backward only"
+        )
+
+    handle = register_optimizer_step_pre_hook(untraced(refuse))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _kept_scaler(scaler: Any) -> Callable[[], None]:
+    """Return a function that puts back a GradScaler's notes about its optimizers. update() alone changes its scale."""
+    notes = {optimizer: dict(state) for optimizer, state in scaler._per_optimizer_states.items()}
+
+    def put_back() -> None:
+        scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update({optimizer: dict(state) for optimizer, state in notes.items()})
+
+    return put_back

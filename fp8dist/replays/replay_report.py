@@ -1,0 +1,290 @@
+"""ReplayReport: what a replay has found, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from fp8dist.checks.differences import Difference, unravel
+from fp8dist.checks.outputs import Place
+from fp8dist.common.divergence import plain_values, word_for
+from fp8dist.common.text import aligned, ranks_text
+
+__all__ = ["ReplayFinding", "ReplayReport", "Replayed", "Told", "judge"]
+
+Kind = Literal["not deterministic", "ranks differ", "nonfinite"]
+
+_EVERYWHERE = "on all ranks, so the model may be the cause"
+
+
+@dataclass(frozen=True)
+class ReplayFinding:
+    """One thing that a replay has found. All ranks are global.
+
+    ``kind``: "not deterministic" (``ranks`` got another result from their own batch the second time), "ranks differ"
+    (they got another result than ``reference_rank`` from the same batch; without a reference these are two ranks, and
+    none can be blamed), or "nonfinite" (their data gives a NaN or an infinity, on the next rank as well; if a parameter
+    has one, ``detail`` names it).
+
+    ``module`` is the first in execution order, "" for the model itself, ``what`` "output" or "gradient", of its
+    ``call``-th call (counted from 0), and ``place`` counts all outputs and gradients before it. ``index``, ``value``
+    (on the first of ``ranks``), ``expected`` (on the other rank) and ``ulp`` describe the first element that differs,
+    if it is known.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    module: str
+    what: str
+    call: int
+    place: int
+    reference_rank: int | None = None
+    index: tuple[int, ...] | None = None
+    value: Any = None
+    expected: Any = None
+    ulp: int | None = None
+    detail: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The finding in one sentence."""
+        again = f", call {self.call + 1}" if self.call else ""
+        where = f"{self._module}, {self.what}{again}"
+        who = f"rank{'s' * (len(self.ranks) > 1)} {ranks_text(self.ranks)}"
+        detail = f" ({self.detail})" if self.detail else ""
+        if self.kind == "not deterministic":
+            return f"not deterministic on {who}, first in {where}{detail}"
+        if self.kind == "nonfinite":
+            source = f"the data of {who} gives" if self.detail in ("", _EVERYWHERE) else f"a parameter gives {who}"
+            return f"{source} the first non-finite value in {where}{detail}"
+        against = "" if self.reference_rank is None else f" from rank {self.reference_rank}"
+        verb = "differs" if len(self.ranks) == 1 else "differ"
+        return f"{who} {verb}{against} on the same data, first in {where}{self._element}{detail}"
+
+    @property
+    def _module(self) -> str:
+        return f"module '{self.module}'" if self.module else "the model's own forward"
+
+    @property
+    def _element(self) -> str:
+        if self.index is None:
+            return ""
+        ulp = "" if self.ulp is None else f", {self.ulp} ULP"
+        values = f"{word_for(self.value)} against {word_for(self.expected)}"
+        if self.reference_rank is None:
+            values = (
+                f"{word_for(self.value)} on rank {self.ranks[0]}, {word_for(self.expected)} on rank {self.ranks[1]}"
+            )
+        return f", element [{', '.join(map(str, self.index))}]: {values}{ulp}"
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """The result of ``fp8dist.replay``, the same on all ranks. ``str()`` is a sentence and a table.
+
+    ``findings``: the most telling first. ``compared``: outputs and gradients that the lowest rank compared.
+    ``skipped``: what was not compared, and why.
+    """
+
+    findings: tuple[ReplayFinding, ...] = ()
+    ranks: tuple[int, ...] = (0,)
+    compared: int = 0
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def reproducible(self) -> bool:
+        """True if equal data gave equal results: on each rank twice, and on the next rank."""
+        return all(finding.kind == "nonfinite" for finding in self.findings)
+
+    @property
+    def sentence(self) -> str:
+        """The most telling finding in one sentence."""
+        if self.findings:
+            return self.findings[0].sentence
+        runs = "two runs"
+        if len(self.ranks) > 1 and not self.skipped:
+            runs = "two runs on each rank and one on the next"
+        return f"reproducible: {self.compared} outputs and gradients are the same in {runs}, bit for bit, and finite"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        data: dict[str, Any] = plain_values({**asdict(self), "sentence": self.sentence})
+        return {"reproducible": self.reproducible, **data}
+
+    def __str__(self) -> str:
+        lines = [self.sentence]
+        if self.findings:
+            head = [
+                "kind",
+                "ranks",
+                "reference",
+                "module",
+                "what",
+                "call",
+                "place",
+                "index",
+                "value",
+                "expected",
+                "ULP",
+            ]
+            lines += aligned([head, *(_row(finding) for finding in self.findings)])
+        return "\n".join([*lines, *(f"not compared: {text}" for text in self.skipped)])
+
+
+class Replayed(NamedTuple):
+    """A replay of a kept batch. ``trigger``: kind of the event that it follows. ``step``, ``microbatch``: what was
+    replayed."""
+
+    trigger: str
+    step: int
+    microbatch: int
+    report: ReplayReport
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a line of events.jsonl says, as JSON values."""
+        place = {"trigger": self.trigger, "replayed_step": self.step, "microbatch": self.microbatch}
+        who = {}
+        if self.report.findings:
+            first = self.report.findings[0]
+            who = {"rank": first.ranks[0], "module": first.module, "what": first.what}
+        return {**place, **who, "sentence": self.report.sentence, "replay": self.report.to_json()}
+
+
+def _row(f: ReplayFinding) -> list[str]:
+    located = f.index is not None
+    return [
+        f.kind,
+        ranks_text(f.ranks),
+        "-" if f.reference_rank is None else str(f.reference_rank),
+        f.module or "(the model)",
+        f.what,
+        str(f.call + 1),
+        str(f.place),
+        ", ".join(map(str, f.index or ())),
+        word_for(f.value) if located else "",
+        word_for(f.expected) if located else "",
+        "" if f.ulp is None else str(f.ulp),
+    ]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has found. Places are those of its own batch, but ``differs``, of the next rank's batch.
+
+    ``here``: this rank's own place there; None if its run was shorter. ``difference``: the first element; None if a
+    repetition found none. ``note``: more about it, for people.
+    ``spoilt``: the first parameter of which this rank holds a value that is not finite.
+    """
+
+    rank: int
+    next: int
+    unsteady: tuple[int, Place] | None = None
+    ops: tuple[str, ...] = ()
+    differs: tuple[int, Place] | None = None
+    here: Place | None = None
+    difference: Difference | None = None
+    note: str = ""
+    nonfinite: tuple[int, Place] | None = None
+    spoilt: str = ""
+    compared: int = 0
+
+
+def judge(everyone: Sequence[Told], skipped: Sequence[str] = ()) -> ReplayReport:
+    """Return the report from what all ranks have told. Pure."""
+    unsteady = [_unsteady(told) for told in everyone if told.unsteady is not None]
+    odd = {told.rank for told in everyone if told.unsteady is not None}
+    from_data = [told for told in everyone if told.nonfinite is not None and _is_of_data(told, everyone)]
+    findings = [*sorted(unsteady, key=_order), *sorted(_differing(everyone, odd), key=_order)]
+    findings += _nonfinite(from_data, len(everyone))
+    return ReplayReport(
+        tuple(findings), tuple(sorted(told.rank for told in everyone)), everyone[0].compared, tuple(skipped)
+    )
+
+
+def _order(finding: ReplayFinding) -> tuple[int, tuple[int, ...]]:
+    return finding.place, finding.ranks
+
+
+def _unsteady(told: Told) -> ReplayFinding:
+    assert told.unsteady is not None
+    index, place = told.unsteady
+    detail = (
+        "no op there is known to torch as non-deterministic; a module with state in Python, or another thread that "
+        "draws random numbers, looks the same"
+    )
+    if told.ops:
+        detail = f"torch.use_deterministic_algorithms(True) would forbid {', '.join(told.ops)}"
+    return ReplayFinding("not deterministic", (told.rank,), place.module, place.what, place.call, index, detail=detail)
+
+
+def _is_of_data(told: Told, everyone: Sequence[Told]) -> bool:
+    """True if the rank's first non-finite value came again, also on the rank that repeated its batch."""
+    assert told.nonfinite is not None
+    repeated = [told.unsteady, *(other.differs for other in everyone if other.next == told.rank)]
+    return all(found is None or found[0] > told.nonfinite[0] for found in repeated)
+
+
+def _nonfinite(told: Sequence[Told], ranks: int) -> list[ReplayFinding]:
+    """Return one finding for each first place, the earliest first.
+
+    Args:
+        ranks: number of ranks that took part.
+    """
+    by_place: dict[tuple[int, Place], list[int]] = {}
+    for one in told:
+        assert one.nonfinite is not None
+        index, place = one.nonfinite
+        by_place.setdefault((index, place._replace(shape=())), []).append(one.rank)
+    spoilt = next((one.spoilt for one in told if one.spoilt), "")
+    found = []
+    for (index, place), at in sorted(by_place.items(), key=lambda item: item[0][0]):
+        # A parameter shows on all ranks at the same place, unless data of a rank shows earlier.
+        of_data = len(told) == ranks and index < max(one.nonfinite[0] for one in told if one.nonfinite)
+        detail = _EVERYWHERE if len(at) == ranks > 1 else ""
+        if spoilt and not of_data:
+            detail = f"the parameter {spoilt} is not finite"
+        found.append(ReplayFinding("nonfinite", tuple(at), place.module, place.what, place.call, index, detail=detail))
+    return found
+
+
+def _differing(everyone: Sequence[Told], odd: Set[int]) -> list[ReplayFinding]:
+    """Return findings from the pairs of neighbours that differ on one batch.
+
+    A rank that differs from both neighbours is to blame, if one of them agrees with its other neighbour.
+
+    Args:
+        odd: ranks that do not repeat themselves, so they differ from any other.
+    """
+    pairs = [told for told in everyone if told.differs is not None and not {told.rank, told.next} & odd]
+    agreeing = {rank for told in everyone if told.differs is None for rank in (told.rank, told.next)} - odd
+    both = {told.rank for told in pairs} & {told.next for told in pairs}
+    found: dict[tuple[int, ...], ReplayFinding] = {}
+    blamed: set[int] = set()
+    for told in pairs:
+        for rank, other in ((told.rank, told.next), (told.next, told.rank)):
+            if rank in both and other in agreeing and (rank == told.rank or rank not in blamed):
+                blamed.add(rank)
+                found[(rank,)] = _difference(told, rank)
+    for told in pairs:
+        if not {told.rank, told.next} & blamed:
+            finding = _difference(told, None)
+            earlier = found.get(finding.ranks)
+            if earlier is None or finding.place < earlier.place:
+                found[finding.ranks] = finding
+    return list(found.values())
+
+
+def _difference(told: Told, blamed: int | None) -> ReplayFinding:
+    assert told.differs is not None
+    index, place = told.differs
+    reference = None if blamed is None else told.next if blamed == told.rank else told.rank
+    both = tuple(sorted((told.rank, told.next))) if blamed is None else (blamed,)
+    finding = ReplayFinding("ranks differ", both, place.module, place.what, place.call, index, reference)
+    finding = replace(finding, detail=told.note)
+    if told.difference is None:
+        return finding
+    values = told.difference.value, told.difference.expected
+    value, expected = values if both[0] == told.rank else values[::-1]
+    at = unravel(told.difference.place, place.shape)
+    return replace(finding, index=at, value=value, expected=expected, ulp=told.difference.ulp)

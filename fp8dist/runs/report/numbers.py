@@ -1,0 +1,241 @@
+"""The numbers of a run, read from its folder, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8dist.common.numbers import from_json
+from fp8dist.runs.report.binned import SlotBins
+from fp8dist.runs.report.columns import Columns, Floats, Ints, scale_columns
+from fp8dist.runs.report.experts import MixtureTokens, mixtures_of
+from fp8dist.runs.report.folder import Lines, RunFolder, whole_object
+from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
+
+__all__ = ["Event", "Metrics", "Run", "Waits", "read_run"]
+
+FIELDS = (
+    *("time", "loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_per_s", "proven", "checked"),
+    *("cold_slots", "nonfinite_amaxes", "saturated_amaxes", "high_precision_modules", "fallbacks"),
+)
+"""Fields of metrics.jsonl that are read."""
+
+MOST_EVENTS = 2_000
+"""Events of one kind that are kept: of more, the first and the last."""
+
+MOST_KINDS, MOST_ITEMS, MOST_CHARACTERS, DEEPEST = 64, 32, 2_000, 6
+"""Bounds of what is kept of an event: kinds, items of a list, characters of a text, depth."""
+
+ROWS = 256
+"""Rows of waits at which each two become their mean."""
+
+_LARGEST = 1 << 53
+
+
+class Metrics(NamedTuple):
+    """``step``: int64[n], growing. ``columns``: float64[n] by field, NaN where a step has none. Of lines with one step
+    after another, the last number of each field counts. A step back takes the place of all lines with its step or a
+    later one. ``bad_losses``, ``bad_norms``: the steps with a loss, and with a gradient norm, that is not finite.
+    """
+
+    step: Ints
+    columns: Mapping[str, Floats]
+    bad_losses: tuple[int, ...] = ()
+    bad_norms: tuple[int, ...] = ()
+
+    def newest(self, field: str) -> float | None:
+        """Return the last number of a field; None if there is none."""
+        known = self.columns[field][~np.isnan(self.columns[field])]
+        return float(known[-1]) if len(known) else None
+
+
+class Event(NamedTuple):
+    """A line of events.jsonl. ``undone``: the run resumed later from an earlier step.
+
+    ``data``: the line, with long lists and texts cut, and ``slots_count``, the number of its slots.
+    """
+
+    step: int
+    kind: str
+    data: Mapping[str, Any]
+    undone: bool = False
+
+
+class Waits(NamedTuple):
+    """``rows``: float64[n, ranks], mean ms per step that a rank waited in syncs. ``steps``: the last step of each row.
+
+    ``sync_wait_ms``, ``step_ms``: float64[ranks], means over the run.
+    """
+
+    ranks: tuple[int, ...]
+    steps: Ints
+    rows: Floats
+    sync_wait_ms: Floats
+    step_ms: Floats
+
+
+class Run(NamedTuple):
+    """All that a report needs. ``left_out``: damaged lines by file."""
+
+    name: str
+    folder: RunFolder
+    metrics: Metrics
+    slots: SlotBins
+    waits: Waits | None
+    events: tuple[Event, ...]
+    left_out: Mapping[str, int]
+    mixtures: tuple[MixtureTokens, ...] = ()
+
+
+def read_run(path: Path, also: Callable[[Columns], None] | None = None) -> Run:
+    """Read a run. ``also`` gets the columns of scales.jsonl.
+
+    Raises:
+        ConfigurationError: the folder is not that of a run.
+    """
+    folder = RunFolder(path)
+    files = {METRICS: folder.metrics(), SCALES: folder.scales(), RANKS: folder.ranks(), EVENTS: folder.events()}
+    files[EXPERTS] = folder.experts()
+    slots = SlotBins()
+    for columns in scale_columns(files[SCALES], slots.names):
+        slots.add(columns)
+        if also is not None:
+            also(columns)
+    mixtures = mixtures_of(files[EXPERTS])
+    metrics, waits, events = _metrics(files[METRICS]), _waits(files[RANKS]), _events(files[EVENTS])
+    events = events or _divergence(path / "divergence.json")
+    left_out = {name: lines.left_out for name, lines in files.items() if lines.left_out}
+    return Run(path.name or str(path.resolve()), folder, metrics, slots, waits, events, left_out, mixtures)
+
+
+def _metrics(lines: Lines) -> Metrics:
+    steps, columns = array("q"), {field: array("d") for field in FIELDS}
+    bad: dict[str, list[int]] = {"loss": [], "grad_norm": []}
+    for line in lines.new():
+        step = line["step"]
+        if abs(step) >= _LARGEST:
+            lines.left_out += 1
+            continue
+        if steps and step < steps[-1]:
+            place = bisect_left(steps, step)
+            del steps[place:]
+            for numbers in columns.values():
+                del numbers[place:]
+            for found in bad.values():
+                del found[bisect_left(found, step) :]
+        if not steps or step > steps[-1]:
+            steps.append(step)
+            for numbers in columns.values():
+                numbers.append(math.nan)
+        for field, numbers in columns.items():
+            number = from_json(line.get(field))
+            is_bad = _is_bad(line.get(field))
+            if math.isnan(number) and not is_bad:
+                continue  # It says nothing.
+            numbers[-1] = number
+            if field in bad:
+                del bad[field][bisect_left(bad[field], step) :]
+                bad[field] += [step] * is_bad
+    floats = {field: np.array(values, dtype=np.float64) for field, values in columns.items()}
+    return Metrics(np.array(steps, dtype=np.int64), floats, tuple(bad["loss"]), tuple(bad["grad_norm"]))
+
+
+def _is_bad(number: Any) -> bool:
+    """True if it is a number that is not finite. What is null or no number is not known."""
+    known = isinstance(number, float) or (isinstance(number, str) and number in ("NaN", "Infinity", "-Infinity"))
+    return known and not np.isfinite(float(number))
+
+
+def _events(lines: Lines) -> tuple[Event, ...]:
+    kinds: dict[str, list[tuple[int, Event]]] = {}
+    for place, line in enumerate(lines.new()):
+        kind = line.get("kind")
+        if not isinstance(kind, str) or abs(line["step"]) >= _LARGEST or len({*kinds, kind}) > MOST_KINDS:
+            lines.left_out += 1
+            continue
+        after = line.get("resumed_after")
+        if kind == "start" and not isinstance(after, int):
+            kinds.clear()  # A new run, which keeps the events of an earlier one in the file.
+        elif kind == "start" and isinstance(after, int):
+            for events in kinds.values():
+                events[:] = [(i, e._replace(undone=e.undone or e.step > after)) for i, e in events]
+        kept = kinds.setdefault(kind, [])
+        slots = line.get("slots")
+        data = {**_cut(line), "slots_count": len(slots) if isinstance(slots, list) else 0}
+        kept.append((place, Event(line["step"], kind, data)))
+        if len(kept) > MOST_EVENTS:
+            del kept[MOST_EVENTS // 2]
+    return tuple(event for _, event in sorted((one for kept in kinds.values() for one in kept), key=lambda one: one[0]))
+
+
+def _divergence(path: Path) -> tuple[Event, ...]:
+    """Return the divergence that the example job wrote, for a folder without events."""
+    try:
+        report = _cut(whole_object(path))
+        step = report["findings"][0]["step"]
+    except (OSError, LookupError, TypeError):
+        return ()
+    return (Event(step, "diverged", {"report": report, "slots_count": 0}),) if type(step) is int else ()
+
+
+def _cut(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, str):
+        return value[:MOST_CHARACTERS]
+    if not isinstance(value, (dict, list)):
+        return value
+    if depth > DEEPEST:
+        return None
+    if isinstance(value, list):
+        return [_cut(one, depth + 1) for one in value[:MOST_ITEMS]]
+    return {str(key)[:MOST_CHARACTERS]: _cut(one, depth + 1) for key, one in list(value.items())[:MOST_ITEMS]}
+
+
+def _waits(lines: Lines) -> Waits | None:
+    ranks: tuple[int, ...] = ()
+    steps: list[int] = []
+    rows: list[Floats] = []
+    pending: list[Floats] = []
+    each, sums = 1, np.zeros((4, 0))  # Observations in a row; sums of waits, of times of steps, and their numbers.
+    for line in lines.new():
+        found = line.get("ranks")
+        if not isinstance(found, list) or not found or not all(type(rank) is int for rank in found):
+            lines.left_out += 1
+            continue
+        if tuple(found) != ranks:  # The first line, or a resume with other ranks: only the newest ranks are shown.
+            ranks, steps, rows, pending, each, sums = tuple(found), [], [], [], 1, np.zeros((4, len(found)))
+        pair = [_of_ranks(line.get(name), len(ranks)) for name in ("sync_wait_ms", "step_ms")]
+        for place, values in enumerate(pair):
+            sums[place] += np.nan_to_num(values)
+            sums[place + 2] += ~np.isnan(values)
+        pending.append(pair[0])
+        if len(pending) == each:
+            steps.append(line["step"])
+            rows.append(_mean(pending))
+            pending = []
+        if len(rows) == ROWS:
+            steps, rows, each = steps[1::2], [_mean(two) for two in zip(rows[::2], rows[1::2])], 2 * each
+    if not rows:
+        return None
+    with np.errstate(invalid="ignore"):
+        means = sums[:2] / np.where(sums[2:] > 0, sums[2:], np.nan)
+    return Waits(ranks, np.array(steps, dtype=object), np.array(rows), means[0], means[1])
+
+
+def _of_ranks(values: Any, count: int) -> Floats:
+    """Return the finite numbers of a list, one for each rank; NaN for anything else."""
+    if not isinstance(values, list) or len(values) != count:
+        return np.full(count, np.nan)
+    found = np.array([from_json(value) for value in values])
+    return np.where(np.isfinite(found), found, np.nan)
+
+
+def _mean(rows: Sequence[Floats]) -> Floats:
+    """Return the mean of several rows, without their NaN."""
+    known = np.sum(~np.isnan(rows), axis=0)
+    return np.where(known > 0, np.nansum(rows, axis=0) / np.maximum(known, 1), np.nan)

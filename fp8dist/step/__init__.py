@@ -1,1 +1,0 @@
-"""The optimizer step, from its first forward to its boundary, and the attachment of a manager to a job."""
