@@ -29,7 +29,7 @@ ROOMS = [
     ["arguments", "coverage"],
     ["manager"],
     ["preparation", "model_check", "model_replay", "model_trace", "ddp", "fsdp"],
-    ["launcher", "replays", "report", "simulation"],
+    ["launcher", "replays", "report"],
     ["exporters", "public"],
     ["__init__"],
     ["integrations"],

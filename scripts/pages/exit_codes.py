@@ -32,7 +32,7 @@ def statuses_of_job() -> dict[int, str]:
 
 
 def of_cli() -> str:
-    """Return the table of ``fp8dist check``, ``inspect``, ``doctor``, ``simulate`` and ``watch``, from their help."""
+    """Return the table of ``fp8dist check``, ``inspect``, ``doctor`` and ``watch``, from their help."""
     said = " ".join(command_line._EPILOG.split("exit codes: ")[1].split(";")[0].split())
     return _table({int(number): text for number, text in re.findall(r"(\d+) ([^,]+)", said)})
 

@@ -23,6 +23,7 @@ REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         **{f"cli-{name}": partial(flags.command_help, name) for name in flags.COMMANDS},
         "flags": flags.of_job,
+        "simulation-flags": flags.of_simulation,
         "arguments": flags.of_prepare,
         "recipe-fields": flags.of_recipes,
         "environment": variables.of_library,
