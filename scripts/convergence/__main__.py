@@ -165,8 +165,7 @@ def _keep(out: Path, name: str) -> None:
     folder = results.folder_of(ROOT)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(out / results.FILE, folder / name)
-    for program in ("scripts.pages", "scripts.pictures"):  # The figures and curves that pages show.
-        subprocess.run([sys.executable, "-m", program], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "scripts.pages"], cwd=ROOT, check=True)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

@@ -28,7 +28,6 @@ from scripts.convergence.comparison import (
     compare,
     final_loss,
     gap_percent,
-    mean_curve,
     spread_of,
 )
 from scripts.convergence.gradients import Gradients, cosine, fp8_gradients, gradients_of
@@ -44,7 +43,6 @@ from scripts.convergence.tables import (
 )
 from scripts.convergence.tasks import Task, TaskFailed, run_all
 from scripts.convergence.variants import VARIANTS
-from scripts.pictures.losses import smoothed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,17 +73,6 @@ def test_the_final_loss_is_that_of_the_last_tenth() -> None:
     assert final_loss([*TWENTY[:18], 2.0, 3.0]) == 2.5
     assert final_loss([5.0, 4.0, 3.0]) == 3.0, "a short run has its last step"
     assert final_loss([*27 * [9.0], 1.0, 2.0, 6.0]) == 3.0
-
-
-def test_gap_and_spread_are_right() -> None:
-    assert gap_percent(2.02, 2.0) == pytest.approx(1.0)
-    assert gap_percent(1.99, 2.0) == pytest.approx(-0.5)
-    spread = spread_of([1.0, 2.0, 6.0])  # Deviations -2, -1, 3: squares 4 + 1 + 9 over 2.
-    assert spread == Spread(3.0, pytest.approx(math.sqrt(7.0)), 1.0, 6.0)
-    assert spread_of([2.0]) == Spread(2.0, None, 2.0, 2.0)
-    assert mean_curve([[1.0, 2.0], [3.0, 6.0]]) == [2.0, 4.0]
-    assert smoothed([0.0, 2.0, *10 * [7.0]])[:3] == [0.0, 1.0, 3.0]
-    assert smoothed([0.0, 2.0, *10 * [7.0]])[9:] == [5.8, 6.5, 7.0]
 
 
 def test_a_variant_is_compared_with_fp32_of_the_same_seed() -> None:
