@@ -75,6 +75,14 @@ def test_the_final_loss_is_that_of_the_last_tenth() -> None:
     assert final_loss([*27 * [9.0], 1.0, 2.0, 6.0]) == 3.0
 
 
+def test_gap_and_spread_are_right() -> None:
+    assert gap_percent(2.02, 2.0) == pytest.approx(1.0)
+    assert gap_percent(1.99, 2.0) == pytest.approx(-0.5)
+    spread = spread_of([1.0, 2.0, 6.0])  # Deviations -2, -1, 3: squares 4 + 1 + 9 over 2.
+    assert spread == Spread(3.0, pytest.approx(math.sqrt(7.0)), 1.0, 6.0)
+    assert spread_of([2.0]) == Spread(2.0, None, 2.0, 2.0)
+
+
 def test_a_variant_is_compared_with_fp32_of_the_same_seed() -> None:
     found = compare(kept()["runs"])
     assert list(found) == ["fp32", "current"]
