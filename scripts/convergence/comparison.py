@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from scripts.convergence.variants import REFERENCE, VARIANTS
 
-__all__ = ["Comparison", "Spread", "compare", "final_loss", "final_steps", "gap_percent", "spread_of"]
-
 FINAL_SHARE = 10
 """The final training loss is the mean over the last 1/FINAL_SHARE of a run."""
 

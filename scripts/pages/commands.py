@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from scripts.pages.filling import ROOT
 
-__all__ = ["COMMANDS", "Command", "CommandFailed", "block", "masked", "output_of"]
-
 Mask = tuple[str, str]
 """(regex for text that changes from run to run, replacement)."""
 

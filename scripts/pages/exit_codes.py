@@ -12,8 +12,6 @@ from fp8dist.cli import main as command_line
 from launch.train_gpt import exits
 from scripts.benchmarks.markdown import table
 
-__all__ = ["of_cli", "of_job", "of_launcher", "statuses_of_job"]
-
 
 def of_job() -> str:
     """Return the table of the example job, from ``launch/train_gpt/exits.py``."""

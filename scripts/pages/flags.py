@@ -19,20 +19,6 @@ from launch.train_gpt.options.flags import parser as job_parser
 from scripts.benchmarks.markdown import table
 from scripts.simulation.__main__ import parser as simulation_parser
 
-__all__ = [
-    "COMMANDS",
-    "FLAGS_OF",
-    "RECIPES",
-    "command_help",
-    "command_line",
-    "flags_of",
-    "job_parser",
-    "of_job",
-    "of_prepare",
-    "of_recipes",
-    "of_simulation",
-]
-
 FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "recipe": ("--recipe",),

@@ -11,8 +11,6 @@ from fp8dist.monitoring.run_format import EVENTS, FORMAT, HEADER, METRICS, RANKS
 from fp8dist.report.live import LiveRun
 from fp8dist.report.screen import screen
 
-__all__ = ["watch_screen"]
-
 STEPS = 240
 
 

@@ -18,8 +18,6 @@ from scripts.simulation.calibration import Calibration, fit, read_run
 from scripts.simulation.model import ALGORITHMS, Algorithm, Constant, Constants, Topology, Unusable, defaults, ways
 from scripts.simulation.prediction import KINDS, Cost, Job, Kind, Stragglers
 
-__all__ = ["main", "parser"]
-
 OF_JOB = (
     ("--gpus-per-node", int, 8, "", "GPUs per node, assumed"),
     ("--slots", int, 672, "", "FP8 slots: three for each of the 224 Linears of Llama 3 8B"),

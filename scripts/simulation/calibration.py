@@ -15,8 +15,6 @@ import numpy as np
 
 from scripts.simulation.model import TIMES, Algorithm, Array, Constants, Topology, Unusable, Way, time_of
 
-__all__ = ["Calibration", "Run", "fit", "read_run"]
-
 FIELDS = ("sync_wait_p50_ms", "sync_ms")
 """Fields of a line with the sync time, the best first: the median over ranks, then rank 0's mean over an interval."""
 

@@ -9,23 +9,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "ALGORITHMS",
-    "TIMES",
-    "Algorithm",
-    "Array",
-    "Constant",
-    "Constants",
-    "Origin",
-    "Topology",
-    "Unusable",
-    "Way",
-    "defaults",
-    "parts_of",
-    "time_of",
-    "ways",
-]
-
 Algorithm = Literal["tree", "ring", "gloo"]
 ALGORITHMS: tuple[Algorithm, ...] = ("tree", "ring", "gloo")
 Origin = Literal["default", "given", "fitted"]

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from scripts.simulation.model import Algorithm, Constants, Topology, Unusable, Way, time_of
 
-__all__ = ["KINDS", "Cost", "Job", "Kind", "Stragglers"]
-
 Kind = Literal["none", "normal", "lognormal", "exponential", "slow"]
 KINDS: tuple[Kind, ...] = ("none", "normal", "lognormal", "exponential", "slow")
 
