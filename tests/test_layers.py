@@ -100,7 +100,7 @@ def test_the_core_loads_no_tool() -> None:
     assert not [name for name in loaded if FLOOR[str(room_of(name))] >= len(CORE)]
 
 
-def test_no_globals_and_no_ranks_below_state(trees: list[tuple[str, Path, ast.Module]]) -> None:
+def test_no_globals_and_no_ranks_in_kernels(trees: list[tuple[str, Path, ast.Module]]) -> None:
     wrong = []
     mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
     for room, path, tree in trees:
@@ -109,7 +109,7 @@ def test_no_globals_and_no_ranks_below_state(trees: list[tuple[str, Path, ast.Mo
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
                 names = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
                 wrong += [f"{path}: module-level mutable {names}"] * (names != "__all__")
-        if room in ("kernels", "common") and "torch.distributed" in path.read_text():
+        if room == "kernels" and "torch.distributed" in path.read_text():
             wrong.append(f"{path}: torch.distributed")
     assert not wrong
 

@@ -25,7 +25,6 @@ from fp8dist.cli.doctor import examine
 from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, Usage
 from fp8dist.cli.export import export
 from fp8dist.cli.report import report as write_report
-from fp8dist.cli.simulate import simulate
 from fp8dist.cli.verify import verify
 from fp8dist.cli.watch import watch
 from fp8dist.errors import CheckpointError, ConfigurationError
@@ -194,7 +193,7 @@ def _outcome(report: DivergenceReport) -> int:
     return DIVERGED if report.diverged else CONSISTENT
 
 
-# inspect, doctor, simulate, export, verify, watch -----------------------------------------------------
+# inspect, doctor, report, export, verify, watch -------------------------------------------------------
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -209,15 +208,6 @@ def _doctor(options: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")) == 0 or not examination.healthy:
         _print(options.json, examination.as_dict(), str(examination))
     return CONSISTENT if examination.healthy else DIVERGED
-
-
-def _simulate(options: argparse.Namespace) -> int:
-    try:
-        report = simulate(options)
-    except ConfigurationError as error:
-        raise Usage(str(error)) from error
-    _print(options.json, report.to_json(), str(report))
-    return CONSISTENT
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -261,7 +251,6 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
         "check": _check,
         "inspect": _inspect,
         "doctor": _doctor,
-        "simulate": _simulate,
         "report": _report,
         "export": _export,
         "verify": _verify,

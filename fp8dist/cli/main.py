@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fp8dist.cli.launch import launch
 
         return launch(words[1:])
+    if words[:1] == ["simulate"]:
+        print("fp8dist simulate: moved; in a checkout of fp8dist, run python -m scripts.simulation", file=sys.stderr)
+        return USAGE
     options = _parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)
     # Errors are printed below, on one line each, so they must not be logged as well.
     logging.getLogger("fp8dist").setLevel(logging.CRITICAL)
@@ -56,7 +59,7 @@ def _parser(command: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8dist",
         description="Compare, inspect, export and verify FP8 training state, draw and watch runs, test this machine, "
-        "predict the cost of syncs, start jobs.",
+        "start jobs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -84,11 +87,6 @@ def _parser(command: str | None = None) -> argparse.ArgumentParser:
         help="then repeat casts and products for so long; compare the results with the first ones, with plain torch "
         "and, under torchrun, across ranks",
     )
-    simulation = commands.add_parser(
-        "simulate",
-        help="predict the cost of syncs on many ranks, and list the assumptions",
-        description="Predict the cost of the FP8 sync per step, and of two other ways to reduce amaxes.",
-    )
     drawing = commands.add_parser(
         "report",
         help="draw a run's folder as one HTML file, or say where two runs part",
@@ -112,11 +110,11 @@ def _parser(command: str | None = None) -> argparse.ArgumentParser:
         description="Show a run from its folder, also while the job writes it. Without a terminal: lines.",
     )
     commands.add_parser("launch", help="start a training program on every rank of this node, and join other nodes")
-    flagged = {"simulate": simulation, "report": drawing, "export": serving, "verify": verifying, "watch": live}
+    flagged = {"report": drawing, "export": serving, "verify": verifying, "watch": live}
     for name, its in flagged.items():
         if command in (None, name):
             importlib.import_module(f"fp8dist.cli.{name}").add_flags(its)
-    for its in (check, inspect, doctor, simulation, verifying):
+    for its in (check, inspect, doctor, verifying):
         its.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 

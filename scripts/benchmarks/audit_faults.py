@@ -21,8 +21,6 @@ from launch.train_gpt.exits import DIVERGED
 from launch.train_gpt.job import start
 from launch.train_gpt.ranks import leave
 
-__all__ = ["faults", "run_ranks"]
-
 RANKS = 3
 SIZE = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4", "--log-every", "50"]
 PERIOD = 4 * 6

@@ -7,10 +7,10 @@ barrier; then all ranks measure whole checks. Rank 0 prints one JSON object.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import statistics
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ import fp8dist
 from fp8dist_kernels.header import HEADER, WORDS
 from fp8dist_kernels.reference.content import ContentDigest
 from fp8dist_kernels.reference.digest import digest_words
-from scripts.benchmarks.sync import manager_of, timed
+from scripts.benchmarks.sync import manager_of
+from scripts.benchmarks.timing import in_turn, medians, run_rank, timed
 
 REPEATS = 7
 BYTES = 256 << 20
@@ -41,35 +42,17 @@ def digests() -> dict[str, float]:
         "sha1_ms": lambda: sha1_of_float32(tensor),
         "read_ms": words.sum,
     }
-    runs: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(REPEATS):
-        for name, action in sides.items():
-            runs[name].append(timed(action))
-    return {name: statistics.median(times) for name, times in runs.items()}
+    return medians(in_turn(sides, REPEATS))
 
 
 def check_of(tensors: int) -> dict[str, float]:
     """Return collectives, their bytes and ms of a clean ``fp8dist.check`` of ``tensors`` parameters. COLLECTIVE."""
     model = nn.ParameterList([torch.ones(100) for _ in range(tensors)])
-    reduced: list[int] = []
-    original = dist.all_reduce
-
-    def counting(tensor: Tensor, *args: object, **kwargs: object) -> object:
-        reduced.append(tensor.nbytes)
-        return original(tensor, *args, **kwargs)
-
-    times = []
-    dist.all_reduce = counting
-    for _ in range(REPEATS):
-        dist.barrier()
-        times.append(timed(lambda: fp8dist.check(model, group=dist.group.WORLD)))
-    dist.all_reduce = original
-    return {
-        "tensors": tensors,
-        "ms": statistics.median(times),
-        "collectives": len(reduced) / REPEATS,
-        "bytes": sum(reduced) / REPEATS,
-    }
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+        check = {"ms": lambda: fp8dist.check(model, group=dist.group.WORLD)}
+        found = medians(in_turn(check, REPEATS, dist.barrier))
+    sizes = [call.args[0].nbytes for call in reduce.call_args_list]
+    return {"tensors": tensors, **found, "collectives": len(sizes) / REPEATS, "bytes": sum(sizes) / REPEATS}
 
 
 def header_ms(slots: int) -> float:
@@ -88,20 +71,13 @@ def header_ms(slots: int) -> float:
     return statistics.median(timed(header) for _ in range(500))
 
 
-def main() -> None:
-    """Measure and print."""
-    torch.set_num_threads(1)
-    logging.getLogger("fp8dist").setLevel(logging.ERROR)
-    dist.init_process_group("gloo")
+def measure() -> dict[str, Any]:
+    """Return the digests, which rank 0 measures alone, the checks and the header. COLLECTIVE."""
     alone = digests() if dist.get_rank() == 0 else {}
     dist.barrier()
     checks = [check_of(10), check_of(10_000)]
-    header = {slots: header_ms(slots) for slots in (48, 672)}
-    if dist.get_rank() == 0:
-        print(json.dumps({**alone, "checks": checks, "header_ms": header}))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {**alone, "checks": checks, "header_ms": {slots: header_ms(slots) for slots in (48, 672)}}
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(measure)

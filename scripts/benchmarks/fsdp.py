@@ -10,12 +10,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 import fp8dist
 from launch.train_gpt.measure.gathering import GatheredBytes
+from scripts.benchmarks.timing import in_turn, medians, run_rank
 
 LAYERS = 224
 PAIRS = 15
@@ -46,14 +44,6 @@ def sharded(layers: int, width: int, gather: bool, history_len: int = 1024) -> t
     for layer in model:
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy), manager
-
-
-def once_ms(run: Callable[[], None]) -> float:
-    """Return the ms of one run, starting from a barrier."""
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - start)
 
 
 def sync() -> dict[str, Any]:
@@ -74,15 +64,14 @@ def sync() -> dict[str, Any]:
 
     for run in (one_step, one_each):
         run()
-    pairs = [(once_ms(one_step), once_ms(one_each)) for _ in range(PAIRS)]
+    times = medians(in_turn({"step_ms": one_step, "one_each_ms": one_each}, PAIRS, dist.barrier))
     before = arena_sync.counters.collectives
     one_step()
     return {
         "layers": LAYERS,
         "slots": len(manager.slots),
         "collectives": arena_sync.counters.collectives - before,
-        "step_ms": statistics.median(step for step, _ in pairs),
-        "one_each_ms": statistics.median(each for _, each in pairs),
+        **times,
     }
 
 
@@ -174,10 +163,4 @@ def reset_peak() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = sync() if sys.argv[1] == "sync" else train(sys.argv[2])
-    if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo may abort the interpreter's shutdown (torch 2.13).
+    run_rank(sync if sys.argv[1] == "sync" else lambda: train(sys.argv[2]))

@@ -24,8 +24,6 @@ import fp8dist
 from fp8dist import DelayedScaling
 from scripts.benchmarks.markdown import table
 
-__all__ = ["BLOCK", "LAYOUTS", "calls", "main"]
-
 LAYOUTS = ("plain", "ddp", "fsdp2", "fsdp2-gather", "tensor-parallel")
 BLOCK = 7
 """Linears per block, as in a Llama. FSDP2 shards block by block."""

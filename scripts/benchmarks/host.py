@@ -27,8 +27,6 @@ import fp8dist
 from fp8dist.job.manager import StateManager
 from scripts.benchmarks.markdown import table
 
-__all__ = ["LAYERS", "Chain", "Launched", "main", "without_launches"]
-
 LAYERS = 20
 WIDTH = 16
 TOKENS = 32

@@ -21,8 +21,6 @@ from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.matmuls import Scaling
 
-__all__ = ["KINDS", "LINEARS", "RECIPES", "Layer", "Product", "fast_everywhere", "products_of"]
-
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {"delayed": DelayedScaling(), "current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["NOT_YET", "table"]
-
 NOT_YET = "not measured yet"
 """Table cell for a missing figure."""
 

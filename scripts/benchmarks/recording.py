@@ -1,34 +1,28 @@
 """The cost of recording a run every ten steps, as a share of the example job's step.
 
 Trains two equal models of the example job's default size, one of which is recorded, in turns of ten steps, and prints
-the median ratio of these pairs, and the time inside the recorder and the watch. Times are CPU times of the one process
-and thread, because other work on the machine disturbs them less. Prints Markdown. Run it on an idle machine:
-``.venv/bin/python -m scripts.benchmarks.recording``.
+the median ratio of these pairs, and the time inside the recorder and the watch. Prints Markdown. Run it on an idle
+machine: ``.venv/bin/python -m scripts.benchmarks.recording``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 
-import fp8dist
 from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.runs.recorder import Recorder
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.microbatches import Microbatches
 from fp8dist.state.watch import Watch
-from launch.train_gpt.model import GPT, VOCABULARY
-from launch.train_gpt.options.options import parse
+from scripts.benchmarks.example_job import Job, in_turns
+from scripts.benchmarks.markdown import table
+from scripts.benchmarks.timing import timed_inside
 
 EVERY = 10
 """Interval of the recording, and steps of a turn."""
@@ -45,82 +39,23 @@ INSIDE = (
 """What only a recorded run calls. ``collect`` includes what the recorder does with an observation."""
 
 
-class Job:
-    """A model of the example job's default size, its optimizer, and its recorder, if any."""
-
-    def __init__(self, folder: Path | None) -> None:
-        options = parse(["--precision", "fp8"])
-        torch.manual_seed(0)
-        model = GPT(options.layers, options.width, options.heads, options.context)
-        self.manager = fp8dist.prepare(model, skip=("lm_head",))
-        self.recorder = None if folder is None else Recorder(folder, self.manager, every=EVERY)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.manager.attach(model, optimizer=self.optimizer)
-        self.model, self.done = model, 0
-        self.tokens = torch.randint(VOCABULARY, (options.batch_size, options.context + 1))
-
-    def turn(self) -> float:
-        """Run ten steps, and return the CPU seconds that they took."""
-        start = time.process_time()
-        for _ in range(EVERY):
-            loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.done += 1
-            loss, norm = loss.item(), norm.item()
-            if self.recorder is not None:
-                self.recorder.log(self.done, loss=loss, grad_norm=norm, tokens=self.tokens.numel())
-        return time.process_time() - start
-
-
-@contextlib.contextmanager
-def timed_inside(spent: dict[str, float]) -> Iterator[None]:
-    """Add up the CPU seconds inside the functions of ``INSIDE``."""
-
-    def timing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            start = time.process_time()
-            try:
-                return function(*arguments, **options)
-            finally:
-                spent[name] = spent.get(name, 0.0) + time.process_time() - start
-
-        name = function.__qualname__
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for owner, function_name in INSIDE:
-            patched = mock.patch.object(owner, function_name, timing(getattr(owner, function_name)))
-            stack.enter_context(patched)
-        yield
-
-
 def main(pairs: int) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        plain, recorded = Job(None), Job(Path(folder))
-        ratios, seconds = [], []
-        for pair in range(-1, pairs):  # The first pair warms up.
-            first, second = (plain, recorded) if pair % 2 else (recorded, plain)
-            times = {id(first): first.turn(), id(second): second.turn()}
-            if pair >= 0:
-                ratios.append(times[id(recorded)] / times[id(plain)])
-                seconds.append(times[id(plain)])
-        spent: dict[str, float] = {}
-        with timed_inside(spent):
-            turns = max(1, pairs // 4)
-            for _ in range(turns):
-                recorded.turn()
-    step = 1e3 * statistics.median(seconds) / EVERY
-    low, _, high = statistics.quantiles(ratios, n=4)
-    print(f"step: {step:.1f} ms; {pairs} pairs of {EVERY} steps")
-    print(f"ratio with recording, median (quartiles): {statistics.median(ratios):.4f} ({low:.4f}, {high:.4f})\n")
-    print("| inside | ms per step | share of the step |\n|---|---|---|")
-    each = {name: 1e3 * value / turns / EVERY for name, value in spent.items()}
-    for name, ms in [*sorted(each.items(), key=lambda one: -one[1]), ("all", sum(each.values()))]:
-        print(f"| {name} | {ms:.4f} | {100 * ms / step:.3f} % |")
+        plain, recorded = Job(), Job(Path(folder), EVERY)
+        for job in (plain, recorded):
+            job.train(EVERY)  # Warms up.
+        found = in_turns(plain, recorded, pairs, EVERY)
+        steps = EVERY * max(1, pairs // 4)
+        with timed_inside(INSIDE, time.process_time) as spent:
+            recorded.train(steps)
+    low, _, high = found.quartiles
+    print(f"step: {found.step_ms:.1f} ms; {pairs} pairs of {EVERY} steps")
+    print(f"ratio with recording, median (quartiles): {found.ratio:.4f} ({low:.4f}, {high:.4f})\n")
+    each = {name: sum(times) / steps for name, times in spent.items()}
+    ordered = [*sorted(each.items(), key=lambda one: -one[1]), ("all", sum(each.values()))]
+    rows = [[name, f"{ms:.4f}", f"{100 * ms / found.step_ms:.3f} %"] for name, ms in ordered]
+    print(table(["inside", "ms per step", "share of the step"], rows))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from scripts.benchmarks.llama_shapes import LINEARS, Layer
 from scripts.benchmarks.markdown import table
 
-__all__ = ["BYTES", "LAUNCHES", "Bytes", "Speeds", "gain", "launches", "roofline"]
-
 
 class Bytes(NamedTuple):
     """Bytes that the casts of a forward and backward move per element. ``bias``: in addition, per element of the

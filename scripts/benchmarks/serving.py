@@ -29,8 +29,7 @@ import fp8dist
 from fp8dist.cli.main import main as command
 from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
-from scripts.pages.filling import ROOT
-from scripts.pages.serving import write_results
+from scripts import results_files
 
 LAYERS, WIDTH, HEADS, CONTEXT = 2, 128, 4, 64
 RECIPES: dict[str, fp8dist.Recipe] = {
@@ -115,7 +114,7 @@ def measure(kind: str, steps: int, folder: Path, power_of_two: bool = False) -> 
     shape = ["--layers", LAYERS, "--width", WIDTH, "--heads", HEADS, "--context", CONTEXT]
     flags = [*shape, "--steps", steps, "--save-every", steps, "--recipe", kind, "--out", folder / "run"]
     words = [sys.executable, "-m", "launch.train_gpt", *map(str, flags), *["--power-of-two"][: int(power_of_two)]]
-    subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(words, cwd=results_files.ROOT, check=True, stdout=subprocess.DEVNULL)
     checkpoint = folder / "run" / "checkpoints" / f"step-{steps:08d}"
     format = "block" if kind == "block" else "compressed-tensors"
     assert command(["export", str(checkpoint), "--out", str(folder / "out"), "--format", format]) == 0
@@ -159,7 +158,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(kind, options.steps, Path(folder)))
         print(json.dumps(rows[-1]), flush=True)
-    write_results({"torch": torch.__version__, "rows": rows})
+    results_files.write(results_files.path_of("serving"), {"torch": torch.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ and as CPU time of the calling thread.
 
 from __future__ import annotations
 
-import json
-import logging
 import statistics
 import sys
 import time
@@ -26,6 +24,7 @@ from fp8dist.job.manager import StateManager
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels.formats import E4M3
 from fp8dist_kernels.header import HEADER
+from scripts.benchmarks.timing import in_turn, medians, run_rank, timed
 
 HISTORY = 1024
 PAIRS, PAIRS_COLD = 200, 60
@@ -68,13 +67,6 @@ def one_step(manager: StateManager) -> None:
     manager.step()
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Return the time of one call in ms."""
-    start = time.perf_counter()
-    action()
-    return 1e3 * (time.perf_counter() - start)
-
-
 def average(action: Callable[[], object]) -> float:
     """Return the mean time of one call in ms, over ``RUN`` consecutive calls."""
     return timed(lambda: [action() for _ in range(RUN)]) / RUN
@@ -98,15 +90,15 @@ def starts() -> dict[str, Callable[[], object]]:
 
 def pairs(before: Callable[[], object], manager: StateManager, bare: Callable[[], object]) -> dict[str, float]:
     """Return the medians of interleaved pairs in ms, and their ratio."""
-    ours, theirs = [], []
-    for _ in range(PAIRS if before is dist.barrier else PAIRS_COLD):
+    pending = manager._syncs[0].arena.pending
+
+    def ready() -> None:
+        pending.fill_(1.0)
         before()
-        theirs.append(timed(bare))
-        manager._syncs[0].arena.pending.fill_(1.0)
-        before()
-        ours.append(timed(manager.step))
-    step_ms, bare_ms = statistics.median(ours), statistics.median(theirs)
-    return {"bare_ms": bare_ms, "step_ms": step_ms, "ratio": step_ms / bare_ms}
+
+    rounds = PAIRS if before is dist.barrier else PAIRS_COLD
+    found = medians(in_turn({"bare_ms": bare, "step_ms": manager.step}, rounds, ready))
+    return {**found, "ratio": found["step_ms"] / found["bare_ms"]}
 
 
 def measure(slots: int) -> dict[str, Any]:
@@ -162,7 +154,7 @@ def measure_model() -> dict[str, Any]:
         model.zero_grad()
         model(x).sum().backward()
 
-    def timed(call: Callable[[], object]) -> tuple[float, float]:
+    def times_of(call: Callable[[], object]) -> tuple[float, float]:
         wall, cpu = time.perf_counter(), time.thread_time()
         call()
         return 1e6 * (time.thread_time() - cpu), 1e6 * (time.perf_counter() - wall)
@@ -175,22 +167,12 @@ def measure_model() -> dict[str, Any]:
                 if start != "barrier" or step == 0:
                     train()
                 dist.barrier()
-                times.append(timed(call))
+                times.append(times_of(call))
             quartiles = [statistics.quantiles(each, n=4)[0] for each in zip(*times[20:])]
             found.setdefault(start, {})[name] = dict(zip(("cpu_us", "wall_us"), quartiles))
     return found
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("fp8dist").setLevel(logging.ERROR)  # The managers have no Linear, on purpose.
-    dist.init_process_group("gloo")
-    model = measure_model()
-    managers = [] if "model" in sys.argv[1:] else [measure(slots) for slots in (672, 100_000)]
-    if dist.get_rank() == 0:
-        print(json.dumps({"managers": managers, "model": model}))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    slots = () if "model" in sys.argv[1:] else (672, 100_000)
+    run_rank(lambda: {"model": measure_model(), "managers": [measure(number) for number in slots]})

@@ -6,9 +6,6 @@ Linears have 672 scaled tensors. History lengths are 16, torchao's default, and 
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
 import warnings
 
 import torch
@@ -21,6 +18,8 @@ from torchao.float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+
+from scripts.benchmarks.timing import in_turn, medians, run_rank
 
 LINEARS = 224
 
@@ -39,34 +38,15 @@ def measure(history_len: int) -> dict[str, float]:
     model = convert_to_float8_training(model, config=config)
     model(torch.randn(16, 16)).sum().backward()
     bare = torch.zeros(3 * LINEARS)
-    ours, theirs = [], []
-    for _ in range(100):
-        for action, times in (
-            (lambda: dist.all_reduce(bare, dist.ReduceOp.MAX), theirs),
-            (lambda: sync_float8_amax_and_scale_history(model), ours),
-        ):
-            dist.barrier()
-            start = time.perf_counter()
-            action()
-            times.append(1e3 * (time.perf_counter() - start))
-    return {
-        "history": history_len,
-        "bare_ms": statistics.median(theirs),
-        "torchao_ms": statistics.median(ours),
-        "ratio": statistics.median(ours) / statistics.median(theirs),
+    sides = {
+        "bare_ms": lambda: dist.all_reduce(bare, dist.ReduceOp.MAX),
+        "torchao_ms": lambda: sync_float8_amax_and_scale_history(model),
     }
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo")
-    rows = [measure(history_len) for history_len in (16, 1024)]
-    if dist.get_rank() == 0:
-        print(json.dumps(rows))
-    dist.destroy_process_group()
+    found = medians(in_turn(sides, 100, dist.barrier))
+    return {"history": history_len, **found, "ratio": found["torchao_ms"] / found["bare_ms"]}
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    run_rank(lambda: [measure(history_len) for history_len in (16, 1024)])

@@ -8,11 +8,9 @@ process and prints Markdown. Run it on an idle machine: ``.venv/bin/python -m sc
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -26,7 +24,9 @@ from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.weight_notes import WeightNote
 from fp8dist_kernels.formats import Role
 from launch.train_gpt.model import GPT, VOCABULARY
+from scripts.benchmarks.markdown import table
 from scripts.benchmarks.sync import CountOps
+from scripts.benchmarks.timing import in_turn, medians
 
 ROUNDS = 15
 """Pairs of steps that are timed."""
@@ -35,54 +35,30 @@ STEPS = 60
 """Steps of the runs whose casts are counted."""
 
 
-def _nothing(*_: object) -> None:  # A Mock would add calls of its own.
-    return None
-
-
-def _never(*_: object) -> Outgrown:
-    return Outgrown(None)
-
-
-def _no(*_: object) -> bool:
-    return False
-
-
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Disable the checks inside the context."""
-    with (
-        mock.patch.object(StepWatch, "_before", _nothing),
-        mock.patch.object(StepWatch, "_after", _nothing),
-        mock.patch.object(LinearSlots, "outgrown", _never),
-        mock.patch.object(WeightNote, "changed_between_backwards", _no),
+    patched = mock.patch.object
+    with (  # Functions: a Mock would add calls of its own.
+        patched(StepWatch, "_before", lambda *_: None),
+        patched(StepWatch, "_after", lambda *_: None),
+        patched(LinearSlots, "outgrown", lambda *_: Outgrown(None)),
+        patched(WeightNote, "changed_between_backwards", lambda *_: False),
     ):
         yield
 
 
-def python_calls(action: Callable[[], object]) -> int:
-    """Return the number of Python function calls."""
-    count = 0
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def torch_ops(action: Callable[[], object]) -> int:
+def counts(action: Callable[[], object]) -> list[int]:
+    """Return the number of torch operations, and of calls of Python functions."""
     with CountOps() as counter:
         action()
-    return counter.count
+    profile = cProfile.Profile(builtins=False)
+    profile.runcall(action)
+    return [counter.count, sum(entry.callcount for entry in profile.getstats())]
 
 
-def stepper(layers: int, width: int, tokens: int) -> Callable[[], None]:
-    """Return a function that runs one training step of a model with ``layers`` Linears of this width."""
+def compare(layers: int, width: int, tokens: int) -> list[str]:
+    """Return a row of the table: a step of a model with ``layers`` Linears of this width, with and without checks."""
     net = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
     manager = fp8dist.prepare(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
@@ -94,33 +70,23 @@ def stepper(layers: int, width: int, tokens: int) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad()
 
-    step.manager = manager  # type: ignore[attr-defined]  # It must live as long as the step.
-    return step
+    def step_unchecked() -> None:
+        with unchecked():
+            step()
 
-
-def compare(layers: int, width: int, tokens: int) -> dict[str, float]:
-    """Return operations, Python calls and ms of a step, with and without the checks. Local."""
-    step = stepper(layers, width, tokens)
     for _ in range(3):
         step()
-    row: dict[str, float] = {"ops": torch_ops(step), "calls": python_calls(step)}
+    with_checks = counts(step)
     with unchecked():
         step()
-        row |= {"ops_without": torch_ops(step), "calls_without": python_calls(step)}
-    checked, bare = [], []
-    for _ in range(ROUNDS):
-        for times, context in ((checked, contextlib.nullcontext()), (bare, unchecked())):
-            with context:
-                start = time.perf_counter()
-                step()
-                times.append(1e3 * (time.perf_counter() - start))
-            step.manager._cycle.steps.take_notes()  # type: ignore[attr-defined]  # Else that step looks like a write.
-    ratios = [a / b for a, b in zip(checked, bare)]
-    return row | {
-        "ms": statistics.median(checked),
-        "ms_without": statistics.median(bare),
-        "ratio": statistics.median(ratios),
-    }
+        without = counts(step)
+    # Without the notes of the step before, an unchecked one would look like a write to the weights.
+    take_notes = manager._cycle.steps.take_notes
+    times = in_turn({"checked": step, "unchecked": step_unchecked}, ROUNDS, take_notes)
+    ratio = statistics.median(a / b for a, b in zip(times["checked"], times["unchecked"]))
+    found = [f"{mine} ({other})" for mine, other in zip(with_checks, without)]
+    ms = "{checked:.1f} ({unchecked:.1f})".format(**medians(times))
+    return [str(layers), str(width), str(tokens), *found, ms, f"{ratio:.3f}"]
 
 
 def changed_casts(learning_rate: float, zeros: bool) -> tuple[int, int]:
@@ -165,22 +131,16 @@ def changed_casts(learning_rate: float, zeros: bool) -> tuple[int, int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("| Linears | width | tokens | torch operations (without) | Python calls | ms a step | ratio |")
-    print("|---|---|---|---|---|---|---|")
-    for layers, width, tokens in ((32, 64, 64), (224, 64, 64), (32, 512, 512)):
-        row = compare(layers, width, tokens)
-        print(
-            f"| {layers} | {width} | {tokens} | {row['ops']} ({row['ops_without']}) | {row['calls']} "
-            f"({row['calls_without']}) | {row['ms']:.1f} ({row['ms_without']:.1f}) | {row['ratio']:.3f} |"
-        )
-    print("\n| run | casts of weights that changed | of |\n|---|---|---|")
-    for what, rate, zeros in (
+    rows = [compare(*size) for size in ((32, 64, 64), (224, 64, 64), (32, 512, 512))]
+    head = ["Linears", "width", "tokens", "torch operations (without)", "Python calls", "ms a step", "ratio"]
+    print(table(head, rows))
+    runs = (
         ("learning rate 3e-4", 3e-4, False),
         ("learning rate 3e-3", 3e-3, False),
         ("learning rate 3e-4, zero-initialised projections", 3e-4, True),
-    ):
-        changed, casts = changed_casts(rate, zeros)
-        print(f"| {what} | {changed} | {casts} |")
+    )
+    rows = [[what, *map(str, changed_casts(rate, zeros))] for what, rate, zeros in runs]
+    print(table(["run", "casts of weights that changed", "of"], rows))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,14 +26,13 @@ from fp8dist.common.numbers import from_json
 from fp8dist.state.manifest import NUMERICS_VERSION
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.options.options import parse as parse_job
-from scripts.benchmarks.gpu import environment
-from scripts.benchmarks.gpu.results import write
+from scripts import results_files
 from scripts.convergence import results
 from scripts.convergence.tables import gaps, gradients, layers
 from scripts.convergence.tasks import Task, TaskFailed, run_all
 from scripts.convergence.variants import VARIANTS
 
-ROOT = Path(__file__).resolve().parents[2]
+FILE = "convergence.json"
 EXAMPLE_JOB = ("-m", "launch.train_gpt")
 OURS = (
     *("--precision", "--recipe", "--high-gemms", "--fast-gemms", "--seed", "--out", "--parallel"),
@@ -60,12 +56,13 @@ def main(arguments: Sequence[str]) -> int:
         _say(str(error))
         return 1
     data = _collected(own, flags, tasks)
-    write(own.out / results.FILE, data)
+    file = own.out / FILE
+    results_files.write(file, data)
     for text in (gaps(data), gradients(data), layers(data)):
         print(text)
-    _say(f"{own.out / results.FILE} written")
+    _say(f"{file} written")
     if own.keep:
-        _keep(own.out, results.MIXTURE if _of_mixtures(flags) else results.FILE)
+        results_files.publish(results.MIXTURE if _of_mixtures(flags) else results.CONVERGENCE, data)
     return 0
 
 
@@ -105,7 +102,7 @@ def _of_mixtures(flags: Sequence[str]) -> bool:
 def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int], Task]:
     """The tasks in the order they run, by (variant, seed); ("gradients", 0) measures gradients."""
     stamp = {"torch": torch.__version__, "numerics": NUMERICS_VERSION, "cuda": torch.cuda.is_available()}
-    about = {"commit": results.commit_of(ROOT)}
+    about = {"commit": results_files.commit_of()}
     common = ("--steps", str(own.steps), "--log-every", str(own.steps), *flags)
     made = {}
     if own.gradients:
@@ -135,7 +132,6 @@ def _require_usable(tasks: dict[tuple[str, int], Task]) -> None:
 
 
 def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[str, int], Task]) -> dict[str, Any]:
-    facts = environment.facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     runs: dict[str, dict[str, Any]] = {}
     for (name, seed), task in tasks.items():
         if name == "gradients":
@@ -150,23 +146,12 @@ def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[
     measured = tasks.get(("gradients", 0))
     return {
         "schema": results.SCHEMA,
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+        **results.about(flags, "cuda" if torch.cuda.is_available() else "cpu"),
         "commits": sorted({task.made_by["commit"] for task in tasks.values()}),
-        "machine": facts["device"]["name"],
-        "versions": {name: facts["versions"][name] for name in ("python", "torch", "fp8dist")},
         "steps": own.steps,
-        "flags": list(flags),
         "runs": runs,
         "gradients": json.loads((measured.folder / measured.product).read_text()) if measured else None,
     }
-
-
-def _keep(out: Path, name: str) -> None:
-    folder = results.folder_of(ROOT)
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(out / results.FILE, folder / name)
-    for program in ("scripts.pages", "scripts.pictures"):  # The figures and curves that pages show.
-        subprocess.run([sys.executable, "-m", program], cwd=ROOT, check=True)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

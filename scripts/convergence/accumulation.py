@@ -27,18 +27,6 @@ from fp8dist_kernels import direct
 from fp8dist_kernels.reference.casts import dequantize
 from fp8dist_kernels.reference.matmuls import scaling_of
 
-__all__ = [
-    "FRACTION_BITS",
-    "PROMOTED_EVERY",
-    "STEP",
-    "Errors",
-    "compared",
-    "emulated",
-    "emulated_product",
-    "errors_of",
-    "relative_error",
-]
-
 FRACTION_BITS = 13
 """Bits behind the leading one of a sum: 14 bits with it."""
 

@@ -15,19 +15,16 @@ sums are in float32 and nothing is emulated.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from scripts import results_files
 from scripts.benchmarks.markdown import NOT_YET, table
-from scripts.convergence.results import folder_of
-
-__all__ = ["ACCUMULATION_TABLES", "FILE", "SCHEMA", "gemms", "gradients", "load", "products", "setting"]
 
 SCHEMA = 1
-FILE = "accumulation.json"
+NAME = "accumulation"
 _TOP = {
     **{"date": str, "commit": str, "machine": str, "seed": int},
     **{"versions": dict, "flags": list, "emulation": dict, "products": list, "points": list},
@@ -36,22 +33,19 @@ _TOP = {
 Results = Mapping[str, Any]
 
 
-def load(root: Path) -> dict[str, Any] | None:
+def load(root: Path = results_files.ROOT) -> dict[str, Any] | None:
     """Return the published results; None if there are none.
 
     Raises:
         ValueError: the file is not a results file. The message says why.
     """
-    path = folder_of(root) / FILE
-    if not path.exists():
-        return None
-    data = json.loads(path.read_text())
+    return results_files.load(NAME, root, _problems_of)
+
+
+def _problems_of(data: Any) -> list[str]:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: not results of schema {SCHEMA}")
-    for key, kind in _TOP.items():
-        if not isinstance(data.get(key), kind):
-            raise ValueError(f"{path}: {key} is missing or of another type")
-    return data
+        return [f"not results of schema {SCHEMA}"]
+    return results_files.mistyped(data, _TOP)
 
 
 def setting(data: Results | None) -> str:

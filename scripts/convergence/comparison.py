@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from scripts.convergence.variants import REFERENCE, VARIANTS
 
-__all__ = ["Comparison", "Spread", "compare", "final_loss", "final_steps", "gap_percent", "mean_curve", "spread_of"]
-
 FINAL_SHARE = 10
 """The final training loss is the mean over the last 1/FINAL_SHARE of a run."""
 
@@ -67,11 +65,6 @@ def spread_of(values: Sequence[float]) -> Spread:
         return Spread(*4 * (math.nan,))
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return Spread(statistics.fmean(values), deviation, min(values), max(values))
-
-
-def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean at each step."""
-    return [statistics.fmean(at_a_step) for at_a_step in zip(*curves, strict=True)]
 
 
 def compare(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Comparison]:

@@ -20,13 +20,9 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from datetime import datetime, timezone
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -40,9 +36,9 @@ from launch.train_gpt.data import BadInput
 from launch.train_gpt.exits import exit_with
 from launch.train_gpt.job import Job, training_batch
 from launch.train_gpt.options.options import parse, prepare_input
-from scripts.benchmarks.gpu import environment
-from scripts.benchmarks.gpu.results import write
+from scripts import results_files
 from scripts.convergence import accumulation_tables as tables
+from scripts.convergence import results
 from scripts.convergence.accumulation import (
     FRACTION_BITS,
     PROMOTED_EVERY,
@@ -63,11 +59,6 @@ from scripts.convergence.gradients import (
     names_of,
     trained,
 )
-from scripts.convergence.results import commit_of, folder_of
-
-__all__ = ["CASES", "LENGTHS", "RECIPES", "main", "products"]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 RECIPES = ("delayed", "rowwise")
 
@@ -97,31 +88,21 @@ def main(arguments: Sequence[str]) -> int:
         text = prepare_input(options)
     except BadInput as error:
         exit_with(error)
-    about = _about(flags)  # Before the measurement: the checkout may change meanwhile.
+    about = {  # Before the measurement: the checkout may change meanwhile.
+        "schema": tables.SCHEMA,
+        "commit": results_files.commit_of(),
+        **results.about(flags),
+        "emulation": {"fraction_bits": FRACTION_BITS, "step": STEP, "promoted_every": PROMOTED_EVERY},
+    }
     points = []
     for step, job in trained(options, text, own.points):
         for batches in sorted({1, own.batches}) if step == max(own.points) else [1]:
             points.append(_Point(job, step, batches).measure())
-    path = options.out / tables.FILE
-    write(path, {**about, "products": products(), "seed": options.seed, "points": points})
+    data = {**about, "products": products(), "seed": options.seed, "points": points}
+    results_files.write(options.out / f"{tables.NAME}.json", data)
     if own.keep:
-        folder_of(ROOT).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder_of(ROOT) / tables.FILE)
-        subprocess.run([sys.executable, "-m", "scripts.pages"], cwd=ROOT, check=True)
+        results_files.publish(tables.NAME, data)
     return 0
-
-
-def _about(flags: Sequence[str]) -> dict[str, Any]:
-    facts = environment.facts(torch.device("cpu"))
-    return {
-        "schema": tables.SCHEMA,
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
-        "commit": commit_of(ROOT),
-        "machine": facts["device"]["name"],
-        "versions": {name: facts["versions"][name] for name in ("python", "torch", "fp8dist")},
-        "flags": list(flags),
-        "emulation": {"fraction_bits": FRACTION_BITS, "step": STEP, "promoted_every": PROMOTED_EVERY},
-    }
 
 
 def products(lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:

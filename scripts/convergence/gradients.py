@@ -33,22 +33,7 @@ from launch.train_gpt.job import Job, build, gradients, learning_rate_at, traini
 from launch.train_gpt.options.flags import RECIPES
 from launch.train_gpt.options.options import Options, parse, prepare_input
 from launch.train_gpt.ranks import joined_ranks
-from scripts.benchmarks.gpu import results
-
-__all__ = [
-    "MEASURED",
-    "Cosines",
-    "Gradients",
-    "calibration_of",
-    "compare",
-    "cosine",
-    "fp8_gradients",
-    "gradients_of",
-    "loss_of",
-    "main",
-    "names_of",
-    "trained",
-]
+from scripts import results_files
 
 FILE = "gradients.json"
 
@@ -173,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     except BadInput as error:
         exit_with(error)
     found = [{"step": step, "cases": list(_cases(job, step))} for step, job in trained(options, text, own.points)]
-    results.write(options.out / FILE, {"seed": options.seed, "points": found})
+    results_files.write(options.out / FILE, {"seed": options.seed, "points": found})
     return 0
 
 

@@ -14,18 +14,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from scripts import results_files
+from scripts.benchmarks.gpu import environment
 from scripts.convergence.variants import VARIANTS
 
-__all__ = ["FILE", "MIXTURE", "SCHEMA", "commit_of", "folder_of", "load", "problems_of"]
-
 SCHEMA = 1
-FILE, MIXTURE = "convergence.json", "mixture.json"
-"""The results, and published ones of mixtures of experts."""
+CONVERGENCE, MIXTURE = "convergence", "mixture"
+"""Names of the published results, and of those of mixtures of experts."""
 
 _TOP = {
     **{"date": str, "machine": str, "steps": int},
@@ -33,43 +34,27 @@ _TOP = {
 }
 
 
-def folder_of(root: Path) -> Path:
-    """Return the folder of the published results, from which the pages are made."""
-    return root / "scripts" / "results"
+def about(flags: Sequence[str], device: str = "cpu") -> dict[str, Any]:
+    """Return what each results file says first: date, machine, versions and the flags of the example job."""
+    facts = environment.facts(torch.device(device))
+    versions = {name: facts["versions"][name] for name in ("python", "torch", "fp8dist")}
+    return {"date": results_files.now(), "machine": facts["device"]["name"], "versions": versions, "flags": list(flags)}
 
 
-def commit_of(root: Path) -> str:
-    """Return the commit of a checkout, with a trailing "+" if it has uncommitted changes."""
-    commit, changes = (
-        subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
-        for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-    )
-    return (commit or "not known") + ("+" if changes else "")
-
-
-def load(root: Path, name: str = FILE) -> dict[str, Any] | None:
+def load(root: Path = results_files.ROOT, name: str = CONVERGENCE) -> dict[str, Any] | None:
     """Return the published results; None if there are none.
 
     Raises:
         ValueError: the file is not a results file. The message says why.
     """
-    path = folder_of(root) / name
-    if not path.exists():
-        return None
-    data = json.loads(path.read_text())
-    problems = problems_of(data)
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}")
-    return data
+    return results_files.load(name, root, problems_of)
 
 
 def problems_of(data: Any) -> list[str]:
     """Return the problems of a results file's content; empty if the content is valid."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         return [f"not results of schema {SCHEMA}"]
-    found = [
-        f"{key} is missing or of another type" for key, kind in _TOP.items() if not isinstance(data.get(key), kind)
-    ]
+    found = results_files.mistyped(data, _TOP)
     if found:
         return found
     found += [f"unknown variant {name!r}" for name in data["runs"] if name not in VARIANTS]

@@ -12,8 +12,6 @@ from scripts.benchmarks.markdown import NOT_YET, table
 from scripts.convergence.comparison import Comparison, Spread, compare, final_steps
 from scripts.convergence.variants import VARIANTS
 
-__all__ = ["CONVERGENCE_TABLES", "MIXTURE_TABLES", "against_bf16", "gaps", "gradients", "layers", "setting"]
-
 Results = Mapping[str, Any]
 Case = Mapping[str, Any]
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LOG", "Task", "TaskFailed", "run_all"]
-
 LOG = "log.txt"
 _NOTE = "task.json"
 _ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["REFERENCE", "VARIANTS", "Variant"]
-
 REFERENCE = "fp32"
 """The variant that the others are compared with."""
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from scripts.pages.filling import ROOT, Parts, filled, pages, problems
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run the command line that the top of this file describes; return the exit status."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -14,11 +13,10 @@ import torch
 from fp8dist import DelayedScaling
 from fp8dist.checks.work_parts import part_of_product
 from fp8dist.state.settings import AUDIT_BYTES
+from scripts import results_files
 from scripts.benchmarks.llama_shapes import Layer, products_of
 from scripts.benchmarks.markdown import NOT_YET, table
-from scripts.pages.filling import ROOT, Parts
-
-__all__ = ["parts_of", "read_results", "write_results"]
+from scripts.pages.filling import Parts
 
 LAYERS = (Layer("8B", 4096, 14336), Layer("70B", 8192, 28672))
 """Gate, or up, of Llama 3's MLPs."""
@@ -26,24 +24,9 @@ LAYERS = (Layer("8B", 4096, 14336), Layer("70B", 8192, 28672))
 TOKENS = 8192
 
 
-def read_results(root: Path = ROOT) -> dict[str, Any]:
-    """Return what ``scripts.benchmarks.audits`` has measured; empty if it has not."""
-    path = _path(root)
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
-def write_results(results: dict[str, Any], root: Path = ROOT) -> None:
-    """Replace the results."""
-    _path(root).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-def _path(root: Path) -> Path:
-    return root / "scripts" / "results" / "audits.json"
-
-
-def parts_of(root: Path = ROOT) -> Parts:
+def parts_of(root: Path = results_files.ROOT) -> Parts:
     """Return the parts."""
-    results = read_results(root)
+    results = results_files.load("audits", root) or {}
     return {
         "audit-faults": partial(_faults, results.get("faults", [])),
         "audit-cost": partial(_cost, results.get("cost")),

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from scripts.pages.filling import ROOT
 
-__all__ = ["COMMANDS", "Command", "CommandFailed", "block", "masked", "output_of"]
-
 Mask = tuple[str, str]
 """(regex for text that changes from run to run, replacement)."""
 
@@ -29,7 +27,7 @@ class Command(NamedTuple):
     """A command whose output is shown.
 
     Attributes:
-        words: the words of the command line. ``fp8dist`` runs this checkout's version.
+        words: the words of the command line. ``fp8dist`` and ``python`` are those of this checkout.
         environment: variables that precede the words on the command line.
         masks: applied to the shown text and to the text of a new run before a comparison.
         status: the expected exit status.
@@ -75,7 +73,7 @@ _STRAGGLER = Command(
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        "simulate": Command(("fp8dist", "simulate", "--ranks", "16384", "--update", "next_step")),
+        "simulate": Command(("python", "-m", "scripts.simulation", "--ranks", "16384", "--update", "next_step")),
         "damaged": Command(
             ("launch/torchrun.sh", "--inject", "scale:1:5", "--out", "runs/damaged"),
             MappingProxyType({"NPROC": "3"}),
@@ -143,7 +141,8 @@ def output_of(name: str, brief: bool = False) -> str:
 
 
 def _argv(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", *words] if words[0] == "fp8dist" else list(words)
+    ours = {"fp8dist": (sys.executable, "-m", "fp8dist"), "python": (sys.executable,)}
+    return [*ours.get(words[0], words[:1]), *words[1:]]
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:

@@ -12,8 +12,6 @@ from fp8dist.cli import main as command_line
 from launch.train_gpt import exits
 from scripts.benchmarks.markdown import table
 
-__all__ = ["of_cli", "of_job", "of_launcher", "statuses_of_job"]
-
 
 def of_job() -> str:
     """Return the table of the example job, from ``launch/train_gpt/exits.py``."""
@@ -32,7 +30,7 @@ def statuses_of_job() -> dict[int, str]:
 
 
 def of_cli() -> str:
-    """Return the table of ``fp8dist check``, ``inspect``, ``doctor``, ``simulate`` and ``watch``, from their help."""
+    """Return the table of ``fp8dist check``, ``inspect``, ``doctor`` and ``watch``, from their help."""
     said = " ".join(command_line._EPILOG.split("exit codes: ")[1].split(";")[0].split())
     return _table({int(number): text for number, text in re.findall(r"(\d+) ([^,]+)", said)})
 

@@ -8,8 +8,6 @@ from fp8dist.runs.exporters.prometheus import metric_name
 from fp8dist.runs.exporters.samples import ACTIVE, EVENTS, LAST_STEP, LAST_STEP_TIME, OF_ONE_SLOT, OF_SLOTS
 from scripts.benchmarks.markdown import table
 
-__all__ = ["of_numbers"]
-
 
 def of_numbers() -> str:
     """Return a table of all numbers of ours, with their names in each tool."""

@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["ROOT", "Parts", "filled", "names", "pages", "problems"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 Parts = Mapping[str, Callable[[], str]]

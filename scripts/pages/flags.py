@@ -17,19 +17,7 @@ from fp8dist.cli.main import _parser as command_line
 from fp8dist.state.settings import VARIABLES, Settings
 from launch.train_gpt.options.flags import parser as job_parser
 from scripts.benchmarks.markdown import table
-
-__all__ = [
-    "COMMANDS",
-    "FLAGS_OF",
-    "RECIPES",
-    "command_help",
-    "command_line",
-    "flags_of",
-    "job_parser",
-    "of_job",
-    "of_prepare",
-    "of_recipes",
-]
+from scripts.simulation.__main__ import parser as simulation_parser
 
 FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -92,6 +80,11 @@ def command_help(name: str) -> str:
     return "\n".join(
         [*described, f"Usage: `fp8dist {name}{flags} [FLAG …]{f' {usage}' if usage else ''}`\n", _rows(parser._actions)]
     )
+
+
+def of_simulation() -> str:
+    """Return a table of the flags of ``python -m scripts.simulation``."""
+    return _rows(simulation_parser()._actions)
 
 
 def of_job() -> str:

@@ -13,8 +13,6 @@ from fp8dist import errors as exceptions
 from fp8dist.job import order
 from scripts.pages.filling import ROOT
 
-__all__ = ["PLACE", "errors", "messages_in", "public_errors"]
-
 PLACE = "\u2039…\u203a"
 """Placeholder for a value in a message."""
 

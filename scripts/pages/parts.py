@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from scripts import results_files
 from scripts.benchmarks import roofline
 from scripts.benchmarks.gpu import results
 from scripts.benchmarks.gpu.tables import TABLES
@@ -17,12 +18,11 @@ from scripts.convergence.tables import CONVERGENCE_TABLES, MIXTURE_TABLES
 from scripts.pages import audits, exit_codes, exported, flags, messages, runs, screens, serving, variables
 from scripts.pages.filling import ROOT, Parts
 
-__all__ = ["REFERENCE", "parts_of"]
-
 REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         **{f"cli-{name}": partial(flags.command_help, name) for name in flags.COMMANDS},
         "flags": flags.of_job,
+        "simulation-flags": flags.of_simulation,
         "arguments": flags.of_prepare,
         "recipe-fields": flags.of_recipes,
         "environment": variables.of_library,
@@ -44,7 +44,7 @@ REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
 def parts_of(root: Path = ROOT) -> Parts:
     """Return all parts. Results come from files below ``root``."""
     measured = results.load_all(root / "kernels" / "results")
-    convergence, versions = convergence_results.load(root), runs.rows_of(root, "versions")
+    convergence, versions = convergence_results.load(root), results_files.load("versions", root) or []
     accumulation = accumulation_tables.load(root)
     mixture = convergence_results.load(root, convergence_results.MIXTURE)
     return {
@@ -53,7 +53,7 @@ def parts_of(root: Path = ROOT) -> Parts:
         **{name: partial(table, mixture) for name, table in MIXTURE_TABLES.items()},
         **{name: partial(table, accumulation) for name, table in ACCUMULATION_TABLES.items()},
         "versions": partial(runs.versions, versions),
-        "stacks": partial(runs.stacks, runs.rows_of(root, "stacks")),
+        "stacks": partial(runs.stacks, results_files.load("stacks", root) or []),
         "hardware": partial(runs.hardware, measured, convergence, versions),
         **audits.parts_of(root),
         **serving.parts_of(root),

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.markdown import table
 
-__all__ = ["hardware", "rows_of", "stacks", "versions"]
-
 Results = Mapping[str, Any]
-
-
-def rows_of(root: Path, name: str) -> list[dict[str, Any]]:
-    """Return the rows of a file in ``scripts/results``; an empty list if there is no such file."""
-    path = root / "scripts" / "results" / f"{name}.json"
-    return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
 
 
 def versions(rows: Sequence[Results]) -> str:

@@ -11,8 +11,6 @@ from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.screen import screen
 from fp8dist.runs.run_format import EVENTS, FORMAT, HEADER, METRICS, RANKS, SCALES, VERSION
 
-__all__ = ["watch_screen"]
-
 STEPS = 240
 
 

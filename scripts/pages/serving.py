@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts import results_files
 from scripts.benchmarks.markdown import NOT_YET, table
-from scripts.pages.filling import ROOT, Parts
-
-__all__ = ["parts_of", "write_results"]
+from scripts.pages.filling import Parts
 
 
-def write_results(results: dict[str, Any], root: Path = ROOT) -> None:
-    """Replace the results."""
-    _path(root).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-def _path(root: Path) -> Path:
-    return root / "scripts" / "results" / "serving.json"
-
-
-def parts_of(root: Path = ROOT) -> Parts:
+def parts_of(root: Path = results_files.ROOT) -> Parts:
     """Return the part."""
-    path = _path(root)
-    return {"serving": partial(_serving, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None)}
+    return {"serving": partial(_serving, results_files.load("serving", root))}
 
 
 def _serving(results: dict[str, Any] | None) -> str:

@@ -11,8 +11,6 @@ from fp8dist.state.settings import VARIABLES
 from scripts.benchmarks.markdown import table
 from scripts.pages.filling import ROOT
 
-__all__ = ["launcher_variables", "of_launcher", "of_library", "of_script"]
-
 SCRIPT = Path("launch") / "torchrun.sh"
 _NAME, _MEANING, _DEFAULT = slice(4, 18), slice(18, 41), slice(41, None)
 """The columns of the launcher's help."""

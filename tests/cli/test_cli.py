@@ -322,6 +322,14 @@ def test_bad_usage_exits_with_2(capsys: Capture) -> None:
         assert "usage: fp8dist" in capsys.readouterr().err
 
 
+def test_the_simulation_says_where_it_went(capsys: Capture) -> None:
+    assert main(["simulate", "--ranks", "8"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "python -m scripts.simulation" in captured.err
+
+
 def test_one_path_or_two_kinds_of_paths_are_usage_errors(tmp_path: Path, capsys: Capture) -> None:
     path = write(weights(), tmp_path / "w")
     assert main(["check", path]) == 2

@@ -77,7 +77,7 @@ def test_a_value_and_a_default_are_told_apart() -> None:
     assert "| `--tensorboard` |  | off | " in table
     assert "| `--precision` | `bf16`, `fp32`, `fp8` | `fp8` | " in table
     assert "| `check_every` | `FP8DIST_CHECK_EVERY` | `--check-every` | `0` | " in flags.of_prepare()
-    assert "| `--ranks` | `N` | required | " in flags.command_help("simulate")
+    assert "| `--ranks` | `N` | required | " in flags.of_simulation()
 
 
 def test_variables_are_those_that_the_code_reads() -> None:

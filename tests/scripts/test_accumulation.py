@@ -20,7 +20,7 @@ from scripts.benchmarks.markdown import NOT_YET
 from scripts.convergence import accumulation_tables as tables
 from scripts.convergence.accumulation import PROMOTED_EVERY, compared, emulated, emulated_product
 from scripts.convergence.fast_accumulation import CASES, RECIPES, main, products
-from scripts.convergence.results import folder_of
+from scripts.results_files import path_of
 from tests.support.linear import inputs, linear
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -318,14 +318,14 @@ def test_without_results_nothing_is_claimed() -> None:
 
 
 def test_what_is_no_results_file_is_refused(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
     assert tables.load(tmp_path) is None
-    folder.mkdir(parents=True)
+    file = path_of(tables.NAME, tmp_path)
+    file.parent.mkdir(parents=True)
     for change, problem in (({"schema": 9}, "schema 1"), ({"points": None}, "points is missing")):
-        (folder / tables.FILE).write_text(json.dumps(kept(**change)))
+        file.write_text(json.dumps(kept(**change)))
         with pytest.raises(ValueError, match=problem):
             tables.load(tmp_path)
-    (folder / tables.FILE).write_text(json.dumps(kept()))
+    file.write_text(json.dumps(kept()))
     assert tables.load(tmp_path) == kept()
 
 
@@ -336,7 +336,7 @@ TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--
 def test_from_end_to_end(tmp_path: Path) -> None:
     flags = ["--points", "1", "3", "--batches", "2", *TINY, "--out", str(tmp_path)]
     assert main(flags) == 0
-    data = json.loads((tmp_path / tables.FILE).read_text())
+    data = json.loads((tmp_path / "accumulation.json").read_text())
     assert data["flags"] == ["--steps", "3", *TINY]
     assert [(point["step"], point["tokens"]) for point in data["points"]] == [(1, 128), (3, 128), (3, 256)]
     for point in data["points"]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmarks.markdown import NOT_YET
-from scripts.pages.audits import parts_of, write_results
+from scripts.pages.audits import parts_of
+from scripts.results_files import path_of, write
 
 
 def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
@@ -37,9 +38,8 @@ def test_sizes_are_those_of_the_operands(tmp_path: Path) -> None:
     ],
 )
 def test_how_late_a_fault_is_found(found: list[int | None], text: str, tmp_path: Path) -> None:
-    (tmp_path / "scripts" / "results").mkdir(parents=True)
     row = {"fault": "a bit", "inject": "weight:1:5", "header": [None], "check": [None], "audit": found}
-    write_results({"faults": [row, {**row, "header": [0]}]}, tmp_path)
+    write(path_of("audits", tmp_path), {"faults": [row, {**row, "header": [0]}]})
     cells, known = parts_of(tmp_path)["audit-faults"]().splitlines()[2:]
     assert cells == f"| a bit | `weight:1:5` | not found | not found | {text} |"
     assert known.endswith("| in its step | - | - |")  # The sync has found it first.

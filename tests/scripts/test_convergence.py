@@ -21,14 +21,13 @@ from fp8dist.state.recipe import GEMMS
 from launch.train_gpt.model import GPT
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.convergence import results
-from scripts.convergence.__main__ import main
+from scripts.convergence.__main__ import FILE, main
 from scripts.convergence.comparison import (
     Comparison,
     Spread,
     compare,
     final_loss,
     gap_percent,
-    mean_curve,
     spread_of,
 )
 from scripts.convergence.gradients import Gradients, cosine, fp8_gradients, gradients_of
@@ -44,7 +43,7 @@ from scripts.convergence.tables import (
 )
 from scripts.convergence.tasks import Task, TaskFailed, run_all
 from scripts.convergence.variants import VARIANTS
-from scripts.pictures.losses import smoothed
+from scripts.results_files import path_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,9 +82,6 @@ def test_gap_and_spread_are_right() -> None:
     spread = spread_of([1.0, 2.0, 6.0])  # Deviations -2, -1, 3: squares 4 + 1 + 9 over 2.
     assert spread == Spread(3.0, pytest.approx(math.sqrt(7.0)), 1.0, 6.0)
     assert spread_of([2.0]) == Spread(2.0, None, 2.0, 2.0)
-    assert mean_curve([[1.0, 2.0], [3.0, 6.0]]) == [2.0, 4.0]
-    assert smoothed([0.0, 2.0, *10 * [7.0]])[:3] == [0.0, 1.0, 3.0]
-    assert smoothed([0.0, 2.0, *10 * [7.0]])[9:] == [5.8, 6.5, 7.0]
 
 
 def test_a_variant_is_compared_with_fp32_of_the_same_seed() -> None:
@@ -175,13 +171,13 @@ def test_every_table_is_on_a_page() -> None:
     ],
 )
 def test_what_is_no_results_file_is_refused(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
-    folder = results.folder_of(tmp_path)
     assert results.load(tmp_path) is None
-    folder.mkdir(parents=True)
-    (folder / results.FILE).write_text(json.dumps({**kept(), **change}))
+    file = path_of(results.CONVERGENCE, tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({**kept(), **change}))
     with pytest.raises(ValueError, match=problem):
         results.load(tmp_path)
-    (folder / results.FILE).write_text(json.dumps(kept()))
+    file.write_text(json.dumps(kept()))
     assert results.load(tmp_path) == kept()
 
 
@@ -244,7 +240,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     flags = [*TINY, "--seeds", "1", "--jobs", "2", "--out", str(tmp_path), "--variants", "fp32", "block"]
     done = _convergence(*flags)
     assert done.returncode == 0, done.stderr
-    data = json.loads((tmp_path / results.FILE).read_text())
+    data = json.loads((tmp_path / FILE).read_text())
     assert results.problems_of(data) == []
     losses = {name: data["runs"][name]["0"]["losses"] for name in ("fp32", "block")}
     assert losses["fp32"] != losses["block"]
@@ -259,7 +255,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     before = (tmp_path / "fp32/seed-0/metrics.jsonl").stat().st_mtime_ns
     again = _convergence(*flags)
     assert "3 of 3 are finished already" in again.stderr
-    assert json.loads((tmp_path / results.FILE).read_text())["runs"] == data["runs"]
+    assert json.loads((tmp_path / FILE).read_text())["runs"] == data["runs"]
     assert (tmp_path / "fp32/seed-0/metrics.jsonl").stat().st_mtime_ns == before
 
 

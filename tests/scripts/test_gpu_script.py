@@ -20,6 +20,7 @@ import torch
 
 import fp8dist
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
+from scripts import results_files
 from scripts.benchmarks.gpu import check, linears, matmuls, memory, results
 from scripts.benchmarks.gpu.kernels import run_part
 from scripts.benchmarks.gpu.lab import Lab
@@ -164,7 +165,7 @@ def test_what_the_tests_gave_is_written_after_each(tmp_path: Path) -> None:
     versions = {"python": "3.12", "torch": "2.11.0", "triton": "3.6.0"}
     new = {**results.empty(None, False, "tree-1"), "device": device, "versions": versions}
     earlier = {"status": "done", "seconds": 1.0, "problem": None, "cases": [], "figures": {}}
-    results.write(path, {**new, "parts": {"memory": results.stamped(earlier, new)}})
+    results_files.write(path, {**new, "parts": {"memory": results.stamped(earlier, new)}})
     recorder = check.Recorder(path, new)
 
     def tests() -> Any:
@@ -234,10 +235,10 @@ def test_a_write_that_is_cut_off_leaves_the_earlier_file(tmp_path: Path, monkeyp
         raise KeyboardInterrupt
 
     path = tmp_path / "device.json"
-    results.write(path, {"cases": 1})
-    monkeypatch.setattr(results.os, "replace", killed)
+    results_files.write(path, {"cases": 1})
+    monkeypatch.setattr(results_files.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        results.write(path, {"cases": 2})
+        results_files.write(path, {"cases": 2})
     assert json.loads(path.read_text()) == {"cases": 1}
 
 
@@ -257,7 +258,9 @@ def test_a_summary_is_short(tmp_path: Path) -> None:
     path = tmp_path / "device.json"
     device = {"name": "GPU", "capability": [9, 0], "driver": None}
     versions = {"python": "3.12", "torch": "2.11.0", "triton": "3.6.0"}
-    results.write(path, {**results.empty(None, False, "1"), "device": device, "versions": versions, "tests": tests})
+    results_files.write(
+        path, {**results.empty(None, False, "1"), "device": device, "versions": versions, "tests": tests}
+    )
     assert len(check.summary(path)) < 6000
     assert "and 88 more" in check.summary(path)
 
@@ -302,7 +305,7 @@ def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(matmuls, "ours", product)
     path = tmp_path / "part.json"
     lab = Lab(HostStopwatch(), smoke=True)
-    run_part(Matmuls("tensorwise"), lab, 100.0, functools.partial(results.write, path))
+    run_part(Matmuls("tensorwise"), lab, 100.0, functools.partial(results_files.write, path))
     part = json.loads(path.read_text())
     assert [case["gemm"] for case in part["cases"]] == ["fprop", "dgrad", "wgrad"]
     assert all(case["error"]["triton"] == "nan" for case in part["cases"])

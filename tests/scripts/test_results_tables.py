@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from scripts import results_files
 from scripts.benchmarks.gpu import results
 from scripts.benchmarks.gpu.tables import GOALS, TABLES, goals, verdict
 from scripts.benchmarks.markdown import NOT_YET
@@ -115,7 +116,7 @@ def test_without_results_nothing_is_claimed() -> None:
 
 
 def test_figures_are_those_of_the_file(tmp_path: Path) -> None:
-    results.write(tmp_path / "imaginary-9000.json", measured())
+    results_files.write(tmp_path / "imaginary-9000.json", measured())
     loaded = results.load_all(tmp_path)
     table = goals(loaded)
     assert "Imaginary 9000" in table.splitlines()[0]
@@ -169,7 +170,7 @@ def test_a_part_that_was_cut_off_says_so() -> None:
 
 
 def test_smoke_runs_are_no_figures(tmp_path: Path) -> None:
-    results.write(tmp_path / "x86-64.json", {**measured(), "smoke": True})
+    results_files.write(tmp_path / "x86-64.json", {**measured(), "smoke": True})
     assert results.load_all(tmp_path) == []
 
 
@@ -179,12 +180,12 @@ def test_every_table_is_on_a_page() -> None:
 
 
 def test_summary_for_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results.write(tmp_path / "imaginary-9000.json", measured())
+    results_files.write(tmp_path / "imaginary-9000.json", measured())
     assert main(["--summary", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["what", "against", "goal"]
     assert "missed: 0.98 (0.96 to 0.99)" in next(line for line in lines if line.startswith('GEMM, "auto", tensorwise'))
-    results.write(tmp_path / "imaginary-9000.json", {**measured(), "smoke": True})
+    results_files.write(tmp_path / "imaginary-9000.json", {**measured(), "smoke": True})
     assert main(["--summary", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("figures of smoke runs mean nothing\n")
 

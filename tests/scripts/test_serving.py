@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmarks.serving import measure
-from scripts.pages.serving import parts_of, write_results
+from scripts.pages.serving import parts_of
+from scripts.results_files import path_of, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
@@ -18,10 +19,5 @@ def test_a_server_has_the_trainers_loss_bit_for_bit(tmp_path: Path) -> None:
     assert row["exported"] == {"loss": row["loss"], "divergence": 0.0}
     assert row["again"]["divergence"] > 1e-7
     assert row["changed"] > 0
-    write_results({"torch": "2", "rows": [row]}, _results(tmp_path))
+    write(path_of("serving", tmp_path), {"torch": "2", "rows": [row]})
     assert f"{row['changed']:.1%} |" in parts_of(tmp_path)["serving"]()
-
-
-def _results(folder: Path) -> Path:
-    (folder / "scripts" / "results").mkdir(parents=True)
-    return folder

@@ -25,8 +25,7 @@ import pytest
 import torch
 
 from scripts.benchmarks.gpu import environment, results
-
-__all__ = ["Recorder", "main", "order"]
+from scripts.results_files import write
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = "tests/kernels/test_gpu_kernels.py"
@@ -158,7 +157,7 @@ class Recorder:
             "cut_off": cut_off,
         }
         new = {**self._new, self._key: results.stamped(tests, self._new)}
-        results.write(self._path, results.merged(self._old, new))
+        write(self._path, results.merged(self._old, new))
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -14,8 +14,6 @@ import torch
 
 import fp8dist
 
-__all__ = ["facts"]
-
 
 def facts(device: torch.device) -> dict[str, Any]:
     """ "device" and "versions" of a results file."""

@@ -16,8 +16,6 @@ from scripts.benchmarks.gpu.lab import Case, Lab, summary_of
 from scripts.benchmarks.gpu.linears import BF16, OURS, TRITON, Bench, measured, prepared
 from scripts.benchmarks.llama_shapes import RECIPES
 
-__all__ = ["Experts"]
-
 
 class Size(NamedTuple):
     """A mixture: a token goes to ``top_k`` of ``experts``, whose up and gate products have ``inner`` features each."""

@@ -24,12 +24,10 @@ import torch
 
 import fp8dist
 from launch.train_gpt.model import GPT, VOCABULARY
-from scripts.benchmarks.gpu import results
 from scripts.benchmarks.gpu.lab import Case, Lab
 from scripts.benchmarks.gpu.stopwatch import Comparison, Timing
 from scripts.benchmarks.llama_shapes import RECIPES
-
-__all__ = ["MODES", "Jobs", "Planned", "trained"]
+from scripts.results_files import write
 
 BF16 = "bf16"
 MODES = ("eager", "graph", "compiled")
@@ -207,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     size = SMALL if options.smoke else LARGE
-    results.write(options.out, trained(Planned(options.recipe, options.mode), size, device))
+    write(options.out, trained(Planned(options.recipe, options.mode), size, device))
     return 0
 
 

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.benchmarks.gpu import results
+from scripts.results_files import write
 
 if TYPE_CHECKING:
     from scripts.benchmarks.gpu.lab import Case, Lab, Part
-
-__all__ = ["main", "measured", "run_part"]
 
 SHARES = (36, 45, 27, 20, 6, 16, 28, 22, 130, 30, 120)
 """Shares of the time limit, in the order of ``results.PARTS``: seconds of the default limit. A part that ends early
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if path is None:
                 path = results.file_of(options.out, environment["device"]["name"])
                 old = results.earlier(path)
-            results.write(path, results.merged(old, data))
+            write(path, results.merged(old, data))
         if part["problem"] == INTERRUPTED:
             break
     if path is None:
@@ -138,14 +137,14 @@ def _one(options: argparse.Namespace) -> int:
     target = options.out / "part.json"
 
     def keep(part: Mapping[str, Any]) -> None:
-        results.write(target, {"environment": facts, "part": part})
+        write(target, {"environment": facts, "part": part})
         if not part["cases"]:
             return
         # Into the results of all parts as well: this run may be cut off before its main process writes them.
         new = {**results.empty(options.commit, options.dirty, options.run, options.smoke), **facts}
         new["parts"] = {options.one: results.stamped(part, new)}
         path = results.file_of(options.into, facts["device"]["name"])
-        results.write(path, results.merged(results.earlier(path), new))
+        write(path, results.merged(results.earlier(path), new))
 
     part = _part_named(options.one)
     try:

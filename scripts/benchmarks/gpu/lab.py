@@ -12,8 +12,6 @@ from torch import Tensor
 
 from scripts.benchmarks.gpu.stopwatch import Ratio, Stopwatch
 
-__all__ = ["Case", "Lab", "Part", "geomean", "poison", "same_bits", "summary_of"]
-
 Case = dict[str, Any]
 """Measurement of one shape: "name"; "timings" of each side, or a "problem"; "ratios"; and the part's own figures."""
 

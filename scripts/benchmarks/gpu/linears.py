@@ -24,19 +24,6 @@ from scripts.benchmarks.gpu.lab import Case, Lab, summary_of
 from scripts.benchmarks.gpu.stopwatch import Action, Comparison, compare, compare_in_a_row, issue_time, repeated
 from scripts.benchmarks.llama_shapes import LINEARS, RECIPES, Layer, fast_everywhere
 
-__all__ = [
-    "BF16",
-    "OURS",
-    "TRITON",
-    "Bench",
-    "Crossover",
-    "Linears",
-    "Torchao",
-    "first_that_beats",
-    "measured",
-    "prepared",
-]
-
 OURS, FAST, TRITON, BF16, TORCHAO = "fp8dist", "fp8dist, fast", "fp8dist, triton", "bf16", "torchao"
 REUSED = "fp8dist, weight reused"
 """Backend "auto"; the same with fast accumulation in all GEMMs; backend "triton"; "auto" in a later microbatch of a

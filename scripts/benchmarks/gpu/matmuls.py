@@ -22,8 +22,6 @@ from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, summary_of
 from scripts.benchmarks.gpu.stopwatch import Ratio, compare, issue_time
 from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Layer, Product, products_of
 
-__all__ = ["AUTO", "BF16", "TORCH", "TRITON", "Matmuls", "Operands", "ours", "planned_products"]
-
 AUTO, TRITON, TORCH, BF16 = "auto", "triton", "torch._scaled_mm", "bf16"
 OURS = (AUTO, TRITON)
 SMOKE = Layer("smoke", 256, 144)

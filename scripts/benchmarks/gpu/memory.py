@@ -34,8 +34,6 @@ from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from scripts.benchmarks.gpu.lab import Case, Lab, poison, same_bits, summary_of
 from scripts.benchmarks.gpu.stopwatch import Action, compare, issue_time
 
-__all__ = ["KERNELS", "Memory", "Planned"]
-
 OURS, COPY = "fp8dist", "copy"
 READS = ("read by torch", "read by Triton")
 READ_ONLY = ("amax", "digest")

@@ -17,28 +17,13 @@ come from different runs. A figure is missing if its result was wrong; the ``pro
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 import sys
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "PARTS",
-    "SCHEMA",
-    "earlier",
-    "empty",
-    "file_of",
-    "load_all",
-    "merged",
-    "problems_of",
-    "read",
-    "stamped",
-    "write",
-]
+from scripts.results_files import mistyped, now
 
 SCHEMA = 2
 STAMP = ("commit", "dirty", "date")
@@ -88,22 +73,6 @@ def load_all(folder: Path) -> list[dict[str, Any]]:
     return [data for data in found if not data["smoke"]]
 
 
-def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write the file atomically. Writes numbers that JSON lacks as text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(_as_json(data), indent=1, allow_nan=False) + "\n")
-    os.replace(beside, path)
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _as_json(one) for key, one in value.items()}
-    return [_as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
 def earlier(path: Path) -> dict[str, Any] | None:
     """Return the results in a file; None if it is missing or, after printing why, invalid."""
     try:
@@ -121,8 +90,7 @@ def empty(commit: str | None, dirty: bool, run: str, smoke: bool = False) -> dic
         dirty: the checkout has uncommitted changes.
         run: the ID of the ``scripts/gpu`` run.
     """
-    date = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
-    about = {"schema": SCHEMA, "smoke": smoke, "date": date, "run": run, "commit": commit, "dirty": dirty}
+    about = {"schema": SCHEMA, "smoke": smoke, "date": now(), "run": run, "commit": commit, "dirty": dirty}
     return {**about, "tests": None, "parts": {}}
 
 
@@ -151,7 +119,7 @@ def problems_of(data: Any) -> list[str]:
     """Return the problems of a results file's content; empty if the content is valid."""
     if not isinstance(data, dict):
         return ["not an object"]
-    found = _types(data, _TOP, "")
+    found = mistyped(data, _TOP)
     if found:
         return found
     if data["schema"] != SCHEMA:
@@ -170,7 +138,7 @@ def problems_of(data: Any) -> list[str]:
 
 
 def _problems_of_part(name: str, part: Mapping[str, Any]) -> list[str]:
-    found = _types(part, _PART, f"{name}: ")
+    found = mistyped(part, _PART, f"{name}: ")
     if found:
         return found
     found += [f"{name}: no {key}" for key in (*STAMP, "problem") if key not in part]
@@ -186,12 +154,3 @@ def _problems_of_part(name: str, part: Mapping[str, Any]) -> list[str]:
             if not all(isinstance(timing.get(key), (int, float)) and timing[key] >= 0 for key in _TIMING):
                 found.append(f"{name}: {case['name']}: {side} has no {', '.join(_TIMING)}")
     return found
-
-
-def _types(data: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> list[str]:
-    return [f"{where}{key} is missing or of another type" for key, type_ in wanted.items() if not _is(data, key, type_)]
-
-
-def _is(data: Mapping[str, Any], key: str, type_: Any) -> bool:
-    value = data.get(key)
-    return isinstance(value, type_) and not (type_ is int and isinstance(value, bool))

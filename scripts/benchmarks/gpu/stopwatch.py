@@ -11,23 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = [
-    "Action",
-    "Comparison",
-    "CudaStopwatch",
-    "HostStopwatch",
-    "Ratio",
-    "Stopwatch",
-    "Timing",
-    "compare",
-    "compare_in_a_row",
-    "interval_of_median",
-    "issue_time",
-    "repeated",
-    "stopwatch_of",
-    "sustained",
-]
-
 Action = Callable[[], object]
 
 FLUSHED_BYTES = 512 << 20

@@ -13,8 +13,6 @@ from scripts.benchmarks.gpu.matmuls import AUTO, BF16, SMOKE, Operands, ours
 from scripts.benchmarks.gpu.stopwatch import FEWEST, Action, Comparison, Timing, compare, issue_time, sustained
 from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Product, products_of
 
-__all__ = ["Planned", "Sustained"]
-
 SECONDS = 30.0
 OTHERS = 2.0
 """Seconds of a case for everything else."""

@@ -12,8 +12,6 @@ from scripts.benchmarks.gpu import results
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.benchmarks.markdown import table as _table
 
-__all__ = ["GOALS", "TABLES", "goals", "machines", "summary", "verdict"]
-
 Results = Mapping[str, Any]
 
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8dist_kernels.reference.torch_matmuls import matmul_torch
-from scripts.benchmarks.gpu import results
+from scripts import results_files
 from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch, compare, issue_time, stopwatch_of
 from scripts.benchmarks.llama_shapes import KINDS, Product
 
@@ -155,7 +155,7 @@ def write(path: Path, table: dict[str, Any], entries: dict[Key, Entry]) -> None:
 
     whole = {**table, "entries": [entries[key].described() for key in sorted(entries)]}
     TileTable.from_json(json.dumps(whole))
-    results.write(path, whole)
+    results_files.write(path, whole)
 
 
 def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:

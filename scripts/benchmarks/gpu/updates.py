@@ -16,8 +16,6 @@ from fp8dist_kernels.formats import E4M3, E5M2
 from scripts.benchmarks.gpu.lab import Case, Lab, same_bits, summary_of
 from scripts.benchmarks.gpu.stopwatch import Action, compare, compare_in_a_row, repeated
 
-__all__ = ["Planned", "Updates"]
-
 IN_A_ROW = 100
 SMALLEST = "smallest op"
 """The smallest thing that torch can launch. An update that takes no longer on the device is bound by its launch."""

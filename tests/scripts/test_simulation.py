@@ -1,4 +1,4 @@
-"""``fp8dist simulate``: formulas against simulated messages, and random draws against exact results."""
+"""``python -m scripts.simulation``: formulas against simulated messages, and random draws against exact results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from fp8dist.cli.main import main
-from fp8dist.simulation.algorithms import Topology, Workload, parts_of, time_of
-from fp8dist.simulation.constants import Algorithm, Constants, defaults
-from fp8dist.simulation.prediction import Cost, Job, _time
-from fp8dist.simulation.stragglers import Kind, Stragglers
+from fp8dist_kernels import header
+from scripts.simulation.__main__ import _time, main
+from scripts.simulation.model import HEADER, Algorithm, Constants, Topology, defaults, parts_of, time_of, ways
+from scripts.simulation.prediction import Cost, Job, Kind, Stragglers
 
 ROOT = Path(__file__).resolve().parents[2]
 Capture = pytest.CaptureFixture[str]
@@ -25,14 +24,14 @@ WAYS = ("one per arena, beside the step", "two in the foreground", "one per tens
 
 
 def simulate(capsys: Capture, *arguments: str) -> dict[str, Any]:
-    assert main(["simulate", "--json", *arguments]) == 0
+    assert main(["--json", *arguments]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def refused(capsys: Capture, *arguments: str) -> str:
     """Return the error message, which must be one line."""
-    assert main(["simulate", *arguments]) == 2
+    assert main(list(arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -143,7 +142,7 @@ def test_tree_as_its_messages_are_passed() -> None:
 
         def gathered(node: int, topology: Topology = topology) -> float:
             """Return the time when the node's first rank has all data from its node and the nodes below."""
-            own = sum(0.6 for _ in range(topology.on_a_node - 1))
+            own = sum(0.6 for _ in range(topology.ranks // topology.nodes - 1))
             below = (2 * node + 1, 2 * node + 2)
             return max([own, *(gathered(child) + 5.0 for child in below if child < topology.nodes)])
 
@@ -179,7 +178,7 @@ def test_bandwidth() -> None:
 
 def job(kind: Kind = "none", delay: float = 0.0, window: float = 0.0, **values: Any) -> Job:
     stragglers = Stragglers(kind, delay, **{n: values.pop(n) for n in ("sigma", "share") if n in values})
-    return Job(Workload(), "tree", defaults("tree"), stragglers, window=window, **values)
+    return Job(ways(), "tree", defaults("tree"), stragglers, window=window, **values)
 
 
 def normal_cdf(x: float) -> float:
@@ -243,18 +242,19 @@ def test_a_long_window_hides_everything_in_it_and_nothing_in_the_foreground() ->
 
 
 def test_ways_count_what_they_send() -> None:
-    costs = Job(Workload(10, arenas=3, lanes=2), "tree", defaults("tree"), Stragglers()).costs(Topology(8))
+    costs = Job(ways(10, arenas=3, lanes=2), "tree", defaults("tree"), Stragglers()).costs(Topology(8))
     assert [cost.collectives for cost in costs] == [3, 6, 10]
     assert [cost.bytes for cost in costs] == [4 * (3 * 8 + 10 * 3), 40, 40]
+    assert HEADER == header.HEADER  # A copy.
 
 
 def test_more_of_anything_costs_more() -> None:
     def mean(ranks: int = 64, **values: Any) -> list[float]:
-        workload = Workload(*(values.pop(name, default) for name, default in (("slots", 672), ("arenas", 1))))
+        each = ways(*(values.pop(name, default) for name, default in (("slots", 672), ("arenas", 1))))
         algorithm = values.pop("algorithm", "tree")
         constants = defaults(algorithm).having(values.pop("constants", {}), "given", "test")
         stragglers = Stragglers("lognormal", values.pop("delay", 10.0))
-        return [c.wait_mean for c in Job(workload, algorithm, constants, stragglers).costs(Topology(ranks))]
+        return [c.wait_mean for c in Job(each, algorithm, constants, stragglers).costs(Topology(ranks))]
 
     for algorithm in ("tree", "ring", "gloo"):
         for fewer, more in (
@@ -278,7 +278,7 @@ def test_more_of_anything_costs_more() -> None:
 
 def test_text_has_the_costs_and_what_they_rest_on(capsys: Capture) -> None:
     arguments = ["--ranks", "1024", "--latency-inter-us", "7.5", "--update", "next_step"]
-    assert main(["simulate", *arguments]) == 0
+    assert main(list(arguments)) == 0
     text = capsys.readouterr().out
     assert text.startswith("1024 ranks on 128 nodes, tree, next_step, no rank late: per step\n")
     assert all(name in text for name in WAYS)
@@ -338,15 +338,14 @@ def test_what_cannot_be_is_refused(capsys: Capture) -> None:
         assert says in refused(capsys, *arguments)
 
 
-def test_nothing_of_it_needs_torch() -> None:
-    for path in (ROOT / "fp8dist" / "simulation").glob("*.py"):
+def test_nothing_of_it_needs_torch_or_the_library() -> None:
+    for path in (ROOT / "scripts" / "simulation").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                assert name.split(".")[0] in {*sys.stdlib_module_names, "numpy", "matplotlib", "fp8dist"}
-                if name.startswith("fp8dist"):
-                    assert name.startswith(("fp8dist.simulation.", "fp8dist.errors")), f"{path.name}: {name}"
+                allowed = {*sys.stdlib_module_names, "numpy", "matplotlib"}
+                assert name.split(".")[0] in allowed or name.startswith("scripts.simulation."), f"{path.name}: {name}"
 
 
 # calibration ------------------------------------------------------------------------------------------
@@ -453,7 +452,7 @@ def test_the_text_tells_of_the_calibration(tmp_path: Path, capsys: Capture) -> N
     run = write_run(tmp_path / "run", 4, 4, TRUE)
     with open(run, "a") as file:
         file.write('{"step": 9, "sync_')  # Killed while writing.
-    assert main(["simulate", "--ranks", "4", *CALIBRATED, "--calibrate", run]) == 0
+    assert main(["--ranks", "4", *CALIBRATED, "--calibrate", run]) == 0
     text = capsys.readouterr().out
     assert f"{run}: 4 ranks on 1 node, sync_ms: 583 µs, fitted 583 µs" in text
     assert "latency_inter: no run was on several nodes" in text
@@ -496,7 +495,7 @@ def test_bytes_and_uneven_nodes_are_refused(tmp_path: Path, capsys: Capture) -> 
     assert "Is a directory" in refused(capsys, "--ranks", "8", "--calibrate", str(tmp_path))
 
 
-# the picture ------------------------------------------------------------------------------------------
+# the plot ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -510,4 +509,4 @@ def test_the_picture(tmp_path: Path, capsys: Capture) -> None:
 
 def test_without_matplotlib_the_picture_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install fp8dist[plots]" in refused(capsys, "--ranks", "8", "--plot", "cost.png")
+    assert "pip install matplotlib" in refused(capsys, "--ranks", "8", "--plot", "cost.png")

@@ -1,4 +1,4 @@
-"""``fp8dist simulate`` against measured syncs between hosts."""
+"""``python -m scripts.simulation`` against measured syncs between hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from statistics import median
 
 import pytest
 
-from fp8dist.cli.main import main
+from scripts.simulation.__main__ import main
 from tests.support.hosts import DEVICE, ROOT, Lab, lab_or_skip
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]
@@ -103,7 +103,7 @@ def predict(run: str, hosts: int, latency: int, capsys: pytest.CaptureFixture[st
     network = ("--algorithm", "gloo", "--gpus-per-node", "1", "--latency-inter-us", "0")
     cores = ("--shared-cores", str(len(os.sched_getaffinity(0))))
     job = ("--ranks", str(hosts), "--slots", str(3 * LINEARS), "--added-latency-us", str(1000 * latency))
-    assert main(["simulate", "--json", *network, *cores, *job, "--calibrate", run]) == 0
+    assert main(["--json", *network, *cores, *job, "--calibrate", run]) == 0
     return float(json.loads(capsys.readouterr().out)["ways"][0]["wait_mean"]) / 1e3
 
 
