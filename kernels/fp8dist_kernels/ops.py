@@ -64,7 +64,8 @@ _LIBRARY = torch.library.Library("fp8dist", "DEF")
 _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
     "bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, float? outgrown=None, "
-    "Tensor(b!)? sums=None, str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor)"
+    "Tensor(b!)? sums=None, Tensor(c!)? scratch=None, str backend='auto', int site=-1, Tensor? tap=None) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "choose_scale(Tensor? amax, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
@@ -130,12 +131,14 @@ def _quantize(
     x: Tensor,
     *slot: Any,
     sums: Tensor | None = None,
+    scratch: Tensor | None = None,
     backend: str = "auto",
     site: int = -1,
     tap: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = version_of_backend(backend, x.device, casts).quantize(x, *slot, sums=sums, **options)
+    version = version_of_backend(backend, x.device, casts)
+    results: tuple[Tensor, Tensor, Tensor] = version.quantize(x, *slot, sums=sums, scratch=scratch, **options)
     if tap is not None:
         tell(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
     return results
@@ -413,7 +416,8 @@ scale: the amax is finite, and ``amax * scale > outgrown * fp8_max`` in float32.
 not change.
 
 ``inv_scale`` is a new 0-d tensor, the inverse of the scale of this cast. It stays valid after a later commit changes
-the slot's scale. ``sums`` ([features]) gets the result of ``add_up``.
+the slot's scale. ``sums`` ([features]) gets the result of ``add_up``. ``scratch`` (int32[4], zeros) saves a launch
+for slots that are hardly ever cold: see ``reference/casts.py``.
 """
 
 choose_scale = torch.ops.fp8dist.choose_scale.default
