@@ -652,9 +652,11 @@ class LinearSlots:
         Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
             inv_scale = weight.inv_scale if weight.inv_scale.ndim < 2 else weight.inv_scale.mT.contiguous()
-            turned = weight.rows.mT  # Contiguous if the weights are stored as [E, in_features, out_features].
-            if not turned.is_contiguous():
-                turned = direct.transpose(weight.rows, backend=self.job.backend)
+            rows = weight.rows
+            turned = rows.mT  # Contiguous if the weights are stored as [E, in_features, out_features].
+            for_matmul = rows.ndim == 2 and rows.is_contiguous()  # It transposes them where the device needs it.
+            if not (for_matmul or turned.is_contiguous()):
+                turned = direct.transpose(rows, backend=self.job.backend)
             return turned, inv_scale
         # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
         nowhere = torch.empty_like(state.scale)

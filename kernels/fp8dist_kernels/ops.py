@@ -36,7 +36,7 @@ from torch import Tensor
 from fp8dist_kernels import host_shares
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
-from fp8dist_kernels.multipliers import Product, machine_of, row_of
+from fp8dist_kernels.multipliers import Product, machine_of, reads_sideways, row_of
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, torch_matmuls, update
 from fp8dist_kernels.taps import tell
 
@@ -237,6 +237,8 @@ def _product(
     scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
     of_bias = None if bias is None else bias.dtype
     (m, k), n = a.shape, b.shape[0]
+    if not (b.is_contiguous() or reads_sideways(scaling, machine_of(a.device))):
+        b = version_of_backend(backend, b.device, casts).transpose(b.t())
     product = Product(scaling, m, n, k, a.dtype, b.dtype, out_dtype, of_bias)
     multiply = _multiplier(product, fast_accumulation, backend, a.device)
     return multiply(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
@@ -449,7 +451,8 @@ measure = torch.ops.fp8dist.measure.default
 
 matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
-of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``."""
+of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``. ``b`` may be a transposed
+view of contiguous memory, which is transposed if the device does not read it so: see ``reads_sideways``."""
 
 launch = torch.ops.fp8dist.launch.default
 """``(arrays, hold, …)``: see ``launch`` in ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""
