@@ -118,6 +118,7 @@ class ProductOf(NamedTuple):
     """A product of a [m, k] and b [n, k], with the scales of ``scaling``.
 
     ``exact``: the operands are such that all sums are exact, in any order: all kernels give the same bits.
+    ``sideways``: b lies in memory as [k, n], as a weight does that was gathered in FP8.
     """
 
     gemm: Gemm
@@ -131,12 +132,14 @@ class ProductOf(NamedTuple):
     fast_accumulation: bool
     backend: str
     exact: bool = False
+    sideways: bool = False
 
     def name(self, device: torch.device) -> str:
         """Return a name for reports, which differs between different products."""
         by = ops.multiplier_name(self.product, self.fast_accumulation, self.backend, device)
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
+        extras += ", sideways" * self.sideways
         return f"{self.gemm} {shape} {formats} {short(self.dtype)}{extras}, {self.scaling.value}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
@@ -147,6 +150,8 @@ class ProductOf(NamedTuple):
             make((lines, self.k), dtype, SEEDS[name], device)
             for name, lines, dtype in zip("ab", (self.m, self.n), self.dtypes)
         )
+        if self.sideways:
+            b = direct.transpose(b, backend=self.backend).t()
         inv_a, inv_b = self._inverse_scales(device)
         bias = operand((self.n,), self.dtype, SEEDS["bias"], device) if self.bias else None
         options = {"fast_accumulation": self.fast_accumulation, "backend": self.backend}
@@ -208,7 +213,8 @@ def computations_of(linears: Iterable[FP8Linear]) -> dict[torch.device, tuple[Co
         shape = multiplied_shape(linear, slots.note.resharded)
         # A row-wise parallel Linear adds its bias after the product.
         bias = linear.bias is not None and shape[1] == linear.in_features
-        more = linear_computations(shape, slots.recipe, dtype, weight, bias, linear.transposed, slots.job.backend)
+        how = slots.recipe, dtype, weight, bias, linear.transposed, slots.job.backend
+        more = linear_computations(shape, *how, sideways=slots.job.gathers)
         found.setdefault(device, {}).update(dict.fromkeys(more))
     return {device: tuple(computations) for device, computations in found.items()}
 
@@ -222,6 +228,7 @@ def linear_computations(
     transposed: bool = False,
     backend: str = "auto",
     tokens: int = TOKENS,
+    sideways: bool = False,
 ) -> list[CastOf | ProductOf]:
     """Return the casts and products of one Linear: those of the GEMMs that ``recipe`` has in FP8.
 
@@ -230,6 +237,7 @@ def linear_computations(
         dtype: of inputs and their gradients.
         transposed: the weight is stored, and cast, as [in_features, out_features].
         tokens: of inputs and gradients.
+        sideways: the weight is gathered in FP8.
     """
     rows, features = (min(size, LARGEST) for size in shape)
     fprop, dgrad, wgrad = (gemm not in recipe.high_precision for gemm in ("fprop", "dgrad", "wgrad"))
@@ -251,7 +259,19 @@ def linear_computations(
     fast = {gemm: gemm in recipe.fast_accumulation for gemm in GEMMS}
     products = (
         ProductOf("fprop", tokens, rows, features, (x, w), dtype, squares, bias, fast["fprop"], backend),
-        ProductOf("dgrad", tokens, features, rows, (grad, w), dtype, squares, False, fast["dgrad"], backend),
+        ProductOf(
+            "dgrad",
+            tokens,
+            features,
+            rows,
+            (grad, w),
+            dtype,
+            squares,
+            False,
+            fast["dgrad"],
+            backend,
+            sideways=sideways,
+        ),
         ProductOf("wgrad", rows, features, along, (grad, x), weight_dtype, lines, False, fast["wgrad"], backend),
     )
     return found + [product for product in products if product.gemm not in recipe.high_precision]

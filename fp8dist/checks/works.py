@@ -104,6 +104,7 @@ def _take_product(
         "where": [*rows, *columns],
         "sizes": [len(a), len(b)],
         "fast_accumulation": options["fast_accumulation"],
+        "sideways": not b.is_contiguous(),  # The kernel may be another one.
     }
     part = results[0][slice(*rows), slice(*columns)]
     return header, tensors, {"": part}, part.numel() / results[0].numel()
@@ -159,9 +160,10 @@ def _repeat_product(
     run: Callable[..., Any], header: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     first_row, end_row, first_column, end_column = header["where"]
+    b = among_zeros(tensors["b"], header["sizes"][1], first_column)
     product = run(
         among_zeros(tensors["a"], header["sizes"][0], first_row),
-        among_zeros(tensors["b"], header["sizes"][1], first_column),
+        ops.IMPLEMENTATIONS["transpose"](b).t() if header["sideways"] else b,
         tensors["inv_scale_a"],
         tensors["inv_scale_b"],
         dtype,

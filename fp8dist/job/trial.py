@@ -97,7 +97,7 @@ def _products_of(
     for of in _dtypes(dtype, device):
         how = slots.recipe, of, dtype, bias, linear.transposed, slots.job.backend
         for tokens in TOKENS:
-            for each in linear_computations(shape, *how, tokens):
+            for each in linear_computations(shape, *how, tokens, sideways=slots.job.gathers):
                 if isinstance(each, ProductOf):
                     yield each._replace(exact=True)
 

@@ -324,6 +324,9 @@ class LinearSlots:
             outgrown = unfit = None
         if unfit is not None:  # Rare. Treat the slot as cold.
             cold, warm_up = (cold & warm_up) | unfit, True
+        also: dict[str, Any] = {} if sums is None else {"sums": sums}
+        if warm_up and recipe.delayed and outgrown is None and direct.is_eager():
+            also["scratch"] = state.arena.scratch()  # Few slots are cold: no launch of its own looks for these.
         fp8, fp8_t, inv_scale = _caller(of_weight).quantize(
             x,
             state.scale if scale is None else scale,
@@ -338,7 +341,7 @@ class LinearSlots:
             columns=columns,
             outgrown=outgrown,
             backend=self.job.backend,
-            **({} if sums is None else {"sums": sums}),
+            **also,
             **({} if self.job.tap is None else self._tap_of(role)),
         )
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
@@ -352,8 +355,8 @@ class LinearSlots:
         return {"site": self.site + SITES.index(work), "tap": self.job.tap}
 
     def _known_hot(self, state: SlotState) -> bool:
-        """True if the host knows that the slot is hot, so that no launch needs to look for x's own amax. Graphs outlive
-        that knowledge: state may be loaded."""
+        """True if the host knows that the slot is hot, so that its cast need not look. Graphs outlive that knowledge:
+        state may be loaded. Their casts look on the device."""
         if not direct.is_eager():  # First: torch.compile must not guard on the rest.
             return False
         return state.arena.known_hot and self.recipe.delayed and not capturing(state.arena.device)
@@ -649,9 +652,11 @@ class LinearSlots:
         Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
             inv_scale = weight.inv_scale if weight.inv_scale.ndim < 2 else weight.inv_scale.mT.contiguous()
-            turned = weight.rows.mT  # Contiguous if the weights are stored as [E, in_features, out_features].
-            if not turned.is_contiguous():
-                turned = direct.transpose(weight.rows, backend=self.job.backend)
+            rows = weight.rows
+            turned = rows.mT  # Contiguous if the weights are stored as [E, in_features, out_features].
+            for_matmul = rows.ndim == 2 and rows.is_contiguous()  # It transposes them where the device needs it.
+            if not (for_matmul or turned.is_contiguous()):
+                turned = direct.transpose(rows, backend=self.job.backend)
             return turned, inv_scale
         # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
         nowhere = torch.empty_like(state.scale)

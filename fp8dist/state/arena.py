@@ -32,6 +32,9 @@ __all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotState", "f
 SHARES = 2
 """Number of shares per cast: of elements that saturate, and of elements that become 0."""
 
+_SCRATCHES = 1024
+"""More than any number of casts that run at the same time, on all streams."""
+
 _CPU = torch.device("cpu")
 
 
@@ -93,6 +96,7 @@ class Arena:
     - ``known_hot``: True if the host knows that no slot is cold. Slots only get hot, except by calls that write
       ``cold`` from the host: these call ``cold_written``.
     - ``cold_writes``: how often ``cold`` was written so.
+    - ``scratches``: int32[1024, 4], 0 between casts: see ``scratch``.
     """
 
     def __init__(
@@ -131,6 +135,8 @@ class Arena:
         self.tokens = torch.zeros(n, dtype=torch.int64, device=device)
         self.tripped = torch.zeros(n, dtype=torch.bool, device=device)
         self.always = torch.ones((), dtype=torch.bool, device=device)
+        self.scratches = torch.zeros(_SCRATCHES, 4, dtype=torch.int32, device=device)
+        self._scratch = 0
         self._use(arrays._replace(send=self.message[: HEADER + n]))
         factor = 2.0 ** -(self.recipe.margin + self.recipe.power_of_two)
         self._target = self.fp8_max * factor  # Lower bound of an amax times the scale computed from it.
@@ -318,6 +324,14 @@ class Arena:
         """Note that slots may be cold again, whatever a sync in flight will show."""
         self.known_hot = False
         self.cold_writes += 1
+
+    def scratch(self) -> Tensor:
+        """Return int32[4] for a cast that may find its slot cold (see ``ops.quantize``).
+
+        Casts take turns. A captured cast keeps its own for all replays, so two streams of a graph do not share one.
+        """
+        self._scratch = (self._scratch + 1) % _SCRATCHES
+        return self.scratches[self._scratch]
 
     def set_scale(self, index: int, scale: float) -> None:
         """Set the scale of one slot, which is then no longer cold."""

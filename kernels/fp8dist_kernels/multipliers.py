@@ -9,6 +9,8 @@ Products to which no row applies, because torch's code takes them: any number of
 row (CUTLASS rounds m up to its tiles of 64, cuBLASLt needs multiples of 16 for n and k only, which ``scaling_of``
 requires); k of 16 to 112 with one scale per tensor or per row, so also each wgrad over at most 128 tokens, whose scales
 of one block are scales of rows.
+
+``reads_sideways`` is about the layout of ``b``, whoever computes.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ __all__ = [
     "ProductError",
     "Row",
     "machine_of",
+    "reads_sideways",
     "refused",
     "row_of",
     "torch_can_group",
@@ -48,6 +51,10 @@ _CUBLASLT_WITH_SCALES = (12, 9)
 _CUTLASS_WITH_FLOAT32 = (2, 15)
 """torch's pull request 187569 of June 2026 lets its CUTLASS kernels return float32, and float16 without a bias. Which
 release has it first was not verified. This is one that was cut after it."""
+
+_CUBLASLT_WITH_LAYOUTS = (12, 8)
+"""Since this version, cuBLASLt takes all layouts on Blackwell (issue 152150 of PyTorch). ``_scaled_gemm`` in
+ScaledBlas.cpp lets them pass there: "H100 only supports row-major x column-major"."""
 
 _MOST_GROUPS = 1023
 
@@ -155,6 +162,18 @@ ROWS: tuple[Row, ...] = (
 def row_of(product: Product, machine: Machine) -> Row | None:
     """Return the first row that applies, or None if torch multiplies it as it is."""
     return next((row for row in ROWS if row.applies(product, machine)), None)
+
+
+def reads_sideways(scaling: Scaling, machine: Machine) -> bool:
+    """True if products take ``b`` in memory as [k, n], too: both torch's and ours. Elsewhere it is transposed first.
+
+    Tensor cores of sm_100 read FP8 in either layout (tcgen05); those of Hopper, Ada and consumer Blackwell need k last.
+    Triton reads both anywhere, but on Hopper it transposes each tile in registers. torch's products with a scale for
+    each row are CUTLASS there, which is compiled for k last.
+    """
+    if machine.capability is None or machine.capability[0] != _BLACKWELL[0]:
+        return False
+    return scaling in (Scaling.TENSORWISE, Scaling.BLOCKWISE) and machine.cuda >= _CUBLASLT_WITH_LAYOUTS
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from torch import Tensor
 from fp8dist_kernels import host_shares
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
-from fp8dist_kernels.multipliers import Product, machine_of, row_of
+from fp8dist_kernels.multipliers import Product, machine_of, reads_sideways, row_of
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, torch_matmuls, update
 from fp8dist_kernels.taps import tell
 
@@ -64,7 +64,8 @@ _LIBRARY = torch.library.Library("fp8dist", "DEF")
 _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
     "bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, float? outgrown=None, "
-    "Tensor(b!)? sums=None, str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor)"
+    "Tensor(b!)? sums=None, Tensor(c!)? scratch=None, str backend='auto', int site=-1, Tensor? tap=None) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "choose_scale(Tensor? amax, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
@@ -130,12 +131,14 @@ def _quantize(
     x: Tensor,
     *slot: Any,
     sums: Tensor | None = None,
+    scratch: Tensor | None = None,
     backend: str = "auto",
     site: int = -1,
     tap: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = version_of_backend(backend, x.device, casts).quantize(x, *slot, sums=sums, **options)
+    version = version_of_backend(backend, x.device, casts)
+    results: tuple[Tensor, Tensor, Tensor] = version.quantize(x, *slot, sums=sums, scratch=scratch, **options)
     if tap is not None:
         tell(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
     return results
@@ -234,6 +237,8 @@ def _product(
     scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
     of_bias = None if bias is None else bias.dtype
     (m, k), n = a.shape, b.shape[0]
+    if not (b.is_contiguous() or reads_sideways(scaling, machine_of(a.device))):
+        b = version_of_backend(backend, b.device, casts).transpose(b.t())
     product = Product(scaling, m, n, k, a.dtype, b.dtype, out_dtype, of_bias)
     multiply = _multiplier(product, fast_accumulation, backend, a.device)
     return multiply(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
@@ -413,7 +418,8 @@ scale: the amax is finite, and ``amax * scale > outgrown * fp8_max`` in float32.
 not change.
 
 ``inv_scale`` is a new 0-d tensor, the inverse of the scale of this cast. It stays valid after a later commit changes
-the slot's scale. ``sums`` ([features]) gets the result of ``add_up``.
+the slot's scale. ``sums`` ([features]) gets the result of ``add_up``. ``scratch`` (int32[4], zeros) saves a launch
+for slots that are hardly ever cold: see ``reference/casts.py``.
 """
 
 choose_scale = torch.ops.fp8dist.choose_scale.default
@@ -445,7 +451,8 @@ measure = torch.ops.fp8dist.measure.default
 
 matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
-of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``."""
+of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``. ``b`` may be a transposed
+view of contiguous memory, which is transposed if the device does not read it so: see ``reads_sideways``."""
 
 launch = torch.ops.fp8dist.launch.default
 """``(arrays, hold, …)``: see ``launch`` in ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""

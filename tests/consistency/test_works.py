@@ -20,6 +20,7 @@ from fp8dist.checks.contents import Digester
 from fp8dist.checks.work_parts import part_of_lines
 from fp8dist.checks.works import digest_of, repeated, taken
 from fp8dist.modules.linear_slots import SITES
+from fp8dist_kernels import ops
 from fp8dist_kernels.formats import Role
 from tests.support.audited import RECIPES, Heard, flip
 
@@ -52,6 +53,28 @@ def test_a_work_says_where_it_was_done() -> None:
     ran = {f"{fqns[site // len(SITES)]} {SITES[site % len(SITES)]}" for site in heard.sites}
     kinds = [*(Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), "fprop", "dgrad", "wgrad"]
     assert ran == {f"{fqn} {kind}" for fqn in fqns for kind in kinds}
+
+
+def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that lies sideways may be multiplied by another kernel, which gives other bits."""
+    layouts, product = [], ops._product
+
+    def noted(a: Tensor, b: Tensor, *rest: Any, **how: Any) -> Tensor:
+        layouts.append(b.stride())
+        return product(a, b, *rest, **how)
+
+    monkeypatch.setattr(ops, "_product", noted)
+    digester, one = Digester(), torch.ones(())
+    a, b = torch.randn(48, 272).to(torch.float8_e4m3fn), torch.randn(272, 400).to(torch.float8_e4m3fn).t()
+    options = {"fast_accumulation": False, "backend": "torch"}
+    for limit in (1 << 26, 1):
+        for given in (b, b.contiguous()):
+            layouts.clear()
+            result = ops.IMPLEMENTATIONS["matmul"](a, given, one, one, torch.bfloat16, **options)
+            work = taken("matmul", 0, (a, given, one, one, torch.bfloat16), options, [result], limit, 3, digester)
+            assert work is not None
+            assert torch.equal(digest_of(repeated(work.message), digester), work.digest)
+            assert layouts == [given.stride()] * 2
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ def check_all(kernels: list[Compiled], names: dict[str, int], record_property: C
 def test_casts(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.kernels.compiled.casts", capability)
     # A gradient that is transposed in memory is read again for its sums.
-    counts = {"choose_kernel": 3, "transpose_kernel": 3, "sums_kernel": 4, "add_up_kernel": 6}
-    counts |= {"cast_kernel": 27, "amax_kernel": 15} if capability == 90 else {"cast_kernel": 9, "amax_kernel": 6}
+    counts = {"choose_kernel": 3, "transpose_kernel": 3, "sums_kernel": 4, "add_up_kernel": 8}
+    counts |= {"cast_kernel": 34, "amax_kernel": 15} if capability == 90 else {"cast_kernel": 14, "amax_kernel": 6}
     check_all(kernels, counts, record_property)
     for kernel in kernels:
         if kernel.kernel == "transpose_kernel":  # 16-byte loads and stores, and no conversion.
@@ -49,6 +49,10 @@ def test_casts(capability: int, record_property: Callable[[str, object], None]) 
             continue
         if kernel.kernel == "choose_kernel":
             continue
+        # All programs measure a tensor together only where its slot is cold: they take tiles, publish, and wait.
+        jointly = "one launch" in kernel.case and kernel.kernel == "cast_kernel"
+        for order in ("release", "acquire"):
+            assert kernel.count(rf"\.gpu\.{order}\b", of="ptx") == jointly, kernel.case
         if kernel.kernel != "cast_kernel":
             if "outgrown" in kernel.case:  # This kernel reads whole weights.
                 assert kernel.registers <= 80, kernel.case
@@ -60,8 +64,10 @@ def test_casts(capability: int, record_property: Callable[[str, object], None]) 
         assert bool(kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx")) == ("amax" in kernel.case), kernel.case
         if any(name in kernel.case for name in ("odd", "one for all", "every second", "very far")):
             continue
-        # With sums, ptxas takes 79 for Blackwell, which leaves three tiles at a time. With a limit of 64 it spills.
-        limit = 80 if "sums" in kernel.case and capability != 90 else REGISTERS
+        # With sums, ptxas takes 79 for Blackwell, which leaves three tiles at a time. With a limit of 64 it spills. It
+        # takes 78 for Hopper if the tensor is float32 and its slot may be cold.
+        more = capability != 90 or (jointly and kernel.case.startswith("fp32"))
+        limit = 80 if "sums" in kernel.case and more else REGISTERS
         assert kernel.registers <= limit, kernel.case
         assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
         assert not kernel.count(r"LDG\.E\.(64|U16)"), kernel.case
@@ -121,6 +127,6 @@ def test_one_kernel_serves_all_slots() -> None:
     """The position of a slot in its arena and its ``outgrown`` limit must not trigger a recompilation, which would
     stall the first steps."""
     kernels = compiled("tests.kernels.compiled.slots")
-    assert len(kernels) == 3 * 5
-    # Two casts (with and without ``outgrown``), the amax kernel of each, and ``observe``.
-    assert len({kernel.ptx for kernel in kernels}) == 5
+    assert len(kernels) == 3 * 6
+    # Two casts (with and without ``outgrown``), the amax kernel of each, a cast in one launch, and ``observe``.
+    assert len({kernel.ptx for kernel in kernels}) == 6

@@ -420,6 +420,46 @@ def test_parts_of_a_hot_slot_are_read_only_where_it_may_be_outgrown(
     assert largest == ([3.0] if outgrown else [0.0] * just_in_time)
 
 
+def in_one_launch(x: Tensor, dtype: torch.dtype, **options: Any) -> None:
+    """Assert that a cast with ``scratch`` is one launch, is the twin's, and leaves the memory as it was."""
+    scratch = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    sums = [torch.empty(x.shape[1], device=DEVICE) for _ in range(2)]
+    for _ in range(2):
+        got = run(fused, x, dtype, just_in_time=True, scratch=scratch, sums=sums[0], **options)
+        assert not scratch.any()
+    assert_same((*got, sums[0]), (*run(plain, x, dtype, just_in_time=True, sums=sums[1], **options), sums[1]))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "shifted"])
+def test_a_cold_slot_in_one_launch(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    monkeypatch.setattr(fused, "partial_amaxes", lambda *_: pytest.fail("a launch of its own"))
+    for tokens, features in (*SHAPES[:2], (1, 1), (0, 32)):
+        for cold, value in ((True, 3.0), (True, math.nan), (True, 0.0), (False, 3.0)):
+            x = hard_values(tokens, features, finite=True) * value
+            in_one_launch(LAYOUTS[layout](x.bfloat16()), FORMATS[1], cold=cold, margin=1, record=bool(value))
+
+
+@pytest.mark.slow
+def test_all_shapes_and_strides_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    types = [*itertools.product(DTYPES, FORMATS)]
+    for index, ((tokens, features), layout) in enumerate(itertools.product(SHAPES, LAYOUTS)):
+        source, dtype = types[(index + index // len(LAYOUTS)) % 6]
+        x = LAYOUTS[layout](hard_values(tokens, features, index, finite=True).to(source))
+        rows, columns = index % 3 != 1, index % 3 != 2
+        in_one_launch(x, dtype, cold=True, power_of_two=index % 2 == 0, rows=rows, columns=columns)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="untouched pages of a GPU take memory")
+def test_offsets_beyond_32_bits_in_one_launch() -> None:
+    room = torch.empty(2**31 + 64, dtype=torch.float16)  # Untouched pages take no memory.
+    x = room.as_strided((3, 16), (2**30, 1))
+    x.fill_(0.25)
+    x[-1, -1] = -7.0
+    in_one_launch(x, FORMATS[0], cold=True)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the flag is not looked at")
 @pytest.mark.parametrize(
     ("record", "cold", "outgrown"), [*itertools.product((False, True), (False, True), (None, 1.25))]

@@ -178,6 +178,29 @@ def test_operands_may_begin_anywhere() -> None:
     _assert_exact(got, given, torch.float32)
 
 
+def _sideways(b: Tensor) -> Tensor:
+    """Return b [n, k] as a view of [k, n], which begins at an address that TMA cannot read."""
+    room = torch.zeros(b.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(b.dtype)
+    lying = room.view(b.shape[1], b.shape[0])
+    lying.copy_(b.t())
+    return lying.t()
+
+
+@pytest.mark.usefixtures("_poisoned")
+@SCALINGS
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+def test_a_weight_may_lie_sideways(scaling: Scaling, fast: bool) -> None:
+    shapes = ((17, 48, 80), (129, 144, 272), (1, 16, 16))
+    for (m, n, k), pair, out_dtype, tile in zip(shapes, PAIRS, OUT_DTYPES, (TILES[0], TILES[2], WIDE)):
+        given = small_integers(m, n, k, scaling, pair, biased=True)
+        a, b, *scales = given.operands
+        for got in (
+            matmul(a, _sideways(b), *scales, out_dtype, fast, given.bias),
+            matmul_with(tile, a, _sideways(b), *scales, out_dtype, fast, given.bias),
+        ):
+            _assert_exact(got, given, out_dtype)
+
+
 @SCALINGS
 def test_products_of_nothing(scaling: Scaling) -> None:
     for m, k in ((0, 32), (4, 0), (0, 0)):

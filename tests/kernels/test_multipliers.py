@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from fp8dist_kernels import ops
-from fp8dist_kernels.multipliers import ROWS, Detour, Machine, Product, ProductError, machine_of, row_of
-from fp8dist_kernels.reference import torch_matmuls
+from fp8dist_kernels.multipliers import ROWS, Detour, Machine, Product, ProductError, machine_of, reads_sideways, row_of
+from fp8dist_kernels.reference import casts, torch_matmuls
 from fp8dist_kernels.reference.matmuls import Scaling, matmul_reference, multiply_reference, scaling_of
 from fp8dist_kernels.reference.torch_matmuls import multiply_directly, multiply_torch
 from fp8dist_kernels.triton.matmuls import multiply as multiply_triton
@@ -182,6 +183,31 @@ def test_a_detour_is_as_good_as_float32(detour: Detour, on: Any) -> None:
         given = random_numbers(m, product.n, product.k, scaling, (product.a, product.b), product.bias is not None)
         error = (found.double().cpu() - given.exact()).abs()
         assert (error <= ROUNDINGS * (given.exact(magnitudes=True) + 1)).all()
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_weight_lies_sideways(machine: Machine, on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[n, k] that is [k, n] in memory is transposed before the product, unless the machine reads it so."""
+    stand, turned, transpose = on(machine), [], casts.transpose
+    monkeypatch.setattr(casts, "transpose", lambda fp8: turned.append(fp8) or transpose(fp8))
+    ops._multiplier.cache_clear()
+    for scaling, pair in itertools.product(Scaling, PAIRS):
+        product = Product(scaling, 24, 144, 272, *pair, BF16)
+        _, a, b, *scales = _given(product)[:5]
+        sideways = b.t().contiguous().t()
+        if scaling.in_blocks and (machine.capability != HOPPER or machine.cuda < (12, 9)):
+            continue  # Not torch's at all.
+        turned.clear()
+        found = ops.matmul(a, sideways, *scales, BF16, fast_accumulation=False, backend="torch")
+        assert torch.equal(found, multiply_reference(scaling, a, b, *scales, BF16, False, None))
+        read = reads_sideways(scaling, machine)
+        assert read == (machine.capability == B200 and scaling is Scaling.TENSORWISE)
+        assert len(turned) == (not read)
+        if row_of(product, machine) is None:
+            with contextlib.nullcontext() if read else pytest.raises(ProductError):
+                multiply_directly(scaling, a, sideways, *scales, BF16, False, None)
+    assert "tensor" in stand.calls
+    ops._multiplier.cache_clear()
 
 
 def test_this_machine() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.outgrown import Outgrown
+from fp8dist_kernels import ops
+from fp8dist_kernels.multipliers import Machine
 from scripts.benchmarks.host import Launched, without_launches
 from scripts.benchmarks.llama_shapes import RECIPES, Layer
 from scripts.benchmarks.roofline import BYTES, LAUNCHES, gain
@@ -18,7 +22,7 @@ TOKENS, IN, OUT = 1024, 512, 256
 
 
 def _counted(launched: Launched, recipe: fp8dist.Recipe, bias: bool) -> tuple[int, int]:
-    """Return launches and bytes of a forward and backward, when the host knows that no slot is cold."""
+    """Return launches and bytes of a forward and backward of hot slots."""
     model = nn.Sequential(nn.Linear(IN, OUT, bias=bias, dtype=torch.bfloat16))
     manager = fp8dist.prepare(model, recipe, backend="triton")
     manager.attach(model, boundary="manual")
@@ -47,20 +51,42 @@ def test_launches_and_bytes(name: str) -> None:
             assert moved == pytest.approx(floor, rel=0.06), "the rest are scales and amaxes"
 
 
-def test_a_gathered_weight_takes_one_launch_more() -> None:
-    """It was torch's copy, byte by byte."""
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_graph_takes_no_launch_more(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its casts look on the device if a slot is cold: each input and gradient took an amax launch for that."""
+    monkeypatch.setattr("fp8dist.modules.linear_slots.capturing", lambda device: True)
+    with without_launches("triton") as launched:
+        assert _counted(launched, RECIPES["delayed"], bias)[0] == LAUNCHES["delayed"][bias]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_a_gathered_weight_takes_one_launch_more_if_at_all(
+    capability: tuple[int, int], recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hopper multiplies one layout only. The transposition was torch's copy, byte by byte."""
+    monkeypatch.setattr(ops, "machine_of", lambda device: Machine(capability, (13, 0), (2, 11)))
     linear = nn.Sequential(nn.Linear(64, 48, bias=False))
-    fp8dist.prepare(linear, fp8dist.DelayedScaling(), backend="triton")
-    slots = linear[0].fp8_slots
+    fp8dist.prepare(linear, RECIPES[recipe], backend="triton")
+    slots: Any = linear[0].fp8_slots
     rows = torch.randn(48, 64).to(torch.float8_e4m3fn)
-    weight = FP8Weight(Gathered(rows, torch.ones(())), torch.bfloat16)
-    state = slots.states(torch.device("cpu"))[1]  # type: ignore[union-attr, operator]
+    one = torch.ones(()) if recipe == "delayed" else torch.ones(1, 1)
+    weight = FP8Weight(Gathered(rows, one), torch.bfloat16)
+    gradient = torch.randn(32, 48).to(torch.float8_e4m3fn)
+    of_gradient = torch.ones(()) if recipe == "delayed" else torch.ones(32, 1)
+
+    def dgrad() -> Tensor:
+        turned, inv_scale = slots.backward_cast(weight, slots.states(torch.device("cpu"))[1], Outgrown(None))
+        product: Tensor = slots.matmul(gradient, turned, of_gradient, inv_scale, torch.float32, "dgrad")
+        return product
+
     with without_launches("triton") as launched:
         launched.sizes = True
-        slots.backward_cast(weight, state, Outgrown(None))  # type: ignore[union-attr, operator]
-    assert (launched.names, launched.moved) == (["_transpose_kernel"], [2 * 48 * 64])
-    turned: Tensor = slots.backward_cast(weight, state, Outgrown(None))[0]  # type: ignore[union-attr, operator]
-    assert torch.equal(turned.view(torch.uint8), rows.t().contiguous().view(torch.uint8))
+        dgrad()
+    transposed = capability == (9, 0)
+    assert launched.names[:-1] == ["_transpose_kernel"] * transposed
+    assert launched.moved == [*([2 * 48 * 64] * transposed), 0]
+    assert torch.allclose(dgrad(), gradient.float() @ rows.float(), rtol=1e-4, atol=1e-3)
 
 
 def test_estimates() -> None:

@@ -90,3 +90,33 @@ def test_a_replayed_step_is_an_eager_one(update: str, optimizer: str) -> None:
     names = ("losses", "FP8 state", "parameters", "steps")
     for name, mine, theirs in zip(names, _graphed(update, optimizer), expected):
         assert mine == theirs, name
+
+
+def test_slots_that_become_cold_after_the_capture() -> None:
+    """A graph that was captured with hot slots casts cold ones with their tensors' own amaxes, as eager steps do."""
+    outcomes = []
+    for graphed in (False, True):
+        job = _Job("same_step", "sgd")
+        job.run_eagerly(0, EAGER)
+        job.manager.poll()
+        if not graphed or DEVICE == "cpu":
+            again = job.step
+        else:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                loss = job.step()
+
+            def again(graph: Any = graph, loss: Tensor = loss) -> Tensor:
+                graph.replay()
+                return loss
+
+        assert job.manager._syncs[0].arena.known_hot
+        for index in range(EAGER, EAGER + REPLAYED):
+            if index % 3 == 0:
+                job.manager.reset()
+            job.load(index)
+            job.losses.append(bits(again()))
+            job.manager.poll()
+        assert not job.manager._syncs[0].arena.scratches.any()
+        outcomes.append(job.outcome())
+    assert outcomes[0] == outcomes[1]

@@ -60,6 +60,26 @@ def test_each_distinct_product_is_tried_once(recipe: Any, machine: Any) -> None:
     assert set(stand.calls) == kinds[recipe.by]
 
 
+def test_gathered_weights_are_tried_as_they_lie(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blackwell multiplies them without a transposition, in another layout."""
+    sideways = []
+    check = Stand._check
+
+    def noted(self: Stand, kind: str, m: int, n: int, k: int, a: Tensor, b: Tensor, *rest: Any) -> None:
+        sideways.append(b.is_contiguous())
+        check(self, kind, m, n, k, a, b, *rest)
+
+    monkeypatch.setattr(Stand, "_check", noted)
+    for capability, expected in (((9, 0), 0), ((10, 0), len(trial.TOKENS))):
+        machine(capability)
+        sideways.clear()
+        model = nn.Sequential(nn.Linear(144, 144, dtype=torch.bfloat16))
+        manager = fp8dist.prepare(model, DelayedScaling(), backend="torch")
+        manager._job.gathers = True
+        trial.try_products(model, set())
+        assert sum(sideways) == expected
+
+
 def test_a_gemm_in_high_precision_is_not_tried(machine: Any) -> None:
     stand = machine((9, 0))
     _attach(RowwiseScaling(high_precision=("wgrad", "dgrad")))

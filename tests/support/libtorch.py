@@ -4,7 +4,9 @@ Sources, read in PyTorch's repository: aten/src/ATen/native/cuda/ScaledBlas.cpp 
 ``_scaled_rowwise_rowwise``, ``_check_deepseek_support``) and RowwiseScaledMM.cu (``check_inputs``,
 ``dispatch_fp8_rowwise_kernel_on_bias_dtype``), before and after pull request 187569. The text about float32 in rows is
 that of 2.10 and later; the tests of that pull request's parent expect it. cuBLASLt's own refusals are known by the
-asserts of TransformerEngine's cublaslt_gemm.cu, and reach the user as CUBLAS_STATUS_NOT_SUPPORTED.
+asserts of TransformerEngine's cublaslt_gemm.cu, and reach the user as CUBLAS_STATUS_NOT_SUPPORTED. So are layouts
+(``nvte_is_non_tn_fp8_gemm_supported``: from 10.0 on, but not 12.x), of which libtorch itself refuses some on Hopper
+(``_scaled_gemm``), and CUTLASS all but one (``check_inputs``).
 """
 
 from __future__ import annotations
@@ -81,6 +83,16 @@ class Stand:
                 raise NotImplementedError("DeepSeek style (1x128, 128x128) scaling only supported in CUDA for SM90")
             if self.cuda < (12, 9):
                 raise NotImplementedError("DeepSeek style (1x128, 128x128) scaling requires cublasLt >= 12.9")
+        cutlass = kind == "row" and (self.capability[0] != 9 or self.cuda < (12, 9))
+        if b.stride(0) != 1:
+            if self.capability[0] == 9 and not cutlass:
+                raise RuntimeError(
+                    "Only multiplication of row-major and column-major matrices is supported by cuBLASLt"
+                )
+            if cutlass:
+                raise RuntimeError("Expected XQ.stride(1) == 1 && WQ.stride(0) == 1")
+            if self.capability[0] != 10 or self.cuda < (12, 8):
+                raise RuntimeError(CUBLAS)
         if bias is not None:
             if out == torch.float32:
                 raise RuntimeError("Bias is not supported when out_dtype is set to Float32")
@@ -88,7 +100,7 @@ class Stand:
                 raise RuntimeError(f"Bias must be BFloat16 or Half, but got {bias.dtype}")
             if bias.dtype != out:
                 raise RuntimeError(f"Bias must be {out} to compute {out} output, but got {bias.dtype}")
-        if kind == "row" and (self.capability[0] != 9 or self.cuda < (12, 9)):
+        if cutlass:
             if self.version < (2, 15):  # CUTLASS, before pull request 187569
                 if out == torch.float32:
                     raise ValueError(

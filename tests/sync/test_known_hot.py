@@ -169,7 +169,7 @@ def test_a_slot_that_stays_cold_is_no_reason_for_a_fallback() -> None:
 
 
 def test_a_graph_keeps_looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """State may be loaded after its capture."""
+    """State may be loaded after its capture. ``test_roofline.py`` counts its launches."""
     model, manager, _ = trained()
     assert sync_of(manager).arena.known_hot
     monkeypatch.setattr("fp8dist.modules.linear_slots.capturing", lambda device: True)

@@ -52,6 +52,7 @@ def quantize(
     columns: bool,
     outgrown: float | None = None,
     sums: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast with a slot's scale, and record the amax in the slot.
 
@@ -64,12 +65,13 @@ def quantize(
         margin, power_of_two: as in ``scale_from_amax``, for a scale of ``x``'s own amax.
         rows, columns: the copies to write, as in ``saturating_cast``.
         outgrown: a number above 0, or None: only cold slots are cast just in time. A number also casts with the scale
-            of
-            ``x``'s own amax if the slot is not cold and ``x`` has outgrown its scale: the amax is finite and
+            of ``x``'s own amax if the slot is not cold and ``x`` has outgrown its scale: the amax is finite and
             ``amax * scale > outgrown * fp8_max``. This does not depend on ``just_in_time``. Both sides are float32: the
             left side is a float32 product, which may be Inf; the right side is multiplied in float64, then rounded. The
             slot does not change.
         sums: [features], any float dtype, for the result of ``add_up``.
+        scratch: int32[4], zeros, for a slot that is expected to be hot: lets a GPU do with one launch. Zeros again
+            afterwards. No other cast may use it at the same time. Not used here.
 
     Returns:
         (row-major, transposed, inv_scale): the copies as in ``saturating_cast``, and a new 0-d float32.

@@ -1,4 +1,7 @@
-"""Scaled FP8 matrix products, NT layout: both operands are row-major with the contracted dim last."""
+"""Scaled FP8 matrix products, NT layout: both operands are row-major with the contracted dim last.
+
+``b`` may lie sideways: a view [n, k] of a contiguous [k, n], such as a gathered weight in dgrad.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,8 @@ def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, b
     Raises:
         ValueError: operands or a bias that no backend accepts; scales whose shapes fit no kind or that are not float32.
     """
-    if not (a.is_contiguous() and b.is_contiguous()):
-        raise ValueError("FP8 operands must be contiguous with the contracted dim last")
+    if not (a.is_contiguous() and (b.is_contiguous() or b.t().is_contiguous())):
+        raise ValueError("FP8 operands must be contiguous with the contracted dim last; b may be transposed")
     if bias is not None and (bias.shape != b.shape[:1] or not bias.is_floating_point()):
         raise ValueError(f"bias must be floating point [{b.shape[0]}], got {bias.dtype} {tuple(bias.shape)}")
     if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:

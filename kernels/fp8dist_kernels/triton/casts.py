@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8dist_kernels.reference.casts import SUMMED, padded
 from fp8dist_kernels.triton.launching import PLANS, on_device_of
-from fp8dist_kernels.triton.magnitude import MOST_PARTS, grow, magnitude_bits, newest, partial_amaxes
+from fp8dist_kernels.triton.magnitude import MOST_PARTS, grow, joint_bits, magnitude_bits, newest, partial_amaxes
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, page_of, scaled, store_flipped, store_straight
 
@@ -53,6 +53,20 @@ def _largest(parts, part_count, MOST_PARTS: tl.constexpr):
     return tl.max(tl.load(parts + part, mask=part < part_count, other=0), 0).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _amax_of_cold(
+    x, parts, part_count, height, width, row_stride, column_stride,
+    JOINTLY: tl.constexpr, MOST_PARTS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Return the float32 amax of x, whose slot is cold, from ``parts``, or JOINTLY from x."""
+    if JOINTLY:
+        bits = joint_bits(x, parts, height, width, row_stride, column_stride, TALL // 4, WIDE, INDEX)
+        amax = bits.to(tl.float32, bitcast=True)
+    else:
+        amax = _largest(parts, part_count, MOST_PARTS)
+    return amax
+
+
 # Slots have any address in their arena: compile no variants for 16-byte alignment.
 @triton.jit(do_not_specialize_on_alignment=["scale", "cold", "pending", "parts", "inv_scale"])
 def _cast_kernel(
@@ -62,7 +76,8 @@ def _cast_kernel(
     scale,  # float32[1]
     cold,  # bool[1]
     pending,  # int32[1], grows
-    parts,  # int32[part_count], part_count <= MOST_PARTS: amaxes of parts of x; read if the slot is cold, or OUTGROWN
+    parts,  # int32[part_count], part_count <= MOST_PARTS: amaxes of parts of x; read if the slot is cold, or OUTGROWN.
+    # JOINTLY: int32[4], the scratch of ``joint_bits``, for a cold slot.
     inv_scale,  # float32[1], written
     sums,  # float32 [height / TALL, width], written if SUMS
     height,
@@ -82,6 +97,7 @@ def _cast_kernel(
     JUST_IN_TIME: tl.constexpr,
     OUTGROWN: tl.constexpr,
     SUMS: tl.constexpr,
+    JOINTLY: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
@@ -105,7 +121,9 @@ def _cast_kernel(
             used = scale_from_amax(amax, 1.0, FP8_MAX, MARGIN, POWER_OF_TWO)
     elif JUST_IN_TIME:  # noqa: SIM102 - known at compile time; the inner condition is not.
         if tl.load(cold):
-            amax = _largest(parts, part_count, MOST_PARTS)
+            amax = _amax_of_cold(
+                x, parts, part_count, height, width, row_stride, column_stride, JOINTLY, MOST_PARTS, TALL, WIDE, INDEX
+            )
             used = scale_from_amax(amax, 1.0, FP8_MAX, MARGIN, POWER_OF_TWO)
     if tl.program_id(0) == 0:
         tl.store(inv_scale, inverse(used))
@@ -275,9 +293,10 @@ def plan_of(
     columns: bool,
     outgrown: bool,
     sums: bool,
+    scratch: bool,
 ) -> CastPlan:
     """Return the plan for [tokens, features] with these strides. Other arguments as in ``quantize``; ``outgrown``:
-    True if it is a number; ``sums``: True if it is a tensor."""
+    True if it is a number; ``sums``, ``scratch``: True if it is a tensor."""
     tokens, features = shape
     of_rows, of_columns = (shape if rows else (0,)), ((features, padded(tokens)) if columns else (0,))
     page = page_of(shape, strides)
@@ -294,6 +313,7 @@ def plan_of(
         "JUST_IN_TIME": just_in_time,
         "OUTGROWN": outgrown,
         "SUMS": sums and flipped and not page.on_its_side,
+        "JOINTLY": just_in_time and scratch and not outgrown,
         "MOST_PARTS": MOST_PARTS,
         "TALL": tall,
         "WIDE": wide,
@@ -318,12 +338,16 @@ def quantize(
     columns: bool,
     outgrown: float | None = None,
     sums: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``reference.casts.quantize``. A cast for ``sums`` reads x once if its tiles have 128 tokens: if x is
-    not transposed in memory, and its transposed copy is written."""
+    not transposed in memory, and its transposed copy is written.
+
+    A cast that may be just in time takes two launches: the first one measures x if the slot is cold. With ``scratch``
+    it takes one, whose programs measure x together if the slot is cold. Both read ``cold`` on the device."""
     plan = plan_of(
         x.shape, x.stride(), dtype, record, just_in_time, margin, power_of_two, rows, columns, outgrown is not None,
-        sums is not None,
+        sums is not None, scratch is not None,
     )  # fmt: skip
     device = x.device
     row_major = torch.empty(plan.rows, dtype=dtype, device=device)
@@ -338,7 +362,7 @@ def quantize(
         if outgrown is not None:
             parts, above = partial_amaxes(x), outgrown * plan.constants["FP8_MAX"]
         elif just_in_time:
-            parts = partial_amaxes(x, cold)
+            parts = partial_amaxes(x, cold) if scratch is None else scratch
         _cast_kernel[plan.programs](
             x,
             straight,

@@ -12,8 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, ceil_power_of_two, on_device_of
+from fp8dist_kernels.triton.tickets import came_last
 
-__all__ = ["MOST_PARTS", "Reading", "grow", "magnitude_bits", "observe", "partial_amaxes", "reading_of", "tile_bits"]
+__all__ = [
+    "MOST_PARTS",
+    "Reading",
+    "grow",
+    "joint_bits",
+    "magnitude_bits",
+    "newest",
+    "observe",
+    "partial_amaxes",
+    "reading_of",
+    "tile_bits",
+]
 
 MOST_PARTS = 1024
 """Most programs of ``partial_amaxes``: more than any GPU runs at a time, and few enough for each cast to read."""
@@ -59,6 +71,40 @@ def tile_bits(
     else:
         bits = magnitude_bits(tl.load(places, mask=(top + row < rows) & (left + column < columns), other=0.0))
     return bits
+
+
+@triton.jit
+def joint_bits(
+    x, scratch, rows, columns, row_stride, column_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Return the amax bits of x, which all programs of a kernel measure together: each of them must call this.
+
+    A program takes tiles until none is left, and only then waits for the rest, which running programs have taken. So
+    none waits for a program that has not begun, however few run at a time. ``scratch``: int32[4], 0 before and after
+    the kernel: tiles taken, the amax so far, tiles measured, and a ticket.
+    """
+    across = tl.cdiv(columns, COLUMNS)
+    tiles = tl.cdiv(rows, ROWS) * across
+    largest, measured = 0, 0
+    tile = tl.atomic_add(scratch, 1, sem="relaxed")
+    while tile < tiles:
+        top = (tile // across).to(INDEX) * ROWS
+        left = (tile % across).to(INDEX) * COLUMNS
+        bits = tile_bits(x, top, left, rows, columns, row_stride, column_stride, ROWS, COLUMNS, INDEX)
+        largest = tl.maximum(largest, tl.max(tl.max(bits, 1), 0))
+        measured += 1
+        tile = tl.atomic_add(scratch, 1, sem="relaxed")
+    tl.atomic_max(scratch + 1, largest, sem="relaxed")
+    tl.atomic_add(scratch + 2, measured, sem="release")
+    while tl.atomic_add(scratch + 2, 0, sem="acquire") < tiles:
+        pass
+    largest = tl.atomic_max(scratch + 1, 0, sem="relaxed")
+    if came_last(scratch + 3):
+        tl.atomic_xchg(scratch, 0, sem="relaxed")
+        tl.atomic_xchg(scratch + 1, 0, sem="relaxed")
+        tl.atomic_xchg(scratch + 2, 0, sem="relaxed")
+    return largest
 
 
 @triton.jit(do_not_specialize_on_alignment=["out", "cold"])

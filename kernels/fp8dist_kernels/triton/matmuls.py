@@ -69,7 +69,8 @@ def multiply(
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
     dtypes = a.dtype, b.dtype, out_dtype
-    plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, bias is not None, a.device)
+    sideways = not b.is_contiguous()
+    plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, bias is not None, sideways, a.device)
     return _run(plan, a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
 
 
@@ -91,7 +92,8 @@ def matmul_with(
 ) -> Tensor:
     """Run ``matmul`` with the given tile. The operands must be valid for ``matmul``, and not empty."""
     scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
-    plan = _plan(tile, a.shape, b.shape, scaling, fast_accumulation, out_dtype, bias is not None, a.device)
+    sideways = not b.is_contiguous()
+    plan = _plan(tile, a.shape, b.shape, scaling, fast_accumulation, out_dtype, bias is not None, sideways, a.device)
     return _run(plan, a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
 
 
@@ -115,10 +117,11 @@ def _plan_for(
     scaling: Scaling,
     fast_accumulation: bool,
     biased: bool,
+    sideways: bool,
     device: torch.device,
 ) -> _Plan:
     tile = tile_for(Problem(shape_a[0], shape_b[0], shape_a[1], scaling, fast_accumulation, *dtypes), device)
-    return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, dtypes[2], biased, device)
+    return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, dtypes[2], biased, sideways, device)
 
 
 def _plan(
@@ -129,6 +132,7 @@ def _plan(
     fast_accumulation: bool,
     out_dtype: torch.dtype,
     biased: bool,
+    sideways: bool,
     device: torch.device,
 ) -> _Plan:
     parts = _parts(tile, scaling, fast_accumulation)
@@ -145,6 +149,7 @@ def _plan(
         "PIECE": piece,
         "GROUP": tile.group,
         "BIASED": biased,
+        "SIDEWAYS": sideways,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
@@ -157,7 +162,8 @@ def _plan(
     else:
         kernel = wide_block_scaled_kernel
     tiles = ceil_div(shape_a[0], tile.rows) * ceil_div(shape_b[0], tile.columns)
-    blocks = [tile.rows, tile.depth], [columns, tile.depth], [tile.rows, piece]
+    block_b = [tile.depth, columns] if sideways else [columns, tile.depth]
+    blocks = [tile.rows, tile.depth], block_b, [tile.rows, piece]
     return _Plan(kernel, scaling, (min(tiles, processors(device)),), *blocks, constants)
 
 
@@ -171,6 +177,7 @@ def _run(
     bias: Tensor | None,
 ) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
+    b = b.t() if plan.constants["SIDEWAYS"] else b
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     scales: dict[str, Any] = {}
     if plan.scaling.in_blocks:
@@ -183,7 +190,7 @@ def _run(
     with on_device_of(a):
         plan.kernel[plan.programs](
             a=TensorDescriptor(aligned(a), [m, k], [k, 1], plan.block_a),
-            b=TensorDescriptor(aligned(b), [n, k], [k, 1], plan.block_b),
+            b=TensorDescriptor(aligned(b), list(b.shape), [b.shape[1], 1], plan.block_b),
             out=TensorDescriptor(out, [m, n], [n, 1], plan.block_out),
             inv_scale_a=inv_scale_a,
             inv_scale_b=inv_scale_b,

@@ -39,6 +39,12 @@ def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _columns_of(b, column, start, SIDEWAYS: tl.constexpr):
+    """Return [TILE_K, columns]: a tile of ``b``, transposed."""
+    return b.load([start, column]) if SIDEWAYS else b.load([column, start]).T
+
+
+@triton.jit
 def _write_piece(
     out,
     product,  # float32[rows, PIECE]
@@ -98,7 +104,7 @@ def _write(
 @triton.jit(do_not_specialize=["m"])
 def scaled_kernel(
     a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
-    b,  # descriptor of FP8 [n, k], blocks [TILE_N, TILE_K], or HALVED [TILE_N / 2, TILE_K]
+    b,  # descriptor of FP8 [n, k], blocks [TILE_N, TILE_K], or HALVED [TILE_N / 2, TILE_K]; SIDEWAYS both transposed
     out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
     inv_scale_a,  # float32[1], or ROWWISE float32[m]
     inv_scale_b,  # float32[1], or ROWWISE float32[n]
@@ -111,6 +117,7 @@ def scaled_kernel(
     TILE_K: tl.constexpr,
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
+    SIDEWAYS: tl.constexpr,
     ROWWISE: tl.constexpr,
     BIASED: tl.constexpr,
     FAST: tl.constexpr,
@@ -132,11 +139,11 @@ def scaled_kernel(
             right = tl.zeros((TILE_M, HALF), tl.float32)
         for start in range(0, k, TILE_K):
             x = a.load([row, start])
-            y = b.load([column, start])
-            product = tl.dot(x, y.T, product, max_num_imprecise_acc=None if FAST else TILE_K)
+            y = _columns_of(b, column, start, SIDEWAYS)
+            product = tl.dot(x, y, product, max_num_imprecise_acc=None if FAST else TILE_K)
             if HALVED:
-                z = b.load([column + HALF, start])
-                right = tl.dot(x, z.T, right, max_num_imprecise_acc=TILE_K)
+                z = _columns_of(b, column + HALF, start, SIDEWAYS)
+                right = tl.dot(x, z, right, max_num_imprecise_acc=TILE_K)
         # Loads that do not depend on the product come first, so that they overlap the last QGMMAs.
         if ROWWISE:
             place = row + tl.arange(0, TILE_M)
@@ -156,7 +163,7 @@ def scaled_kernel(
 @triton.jit(do_not_specialize=["m"])
 def block_scaled_kernel(
     a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
-    b,  # descriptor of FP8 [n, k], blocks [TILE_N, TILE_K]
+    b,  # descriptor of FP8 [n, k], blocks [TILE_N, TILE_K]; SIDEWAYS both transposed
     out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
     inv_scale_a,  # float32[m, blocks], any strides; loads are wide if rows are adjacent
     inv_scale_b,  # float32[ceil(n / TILE_K), blocks], any strides; LINES float32[n, blocks], columns contiguous
@@ -173,6 +180,7 @@ def block_scaled_kernel(
     TILE_K: tl.constexpr,  # The block of the scales.
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
+    SIDEWAYS: tl.constexpr,
     BIASED: tl.constexpr,
     LINES: tl.constexpr,
 ):
@@ -192,15 +200,15 @@ def block_scaled_kernel(
         product = tl.zeros((TILE_M, TILE_N), tl.float32)
         for start in range(0, k, TILE_K):
             x = a.load([row, start])
-            y = b.load([column, start])
+            y = _columns_of(b, column, start, SIDEWAYS)
             scale_a = tl.load(scales_a, mask=place < m, other=0.0)
             if LINES:
                 line = tl.arange(0, TILE_N)  # The pointer holds the tile's offset: one address for all.
                 scale_b = tl.load(scales_b + line, mask=line < n - column, other=0.0)
-                product += tl.dot(x, y.T) * scale_a[:, None] * scale_b[None, :]
+                product += tl.dot(x, y) * scale_a[:, None] * scale_b[None, :]
             else:
                 scale_b = tl.load(scales_b)
-                product += tl.dot(x, y.T) * (scale_a * scale_b)[:, None]
+                product += tl.dot(x, y) * (scale_a * scale_b)[:, None]
             scales_a += a_block_stride
             scales_b += b_block_stride
         _write(out, product, 0.0, inv_scale_b, bias, row, column, n, TILE_N, PIECE, "none", BIASED)
@@ -209,7 +217,7 @@ def block_scaled_kernel(
 @triton.jit(do_not_specialize=["m"])
 def wide_block_scaled_kernel(
     a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
-    b,  # descriptor of FP8 [n, k], blocks [PART, TILE_K]
+    b,  # descriptor of FP8 [n, k], blocks [PART, TILE_K]; SIDEWAYS both transposed
     out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
     inv_scale_a,  # This and the following as in ``block_scaled_kernel``.
     inv_scale_b,
@@ -226,6 +234,7 @@ def wide_block_scaled_kernel(
     TILE_K: tl.constexpr,
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
+    SIDEWAYS: tl.constexpr,
     BIASED: tl.constexpr,
 ):
     """The same for tiles with two scales of ``b`` per step, in quarters."""
@@ -245,18 +254,18 @@ def wide_block_scaled_kernel(
         fourth_quarter = tl.zeros((TILE_M, PART), tl.float32)
         for start in range(0, k, TILE_K):
             x = a.load([row, start])
-            y0 = b.load([column, start])
-            y1 = b.load([column + PART, start])
-            y2 = b.load([column + 2 * PART, start])
-            y3 = b.load([column + 3 * PART, start])
+            y0 = _columns_of(b, column, start, SIDEWAYS)
+            y1 = _columns_of(b, column + PART, start, SIDEWAYS)
+            y2 = _columns_of(b, column + 2 * PART, start, SIDEWAYS)
+            y3 = _columns_of(b, column + 3 * PART, start, SIDEWAYS)
             # Loaded after the operands: ptxas then keeps one quarter's product in registers at a time, not all four.
             scale = tl.load(scales_a, mask=place < m, other=0.0)
             left = (scale * tl.load(scales_b))[:, None]
             right = (scale * tl.load(scales_b + second))[:, None]
-            first_quarter += tl.dot(x, y0.T) * left
-            second_quarter += tl.dot(x, y1.T) * left
-            third_quarter += tl.dot(x, y2.T) * right
-            fourth_quarter += tl.dot(x, y3.T) * right
+            first_quarter += tl.dot(x, y0) * left
+            second_quarter += tl.dot(x, y1) * left
+            third_quarter += tl.dot(x, y2) * right
+            fourth_quarter += tl.dot(x, y3) * right
             scales_a += a_block_stride
             scales_b += b_block_stride
         _write(out, first_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", BIASED)

@@ -33,6 +33,10 @@ def launch(compiler: Compiler) -> None:
     for name, x, _ in inputs:  # Gradients of modules with a bias.
         with compiler.naming(f"{name}: both, amax, sums"):
             _quantize(x, E5M2, True, True, True, False, sums=True)
+        # Of slots that may be cold, as in a CUDA graph. If x is transposed, another kernel adds up.
+        for sums in (False, True)[: 1 + x.is_contiguous()]:
+            with compiler.naming(f"{name}: both, amax, {'sums, ' * sums}one launch"):
+                _quantize(x, E5M2, True, True, True, True, sums=sums, scratch=True)
         with compiler.naming(f"{name}: added up"):
             add_up(x, x.dtype)
     # Weights in training, and weights that FSDP gathers again.
@@ -68,6 +72,9 @@ def launch(compiler: Compiler) -> None:
     ):
         with compiler.naming(f"{name}: both, amax, just in time"):
             _quantize(x, dtype, True, True, True, True)
+        if name in ("bf16 far", "bf16 very far"):
+            with compiler.naming(f"{name}: both, amax, one launch"):
+                _quantize(x, dtype, True, True, True, True, scratch=True)
 
 
 def _quantize(
@@ -79,10 +86,12 @@ def _quantize(
     just_in_time: bool,
     outgrown: float | None = None,
     sums: bool = False,
+    scratch: bool = False,
 ) -> None:
     scale, cold, pending = torch.ones(()), torch.ones((), dtype=torch.bool), torch.zeros(())
     quantize(
         x, scale, cold, pending, dtype, record=record, just_in_time=just_in_time, margin=1, power_of_two=True,
         rows=rows, columns=columns, outgrown=outgrown,
         sums=torch.empty(x.shape[1], dtype=torch.bfloat16) if sums else None,
+        scratch=torch.zeros(4, dtype=torch.int32) if scratch else None,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from tests.support.ahead_of_time import Compiler
 
 M, N, K = 4096, 4096, 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-HOPPER = 90
+HOPPER, BLACKWELL = 90, 100
 
 
 def launch(compiler: Compiler) -> None:
@@ -27,6 +27,8 @@ def launch(compiler: Compiler) -> None:
         tiles = _tiles(scaling, fast, capability)
         for tile in tiles:
             _compile(compiler, tile, scaling, fast, torch.bfloat16, True)
+            if compiler.capability == BLACKWELL and scaling in (Scaling.TENSORWISE, Scaling.BLOCKWISE):
+                _compile(compiler, tile, scaling, fast, torch.bfloat16, True, sideways=True)
         if compiler.capability == HOPPER:  # float32 output with the largest tile needs the most registers.
             _compile(compiler, tiles[0], scaling, fast, torch.float32, False)
     if compiler.capability == HOPPER:
@@ -55,13 +57,15 @@ def _compile(
     a_dtype: torch.dtype = E4M3,
     b_dtype: torch.dtype = E4M3,
     m: int = M,
+    sideways: bool = False,
 ) -> None:
     a, b = torch.empty(m, K, dtype=a_dtype), torch.empty(N, K, dtype=b_dtype)
+    b = torch.empty(K, N, dtype=b_dtype).t() if sideways else b
     bias = torch.empty(N, dtype=torch.bfloat16) if biased else None
     speed = "" if scaling.in_blocks else "fast " if fast else "slow "
     pair = "" if a_dtype == b_dtype else f" {_short(a_dtype)} x {_short(b_dtype)}"
     size = f"{tile.rows}x{tile.columns}x{tile.depth}"
-    ragged = "" if m == M else " ragged"
+    ragged = " sideways" if sideways else "" if m == M else " ragged"
     with compiler.naming(f"{speed}{scaling.value} {size} {_short(out_dtype)}{' bias' if biased else ''}{pair}{ragged}"):
         matmul_with(tile, a, b, *_scales(scaling, m), out_dtype, fast, bias)
 
