@@ -224,7 +224,9 @@ def _add_linears(skeleton: nn.Module, source: Source, state: Mapping[str, Any], 
     mixtures = _products(skeleton)
     for name in sorted({slot.fqn for slot in slots}):
         if name not in weights:
-            raise ConfigurationError(f"{name} shares its weight with another module: use manager.export() in the job")
+            raise ConfigurationError(
+                f"{name} shares its weight with another module: use fp8dist.export(manager) in the job"
+            )
         if weights[name] != "e4m3":
             raise ConfigurationError(f"{name}: its weight is cast to {weights[name]}, and servers read e4m3 only")
         holder, _, expert = name.rpartition(".")
@@ -234,7 +236,7 @@ def _add_linears(skeleton: nn.Module, source: Source, state: Mapping[str, Any], 
         if expert.isdecimal() and len(shapes.get(f"{holder}_proj", (0, ()))[1]) == 3:
             raise ConfigurationError(
                 f"{holder}_proj holds the weights of experts, but its FP8 state does not say in which layout: load "
-                "it into a job, and save it again or use manager.export()"
+                "it into a job, and save it again or use fp8dist.export(manager)"
             )
         place, shape = shapes.get(f"{name}.weight", (0, ()))
         if len(shape) != 2 or source.entries[place].dtype not in (*_DTYPES, "float64"):

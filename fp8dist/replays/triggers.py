@@ -87,7 +87,7 @@ def replay_on(
     earliest module. A replay that raises does not end the training: one rank warns.
 
     - "nonfinite": an amax, or the loss that the guard sees, is not finite.
-    - "jump": a scale jumped, see ``StateManager.watch(jump=…)``. A delayed scale jumps one step after its amax: the
+    - "jump": a scale jumped, see ``fp8dist.watch(jump=…)``. A delayed scale jumps one step after its amax: the
       batch of that step is replayed, with the weights of the next. Without an observation of that step nothing is.
     - "spike": the guard saw a spike. A guard that stops the run, and one without a manager, have the replay inside
       ``observe``, so call that between the backward and the update.
@@ -162,7 +162,9 @@ class _Replays:
         assert self._manager is not None
         cause = event.cause
         if event.kind == "jump" and cause is None and "jump" in self._events:
-            self._warn_once("a jump names no batch, unless manager.watch(every=1, ranks=True) observes each step")
+            self._warn_once(
+                "a jump names no batch, unless fp8dist.watch(manager, every=1, ranks=True) observes each step"
+            )
         elif cause is not None:
             self._note(event.kind, cause.step, cause.microbatch, cause.rank)
         elif event.kind == "nonfinite":

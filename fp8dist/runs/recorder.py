@@ -64,10 +64,10 @@ class Recorder:
         resume_after: the step that the run continues from. Numbers of later steps are dropped. "state": that of the FP8
             state that is loaded before the first step, also after ``attach``; the run is a new one if none is loaded.
             Until the first step the folder stays as it is.
-        ranks: also record who held each maximum, and the times of each rank. See ``StateManager.watch``.
-        jump: see ``StateManager.watch``.
+        ranks: also record who held each maximum, and the times of each rank. See ``fp8dist.watch``.
+        jump: see ``fp8dist.watch``.
         exporters: get the same numbers, on the writing rank. One that raises is left out from then on.
-        tensorboard: see ``StateManager.watch``.
+        tensorboard: see ``fp8dist.watch``.
         precision: what the run computes in, such as "bf16". None: "fp8", or the default dtype of a run without FP8.
         peaks: dense FLOP/s of one rank's device, such as {"high": 989.5e12, "fp8": 1979e12}. None: by the GPU's name.
 

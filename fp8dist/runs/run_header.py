@@ -46,7 +46,7 @@ def header(
     """Return the content of ``run.json``. Local; may read the job's store.
 
     Args:
-        described: the result of ``StateManager.describe``; {} for a run without a manager.
+        described: the result of ``fp8dist.describe``; {} for a run without a manager.
         precision: what the run computes in. None: "fp8", or the default dtype of a run without FP8.
         peaks: FLOP/s, as ``peaks_of`` returns them. None: those of the device's name.
     """

@@ -198,7 +198,7 @@ class ArenaSync:
     @property
     def every_step(self) -> bool:
         """True if each step ends with a launch and a commit. Otherwise scales are made just in time, and amaxes are
-        needed only by ``manager.watch``."""
+        needed only by ``fp8dist.watch``."""
         return self.arena.recipe.delayed or self.arena.fallback is not None
 
     def step_alone(self, hold: Tensor | None = None) -> None:

@@ -13,7 +13,7 @@ __all__ = ["Cause", "earliest"]
 
 class Cause(NamedTuple):
     """Which cast recorded a bad amax. ``step``: the run's (``StateManager.run_step``). ``rank``, a global one, and
-    ``microbatch``, from 0: None: not known (see ``StateManager.watch(ranks=True)``). ``role``: "input", "weight" or
+    ``microbatch``, from 0: None: not known (see ``fp8dist.watch(ranks=True)``). ``role``: "input", "weight" or
     "grad_output"."""
 
     step: int

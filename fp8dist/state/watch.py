@@ -58,7 +58,7 @@ Observer = Callable[[Observation], None]
 
 
 class _View(NamedTuple):
-    """One call of ``StateManager.watch``. ``path``: the file that it writes, if this rank was given one."""
+    """One call of ``fp8dist.watch``. ``path``: the file that it writes, if this rank was given one."""
 
     every: int
     ranks: bool
@@ -68,7 +68,7 @@ class _View(NamedTuple):
 
 
 class Watch:
-    """Collects the cast statistics of all ranks for one manager, in the steps that a call of ``StateManager.watch``
+    """Collects the cast statistics of all ranks for one manager, in the steps that a call of ``fp8dist.watch``
     wants. All calls share the collectives, so each gets what any of them asks for.
 
     Amaxes and shares are maxima over all ranks. With ``ranks``, each value travels as an int64 with its holder in the
@@ -98,7 +98,7 @@ class Watch:
         observer: Observer | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Add a call of ``StateManager.watch``. Local: on all ranks alike, in the same order.
+        """Add a call of ``fp8dist.watch``. Local: on all ranks alike, in the same order.
 
         Args:
             make: makes the monitor, if the call fits the earlier ones.

@@ -575,7 +575,7 @@ _, manager, _ = trained()
 export_files.Folder.write = killed(export_files.Folder.write)
 export_files._sync = killed(export_files._sync)
 export_files._sync_folder = killed(export_files._sync_folder)
-manager.export(out, shard_bytes=100_000)
+fp8dist.export(manager, out, shard_bytes=100_000)
 """
 
 

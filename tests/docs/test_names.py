@@ -31,7 +31,7 @@ def test_what_is_named_exists(page: str) -> None:
     [
         ("manager.metrics", "manager.metric"),
         ("fp8dist.prepare", "fp8dist.prepares"),
-        ("fp8dist.StateManager.watch", "fp8dist.StateManager.wach"),
+        ("fp8dist.StateManager.check", "fp8dist.StateManager.chekc"),
         ("fp8dist.Finding.step", "fp8dist.Finding.stepp"),
         ("--history-len", "--history-length"),
         ("--no-amax-sync", "--no-amax"),
@@ -42,7 +42,7 @@ def test_what_is_named_exists(page: str) -> None:
         ("order.py", "orders.py"),
         ("setup.cfg", "setup.toml"),
         ("prepare(model, skip=None)", "prepare(skips=)"),
-        ("manager.watch(every=100)", "manager.watch(evry=)"),
+        ("fp8dist.watch(manager, every=100)", "fp8dist.watch(manager, evry=)"),
         ("DelayedScaling(margin=1)", "DelayedScaling(margins=)"),
         ("summary.json", "summry.json"),
     ],

@@ -275,7 +275,8 @@ def _train_under(dtype: torch.dtype, power_of_two: bool) -> Any:
             optimizer.zero_grad()
         manager.slot("up", "input").set_scale(0.3)
         for slot in manager.slots:
-            values = [read(*slot) for read in (manager.scale, manager.inv_scale, manager.amax, manager.amax_history)]
+            state = manager.slot(*slot)
+            values = [state.scale, state.inv_scale, state.amax, state.amax_history]
             assert [value.dtype for value in values] == [torch.float32] * 4
         twin = Block()
         other = fp8dist.prepare(twin, recipe)

@@ -80,7 +80,7 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
         *_slot_lines(slots, len(inside) + bool(inside), width),
     ]
     if len(lines) == 5:
-        lines.append(Text("no slots yet: manager.watch(path=…) or Recorder writes scales.jsonl", "dim"))
+        lines.append(Text("no slots yet: fp8dist.watch(manager, path=…) or Recorder writes scales.jsonl", "dim"))
     if waits:
         lines += [_rule("waits in the sync, ms per step: who waits least is waited for", width)]
         lines += [Text(text) for text in _in_columns(waits, width)]
