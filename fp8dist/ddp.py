@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from fp8dist.errors import ConfigurationError
-from fp8dist.job.cycle import StepCycle
-from fp8dist.job.manager import StateManager, internals
-from fp8dist.modules.parts import fp8_parts
-from fp8dist_kernels.formats import Role
+from fp8dist.job.early_launch import early_launcher
+from fp8dist.job.manager import StateManager
 
-__all__ = ["comm_hook", "early_launcher"]
+__all__ = ["comm_hook"]
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -49,24 +46,3 @@ def comm_hook(manager: StateManager, inner: CommHook | None = None) -> CommHook:
         return future
 
     return launching_hook
-
-
-def early_launcher(manager: StateManager, frozen_weights: bool = False) -> StepCycle:
-    """Return what launches syncs before the boundary, for the hooks of DDP and FSDP1. Local.
-
-    Args:
-        frozen_weights: True if the hook launches after the gradient amaxes of frozen layers are recorded.
-
-    Raises:
-        ConfigurationError: a converted weight is frozen, and ``frozen_weights`` is False.
-    """
-    inside = internals(manager)
-    inside.cycle.require("comm_hook(manager)")
-    for part in fp8_parts(inside.model):
-        if not part.weight.requires_grad and not frozen_weights:
-            raise ConfigurationError(
-                f"{part.slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
-                "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
-            )
-    inside.cycle.job.launches_early = True
-    return inside.cycle

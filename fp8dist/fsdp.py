@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from fp8dist.ddp import early_launcher
+from fp8dist.job.early_launch import early_launcher
 from fp8dist.job.manager import StateManager
 
 __all__ = ["comm_hook"]

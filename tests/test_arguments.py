@@ -386,7 +386,7 @@ def test_names_that_there_are_not() -> None:
         (lambda m: m.slot("brnch", "input").set_scale(1.0), "(did you mean 'branch'?)"),
         (lambda m: m.slot("branch", "input").set_scale("big"), "scale must be a number, got 'big'"),
         (lambda m: m.slot("brnch", "input").record(torch.zeros(2)), "(did you mean 'branch'?)"),
-        (lambda m: m.slot("branch", "input").record(3), "record() takes a tensor, got 3"),
+        (lambda m: m.slot("branch", "input").record(3), "expected a tensor to record, got 3"),
         (lambda m: m.register("x", "inputs", "e4m3"), "(did you mean 'input'?)"),
         (lambda m: m.register("x", "input", "e4m3fn"), "(did you mean 'e4m3'?), got 'e4m3fn'"),
         (lambda m: m.register("x", "input", []), "format must be one of e4m3, e5m2, got []"),

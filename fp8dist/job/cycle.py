@@ -133,7 +133,7 @@ class StepCycle:
         return self.control.speaks
 
     def require(self, call: str, switched_off: bool = False) -> None:
-        """Raise ConfigurationError if the current phase refuses a call (``step/order.py``). Local.
+        """Raise ConfigurationError if the current phase refuses a call (``job/order.py``). Local.
 
         Args:
             switched_off: True if the call needs ``attach`` even with FP8 switched off.

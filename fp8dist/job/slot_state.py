@@ -99,7 +99,7 @@ class SlotState:
         Records at every call, in training and in evaluation. Cast ``x`` with ``scale``.
         """
         if not isinstance(x, Tensor):
-            raise ConfigurationError(f"record() takes a tensor, got {x!r}")
+            raise ConfigurationError(f"expected a tensor to record, got {x!r}")
         arena, row = self._settled()
         if self._cycle.job.enabled:
             arena.place(x.device)

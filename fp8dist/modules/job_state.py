@@ -1,6 +1,6 @@
 """JobState: the current state of one manager, shared by its modules, syncs, hooks and checker.
 
-``Tie`` and ``Activity`` together are a manager's phase. ``step/order.py`` lists the calls that each phase refuses.
+``Tie`` and ``Activity`` together are a manager's phase. ``job/order.py`` lists the calls that each phase refuses.
 """
 
 from __future__ import annotations

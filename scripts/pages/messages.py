@@ -24,8 +24,8 @@ _ELSEWHERE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         "DivergenceError": (("divergence.py", "_headline"), ("divergence.py", "_sentence")),
         "LossDiverged": (("errors.py", "__str__"),),
         "ManifestMismatchError": (
-            *(("sync/groups.py", "_differences"), ("sync/groups.py", "_absent")),
-            ("sync/groups.py", "_told"),
+            *(("state/groups.py", "_differences"), ("state/groups.py", "_absent")),
+            ("state/groups.py", "_told"),
         ),
     }
 )

@@ -42,7 +42,7 @@ def test_what_is_named_exists(page: str) -> None:
         ("order.py", "orders.py"),
         ("setup.cfg", "setup.toml"),
         ("prepare(model, skip=None)", "prepare(skips=)"),
-        ("fp8dist.watch(manager, every=100)", "fp8dist.watch(manager, evry=)"),
+        ("fp8dist.watch(manager, every=100)", "fp8dist.watch(evry=)"),
         ("DelayedScaling(margin=1)", "DelayedScaling(margins=)"),
         ("summary.json", "summry.json"),
     ],

@@ -45,8 +45,8 @@ def section(text: str, heading: str) -> str:
 # api.md, cli.md, flags.md, environment.md -----------------------------------------------------------
 
 
-def test_every_public_name_is_on_the_api_page_once() -> None:
-    directives = re.findall(r"^::: (\S+)$", page("api.md"), re.M)
+def test_every_public_name_is_on_an_api_page_once() -> None:
+    directives = re.findall(r"^::: (\S+)$", page("api.md") + page("api-tools.md"), re.M)
     hooks = [
         f"fp8dist.{module.__name__.rpartition('.')[2]}.{name}"
         for module in (ddp, exporters, fsdp)
@@ -81,7 +81,7 @@ def test_a_value_and_a_default_are_told_apart() -> None:
 
 
 def test_variables_are_those_that_the_code_reads() -> None:
-    settings = (ROOT / "fp8dist" / "settings.py").read_text().split("class Settings", 1)[1]
+    settings = (ROOT / "fp8dist" / "state" / "settings.py").read_text().split("class Settings", 1)[1]
     read = {f"FP8DIST_{name.upper()}" for name in re.findall(r'\bsetting\(\s*"(\w+)"', settings)}
     assert set(VARIABLES) == read | set(re.findall(r"environ\.get\(\"(FP8DIST_\w+)", settings))
     anywhere = {
@@ -91,7 +91,7 @@ def test_variables_are_those_that_the_code_reads() -> None:
         for name in re.findall(r"FP8DIST_[A-Z_]*[A-Z]", path.read_text())
     }
     assert anywhere <= set(VARIABLES)
-    launcher = (ROOT / "fp8dist" / "launcher" / "environment.py").read_text()
+    launcher = (ROOT / "fp8dist" / "cli" / "launcher" / "environment.py").read_text()
     names = set(re.findall(r'(?:environment\.get\(|_number\(environment, )"([A-Z_]+)"', launcher))
     assert {name for name, _, _ in variables.launcher_variables()} == names
     assert all(meaning and default for _, meaning, default in variables.launcher_variables())
@@ -99,7 +99,7 @@ def test_variables_are_those_that_the_code_reads() -> None:
 
 
 def test_variables_that_the_launcher_sets() -> None:
-    plan = (ROOT / "fp8dist" / "launcher" / "plan.py").read_text()
+    plan = (ROOT / "fp8dist" / "cli" / "launcher" / "plan.py").read_text()
     rest = page("environment.md").split("sets the following variables")[1]
     assert [name for name in first_cells(rest) if f'"{name}"' not in plan] == []
 

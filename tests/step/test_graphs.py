@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, StateManager
-from fp8dist.ddp import early_launcher
+from fp8dist.job.early_launch import early_launcher
 from tests.support.elements import flip
 from tests.support.graphs import EmulatedGraph
 from tests.support.logs import captured_log
