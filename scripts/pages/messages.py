@@ -103,7 +103,7 @@ def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
 
 def _of_order(room: str) -> Iterator[tuple[str, str]]:
     """Yield the messages for calls in the wrong order, from the table in ``fp8dist/job/order.py``."""
-    if room == "step":
+    if room == "job":
         for call, refused in order._REFUSED.items():
             for phase, instead in refused.items():
                 yield "ConfigurationError", f"{call} {phase.value}: {instead}"

@@ -191,3 +191,8 @@ def test_fields_are_those_that_a_run_writes(tmp_path: Path) -> None:
 def _keys(path: Path) -> set[str]:
     lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
     return {key for line in lines for key in line}
+
+
+def test_calls_that_a_phase_refuses_are_on_the_errors_page() -> None:
+    text = page("errors.md")
+    assert "- `a step inside calibrate(): a calibration changes no parameter: step after it`\n" in text
