@@ -24,7 +24,7 @@ from fp8dist.job.changes import Gradients, Loads, Masters
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.parts import Part, fp8_parts
-from fp8dist.modules.weight_notes import Noted, WeightNote, find, take_all
+from fp8dist.modules.weight_notes import WeightNote, find, take_all
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import compiled_any
@@ -66,11 +66,11 @@ class StepWatch:
     def __init__(self, listener: StepListener, model: weakref.ref[nn.Module]) -> None:
         self._listener = weakref.ref(listener)  # Weak: a reference cycle would delay the release of GPU memory.
         self._model = model
-        self._noted: list[Noted] | None = None
+        self._notes: list[WeightNote] | None = None
         self._slots: list[LinearSlots] = []
         self._began = 0
         self._lists: list[tuple[int, int]] = []  # Of the optimizer that steps; and the weights that it holds.
-        self._held: list[Noted] = []
+        self._held: list[WeightNote] = []
         self._unrecorded: list[WeightNote] = []
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: Masters | None = None
@@ -103,16 +103,16 @@ class StepWatch:
             handle.remove()
 
     @property
-    def noted(self) -> list[Noted]:
-        """The FP8 weights of the model, as they were at ``attach``."""
-        if self._noted is not None:
-            return self._noted
-        return [(weakref.ref(part.module), part.slots.note) for part in self._parts()]
+    def notes(self) -> list[WeightNote]:
+        """The notes of the model's FP8 weights, as they were at ``attach``."""
+        if self._notes is not None:
+            return self._notes
+        return [part.slots.note.bind(part.module) for part in self._parts()]
 
     @property
     def slots(self) -> list[LinearSlots]:
         """The slots of these weights."""
-        return self._slots if self._noted is not None else [part.slots for part in self._parts()]
+        return self._slots if self._notes is not None else [part.slots for part in self._parts()]
 
     def _parts(self) -> list[Part]:
         """Return the FP8 weights of the model as it is now. Until ``attach``, modules may still be converted."""
@@ -134,12 +134,12 @@ class StepWatch:
         A weight that has changed since the last boundary stays marked as written: after an earlier ``attach``, its slot
         is hot and has the scale of the old weight.
         """
-        self._noted = self._masters = None
-        self._slots, self._noted = self.slots, self.noted
+        self._notes = self._masters = None
+        self._slots, self._notes = self.slots, self.notes
         self._attached = weakref.WeakSet(optimizers)
         self._last = weakref.ref(optimizers[-1]) if optimizers else None
-        for living, note in self._noted:
-            linear = living()
+        for note in self._notes:
+            linear = note.linear
             assert linear is not None
             changed = note.written(linear)
             note.take(linear, attached=True)
@@ -161,24 +161,19 @@ class StepWatch:
         """
         listener = self._listener()
         boundaries = -1 if listener is None else listener.job.boundaries - 1
-        noted = self.noted
-        foreign: list[WeightNote] = []
-        if after_step:
-            _, foreign = find([each for each in noted if each[1].stepped_at == boundaries])
-            foreign += [note for _, note in noted if note.marked and note.marked_unrecorded]
-        take_all(noted)
-        for note in foreign:
-            note.mark_written()
+        for note in take_all(self.notes, boundaries if after_step else None):
+            if after_step:
+                note.mark_written()
 
     @contextlib.contextmanager
     def kept_notes(self) -> Iterator[None]:
         """Restore the notes at exit. The caller undoes, inside the context, all its writes to weights. Local."""
-        noted = self.noted
-        awaited, written = [note for _, note in noted if note.awaited], find(noted)[1]
+        notes = self.notes
+        awaited, written = [note for note in notes if note.awaited], find(notes)[1]
         try:
             yield
         finally:
-            take_all(noted)
+            take_all(notes)
             for note in awaited:
                 note.trust_next()
             for note in written:
@@ -213,7 +208,7 @@ class StepWatch:
         if self._masters is not None and self._masters.told(optimizer):
             self._masters = None
         self._lists = _lists_of(optimizer)
-        self._held, written = find(self.noted if listener.job.enabled else (), _ids_of(optimizer))
+        self._held, written = find(self.notes if listener.job.enabled else (), _ids_of(optimizer))
         self._unrecorded = [note for note in written if note.unrecorded]
         if is_real_step(optimizer) and not self._brings_boundary(listener.job, optimizer):
             self._require_boundary(listener, optimizer, self._held)
@@ -225,9 +220,9 @@ class StepWatch:
     def _last_one(self) -> Optimizer | None:
         return None if self._last is None else self._last()
 
-    def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Noted]) -> None:
+    def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[WeightNote]) -> None:
         """Raise ConfigurationError if weights are about to be stepped a second time since the last boundary."""
-        again = [note for _, note in held if note.stepped_at == self._began]
+        again = [note for note in held if note.stepped_at == self._began]
         late = [slots for slots in self._slots_of(again) if _is_late(slots, self._began)] if again else []
         if late:
             listener.job.stepping = False
@@ -246,11 +241,11 @@ class StepWatch:
         since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
         held = self._held
         if nested or self._lists != _lists_of(optimizer):  # A closure may change them.
-            held, _ = find(self.noted, _ids_of(optimizer))
-        still = [note for _, note in held if note.recorded_at < since <= note.backward_at]
-        take_all([each for each in held if not each[1].awaited])
+            held, _ = find(self.notes, _ids_of(optimizer))
+        still = [note for note in held if note.recorded_at < since <= note.backward_at]
+        take_all([note for note in held if not note.awaited])
         if counts:
-            for _, note in held:
+            for note in held:
                 note.stepped_at, note.skipped = self._began, skipped
         if counts and still and not self._said_still and listener.speaks:
             self._warn_of_eval(optimizer, still, since)
@@ -270,7 +265,7 @@ class StepWatch:
         """
         still = self._slots_of([note for note in notes if any(p.requires_grad for p in note.stored)])
         hot = any(slots.sync.arena.known_hot for slots in still)
-        alone = all(note.recorded_at < since for _, note in self.noted)
+        alone = all(note.recorded_at < since for note in self.notes)
         if still and (hot or alone):
             self._said_still = True
             logger.warning(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from fp8dist.state.groups import is_dtensor, local_part
 
-__all__ = ["SAMPLED_WEIGHTS", "Noted", "WeightNote", "find", "sample_of", "stored_parameters", "take_all"]
+__all__ = ["SAMPLED_WEIGHTS", "WeightNote", "find", "sample_of", "stored_parameters", "take_all"]
 
 SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
 """Number of weights, and of elements of each, that are compared with what they were."""
@@ -77,15 +77,16 @@ class WeightNote:
         self.stored: tuple[Tensor, ...] = ()
         """The stored parameters that the note describes; empty before the first note."""
         self._counted: tuple[Tensor, ...] = ()  # ``stored`` and local tensors of DTensors: each has a version.
-        self._versions: list[int] = []
+        self._versions: tuple[int, ...] = ()
         self._address = 0  # 0: not compared, because FSDP or tensor parallelism moves the weight.
         self._plain: Tensor | None = None  # The weight, if its version, address and identity are all there is to note.
+        self._home: Mapping[str, Tensor | None] = {}  # Where its Linear has it.
         self.marked = False  # Replaced in a way that versions do not show.
         self._original_written = False  # The weight of which this one is a copy was, when the copy was made.
         self._linear: weakref.ref[nn.Module] | None = None
-        self._now: list[int] | None = None  # Versions when ``written`` was last called.
-        self._recorded: list[int] | None = None  # Versions at the last forward that recorded.
-        self._in_backward: list[int] | None = None
+        self._now: tuple[int, ...] | None = None  # Versions when ``written`` was last called.
+        self._recorded: tuple[int, ...] | None = None  # Versions at the last forward that recorded.
+        self._in_backward: tuple[int, ...] | None = None
         self._remembered: list[weakref.ref[Tensor]] = []
 
     def copied(self) -> WeightNote:
@@ -93,7 +94,7 @@ class WeightNote:
         ``belong_to`` completes it."""
         note = WeightNote(self.name)
         note.awaited, note.of_copy = False, True
-        linear = None if self._linear is None else self._linear()
+        linear = self.linear
         note._original_written = self.written_in_place or (linear is not None and self.written(linear))
         return note
 
@@ -101,7 +102,17 @@ class WeightNote:
         """Note that ``linear`` was just copied or unpickled."""
         if self.of_copy and not self.stored:  # Otherwise copy.copy() has shared the note.
             self._look_at(linear)
-            self._versions = [tensor._version for tensor in self._counted]
+            self._versions = self._read()
+
+    @property
+    def linear(self) -> nn.Module | None:
+        """The Linear whose weight this is; None if it is gone."""
+        return None if self._linear is None else self._linear()
+
+    def bind(self, linear: nn.Module) -> WeightNote:
+        """Note whose weight this is, and return the note."""
+        self._linear = weakref.ref(linear)
+        return self
 
     def remember(self, parameters: Iterable[Tensor]) -> None:
         """Remember the parameters that store the weight: an optimizer may still hold them after others replace them.
@@ -130,10 +141,11 @@ class WeightNote:
         if attached or not self.stored or not (self.resharded or weight is self.stored[0]):
             self._look_at(linear)
             self.remember(self.stored)
-        self._versions = [tensor._version for tensor in self._counted]
+        self._versions = self._read()
         whole = weight is not None and not self.resharded and len(self._counted) == 1
         self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]
         self._plain = weight if whole and not is_dtensor(weight) else None  # type: ignore[arg-type]
+        self._home = linear._parameters
         self._now = self._versions
         self.awaited = self.marked = self._original_written = self.of_copy = False
         self._shards = list(_shards_of(self.stored))
@@ -169,8 +181,11 @@ class WeightNote:
         """Forget optimizer steps before ``attach``."""
         self.stepped_at, self.skipped = -1, None
 
+    def _read(self) -> tuple[int, ...]:
+        return tuple([tensor._version for tensor in self._counted])
+
     def _look_at(self, linear: nn.Module) -> None:
-        self._linear = weakref.ref(linear)
+        self.bind(linear)
         self.stored = parameters = stored_parameters(linear, self.name)
         locals_ = (local_part(parameter) for parameter in parameters)
         distinct = {id(tensor): tensor for tensor in (*parameters, *locals_)}
@@ -203,13 +218,14 @@ class WeightNote:
         """True if the weight was written to, replaced or given other memory since the note was taken."""
         if self.awaited:
             return False
-        self._now = [tensor._version for tensor in self._counted]
+        self._now = self._read()
         if self.marked or self._original_written or self._versions != self._now:
             return True
         if not self._address:
             return False
         weight = linear._parameters.get(self.name)
         if weight is not self.stored[0]:
+            self._plain = None  # Its Linear may have another dict of parameters, too.
             return True
         # Under a dispatch mode, the weight may have no memory.
         return torch._C._len_torch_dispatch_stack() == 0 and weight.data_ptr() != self._address
@@ -224,31 +240,44 @@ class WeightNote:
 
     def changed_between_backwards(self) -> bool:
         """True if versions changed since the last call, without a note in between. Called in each recorded backward."""
-        before, self._in_backward = self._in_backward, [tensor._version for tensor in self._counted]
+        before, self._in_backward = self._in_backward, self._read()
         return before is not None and before != self._in_backward
 
 
-Noted = tuple[weakref.ref[nn.Module], WeightNote]
-"""A Linear, and the note of its weight."""
+def take_all(notes: Iterable[WeightNote], stepped_at: int | None = None) -> list[WeightNote]:
+    """Take these notes, as ``WeightNote.take`` does one by one.
 
+    Args:
+        stepped_at: number of boundaries passed before an optimizer step that has ended. None: there was none.
 
-def take_all(noted: Iterable[Noted]) -> None:
-    """Take these notes, as ``WeightNote.take`` does one by one."""
-    for living, note in noted:
-        linear = living()
-        if linear is None:
-            continue
-        weight = linear._parameters.get(note.name)
-        if weight is None or weight is not note._plain:
-            note.take(linear)
-            continue
-        note._now = note._versions = [weight._version]
-        note._address = weight.data_ptr()
+    Returns:
+        the notes of weights that were written to since that step; and of those that ``mark_written`` marked, and that
+        no forward has recorded since.
+    """
+    found = []
+    for note in notes:
+        weight = note._plain
+        plain = weight is not None and note._home.get(note.name) is weight
+        if plain:
+            versions, address = (weight._version,), weight.data_ptr()  # type: ignore[union-attr]
+        stepped = note.stepped_at == stepped_at
+        if not plain or note.marked or (stepped and (versions != note._versions or address != note._address)):
+            linear = note.linear
+            if linear is None:
+                continue
+            if (stepped and note.written(linear)) or note.marked_unrecorded:
+                found.append(note)
+            if not plain:
+                note.take(linear)
+                continue
+        note._versions = versions
+        note._address = address
         note.awaited = note.marked = note._original_written = note.of_copy = False
         note._in_backward = None
+    return found
 
 
-def find(noted: Iterable[Noted], held: Collection[int] | None = None) -> tuple[list[Noted], list[WeightNote]]:
+def find(notes: Iterable[WeightNote], held: Collection[int] | None = None) -> tuple[list[WeightNote], list[WeightNote]]:
     """Find the weights that an optimizer holds, and those that were written to, in one walk.
 
     Args:
@@ -259,23 +288,23 @@ def find(noted: Iterable[Noted], held: Collection[int] | None = None) -> tuple[l
     """
     found, written = [], []
     in_mode = torch._C._len_torch_dispatch_stack() > 0
-    for each in noted:
-        living, note = each
-        linear = living()
-        if linear is None:
+    for note in notes:
+        weight = note._plain
+        plain = weight is not None and note._home.get(note.name) is weight
+        if plain and held is not None and id(weight) not in held:
             continue
-        weight = linear._parameters.get(note.name)
-        plain = weight is not None and weight is note._plain
-        if not (held is None or id(weight) in held or (not plain and note.held_in(held, linear))):
-            continue
-        found.append(each)
         if (
             plain
             and weight._version == note._versions[0]  # type: ignore[union-attr]
             and not (note.marked or note._original_written or in_mode)
             and weight.data_ptr() == note._address  # type: ignore[union-attr]
         ):
+            found.append(note)
             continue
+        linear = note.linear
+        if linear is None or not (plain or held is None or note.held_in(held, linear)):
+            continue
+        found.append(note)
         if note.written(linear):
             written.append(note)
     return found, written

@@ -148,6 +148,8 @@ def measure_model() -> dict[str, Any]:
     thread, wall time)."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LINEARS)))
+    for parameter in model.parameters():
+        nn.init.orthogonal_(parameter)  # Otherwise the gradients vanish, and most slots stay cold.
     x = torch.ones(16, WIDTH)
 
     def train() -> None:

@@ -393,6 +393,20 @@ def test_a_parametrizations_original_is_watched() -> None:
     assert not note.written(net[0])
 
 
+def test_a_linear_with_another_dict_of_parameters_is_watched() -> None:
+    """Wrappers such as DeepSpeed's ZeRO-3 replace the dict of each module."""
+    net, manager, x = attached()
+    note = net[0].fp8_slots.note
+    net[0]._parameters = dict(net[0]._parameters)
+    net[0].weight = nn.Parameter(8 * net[0].weight.detach())
+    assert error_of(net, lambda x: F.linear(x, net[0].weight, net[0].bias), x) < BOUND
+    net(x).sum().backward()
+    manager.step()
+    assert not note.written(net[0])  # The boundary has noted the new weight.
+    net[0].weight.data = 8 * net[0].weight.data
+    assert note.written(net[0])
+
+
 def test_state_that_was_loaded_fits_the_weights_that_come_whatever_was_loaded_first() -> None:
     """A resumed run is bitwise equal, although its weights were written to."""
 
