@@ -111,12 +111,14 @@ def test_slots_that_become_cold_after_the_capture() -> None:
                 return loss
 
         assert job.manager._syncs[0].arena.known_hot
-        for index in range(EAGER, EAGER + REPLAYED):
-            if index % 3 == 0:
+        for index in range(EAGER, EAGER + 4):
+            if index == EAGER + 1:
                 job.manager.reset()
             job.load(index)
             job.losses.append(bits(again()))
             job.manager.poll()
         assert not job.manager._syncs[0].arena.scratches.any()
         outcomes.append(job.outcome())
-    assert outcomes[0] == outcomes[1]
+    for name, mine, theirs in zip(("losses", "FP8 state", "parameters", "steps"), *outcomes):
+        equal = mine == theirs  # A difference of so many bytes takes pytest minutes to describe.
+        assert equal, name
