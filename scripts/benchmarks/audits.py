@@ -1,7 +1,7 @@
 """What an audit costs against the step of the example job, and which faults it finds.
 
     python -m scripts.benchmarks.audits cost     two ranks, the example job's default size
-    python -m scripts.benchmarks.audits faults   three ranks, runs of the example job with ``--inject``
+    python -m scripts.benchmarks.audits faults   three ranks, runs of the fault lab with ``--inject``
 
 Writes its part of ``scripts/results/audits.json``; ``python -m scripts.pages`` then fills the pages. ``cost`` trains
 two equal models in turns of some steps, one of them with an audit in every step, so that all sites are visited. Times
@@ -33,7 +33,7 @@ from fp8dist.modules.linear_slots import SITES
 from fp8dist.settings import AUDIT_BYTES
 from fp8dist_kernels.taps import tell
 from launch.train_gpt.model import GPT, VOCABULARY
-from launch.train_gpt.options.options import parse
+from launch.train_gpt.options import Options, parse
 from scripts.benchmarks.audit_faults import faults, run_ranks
 from scripts.benchmarks.gpu import environment
 from scripts.pages.audits import read_results, write_results
@@ -49,7 +49,7 @@ class Job:
     """A model of the example job's default size in DDP, and its optimizer. COLLECTIVE."""
 
     def __init__(self, audit_every: int) -> None:
-        options = parse(["--precision", "fp8"])
+        options = parse(["--precision", "fp8"], Options)
         torch.manual_seed(0)
         model = GPT(options.layers, options.width, options.heads, options.context)
         self.manager = fp8dist.prepare(model, group=dist.group.WORLD, skip=("lm_head",), audit_every=audit_every)

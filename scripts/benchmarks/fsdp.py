@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map_only
 
 import fp8dist
-from launch.train_gpt.measure.gathering import GatheredBytes
+from tests.support.lab.gathering import GatheredBytes
 
 LAYERS = 224
 PAIRS = 15

@@ -28,7 +28,7 @@ from fp8dist.step.cycle import StepCycle
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.microbatches import Microbatches
 from launch.train_gpt.model import GPT, VOCABULARY
-from launch.train_gpt.options.options import parse
+from launch.train_gpt.options import Options, parse
 
 EVERY = 10
 """Interval of the recording, and steps of a turn."""
@@ -49,7 +49,7 @@ class Job:
     """A model of the example job's default size, its optimizer, and its recorder, if any."""
 
     def __init__(self, folder: Path | None) -> None:
-        options = parse(["--precision", "fp8"])
+        options = parse(["--precision", "fp8"], Options)
         torch.manual_seed(0)
         model = GPT(options.layers, options.width, options.heads, options.context)
         self.manager = fp8dist.prepare(model, skip=("lm_head",))

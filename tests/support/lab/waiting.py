@@ -25,7 +25,7 @@ from torch.autograd import Variable
 
 from fp8dist import StateManager
 from fp8dist.sync.waits import Waits, clock_of
-from launch.train_gpt.measure.gathering import WAYS, replaced
+from tests.support.lab.gathering import WAYS, replaced
 
 __all__ = ["Waiting"]
 
