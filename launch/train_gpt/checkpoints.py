@@ -33,12 +33,12 @@ def find(options: Options, ranks: Ranks) -> Path | None:
     complete = [sorted(file.parent for file in _folder(options).glob("step-*/.metadata"))]
     dist.broadcast_object_list(complete, src=0)  # Rank 0 decides for all ranks.
     newest = complete[0][-1] if complete[0] else None
-    restarted = ranks.restarts > 0 and options.save_every
-    if newest is not None and options.save_every and options.resume is None and not restarted:
-        raise BadInput(f"--out {options.out} has checkpoints: add --resume auto, or use another --out")
-    if options.resume == "auto" or (restarted and newest is not None):
+    if newest is not None and options.save_every and ranks.restarts > 0:
         return newest
-    return None if options.resume is None else Path(options.resume)
+    given = newest if options.resume == "auto" else options.resume and Path(options.resume)
+    if newest is not None and options.save_every and given != newest:
+        raise BadInput(f"--out {options.out} has checkpoints: resume with --resume auto, or use another --out")
+    return given or None
 
 
 def load(folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> int:
@@ -68,9 +68,7 @@ def save(
     return _folder(options) / name
 
 
-def _state(
-    run: dict[str, Any], module: nn.Module, optimizer: Optimizer, manager: StateManager | None
-) -> dict[str, Any]:
+def _state(run: dict[str, Any], module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> Any:
     model_state, optimizer_state = get_state_dict(module, optimizer)
     fp8 = {} if manager is None else {"fp8": manager}
     return {"model": model_state, "optimizer": optimizer_state, "run": run, **fp8}

@@ -21,12 +21,13 @@ def flag(default: Any, help: str, **how: Any) -> Any:
 def number(default: float | None, help: str, expected: str, fits: Callable[[float], bool], of: Any = float) -> Any:
     """Return a flag with a finite number. ``expected`` says in words what ``fits`` accepts."""
 
-    def number(text: str) -> float:  # argparse uses the name in its messages.
+    def number(text: str) -> float:
         value: float = of(text)
         if not (math.isfinite(value) and fits(value)):
             raise argparse.ArgumentTypeError(f"must be {expected}, got {text}")
         return value
 
+    number.__name__ = "integer" if of is int else "number"  # argparse uses it in its messages.
     return flag(default, help, type=number, metavar="N" if of is int else "X")
 
 

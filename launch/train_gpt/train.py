@@ -35,6 +35,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 import fp8dist
 from fp8dist.divergence import Divergence
 from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, ManifestMismatchError
+from fp8dist.settings import Settings
 from launch.train_gpt import checkpoints
 from launch.train_gpt.data import BadInput, Text, read_text
 from launch.train_gpt.exits import DIVERGED, exit_with
@@ -84,8 +85,8 @@ class Training:
         """Convert the model's Linears to FP8."""
         options, gathers = self.options, self.options.fp8_all_gather
         if gathers is None:
-            gathers = isinstance(self.parallel, FSDP2) and options.recipe in ("delayed", "current")
-            gathers = gathers and options.amax_sync is not False
+            possible = isinstance(self.parallel, FSDP2) and options.recipe in ("delayed", "current")
+            gathers = possible and Settings.resolve(amax_sync=options.amax_sync).amax_sync
         recipe = getattr(fp8dist, f"{options.recipe.capitalize()}Scaling")  # Such as DelayedScaling.
         return fp8dist.prepare(
             self.model,

@@ -83,7 +83,9 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, parallel: str, ranks: str
     saved = tmp_path / "run/checkpoints"
     assert sorted(path.name for path in saved.iterdir()) == [f"step-{step:08d}" for step in (5, 10, 12)]
     done = start(EXAMPLE_RANKS, *flags, "--out", str(tmp_path / "run"), NPROC=ranks)
-    assert_refused(done, "has checkpoints: add --resume auto, or use another --out")
+    assert_refused(done, "has checkpoints: resume with --resume auto, or use another --out")
+    given = ("--resume", str(saved / "step-00000005"), "--out", str(tmp_path / "run"))
+    assert_refused(start(EXAMPLE_RANKS, *flags, *given, NPROC=ranks), "has checkpoints: resume with --resume auto")
     shutil.rmtree(saved / "step-00000010")
     shutil.rmtree(saved / "step-00000012")
     again = finish(tmp_path / "run", EXAMPLE_RANKS, *flags, "--resume", "auto", NPROC=ranks)
