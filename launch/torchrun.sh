@@ -11,9 +11,7 @@
 #     MAX_RESTARTS=3 launch/torchrun.sh --save-every 50 --timeout 120
 #
 # On several nodes, --save-every needs an --out on a file system that all nodes share. Exit statuses of the example job:
-# 2 a mistake in the flags or an unusable file; 3 a checkpoint could not be written; 4 ranks differ; 5 a collective
-# failed or timed out because another rank is gone or hangs; 6 --loss-guard stop saw a loss that jumped or is not
-# finite.
+# 2 a mistake in the flags or an unusable file; 4 ranks differ.
 #
 # This is "fp8dist launch" for a clone that is not installed. "python -m fp8dist launch --help" describes its exit
 # status and environment variables (NPROC, NNODES, NODE_RANK, MASTER_ADDR, MAX_RESTARTS, LOGS, …). This script adds one:

@@ -19,7 +19,7 @@ import pytest
 
 import fp8dist
 from fp8dist.parallel.torch_internals import TESTED
-from tests.support.main_job import TINY
+from tests.support.main_job import SIZE
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
@@ -112,7 +112,7 @@ def test_sdist_and_wheel_carry_licence_type_marker_and_tables(distributions: tup
 @pytest.mark.slow
 def test_a_clone_that_is_not_installed_runs(tmp_path: Path) -> None:
     """PYTHONPATH is enough: no symlink, no copy, no editable install."""
-    flags = [*TINY, "--steps", "2", "--precision", "fp8", "--out", "run"]
+    flags = [*SIZE, "--steps", "2", "--precision", "fp8", "--out", "run"]
     script = (
         "import fp8dist, fp8dist_kernels, runpy\n"
         "print(fp8dist.__file__, fp8dist_kernels.__file__)\n"

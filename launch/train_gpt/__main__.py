@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from launch.train_gpt.job import start
-from launch.train_gpt.ranks import leave
+from launch.train_gpt.ranks import run
+from launch.train_gpt.train import main
 
 if __name__ == "__main__":
-    leave(start(sys.argv[1:]))
+    run(main, sys.argv[1:])

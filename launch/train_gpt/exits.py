@@ -6,25 +6,14 @@ import os
 import sys
 from typing import NoReturn
 
-__all__ = ["DIVERGED", "FAILED_COLLECTIVE", "LOSS_DIVERGED", "MISTAKE", "UNWRITTEN", "exit_with"]
+__all__ = ["DIVERGED", "MISTAKE", "exit_with"]
 
 MISTAKE = 2
 """A mistake in the flags, or an unusable file."""
 
-UNWRITTEN = 3
-"""A checkpoint could not be written."""
-
 DIVERGED = 4
 """The ranks differ, or a device computes wrongly: ``divergence.txt`` and ``divergence.json`` under ``--out``
 say which ranks and tensors."""
-
-FAILED_COLLECTIVE = 5
-"""A collective failed or timed out, because another rank is gone or hangs.
-
-The launcher knows it by the same number, in fp8dist/cli/launcher/interface.py."""
-
-LOSS_DIVERGED = 6
-"""``--loss-guard stop`` saw a loss that jumped or is not finite."""
 
 
 def exit_with(error: Exception) -> NoReturn:

@@ -1,6 +1,6 @@
-"""Which faults of the example job are found by the sync's header, by checks and by audits, and how many steps later.
+"""Which faults of the fault lab are found by the sync's header, by checks and by audits, and how many steps later.
 
-Each fault is planted in three runs of the example job on three ranks: with the sync alone, with a check in every step,
+Each fault is planted in three runs of the lab on three ranks: with the sync alone, with a check in every step,
 and with an audit in every step.
 """
 
@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from launch.train_gpt.exits import DIVERGED
-from launch.train_gpt.job import start
 from launch.train_gpt.ranks import leave
+from tests.support.lab.job import start
 
 RANKS = 3
 SIZE = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4", "--log-every", "50"]

@@ -1,7 +1,7 @@
 """What an audit costs against the step of the example job, and which faults it finds.
 
     python -m scripts.benchmarks.audits cost     two ranks, the example job's default size
-    python -m scripts.benchmarks.audits faults   three ranks, runs of the example job with ``--inject``
+    python -m scripts.benchmarks.audits faults   three ranks, runs of the fault lab with ``--inject``
 
 Writes its part of ``scripts/results/audits.json``; ``python -m scripts.pages`` then fills the pages. ``cost`` trains
 two equal models in turns of some steps, one of them with an audit in every step, so that all sites are visited.

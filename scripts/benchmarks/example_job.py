@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from launch.train_gpt.model import GPT, VOCABULARY
-from launch.train_gpt.options.options import parse
+from launch.train_gpt.options import Options, parse
 from scripts.benchmarks.timing import timed
 
 
@@ -27,7 +27,7 @@ class Job:
     """
 
     def __init__(self, folder: Path | None = None, every: int = 1, **options: Any) -> None:
-        job = parse(["--precision", "fp8"])
+        job = parse(["--precision", "fp8"], Options)
         torch.manual_seed(0)
         model = GPT(job.layers, job.width, job.heads, job.context)
         self.manager = fp8dist.prepare(model, skip=("lm_head",), **options)

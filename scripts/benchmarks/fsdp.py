@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map_only
 
 import fp8dist
-from launch.train_gpt.measure.gathering import GatheredBytes
 from scripts.benchmarks.timing import in_turn, medians, run_rank
+from tests.support.lab.gathering import GatheredBytes
 
 LAYERS = 224
 PAIRS = 15

@@ -113,7 +113,7 @@ def measure(kind: str, steps: int, folder: Path, power_of_two: bool = False) -> 
     """Train, export and evaluate with one recipe."""
     shape = ["--layers", LAYERS, "--width", WIDTH, "--heads", HEADS, "--context", CONTEXT]
     flags = [*shape, "--steps", steps, "--save-every", steps, "--recipe", kind, "--out", folder / "run"]
-    words = [sys.executable, "-m", "launch.train_gpt", *map(str, flags), *["--power-of-two"][: int(power_of_two)]]
+    words = [sys.executable, "-m", "tests.support.lab", *map(str, flags), *["--power-of-two"][: int(power_of_two)]]
     subprocess.run(words, cwd=results_files.ROOT, check=True, stdout=subprocess.DEVNULL)
     checkpoint = folder / "run" / "checkpoints" / f"step-{steps:08d}"
     format = "block" if kind == "block" else "compressed-tensors"

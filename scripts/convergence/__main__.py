@@ -2,7 +2,7 @@
 
     scripts/convergence/run                              300 steps, 3 seeds, everything
     scripts/convergence/run --keep                       also copy the results to scripts/results and into the pages
-    scripts/convergence/run --layers 3 --width 128       a smaller model: other flags are the example job's
+    scripts/convergence/run --layers 3 --width 128       a smaller model: other flags are the fault lab's
     scripts/convergence/run --no-gradients --experts 8   mixtures instead of MLPs, whose results are kept apart
 
 You can interrupt it and start it again: it does not repeat runs that are finished in ``--out``.
@@ -25,20 +25,20 @@ import torch
 from fp8dist.common.numbers import from_json
 from fp8dist.state.manifest import NUMERICS_VERSION
 from launch.train_gpt.data import BadInput
-from launch.train_gpt.options.options import parse as parse_job
 from scripts import results_files
 from scripts.convergence import results
 from scripts.convergence.tables import gaps, gradients, layers
 from scripts.convergence.tasks import Task, TaskFailed, run_all
 from scripts.convergence.variants import VARIANTS
+from tests.support.lab.options import parse as parse_job
 
 FILE = "convergence.json"
-EXAMPLE_JOB = ("-m", "launch.train_gpt")
+LAB = ("-m", "tests.support.lab")
 OURS = (
     *("--precision", "--recipe", "--high-gemms", "--fast-gemms", "--seed", "--out", "--parallel"),
     *("--steps", "--save-every", "--resume"),
 )
-"""Flags of the example job that this program sets itself, or that would make the runs incomparable."""
+"""Flags of the lab that this program sets itself, or that would make the runs incomparable."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,7 +70,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="scripts/convergence/run",
         description="Loss curves, final gaps and gradients of each recipe against FP32.",
-        epilog="Other flags are the example job's: launch/torchrun.sh --help.",
+        epilog="Other flags are the fault lab's: python -m tests.support.lab --help.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -115,7 +115,7 @@ def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int
         for name in own.variants:
             folder = own.out / name / f"seed-{seed}"
             place = ("--parallel", "none", "--seed", str(seed), "--out", str(folder))
-            program = (*EXAMPLE_JOB, *common, *VARIANTS[name].flags, *place)
+            program = (*LAB, *common, *VARIANTS[name].flags, *place)
             made[name, seed] = Task(f"{name}, seed {seed}", folder, program, "summary.json", stamp, about)
     return made
 
@@ -124,11 +124,11 @@ def _require_usable(tasks: dict[tuple[str, int], Task]) -> None:
     """Check the flags of every run.
 
     Raises:
-        BadInput: the example job rejects a flag.
+        BadInput: the lab rejects a flag.
     """
     for (name, _), task in tasks.items():
         if name != "gradients":
-            parse_job(task.program[len(EXAMPLE_JOB) :])
+            parse_job(task.program[len(LAB) :])
 
 
 def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[str, int], Task]) -> dict[str, Any]:

@@ -7,7 +7,7 @@
     --out DIR       writes DIR/accumulation.json (runs/accumulation)
     --keep          copy the results to scripts/results, and update the pages
 
-Other flags are the example job's.
+Other flags are the fault lab's.
 
 Single products: random data, cast to FP8 with one scale per tensor, for several lengths of the contracted dim.
 Products of the job: the same errors for each GEMM, on the tensors of a step whose sums are in float32.
@@ -31,11 +31,8 @@ from torch import Tensor
 
 from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist_kernels.formats import E4M3, E5M2, Format
-from launch.train_gpt import recipes
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.exits import exit_with
-from launch.train_gpt.job import Job, training_batch
-from launch.train_gpt.options.options import parse, prepare_input
 from scripts import results_files
 from scripts.convergence import accumulation_tables as tables
 from scripts.convergence import results
@@ -59,6 +56,9 @@ from scripts.convergence.gradients import (
     names_of,
     trained,
 )
+from tests.support.lab import recipes
+from tests.support.lab.job import Job
+from tests.support.lab.options import parse, prepare_input
 
 RECIPES = ("delayed", "rowwise")
 
@@ -136,7 +136,7 @@ class _Point:
 
     def __init__(self, job: Job, step: int, batches: int) -> None:
         options = job.options
-        parts = [training_batch(job, step, number, MEASURED) for number in range(batches)]
+        parts = [job.batch(step, number, MEASURED) for number in range(batches)]
         self._measured = loss_of((torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])))
         self._calibration = calibration_of(job, step)
         self._names = names_of(job)

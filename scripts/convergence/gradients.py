@@ -2,7 +2,7 @@
 
     python -m scripts.convergence.gradients --points 1 50 150 300 --steps 300 --seed 0 --out DIR
 
-``--points`` are step numbers; the other flags are the example job's. Writes DIR/gradients.json. At each point, copies
+``--points`` are step numbers; the other flags are the fault lab's. Writes DIR/gradients.json. At each point, copies
 of the model compute one batch that training never uses, with each recipe and in BF16. With a recipe, everything except
 the GEMMs of Linears runs in FP32, so that all differences come from FP8. Delayed scaling takes its scales from the next
 batches of training.
@@ -17,7 +17,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +24,15 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.state.recipe import GEMMS, Gemm
-from launch.train_gpt import recipes
 from launch.train_gpt.data import BadInput, Text
 from launch.train_gpt.exits import exit_with
-from launch.train_gpt.faults.failures import Whereabouts
-from launch.train_gpt.job import Job, build, gradients, learning_rate_at, training_batch, update
-from launch.train_gpt.options.flags import RECIPES
-from launch.train_gpt.options.options import Options, parse, prepare_input
-from launch.train_gpt.ranks import joined_ranks
+from launch.train_gpt.options import RECIPES
 from scripts import results_files
+from tests.support.lab import recipes
+from tests.support.lab.failures import Whereabouts
+from tests.support.lab.job import Job
+from tests.support.lab.options import Options, parse, prepare_input
+from tests.support.lab.ranks import joined_ranks
 
 FILE = "gradients.json"
 
@@ -164,13 +163,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def trained(options: Options, text: Text, points: Sequence[int]) -> Iterator[tuple[int, Job]]:
     """Train as the options say, and yield the job after each step in ``points``."""
-    with joined_ranks("none", timedelta(minutes=10), ()) as ranks:
-        job = build(options, ranks, text, Whereabouts(0, 1, "GPT"))
+    with joined_ranks(options.timeout) as ranks:
+        job = Job(options, ranks, text, Whereabouts(0, 1, "GPT"))
         for step in range(1, options.steps + 1):
-            for group in job.optimizer.param_groups:
-                group["lr"] = learning_rate_at(step, options)
-            gradients(job, step)
-            update(job, step)
+            job.step(step)
             if step in points:
                 print(f"step {step}", file=sys.stderr, flush=True)
                 yield step, job
@@ -186,14 +182,14 @@ def names_of(job: Job) -> tuple[list[str], list[str]]:
 def _cases(job: Job, step: int) -> Iterator[dict[str, Any]]:
     """Yield the cases of one point: each recipe with all GEMMs in FP8, and with each GEMM alone in FP8."""
     linears, streams = names_of(job)
-    measured = loss_of(training_batch(job, step, 0, MEASURED))
+    measured = loss_of(job.batch(step, 0, MEASURED))
     following = calibration_of(job, step)
     twin = copy.deepcopy(job.model)  # A copy, so that measuring does not affect training.
     expected = gradients_of(twin, measured, linears, streams)
     autocast = torch.autocast(job.ranks.device.type, torch.bfloat16)
     yield _case("bf16", (), gradients_of(twin, measured, linears, streams, autocast), expected)
     for kind in RECIPES:
-        recipe = recipes.slot(dataclasses.replace(job.options, recipe=kind), "weight").recipe  # type: ignore[arg-type]
+        recipe = recipes.recipe_of(dataclasses.replace(job.options, recipe=kind))  # type: ignore[arg-type]
         for gemms in _sets_of_gemms(kind):
             high = tuple(gemm for gemm in GEMMS if gemm not in gemms)
             single = dataclasses.replace(recipe, high_precision=high)  # type: ignore[type-var]
@@ -214,7 +210,7 @@ def loss_of(batch: tuple[Tensor, Tensor]) -> Loss:
 
 def calibration_of(job: Job, step: int) -> list[Loss]:
     """Return the losses of the batches after ``step``, from which delayed scaling takes its scales."""
-    return [loss_of(training_batch(job, step + later, 0)) for later in range(1, CALIBRATED_ON + 1)]
+    return [loss_of(job.batch(step + later, 0)) for later in range(1, CALIBRATED_ON + 1)]
 
 
 def _case(name: str, gemms: Sequence[str], found: Gradients, expected: Gradients) -> dict[str, Any]:

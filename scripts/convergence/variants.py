@@ -1,4 +1,4 @@
-"""The compared variants: the example job's flags for each precision and recipe, and the largest allowed gap to FP32."""
+"""The compared variants: the fault lab's flags for each precision and recipe, and the largest allowed gap to FP32."""
 
 from __future__ import annotations
 

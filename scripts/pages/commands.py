@@ -67,23 +67,22 @@ _OF_JOBS = (
 """Variables that would change the output of a command."""
 
 _SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps 12"
-_STRAGGLER = Command(
-    ("launch/torchrun.sh", *_SMALL.split(), "--inject", "slow:1:60"), masks=(NUMBERS, SPACES), first="straggler:"
-)
+_LAB = ("launch/torchrun.sh", "-m", "tests.support.lab")
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "simulate": Command(("python", "-m", "scripts.simulation", "--ranks", "16384", "--update", "next_step")),
         "damaged": Command(
-            ("launch/torchrun.sh", "--inject", "scale:1:5", "--out", "runs/damaged"),
+            (*_LAB, "--inject", "scale:1:5", "--out", "runs/damaged"),
             MappingProxyType({"NPROC": "3"}),
             masks=(NUMBERS, SPACES),
             status=4,
             first=r"\[rank 1\] --inject",
             last=r"train_gpt: stopped",
         ),
-        "straggler": _STRAGGLER,
-        "example-job-straggler": _STRAGGLER,
+        "straggler": Command(
+            (*_LAB, *_SMALL.split(), "--inject", "slow:1:60"), masks=(NUMBERS, SPACES), first="straggler:"
+        ),
         "demo": Command(
             ("scripts/demo",),
             masks=(NUMBERS, SPACES),

@@ -6,21 +6,28 @@ import ast
 import inspect
 import itertools
 import re
+from types import ModuleType
 
 from fp8dist.cli import launch
 from fp8dist.cli import main as command_line
 from launch.train_gpt import exits
 from scripts.benchmarks.markdown import table
+from tests.support.lab import exits as lab_exits
 
 
 def of_job() -> str:
     """Return the table of the example job, from ``launch/train_gpt/exits.py``."""
-    return _table({0: "The run is done.", **statuses_of_job()})
+    return _table({0: "The run is done.", **statuses_of(exits)})
 
 
-def statuses_of_job() -> dict[int, str]:
-    """Return {status: meaning} of the example job. A meaning is the first sentence below the constant."""
-    body = ast.parse(inspect.getsource(exits)).body
+def of_lab() -> str:
+    """Return the table of what the fault lab returns as well."""
+    return _table(statuses_of(lab_exits))
+
+
+def statuses_of(module: ModuleType) -> dict[int, str]:
+    """Return {status: meaning}, from a module's constants. A meaning is the first sentence below the constant."""
+    body = ast.parse(inspect.getsource(module)).body
     found = {}
     for before, node in itertools.pairwise(body):
         if isinstance(before, ast.Assign) and isinstance(before.value, ast.Constant) and isinstance(node, ast.Expr):

@@ -15,7 +15,7 @@ import fp8dist
 from fp8dist.cli import launch
 from fp8dist.cli.main import _parser as command_line
 from fp8dist.state.settings import VARIABLES, Settings
-from launch.train_gpt.options.flags import parser as job_parser
+from launch.train_gpt.options import parser as job_parser
 from scripts.benchmarks.markdown import table
 from scripts.simulation.__main__ import parser as simulation_parser
 
@@ -27,19 +27,8 @@ FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "check_every": ("--check-every",),
         "check_policy": ("--check-policy",),
         "audit_every": ("--audit-every",),
-        "audit_bytes": ("--audit-bytes",),
-        "backend": ("--backend",),
         "fp8_all_gather": ("--fp8-all-gather", "--no-fp8-all-gather"),
-        "overrides": ("--override", "--high-first", "--high-last"),
-        "fallback": ("--fallback-steps", "--fallback-saturated", "--fallback-underflow"),
-        "history_len": ("--history-len",),
-        "amax_algo": ("--amax-algo",),
-        "margin": ("--margin",),
-        "format": ("--format",),
         "update": ("--update",),
-        "power_of_two": ("--power-of-two",),
-        "high_precision": ("--high-gemms",),
-        "fast_accumulation": ("--fast-gemms",),
     }
 )
 """Flags of the example job, by the argument of ``prepare`` or the recipe field that they set."""
@@ -88,14 +77,8 @@ def of_simulation() -> str:
 
 
 def of_job() -> str:
-    """Return tables of the example job's flags, in the groups of its parser."""
-    parser = job_parser()
-    texts = []
-    for group in parser._action_groups:
-        if group._group_actions and group.title not in ("positional arguments", "options", "optional arguments"):
-            title = _coded(f"{str(group.title)[0].upper()}{str(group.title)[1:]}")
-            texts.append(f"### {title}\n\n{_rows(group._group_actions)}")
-    return "\n".join(texts)
+    """Return a table of the example job's flags."""
+    return _rows(job_parser()._actions)
 
 
 def of_prepare() -> str:

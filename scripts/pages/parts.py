@@ -29,6 +29,7 @@ REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
         "launcher-environment": variables.of_launcher,
         "script-environment": variables.of_script,
         "exits-job": exit_codes.of_job,
+        "exits-lab": exit_codes.of_lab,
         "exits-cli": exit_codes.of_cli,
         "exits-launcher": exit_codes.of_launcher,
         "errors": messages.errors,

@@ -18,8 +18,8 @@ import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling
 from fp8dist.cli.main import DIVERGED, UNREADABLE, USAGE, main
 from fp8dist.state.storage import from_bytes, to_bytes
-from launch.train_gpt.model import GPT
 from tests.support.experts import Experts, Mixture
+from tests.support.lab.mixture import MixtureGPT
 from tests.support.main_job import RANKS, TINY, finish
 from tests.support.ranks import RankPool
 from tests.support.serving import NATIVE, RECIPES, read, tensor_bits
@@ -324,7 +324,7 @@ def test_a_checkpoint_of_the_example_job(tmp_path: Path, flags: str) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
     (tmp_path / "checkpoint").symlink_to(checkpoint)
     assert _exported(tmp_path) == 0
-    model = GPT(layers=1, width=32, heads=2, context=32, experts=4, top_k=2)
+    model = MixtureGPT(layers=1, width=32, heads=2, context=32, experts=4, top_k=2)
     manager = fp8dist.prepare(model, skip=("lm_head", "*.router"))
     dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
     exported = read(tmp_path / "out")

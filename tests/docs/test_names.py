@@ -15,7 +15,8 @@ from fp8dist.state.settings import VARIABLES
 from launch.train_gpt import exits
 from launch.train_gpt.data import BadInput
 from scripts.pages.flags import command_line, job_parser
-from tests.support.named import code_of, metrics, own_flags, strangers
+from tests.support.lab import exits as lab_exits
+from tests.support.named import code_of, lab_parser, metrics, own_flags, strangers
 from tests.support.pages import blocks, pages
 
 PAGES = pages()
@@ -33,7 +34,7 @@ def test_what_is_named_exists(page: str) -> None:
         ("fp8dist.prepare", "fp8dist.prepares"),
         ("fp8dist.StateManager.check", "fp8dist.StateManager.chekc"),
         ("fp8dist.Finding.step", "fp8dist.Finding.stepp"),
-        ("--history-len", "--history-length"),
+        ("--save-every", "--saves-every"),
         ("--no-amax-sync", "--no-amax"),
         ("FP8DIST_BACKEND", "FP8DIST_BACKENDS"),
         ("fp8/cold_slots", "fp8/cold_slot"),
@@ -82,16 +83,19 @@ def test_every_name_is_on_some_page() -> None:
 
 def test_every_exit_status_is_on_the_page() -> None:
     page = PAGES["docs/reference/exit-codes.md"]
-    statuses = [getattr(exits, name) for name in exits.__all__ if name.isupper()]
+    statuses = [getattr(module, name) for module in (exits, lab_exits) for name in module.__all__ if name.isupper()]
     assert [status for status in (0, *statuses) if f"| {status} | " not in page] == []
 
 
 def refused(command: str) -> str:
-    """Return why the example job or ``fp8dist`` refuses a command line; "" if it does not, or for other programs."""
+    """Return why the example job, the lab or ``fp8dist`` refuses a command line; "" if it does not, or for others."""
     words = [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", word)]
+    lab = next((i for i, word in enumerate(words) if word == "tests.support.lab"), None)
     job = next((i for i, word in enumerate(words) if word in ("launch/torchrun.sh", "launch.train_gpt")), None)
     own = next((i for i, word in enumerate(words) if word == "fp8dist"), None)
-    if job is not None and (words[job + 1 :] or ["-"])[0].startswith("-"):
+    if lab is not None:
+        parser, given = lab_parser(), words[lab + 1 :]
+    elif job is not None and (words[job + 1 :] or ["-"])[0].startswith("-"):
         parser, given = job_parser(), words[job + 1 :]
     elif own is not None and words[own + 1 : own + 2] != ["launch"]:
         parser, given = command_line(), words[own + 1 :]

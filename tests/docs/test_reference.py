@@ -19,8 +19,10 @@ from fp8dist.common.divergence import Divergence, Finding
 from fp8dist.job.manager import StateManager
 from fp8dist.state import storage
 from fp8dist.state.settings import VARIABLES
+from launch.train_gpt import exits
 from scripts.pages import exit_codes, flags, variables
-from tests.support.main_job import RANKS, TINY, start
+from tests.support.lab import exits as lab_exits
+from tests.support.main_job import EXAMPLE_RANKS, RANKS, SIZE, TINY, start
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -73,8 +75,8 @@ def test_all_arguments_and_flags_are_in_the_tables() -> None:
 
 def test_a_value_and_a_default_are_told_apart() -> None:
     table = flags.of_job()
-    assert "| `--history-len` | `N` | 1024 | " in table
-    assert "| `--tensorboard` |  | off | " in table
+    assert "| `--check-every` | `N` | 0, never | " in table
+    assert "| `--watch-ranks` |  | off | " in table
     assert "| `--precision` | `bf16`, `fp32`, `fp8` | `fp8` | " in table
     assert "| `check_every` | `FP8DIST_CHECK_EVERY` | `--check-every` | `0` | " in flags.of_prepare()
     assert "| `--ranks` | `N` | required | " in flags.of_simulation()
@@ -119,8 +121,10 @@ def test_table_of_collective_calls_is_complete() -> None:
 
 
 def test_every_exit_status_has_a_meaning() -> None:
-    assert exit_codes.statuses_of_job().keys() == set(_constants(ROOT / "launch" / "train_gpt" / "exits.py"))
-    assert all(len(meaning) > 10 for meaning in exit_codes.statuses_of_job().values())
+    for module in (exits, lab_exits):
+        statuses = exit_codes.statuses_of(module)
+        assert statuses.keys() == set(_constants(Path(str(module.__file__))))
+        assert all(len(meaning) > 10 for meaning in statuses.values())
     source = (ROOT / "fp8dist" / "cli" / "exit_codes.py").read_text()
     assert "CONSISTENT, DIVERGED, USAGE, UNREADABLE = range(4)" in source
     assert [line[:4] for line in exit_codes.of_cli().splitlines()[2:]] == ["| 0 ", "| 1 ", "| 2 ", "| 3 "]
@@ -155,6 +159,11 @@ def test_fields_are_those_that_a_run_writes(tmp_path: Path) -> None:
     flags = (*TINY, "--watch-every", "4", "--watch-ranks", "--eval-every", "6", "--check-every", "6", "--experts", "2")
     done = start(RANKS, *flags, "--out", str(tmp_path / "done"))
     assert done.returncode == 0, done.stderr
+    done = start(EXAMPLE_RANKS, *SIZE, "--out", str(tmp_path / "example"))
+    assert done.returncode == 0, done.stderr
+    by_example = json.loads((tmp_path / "example" / "summary.json").read_text())
+    sentence = section(page("files.md"), "summary.json").split("\n| field")[0]
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(by_example)
     evidence = tmp_path / "evidence"
     stopped = start(
         RANKS, *flags, "--inject", "scale:1:8", "--out", str(tmp_path / "stopped"), FP8DIST_REPORT_DIR=str(evidence)

@@ -22,6 +22,7 @@ from fp8dist.exporters import Prometheus, PrometheusTextfile
 from fp8dist.runs.exporters.numbers import KNOWN
 from tests.support.exported import FIRST, RESUMED, slots
 from tests.support.exporting import ROOT, found, needs_prometheus, run
+from tests.support.main_job import TORCHRUN
 
 pytestmark = [pytest.mark.long, needs_prometheus]
 
@@ -221,7 +222,7 @@ def test_the_example_job_is_scraped_and_its_divergence_found(tmp_path: Path) -> 
     environment = {**os.environ, "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
     with (tmp_path / "job.log").open("w") as log:
         job = subprocess.Popen(
-            [ROOT / "launch/torchrun.sh", *flags.split(), *chosen, "--out", str(tmp_path / "run")],
+            [*TORCHRUN, *flags.split(), *chosen, "--out", str(tmp_path / "run")],
             cwd=tmp_path, env=environment, stdout=log, stderr=log,
         )  # fmt: skip
     server = Server(tmp_path, port)

@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def processes_of(out: Path) -> list[str]:
     """Return the command lines of this run's live processes."""
     lines = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in lines if str(out) in line and "-u -m launch.train_gpt" in line]
+    return [line for line in lines if str(out) in line and "-u -m tests.support.lab" in line]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 
 from fp8dist.exporters import OpenTelemetry, Prometheus, PrometheusTextfile, TensorBoard
 from launch.train_gpt.data import BadInput
-from launch.train_gpt.measure.exporting import exporters_of
-from launch.train_gpt.options.options import parse
 from tests.support.exported import FIRST, play
 from tests.support.exporting import PYTHON, needs_tools, run
+from tests.support.lab.exporting import exporters_of
+from tests.support.lab.options import parse
 
 
 def test_each_flag_makes_an_exporter_in_order(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_an_argument_that_the_exporter_refuses_is_named() -> None:
 
 
 PROGRAM = """
-from launch.train_gpt.measure.exporting import exporters_of
-from launch.train_gpt.options.options import parse
+from tests.support.lab.exporting import exporters_of
+from tests.support.lab.options import parse
 from tests.support.exported import FIRST, play
 flags = ["--out", "run", "--export", "wandb:mine", "--export", "mlflow:sqlite:///runs.db"]
 for made in exporters_of(parse(flags)):

@@ -169,7 +169,7 @@ def test_a_slow_host_and_one_a_day_ahead_change_no_bit(lab: Lab, tmp_path: Path,
 
 def test_a_host_of_another_version_is_named(lab: Lab, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    for folder in ("fp8dist", "kernels", "launch"):
+    for folder in ("fp8dist", "kernels", "launch", "tests/support/lab"):
         shutil.copytree(ROOT / folder, other / folder, ignore=shutil.ignore_patterns("__pycache__"))
     manifest = other / "fp8dist/state/manifest.py"
     text, changed = re.subn(

@@ -12,12 +12,12 @@ import torch
 
 import fp8dist
 from fp8dist.errors import CheckpointError
-from launch.train_gpt.faults.guard import Guard
 from launch.train_gpt.model import GPT
-from launch.train_gpt.options import flags as job_flags
-from launch.train_gpt.options.options import parse
-from launch.train_gpt.ranks import Ranks
-from launch.train_gpt.recipes import fallback_of, overrides_of, recipe_of
+from launch.train_gpt.options import RECIPES
+from tests.support.lab.guard import Guard
+from tests.support.lab.options import parse
+from tests.support.lab.ranks import Ranks
+from tests.support.lab.recipes import fallback_of, overrides_of, recipe_of
 from tests.support.main_job import ALONE, CHECK, RANKS, STEPS, Run, assert_refused, finish, metrics, start
 
 # Tests share cached runs, so they must run in the same worker process.
@@ -106,7 +106,7 @@ def test_flags_say_what_the_library_says() -> None:
         "rowwise": "RowwiseScaling",
         "block": "BlockScaling",
     }
-    assert tuple(kinds) == job_flags.RECIPES
+    assert tuple(kinds) == RECIPES
     for kind, name in kinds.items():
         recipe = recipe_of(parse(["--recipe", kind]))
         assert recipe == getattr(fp8dist, name)()  # Its defaults are the library's.

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launch.train_gpt import model as model_module
-from launch.train_gpt.mixture import Experts, Mixture
-from launch.train_gpt.model import GPT
+from tests.support.lab import mixture as mixture_module
+from tests.support.lab.mixture import Experts, Mixture, MixtureGPT
 from tests.support.main_job import ALONE, CHECK, RANKS, STEPS, TINY, Run, assert_refused, finish, start, stop
 
 MIXED = [*TINY, "--experts", "4", "--top-k", "2"]
@@ -162,12 +161,12 @@ def test_audits_find_nothing_in_a_sound_mixture(tmp_path: Path) -> None:
 
 def test_the_imbalance_moves_routers_and_not_the_loss() -> None:
     torch.manual_seed(0)
-    model = GPT(layers=1, width=16, heads=2, context=8, experts=4, top_k=1)
+    model = MixtureGPT(layers=1, width=16, heads=2, context=8, experts=4, top_k=1)
     tokens = torch.randint(256, (2, 8))
     router = model.blocks[0].mlp.router.weight
     gradients = []
-    for balance in (0.0, model_module.BALANCE):
-        with mock.patch.object(model_module, "BALANCE", balance):
+    for balance in (0.0, mixture_module.BALANCE):
+        with mock.patch.object(mixture_module, "BALANCE", balance):
             loss = model(tokens, tokens)
         (gradient,) = torch.autograd.grad(loss, router)
         gradients.append((loss.item(), gradient))
@@ -175,7 +174,7 @@ def test_the_imbalance_moves_routers_and_not_the_loss() -> None:
     assert balanced == plain == model.eval()(tokens, tokens).item()
     mixture = model.train().blocks[0].mlp
     model(tokens, tokens)
-    (expected,) = torch.autograd.grad(model_module.BALANCE * mixture.imbalance, router)
+    (expected,) = torch.autograd.grad(mixture_module.BALANCE * mixture.imbalance, router)
     torch.testing.assert_close(with_it - without, expected)
 
 

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from launch.train_gpt import job
-from launch.train_gpt.checkpoints import checkpoints, folders
-from launch.train_gpt.faults import failures
-from launch.train_gpt.options.options import parse
-from launch.train_gpt.ranks import Ranks
 from tests.support import forked
+from tests.support.lab import checkpoints, failures, folders, job
+from tests.support.lab.options import parse
+from tests.support.lab.ranks import Ranks
 from tests.support.main_job import (
     ALONE,
     CHECK,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.train_gpt.measure import skew
+from tests.support.lab import skew
 
 Steps = list[list[tuple[float, float, float]]]
 """[rank][step]: ms (in the sync, in other collectives, in total)."""

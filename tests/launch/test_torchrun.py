@@ -21,7 +21,9 @@ from fp8dist.cli.launcher import environment, interface
 from fp8dist.cli.launcher.environment import BadVariable, Job
 from fp8dist.cli.launcher.plan import Plan
 from launch.train_gpt import exits
+from tests.support.lab import exits as lab_exits
 from tests.support.main_job import (
+    EXAMPLE,
     LAUNCH,
     LESSON,
     ROOT,
@@ -165,7 +167,7 @@ def test_a_variable_that_cannot_be_used() -> None:
         assert str(refused.value) == message
 
 
-def test_the_launcher_needs_no_torch_until_it_starts_the_agent(tmp_path: Path) -> None:
+def test_the_launcher_needs_no_torch_until_it_starts_the_agent() -> None:
     """The launcher's own modules do not import torch. ``import fp8dist`` does, but torchrun.sh must report a mistake
     without waiting for it."""
     folder = ROOT / "fp8dist/launcher"
@@ -175,16 +177,16 @@ def test_the_launcher_needs_no_torch_until_it_starts_the_agent(tmp_path: Path) -
         f"sys.modules['fp8dist.launcher'].__path__ = [{str(folder)!r}]\n"
         "import fp8dist.cli.launcher.plan\n"
     )
-    for command in (["-c", bare], ["-m", "launch.train_gpt.options", "--out", str(tmp_path)]):
+    for command in (["-c", bare], ["-m", "launch.train_gpt.options"]):
         without = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
         done = subprocess.run([sys.executable, *command], cwd=ROOT, env=without, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert " fp8dist.cli.launcher.plan\n" in done.stderr or "launch.train_gpt.options" in done.stderr
+        assert " fp8dist.cli.launcher.plan\n" in done.stderr or "launch.train_gpt.data" in done.stderr
         assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
 
 
 def test_the_job_and_the_launcher_mean_the_same_by_a_status() -> None:
-    assert exits.FAILED_COLLECTIVE == interface.FAILED_COLLECTIVE
+    assert lab_exits.FAILED_COLLECTIVE == interface.FAILED_COLLECTIVE
     assert exits.MISTAKE == environment.MISTAKE
 
 
@@ -201,14 +203,14 @@ def test_a_node_has_a_rank_per_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_flags_are_checked_for_the_ranks_of_all_nodes(tmp_path: Path) -> None:
     """The check comes before this node waits for the other one."""
     two_nodes = {**TWO_NODES, "NODE_RANK": "0", "NPROC": "1", "JOIN_TIMEOUT": "1"}
-    done = start(TORCHRUN, "--parallel", "none", "--out", str(tmp_path), **two_nodes)
+    done = start(EXAMPLE, "--parallel", "none", "--out", str(tmp_path), **two_nodes)
     assert_refused(done, "--parallel none is for one rank, got 2")
 
 
 @pytest.mark.slow
 def test_nodes_that_cannot_start(tmp_path: Path) -> None:
     out = ("--out", str(tmp_path))
-    assert_launcher_refused(start(TORCHRUN, *out, **{**TWO_NODES, "NODE_RANK": ""}), "NNODES is 2: set NODE_RANK to")
+    assert_launcher_refused(start(EXAMPLE, *out, **{**TWO_NODES, "NODE_RANK": ""}), "NNODES is 2: set NODE_RANK to")
     program = str(LESSON)
     done = start(LAUNCH, program, **TWO_NODES, IFNAME="none0")
     assert_launcher_refused(done, "IFNAME none0: this node has no none0")

@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from fp8dist.cli.launcher.environment import Job
 from fp8dist.cli.launcher.plan import Plan
-from launch.train_gpt.options.options import parse
+from launch.train_gpt.options import Options, parse
 from tests.support.main_job import ROOT
 
 KINDS = {("trainer.kubeflow.org/v1alpha1", "TrainJob"): models.TrainerV1alpha1TrainJob}
@@ -87,7 +87,7 @@ def test_four_nodes_with_flags_that_the_job_knows(monkeypatch: pytest.MonkeyPatc
     assert trainer["numNodes"] == 4
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == str(trainer["numProcPerNode"])
     monkeypatch.setenv("WORLD_SIZE", str(trainer["numNodes"] * trainer["numProcPerNode"]))
-    options = parse(trainer["args"])
+    options = parse(trainer["args"], Options)
     assert (options.parallel, options.precision, options.resume) == ("fsdp2", "fp8", "auto")
     (patch,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = patch["template"]["spec"]["template"]["spec"]

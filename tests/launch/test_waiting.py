@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from launch.train_gpt import job
-from launch.train_gpt.measure.waiting import Waiting
 from tests.support import forked
 from tests.support.collectives import counted_collectives
+from tests.support.lab import job
+from tests.support.lab.waiting import Waiting
 from tests.support.main_job import RANKS, STEPS, TINY, Run, finish, metrics
 from tests.support.ranks import RankPool
 from tests.support.training import batch, bits, make_net

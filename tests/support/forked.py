@@ -1,6 +1,6 @@
-"""Fork ranks from a process that has imported torch and the example job: they start in a tenth of a second.
+"""Fork ranks from a process that has imported torch and the lab: they start in a tenth of a second.
 
-``RANKS`` and ``ALONE`` stand for torchrun.sh and ``python -m launch.train_gpt`` in ``tests/support/main_job.py``. They
+``RANKS`` and ``ALONE`` stand for torchrun.sh and ``python -m tests.support.lab`` in ``tests/support/main_job.py``. They
 are real ranks with torch's environment variables and a store in this process, like the store of torchrun's agent.
 torchrun itself is tested separately.
 """
@@ -42,9 +42,9 @@ def run(
     timeout: float = 120,
     main: Callable[[list[str]], int] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the example job with these flags on this many ranks; None: without torchrun's environment variables.
+    """Run the lab with these flags on this many ranks; None: without torchrun's environment variables.
 
-    The exit status is that of the first rank that failed. ``main``: a function that each rank runs instead of the job.
+    The exit status is that of the first rank that failed. ``main``: a function that each rank runs instead of the lab.
     """
     from torch.distributed import TCPStore
 
@@ -105,8 +105,8 @@ def _rank(
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # Line-buffered: all ranks write to one file.
     tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore that would leak.
     faulthandler.dump_traceback_later(seconds)
-    from launch.train_gpt.job import start
-    from launch.train_gpt.ranks import leave
+    from launch.train_gpt.ranks import run
+    from tests.support.lab.job import start
 
     sys.argv = ["train_gpt", *flags]
-    leave((main or start)(flags))
+    run(main or start, flags)

@@ -1,4 +1,4 @@
-"""The example job on a lab of hosts, started once on each host, as docs/launching.md says."""
+"""The fault lab on a lab of hosts, started once on each host, as docs/launching.md says."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ START = 90.0
 
 
 class HostedJob:
-    """The example job or another program, one rank on each host of a lab."""
+    """The fault lab or another program, one rank on each host of a lab."""
 
     def __init__(
         self, lab: Lab, out: Path, *flags: str, program: Sequence[str] = (), cwd: Path | None = None, **variables: str
     ) -> None:
         """
         Args:
-            flags: flags of the example job; they override TINY and TIMEOUT.
-            program: the program that torchrun.sh starts instead of the example job, with its arguments.
+            flags: flags of the fault lab; they override TINY and TIMEOUT.
+            program: the program that torchrun.sh starts instead of the fault lab, with its arguments.
             cwd: the working directory; default: the repository's root.
             variables: environment variables on all hosts.
         """
         out.mkdir(exist_ok=True)
         self.lab, self.out, self._cwd = lab, out, cwd
         tiny = [*TINY, "--timeout", str(TIMEOUT), "--out", str(out / "run")]
-        self._words, self._variables = program or (*tiny, *flags), variables
+        self._words, self._variables = program or ("-m", "tests.support.lab", *tiny, *flags), variables
         self._launchers: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, host: Host, clone: Path = ROOT, **variables: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs the example job as a user starts it."""
+"""Runs the lab, and the example job, as a user starts them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import io
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from fp8dist.cli.main import main
+from launch.train_gpt import options, train
 from tests.support import forked
 from tests.support.forked import ROOT
+from tests.support.lab import options as lab_options
 
 LESSON = ROOT / "tests/launch/programs/ddp_lesson.py"
 """A program in plain torch: ``--steps N``, ``--fail-rank N``."""
 
-TORCHRUN = (str(ROOT / "launch/torchrun.sh"),)
-SINGLE = (sys.executable, "-m", "launch.train_gpt")
+TORCHRUN_SH = str(ROOT / "launch/torchrun.sh")
+TORCHRUN = (TORCHRUN_SH, "-m", "tests.support.lab")
+SINGLE = (sys.executable, "-m", "tests.support.lab")
+
+EXAMPLE = (TORCHRUN_SH,)
+"""The example job."""
 
 LAUNCH = ("fp8dist launch, forked",)
 """``fp8dist launch`` in a process that has already imported torch."""
@@ -31,12 +37,16 @@ LAUNCH = ("fp8dist launch, forked",)
 # Without the start-up seconds of torchrun and imports, for tests of the running job.
 RANKS = ("forked ranks",)
 ALONE = ("a forked process",)
+EXAMPLE_RANKS = ("forked ranks of the example job",)
 
-CHECK = ("what torchrun.sh asks first",)
+CHECK = ("a check of the flags",)
+EXAMPLE_CHECK = ("a check of the example job's flags",)
 """``python -m launch.train_gpt.options`` in this process. Only reports wrong flags."""
 
 STEPS = 12
-TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 5".split()
+SIZE = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS}".split()
+TINY = [*SIZE, "--log-every", "5"]
+"""A run of the lab of this size."""
 
 TABLE_HEADER = "step  last good  kind"
 
@@ -58,8 +68,11 @@ class Run:
 def start(command: tuple[str, ...], *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command of the job with additional environment variables, on two ranks if it starts several."""
     variables = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", **variables}
-    if command == CHECK:
-        return _checked(flags, {**variables, "WORLD_SIZE": variables["NPROC"]})
+    if command in (CHECK, EXAMPLE_CHECK):
+        check = lab_options.check if command == CHECK else options.check
+        return _checked(check, flags, {**variables, "WORLD_SIZE": variables["NPROC"]})
+    if command == EXAMPLE_RANKS:
+        return forked.run(flags, int(variables["NPROC"]), variables, main=train.main)
     if command == LAUNCH:
         return forked.run(flags, None, variables, main=_launch)
     if command in (RANKS, ALONE):
@@ -75,18 +88,19 @@ def _launch(words: list[str]) -> int:
     return main(["launch", *words])
 
 
-def _checked(flags: tuple[str, ...], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _checked(
+    check: Callable[[Sequence[str]], None], flags: tuple[str, ...], variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     words = ["options", *flags]
     out, err, status = io.StringIO(), io.StringIO(), 0
     with contextlib.ExitStack() as stack:
         stack.callback(os.chdir, Path.cwd())
         os.chdir(ROOT)
         stack.enter_context(mock.patch.dict(os.environ, variables))
-        stack.enter_context(mock.patch.object(sys, "argv", words))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         try:
-            runpy.run_module("launch.train_gpt.options", run_name="__main__")
+            check(flags)
         except SystemExit as left:
             status = int(left.code or 0)
     return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())

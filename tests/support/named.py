@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import copy
 import functools
@@ -28,6 +29,7 @@ import fp8dist.exporters
 from fp8dist.state.settings import VARIABLES
 from scripts.pages.exported import of_numbers
 from scripts.pages.flags import command_line, flags_of, job_parser
+from tests.support.lab.options import Options
 from tests.support.pages import ROOT
 
 FOREIGN = (
@@ -184,10 +186,15 @@ def own_flags() -> frozenset[str]:
     return frozenset(flag for parser in parsers for flag in flags_of(parser) if flag.startswith("--"))
 
 
+def lab_parser() -> argparse.ArgumentParser:
+    """Return the parser of the lab's flags."""
+    return job_parser(Options)
+
+
 @functools.cache
 def known_flags() -> frozenset[str]:
-    """Those, and what the programs in ``scripts`` and ``launch`` take."""
-    found = set(own_flags())
+    """Those, what the lab takes, and what the programs in ``scripts`` and ``launch`` take."""
+    found = {*own_flags(), *flags_of(lab_parser())}
     for top in ("scripts", "launch", "tests/launch/programs"):
         for path in (ROOT / top).rglob("*"):
             if path.is_file() and path.suffix in ("", ".py", ".sh", ".sbatch"):

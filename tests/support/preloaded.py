@@ -13,9 +13,10 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-import launch.train_gpt.job
+import launch.train_gpt.train
+import tests.support.lab.job
 
-__all__ = ["launch", "pytest", "torch"]
+__all__ = ["launch", "pytest", "tests", "torch"]
 
 gc.collect()
 gc.freeze()  # Otherwise a rank's first garbage collection would copy the memory of all modules.

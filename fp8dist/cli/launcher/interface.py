@@ -15,7 +15,7 @@ from fp8dist.cli.launcher.environment import BadVariable
 __all__ = ["FAILED_COLLECTIVE", "Unreachable", "addresses", "chosen"]
 
 FAILED_COLLECTIVE = 5
-"""Exit status if another rank or node is missing. The example job's exits.py has the same number."""
+"""Exit status if another rank or node is missing. tests/support/lab/exits.py has the same number."""
 
 SIOCGIFCONF = 0x8912
 """Linux ioctl that lists the interfaces with an IPv4 address."""

@@ -6,8 +6,8 @@ from fp8dist import Exporter
 from fp8dist.errors import ConfigurationError
 from fp8dist.exporters import MLflow, OpenTelemetry, Prometheus, PrometheusTextfile, TensorBoard, Wandb
 from launch.train_gpt.data import BadInput
-from launch.train_gpt.options.flags import Export
-from launch.train_gpt.options.options import Options
+from tests.support.lab.flags import Export
+from tests.support.lab.options import Options
 
 __all__ = ["exporters_of"]
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import fp8dist
 from fp8dist.state.settings import Settings
-from launch.train_gpt.options.options import Options
-from launch.train_gpt.ranks import Ranks
+from tests.support.lab.options import Options
+from tests.support.lab.ranks import Ranks
 
 __all__ = ["Checks"]
 

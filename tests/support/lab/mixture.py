@@ -6,7 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Experts", "Mixture"]
+from launch.train_gpt.model import GPT, Block
+
+__all__ = ["Experts", "Mixture", "MixtureGPT"]
+
+BALANCE = 0.01
+"""Weight of a mixture's imbalance, as in Switch Transformer (arXiv 2101.03961)."""
 
 
 class Experts(nn.Module):
@@ -69,6 +74,40 @@ class Mixture(nn.Module):
             self.imbalance = shares.shape[1] * (visited.mean(0) * shares.mean(0)).sum()
         mixed: Tensor = self.experts(rows, chosen, weights)
         return mixed.view_as(x)
+
+
+class MixtureBlock(Block):
+    """A block with a mixture in place of the MLP."""
+
+    def __init__(self, width: int, heads: int, experts: int, top_k: int) -> None:
+        nn.Module.__init__(self)  # Not Block's own, which makes an MLP.
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = Mixture(width, experts, top_k)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.mlp(x)
+        return mixed
+
+
+class MixtureGPT(GPT):
+    """A GPT whose blocks have mixtures of ``experts``, of which each token visits ``top_k``."""
+
+    writes_residual = (*GPT.writes_residual, "down_proj")
+
+    def __init__(self, layers: int, width: int, heads: int, context: int, experts: int, top_k: int) -> None:
+        super().__init__(layers, width, heads, context, lambda width, heads: MixtureBlock(width, heads, experts, top_k))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy. In training, its gradient is also that of BALANCE times the imbalances."""
+        loss = super().forward(tokens, targets)
+        for mixture in self.modules() if self.training else ():
+            if isinstance(mixture, Mixture):
+                loss = loss + BALANCE * (mixture.imbalance - mixture.imbalance.detach())  # Adds zero.
+        return loss
 
 
 def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

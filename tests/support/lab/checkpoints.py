@@ -1,4 +1,4 @@
-"""Checkpoints of the job: model, optimizer, FP8 state and progress, with torch.distributed.checkpoint.
+"""Checkpoints of the lab: model, optimizer, FP8 state and progress, with torch.distributed.checkpoint.
 
 Tensors are saved under the model's own names, with their global offsets. So a job may resume with another
 ``--parallel`` and another number of ranks.
@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 from fp8dist import StateManager
 from fp8dist.common.text import first_few
 from fp8dist.errors import CheckpointError, ConfigurationError
-from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput
-from launch.train_gpt.faults.failures import CheckpointFailed, cause_of, is_of_a_collective
-from launch.train_gpt.options.options import Options, require_usable_checkpoints
-from launch.train_gpt.ranks import Ranks, digest_of_state
+from tests.support.lab import folders
+from tests.support.lab.failures import CheckpointFailed, cause_of, is_of_a_collective
+from tests.support.lab.options import Options, require_usable_checkpoints
+from tests.support.lab.ranks import Ranks, digest_of_state
 
 __all__ = ["Checkpoints", "Loaded"]
 
@@ -178,11 +178,11 @@ class Checkpoints:
                 found = [error]
             except OSError as error:
                 found = [BadInput(f"{self._parent}: {error.strerror or error}")]
-        if self._ranks.backend is not None:
+        if self._ranks.size > 1:
             dist.broadcast_object_list(found, src=0)
         if isinstance(found[0], BadInput):
             raise found[0]
-        if self._ranks.backend is not None and (self._options.save_every or found[0] is not None):
+        if self._ranks.size > 1 and (self._options.save_every or found[0] is not None):
             # Checkpoints use their own gloo group: background saves must not mix with the collectives of a step, and
             # they send CPU objects.
             timeout = timedelta(seconds=self._options.timeout)

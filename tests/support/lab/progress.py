@@ -17,10 +17,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import fp8dist
 from fp8dist.runs.run_format import METRICS
-from launch.train_gpt.measure.skew import Skew
-from launch.train_gpt.measure.waiting import Waiting
-from launch.train_gpt.options.options import Options
-from launch.train_gpt.ranks import Ranks, mean_of
+from tests.support.lab.options import Options
+from tests.support.lab.ranks import Ranks, mean_of
+from tests.support.lab.skew import Skew
+from tests.support.lab.waiting import Waiting
 
 __all__ = ["Progress"]
 

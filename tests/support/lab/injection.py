@@ -23,7 +23,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels import ops
 from fp8dist_kernels.taps import listener_of, tap_on
-from launch.train_gpt.options.flags import (
+from tests.support.lab.flags import (
     BAD_DEVICE,
     HIDDEN_STATE,
     NAN_SAMPLE,
@@ -32,8 +32,8 @@ from launch.train_gpt.options.flags import (
     SLOW,
     Fault,
 )
-from launch.train_gpt.options.options import Options
-from launch.train_gpt.ranks import Ranks
+from tests.support.lab.options import Options
+from tests.support.lab.ranks import Ranks
 
 __all__ = ["MARK", "Injection"]
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torch import nn
 
 import fp8dist
-from launch.train_gpt.options.flags import HIGH
-from launch.train_gpt.options.options import FOR_DELAYED, Options
+from tests.support.lab.flags import HIGH
+from tests.support.lab.options import FOR_DELAYED, Options
 
 __all__ = ["fallback_of", "overrides_of", "recipe_of"]
 

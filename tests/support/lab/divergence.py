@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from fp8dist.common.divergence import Divergence
 from fp8dist.errors import DivergenceError, LossDiverged
-from launch.train_gpt.faults.failures import CheckpointFailed, CollectiveFailed
-from launch.train_gpt.ranks import Ranks
+from tests.support.lab.failures import CheckpointFailed, CollectiveFailed
 
-__all__ = ["ErrorFile", "forget_report", "write_report"]
-
-TEXT, JSON = "divergence.txt", "divergence.json"
+__all__ = ["ErrorFile", "forget_report"]
 
 
 def forget_report(folder: Path) -> None:
     """Remove the report of an earlier run."""
-    for name in (TEXT, JSON):
+    for name in ("divergence.txt", "divergence.json"):
         (folder / name).unlink(missing_ok=True)
-
-
-def write_report(report: Divergence, folder: Path, ranks: Ranks) -> None:
-    """Write ``divergence.txt`` and ``divergence.json``, on the rank that logged the report."""
-    if ranks.rank != report.reporting_rank:
-        return
-    (folder / TEXT).write_text(f"{report}\n", encoding="utf-8")
-    (folder / JSON).write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-    print(f"train_gpt: stopped, because ranks differ: {folder / TEXT}", file=sys.stderr, flush=True)
 
 
 class ErrorFile(ErrorHandler):

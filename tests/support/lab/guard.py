@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 import fp8dist
 from fp8dist.errors import CheckpointError
-from launch.train_gpt.options.options import Options
-from launch.train_gpt.ranks import Ranks
+from tests.support.lab.options import Options
+from tests.support.lab.ranks import Ranks
 
 __all__ = ["Guard"]
 
@@ -42,7 +42,7 @@ class Guard:
             self._guard = fp8dist.LossGuard(
                 self.halve_learning_rate if action == "lower-lr" else action,
                 factor=FACTOR if options.loss_factor is None else options.loss_factor,
-                mean_over=None if ranks.backend is None else dist.group.WORLD,
+                mean_over=None if ranks.size == 1 else dist.group.WORLD,
                 manager=manager,
                 steps=options.fallback_steps or STEPS,
                 optimizer=optimizer if action == "skip" else None,

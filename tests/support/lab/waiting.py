@@ -26,7 +26,7 @@ from torch.autograd import Variable
 import fp8dist
 from fp8dist import StateManager
 from fp8dist.state.waits import Waits, clock_of
-from launch.train_gpt.measure.gathering import WAYS, replaced
+from tests.support.lab.gathering import WAYS, replaced
 
 __all__ = ["Waiting"]
 

@@ -1,1 +1,0 @@
-"""Checkpoints of the example job and their folders."""

@@ -1,1 +1,0 @@
-"""Injected faults (--inject), and the handling of real failures."""

@@ -1,1 +1,0 @@
-"""Measurements of the job, for metrics.jsonl and summary.json."""

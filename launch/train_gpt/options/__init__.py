@@ -1,1 +1,0 @@
-"""The flags of the job and the checks of their combinations. Nothing here imports torch."""

@@ -1,0 +1,482 @@
+"""The fault lab: the example job with every switch of the library, measured waits, and faults to plant.
+
+    python -m tests.support.lab --precision fp8                                 one process
+    NPROC=3 launch/torchrun.sh -m tests.support.lab --inject scale:1:5          three ranks, of which one is damaged
+
+Data and training are those of the example job: with equal flags, the same bits. The lab adds the flags of options.py;
+losses are shared every ``--log-every`` steps, with the waits of each rank; ``summary.json`` has more fields.
+
+``--save-every N`` saves checkpoints to ``checkpoints/step-…`` under ``--out``, each of them complete or absent.
+``--resume auto`` resumes from the newest one. With the same flags and ranks, the resumed run gives the same bits as an
+uninterrupted run; another ``--parallel`` or number of ranks is allowed. ``metrics.jsonl`` is continued. A job that
+torchrun restarted resumes automatically if it saves checkpoints.
+
+``exits.py`` lists the exit statuses. If ranks differ (``--check-policy``), the report is in ``divergence.txt`` and
+``divergence.json`` under ``--out``, and in torchelastic's error file. A run that fails writes no ``summary.json``; its
+``metrics.jsonl`` ends with the last completed step, or the step that the loss guard refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import fp8dist
+from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, LossDiverged, ManifestMismatchError
+from fp8dist.state.settings import AUDIT_BYTES, Settings
+from launch.train_gpt.data import BadInput, Text
+from launch.train_gpt.exits import DIVERGED, exit_with
+from launch.train_gpt.model import GPT
+from launch.train_gpt.train import Training, learning_rate_at, write_report
+from tests.support.lab.checkpoints import Checkpoints, Loaded
+from tests.support.lab.checks import Checks
+from tests.support.lab.divergence import ErrorFile, forget_report
+from tests.support.lab.exits import FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN
+from tests.support.lab.exporting import exporters_of
+from tests.support.lab.failures import CheckpointFailed, CollectiveFailed, Whereabouts, outlive_torchrun
+from tests.support.lab.flags import NAN_SAMPLE
+from tests.support.lab.guard import Guard
+from tests.support.lab.injection import MARK, Injection
+from tests.support.lab.mixture import MixtureGPT
+from tests.support.lab.options import Options, parse, prepare_input
+from tests.support.lab.parallel import Measured, parallel_of
+from tests.support.lab.progress import Progress
+from tests.support.lab.ranks import Ranks, digest_of, digest_of_state, joined_ranks, mean_of, meet_at_the_end
+from tests.support.lab.recipes import fallback_of, overrides_of, recipe_of
+from tests.support.lab.skew import lines_of
+
+__all__ = ["Job", "main", "start"]
+
+VALIDATION_BATCHES = 8
+"""Number of validation batches, over all ranks together."""
+
+TERMINATED = 128 + 15
+"""Exit status of a rank that torchrun ended with SIGTERM (the shell convention)."""
+
+CALIBRATION = 1
+"""Random stream of ``--calibrate-steps``. Training uses stream 0, so the windows differ."""
+
+
+class Job(Training):
+    """A run of the lab. COLLECTIVE."""
+
+    options: Options
+    ranks: Ranks
+    parallel: Measured
+    progress: Progress
+    guard: Guard
+
+    def __init__(self, options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> None:
+        if MARK in text.training and any(fault.kind == NAN_SAMPLE for fault in options.inject):
+            raise BadInput(
+                f"--inject {NAN_SAMPLE}: the text has the byte {MARK}, which marks the sample: use other --data"
+            )
+        self.watch, self.loaded = watch, Loaded()
+        self.checkpoints = Checkpoints(options, ranks)
+        with watch.during("starting"):
+            super().__init__(options, ranks, text)
+        left = options.fp8_start_step - 1 - self.done
+        if self.manager is not None and left > 0 and not self.loaded.fp8:  # FP8 state includes the override.
+            self.manager.set_precision("*", "high", steps=left)
+        self.checks = Checks(options, ranks, self.module, self.manager)
+        self.injection = Injection(options, ranks, self.model, self.manager)
+        self.checkpoints.written = self.injection.files_written
+        self.checkpoints.finished = lambda step, path, digest: self.recorder.event(
+            "saved", step, path=str(path), **digest
+        )
+        replayed = self.model if self.manager is None else self.manager
+        self.buffer = fp8dist.ReplayBuffer(replayed) if options.replay_on else None
+
+    @property
+    def in_fp8(self) -> bool:
+        """True if there is FP8 state, which counts the steps and sends events."""
+        return self.manager is not None and self.manager.settings.enabled
+
+    # Building ------------------------------------------------------------------------------------
+
+    def make_parallel(self) -> Measured:
+        made = parallel_of(self.options, self.ranks)
+        self.checkpoints.gathered_in = made.gathered_in
+        return made
+
+    def make_model(self) -> GPT:
+        options = self.options
+        if not options.experts:
+            return super().make_model()
+        shape = options.layers, options.width, options.heads, options.context
+        return MixtureGPT(*shape, options.experts, options.top_k)
+
+    def prepare(self) -> fp8dist.StateManager:
+        options = self.options
+        gathers = options.fp8_all_gather
+        if gathers is None:
+            settings = Settings.resolve(amax_sync=options.amax_sync)
+            gathers = options.why_not_gathered is None and settings.enabled and settings.amax_sync
+        manager = fp8dist.prepare(
+            self.model,
+            recipe_of(options),
+            group=self.parallel.group,
+            amax_sync=options.amax_sync,
+            check_every=options.check_every,
+            check_policy=options.check_policy,
+            audit_every=options.audit_every,
+            audit_bytes=options.audit_bytes or AUDIT_BYTES,
+            backend=options.backend,
+            # lm_head is skipped by default; naming it here avoids the warning.
+            skip=("lm_head", *(("*.router",) if options.experts else ())),
+            fp8_all_gather=gathers,
+            overrides=overrides_of(options, self.model),
+            fallback=fallback_of(options),
+        )
+        self.watch.name(manager)
+        return manager
+
+    def find(self) -> Path | None:
+        return self.checkpoints.find()
+
+    def load(self, folder: Path) -> int:
+        with self.watch.during("loading the checkpoint"):
+            self.loaded = self.checkpoints.load(folder, self.module, self.optimizer, self.manager)
+        return self.loaded.step
+
+    def make_recorder(self) -> fp8dist.Recorder:
+        options = self.options
+        self.guard = Guard(options, self.ranks, self.optimizer, self.manager)
+        if self.loaded.guard is not None:
+            self.guard.restore(self.loaded.guard)
+        return fp8dist.Recorder(
+            options.out,
+            self.manager,
+            every=options.watch_every,
+            resume_after=self.done or None,
+            ranks=options.watch_ranks,
+            jump=options.scale_jump,
+            tensorboard=options.out / "tensorboard" if options.tensorboard else None,
+            precision=options.precision,
+            exporters=exporters_of(options, self.done or None),
+        )
+
+    # Training ------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Calibrate, train, validate, and return the contents of ``summary.json``. COLLECTIVE."""
+        options = self.options
+        (options.out / "summary.json").unlink(missing_ok=True)
+        if not self.done and not self.ranks.restarts:  # The report stays if this job resumes or restarts.
+            forget_report(options.out)
+        if self.manager is not None and options.calibrate_steps and not self.loaded.fp8:
+            with self.watch.during("calibrating"):
+                self.calibrate(self.manager)
+        if self.done and options.parallel == "ddp":
+            with self.watch.during("a backward to warm up"):
+                self.settle_buckets()
+        self.replay_on_events()
+        before = self.metrics()
+        self.progress = Progress(options, self.ranks, self.recorder, self.manager, self.parallel.waiting, self.done)
+        with self.recorder:
+            self.train_and_check()
+        spent = {name: value - before[name] for name, value in self.metrics().items()}
+        with self.watch.during("summing up"):
+            return self.summarise(spent)
+
+    def train_and_check(self) -> None:
+        """Train, check at the end, and write the last numbers also of a run that fails. COLLECTIVE."""
+        try:
+            self.train()
+            with self.watch.during("checking at the end"):
+                self.checks.at_the_end(self.options.last_step)
+        except DivergenceError:
+            self.progress.save_own()
+            raise
+        except LossDiverged:  # All ranks raise it, so collectives still work.
+            with self.watch.during("sharing losses"):
+                self.progress.flush()
+            with self.watch.during("saving a checkpoint"):
+                self.checkpoints.wait()
+            raise
+        finally:
+            self.progress.close()
+
+    def train(self) -> None:
+        """Run all training steps. COLLECTIVE."""
+        options, during, progress = self.options, self.watch.during, self.progress
+        for step in range(self.done + 1, options.last_step + 1):
+            with self.parallel.waiting.step():
+                loss, grad_norm = self.step(step)
+            progress.add(step, self.optimizer.param_groups[0]["lr"], loss, grad_norm)
+            if self.alarm is not None:
+                progress.tell(self.alarm)
+            if progress.due(step):
+                validates = options.eval_every and step % options.eval_every == 0
+                with during("sharing losses"):
+                    progress.flush(self.validation_loss if validates else None)
+            with during("checking"):
+                self.checks.after(step)
+            with during("saving a checkpoint"):
+                self.checkpoints.poll()
+                if options.saves_at(step):
+                    self.checkpoints.save(step, self.module, self.optimizer, self.manager, self.guard.describe())
+        with during("saving a checkpoint"):
+            self.checkpoints.wait()
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        self.watch.step = step
+        self.injection.before_step(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, self.options) * self.guard.learning_rate_factor
+        loss = self.gradients(step)
+        try:
+            with self.watch.during("the loss guard"):
+                self.alarm = self.guard.observe(step, loss)
+        except LossDiverged as error:  # Record the loss that stopped the run.
+            self.progress.add(step, self.optimizer.param_groups[0]["lr"], loss)
+            self.progress.tell(error.alarm)
+            raise
+        with self.watch.during("clipping gradients"):
+            grad_norm = self.parallel.clip(self.module, 1.0)
+        self.injection.before_update(step)
+        with self.watch.during("the optimizer's step"):
+            self.optimizer.step()
+        self.injection.after_update(step)
+        return loss, grad_norm
+
+    def gradients(self, step: int) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.ranks.device)
+        for microbatch in range(self.options.accumulate):
+            last = microbatch == self.options.accumulate - 1
+            with nullcontext() if last else self.parallel.local(self.module), self.parallel.calls():
+                batch = self.injection.batch(step, microbatch, self.batch(step, microbatch))
+                if self.buffer is not None:
+                    self.buffer.keep(batch, None if self.in_fp8 else step)
+                total += self.backward(*batch)
+        return total
+
+    def backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self.watch.during("forward"), self.parallel.precision():
+            loss = self.module(tokens, targets) / self.options.accumulate
+        with self.watch.during("backward"):
+            self.parallel.backward(loss)
+        return loss.detach()
+
+    def replay_on_events(self) -> None:
+        """Begin what ``--replay-on`` asks for. Local."""
+
+        def record_replay(event: fp8dist.Event) -> None:
+            if event.replay is not None and not self.in_fp8:  # With FP8 state the recorder hears of it.
+                self.recorder.event(event.kind, event.step, **event.replay.fields())
+
+        if self.buffer is not None:
+            fp8dist.replay_on(
+                self.module if self.manager is None else self.manager,
+                self.buffer,
+                lambda batch: self.backward(*batch),
+                self.options.replay_on,
+                guard=self.guard.losses,
+                callback=record_replay,
+            )
+
+    def calibrate(self, manager: fp8dist.StateManager) -> None:
+        """Give every slot an amax from high-precision passes, so that training starts with warm scales. COLLECTIVE."""
+        with manager.calibrate():
+            for step in range(self.options.calibrate_steps):
+                with self.parallel.thrown_away(self.module):
+                    self.backward(*self.batch(step, 0, CALIBRATION))
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # Results -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Return the mean loss over the first windows of the held-out text, split across ranks. COLLECTIVE."""
+        options, ranks = self.options, self.ranks
+        last = len(self.texts[1]) - options.context
+        starts = torch.arange(0, last, options.context)[: VALIDATION_BATCHES * options.batch_size]
+        sums = torch.zeros(2, device=ranks.device, dtype=torch.float64)  # losses, windows
+        module = self.parallel.validates_with(self.module, self.model)
+        module.eval()
+        # FSDP's forward is collective, so all ranks call the module equally often. A rank without windows repeats one.
+        own, rounds = starts[ranks.rank :: ranks.size], -(-len(starts) // (ranks.size * options.batch_size))
+        for round_ in range(rounds):
+            part = own[round_ * options.batch_size :][: options.batch_size]
+            with self.parallel.precision():
+                loss = module(*self.windows(self.texts[1], part if len(part) else starts[:1]))
+            sums += torch.stack([loss.double() * len(part), torch.tensor(len(part), device=ranks.device)])
+        module.train()
+        total, windows = mean_of(ranks.gather(sums)).tolist()
+        return float(total / windows)
+
+    def summarise(self, spent: dict[str, float]) -> dict[str, Any]:
+        """Return the contents of ``summary.json``. COLLECTIVE.
+
+        Args:
+            spent: increase of this rank's FP8 metrics over the training steps.
+        """
+        options, ranks, manager = self.options, self.ranks, self.manager
+        collectives = spent.get("fp8/collectives", 0.0)
+        steps = options.last_step - self.done  # Steps of this process: 0 if the checkpoint is of the last step.
+        final = (
+            sum(self.progress.final_losses) / len(self.progress.final_losses) if self.progress.final_losses else None
+        )
+        rate = steps * self.progress.tokens_per_step / self.progress.training_seconds if steps else 0.0
+        parameters = digest_of(self.parallel.whole_parameters(self.module, self.model))
+        checks, check_ms = self.checks.cost
+        return {
+            "precision": options.precision,
+            "parallel": options.parallel,
+            "ranks": ranks.size,
+            "device": ranks.device.type,
+            "steps": options.last_step,
+            "resumed_after_step": self.done,
+            "restarts": ranks.restarts,
+            "final_training_loss": final,
+            "validation_loss": self.validation_loss(),
+            "tokens_per_s": round(rate, 1),
+            "fp8_slots": len(manager.slots) if manager is not None and manager.settings.enabled else 0,
+            "high_precision_modules": int(manager.metrics()["fp8/high_precision_modules"])
+            if manager is not None
+            else 0,
+            "fallbacks": int(spent.get("fp8/fallbacks", 0.0)),
+            "loss_alarms": self.guard.alarms,
+            "bytes_gathered_per_step": self.parallel.gathered.total / max(1, steps),
+            "fp8_collectives_per_step": collectives / max(1, steps),
+            "fp8_bytes_per_sync": spent.get("fp8/sync_bytes", 0.0) / collectives if collectives else 0.0,
+            "exposed_sync_ms_per_step": round(spent.get("fp8/sync_wait_ms", 0.0) / max(1, steps), 4),
+            "waiting": self.progress.skew.summary(ranks.gather_texts(socket.gethostname())),
+            "checks": checks,
+            "check_ms_per_check": round(check_ms / checks, 3) if checks else 0.0,
+            "divergences": self.checks.divergences,
+            "fp8_state_identical": ranks.agree(digest_of_state(manager)) if manager is not None else None,
+            "parameters_identical": ranks.agree(parameters),
+            "parameters_sha256": parameters,
+        }
+
+
+def _announce(job: Job) -> None:
+    parameters = sum(p.numel() for p in job.model.parameters())
+    of = " on this rank" if job.options.parallel == "fsdp1" else ""
+    where = f"{job.ranks.size} rank(s), {job.ranks.device.type}, {job.ranks.backend}"
+    what = f"{job.options.precision}, {job.options.parallel}"
+    print(f"{what}: {parameters / 1e6:.2f} M parameters{of}, {where}", file=sys.stderr)
+
+
+def _conclude(job: Job, summary: dict[str, Any]) -> None:
+    options = job.options
+    if job.done >= options.last_step:
+        print(f"nothing to train: step {job.done} of {options.steps} was already done", file=sys.stderr)
+    elif options.last_step < options.steps:
+        print(
+            f"stopped after step {options.last_step} of {options.steps}: continue with --resume auto", file=sys.stderr
+        )
+    (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    print(_as_table(summary), flush=True)
+
+
+def start(arguments: list[str]) -> int:
+    """Run the lab, write torchelastic's error file on failure, and return the exit status."""
+    try:
+        record(main, ErrorFile())(arguments)
+    except DivergenceError:  # Already logged, and written to files.
+        meet_at_the_end()
+        return DIVERGED
+    except LossDiverged:  # Already printed.
+        meet_at_the_end()
+        return LOSS_DIVERGED
+    except (CollectiveFailed, CheckpointFailed) as error:
+        print(error, file=sys.stderr, flush=True)
+        return FAILED_COLLECTIVE if isinstance(error, CollectiveFailed) else UNWRITTEN
+    return 0
+
+
+def main(arguments: list[str]) -> None:
+    """Run the lab. A mistake of the user prints one line and exits with status 2.
+
+    Raises:
+        DivergenceError: on all ranks, after the report was written.
+        LossDiverged: on all ranks, after rank 0 has printed it.
+        CollectiveFailed: a collective failed or timed out.
+        CheckpointFailed: a checkpoint could not be written.
+    """
+    try:
+        options = parse(arguments)
+        text = prepare_input(options)
+        watch = Whereabouts(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), GPT.__name__)
+        with ExitStack() as stack:
+            with watch.during("starting"):
+                ranks = stack.enter_context(joined_ranks(options.timeout))
+            outlive_torchrun(TERMINATED)
+            logging.basicConfig(format=f"[rank {ranks.rank}] %(message)s")
+            try:
+                job = Job(options, ranks, text, watch)
+                if ranks.first:
+                    _announce(job)
+                summary = job.run()
+                if ranks.first:
+                    _conclude(job, summary)
+            except DivergenceError as error:
+                if ranks.rank == error.report.reporting_rank:
+                    write_report(error.report, options.out)
+                raise
+            except LossDiverged as error:
+                if ranks.first:
+                    print(f"train_gpt: stopped by --loss-guard: {error}", file=sys.stderr, flush=True)
+                raise
+    except (BadInput, CheckpointError, ConfigurationError, ManifestMismatchError) as error:
+        exit_with(error)
+
+
+_LABELS = {
+    "final_training_loss": "final training loss (mean of last steps, nats per byte)",
+    "validation_loss": "validation loss",
+    "tokens_per_s": "tokens/s",
+    "bytes_gathered_per_step": "bytes gathered per step",
+    "loss_alarms": "alarms of the loss guard",
+    "fp8_slots": "FP8 slots",
+    "high_precision_modules": "FP8 modules in high precision at the end",
+    "fallbacks": "modules that fell back to high precision",
+    "fp8_collectives_per_step": "FP8 collectives per step",
+    "fp8_bytes_per_sync": "bytes per sync",
+    "exposed_sync_ms_per_step": "exposed sync, ms per step",
+    "checks": "consistency checks",
+    "check_ms_per_check": "ms per check",
+    "divergences": "divergences found",
+    "fp8_state_identical": "FP8 state identical on all ranks",
+    "parameters_identical": "parameters identical on all ranks",
+}
+
+
+def _as_table(summary: dict[str, Any]) -> str:
+    lines = []
+    left_out: set[str] = set()
+    if not summary["checks"] and not summary["divergences"]:
+        left_out |= {"checks", "check_ms_per_check", "divergences"}
+    only_if_any = ("bytes_gathered_per_step", "loss_alarms", "high_precision_modules", "fallbacks")
+    left_out |= {name for name in only_if_any if not summary[name]}
+    if not summary["fp8_slots"]:
+        left_out |= {"fp8_slots", "fp8_collectives_per_step", "fp8_bytes_per_sync", "exposed_sync_ms_per_step"}
+    for key, label in _LABELS.items():
+        if key in left_out:
+            continue
+        lines.append(f"{label + ':':58}{_cell(summary[key])}")
+    if summary["waiting"] is not None:
+        lines += lines_of(summary["waiting"])
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    """Return a value as text: four digits of a float, yes or no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "none" if value is None else str(value)
