@@ -26,7 +26,7 @@ from scripts.benchmarks.gpu.kernels import run_part
 from scripts.benchmarks.gpu.lab import Lab
 from scripts.benchmarks.gpu.matmuls import Matmuls
 from scripts.benchmarks.gpu.memory import Memory
-from scripts.benchmarks.gpu.stopwatch import Action, HostStopwatch
+from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -304,7 +304,7 @@ def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(matmuls, "ours", product)
     path = tmp_path / "part.json"
-    lab = Lab(HostStopwatch(), smoke=True)
+    lab = Lab(Stopwatch(), smoke=True)
     run_part(Matmuls("tensorwise"), lab, 100.0, functools.partial(results_files.write, path))
     part = json.loads(path.read_text())
     assert [case["gemm"] for case in part["cases"]] == ["fprop", "dgrad", "wgrad"]
@@ -313,7 +313,7 @@ def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, 
     assert part["figures"] == {}
 
 
-class Noting(HostStopwatch):
+class Noting(Stopwatch):
     """Records the pending amaxes of the slots at the start of each action."""
 
     def __init__(self) -> None:

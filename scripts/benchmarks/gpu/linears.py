@@ -6,6 +6,7 @@ which on FP8 is faster in eager mode: below, the time of the host decides.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import importlib.util
 import warnings
@@ -192,14 +193,8 @@ def first_that_beats(counts: Sequence[int], beats: Callable[[int], bool]) -> int
 
     From the first such number on ``beats`` must be true.
     """
-    below, above = -1, len(counts)
-    while above - below > 1:
-        middle = (below + above) // 2
-        if beats(counts[middle]):
-            above = middle
-        else:
-            below = middle
-    return counts[above] if above < len(counts) else None
+    place = bisect.bisect_left(counts, True, key=beats)
+    return counts[place] if place < len(counts) else None
 
 
 def _linear(layer: Layer, device: torch.device) -> nn.Module:
