@@ -127,20 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _predict(options: argparse.Namespace) -> Report:
     """Return the prediction for these options. Draw the plot of ``--plot``."""
-    given = vars(options)
-    values: dict[str, Any] = {}
-    used = []
-    for flag, _, default, unit, meaning in OF_JOB:
-        name = flag.removeprefix("--").replace("-", "_")
-        values[name] = default if given[name] is None else given[name]
-        if not {options.update, options.straggler} & set(USED_BY.get(name, (options.update,))):
-            continue
-        if given[name] is None:
-            used.append(Constant(name, default, unit, meaning))
-        else:
-            used.append(Constant(name, given[name], unit, GIVEN, "given"))
-    if options.shared_cores is not None:
-        used.append(Constant("shared_cores", options.shared_cores, "", GIVEN, "given"))
+    used, values = _numbers(options)
     topology = Topology(options.ranks, values["gpus_per_node"], options.shared_cores)
     constants, calibration = _network(options), None
     if options.calibrate is not None:
@@ -171,6 +158,23 @@ def _predict(options: argparse.Namespace) -> Report:
         how = f"{options.algorithm}, {options.update}, {values['gpus_per_node']} ranks per node"
         _plot(options.plot, job, topology, f"{values['slots']} slots, {how}")
     return report
+
+
+def _numbers(options: argparse.Namespace) -> tuple[list[Constant], dict[str, Any]]:
+    """Return the numbers of the job that have an effect, and the values of all by name."""
+    used, values = [], {}
+    for flag, _, default, unit, meaning in OF_JOB:
+        name = flag.removeprefix("--").replace("-", "_")
+        given = getattr(options, name)
+        values[name] = default if given is None else given
+        number = Constant(name, default, unit, meaning)
+        if given is not None:
+            number = Constant(name, given, unit, GIVEN, "given")
+        if {options.update, options.straggler} & set(USED_BY.get(name, (options.update,))):
+            used.append(number)
+    if options.shared_cores is not None:
+        used.append(Constant("shared_cores", options.shared_cores, "", GIVEN, "given"))
+    return used, values
 
 
 def _network(options: argparse.Namespace) -> Constants:

@@ -335,13 +335,13 @@ class Noting(Stopwatch):
 @pytest.mark.parametrize("kernel", ["cast_transpose_amax", "amax"])
 def test_a_timed_cast_records_its_amax(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stopwatch = Noting()
-    examine = memory._MEASURES[memory.KERNELS.index(kernel)]
+    examine = memory._MEASURES[kernel]
 
     def examined(tensors: Any, pending: torch.Tensor) -> Any:
         stopwatch.pending.append(pending)
         return examine(tensors, pending)
 
-    monkeypatch.setattr(memory, "_MEASURES", [examined] * len(memory.KERNELS))
+    monkeypatch.setattr(memory, "_MEASURES", {kernel: examined})
     case = Memory().measure(Lab(stopwatch, smoke=True, seconds=0.0), memory.Planned(kernel, 16, 32))
     assert "problem" not in case
     assert set(stopwatch.noted) == {DID_NOT_RUN}

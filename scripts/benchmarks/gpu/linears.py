@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.recipe import Recipe
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
-from scripts.benchmarks.gpu.lab import Case, Lab, summary_of
+from scripts.benchmarks.gpu.lab import Case, Lab, by_recipe, summary_of
 from scripts.benchmarks.gpu.stopwatch import Action, Comparison, compare, compare_in_a_row, issue_time, repeated
 from scripts.benchmarks.llama_shapes import LINEARS, RECIPES, Layer, fast_everywhere
 
@@ -119,13 +119,8 @@ class Linears:
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by recipe and side."""
-        return {
-            f"{recipe}: {key}": summary
-            for recipe in RECIPES
-            for side in (OURS, FAST, REUSED, TRITON)
-            for key in (side, f"{side}, eager")
-            if (summary := summary_of([case for case in cases if case.get("recipe", recipe) == recipe], key))
-        }
+        keys = [key for side in (OURS, FAST, REUSED, TRITON) for key in (side, f"{side}, eager")]
+        return by_recipe(cases, RECIPES, keys)
 
 
 class Torchao:
