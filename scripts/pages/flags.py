@@ -21,28 +21,14 @@ from scripts.simulation.__main__ import parser as simulation_parser
 
 FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "recipe": ("--recipe",),
         "enabled": ("--precision",),
-        "amax_sync": ("--amax-sync", "--no-amax-sync"),
-        "check_every": ("--check-every",),
-        "check_policy": ("--check-policy",),
-        "audit_every": ("--audit-every",),
-        "audit_bytes": ("--audit-bytes",),
-        "backend": ("--backend",),
-        "fp8_all_gather": ("--fp8-all-gather", "--no-fp8-all-gather"),
         "overrides": ("--override", "--high-first", "--high-last"),
         "fallback": ("--fallback-steps", "--fallback-saturated", "--fallback-underflow"),
-        "history_len": ("--history-len",),
-        "amax_algo": ("--amax-algo",),
-        "margin": ("--margin",),
-        "format": ("--format",),
-        "update": ("--update",),
-        "power_of_two": ("--power-of-two",),
         "high_precision": ("--high-gemms",),
         "fast_accumulation": ("--fast-gemms",),
     }
 )
-"""Flags of the example job, by the argument of ``prepare`` or the recipe field that they set."""
+"""Flags of the example job that set an argument of ``prepare`` or a recipe field of another name."""
 
 RECIPES = (fp8dist.DelayedScaling, fp8dist.CurrentScaling, fp8dist.RowwiseScaling, fp8dist.BlockScaling)
 
@@ -176,7 +162,8 @@ def _arguments_of(documented: Callable[..., Any]) -> dict[str, str]:
 
 
 def _flags(name: str) -> str:
-    return ", ".join(f"`{flag}`" for flag in FLAGS_OF.get(name, ()))
+    same = [flag for action in job_parser()._actions if action.dest == name for flag in action.option_strings]
+    return ", ".join(f"`{flag}`" for flag in FLAGS_OF.get(name, same))
 
 
 def _code_if(text: str, condition: bool) -> str:
