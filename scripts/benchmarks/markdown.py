@@ -9,6 +9,6 @@ NOT_YET = "not measured yet"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, with a trailing newline."""
-    lines = [head, ["---"] * len(head), *rows]
+    """Return a Markdown table, with a trailing newline. Without rows it says that nothing was measured."""
+    lines = [head, ["---"] * len(head), *(rows or [[NOT_YET, *["-"] * (len(head) - 1)]])]
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)

@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +81,24 @@ def fresh(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return (weight / factors).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn), factors
 
 
+def weights_of(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (name, FP8 bytes, factor of each element) of the exported weights."""
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            scale = tensors[f"{name}_scale" if f"{name}_scale" in tensors else f"{name}_scale_inv"]
+            yield name, tensor, spread(scale, tensor.shape)
+
+
 def served(tensors: dict[str, Tensor], floats: dict[str, Tensor], kind: str, again: bool) -> GPT:
     """Return the model of a server. ``again``: it quantises the float weights itself."""
     model = GPT(LAYERS, WIDTH, HEADS, CONTEXT)
     model.load_state_dict(floats)
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.float8_e4m3fn:
-            continue
+    inputs = {"rowwise": "token", "block": "block"}.get(kind, "tensor")
+    for name, weight, factors in weights_of(tensors):
         module = name.removesuffix(".weight")
-        scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
-        assert scale is not None
-        weight, factors = fresh(floats[name], kind) if again else (tensor, spread(scale, tensor.shape))
-        inputs = {"rowwise": "token", "block": "block"}.get(kind, "tensor")
-        fixed = None if again else tensors.get(f"{module}.input_scale")
+        fixed = tensors.get(f"{module}.input_scale")
+        if again:
+            (weight, factors), fixed = fresh(floats[name], kind), None
         parent, _, last = module.rpartition(".")
         linear = ServedLinear(weight, factors, floats.get(f"{module}.bias"), inputs, fixed)
         setattr(model.get_submodule(parent), last, linear)
@@ -135,15 +141,12 @@ def measure(kind: str, steps: int, folder: Path, power_of_two: bool = False) -> 
         divergence = float((logits.exp() * (logits - theirs)).sum(-1).mean())
         row[name] = {"loss": other, "divergence": divergence}
     changed = count = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.float8_e4m3fn:
-            scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
-            assert scale is not None
-            weight, factors = fresh(floats[name], kind)
-            mine, theirs = tensor.float() * spread(scale, tensor.shape), weight.float() * factors
-            # A scale that differs in its last bit changes no weight by more than a rounding or two.
-            changed += int(((mine - theirs).abs() > 4 * 2.0**-24 * mine.abs()).sum())
-            count += tensor.numel()
+    for name, tensor, own in weights_of(tensors):
+        weight, factors = fresh(floats[name], kind)
+        mine, theirs = tensor.float() * own, weight.float() * factors
+        # A scale that differs in its last bit changes no weight by more than a rounding or two.
+        changed += int(((mine - theirs).abs() > 4 * 2.0**-24 * mine.abs()).sum())
+        count += tensor.numel()
     return {**row, "changed": changed / count}
 
 

@@ -21,7 +21,8 @@ from types import MappingProxyType
 from typing import Any
 
 from scripts import results_files
-from scripts.benchmarks.markdown import NOT_YET, table
+from scripts.benchmarks.markdown import table
+from scripts.convergence.results import SETTING, setting_of
 
 SCHEMA = 1
 NAME = "accumulation"
@@ -50,25 +51,19 @@ def _problems_of(data: Any) -> list[str]:
 
 def setting(data: Results | None) -> str:
     """Return the table of settings: what is emulated, flags, machine, versions, commit and date."""
-    head = ["bits of a sum", "float32 after", "flags", "machine", "versions", "commit", "date"]
-    if data is None:
-        return table(head, [[NOT_YET, *["-"] * (len(head) - 1)]])
-    emulation, commit = data["emulation"], data["commit"]
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version)
-    bits, every = f"{emulation['fraction_bits'] + 1}", f"{emulation['promoted_every']} elements"
-    text = commit[:10] + (" and changes" if commit.endswith("+") else "")
-    flags = f"`{' '.join(data['flags'])}`"
-    return table(head, [[bits, every, flags, data["machine"], versions, text, data["date"][:10]]])
+    rows = []
+    if data is not None:
+        bits, every = data["emulation"]["fraction_bits"] + 1, f"{data['emulation']['promoted_every']} elements"
+        rows = [[str(bits), every, *setting_of(data, [data["commit"]])]]
+    return table(["bits of a sum", "float32 after", *SETTING], rows)
 
 
 def products(data: Results | None) -> str:
     """Return the table of relative errors of single products, by data, formats and k."""
     head = ["data", "formats", "k", "error of the cast", "slow accumulation", "fast accumulation"]
-    if data is None:
-        return table(head, [[NOT_YET, *["-"] * (len(head) - 1)]])
     rows = [
         [row["data"], row["formats"], str(row["k"]), *(_percent(row[name]) for name in ("cast", "slow", "fast"))]
-        for row in data["products"]
+        for row in (data or {"products": ()})["products"]
     ]
     return table(head, rows)
 
@@ -84,7 +79,7 @@ def gemms(data: Results | None) -> str:
             errors = [row["slow"]["mean"], row["fast"]["mean"], row["fast"]["highest"]]
             place = [str(point["step"]), str(point["tokens"]), lengths]
             rows.append([row["recipe"], row["gemm"], *place, *map(_percent, errors)])
-    return table(head, sorted(rows, key=lambda row: row[0]) or [[NOT_YET, *["-"] * (len(head) - 1)]])
+    return table(head, sorted(rows, key=lambda row: row[0]))
 
 
 def gradients(data: Results | None) -> str:
@@ -94,8 +89,6 @@ def gradients(data: Results | None) -> str:
     for point in points:
         place = f"step {point['step']}, {point['tokens']} tokens"
         head += [f"all weights as one vector, {place}", f"gradient at the bottom, {place}"]
-    if not points:
-        return table([*head, "cosine to FP32"], [[NOT_YET, "-", "-"]])
     rows = []
     for cases in zip(*(point["cases"] for point in points), strict=True):
         row = [cases[0]["recipe"], _named(cases[0]["fast"])]

@@ -18,8 +18,6 @@ elements. The first case of each recipe adds in float32, as a CPU does.
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -31,8 +29,6 @@ from torch import Tensor
 
 from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist_kernels.formats import E4M3, E5M2, Format
-from launch.train_gpt.data import BadInput
-from launch.train_gpt.exits import exit_with
 from scripts import results_files
 from scripts.convergence import accumulation_tables as tables
 from scripts.convergence import results
@@ -45,20 +41,7 @@ from scripts.convergence.accumulation import (
     errors_of,
     relative_error,
 )
-from scripts.convergence.gradients import (
-    MEASURED,
-    Gradients,
-    calibration_of,
-    compare,
-    fp8_gradients,
-    gradients_of,
-    loss_of,
-    names_of,
-    trained,
-)
-from tests.support.lab import recipes
-from tests.support.lab.job import Job
-from tests.support.lab.options import parse, prepare_input
+from scripts.convergence.gradients import Point, compare, ready, trained
 
 RECIPES = ("delayed", "rowwise")
 
@@ -83,11 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     if min(*own.points, own.batches) < 1:
         parser.error("--points and --batches must be at least 1")
     flags = ["--steps", str(max(own.points)), *others]
-    try:
-        options = parse([*flags, "--out", own.out, "--precision", "fp32", "--parallel", "none"])
-        text = prepare_input(options)
-    except BadInput as error:
-        exit_with(error)
+    options, text = ready([*flags, "--out", own.out])
     about = {  # Before the measurement: the checkout may change meanwhile.
         "schema": tables.SCHEMA,
         "commit": results_files.commit_of(),
@@ -97,7 +76,9 @@ def main(arguments: Sequence[str]) -> int:
     points = []
     for step, job in trained(options, text, own.points):
         for batches in sorted({1, own.batches}) if step == max(own.points) else [1]:
-            points.append(_Point(job, step, batches).measure())
+            point = Point(job, step, batches)
+            tokens = batches * options.batch_size * options.context
+            points.append({"step": step, "tokens": tokens, "gemms": list(gemms(point)), "cases": list(cases(point))})
     data = {**about, "products": products(), "seed": options.seed, "points": points}
     results_files.write(options.out / f"{tables.NAME}.json", data)
     if own.keep:
@@ -131,49 +112,29 @@ def _cast(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return (x * scale).clamp(-format.max, format.max).to(format.dtype), scale.reciprocal()
 
 
-class _Point:
-    """One point of the training: a batch, and what is compared on it."""
+def gemms(point: Point) -> Iterator[dict[str, Any]]:
+    """Yield the errors of each recipe's GEMMs, on the tensors of a step whose sums are in float32."""
+    for kind in RECIPES:
+        for gemm in GEMMS:
+            with compared() as found:
+                point.fp8(kind, fast_accumulation=(gemm,))
+            sides = {name: [getattr(errors, name) for errors in found] for name in ("slow", "fast")}
+            lengths = [errors.k for errors in found]
+            yield {
+                **{"recipe": kind, "gemm": gemm, "lowest_k": min(lengths), "highest_k": max(lengths)},
+                **{name: {"mean": fmean(errors), "highest": max(errors)} for name, errors in sides.items()},
+            }
 
-    def __init__(self, job: Job, step: int, batches: int) -> None:
-        options = job.options
-        parts = [job.batch(step, number, MEASURED) for number in range(batches)]
-        self._measured = loss_of((torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])))
-        self._calibration = calibration_of(job, step)
-        self._names = names_of(job)
-        self._twin = copy.deepcopy(job.model)  # A copy, so that measuring does not affect training.
-        self._recipes = {kind: recipes.recipe_of(dataclasses.replace(options, recipe=kind)) for kind in RECIPES}
-        self._place = {"step": step, "tokens": batches * options.batch_size * options.context}
 
-    def measure(self) -> dict[str, Any]:
-        """Return the results of this point."""
-        return {**self._place, "gemms": list(self._gemms()), "cases": list(self._cases())}
-
-    def _gemms(self) -> Iterator[dict[str, Any]]:
-        """Yield the errors of each recipe's GEMMs, on the tensors of a step whose sums are in float32."""
-        for kind in RECIPES:
-            for gemm in GEMMS:
-                with compared() as found:
-                    self._gradients(kind, (gemm,))
-                sides = {name: [getattr(errors, name) for errors in found] for name in ("slow", "fast")}
-                lengths = [errors.k for errors in found]
-                yield {
-                    **{"recipe": kind, "gemm": gemm, "lowest_k": min(lengths), "highest_k": max(lengths)},
-                    **{name: {"mean": fmean(errors), "highest": max(errors)} for name, errors in sides.items()},
-                }
-
-    def _cases(self) -> Iterator[dict[str, Any]]:
-        """Yield the cosines of each recipe with each of ``CASES``."""
-        expected = gradients_of(self._twin, self._measured, *self._names)
-        for kind in RECIPES:
-            for fast in CASES:
-                with nullcontext() if fast is None else emulated():
-                    cosines = compare(self._gradients(kind, fast or ()), expected)
-                lowest, bottom = min(cosines.weights.values()), next(iter(cosines.inputs.values()))
-                yield {"recipe": kind, "fast": fast, "overall": cosines.overall, "lowest": lowest, "bottom": bottom}
-
-    def _gradients(self, kind: str, fast: tuple[Gemm, ...]) -> Gradients:
-        recipe = dataclasses.replace(self._recipes[kind], fast_accumulation=fast)  # type: ignore[type-var]
-        return fp8_gradients(self._twin, recipe, self._measured, *self._names, self._calibration)
+def cases(point: Point) -> Iterator[dict[str, Any]]:
+    """Yield the cosines of each recipe with each of ``CASES``."""
+    expected = point.plain()
+    for kind in RECIPES:
+        for fast in CASES:
+            with nullcontext() if fast is None else emulated():
+                cosines = compare(point.fp8(kind, fast_accumulation=fast or ()), expected)
+            lowest, bottom = min(cosines.weights.values()), next(iter(cosines.inputs.values()))
+            yield {"recipe": kind, "fast": fast, "overall": cosines.overall, "lowest": lowest, "bottom": bottom}
 
 
 if __name__ == "__main__":

@@ -151,14 +151,21 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--points", type=int, nargs="+", required=True)
     own, others = parser.parse_known_args(arguments)
-    try:
-        options = parse([*others, "--precision", "fp32", "--parallel", "none"])
-        text = prepare_input(options)
-    except BadInput as error:
-        exit_with(error)
-    found = [{"step": step, "cases": list(_cases(job, step))} for step, job in trained(options, text, own.points)]
+    options, text = ready(others)
+    found = [
+        {"step": step, "cases": list(_cases(Point(job, step)))} for step, job in trained(options, text, own.points)
+    ]
     results_files.write(options.out / FILE, {"seed": options.seed, "points": found})
     return 0
+
+
+def ready(flags: Sequence[str]) -> tuple[Options, Text]:
+    """Return the options of an FP32 training, and its text. For wrong flags, print one line and exit with status 2."""
+    try:
+        options = parse([*flags, "--precision", "fp32", "--parallel", "none"])
+        return options, prepare_input(options)
+    except BadInput as error:
+        exit_with(error)
 
 
 def trained(options: Options, text: Text, points: Sequence[int]) -> Iterator[tuple[int, Job]]:
@@ -172,49 +179,58 @@ def trained(options: Options, text: Text, points: Sequence[int]) -> Iterator[tup
                 yield step, job
 
 
-def names_of(job: Job) -> tuple[list[str], list[str]]:
-    """Return the fqns of the Linears that FP8 converts, and of the modules on the residual stream."""
-    linears = [name for name, module in job.model.named_modules() if isinstance(module, nn.Linear)]
-    linears.remove("lm_head")
-    return linears, [f"blocks.{number}" for number in range(job.options.layers)]
+class Point:
+    """A point of a training: batches that training never uses, as one, and a copy of the model to measure with.
+
+    Delayed scaling takes its scales from the batches after it.
+    """
+
+    def __init__(self, job: Job, step: int, batches: int = 1) -> None:
+        self.options = job.options
+        self.autocast = torch.autocast(job.ranks.device.type, torch.bfloat16)
+        self._twin = copy.deepcopy(job.model)  # A copy, so that measuring does not affect training.
+        self._loss = _loss_of([job.batch(step, number, MEASURED) for number in range(batches)])
+        later = range(step + 1, step + 1 + CALIBRATED_ON)
+        self._calibration = [_loss_of([job.batch(one, 0)]) for one in later]
+        linears = [name for name, module in job.model.named_modules() if isinstance(module, nn.Linear)]
+        linears.remove("lm_head")
+        self._names = linears, [f"blocks.{number}" for number in range(job.options.layers)]
+
+    def plain(self, context: AbstractContextManager[object] | None = None) -> Gradients:
+        """Return the gradients of the model as it is."""
+        return gradients_of(self._twin, self._loss, *self._names, context)
+
+    def fp8(self, kind: str, **changes: Any) -> Gradients:
+        """Return the gradients with a recipe of the lab, in which ``changes`` are other fields."""
+        recipe = recipes.recipe_of(dataclasses.replace(self.options, recipe=kind))  # type: ignore[arg-type]
+        recipe = dataclasses.replace(recipe, **changes)  # type: ignore[type-var]
+        return fp8_gradients(self._twin, recipe, self._loss, *self._names, self._calibration)
 
 
-def _cases(job: Job, step: int) -> Iterator[dict[str, Any]]:
+def _loss_of(batches: Sequence[tuple[Tensor, Tensor]]) -> Loss:
+    """Return the loss of batches of (tokens, targets), as one."""
+    tokens, targets = (torch.cat(parts) for parts in zip(*batches))
+    return lambda model: model(tokens, targets)
+
+
+def _cases(point: Point) -> Iterator[dict[str, Any]]:
     """Yield the cases of one point: each recipe with all GEMMs in FP8, and with each GEMM alone in FP8."""
-    linears, streams = names_of(job)
-    measured = loss_of(job.batch(step, 0, MEASURED))
-    following = calibration_of(job, step)
-    twin = copy.deepcopy(job.model)  # A copy, so that measuring does not affect training.
-    expected = gradients_of(twin, measured, linears, streams)
-    autocast = torch.autocast(job.ranks.device.type, torch.bfloat16)
-    yield _case("bf16", (), gradients_of(twin, measured, linears, streams, autocast), expected)
+    expected = point.plain()
+
+    def case(name: str, gemms: Sequence[str], found: Gradients) -> dict[str, Any]:
+        return {"recipe": name, "fp8": list(gemms), **compare(found, expected)._asdict()}
+
+    yield case("bf16", (), point.plain(point.autocast))
     for kind in RECIPES:
-        recipe = recipes.recipe_of(dataclasses.replace(job.options, recipe=kind))  # type: ignore[arg-type]
         for gemms in _sets_of_gemms(kind):
             high = tuple(gemm for gemm in GEMMS if gemm not in gemms)
-            single = dataclasses.replace(recipe, high_precision=high)  # type: ignore[type-var]
-            found = fp8_gradients(twin, single, measured, linears, streams, following)
-            yield _case(kind, gemms, found, expected)
+            yield case(kind, gemms, point.fp8(kind, high_precision=high))
 
 
 def _sets_of_gemms(kind: str) -> list[tuple[Gemm, ...]]:
     """Return the sets of GEMMs to run in FP8: all, each alone, and (delayed scaling) all but dgrad."""
     sets: list[tuple[Gemm, ...]] = [GEMMS, *((gemm,) for gemm in GEMMS)]
     return [*sets, ("fprop", "wgrad")] if kind == "delayed" else sets
-
-
-def loss_of(batch: tuple[Tensor, Tensor]) -> Loss:
-    """Return the loss of a batch of (tokens, targets)."""
-    return lambda model: model(*batch)
-
-
-def calibration_of(job: Job, step: int) -> list[Loss]:
-    """Return the losses of the batches after ``step``, from which delayed scaling takes its scales."""
-    return [loss_of(job.batch(step + later, 0)) for later in range(1, CALIBRATED_ON + 1)]
-
-
-def _case(name: str, gemms: Sequence[str], found: Gradients, expected: Gradients) -> dict[str, Any]:
-    return {"recipe": name, "fp8": list(gemms), **compare(found, expected)._asdict()}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,19 @@ def about(flags: Sequence[str], device: str = "cpu") -> dict[str, Any]:
     facts = environment.facts(torch.device(device))
     versions = {name: facts["versions"][name] for name in ("python", "torch", "fp8dist")}
     return {"date": results_files.now(), "machine": facts["device"]["name"], "versions": versions, "flags": list(flags)}
+
+
+SETTING = ("flags", "machine", "versions", "commit", "date")
+"""The columns of ``setting_of``."""
+
+
+def setting_of(data: Mapping[str, Any], commits: Sequence[str]) -> list[str]:
+    """Return what a table says of the setting of results."""
+    flags = " ".join(data["flags"])
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version)
+    named = (commit[:10] + (" and changes" if commit.endswith("+") else "") for commit in commits)
+    flags = f"`{flags}`" if flags else "the example job's defaults"
+    return [flags, data["machine"], versions, ", ".join(named), data["date"][:10]]
 
 
 def load(root: Path = results_files.ROOT, name: str = CONVERGENCE) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from scripts.benchmarks.markdown import NOT_YET, table
 from scripts.convergence.comparison import Comparison, Spread, compare, final_steps
+from scripts.convergence.results import SETTING, setting_of
 from scripts.convergence.variants import VARIANTS
 
 Results = Mapping[str, Any]
@@ -17,20 +18,12 @@ Case = Mapping[str, Any]
 
 
 def setting(data: Results | None) -> str:
-    """Return the table of settings: steps, flags, machine, versions, commit and date."""
-    head = ["steps", "final training loss: mean over the last", "flags", "machine", "versions", "commit", "date"]
-    if data is None:
-        return table(head, [[NOT_YET, *["-"] * (len(head) - 1)]])
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version)
-    steps, commits = data["steps"], ", ".join(_short(commit) for commit in data["commits"])
-    flags = " ".join(data["flags"])
-    last = f"{final_steps(steps)} steps"
-    text = f"`{flags}`" if flags else "the example job's defaults"
-    return table(head, [[str(steps), last, text, data["machine"], versions, commits, data["date"][:10]]])
-
-
-def _short(commit: str) -> str:
-    return commit[:10] + (" and changes" if commit.endswith("+") else "")
+    """Return the table of settings: steps, flags, machine, versions, commits and date."""
+    rows = []
+    if data is not None:
+        last = f"{final_steps(data['steps'])} steps"
+        rows = [[str(data["steps"]), last, *setting_of(data, data["commits"])]]
+    return table(["steps", "final training loss: mean over the last", *SETTING], rows)
 
 
 def gaps(data: Results | None) -> str:
@@ -105,10 +98,8 @@ def gradients(data: Results | None) -> str:
         *("recipe", "GEMMs in FP8", *(f"step {step}" for step in steps), "lowest of any Linear"),
         *(f"all weights as one vector, step {steps[-1]}", f"gradient at the bottom, step {steps[-1]}"),
     ]
-    if not points:
-        return table(head, [["-", NOT_YET, *["-"] * (len(head) - 2)]])
     rows = []
-    for number, last in enumerate(points[-1]["cases"]):
+    for number, last in enumerate(points[-1]["cases"] if points else ()):
         cases = [point["cases"][number] for point in points]
         lowest, name, step = min(
             (_number(value), name, point["step"])
@@ -133,7 +124,7 @@ def layers(data: Results | None) -> str:
     """Return the table of cosines to FP32's gradients at the last point, by Linear, then by input of each block."""
     points = _points(data)
     if not points:
-        return table(["gradient of", "recipe"], [[NOT_YET, "-"]])
+        return table(["gradient of", "recipe"], [])
     cases = [case for case in points[-1]["cases"] if _of_interest(case)]
     names = [f"{case['recipe']}{_without(case)}" for case in cases]
     rows = [[f"{fqn}.weight", *(_cosine(case["weights"][fqn]) for case in cases)] for fqn in cases[0]["weights"]]

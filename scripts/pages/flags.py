@@ -21,17 +21,10 @@ from scripts.simulation.__main__ import parser as simulation_parser
 
 FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "recipe": ("--recipe",),
         "enabled": ("--precision",),
-        "amax_sync": ("--amax-sync", "--no-amax-sync"),
-        "check_every": ("--check-every",),
-        "check_policy": ("--check-policy",),
-        "audit_every": ("--audit-every",),
-        "fp8_all_gather": ("--fp8-all-gather", "--no-fp8-all-gather"),
-        "update": ("--update",),
     }
 )
-"""Flags of the example job, by the argument of ``prepare`` or the recipe field that they set."""
+"""Flags of the example job that set an argument of ``prepare`` or a recipe field of another name."""
 
 RECIPES = (fp8dist.DelayedScaling, fp8dist.CurrentScaling, fp8dist.RowwiseScaling, fp8dist.BlockScaling)
 
@@ -159,7 +152,8 @@ def _arguments_of(documented: Callable[..., Any]) -> dict[str, str]:
 
 
 def _flags(name: str) -> str:
-    return ", ".join(f"`{flag}`" for flag in FLAGS_OF.get(name, ()))
+    same = [flag for action in job_parser()._actions if action.dest == name for flag in action.option_strings]
+    return ", ".join(f"`{flag}`" for flag in FLAGS_OF.get(name, same))
 
 
 def _code_if(text: str, condition: bool) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import results_files
-from scripts.benchmarks.markdown import NOT_YET, table
+from scripts.benchmarks.markdown import table
 from scripts.pages.filling import Parts
 
 
@@ -18,11 +18,9 @@ def parts_of(root: Path = results_files.ROOT) -> Parts:
 
 
 def _serving(results: dict[str, Any] | None) -> str:
-    if results is None:
-        return f"{NOT_YET}\n"
     head = ["recipe", "perplexity in eval()", "exported", "KL", "quantised again", "KL", "weights that differ"]
     lines = []
-    for row in results["rows"]:
+    for row in (results or {"rows": ()})["rows"]:
         cells = [f"`{row['recipe']}`", f"{math.exp(row['loss']):.5f}"]
         for name in ("exported", "again"):
             cells += [f"{math.exp(row[name]['loss']):.5f}", f"{max(0.0, row[name]['divergence']):.1e}"]

@@ -18,19 +18,21 @@ from scripts.simulation.calibration import Calibration, fit, read_run
 from scripts.simulation.model import ALGORITHMS, Algorithm, Constant, Constants, Topology, Unusable, defaults, ways
 from scripts.simulation.prediction import KINDS, Cost, Job, Kind, Stragglers
 
+UPDATES = ("same_step", "next_step")
+CHOICES = (
+    ("--algorithm", ALGORITHMS, "all-reduce algorithm; tree and ring are NCCL's, on GPUs"),
+    ("--update", UPDATES, "same_step: every rank waits for the sync at once; next_step: it overlaps with --window-ms"),
+    ("--straggler", KINDS, "distribution of the delays of late ranks"),
+)
+"""(flag, choices with the default first, meaning)."""
+
 OF_JOB = (
     ("--gpus-per-node", int, 8, "", "GPUs per node, assumed"),
     ("--slots", int, 672, "", "FP8 slots: three for each of the 224 Linears of Llama 3 8B"),
     ("--arenas", int, 1, "", "arenas: one for each group of ranks and recipe"),
     ("--lanes", int, 0, "", "extra words per slot: 2 if a Fallback limits shares"),
     ("--step-ms", float, 1000.0, "ms", "duration of a step without syncs, assumed"),
-    (
-        "--window-ms",
-        float,
-        20.0,
-        "ms",
-        "time from the sync to the first cast of the next forward, for next_step, assumed",
-    ),
+    ("--window-ms", float, 20.0, "ms", "time from the sync to the next forward's first cast, for next_step, assumed"),
     ("--straggler-us", float, 100.0, "µs", "delay of late ranks, assumed"),
     ("--straggler-sigma", float, 1.0, "", "standard deviation of the logarithm of lognormal delays, assumed"),
     ("--straggler-share", float, 0.01, "", "share of slow ranks, assumed"),
@@ -38,6 +40,16 @@ OF_JOB = (
     ("--seed", int, 0, "", "seed of these draws"),
 )
 """(flag, type, default, unit, meaning) of the numbers of a job."""
+
+USED_BY = {
+    "window_ms": ("next_step",),
+    "straggler_us": ("normal", "lognormal", "exponential", "slow"),
+    "straggler_sigma": ("lognormal",),
+    "straggler_share": ("slow",),
+    "steps": ("normal", "lognormal", "exponential"),
+    "seed": ("normal", "lognormal", "exponential"),
+}
+"""The choices with which a number of a job has an effect. All others always have one."""
 
 OF_NETWORK = (
     ("--overhead-us", "overhead", "fixed time of each collective, µs"),
@@ -90,20 +102,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--ranks", type=int, required=True, metavar="N")
-    add(
-        "--algorithm",
-        choices=ALGORITHMS,
-        default="tree",
-        help="all-reduce algorithm; tree and ring are NCCL's, on GPUs (default: tree)",
-    )
-    add(
-        "--update",
-        choices=("same_step", "next_step"),
-        default="same_step",
-        help="same_step: every rank waits for the sync at once; next_step: it overlaps with --window-ms (default: "
-        "same_step)",
-    )
-    add("--straggler", choices=KINDS, default="none", help="distribution of the delays of late ranks (default: none)")
+    for name, choices, meaning in CHOICES:
+        add(name, choices=choices, default=choices[0], help=f"{meaning} (default: {choices[0]})")
     for name, kind, default, _, meaning in OF_JOB:
         add(name, type=kind, metavar="N", help=f"{meaning} (default: {default:g})")
     for name, _, meaning in OF_NETWORK:
@@ -127,20 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _predict(options: argparse.Namespace) -> Report:
     """Return the prediction for these options. Draw the plot of ``--plot``."""
-    given = vars(options)
-    values: dict[str, Any] = {}
-    used = []
-    for flag, _, default, unit, meaning in OF_JOB:
-        name = flag.removeprefix("--").replace("-", "_")
-        values[name] = default if given[name] is None else given[name]
-        if name in _idle(options):
-            continue
-        if given[name] is None:
-            used.append(Constant(name, default, unit, meaning))
-        else:
-            used.append(Constant(name, given[name], unit, GIVEN, "given"))
-    if options.shared_cores is not None:
-        used.append(Constant("shared_cores", options.shared_cores, "", GIVEN, "given"))
+    used, values = _numbers(options)
     topology = Topology(options.ranks, values["gpus_per_node"], options.shared_cores)
     constants, calibration = _network(options), None
     if options.calibrate is not None:
@@ -173,17 +160,21 @@ def _predict(options: argparse.Namespace) -> Report:
     return report
 
 
-def _idle(options: argparse.Namespace) -> set[str]:
-    """Return the numbers of a job that have no effect with the other options."""
-    used = {
-        "window_ms": options.update == "next_step",
-        "straggler_us": options.straggler != "none",
-        "straggler_sigma": options.straggler == "lognormal",
-        "straggler_share": options.straggler == "slow",
-        "steps": options.straggler not in ("none", "slow"),
-        "seed": options.straggler not in ("none", "slow"),
-    }
-    return {name for name, has_effect in used.items() if not has_effect}
+def _numbers(options: argparse.Namespace) -> tuple[list[Constant], dict[str, Any]]:
+    """Return the numbers of the job that have an effect, and the values of all by name."""
+    used, values = [], {}
+    for flag, _, default, unit, meaning in OF_JOB:
+        name = flag.removeprefix("--").replace("-", "_")
+        given = getattr(options, name)
+        values[name] = default if given is None else given
+        number = Constant(name, default, unit, meaning)
+        if given is not None:
+            number = Constant(name, given, unit, GIVEN, "given")
+        if {options.update, options.straggler} & set(USED_BY.get(name, (options.update,))):
+            used.append(number)
+    if options.shared_cores is not None:
+        used.append(Constant("shared_cores", options.shared_cores, "", GIVEN, "given"))
+    return used, values
 
 
 def _network(options: argparse.Namespace) -> Constants:

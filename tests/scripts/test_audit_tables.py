@@ -14,7 +14,9 @@ from scripts.results_files import path_of, write
 
 def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
-    assert [parts[name]() for name in ("audit-faults", "audit-cost")] == [f"{NOT_YET}\n"] * 2
+    for name in ("audit-faults", "audit-cost"):
+        (row,) = parts[name]().splitlines()[2:]
+        assert row.startswith(f"| {NOT_YET} |")
 
 
 def test_sizes_are_those_of_the_operands(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from scripts.benchmarks.gpu.kernels import run_part
 from scripts.benchmarks.gpu.lab import Lab
 from scripts.benchmarks.gpu.matmuls import Matmuls
 from scripts.benchmarks.gpu.memory import Memory
-from scripts.benchmarks.gpu.stopwatch import Action, HostStopwatch
+from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -304,7 +304,7 @@ def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(matmuls, "ours", product)
     path = tmp_path / "part.json"
-    lab = Lab(HostStopwatch(), smoke=True)
+    lab = Lab(Stopwatch(), smoke=True)
     run_part(Matmuls("tensorwise"), lab, 100.0, functools.partial(results_files.write, path))
     part = json.loads(path.read_text())
     assert [case["gemm"] for case in part["cases"]] == ["fprop", "dgrad", "wgrad"]
@@ -313,7 +313,7 @@ def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, 
     assert part["figures"] == {}
 
 
-class Noting(HostStopwatch):
+class Noting(Stopwatch):
     """Records the pending amaxes of the slots at the start of each action."""
 
     def __init__(self) -> None:
@@ -335,13 +335,13 @@ class Noting(HostStopwatch):
 @pytest.mark.parametrize("kernel", ["cast_transpose_amax", "amax"])
 def test_a_timed_cast_records_its_amax(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stopwatch = Noting()
-    examine = memory._MEASURES[memory.KERNELS.index(kernel)]
+    examine = memory._MEASURES[kernel]
 
     def examined(tensors: Any, pending: torch.Tensor) -> Any:
         stopwatch.pending.append(pending)
         return examine(tensors, pending)
 
-    monkeypatch.setattr(memory, "_MEASURES", [examined] * len(memory.KERNELS))
+    monkeypatch.setattr(memory, "_MEASURES", {kernel: examined})
     case = Memory().measure(Lab(stopwatch, smoke=True, seconds=0.0), memory.Planned(kernel, 16, 32))
     assert "problem" not in case
     assert set(stopwatch.noted) == {DID_NOT_RUN}

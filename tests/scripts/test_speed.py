@@ -32,8 +32,8 @@ from scripts.benchmarks.gpu.stopwatch import (
     MOST,
     NARROW,
     Comparison,
-    HostStopwatch,
     Ratio,
+    Stopwatch,
     Timing,
     compare,
     compare_in_a_row,
@@ -80,7 +80,7 @@ def test_timing_is_a_median_with_its_spread() -> None:
 
 def test_actions_take_turns_in_being_first() -> None:
     clock, order = FakeClock(), []
-    stopwatch = HostStopwatch(clock)
+    stopwatch = Stopwatch(clock)
     actions = [lambda name=name: order.append(name) for name in "abc"]
     times = stopwatch.rounds(actions, 3)
     assert "".join(order) == "abc" + "bca" + "cab"
@@ -89,7 +89,7 @@ def test_actions_take_turns_in_being_first() -> None:
 
 def test_what_is_done_before_each_action_is_not_timed() -> None:
     clock = FakeClock()
-    stopwatch = HostStopwatch(clock)
+    stopwatch = Stopwatch(clock)
     actions = {"slow": clock.taking(0.02), "fast": clock.taking(0.01)}
     assert stopwatch.rounds(list(actions.values()), 2, before=clock.taking(1.0))[0] == pytest.approx([2e4] * 2)
     assert clock.seconds == pytest.approx(4.06)
@@ -98,7 +98,7 @@ def test_what_is_done_before_each_action_is_not_timed() -> None:
 
 def test_compare_fits_into_the_time_it_has() -> None:
     clock = FakeClock()
-    stopwatch = HostStopwatch(clock)
+    stopwatch = Stopwatch(clock)
     actions = {"slow": clock.taking(0.02, 0.024), "fast": clock.taking(0.01)}
     comparison = compare(stopwatch, actions, seconds=0.61)
     assert 15 <= len(comparison.samples["slow"]) <= 20
@@ -112,7 +112,7 @@ def test_compare_fits_into_the_time_it_has() -> None:
 
 def test_time_is_spent_where_a_ratio_is_not_known_well() -> None:
     clock = FakeClock()
-    stopwatch = HostStopwatch(clock)
+    stopwatch = Stopwatch(clock)
     noise = random.Random(0)
     counts = []
     for spread in (0.0, 0.02, 0.2):
@@ -146,7 +146,7 @@ def test_intervals_hold_the_truth_also_with_the_stopping_rule() -> None:
     noise, holds = random.Random(1), {"ratio": 0, "mean": 0}
     clock = FakeClock()
 
-    class Noisy(HostStopwatch):
+    class Noisy(Stopwatch):
         def rounds(self, actions: Sequence[Any], count: int, *_: Any) -> list[list[float]]:
             clock.seconds += 1e-3 * count
             return [[action() * noise.lognormvariate(0, 0.006) for _ in range(count)] for action in actions]
@@ -304,7 +304,7 @@ GOOD: Case = {"name": "good", "timings": {"fp8dist": Timing.of([1.0]).as_dict()}
 def _run(seconds: float, *outcomes: Exception | Case) -> tuple[dict[str, Any], list[int], FakePart]:
     clock = FakeClock()
     part, kept = FakePart(clock, *outcomes), []
-    lab = Lab(HostStopwatch(clock))
+    lab = Lab(Stopwatch(clock))
     result = run_part(part, lab, seconds, lambda part: kept.append(len(part["cases"])), clock)
     assert results.problems_of({**_empty(), "parts": {"memory": results.stamped(result, _empty())}}) == []
     return result, kept, part
@@ -403,7 +403,7 @@ def test_a_wrong_product_is_not_timed(kind: str, fault: str | None, monkeypatch:
         return out.bfloat16()
 
     monkeypatch.setattr(matmuls, "ours", product)
-    lab = Lab(HostStopwatch(), smoke=True, seconds=0.0)
+    lab = Lab(Stopwatch(), smoke=True, seconds=0.0)
     case = Matmuls(kind).measure(lab, _product(300, 128, 256, Scaling(kind)))
     assert ("problem" in case) == (fault is not None), case
     assert ("ratios" in case) == (fault is None)
@@ -440,7 +440,7 @@ def test_figures_of_memory() -> None:
 
 @pytest.mark.parametrize("kernel", ["digest", "cast"])
 def test_what_only_reads_is_compared_with_a_read(kernel: str) -> None:
-    lab = Lab(HostStopwatch(), smoke=True, seconds=0.0)
+    lab = Lab(Stopwatch(), smoke=True, seconds=0.0)
     case = Memory().measure(lab, memory.Planned(kernel, 64, 48, 3 if kernel == "digest" else 1))
     references = set(memory.READS) if kernel == "digest" else {"copy"}
     assert set(case["timings"]) == {"fp8dist", *references}
@@ -531,7 +531,7 @@ def test_the_crossover_needs_a_sure_win(monkeypatch: pytest.MonkeyPatch) -> None
             return Ratio(1.05, 0.99 if self.tokens < 64 else 1.01, 1.1)
 
     monkeypatch.setattr(linears, "_eagerly", lambda lab, bench, models, seconds: Compared(len(bench.x)))
-    lab = Lab(HostStopwatch(), smoke=True, seconds=0.0)
+    lab = Lab(Stopwatch(), smoke=True, seconds=0.0)
     (planned,) = linears.Crossover().plan(lab)
     case = linears.Crossover().measure(lab, planned)
     assert case["crossover"] == 64
@@ -540,10 +540,10 @@ def test_the_crossover_needs_a_sure_win(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_sustained_run_has_no_pause_and_ends_in_time() -> None:
     clock = FakeClock()
-    windows = sustained.sustained(HostStopwatch(clock), clock.taking(0.001), 2.95)
+    windows = sustained.sustained(Stopwatch(clock), clock.taking(0.001), 2.95)
     assert windows == pytest.approx([1e3] * 30), "of 100 ms each"
     assert clock.seconds == pytest.approx(3.002)
-    assert len(sustained.sustained(HostStopwatch(clock), clock.taking(0.001), 0.0)) == FEWEST
+    assert len(sustained.sustained(Stopwatch(clock), clock.taking(0.001), 0.0)) == FEWEST
 
 
 def test_a_sustained_speed_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,9 +557,9 @@ def test_a_sustained_speed_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -
         return windows[next(order)]
 
     monkeypatch.setattr(sustained, "sustained", sustain)
-    part, lab = sustained.Sustained(), Lab(HostStopwatch(), smoke=True, seconds=0.0)
+    part, lab = sustained.Sustained(), Lab(Stopwatch(), smoke=True, seconds=0.0)
     plain, ours, *_ = part.plan(lab)
-    cases = [part.measure(lab, plain), part.measure(Lab(HostStopwatch(), seconds=0.0, share=12.0), ours)]
+    cases = [part.measure(lab, plain), part.measure(Lab(Stopwatch(), seconds=0.0, share=12.0), ours)]
     assert asked == [0.0, 10.0], "the part's time is not exceeded"
     assert cases[1]["timings"]["sustained"]["median_us"] == 2.0
     assert cases[1]["ratios"]["sustained"] == (2.0, 2.0, 2.0)
@@ -622,7 +622,7 @@ def test_a_crash_of_a_training_run_loses_one_case(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jobs.subprocess, "run", run)
     part, clock = jobs.Jobs(), FakeClock()
     monkeypatch.setattr(part, "plan", lambda lab: [jobs.Planned(r, "eager") for r in ("block", "delayed", jobs.BF16)])
-    result = run_part(part, Lab(HostStopwatch(clock)), 40.0, lambda part: None, clock)
+    result = run_part(part, Lab(Stopwatch(clock)), 40.0, lambda part: None, clock)
     problems = [case.get("problem") for case in result["cases"]]
     assert problems == [
         "block, eager: status 1: AcceleratorError: CUDA error: lost",

@@ -192,10 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--summary", type=Path, metavar="FILE", help="only print what a results file says")
     parser.add_argument("--out", type=Path, default=Path("kernels/results"), help="folder of the results")
-    parser.add_argument("--run", default="alone")
-    parser.add_argument("--commit")
-    parser.add_argument("--dirty", action="store_true")
-    parser.add_argument("--smoke", action="store_true", help="the GPU is a pretended one")
+    results.add_flags(parser)
     parser.add_argument("pytest", nargs="*")
     options = parser.parse_args(arguments)
     if options.summary:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scripts.benchmarks.gpu.lab import Case, Lab, summary_of
+from scripts.benchmarks.gpu.lab import Case, Lab, by_recipe
 from scripts.benchmarks.gpu.linears import BF16, OURS, TRITON, Bench, measured, prepared
 from scripts.benchmarks.llama_shapes import RECIPES
 
@@ -67,13 +67,7 @@ class Experts:
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by recipe and side."""
-        return {
-            f"{recipe}: {key}": summary
-            for recipe in RECIPES
-            for side in (OURS, TRITON)
-            for key in (side, f"{side}, eager")
-            if (summary := summary_of([case for case in cases if case.get("recipe", recipe) == recipe], key))
-        }
+        return by_recipe(cases, RECIPES, [key for side in (OURS, TRITON) for key in (side, f"{side}, eager")])
 
 
 class _Mixture(nn.Module):

@@ -77,10 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("kernels/results"), help="folder of the results")
     parser.add_argument("--seconds", type=float, default=480.0, help="for all parts together")
     parser.add_argument("--parts", nargs="+", choices=results.PARTS, help="only these")
-    parser.add_argument("--commit", help="the measured commit")
-    parser.add_argument("--dirty", action="store_true", help="the checkout has uncommitted changes")
-    parser.add_argument("--run", default="alone", help="ID of the run; results with the same ID belong together")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU under Triton's interpreter as well")
+    results.add_flags(parser)
     parser.add_argument("--one", choices=results.PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     return parser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +75,15 @@ def summary_of(cases: Sequence[Case], key: str) -> dict[str, Any]:
         "lowest_case": lowest,
         "shapes": len(ratios),
     }
+
+
+def by_recipe(cases: Sequence[Case], recipes: Iterable[str], keys: Sequence[str]) -> dict[str, Any]:
+    """Return the summaries of all ratios by recipe and key. A case without a recipe has failed: it counts for all."""
+    found = {}
+    for recipe in recipes:
+        mine = [case for case in cases if case.get("recipe", recipe) == recipe]
+        found |= {f"{recipe}: {key}": summary for key in keys if (summary := summary_of(mine, key))}
+    return found
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:

@@ -6,6 +6,7 @@ which on FP8 is faster in eager mode: below, the time of the host decides.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import importlib.util
 import warnings
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
-from scripts.benchmarks.gpu.lab import Case, Lab, summary_of
+from scripts.benchmarks.gpu.lab import Case, Lab, by_recipe, summary_of
 from scripts.benchmarks.gpu.stopwatch import Action, Comparison, compare, compare_in_a_row, issue_time, repeated
 from scripts.benchmarks.llama_shapes import LINEARS, RECIPES, Layer, fast_everywhere
 
@@ -118,13 +119,8 @@ class Linears:
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by recipe and side."""
-        return {
-            f"{recipe}: {key}": summary
-            for recipe in RECIPES
-            for side in (OURS, FAST, REUSED, TRITON)
-            for key in (side, f"{side}, eager")
-            if (summary := summary_of([case for case in cases if case.get("recipe", recipe) == recipe], key))
-        }
+        keys = [key for side in (OURS, FAST, REUSED, TRITON) for key in (side, f"{side}, eager")]
+        return by_recipe(cases, RECIPES, keys)
 
 
 class Torchao:
@@ -192,14 +188,8 @@ def first_that_beats(counts: Sequence[int], beats: Callable[[int], bool]) -> int
 
     From the first such number on ``beats`` must be true.
     """
-    below, above = -1, len(counts)
-    while above - below > 1:
-        middle = (below + above) // 2
-        if beats(counts[middle]):
-            above = middle
-        else:
-            below = middle
-    return counts[above] if above < len(counts) else None
+    place = bisect.bisect_left(counts, True, key=beats)
+    return counts[place] if place < len(counts) else None
 
 
 def _linear(layer: Layer, device: torch.device) -> nn.Module:

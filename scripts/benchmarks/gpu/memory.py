@@ -21,8 +21,9 @@ recorded nothing yet.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,15 +31,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8dist_kernels.reference import blocks as block_twins
+from fp8dist_kernels.reference import casts as cast_twins
+from fp8dist_kernels.reference.content import ContentDigest
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
+from fp8dist_kernels.triton import blocks, casts, magnitude
 from scripts.benchmarks.gpu.lab import Case, Lab, poison, same_bits, summary_of
 from scripts.benchmarks.gpu.stopwatch import Action, compare, issue_time
 
 OURS, COPY = "fp8dist", "copy"
 READS = ("read by torch", "read by Triton")
 READ_ONLY = ("amax", "digest")
-KERNELS = ("cast_transpose_amax", "amax", "cast", "digest", "cast_1x128", "cast_128x128", "cast_rowwise")
-BYTES = (4, 2, 3, 2, 4, 4, 6)
+BYTES = {
+    "cast_transpose_amax": 4,
+    "amax": 2,
+    "cast": 3,
+    "digest": 2,
+    "cast_1x128": 4,
+    "cast_128x128": 4,
+    "cast_rowwise": 6,
+}
+KERNELS = tuple(BYTES)
 EVERYWHERE = 3
 """The first EVERYWHERE kernels are measured at each size."""
 SIZES = ((8192, 14336, 1), (16384, 4096, 1), (8192, 4096, 1), (32768, 28672, 1))
@@ -67,7 +80,7 @@ class Planned:
     @property
     def moved(self) -> int:
         """Bytes that the kernel must read and write."""
-        return BYTES[KERNELS.index(self.kernel)] * self.rows * self.columns * self.tensors
+        return BYTES[self.kernel] * self.rows * self.columns * self.tensors
 
 
 class Memory:
@@ -86,17 +99,10 @@ class Memory:
         """See ``Part``. "ratios": the time of the "reference" over ours."""
         shape = (planned.rows, planned.columns)
         tensors = [torch.randn(shape, dtype=torch.bfloat16, device=lab.device) for _ in range(planned.tensors)]
-        case: Case = {
-            "name": planned.name,
-            "kernel": planned.kernel,
-            "rows": planned.rows,
-            "columns": planned.columns,
-            "tensors": planned.tensors,
-            "bytes": planned.moved,
-        }
+        case: Case = {"name": planned.name, **asdict(planned), "bytes": planned.moved}
         poison(shape, torch.float8_e4m3fn, lab.device)
         pending = torch.full((), DID_NOT_RUN, device=lab.device)
-        action, problem = _MEASURES[KERNELS.index(planned.kernel)](tensors, pending)
+        action, problem = _MEASURES[planned.kernel](tensors, pending)
         if problem:
             return {**case, "problem": f"wrong: {problem}"}
         actions: dict[str, Action] = {OURS: action, **_references(planned, lab.device)}
@@ -150,9 +156,6 @@ Examined = tuple[Callable[[], object], str | None]
 
 
 def _cast(tensors: Sequence[Tensor], pending: Tensor, everything: bool) -> Examined:
-    from fp8dist_kernels.reference import casts as twins
-    from fp8dist_kernels.triton import casts
-
     (x,) = tensors
     scale = torch.tensor(SCALE, device=x.device)
     cold = torch.zeros((), dtype=torch.bool, device=x.device)
@@ -162,7 +165,7 @@ def _cast(tensors: Sequence[Tensor], pending: Tensor, everything: bool) -> Exami
     action = functools.partial(casts.quantize, x, scale, cold, pending, dtype, **options)
     mine = action()
     expected = torch.full((), DID_NOT_RUN, device=x.device)
-    theirs = twins.quantize(x, scale, cold, expected, dtype, **options)
+    theirs = cast_twins.quantize(x, scale, cold, expected, dtype, **options)
     names = ("row-major copy", "transposed copy", "inv_scale")
     differing = [name for name, one, other in zip(names, mine, theirs) if not same_bits(one, other)]
     if not same_bits(pending, expected):
@@ -171,8 +174,6 @@ def _cast(tensors: Sequence[Tensor], pending: Tensor, everything: bool) -> Exami
 
 
 def _amax(tensors: Sequence[Tensor], pending: Tensor) -> Examined:
-    from fp8dist_kernels.triton import magnitude
-
     (x,) = tensors
     action = functools.partial(magnitude.observe, x, pending)
     action()
@@ -181,8 +182,6 @@ def _amax(tensors: Sequence[Tensor], pending: Tensor) -> Examined:
 
 
 def _digest(tensors: Sequence[Tensor], _: Tensor) -> Examined:
-    from fp8dist_kernels.reference.content import ContentDigest
-
     action = functools.partial(ContentDigest(tensors[0].device, "triton").many_leaves, tensors)
     leaves, counts = action()
     plain = ContentDigest(torch.device("cpu"), "torch")
@@ -191,26 +190,25 @@ def _digest(tensors: Sequence[Tensor], _: Tensor) -> Examined:
 
 
 def _cast_with_many_scales(tensors: Sequence[Tensor], _: Tensor, block: tuple[int, int] | None) -> Examined:
-    from fp8dist_kernels.reference import blocks as twins
-    from fp8dist_kernels.triton import blocks
-
     def action(version: Any = blocks) -> tuple[Tensor, ...]:
         options = {"power_of_two": False, "rows": True, "columns": True}
         if block is None:
             return version.quantize_rowwise(tensors[0], torch.float8_e4m3fn, **options)
         return version.quantize_blocks(tensors[0], torch.float8_e4m3fn, block=block, **options)
 
-    right = all(same_bits(mine, theirs) for mine, theirs in zip(action(), action(twins)))
+    right = all(same_bits(mine, theirs) for mine, theirs in zip(action(), action(block_twins)))
     return action, None if right else "copies or scales differ from plain torch"
 
 
-_MEASURES = (
-    functools.partial(_cast, everything=True),
-    _amax,
-    functools.partial(_cast, everything=False),
-    _digest,
-    functools.partial(_cast_with_many_scales, block=(1, 128)),
-    functools.partial(_cast_with_many_scales, block=(128, 128)),
-    functools.partial(_cast_with_many_scales, block=None),
+_MEASURES: Mapping[str, Callable[[Sequence[Tensor], Tensor], Examined]] = MappingProxyType(
+    {
+        "cast_transpose_amax": functools.partial(_cast, everything=True),
+        "amax": _amax,
+        "cast": functools.partial(_cast, everything=False),
+        "digest": _digest,
+        "cast_1x128": functools.partial(_cast_with_many_scales, block=(1, 128)),
+        "cast_128x128": functools.partial(_cast_with_many_scales, block=(128, 128)),
+        "cast_rowwise": functools.partial(_cast_with_many_scales, block=None),
+    }
 )
-"""In the order of ``KERNELS``. Arguments: tensors and a slot's pending amax."""
+"""By kernel. Arguments: tensors and a slot's pending amax."""

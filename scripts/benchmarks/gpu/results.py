@@ -16,6 +16,7 @@ come from different runs. A figure is missing if its result was wrong; the ``pro
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -83,15 +84,17 @@ def earlier(path: Path) -> dict[str, Any] | None:
 
 
 def empty(commit: str | None, dirty: bool, run: str, smoke: bool = False) -> dict[str, Any]:
-    """Return results without device, versions and parts.
-
-    Args:
-        commit: the commit under measurement; None: unknown.
-        dirty: the checkout has uncommitted changes.
-        run: the ID of the ``scripts/gpu`` run.
-    """
+    """Return results without device, versions and parts. The arguments are those of ``add_flags``."""
     about = {"schema": SCHEMA, "smoke": smoke, "date": now(), "run": run, "commit": commit, "dirty": dirty}
     return {**about, "tests": None, "parts": {}}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which code is measured, and how."""
+    parser.add_argument("--commit", help="the measured commit, if there is no repository")
+    parser.add_argument("--dirty", action="store_true", help="the tree has changes to this commit")
+    parser.add_argument("--run", default="alone", help="ID of the run; results with the same ID belong together")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU; its figures mean nothing")
 
 
 def stamped(content: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 Action = Callable[[], object]
+CPU = torch.device("cpu")
 
 FLUSHED_BYTES = 512 << 20
 """Several times the last-level cache of any GPU. Flushing also lets the host get ahead of the device."""
@@ -100,14 +101,24 @@ def interval_of_median(samples: Sequence[float]) -> tuple[float, float]:
     return ordered[rank - 1], ordered[count - rank]
 
 
-class Stopwatch(Protocol):
-    """Measures times on one device. All times are in µs."""
+class Stopwatch:
+    """Measures times on one device, in µs. This one uses the host's clock, for a device that runs synchronously.
 
-    device: torch.device
+    ``clock``: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, device: torch.device = CPU) -> None:
+        self.device = device
+        self._clock = clock
 
     def now(self) -> float:
         """Wait for the device, and return the host's clock."""
-        ...
+        return 1e6 * self._clock()
+
+    def replay(self, action: Action, repeats: int) -> Action:
+        """Return an action that runs ``action`` ``repeats`` times with one launch: a CUDA graph if the device has
+        them."""
+        return repeated(action, repeats)
 
     def rounds(
         self, actions: Sequence[Action], count: int, head_start: float = 0.0, before: Action | None = None
@@ -119,19 +130,41 @@ class Stopwatch(Protocol):
             head_start: how far the host gets ahead before each action, so that launch gaps do not count.
             before: runs before each action and before the cache is flushed, untimed.
         """
-        ...
+        marks: list[list[tuple[Any, Any]]] = [[] for _ in actions]
+        self.now()
+        for first in range(count):
+            for place in range(len(actions)):
+                which = (first + place) % len(actions)
+                self._get_ahead(head_start)
+                if before is not None:
+                    before()
+                self._flush()
+                start = self._mark()
+                actions[which]()
+                marks[which].append((start, self._mark()))
+        self.now()
+        return [[self._between(*pair) for pair in pairs] for pairs in marks]
 
-    def replay(self, action: Action, repeats: int) -> Action:
-        """Return an action that runs ``action`` ``repeats`` times with one launch: a CUDA graph if the device has
-        them."""
-        ...
+    def _get_ahead(self, head_start: float) -> None:
+        """Keep the device busy for so long."""
+
+    def _flush(self) -> None:
+        """Empty the device's cache."""
+
+    def _mark(self) -> Any:
+        """Return a mark of this point on the device."""
+        return self.now()
+
+    def _between(self, start: Any, end: Any) -> float:
+        """Return the time between two marks that the device has passed."""
+        return float(end - start)
 
 
-class CudaStopwatch:
+class CudaStopwatch(Stopwatch):
     """Measures with events on the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device=device)
         self._flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
         self._clean = torch.zeros(FLUSHED_BYTES // 4, dtype=torch.int32, device=device)  # Never written again.
         clock_khz = getattr(torch.cuda.get_device_properties(device), "clock_rate", 0) or 1_980_000
@@ -141,72 +174,33 @@ class CudaStopwatch:
         torch.cuda.synchronize(self.device)
         return 1e6 * time.perf_counter()
 
-    def rounds(
-        self, actions: Sequence[Action], count: int, head_start: float = 0.0, before: Action | None = None
-    ) -> list[list[float]]:
-        marks: list[list[tuple[Any, Any]]] = [[] for _ in actions]
-        torch.cuda.synchronize(self.device)
-        for first in range(count):
-            for place in range(len(actions)):
-                which = (first + place) % len(actions)
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                if head_start > 0:
-                    torch.cuda._sleep(int(min(head_start, LONGEST_HEAD_START) * self._cycles_per_us))
-                if before is not None:
-                    before()
-                self._flush()
-                start.record()
-                actions[which]()
-                end.record()
-                marks[which].append((start, end))
-        torch.cuda.synchronize(self.device)
-        return [[1e3 * start.elapsed_time(end) for start, end in pairs] for pairs in marks]
+    def _get_ahead(self, head_start: float) -> None:
+        if head_start > 0:
+            torch.cuda._sleep(int(min(head_start, LONGEST_HEAD_START) * self._cycles_per_us))
 
     def _flush(self) -> None:
         self._flushed.zero_()
         # Reading leaves no dirty cache lines, whose write-back would be timed with the next action.
         self._clean.amax()
 
+    def _mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return 1e3 * float(start.elapsed_time(end))
+
     def replay(self, action: Action, repeats: int) -> Action:
         here, apart = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         apart.wait_stream(here)
         with torch.cuda.stream(apart):
-            for _ in range(3):
-                action()
+            repeated(action, 3)()
         here.wait_stream(apart)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                action()
+            repeated(action, repeats)()
         return graph.replay
-
-
-class HostStopwatch:
-    """Measures with the host's clock, for a device that runs synchronously. ``clock``: seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.device = torch.device("cpu")
-        self._clock = clock
-
-    def now(self) -> float:
-        return 1e6 * self._clock()
-
-    def rounds(
-        self, actions: Sequence[Action], count: int, head_start: float = 0.0, before: Action | None = None
-    ) -> list[list[float]]:
-        times: list[list[float]] = [[] for _ in actions]
-        for first in range(count):
-            for place in range(len(actions)):
-                which = (first + place) % len(actions)
-                if before is not None:
-                    before()
-                start = self.now()
-                actions[which]()
-                times[which].append(self.now() - start)
-        return times
-
-    def replay(self, action: Action, repeats: int) -> Action:
-        return repeated(action, repeats)
 
 
 def repeated(action: Action, times: int) -> Action:
@@ -221,7 +215,7 @@ def repeated(action: Action, times: int) -> Action:
 
 def stopwatch_of(device: torch.device) -> Stopwatch:
     """Return the stopwatch for a device."""
-    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
+    return CudaStopwatch(device) if device.type == "cuda" else Stopwatch()
 
 
 def compare(

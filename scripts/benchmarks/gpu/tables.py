@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ def goals(measured: Sequence[Results]) -> str:
 
 def machines(measured: Sequence[Results]) -> str:
     """Return the table of devices, versions, dates and test counts."""
-    rows = [_machine(data) for data in measured] or [["none", *[NOT_YET] * 5]]
+    rows = [_machine(data) for data in measured]
     return _table(["device", "driver", "versions", "commit", "date", "tests on it"], rows)
 
 
@@ -83,120 +83,106 @@ def matmuls(measured: Sequence[Results]) -> str:
                 lowest = f"{found['lowest']:.2f} ({found['lowest_case']})"
                 about = [data["device"]["name"], kind, side, str(found["shapes"])]
                 rows.append([*about, *ratios, lowest, _ratio(found.get("bf16"))])
-    return _table(head, rows or [["-", NOT_YET, *["-"] * 8]])
+    return _table(head, rows)
 
 
-def sustained(measured: Sequence[Results]) -> str:
-    """Return the table of long runs: cold, and after half a minute."""
-    head = ["device", "product", "s", "TFLOP/s, cold", "sustained", "bf16 / ours, cold", "sustained"]
-    rows = []
-    for data, case in _cases(measured, "sustained"):
-        speeds = [f"{case['tflops'][state]:.0f}" for state in ("cold", "sustained")]
-        ratios = [_ratio(case.get("ratios", {}).get(state)) for state in ("cold", "sustained")]
-        rows.append([data["device"]["name"], case["name"], f"{case['seconds']:.0f}", *speeds, *ratios])
-    return _table(head, rows or [["-", NOT_YET, *["-"] * 5]])
+class _Listed(NamedTuple):
+    """A table with a row for each case of a part.
+
+    ``row``: the cells of a case behind the name of the device. Its second argument: the figures of the part.
+    """
+
+    part: str
+    head: Sequence[str]
+    row: Callable[[Results, Results], list[str]]
+
+    def __call__(self, measured: Sequence[Results]) -> str:
+        """Return the table of these results."""
+        rows = []
+        for data in measured:
+            part = data["parts"].get(self.part, {"cases": (), "figures": {}})
+            cases = [case for case in part["cases"] if case.get("timings")]
+            rows += [[data["device"]["name"], *self.row(case, part["figures"])] for case in cases]
+        return _table(["device", *self.head], rows)
 
 
-def memory(measured: Sequence[Results]) -> str:
-    """Return the table of memory-bound kernels, at each size."""
-    head = ["device", "kernel", "bf16 tensors", "µs", "GB/s", "reference", "reference's time / ours"]
-    rows = []
-    for data, case in _cases(measured, "memory"):
-        rows.append(
-            [
-                data["device"]["name"],
-                case["kernel"].replace("_", " + "),
-                f"{case['tensors']} of {case['rows']} x {case['columns']}",
-                f"{case['timings']['fp8dist']['median_us']:.1f}",
-                f"{case['gb_per_s']['fp8dist']:.0f}",
-                f"{case['reference']}, {case['gb_per_s'][case['reference']]:.0f} GB/s",
-                _ratio(case["ratios"]["fp8dist"]),
-            ]
-        )
-    return _table(head, rows or [["-", NOT_YET, *["-"] * 5]])
+def _sustained(case: Results, _: Results) -> list[str]:
+    states, ratios = ("cold", "sustained"), case.get("ratios", {})
+    speeds = (f"{case['tflops'][state]:.0f}" for state in states)
+    return [case["name"], f"{case['seconds']:.0f}", *speeds, *(_ratio(ratios.get(state)) for state in states)]
 
 
-def updates(measured: Sequence[Results]) -> str:
-    """Return the table of launch and commit, with their data in the cache (warm: many in a row) or not (cold)."""
-    head = ["device", "update", "slots", "history", "µs in a CUDA graph", "µs launched one by one"]
-    rows = []
-    for data, case in _cases(measured, "update"):
-        ways = ({"graph": "warm", "graph_cold": "cold"}, {"eager": "warm", "smallest op": "the smallest op"})
-        texts = [_warm_and_cold(case["timings"], states) for states in ways]
-        rows.append([data["device"]["name"], case["update"], f"{case['slots']:,}", str(case["history"]), *texts])
-    return _table(head, rows or [["-", NOT_YET, *["-"] * 4]])
+def _memory(case: Results, _: Results) -> list[str]:
+    reference, speeds = case["reference"], case["gb_per_s"]
+    return [
+        case["kernel"].replace("_", " + "),
+        f"{case['tensors']} of {case['rows']} x {case['columns']}",
+        f"{case['timings']['fp8dist']['median_us']:.1f}",
+        f"{speeds['fp8dist']:.0f}",
+        f"{reference}, {speeds[reference]:.0f} GB/s",
+        _ratio(case["ratios"]["fp8dist"]),
+    ]
 
 
-def _warm_and_cold(timings: Results, states: Mapping[str, str]) -> str:
-    texts = [f"{timings[way]['median_us']:.1f} {state}" for way, state in states.items() if way in timings]
-    return ", ".join(texts) or "-"
+def _update(case: Results, _: Results) -> list[str]:
+    """Warm: many in a row, so their data are in the cache."""
+    ways = ({"graph": "warm", "graph_cold": "cold"}, {"eager": "warm", "smallest op": "the smallest op"})
+    times = {way: timing["median_us"] for way, timing in case["timings"].items()}
+    texts = (", ".join(f"{times[way]:.1f} {text}" for way, text in states.items() if way in times) for states in ways)
+    return [case["update"], f"{case['slots']:,}", str(case["history"]), *(text or "-" for text in texts)]
 
 
-def linears(measured: Sequence[Results]) -> str:
-    """Return the table of forward and backward of Linears."""
-    sides = {"by default": "fp8dist", "fast everywhere": "fp8dist, fast", "eager": "fp8dist, eager"}
-    sides["weight's cast reused"] = "fp8dist, weight reused"
-    return _both_ways(measured, "linears", "FP8Linear", sides)
+def _both_ways(part: str, module: str, sides: Mapping[str, str]) -> _Listed:
+    """Return the table of forward and backward. ``sides``: what the table calls a side of the measurement."""
+
+    def row(case: Results, _: Results) -> list[str]:
+        times = (f"{case['timings'][side]['median_us'] / 1e3:.2f}" for side in ("fp8dist", "bf16"))
+        return [case["name"], *times, *(_ratio(case["ratios"].get(side)) for side in sides.values())]
+
+    return _Listed(part, ["layer", f"{module}, ms", "bf16, ms", *(f"bf16 / ours, {name}" for name in sides)], row)
 
 
-def experts(measured: Sequence[Results]) -> str:
-    """Return the table of forward and backward of the experts of mixtures."""
-    sides = {"by default": "fp8dist", "only our kernels": "fp8dist, triton", "eager": "fp8dist, eager"}
-    return _both_ways(measured, "experts", "FP8Experts", sides)
+def _crossover(case: Results, _: Results) -> list[str]:
+    tried = ", ".join(f"{tokens}: {_ratio(ratio)}" for tokens, ratio in case["ratios"].items())
+    return [case["name"], str(case["crossover"] or "never"), tried]
 
 
-def _both_ways(measured: Sequence[Results], part: str, module: str, sides: Mapping[str, str]) -> str:
-    """Return the table of a part. ``sides``: what the table calls a side of the measurement."""
-    head = ["device", "layer", f"{module}, ms", "bf16, ms", *(f"bf16 / ours, {name}" for name in sides)]
-    rows = []
-    for data, case in _cases(measured, part):
-        times = [f"{case['timings'][side]['median_us'] / 1e3:.2f}" for side in ("fp8dist", "bf16")]
-        ratios = [_ratio(case["ratios"].get(side)) for side in sides.values()]
-        rows.append([data["device"]["name"], case["name"], *times, *ratios])
-    return _table(head, rows or [["-", NOT_YET, *["-"] * (len(head) - 2)]])
+def _job(case: Results, figures: Results) -> list[str]:
+    sync = case["timings"].get("sync")
+    return [
+        case["recipe"],
+        case["mode"],
+        f"{case['tokens_per_s']:,.0f}",
+        _ratio(figures.get(case["name"])),
+        f"{case['peak_bytes'] / 2**30:.1f}",
+        f"{sync['median_us']:.0f}" if sync else "-",
+    ]
 
 
-def crossover(measured: Sequence[Results]) -> str:
-    """Return the table of the numbers of tokens from which on FP8 is faster."""
-    rows = []
-    for data, case in _cases(measured, "crossover"):
-        tried = ", ".join(f"{tokens}: {_ratio(ratio)}" for tokens, ratio in case["ratios"].items())
-        rows.append([data["device"]["name"], case["name"], str(case["crossover"] or "never"), tried])
-    return _table(["device", "layer", "tokens", "bf16 / ours by tokens"], rows or [["-", NOT_YET, "-", "-"]])
+_SPEEDS = ["TFLOP/s, cold", "sustained", "bf16 / ours, cold", "sustained"]
+_UPDATES = ["update", "slots", "history", "µs in a CUDA graph", "µs launched one by one"]
+_MEMORY = ["kernel", "bf16 tensors", "µs", "GB/s", "reference", "reference's time / ours"]
+_JOBS = ["recipe", "mode", "tokens/s", "against bf16", "peak memory, GiB", "exposed sync, µs per step"]
+_LINEARS = {
+    "by default": "fp8dist",
+    "fast everywhere": "fp8dist, fast",
+    "eager": "fp8dist, eager",
+    "weight's cast reused": "fp8dist, weight reused",
+}
+_EXPERTS = {"by default": "fp8dist", "only our kernels": "fp8dist, triton", "eager": "fp8dist, eager"}
 
-
-def jobs(measured: Sequence[Results]) -> str:
-    """Return the table of training steps, end to end."""
-    head = ["device", "recipe", "mode", "tokens/s", "against bf16", "peak memory, GiB", "exposed sync, µs per step"]
-    rows = []
-    for data, case in _cases(measured, "job"):
-        figures, sync = data["parts"]["job"]["figures"], case["timings"].get("sync")
-        rows.append(
-            [
-                data["device"]["name"],
-                case["recipe"],
-                case["mode"],
-                f"{case['tokens_per_s']:,.0f}",
-                _ratio(figures.get(case["name"])),
-                f"{case['peak_bytes'] / 2**30:.1f}",
-                f"{sync['median_us']:.0f}" if sync else "-",
-            ]
-        )
-    return _table(head, rows or [["-", NOT_YET, *["-"] * 5]])
-
-
-TABLES = MappingProxyType(
+TABLES: Mapping[str, Callable[[Sequence[Results]], str]] = MappingProxyType(
     {
         "goals": goals,
         "machines": machines,
         "matmuls": matmuls,
-        "sustained": sustained,
-        "memory": memory,
-        "updates": updates,
-        "linears": linears,
-        "experts": experts,
-        "crossover": crossover,
-        "jobs": jobs,
+        "sustained": _Listed("sustained", ["product", "s", *_SPEEDS], _sustained),
+        "memory": _Listed("memory", _MEMORY, _memory),
+        "updates": _Listed("update", _UPDATES, _update),
+        "linears": _both_ways("linears", "FP8Linear", _LINEARS),
+        "experts": _both_ways("experts", "FP8Experts", _EXPERTS),
+        "crossover": _Listed("crossover", ["layer", "tokens", "bf16 / ours by tokens"], _crossover),
+        "jobs": _Listed("job", _JOBS, _job),
     }
 )
 
@@ -244,11 +230,6 @@ def _tests(tests: Results) -> str:
     counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
     cut_off = "; cut off, not all were run" if tests["cut_off"] else ""
     return f"{counts}{cut_off} (commit {_commit(tests)})"
-
-
-def _cases(measured: Sequence[Results], name: str) -> list[tuple[Results, Results]]:
-    parts = [(data, data["parts"][name]) for data in measured if name in data["parts"]]
-    return [(data, case) for data, part in parts for case in part["cases"] if case.get("timings")]
 
 
 def _ratio(ratio: Sequence[float] | None) -> str:

@@ -28,18 +28,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fp8dist_kernels.reference.torch_matmuls import matmul_torch
+from fp8dist_kernels.triton.launching import processors
+from fp8dist_kernels.triton.tables import FORMAT, Entry, Key, Tile, TileTable, file_name
+from fp8dist_kernels.triton.tiles import Problem, candidates, cost_of, key_of
 from scripts import results_files
+from scripts.benchmarks.gpu import results
+from scripts.benchmarks.gpu.matmuls import SMOKE, Operands, planned_products
 from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch, compare, issue_time, stopwatch_of
-from scripts.benchmarks.llama_shapes import KINDS, Product
-
-if TYPE_CHECKING:
-    from fp8dist_kernels.triton.tables import Entry, Key, Tile
-    from fp8dist_kernels.triton.tiles import Problem
+from scripts.benchmarks.llama_shapes import KINDS, Product, products_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TABLES = REPOSITORY / "kernels" / "fp8dist_kernels" / "triton" / "tables"
@@ -54,9 +55,6 @@ SECONDS, LONGEST = 200.0, 2.0
 
 def near_best(problem: Problem, device: torch.device) -> list[Tile]:
     """Return the tiles that could be the fastest, by their modelled cost."""
-    from fp8dist_kernels.triton.launching import processors
-    from fp8dist_kernels.triton.tiles import candidates, cost_of
-
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     costs = {tile: cost_of(tile, problem, processors(device)) for tile in candidates(problem, capability)}
     return [tile for tile, cost in costs.items() if cost <= NEAR * min(costs.values())]
@@ -65,9 +63,6 @@ def near_best(problem: Problem, device: torch.device) -> list[Tile]:
 def measured(product: Product, seconds: float, stopwatch: Stopwatch) -> Entry:
     """Return the table entry of one product: the fastest tile, and torch's time over its time."""
     from fp8dist_kernels.triton.matmuls import matmul_with
-    from fp8dist_kernels.triton.tables import Entry
-    from fp8dist_kernels.triton.tiles import Problem, key_of
-    from scripts.benchmarks.gpu.matmuls import Operands
 
     operands = Operands.random(product, stopwatch.device)
     arguments = (operands.a, operands.b, operands.inv_scale_a, operands.inv_scale_b, OUT_DTYPE, product.fast)
@@ -114,9 +109,6 @@ def commit() -> str | None:
 
 def products(options: argparse.Namespace) -> list[Product]:
     """Return the products to measure, most important first, the kinds in turn."""
-    from scripts.benchmarks.gpu.matmuls import SMOKE, planned_products
-    from scripts.benchmarks.llama_shapes import products_of
-
     if options.smoke:
         return [product for kind in options.kinds for product in products_of(KINDS[kind], SMOKE, 48)]
     steps = [(model, tokens) for tokens in options.tokens for model in ("8B", "70B")]
@@ -135,8 +127,6 @@ def kept(path: Path, table: dict[str, Any]) -> list[Entry]:
     """
     if not path.is_file():
         return []
-    from fp8dist_kernels.triton.tables import TileTable
-
     text = path.read_text()
     before: dict[str, Any] = json.loads(text)
     alike = all(before.get(key) == table[key] for key in ("format", "device", "commit", "versions"))
@@ -151,8 +141,6 @@ def kept(path: Path, table: dict[str, Any]) -> list[Entry]:
 
 def write(path: Path, table: dict[str, Any], entries: dict[Key, Entry]) -> None:
     """Write the table atomically. Raise ValueError if the result could not be read back."""
-    from fp8dist_kernels.triton.tables import TileTable
-
     whole = {**table, "entries": [entries[key].described() for key in sorted(entries)]}
     TileTable.from_json(json.dumps(whole))
     results_files.write(path, whole)
@@ -189,11 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all products together, at most 200")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU under Triton's interpreter as well")
     parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
-    parser.add_argument("--commit", help="the measured commit, if there is no repository")
-    parser.add_argument("--dirty", action="store_true", help="the tree has changes to this commit")
-    parser.add_argument("--run", help="ID of the run; entries of the same run belong together")
+    results.add_flags(parser)
+    parser.set_defaults(run=None)  # Entries of two runs without an ID do not belong together.
     options = parser.parse_args(arguments)
     if options.smoke and options.out is None:
         parser.error("--smoke needs --out: its table must not be shipped")
@@ -201,19 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tune_matmuls: no GPU found; nothing was measured or written", file=sys.stderr)
         return 2
     of = f"{options.commit}{DIRTY if options.dirty else ''}" if options.commit else commit()
-    from fp8dist_kernels.triton.tables import FORMAT, file_name
-
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     name, today = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", datetime.date.today().isoformat()
     out = options.out or TABLES / file_name(name)
-    table = {
-        "format": FORMAT,
-        "device": name,
-        "measured": today,
-        "commit": of,
-        "run": options.run,
-        "versions": versions(),
-    }
+    table = {"format": FORMAT, "device": name, "measured": today, "commit": of, "run": options.run}
+    table["versions"] = versions()
     try:
         ratios = tuned(options, out, table, stopwatch_of(device))
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -51,12 +51,7 @@ class Updates:
         """See ``Part``. Timings: "graph" (one of many in a CUDA graph), "eager" (one of many separate launches) and
         ``SMALLEST``, all with a warm cache; "graph_cold" (a graph with one launch) with a cold cache. "ratios": the
         time of ``SMALLEST`` over "graph"."""
-        case: Case = {
-            "name": planned.name,
-            "update": planned.update,
-            "slots": planned.slots,
-            "history": planned.history,
-        }
+        case: Case = {"name": planned.name, **asdict(planned)}
         arena = _arena(planned, lab.device, "triton")
         problem = _wrong_after_steps(arena, _arena(planned, torch.device("cpu"), "torch"))
         if problem:
