@@ -170,11 +170,11 @@ def test_a_variable_that_cannot_be_used() -> None:
 def test_the_launcher_needs_no_torch_until_it_starts_the_agent() -> None:
     """The launcher's own modules do not import torch. ``import fp8dist`` does, but torchrun.sh must report a mistake
     without waiting for it."""
-    folder = ROOT / "fp8dist/launcher"
+    folder = ROOT / "fp8dist/cli/launcher"
     bare = (
         "import sys, types\n"
-        "for name in ('fp8dist', 'fp8dist.launcher'): sys.modules[name] = types.ModuleType(name)\n"
-        f"sys.modules['fp8dist.launcher'].__path__ = [{str(folder)!r}]\n"
+        "for name in ('fp8dist', 'fp8dist.cli', 'fp8dist.cli.launcher'): sys.modules[name] = types.ModuleType(name)\n"
+        f"sys.modules['fp8dist.cli.launcher'].__path__ = [{str(folder)!r}]\n"
         "import fp8dist.cli.launcher.plan\n"
     )
     for command in (["-c", bare], ["-m", "launch.train_gpt.options"]):

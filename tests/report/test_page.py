@@ -223,7 +223,7 @@ def test_without_bokeh_it_says_what_to_install(
         return whole(name, *rest)
 
     for name in ("page", "panels", "plots", "heat"):
-        monkeypatch.delitem(sys.modules, f"fp8dist.report.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"fp8dist.runs.report.{name}", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "a.html")]) == 2
     assert capsys.readouterr().err == "fp8dist report: Bokeh draws the report: pip install 'fp8dist[report]'\n"
