@@ -7,7 +7,7 @@ import fnmatch
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
@@ -36,7 +36,7 @@ from fp8dist.job.moved import MOVED, moved
 from fp8dist.job.slot_state import SlotState
 from fp8dist.job.step_watch import StepWatch
 from fp8dist.modules.job_state import JobState, Tie
-from fp8dist.modules.parts import fp8_parts
+from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import reshard
 from fp8dist.state.arena import NONFINITE
@@ -727,6 +727,11 @@ class Internals:
     def called_module(self) -> nn.Module:
         """The model as the training loop calls it, which ``attach`` was given; before, the prepared model."""
         return self.attachment.module or self.model
+
+    def parts(self) -> Iterable[Part]:
+        """Return the FP8Linears and experts of the prepared model; none if it no longer exists."""
+        model = self._manager._model()
+        return () if model is None else fp8_parts(model)
 
     def settled(self) -> StepCycle:
         """Return ``cycle``, with any pending sync committed. Local."""

@@ -9,7 +9,6 @@ from typing import Any
 from fp8dist.common.names import check_keywords, require_int
 from fp8dist.job.checkpoint import with_rank
 from fp8dist.job.manager import StateManager, internals
-from fp8dist.modules.parts import fp8_parts
 from fp8dist.runs.monitor import Monitor
 from fp8dist.state.groups import own_rank
 from fp8dist.state.recipe import GEMMS
@@ -59,8 +58,7 @@ def watch(
     lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
     writes = cycle.control.speaks or not manager.settings.amax_sync
     make = functools.partial(Monitor, lines, folder, jump=jump, writes=writes, resume_after=resume_after)
-    parts = fp8_parts(inside.model)
-    precisions = (of for part in parts for of in part.slots.precisions)
+    precisions = (of for part in inside.parts() for of in part.slots.precisions)
     order = {of.slots[Role.INPUT].fqn: place for place, of in enumerate(precisions)}
     shared = cycle.watch or Watch(order)
     shared.add(every, ranks, make, resume_after, observer, lines)

@@ -56,7 +56,7 @@ class ServedLinear(nn.Module):
         if self._scale is not None:
             scale = self._scale
         else:
-            amax = groups.abs().amax() if self._inputs == "tensor" else groups.abs().slot(-1, keepdim=True).amax
+            amax = groups.abs().amax() if self._inputs == "tensor" else groups.abs().amax(-1, keepdim=True)
             scale = torch.where(amax > 0, amax / LIMIT, torch.ones_like(amax))
         cast = (groups / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn)
         y = F.linear((cast.float() * scale).reshape(x.shape), self.weight)
@@ -76,7 +76,7 @@ def fresh(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         blocks = [[b.abs().amax() for b in rows.split(128, 1)] for rows in weight.split(128, 0)]
         amax = spread(torch.tensor(blocks), weight.shape)
     else:
-        amax = weight.abs().amax() if kind != "rowwise" else weight.abs().slot(1, keepdim=True).amax
+        amax = weight.abs().amax() if kind != "rowwise" else weight.abs().amax(1, keepdim=True)
     factors = (amax / LIMIT).expand(weight.shape)
     return (weight / factors).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn), factors
 

@@ -404,7 +404,7 @@ def test_name_maps_that_cannot_be() -> None:
 
 def test_two_entries_of_one_name() -> None:
     with pytest.raises(CheckpointError, match=r"two entries are called fc\._extra_state"):
-        foreign().load_transformer_engine({"fc._extra_state": None, "module.fc._extra_state": None})
+        fp8dist.load_transformer_engine(foreign(), {"fc._extra_state": None, "module.fc._extra_state": None})
 
 
 def test_the_report_can_be_read() -> None:

@@ -162,7 +162,7 @@ def test_weights_that_fsdp_gathered_in_fp8(tmp_path: Path, kind: str) -> None:
     checkpoint = _job(tmp_path / "run", RANKS, "--recipe", kind, "--parallel", "fsdp2", "--fp8-all-gather")
     assert main(["export", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
     recipe = {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind]
-    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(_inside(checkpoint, recipe).exported()))
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(_inside(checkpoint, recipe))))
 
 
 def test_modules_that_the_job_had_in_high_precision(tmp_path: Path) -> None:

@@ -490,9 +490,8 @@ def test_layout_that_cuda_refuses_is_refused_on_the_cpu() -> None:
     one = torch.tensor(1.0)
     good, bad = torch.zeros(32, 32).to(E4M3), torch.zeros(32, 32).to(E4M3).t()
     matmul_torch(good, good, one, one, torch.float32, False)
-    for a, b in ((good, bad), (bad, good)):
-        with pytest.raises(ValueError, match="contiguous"):
-            matmul_torch(a, b, one, one, torch.float32, False)
+    with pytest.raises(ValueError, match="contiguous"):
+        matmul_torch(bad, good, one, one, torch.float32, False)
 
 
 def test_unknown_backend_is_refused() -> None:

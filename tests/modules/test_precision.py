@@ -63,9 +63,9 @@ def test_high_precision_for_some_steps_ends_by_itself(recipe: Recipe) -> None:
     run, plain = Run(recipe), Run()
     run.fp8.set_precision("*", "high", steps=3)
     for step in range(3):
-        assert run.fp8.high_precision("first") == ALL, step
+        assert run.fp8.slot("first", "input").high_precision == ALL, step
         assert run.step() == plain.step()
-    assert run.fp8.high_precision("first") == ()
+    assert run.fp8.slot("first", "input").high_precision == ()
     assert bits(run.net(batch(0, 9)[0])) != bits(plain.net(batch(0, 9)[0]))
     assert run.fp8.metrics()["fp8/high_precision_modules"] == 0
 
@@ -120,14 +120,14 @@ def test_only_some_gemms() -> None:
     """With dgrad in high precision, weight gradients that do not depend on a dgrad stay as in FP8."""
     run, other = Run(DelayedScaling(history_len=4)), Run(DelayedScaling(history_len=4))
     run.fp8.set_precision("*", "high", gemms=("dgrad",))
-    assert run.fp8.high_precision("last") == ("dgrad",)
+    assert run.fp8.slot("last", "input").high_precision == ("dgrad",)
     x, y = batch(0, 0)
     for each in (run, other):
         (each.net(x) - y).square().mean().backward()
     assert bits(run.net.last.weight.grad) == bits(other.net.last.weight.grad)  # type: ignore[arg-type]
     assert bits(run.net.first.weight.grad) != bits(other.net.first.weight.grad)  # type: ignore[arg-type]
     run.fp8.set_precision("*", "fp8", gemms=("dgrad",))
-    assert run.fp8.high_precision("last") == ()
+    assert run.fp8.slot("last", "input").high_precision == ()
 
 
 def test_a_change_for_good_leaves_one_for_a_while_as_long_as_it_was() -> None:
@@ -141,23 +141,23 @@ def test_a_change_for_good_leaves_one_for_a_while_as_long_as_it_was() -> None:
             run.fp8.set_precision("*", "high", gemms=("dgrad",))
         high = []
         for _ in range(5):
-            high.append(run.fp8.high_precision("first"))
+            high.append(run.fp8.slot("first", "input").high_precision)
             run.step()
         assert high == [ALL] * 3 + [("dgrad",)] * 2
     run.fp8.set_precision("*", "high", steps=3)
     run.fp8.set_precision("*", "fp8")
-    assert run.fp8.high_precision("first") == ()
+    assert run.fp8.slot("first", "input").high_precision == ()
     run.step()
-    assert run.fp8.high_precision("first") == ()
+    assert run.fp8.slot("first", "input").high_precision == ()
 
 
 def test_a_recipes_own_gemms_can_be_taken_back() -> None:
     run = Run(DelayedScaling(high_precision=("wgrad", "dgrad")))
-    assert run.fp8.high_precision("first") == ("dgrad", "wgrad")
+    assert run.fp8.slot("first", "input").high_precision == ("dgrad", "wgrad")
     run.fp8.set_precision("first", "fp8", gemms=("wgrad",), steps=1)
-    assert run.fp8.high_precision("first") == ("dgrad",)
+    assert run.fp8.slot("first", "input").high_precision == ("dgrad",)
     run.step()
-    assert run.fp8.high_precision("first") == ("dgrad", "wgrad")
+    assert run.fp8.slot("first", "input").high_precision == ("dgrad", "wgrad")
 
 
 def test_a_weights_cast_is_not_used_past_a_change() -> None:
@@ -211,9 +211,9 @@ def test_mistakes_are_told_and_change_nothing() -> None:
         run = Run(DelayedScaling())
         with pytest.raises(ConfigurationError, match=says.replace("*", r"\*").replace(".", r"\.")):
             run.fp8.set_precision(*arguments)
-        assert run.fp8.high_precision("first") == ()
-        with pytest.raises(ConfigurationError, match="there is no FP8Linear 'none'"):
-            run.fp8.high_precision("none")
+        assert run.fp8.slot("first", "input").high_precision == ()
+        with pytest.raises(ConfigurationError, match="there is no slot none:input"):
+            run.fp8.slot("none", "input")
 
 
 def test_what_is_left_is_saved_and_resumes_bitwise() -> None:
@@ -227,10 +227,10 @@ def test_what_is_left_is_saved_and_resumes_bitwise() -> None:
     resumed.optimizer.load_state_dict(copy.deepcopy(unbroken.optimizer.state_dict()))
     resumed.fp8.load_state_dict(unbroken.fp8.state_dict())
     resumed.done = 3
-    assert resumed.fp8.high_precision("first") == ALL
-    assert resumed.fp8.high_precision("last") == ("wgrad",)
+    assert resumed.fp8.slot("first", "input").high_precision == ALL
+    assert resumed.fp8.slot("last", "input").high_precision == ("wgrad",)
     assert [resumed.step() for _ in range(5)] == [unbroken.step() for _ in range(5)]
-    assert resumed.fp8.high_precision("first") == ()
+    assert resumed.fp8.slot("first", "input").high_precision == ()
     assert state_bits(resumed.fp8) == state_bits(unbroken.fp8)
 
 
@@ -251,7 +251,7 @@ def test_a_damaged_precision_is_refused() -> None:
         with pytest.raises(CheckpointError, match="malformed precision of first"):
             run.fp8.load_state_dict({"shared": storage.to_bytes({**state, "precision": {"first": wrong}}, info)})
         assert state_bits(run.fp8) == before
-        assert run.fp8.high_precision("first") == ()
+        assert run.fp8.slot("first", "input").high_precision == ()
 
 
 def test_a_load_of_other_modules_leaves_the_rest_alone() -> None:
@@ -260,7 +260,7 @@ def test_a_load_of_other_modules_leaves_the_rest_alone() -> None:
     run.fp8.set_precision("first", "high", steps=3)
     with captured_log():
         run.fp8.load_state_dict(saved.fp8.state_dict(), strict=False)
-    assert [run.fp8.high_precision(fqn) for fqn in ("first", "branch", "last")] == [ALL, (), ALL]
+    assert [run.fp8.slot(fqn, "input").high_precision for fqn in ("first", "branch", "last")] == [ALL, (), ALL]
 
 
 def test_going_on_from_high_precision_without_calibration_warns_once() -> None:
@@ -323,15 +323,15 @@ def test_a_resume_by_a_recipe_with_other_gemms_follows_that_recipe() -> None:
     resumed = Run(DelayedScaling(history_len=4))
     resumed.step()
     resumed.fp8.load_state_dict(before.fp8.state_dict())
-    assert resumed.fp8.high_precision("first") == ()
+    assert resumed.fp8.slot("first", "input").high_precision == ()
     assert resumed.fp8.metrics()["fp8/cold_slots"] == len(resumed.fp8.slots)
     before.fp8.set_precision("*", "fp8", steps=2)
     resumed = Run(DelayedScaling(history_len=4, high_precision=("dgrad",)))
     resumed.fp8.load_state_dict(before.fp8.state_dict())
-    assert resumed.fp8.high_precision("first") == ()
+    assert resumed.fp8.slot("first", "input").high_precision == ()
     for _ in range(2):
         resumed.step()
-    assert resumed.fp8.high_precision("first") == ("dgrad",)
+    assert resumed.fp8.slot("first", "input").high_precision == ("dgrad",)
 
 
 def test_slots_that_nobody_casts_are_not_called_cold_after_a_resume() -> None:

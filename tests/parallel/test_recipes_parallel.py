@@ -34,7 +34,7 @@ def dequantised(x: Tensor, recipe: Recipe, gradient: bool, weight: bool) -> Tens
     if recipe.by == "tensor":
         amax = x.abs().max().expand_as(x)
     elif recipe.by == "row":
-        amax = x.abs().slot(-1, keepdim=True).amax.expand_as(x)
+        amax = x.abs().amax(-1, keepdim=True).expand_as(x)
     else:
         height = 128 if weight else 1
         amax = torch.empty_like(x)

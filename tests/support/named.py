@@ -142,7 +142,15 @@ def known_calls() -> frozenset[str]:
     """Functions and methods that pages may call without the object that has them."""
     places: list[Any] = [builtins, torch, nn, nn.Linear, torch.Tensor, dist, dist.fsdp, checkpoint, tensor, copy]
     places += [torch.optim.Optimizer, torch.amp.GradScaler, DistributedDataParallel, tensor.DTensor, join]
-    places += [FSDPModule, parallel, fp8dist, fp8dist.StateManager, fp8dist.LossGuard, fp8dist.DivergenceReport]
+    places += [
+        FSDPModule,
+        parallel,
+        fp8dist,
+        fp8dist.StateManager,
+        fp8dist.SlotState,
+        fp8dist.LossGuard,
+        fp8dist.DivergenceReport,
+    ]
     places += [fp8dist.Recipe, fp8dist.Recorder, fp8dist.ddp, fp8dist.exporters, fp8dist.Exporter, torch.serialization]
     places += [fp8dist.ReplayBuffer]
     theirs = (
