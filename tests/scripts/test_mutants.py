@@ -104,7 +104,7 @@ def test_the_draw_is_even_over_rooms_and_kinds(tool: ModuleType, found: dict[str
     assert not [mutant.path for mutant in drawn if "/triton/" in mutant.path]
     large = Counter(mutant.room for mutant in drawn if len(found[mutant.room]) > 10)
     assert max(large.values()) - min(large.values()) <= 1
-    some = list(itertools.islice(tool.draw({"step": found["step"]}, 17), 21))
+    some = list(itertools.islice(tool.draw({"job": found["job"]}, 17), 21))
     assert Counter(mutant.kind for mutant in some) == dict.fromkeys(tool.KINDS, 3)
 
 
