@@ -204,7 +204,7 @@ def parse(arguments: Sequence[str]) -> Options:
 def _top_k(given: int | None, experts: int) -> int:
     """Return the number of experts that each token visits; 0 without experts."""
     if not experts:
-        if given is not None:
+        if given:  # 0 is what this returned: dataclasses.replace() passes it in again.
             raise BadInput("--top-k needs --experts")
         return 0
     if given is not None and given > experts:
