@@ -1,1 +1,1 @@
-"""Checkpoints and exports: written for inference servers, read without a job. Nothing in a file is executed."""
+"""Exports, checkpoints and traces: written by a job, read without one. Nothing in a file is executed."""

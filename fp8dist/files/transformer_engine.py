@@ -238,8 +238,7 @@ def load_transformer_engine(
     """Load the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
 
     Local: on all ranks alike. Nothing inside a pickle is imported or called. Amaxes that wait for a boundary are
-    dropped. ``import_state`` describes how scales and histories are
-    converted.
+    dropped. ``import_state`` describes how scales and histories are converted.
 
     Args:
         name_map: names of the modules in TransformerEngine's model: a mapping from the fqn here, or a function of

@@ -555,7 +555,8 @@ class StateManager(JoinedManager):
         """Return the state of a slot: its scale, amax and history, to read or to set by hand. Local.
 
         Args:
-            fqn: name of the module. role: "input", "weight" or "grad_output".
+            fqn: name of the module.
+            role: "input", "weight" or "grad_output".
 
         Raises:
             ConfigurationError: there is no such slot.

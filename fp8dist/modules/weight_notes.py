@@ -77,16 +77,16 @@ class WeightNote:
         self.stored: tuple[Tensor, ...] = ()
         """The stored parameters that the note describes; empty before the first note."""
         self._counted: tuple[Tensor, ...] = ()  # ``stored`` and local tensors of DTensors: each has a version.
-        self._versions: tuple[int, ...] = ()
+        self._versions: list[int] = []
         self._address = 0  # 0: not compared, because FSDP or tensor parallelism moves the weight.
         self._plain: Tensor | None = None  # The weight, if its version, address and identity are all there is to note.
         self._home: Mapping[str, Tensor | None] = {}  # Where its Linear has it.
         self.marked = False  # Replaced in a way that versions do not show.
         self._original_written = False  # The weight of which this one is a copy was, when the copy was made.
         self._linear: weakref.ref[nn.Module] | None = None
-        self._now: tuple[int, ...] | None = None  # Versions when ``written`` was last called.
-        self._recorded: tuple[int, ...] | None = None  # Versions at the last forward that recorded.
-        self._in_backward: tuple[int, ...] | None = None
+        self._now: list[int] | None = None  # Versions when ``written`` was last called.
+        self._recorded: list[int] | None = None  # Versions at the last forward that recorded.
+        self._in_backward: list[int] | None = None
         self._remembered: list[weakref.ref[Tensor]] = []
 
     def copied(self) -> WeightNote:
@@ -181,8 +181,8 @@ class WeightNote:
         """Forget optimizer steps before ``attach``."""
         self.stepped_at, self.skipped = -1, None
 
-    def _read(self) -> tuple[int, ...]:
-        return tuple([tensor._version for tensor in self._counted])
+    def _read(self) -> list[int]:
+        return [tensor._version for tensor in self._counted]
 
     def _look_at(self, linear: nn.Module) -> None:
         self.bind(linear)
@@ -259,7 +259,7 @@ def take_all(notes: Iterable[WeightNote], stepped_at: int | None = None) -> list
         weight = note._plain
         plain = weight is not None and note._home.get(note.name) is weight
         if plain:
-            versions, address = (weight._version,), weight.data_ptr()  # type: ignore[union-attr]
+            versions, address = [weight._version], weight.data_ptr()  # type: ignore[union-attr]
         stepped = note.stepped_at == stepped_at
         if not plain or note.marked or (stepped and (versions != note._versions or address != note._address)):
             linear = note.linear

@@ -1,1 +1,1 @@
-"""Replays of a batch, by hand or when an event asks for one, and traces of a whole run."""
+"""Replays of a batch, by hand or when an event asks for one."""

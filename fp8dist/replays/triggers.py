@@ -48,12 +48,15 @@ class LossEvents(Protocol):
     """What ``replay_on`` uses of a ``LossGuard``, which describes it."""
 
     @property
-    def stops(self) -> bool: ...
+    def stops(self) -> bool:
+        """True if an alarm ends the run."""
 
     @property
-    def ranks(self) -> tuple[int, ...]: ...
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that get the same alarms."""
 
-    def on_observe(self, callback: Callable[[LossAlarm | None], None]) -> None: ...
+    def on_observe(self, callback: Callable[[LossAlarm | None], None]) -> None:
+        """Register a function that gets the alarm of each loss, or None."""
 
 
 def _first_place(report: ReplayReport) -> int:

@@ -492,6 +492,12 @@ def test_layout_that_cuda_refuses_is_refused_on_the_cpu() -> None:
     matmul_torch(good, good, one, one, torch.float32, False)
     with pytest.raises(ValueError, match="contiguous"):
         matmul_torch(bad, good, one, one, torch.float32, False)
+    with pytest.raises(ValueError, match="contiguous"):  # A view that skips columns: sideways is allowed, for b only.
+        matmul_torch(good, torch.zeros(32, 64).to(E4M3)[:, :32], one, one, torch.float32, False)
+    b = torch.randn(32, 32).to(E4M3)
+    sideways = b.t().contiguous().t()
+    a = torch.randn(32, 32).to(E4M3)
+    assert torch.equal(*(matmul_torch(a, each, one, one, torch.float32, False) for each in (b, sideways)))
 
 
 def test_unknown_backend_is_refused() -> None:

@@ -5,27 +5,35 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
-def counted_calls(call: Callable[[], Any]) -> Counter[str]:
-    """Count the calls of Python's functions, "call", and of those written in C, "c_call", of this thread.
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Collect what earlier tests left, and collect nothing inside: finalizers, and hooks of managers that are not used
+    any more, would count."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
-    A garbage collection would add the finalizers of whatever earlier tests left, and the hooks of their managers, so
-    what they left goes first and nothing is collected meanwhile."""
+
+def counted_calls(call: Callable[[], Any]) -> Counter[str]:
+    """Count the calls of Python's functions, "call", and of those written in C, "c_call", of this thread."""
     counted: Counter[str] = Counter()
 
     def count(frame: Any, event: str, argument: Any) -> None:
         if event in ("call", "c_call"):
             counted[event] += 1
 
-    gc.collect()
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
+    with no_garbage():
+        sys.setprofile(count)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
     return counted
