@@ -140,3 +140,15 @@ def test_architecture_shows_the_same_rooms() -> None:
         if line.startswith("| ") and line.split("|")[1].strip().isdigit()
     ]
     assert [[name.rstrip("/") for name in row] for row in rows] == CORE + TOOLS
+
+
+def test_other_files_reach_into_a_manager_by_internals_alone(trees: list[tuple[str, Path, ast.Module]]) -> None:
+    """``Internals`` of fp8dist/job/manager.py is the one way to what is not public."""
+    reached = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for _, path, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if path.name != "manager.py" and ast.unparse(node.value).rpartition(".")[2] in ("manager", "_manager", "_owner")
+    ]
+    assert not reached

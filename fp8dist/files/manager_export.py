@@ -13,7 +13,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.files.certificate import Origin
 from fp8dist.files.export import config_of, export_of, write_folder
 from fp8dist.files.export_files import destination
-from fp8dist.job.manager import StateManager, get_manager, internals
+from fp8dist.job.manager import Internals, StateManager, get_manager
 from fp8dist.state.groups import SyncGroup, own_rank, world_size
 
 __all__ = ["export", "exported"]
@@ -51,7 +51,7 @@ def export(
     """
     require_int("shard_bytes", shard_bytes, 1, what="a number of bytes")
     path = destination(path)
-    cycle = internals(manager).cycle
+    cycle = Internals(manager).cycle
     whole = _exportable(manager, model)
     if len({group.identity for group in cycle.groups if group is not None}) > 1:
         raise ConfigurationError(
@@ -90,13 +90,13 @@ def exported(
     Raises:
         ConfigurationError: as ``export``; or a step ended during the iteration.
     """
-    found = export_of(internals(manager).cycle, _exportable(manager, model), format)
+    found = export_of(Internals(manager).cycle, _exportable(manager, model), format)
     return ((tensor.name, value) for tensor, value in found.stream())
 
 
 def _exportable(manager: StateManager, model: nn.Module | None) -> nn.Module:
     if model is None:
-        return internals(manager).model
+        return Internals(manager).model
     if get_manager(model) is not manager:
         raise ConfigurationError("export(model): that module does not hold the model that was prepared")
     return model

@@ -20,7 +20,7 @@ from fp8dist.checks.random_state import random_state
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.traces import Head, Plain, trace_bytes
 from fp8dist.job.checkpoint import with_rank
-from fp8dist.job.manager import internals, managers_in
+from fp8dist.job.manager import Internals, managers_in
 from fp8dist.state.groups import local_part, own_rank, world_size
 from fp8dist.state.slots import clean_fqn
 from fp8dist.state.storage import write_file
@@ -71,7 +71,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
 def _start(model: nn.Module, device: torch.device, digester: Digester) -> dict[str, Plain]:
     """Return digests of what the step starts from. Waits for the device."""
     kept = (*model.named_parameters(), *model.named_buffers())
-    arenas = [sync.arena for manager in managers_in(model) for sync in internals(manager).cycle.syncs]
+    arenas = [sync.arena for manager in managers_in(model) for sync in Internals(manager).cycle.syncs]
     return {
         "random numbers": _digest("random", random_state(device)._asdict().items(), digester),
         "parameters and buffers": _digest("kept", kept, digester),

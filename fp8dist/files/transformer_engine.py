@@ -10,7 +10,7 @@ import torch
 from fp8dist.common.text import first_few
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.extra_states import ExtraState, SavedSlot, read_extra_state
-from fp8dist.job.manager import StateManager, internals
+from fp8dist.job.manager import Internals, StateManager
 from fp8dist.state.arena import TAKEN, Arena, unchanged_on_failure
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn
 from fp8dist_kernels.formats import Role
@@ -252,7 +252,7 @@ def load_transformer_engine(
         ConfigurationError: ``name_map`` has a name that does not exist. Nothing was changed.
         CheckpointError: an entry is damaged, or contains more than data. Nothing was changed.
     """
-    cycle = internals(manager).cycle
+    cycle = Internals(manager).cycle
     cycle.require("loading state")
     cycle.settle()
     report = import_state([sync.arena for sync in cycle.syncs if sync.arena.recipe.delayed], state_dict, name_map)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.manager import internals
+from fp8dist.job.manager import Internals
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.partitioned import is_partitioned, own_part
 
@@ -31,7 +31,7 @@ def require_steps_of(engine: Any, manager: fp8dist.StateManager) -> None:
     reference, seen = weakref.ref(engine), dict[int, Tensor]()
 
     def before(module: nn.Module, args: Any) -> None:
-        inside = internals(manager)
+        inside = Internals(manager)
         job = inside.cycle.job
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled() and job.attached):
             return

@@ -11,7 +11,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.calls import require_steps_of
 from fp8dist.integrations.stacks import install
-from fp8dist.job.manager import internals
+from fp8dist.job.manager import Internals
 from fp8dist.state.groups import has_base
 
 try:
@@ -43,14 +43,14 @@ def attach(manager: fp8dist.StateManager, engine: Any) -> None:
         ManifestMismatchError: see ``StateManager.attach``.
     """
     _require_engine(engine, manager)
-    if internals(manager).cycle.job.attached:
+    if Internals(manager).cycle.job.attached:
         raise ConfigurationError(
             "the manager is attached already: leave out manager.attach(), and attach an engine once"
         )
     if not isinstance(engine, _FP8Steps) and engine.loaded_checkpoint_dp_world_size is not None:
         raise ConfigurationError("attach before engine.load_checkpoint(), which then loads the FP8 state, too")
     manager.attach(engine, boundary="manual")
-    internals(manager).cycle.reuse_casts(True)  # Nothing but the engine's step and its load_checkpoint changes weights.
+    Internals(manager).cycle.reuse_casts(True)  # Nothing but the engine's step and its load_checkpoint changes weights.
     engine.fp8_manager, engine.fp8_calls = manager, False
     require_steps_of(engine, manager)
     if not isinstance(engine, _FP8Steps):
@@ -71,7 +71,7 @@ class _FP8Steps:
     def destroy(self: Any) -> None:
         """Destroy the engine, and detach from it: the model may get another one. COLLECTIVE."""
         manager = self.fp8_manager
-        if internals(manager).attachment.module is self:  # Not so when the engine is collected as garbage.
+        if Internals(manager).attachment.module is self:  # Not so when the engine is collected as garbage.
             manager.detach()
         super().destroy()  # type: ignore[misc]
 
@@ -80,11 +80,11 @@ class _FP8Steps:
         due = self.is_gradient_accumulation_boundary()  # Counts micro-batches, so the answer is another one afterwards.
         super().step(*args, **kwargs)  # type: ignore[misc]
         manager = self.fp8_manager
-        if due and internals(manager).cycle.job.attached:
+        if due and Internals(manager).cycle.job.attached:
             if self.was_step_applied():
                 manager.step()
             else:
-                internals(manager).cycle.step_skipped()
+                Internals(manager).cycle.step_skipped()
 
     def save_checkpoint(self: Any, save_dir: Any, tag: Any = None, client_state: Any = None, **options: Any) -> Any:
         """Save, with the FP8 state in the client state. COLLECTIVE."""

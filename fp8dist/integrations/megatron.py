@@ -13,7 +13,7 @@ from torch import nn
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import install
-from fp8dist.job.manager import WHOLE, internals
+from fp8dist.job.manager import WHOLE, Internals
 from fp8dist.state.groups import has_base
 from fp8dist.state.recipe import Recipe
 
@@ -93,13 +93,13 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
             "attach(manager, optimizer) needs the optimizer that get_megatron_optimizer() returns, "
             f"got {type(optimizer).__name__}"
         )
-    if internals(manager).cycle.job.attached or (
-        isinstance(optimizer, _FP8Steps) and internals(optimizer.fp8_manager).cycle.job.attached
+    if Internals(manager).cycle.job.attached or (
+        isinstance(optimizer, _FP8Steps) and Internals(optimizer.fp8_manager).cycle.job.attached
     ):
         raise ConfigurationError(
             "the manager or the optimizer is attached already: leave out manager.attach(), and attach an optimizer once"
         )
-    _require_trained(internals(manager).model, optimizer)
+    _require_trained(Internals(manager).model, optimizer)
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     if any(one.optimizer.state for one in chained if getattr(one, "optimizer", None) is not None):
         logger.warning("fp8dist: the optimizer has a state before attach(): if it was loaded, FP8 state was left out")
@@ -107,12 +107,12 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
     # maybe into uninitialised memory (perform_initialization=False).
     manager.attach(boundary="manual", start=None)
     # Weights change in the optimizer's step, and where modules load a state_dict.
-    internals(manager).cycle.reuse_casts(True)
+    Internals(manager).cycle.reuse_casts(True)
     optimizer.fp8_manager = manager
     # Checks ask Megatron's DDP what the distributed optimizer gathers late or reduces in parts.
     optimizer.fp8_watched = nn.ModuleList(getattr(optimizer, "model_chunks", []))
     if len(optimizer.fp8_watched):
-        internals(manager).cycle.checker.watch(optimizer.fp8_watched)
+        Internals(manager).cycle.checker.watch(optimizer.fp8_watched)
     if not isinstance(optimizer, _FP8Steps):
         optimizer.__class__ = type(f"FP8{type(optimizer).__name__}", (_FP8Steps, type(optimizer)), {})
 
@@ -127,11 +127,11 @@ class _FP8Steps(MegatronOptimizer):
     def step(self: Any) -> Any:
         """Take a step, and end the FP8 step if parameters were updated. COLLECTIVE."""
         updated, *others = super().step()
-        if internals(self.fp8_manager).cycle.job.attached:
+        if Internals(self.fp8_manager).cycle.job.attached:
             if updated:
                 self.fp8_manager.step()
             else:
-                internals(self.fp8_manager).cycle.step_skipped()
+                Internals(self.fp8_manager).cycle.step_skipped()
         return (updated, *others)
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:

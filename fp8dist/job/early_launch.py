@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.cycle import StepCycle
-from fp8dist.job.manager import StateManager, internals
+from fp8dist.job.manager import Internals, StateManager
 from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.formats import Role
 
@@ -20,7 +20,7 @@ def early_launcher(manager: StateManager, frozen_weights: bool = False) -> StepC
     Raises:
         ConfigurationError: a converted weight is frozen, and ``frozen_weights`` is False.
     """
-    inside = internals(manager)
+    inside = Internals(manager)
     inside.cycle.require("comm_hook(manager)")
     for part in fp8_parts(inside.model):
         if not part.weight.requires_grad and not frozen_weights:

@@ -48,7 +48,7 @@ from fp8dist.state.settings import Policy, Settings, Start
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
 from fp8dist_kernels.formats import FORMATS, Role
 
-__all__ = ["ATTRIBUTE", "WHOLE", "StateManager", "Verified", "get_manager", "internals", "managers_in"]
+__all__ = ["ATTRIBUTE", "WHOLE", "Internals", "StateManager", "Verified", "get_manager", "managers_in"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -705,8 +705,8 @@ class StateManager(JoinedManager):
 
 
 class Internals:
-    """What the other rooms of this package use of a manager beside its public calls. Not for users: it changes without
-    notice.
+    """What other files of this package use of a manager beside its public calls: the only way in. Not for users: it
+    changes without notice.
 
     ``cycle``: its steps, with ``job``, ``syncs`` and ``checker``. ``attachment``: what ``attach`` was given.
     """
@@ -742,11 +742,6 @@ class Internals:
     def survey(self) -> Survey:
         """Return which of the model's matmul weights are in FP8 now, with their precision."""
         return self._manager._survey()
-
-
-def internals(manager: StateManager) -> Internals:
-    """Return what the other rooms of this package use of a manager. Local."""
-    return Internals(manager)
 
 
 def managers_in(model: nn.Module) -> list[StateManager]:

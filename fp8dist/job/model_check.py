@@ -18,7 +18,7 @@ from fp8dist.checks.standing import Standing
 from fp8dist.common.names import require_choice, require_int
 from fp8dist.common.optimizer_hooks import unwrap_optimizers
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.manager import internals, managers_in
+from fp8dist.job.manager import Internals, managers_in
 from fp8dist.parallel.ddp import in_join
 from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.state.accord import meet
@@ -107,7 +107,7 @@ def check(
         module.__dict__[LAST_GOOD_STEPS] = {}
         enrol()  # So that an error can name the host of a missing rank.
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
-    checkers = [internals(manager).settled().checker for manager in managers_in(module)]
+    checkers = [Internals(manager).settled().checker for manager in managers_in(module)]
     meet(anchor, "fp8dist.check()")
     report = run_check(
         anchor,

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from fp8dist.checks.random_state import RandomState, random_state
 from fp8dist.common.names import require_int
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.manager import StateManager, internals
+from fp8dist.job.manager import Internals, StateManager
 from fp8dist.parallel.wrappers import compute_devices
 from fp8dist.replays.neighbours import require_sendable
 from fp8dist.state.groups import world_size
@@ -72,12 +72,12 @@ class ReplayBuffer:
         self._paused = False
         self._owner = manager
         if self._manager is not None:
-            internals(self._manager).cycle.listeners.append(self._end_step)
+            Internals(self._manager).cycle.listeners.append(self._end_step)
 
     @functools.cached_property
     def _device(self) -> torch.device:
         """The device that computes. Found at the first ``keep``, when the model is where it trains."""
-        model = self._owner if isinstance(self._owner, nn.Module) else internals(self._owner).called_module
+        model = self._owner if isinstance(self._owner, nn.Module) else Internals(self._owner).called_module
         parameter = next(model.parameters(), None)
         return torch.device("cpu") if parameter is None else compute_devices(model)(parameter)
 
@@ -113,7 +113,7 @@ class ReplayBuffer:
             raise ConfigurationError("keep(batch, step): the manager counts the steps: leave step= out")
         if step is None:
             assert self._manager is not None
-            if internals(self._manager).cycle.job.captured:
+            if Internals(self._manager).cycle.job.captured:
                 raise ConfigurationError("keep(): steps in a CUDA graph are not seen one by one: capture no step")
             step = self._manager.run_step + 1
         else:

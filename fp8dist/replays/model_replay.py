@@ -24,7 +24,7 @@ from fp8dist.checks.outputs import Outputs, Place, Taken, any_nonfinite
 from fp8dist.checks.random_state import RandomState, random_state, set_random_state
 from fp8dist.common.optimizer_hooks import untraced
 from fp8dist.errors import ConfigurationError, Fp8DistError
-from fp8dist.job.manager import internals, managers_in
+from fp8dist.job.manager import Internals, managers_in
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.wrappers import compute_devices, require_replicas
 from fp8dist.replays.kept_model import KeptModel, require_replayable
@@ -134,12 +134,12 @@ class _Replay:
         if next(self._model.parameters(), None) is None:
             raise ConfigurationError("replay(): the model has no parameters")
         for manager in managers_in(self._model):
-            internals(manager).settled().require("replay()")
+            Internals(manager).settled().require("replay()")
 
     def _kept(self) -> Callable[[], None]:
         """Take what is put back, and return a function that does it."""
         self._held = KeptModel(self._model)
-        cycles = [internals(manager).settled() for manager in managers_in(self._model)]
+        cycles = [Internals(manager).settled() for manager in managers_in(self._model)]
         slots = {id(c.job): [p.slots for p in fp8_parts(self._model) if p.slots.job is c.job] for c in cycles}
         self._puts = [kept_fp8_state(cycle, slots[id(cycle.job)]) for cycle in cycles]
         if self._scaler is not None:

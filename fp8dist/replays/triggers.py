@@ -14,7 +14,7 @@ from torch import nn
 from fp8dist.checks.checker import Event
 from fp8dist.common.names import check_keywords, require_choice, require_int
 from fp8dist.errors import ConfigurationError, LossAlarm, SyncError
-from fp8dist.job.manager import StateManager, internals
+from fp8dist.job.manager import Internals, StateManager
 from fp8dist.parallel.wrappers import require_replicas
 from fp8dist.replays.buffer import KeptBatch, ReplayBuffer
 from fp8dist.replays.model_replay import replay
@@ -155,7 +155,7 @@ class _Replays:
         """Register for the events. Local."""
         if self._manager is not None:
             self._manager.on_event(self._hear)
-            internals(self._manager).cycle.listeners.append(self._end_step)
+            Internals(self._manager).cycle.listeners.append(self._end_step)
         if self._guard is not None:
             self._guard.on_observe(self._judge)
 
@@ -201,15 +201,15 @@ class _Replays:
         told = self._wishes.get("nonfinite")
         if told is not None and told.step < now:  # The event of an earlier step, which had its replay there.
             del self._wishes["nonfinite"]
-        if "nonfinite" in self._events and internals(self._manager).cycle.found_nonfinite():
-            cause = internals(self._manager).cycle.checker.cause_of_nonfinite()
+        if "nonfinite" in self._events and Internals(self._manager).cycle.found_nonfinite():
+            cause = Internals(self._manager).cycle.checker.cause_of_nonfinite()
             self._note("nonfinite", now, *((None, None) if cause is None else (cause.microbatch, cause.rank)))
         self._replay_if_agreed()
         self._rest = max(0, self._rest - 1)
 
     @property
     def _model(self) -> nn.Module:
-        return self._owner if isinstance(self._owner, nn.Module) else internals(self._owner).called_module
+        return self._owner if isinstance(self._owner, nn.Module) else Internals(self._owner).called_module
 
     # Agreement -----------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class _Replays:
         if self._given is None:
             require_replicas(self._model, "fp8dist.replay_on")
         if self._manager is not None:
-            return internals(self._manager).cycle.checker.anchor()
+            return Internals(self._manager).cycle.checker.anchor()
         return None if world_size() == 1 else SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
 
     def _extremes(self, *values: int) -> tuple[list[int], list[int]]:
@@ -305,7 +305,7 @@ class _Replays:
             f"{replayed.report}"
         )
         if self._manager is not None:
-            internals(self._manager).cycle.checker.tell_at_once(event)
+            Internals(self._manager).cycle.checker.tell_at_once(event)
         if self._callback is not None:
             self._callback(event)
 

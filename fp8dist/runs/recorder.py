@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8dist.checks.checked import Checked
 from fp8dist.common.names import check_keywords, require_int
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.manager import internals
+from fp8dist.job.manager import Internals
 from fp8dist.runs.exporter import Exporter
 from fp8dist.runs.run_files import RunFiles
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
@@ -122,7 +122,7 @@ class Recorder:
         self._said_ahead = self._said_back = False
         if manager is not None and self.writes:
             manager.on_event(self._hear)
-            internals(manager).cycle.listeners.append(self._step_ended)
+            Internals(manager).cycle.listeners.append(self._step_ended)
         self._awaits_state = resume_after == "state"
         if not self._awaits_state:
             self._begin(known)

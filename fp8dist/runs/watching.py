@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8dist.common.names import check_keywords, require_int
 from fp8dist.job.checkpoint import with_rank
-from fp8dist.job.manager import StateManager, internals
+from fp8dist.job.manager import Internals, StateManager
 from fp8dist.runs.monitor import Monitor
 from fp8dist.state.groups import own_rank
 from fp8dist.state.recipe import GEMMS
@@ -52,7 +52,7 @@ def watch(
             writes to ``path`` or has another ``resume_after``.
     """
     require_int("every", every, 1, what="a number of steps")
-    inside = internals(manager)
+    inside = Internals(manager)
     cycle = inside.cycle
     cycle.require("watch()")
     lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
@@ -73,7 +73,7 @@ def describe(manager: StateManager) -> dict[str, Any]:
     (True if there are some in FP8), ``recipe``, ``modules`` and ``slots``; docs/reference/run-folder.md describes
     the last three.
     """
-    inside = internals(manager)
+    inside = Internals(manager)
     cycle = inside.cycle
     modules: list[dict[str, Any]] = []
     survey = inside.survey()
@@ -105,4 +105,4 @@ def take_waits(manager: StateManager) -> list[float]:
     earlier collective, such as the reduction of gradients, absorbs the wait. Steps in CUDA graphs are left out.
     Only the newest 4,096 steps are kept; older ones are NaN.
     """
-    return internals(manager).cycle.waits.take()
+    return Internals(manager).cycle.waits.take()
