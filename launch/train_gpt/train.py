@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import fp8dist
-from fp8dist.common.divergence import Divergence
 from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, ManifestMismatchError
 from fp8dist.state.settings import Settings
 from launch.train_gpt import checkpoints
@@ -256,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
                 summary = Training(options, ranks, text).run()
             except DivergenceError as error:  # On all ranks. One of them has logged the report.
                 if ranks.rank == error.report.reporting_rank:
-                    write_report(error.report, options.out)
+                    write_report(error, options.out)
                 dist.barrier()  # torchrun ends the others as soon as one rank ends.
                 return DIVERGED
             if ranks.first:
@@ -267,8 +266,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def write_report(report: Divergence, folder: Path) -> None:
+def write_report(error: DivergenceError, folder: Path) -> None:
     """Write ``divergence.txt`` and ``divergence.json``."""
+    report = error.report
     (folder / "divergence.txt").write_text(f"{report}\n", encoding="utf-8")
     (folder / "divergence.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
     print(f"train_gpt: stopped, because ranks differ: {folder}/divergence.txt", file=sys.stderr, flush=True)
