@@ -425,7 +425,7 @@ def main(arguments: list[str]) -> None:
                     _conclude(job, summary)
             except DivergenceError as error:
                 if ranks.rank == error.report.reporting_rank:
-                    write_report(error.report, options.out)
+                    write_report(error, options.out)
                 raise
             except LossDiverged as error:
                 if ranks.first:
