@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import cProfile
-import pstats
 import threading
 from collections import Counter, OrderedDict
 
 import pytest
 import torch
+import torch.distributed.tensor  # noqa: F401 - Jobs have it, and is_dtensor() looks only at what was imported.
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,21 +31,24 @@ RECIPES = (
 
 
 def calls_per_layer(chain: Chain) -> Counter[str]:
-    """Run forward and backward. Return calls per layer, rounded, by name of the function."""
+    """Run forward and backward. Return calls per layer, rounded, by name of the function.
+
+    Of the profiler's own entries: pstats keeps one of two functions that have file, line and name alike, as the
+    constructors of named tuples do, and which one depends on addresses."""
     profile = cProfile.Profile()
     with no_garbage():
         profile.enable()
         chain.forward_backward()
         profile.disable()
     found: Counter[str] = Counter()
-    for (_, _, name), (_, calls, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        found[name] += calls
-        found["all"] += calls
+    for entry in profile.getstats():
+        found[entry.code if isinstance(entry.code, str) else entry.code.co_name] += entry.callcount
+        found["all"] += entry.callcount
     return Counter({name: round(calls / LAYERS) for name, calls in found.items()})
 
 
 def test_counts_per_forward_and_backward() -> None:
-    """Bounds a little above what was measured: 389 calls, 15 allocations. It was 811 calls and 6 dispatches.
+    """Bounds a little above what was measured: 401 calls, 15 allocations. It was about 811 calls and 6 dispatches.
 
     Two of the allocations are those of a bias's gradient, which torch allocated itself when it was torch's sum."""
     with without_launches() as launched:
@@ -60,7 +63,7 @@ def test_counts_per_forward_and_backward() -> None:
     assert dispatched == 0
     allocations = sum(calls[name] for name in calls if "torch.empty" in name or "new_empty" in name)
     assert 0 < allocations <= 16
-    assert linear["all"] < calls["all"] <= 395
+    assert linear["all"] < calls["all"] <= 405
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
