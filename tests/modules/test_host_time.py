@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict
 
 import pytest
 import torch
-import torch.distributed.tensor  # noqa: F401 - Jobs have it, and is_dtensor() looks only at what was imported.
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

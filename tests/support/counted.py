@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed.tensor  # noqa: F401 - Jobs have it, and is_dtensor() looks only at what was imported.
+
 
 @contextmanager
 def no_garbage() -> Iterator[None]:
