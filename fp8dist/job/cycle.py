@@ -341,7 +341,8 @@ class StepCycle:
         noted = self.job.microbatches
         if noted is None or not noted.known:
             return False
-        inputs = (slot.fqn for sync in self.syncs for slot in sync.recorded() if slot.role == Role.INPUT)
+        seen = [sync.seen for sync in self.syncs if sync.seen is not None]
+        inputs = (slot.fqn for each in seen for slot in each.recorded() if slot.role == Role.INPUT)
         return all(fqn in noted.called or fqn not in self.precisions.by_fqn for fqn in inputs)
 
     def _commit(self, hold: Tensor | None, in_graph: bool) -> None:

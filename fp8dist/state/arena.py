@@ -400,8 +400,8 @@ class Arena:
         own, are skipped.
         """
         amax = self.window_amax()
-        tells = (amax > 0) & (amax < torch.inf)
-        self.derive_scales(torch.where(tells, amax, stood_for), where & ~self.cold)
+        usable = (amax > 0) & (amax < torch.inf)
+        self.derive_scales(torch.where(usable, amax, stood_for), where & ~self.cold)
 
     def reset(self) -> None:
         """Reset the arena to its initial state. The manifest stays."""
