@@ -66,10 +66,10 @@ class Request:
     ``recording()``, or if the module soon returns to FP8.
 
     ``record``: True if the amax is recorded; of experts, whose amaxes. ``limits``: when the tensor is cast with its own
-    amax. Their ``scale`` is for a weight, and ignored by recipes whose scales cover less than a tensor. ``offsets``: int32[E], the ends
-    of the experts' rows. None: the tensor is no experts' input or gradient. ``place``: where a Linear's amax is
-    recorded. None: in the slot's own element. ``sums``: [features], for the sums of the columns; see ``adds_in_cast``.
-    ``tapped``: True if the tap gets to see the cast.
+    amax. Their ``scale`` is for a weight, and ignored by recipes whose scales cover less than a tensor. ``offsets``:
+    int32[E], the ends of the experts' rows. None: the tensor is no experts' input or gradient. ``place``: where a
+    Linear's amax is recorded. None: in the slot's own element. ``sums``: [features], for the sums of the columns; see
+    ``adds_in_cast``. ``tapped``: True if the tap gets to see the cast.
     """
 
     state: SlotState
@@ -77,7 +77,7 @@ class Request:
     rows: bool
     columns: bool
     record: ExpertMask
-    limits: Outgrown = Outgrown(None)
+    limits: Outgrown
     offsets: Tensor | None = None
     place: Tensor | None = None
     sums: Tensor | None = None
