@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fp8dist.checks.contents import Content, Digester, Field, Key, on_device
 from fp8dist.checks.differences import unravel
+from fp8dist.modules.casters import Cast, Request
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
-from fp8dist.modules.outgrown import OUTGROWN, meant_to_saturate
+from fp8dist.modules.outgrown import OUTGROWN, Outgrown, meant_to_saturate
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.wrappers import multiplied_shape
 from fp8dist.state.arena import Arena
@@ -98,14 +99,15 @@ class CastOf(NamedTuple):
         sync = ArenaSync(arena)
         slots = LinearSlots(sync, sync, JobState(True, self.backend, "fp8"), self.recipe, dict.fromkeys(Role, slot))
         of_weight = self.role is Role.WEIGHT
-        outgrown = OUTGROWN * meant_to_saturate(self.recipe) if of_weight and self.recipe.delayed else None
-        state = slots.states(device)[0]
+        limits = Outgrown(OUTGROWN * meant_to_saturate(self.recipe) if of_weight and self.recipe.delayed else None)
+        request = Request(slots.states(device)[0], self.role, self.rows, self.columns, True, limits, tapped=False)
         x = operand(self.shape, self.dtype, SEEDS[self.role.value], device)
 
         def compute() -> dict[str, Tensor]:
             arena.pending.zero_()
-            cast = slots.quantize(x, state, True, self.rows, self.columns, square=of_weight, outgrown=outgrown)
-            found = {**cast._asdict(), "amax": arena.pending[0].clone()}
+            cast = slots.caster.cast(x, request)
+            found: dict[str, Tensor] = {name: getattr(cast, name) for name in Cast._fields[:4]}
+            found["amax"] = arena.pending[0].clone()
             if cast.rows_inv_scale is cast.columns_inv_scale:
                 found["inv_scale"] = found.pop("rows_inv_scale")
                 del found["columns_inv_scale"]

@@ -282,10 +282,10 @@ class StepCycle:
             return
         sites: dict[int, list[tuple[str, int]]] = {}
         for number, slots in enumerate(modules):
-            slots.site = number * len(SITES)
-            sites.setdefault(self.syncs.index(slots.sync), []).append((slots.fqn, slots.site))
+            slots.caster.site = number * len(SITES)
+            sites.setdefault(self.syncs.index(slots.sync), []).append((slots.fqn, slots.caster.site))
         weights = SITES.index(Role.WEIGHT)
-        calls = {slots.site + weights: slots.weight_casts for slots in modules}
+        calls = {slots.caster.site + weights: slots.weight_casts for slots in modules}
         self.audits = Audits(sites, self.settings.audit_every, self.settings.audit_bytes, calls)
         self.job.tap = tap_on(modules[0].sync.arena.device, self.audits.hear)
         self._audit_next()

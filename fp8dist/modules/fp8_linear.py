@@ -17,9 +17,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.casters import Cast, Request
 from fp8dist.modules.foreign import gathered_input, is_parallel, is_transposed, linear_base
 from fp8dist.modules.fp8_weight import FP8Weight, dequantised
-from fp8dist.modules.linear_slots import Cast, LinearSlots, States
+from fp8dist.modules.linear_slots import LinearSlots, States
 from fp8dist.modules.modes import Mode
 from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
@@ -61,7 +62,7 @@ class _FP8LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         input_state, ctx.weight_state, ctx.grad_state = states
         columns = wants_weight_grad and "wgrad" not in high
-        cast = slots.input_cast(x, input_state, record, "fprop" not in high, columns, outgrown)
+        cast = slots.caster.cast(x, Request(input_state, Role.INPUT, "fprop" not in high, columns, record, outgrown))
         later = "dgrad" in high or slots.casts_in_backward(weight)
         if weight_columns_inv_scale is None:
             weight_columns_inv_scale = weight_rows_inv_scale
@@ -249,7 +250,7 @@ class FP8Linear(nn.Linear):
 
 def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
     """Return the tensors of ``cast``, repeats as None: Dynamo rejects autograd functions that get a tensor twice."""
-    rows, inv_scale, columns, columns_inv_scale = cast  # Compared one by one: this runs in every forward.
+    rows, inv_scale, columns, columns_inv_scale = cast[:4]  # Compared one by one: this runs in every forward.
     if columns is rows or columns is inv_scale:
         columns = None  # type: ignore[assignment]
     if columns_inv_scale is inv_scale or columns_inv_scale is columns or columns_inv_scale is rows:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.casters import ExpertMask
 from fp8dist.modules.fp8_weight import FP8Weight, dequantised
-from fp8dist.modules.grouped_slots import Choice, GroupedSlots, Some
+from fp8dist.modules.grouped_slots import Choice, GroupedSlots
 from fp8dist.modules.linear_slots import States
 from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
@@ -32,7 +33,7 @@ class _Call(NamedTuple):
     states: States
     choice: Choice
     record: bool
-    recorded: Mapping[Role, Some]
+    recorded: Mapping[Role, ExpertMask]
     wants_weight_grad: bool
     outgrown: Outgrown
 
@@ -129,7 +130,9 @@ class _ObserveGradient(torch.autograd.Function):
     """Identity that records the experts' amaxes of the gradient in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, offsets: Tensor, slots: GroupedSlots, state: SlotState, recorded: Some) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, offsets: Tensor, slots: GroupedSlots, state: SlotState, recorded: ExpertMask
+    ) -> Tensor:
         ctx.slots, ctx.state, ctx.recorded = slots, state, recorded
         ctx.save_for_backward(offsets)
         return torch.ops.aten._unsafe_view(y, y.shape)
@@ -274,7 +277,7 @@ def _of_experts(tokens: int, offsets: Tensor) -> Tensor:
     return (torch.arange(tokens, device=offsets.device) < offsets[-1])[:, None]
 
 
-def _by_rows(in_fp8: Tensor | None, in_high: Tensor | None, high: Some, offsets: Tensor) -> Tensor:
+def _by_rows(in_fp8: Tensor | None, in_high: Tensor | None, high: ExpertMask, offsets: Tensor) -> Tensor:
     """Choose rows by their experts."""
 
     def rows(mask: Tensor) -> Tensor:
@@ -284,7 +287,7 @@ def _by_rows(in_fp8: Tensor | None, in_high: Tensor | None, high: Some, offsets:
     return _chosen(in_fp8, in_high, high, rows)
 
 
-def _chosen(in_fp8: Tensor | None, in_high: Tensor | None, high: Some, spread: Any) -> Tensor:
+def _chosen(in_fp8: Tensor | None, in_high: Tensor | None, high: ExpertMask, spread: Any) -> Tensor:
     """Return the product of each expert in its precision. ``spread``: gives a mask the product's shape."""
     if in_high is None or in_fp8 is None:
         made = in_high if in_fp8 is None else in_fp8

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.casters import SITES, Cast, Request, caster_for
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.modes import Mode, Modes
@@ -25,8 +24,6 @@ from fp8dist.modules.outgrown import (
     either,
     limits_of,
     scale_for,
-    shrunk,
-    unfit_for,
 )
 from fp8dist.modules.unsupported import require_eager
 from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of, stored_parameters
@@ -34,13 +31,12 @@ from fp8dist.state.arena import SlotState
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import is_dtensor, largest_of_parts, local_part
 from fp8dist.state.precision import Precision
-from fp8dist.state.recipe import GEMMS, Gemm, Recipe
+from fp8dist.state.recipe import Gemm, Recipe
 from fp8dist.state.slots import Slot
 from fp8dist_kernels import direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.multipliers import ProductError
-from fp8dist_kernels.reference.blocks import BLOCK
 
 __all__ = ["SITES", "Cast", "LinearSlots", "States", "refusal"]
 
@@ -51,23 +47,8 @@ FIRST_LOOK = 64
 backwards ago."""
 
 
-SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
-"""The casts and products of a module, in the order of their sites."""
-
 States = tuple[SlotState, SlotState, SlotState]
 """The states of a module's input, weight and grad_output slots."""
-
-
-class Cast(NamedTuple):
-    """A tensor in FP8: row-major, transposed, and the inverse scales of each. A copy that was not requested is empty.
-
-    The inverse scales have the shapes that ``ops.matmul`` takes: one element, one per row, or one per block.
-    """
-
-    rows: Tensor
-    rows_inv_scale: Tensor
-    columns: Tensor
-    columns_inv_scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -88,9 +69,9 @@ class WeightCast:
 class LinearSlots:
     """An FP8Linear's access to the FP8 state: its three slots and how it may use them.
 
-    ``precision``: which GEMMs run in high precision. ``site``: number of its first site; see ``SITES``. ``note``: of
-    the weight. If the note says that FSDP frees the weight between forward and backward, its casts are not cached,
-    because they would take the memory that sharding saves.
+    ``precision``: which GEMMs run in high precision. ``caster``: casts its tensors. ``note``: of the weight. If the
+    note says that FSDP frees the weight between forward and backward, its casts are not cached, because they would take
+    the memory that sharding saves.
     """
 
     def __init__(
@@ -109,7 +90,7 @@ class LinearSlots:
         self.recipe = recipe
         self.slots = slots
         self.precision = Precision(slots, recipe.high_precision)
-        self.site = 0
+        self.caster = caster_for(recipe, job, sync, self.precision)
         self.name = name
         self.note = WeightNote(name)
         self._backwards = self._boundary = self._changes = 0
@@ -253,140 +234,9 @@ class LinearSlots:
         self._modes.calls.add(mode, grad)
         return mode, record
 
-    def quantize(
-        self,
-        x: Tensor,
-        state: SlotState,
-        record: bool,
-        rows: bool,
-        columns: bool,
-        pending: Tensor | None = None,
-        square: bool = False,
-        outgrown: float | None = None,
-        unfit: Tensor | None = None,
-        role: Role | None = None,
-        scale: Tensor | None = None,
-        sums: Tensor | None = None,
-    ) -> Cast:
-        """Cast x [tokens, features] by the recipe. If neither copy is requested, only record the amax of x, and only
-        inside ``recording()`` or if the module soon returns to FP8.
-
-        Args:
-            pending: where to record the amax. None: in the slot's own element.
-            square: True if x is a weight, with blocks of 128 x 128.
-            outgrown: the overflow ratio above which x is cast with its own amax. None: never.
-            unfit: 0-d bool: if True, x is cast with its own amax in any case.
-            role: of the cast whose tap is told. None: none is.
-            scale: what to cast x with, because x may be a part of a tensor that shares a scale. None: the slot's scale,
-                or that of the amax of x. Ignored by recipes whose scales cover less than a tensor.
-            sums: [features], for the sums of the columns of x; see ``adds_in_cast``.
-        """
-        place = state.pending if pending is None else pending
-        if not (rows or columns):
-            return self._uncast(x, place, record)
-        block = [0, 0]
-        if self.recipe.by == "tensor":
-            cast = self._by_tensor(x, state, place, record, rows, columns, square, outgrown, unfit, role, scale, sums)
-        else:
-            if record:
-                direct.observe(x, place, backend=self.job.backend)
-            cast, block = self._by_parts(x, state.format.dtype, rows, columns, square, role)
-        if record and (self.job.measuring or self.sync.arena.lanes):
-            self._measure(x if rows else x.t(), cast.rows_inv_scale if rows else cast.columns_inv_scale, state, block)
-        return cast
-
-    def _uncast(self, x: Tensor, place: Tensor, record: bool) -> Cast:
-        if record and (self.precision.observing or self.job.recording):
-            direct.observe(x, place, backend=self.job.backend)
-        nothing = x.new_empty(0)
-        return Cast(nothing, nothing, nothing, nothing)
-
-    def _by_tensor(
-        self,
-        x: Tensor,
-        state: SlotState,
-        place: Tensor,
-        record: bool,
-        rows: bool,
-        columns: bool,
-        of_weight: bool,
-        outgrown: float | None,
-        unfit: Tensor | None,
-        role: Role | None,
-        scale: Tensor | None,
-        sums: Tensor | None,
-    ) -> Cast:
-        """Cast x with ``scale``, or with one from the slot or its own amax. Records the amax."""
-        recipe, given = self.recipe, scale is not None
-        cold = state.cold if recipe.delayed or given else state.always
-        warm_up = not given and recipe.warmup == "current" and not self._known_hot(state)
-        if given:
-            outgrown = unfit = None
-        if unfit is not None:  # Rare. Treat the slot as cold.
-            cold, warm_up = (cold & warm_up) | unfit, True
-        also: dict[str, Any] = {} if sums is None else {"sums": sums}
-        if warm_up and recipe.delayed and outgrown is None and direct.is_eager():
-            also["scratch"] = state.arena.scratch()  # Few slots are cold: no launch of its own looks for these.
-        fp8, fp8_t, inv_scale = _caller(of_weight).quantize(
-            x,
-            state.scale if scale is None else scale,
-            cold,
-            place,
-            state.format.dtype,
-            record=record,
-            just_in_time=warm_up,
-            margin=recipe.margin,
-            power_of_two=recipe.power_of_two,
-            rows=rows,
-            columns=columns,
-            outgrown=outgrown,
-            backend=self.job.backend,
-            **also,
-            **({} if self.job.tap is None else self._tap_of(role)),
-        )
-        return Cast(fp8, inv_scale, fp8_t, inv_scale)
-
-    def _tap_of(self, work: Role | Gemm | None) -> dict[str, Any]:
-        """Return the arguments by which a cast or a product tells the tap; none if it has no site. Callers look for a
-        tap themselves, because most jobs have none."""
-        # What is exported or traced outlives the listener.
-        if work is None or torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return {}
-        return {"site": self.site + SITES.index(work), "tap": self.job.tap}
-
-    def _known_hot(self, state: SlotState) -> bool:
-        """True if the host knows that the slot is hot, so that its cast need not look. Graphs outlive that knowledge:
-        state may be loaded. Their casts look on the device."""
-        if not direct.is_eager():  # First: torch.compile must not guard on the rest.
-            return False
-        return state.arena.known_hot and self.recipe.delayed and not capturing(state.arena.device)
-
-    def _by_parts(
-        self, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, square: bool, role: Role | None
-    ) -> tuple[Cast, list[int]]:
-        """Cast x with its own scale for each row or block. Also return the shape of a group that shares a scale."""
-        copies = {
-            "power_of_two": self.recipe.power_of_two,
-            "rows": rows,
-            "columns": columns,
-            "backend": self.job.backend,
-            **({} if self.job.tap is None else self._tap_of(role)),
-        }
-        if self.recipe.by == "row":
-            return Cast(*_caller(square).quantize_rowwise(x, dtype, **copies)), [
-                1,
-                max(1, x.shape[1] if rows else x.shape[0]),
-            ]
-        block = [BLOCK if square else 1, BLOCK]
-        return Cast(*direct.quantize_blocks(x, dtype, block=block, **copies)), block
-
-    def _measure(self, x: Tensor, inv_scale: Tensor, state: SlotState, block: list[int]) -> None:
-        dtype, backend = state.format.dtype, self.job.backend
-        direct.measure(x, inv_scale, dtype, state.saturated, state.underflow, block=block, backend=backend)
-
     def observe(self, x: Tensor, state: SlotState) -> None:
-        """Call ``ops.observe`` with this manager's backend."""
-        direct.observe(x.detach(), state.pending, backend=self.job.backend)
+        """Record the amax of a tensor that is not cast."""
+        self.caster.observe(x.detach(), state)
 
     def matmul(
         self,
@@ -414,7 +264,7 @@ class LinearSlots:
                 bias=bias,
                 fast_accumulation=fast,
                 backend=self.job.backend,
-                **({} if self.job.tap is None else self._tap_of(gemm)),
+                **({} if self.job.tap is None else self.caster.tap_of(gemm)),
             )
         except ProductError as error:
             raise refusal(self.fqn, gemm, error) from error
@@ -493,13 +343,6 @@ class LinearSlots:
                 job.growth = growth
         growth.add(id(self), grown)
 
-    def input_cast(
-        self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
-    ) -> Cast:
-        """Call ``quantize`` for an input."""
-        unfit = unfit_for(functools.partial(amax_of, x), state, self.recipe, outgrown.upstream)
-        return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.INPUT)
-
     def gradient_cast(
         self,
         gradient: Tensor,
@@ -510,13 +353,17 @@ class LinearSlots:
         outgrown: Outgrown,
         sums: Tensor | None,
     ) -> Cast:
-        """Call ``quantize`` for a gradient. By now, later modules have cast their weights, too."""
-        upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream(outgrown.once)
-        unfit = unfit_for(functools.partial(amax_of, gradient), state, self.recipe, upstream)
-        return self.quantize(
-            gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.GRAD_OUTPUT,
-            sums=sums,
-        )  # fmt: skip
+        """Cast a gradient; see ``Request``. ``outgrown``: the forward's."""
+        limits = self._limits_now(outgrown)
+        return self.caster.cast(gradient, Request(state, Role.GRAD_OUTPUT, rows, columns, record, limits, sums=sums))
+
+    def _limits_now(self, outgrown: Outgrown) -> Outgrown:
+        """Return the limits for a gradient from those of the forward: by now, later modules have cast their weights,
+        too."""
+        if torch.compiler.is_compiling():
+            return outgrown
+        upstream = self._upstream(outgrown.once)
+        return outgrown if upstream is outgrown.upstream else outgrown._replace(upstream=upstream)
 
     @property
     def adds_in_cast(self) -> bool:
@@ -615,16 +462,9 @@ class LinearSlots:
             amax: where to record: 0-d float32, or [E] of all experts.
             role: of the cast whose tap is told.
         """
-        return self.quantize(
-            shard,
-            self.states(self.weight_sync.arena.device)[1],
-            record,
-            rows=True,
-            columns=False,
-            pending=amax,
-            square=True,
-            role=role,
-            scale=scale,
+        state, limits = self.states(self.weight_sync.arena.device)[1], Outgrown(None, scale=scale)
+        return self.caster.cast(
+            shard, Request(state, Role.WEIGHT, True, False, record, limits, place=amax, tapped=role is not None)
         )
 
     def _reuse_key(self, weight: Tensor, parameter: Tensor) -> tuple[int, int, int] | None:
@@ -674,24 +514,13 @@ class LinearSlots:
         pending: Tensor | None = None,
         role: Role | None = Role.WEIGHT,
     ) -> Cast:
-        unfit = shrunk(amax_of(weight), state, self.recipe) if outgrown.written and outgrown.scale is None else None
-        stored, transposed = weight.detach(), not weight.is_contiguous() and weight.t().is_contiguous()
+        stored, transposed = weight.detach(), not weight.is_contiguous() and weight.mT.is_contiguous()
         if transposed:  # Cast the weight as it lies in memory: its rows are the columns of the product's weight.
-            stored, rows, columns = stored.t(), columns, rows
-        cast = self.quantize(
-            stored,
-            state,
-            record,
-            rows,
-            columns,
-            pending=pending,
-            square=True,
-            outgrown=outgrown.weight,
-            unfit=unfit,
-            role=role,
-            scale=outgrown.scale,
-        )
-        return Cast(cast.columns, cast.columns_inv_scale, cast.rows, cast.rows_inv_scale) if transposed else cast
+            stored, rows, columns = stored.mT, columns, rows
+        tapped = role is not None
+        request = Request(state, Role.WEIGHT, rows, columns, record, outgrown, place=pending, tapped=tapped)
+        cast = self.caster.cast(stored, request)
+        return cast.transposed() if transposed else cast
 
     def count_backward(self, recorded: bool) -> None:
         """Warn once if the weight changes between backwards without a boundary. Raise if ``attach`` is missing.
@@ -763,9 +592,3 @@ class LinearSlots:
 def refusal(fqn: str, gemm: Gemm, error: ProductError) -> ConfigurationError:
     """Return the error of a user whose machine cannot compute a product of this module."""
     return ConfigurationError(f"{fqn}: {gemm}: {error}")
-
-
-def _caller(of_weight: bool) -> ModuleType:
-    """Return the module whose casts to call. A compiled graph casts weights with one op: nothing in the graph computes
-    them, so there is nothing to fuse the cast with."""
-    return ops if of_weight and torch.compiler.is_compiling() else direct

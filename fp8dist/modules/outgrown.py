@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,6 @@ __all__ = [
     "shrunk",
     "unfit_for",
 ]
-
-Amax = Callable[[], Tensor]
 
 OUTGROWN = 1.25
 """Overflow ratio above which a weight is cast with its own amax, whoever changed it. A saturated weight that grew by
@@ -111,15 +108,13 @@ def meant_to_saturate(recipe: Recipe) -> float:
     return float(2.0 ** max(0, -recipe.margin))
 
 
-def unfit_for(amax: Amax, state: SlotState, recipe: Recipe, upstream: Tensor | None) -> Tensor | None:
-    """Return bool: True if ``upstream`` is, and a tensor exceeds its scale by more than a quarter. None: never True.
+def unfit_for(amax: Tensor, state: SlotState, recipe: Recipe, upstream: Tensor) -> Tensor:
+    """Return bool: True if ``upstream`` is, and a tensor exceeds its scale by more than a quarter.
 
     Args:
-        amax: returns the float32 amax of a slot's tensor, 0-d, or those of a run of slots, [E].
+        amax: float32, of a slot's tensor, 0-d, or those of a run of slots, [E].
     """
-    if upstream is None or not recipe.delayed:
-        return None
-    used, counts = _used(amax(), state)
+    used, counts = _used(amax, state)
     return upstream & counts & (used > OUTGROWN * meant_to_saturate(recipe))
 
 

@@ -172,7 +172,7 @@ def test_a_graph_keeps_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """State may be loaded after its capture. ``test_roofline.py`` counts its launches."""
     model, manager, _ = trained()
     assert sync_of(manager).arena.known_hot
-    monkeypatch.setattr("fp8dist.modules.linear_slots.capturing", lambda device: True)
+    monkeypatch.setattr("fp8dist.modules.casters.capturing", lambda device: True)
     assert just_in_time(model, monkeypatch) == [True] * 6
 
 
