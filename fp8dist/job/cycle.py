@@ -317,7 +317,7 @@ class StepCycle:
             jumps = self.watch.collect(step, self.syncs, waited, self._microbatches_known())
             if jumps:
                 cause = self.watch.outlier(jumps, self.syncs)
-                self.checker.tell(Event("jump", step, tuple(jump.slot for jump in jumps), cause=cause))
+                self.checker.queue(Event("jump", step, tuple(jump.slot for jump in jumps), cause=cause))
             self._tell_nonfinite(step)
 
     def _tell_nonfinite(self, step: int) -> None:
@@ -327,7 +327,7 @@ class StepCycle:
         unsynced = {slot for sync in self.syncs if not sync.every_step for slot in sync.arena.index}
         bad = tuple(slot for slot in slots if slot in unsynced)
         if bad:
-            self.checker.tell(Event("nonfinite", step, bad, cause=cause))
+            self.checker.queue(Event("nonfinite", step, bad, cause=cause))
 
     def found_nonfinite(self) -> bool:
         """True if the sync of the step that has just ended saw a non-finite amax, and no event has told so yet. Local.
