@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8dist.checks.audit import Audits
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.contents import ArenaContent, on_device, values_near
 from fp8dist.checks.headers import localise
@@ -26,7 +27,7 @@ from fp8dist.checks.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.common.divergence import Finding, compared_text
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.job_state import JobState
+from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.outgrown import limits_of
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.parallel.ddp import find_ddp
@@ -36,7 +37,7 @@ from fp8dist.state.arena_sync import ArenaSync, Evidence, Proof
 from fp8dist.state.cause import Cause
 from fp8dist.state.groups import GroupLike, SyncGroup, world_size
 from fp8dist.state.roll_call import failing_by_name
-from fp8dist.state.settings import Policy, Settings, Start
+from fp8dist.state.settings import Policy, Start
 from fp8dist.state.slots import Slot
 from fp8dist.state.watch import Watch
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
@@ -109,14 +110,7 @@ class Checker:
     ``amaxes``: the watch that knows which cast went wrong first; None: there is none.
     """
 
-    def __init__(
-        self,
-        syncs: Sequence[ArenaSync],
-        groups: Sequence[SyncGroup | None],
-        settings: Settings,
-        job: JobState,
-        control: PrecisionControl,
-    ) -> None:
+    def __init__(self, state: ModelState, control: PrecisionControl) -> None:
         self.callbacks: list[Callable[[Event], None]] = []
         self.amaxes: Watch | None = None
         self.checks = 0
@@ -124,9 +118,8 @@ class Checker:
         self.last: Checked | None = None
         self.checked: int | None = None
         self._proven: dict[int, int] = {}  # By place in ``syncs``.
-        self.syncs, self._groups = syncs, groups
-        self.settings, self.job = settings, job
-        self._control = control
+        self.state, self._control = state, control
+        syncs, groups = state.syncs, state.groups
         # The arena that all ranks have. Without it, for example if a pattern names the same group, the widest one.
         widest = max(range(len(syncs)), key=lambda i: 0 if (group := groups[i]) is None else group.size, default=0)
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), widest)
@@ -140,12 +133,12 @@ class Checker:
 
     def watch(self, module: nn.Module) -> None:
         """Set the module that shows how parameters are replicated, such as the DDP wrapper. Keeps a weak reference."""
-        self.job.called = weakref.ref(module)
+        self.state.job.called = weakref.ref(module)
 
     @property
     def proven(self) -> int | None:
         """The newest step at which every sync found that the ranks had cast with equal state; None: none."""
-        shared = [i for i, sync in enumerate(self.syncs) if sync.communicates and sync.every_step]
+        shared = [i for i, sync in enumerate(self.state.syncs) if sync.communicates and sync.every_step]
         return min((self._proven.get(i, 0) for i in shared), default=0) or None
 
     def forget_steps(self) -> None:
@@ -170,7 +163,7 @@ class Checker:
         reports = [self._conclude(sync, report, joins) for sync, report in differing]
         self._run_callbacks()
         left = [report for report in reports if report.diverged]
-        if left and raises and self.settings.check_policy != "warn":
+        if left and raises and self.state.settings.check_policy != "warn":
             notes = dict.fromkeys(note for report in left for note in report.notes)
             DivergenceReport(tuple(f for report in left for f in report.findings), notes=(*notes,)).raise_if_diverged()
 
@@ -183,7 +176,7 @@ class Checker:
         """Return what the last syncs proved, and clear their verdicts. Local. ``only_immediate``: see
         ``act_on_verdicts``."""
         outcomes = []
-        for place, sync in enumerate(self.syncs):
+        for place, sync in enumerate(self.state.syncs):
             verdict = sync.verdict
             if verdict is None:
                 continue
@@ -197,10 +190,10 @@ class Checker:
         """Count proven steps, queue events, apply fallbacks, and localise differences. Return the reports of syncs that
         found a difference. COLLECTIVE over their groups, unless ``joins``."""
         differing: list[tuple[ArenaSync, DivergenceReport]] = []
-        before = self.job.step
+        before = self.state.job.step
         for outcome in outcomes:
             sync, proof = outcome.sync, outcome.proof
-            self.job.step = max(self.job.step, before + proof.replays)
+            self.state.job.step = max(self.state.job.step, before + proof.replays)
             if not proof.differs:
                 if outcome.proves:
                     self._proven[outcome.place] = before + proof.replays
@@ -269,7 +262,7 @@ class Checker:
 
     def cause_of_nonfinite(self) -> Cause | None:
         """Return the first non-finite amax of the step that ended last, if the watch observed it. Local."""
-        return None if self.amaxes is None else self.amaxes.nonfinite(self.job.step)[0]
+        return None if self.amaxes is None else self.amaxes.nonfinite(self.state.job.step)[0]
 
     def _fall_back(self, sync: ArenaSync, step: int) -> None:
         """Switch the modules of tripped slots to high precision. All ranks take the tripped slots from the sync."""
@@ -278,13 +271,13 @@ class Checker:
         if not modules:
             return
         self._queued.append(Event("fallback", step, slots))
-        assert self.settings.fallback is not None
+        assert self.state.settings.fallback is not None
         if sync.speaks:
             logger.warning(
                 "fp8dist: step %d: %d module(s) go to high precision for %d steps, '%s' first (%s)",
                 step,
                 len(modules),
-                self.settings.fallback.steps,
+                self.state.settings.fallback.steps,
                 modules[0],
                 ", ".join(map(str, slots[:4])),
             )
@@ -293,7 +286,9 @@ class Checker:
         with on_device(sync.arena.device):
             found = localise(sync, evidence, differs)
         arena, sent = sync.arena, evidence.scales
-        save_evidence(found.report, self.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding))
+        save_evidence(
+            found.report, self.state.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding)
+        )
         # All ranks continue from one state. Otherwise every later sync would report the step, and a scale that the
         # commit left alone, because its slot did not run, would be reported again and again.
         arena.step.fill_(found.step)
@@ -301,7 +296,7 @@ class Checker:
             arena.adopt_untaken_scales(found.reference.scales, evidence.flags[TAKEN])
             # Ranks with a damaged scale had judged saturation by it, so their counters are wrong, too.
             arena.counters[SATURATED] = found.reference.saturated
-            self.job.invalidate_casts()
+            self.state.job.invalidate_casts()
         return found.report
 
     def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> DivergenceReport:
@@ -311,11 +306,11 @@ class Checker:
         standing = self._standing_of[id(sync)]
         if not joins:
             _log_changes(sync.group, standing, report, HEADER_KINDS)
-            if self.settings.check_policy == "repair":
+            if self.state.settings.check_policy == "repair":
                 repairs, mend = self._repairs_of[id(sync)], partial(self._mend_arena, sync, sync.group, report)
                 repairs.observe(report, HEADER_KINDS)
-                report = repairs.repair(report, self.settings.max_repairs, mend)
-        texts = standing.texts(report) if self.settings.check_policy == "warn" else None
+                report = repairs.repair(report, self.state.settings.max_repairs, mend)
+        texts = standing.texts(report) if self.state.settings.check_policy == "warn" else None
         announce(report, sync.group, raises=False, texts=texts, waits=not joins)
         self._queued.append(_diverged(report))
         return report
@@ -336,17 +331,22 @@ class Checker:
             return after
         return replace(after, findings=report.findings, repaired=mended_texts(report) + after.repaired)
 
-    def conclude_audit(self, report: DivergenceReport, group: SyncGroup | None) -> None:
-        """Log what an audit found, and raise if the policy says so. COLLECTIVE over ``group`` if it found anything.
+    def settle_audits(self, audits: Audits) -> None:
+        """Repeat what other ranks have computed in this step, if it is audited, and log what they got wrong. COLLECTIVE
+        over the groups of the audited arenas.
 
         Raises:
             DivergenceError: on all ranks, unless the policy is "warn".
         """
-        if not report.diverged:
-            return
-        save_evidence(report, self.settings.report_dir, lambda finding: None)
-        raises = self.settings.check_policy != "warn"
-        announce(report, group, raises=raises, notify=self.notify_diverged)
+        for place in audits.due:
+            sync = self.state.syncs[place]
+            ranks = sync.group.ranks if sync.group is not None else ()
+            with failing_by_name(sync.owner, lambda: f"the audit of step {self.state.job.step + 1}", ranks):
+                report = audits.settle(place, sync)
+            if report.diverged:
+                save_evidence(report, self.state.settings.report_dir, lambda finding: None)
+                raises = self.state.settings.check_policy != "warn"
+                announce(report, sync.group, raises=raises, notify=self.notify_diverged)
 
     # Comparing -------------------------------------------------------------------------------------
 
@@ -365,8 +365,8 @@ class Checker:
             ConfigurationError: there are several ranks, FP8 is not switched off, and there is nothing to compare.
         """
         start = time.perf_counter()
-        module = self.job.whole
-        default = self.syncs[self._default]
+        module = self.state.job.whole
+        default = self.state.syncs[self._default]
         anchor = self.anchor()
         if anchor is None:
             return check_alone(module, scope, self.standing)
@@ -375,8 +375,8 @@ class Checker:
             compared = Comparison(
                 anchor, [self], module, scope, default.arena.device, step, self._last_good, manifest=manifest
             )
-            most = self.settings.max_repairs if max_repairs is None else max_repairs
-            report_dir = self.settings.report_dir
+            most = self.state.settings.max_repairs if max_repairs is None else max_repairs
+            report_dir = self.state.settings.report_dir
             report = run_check(compared, policy, _NOTHING_TO_COMPARE, report_dir, self.repairs, most)
         finally:
             self.checks += 1
@@ -394,10 +394,10 @@ class Checker:
         Raises:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
         """
-        anchor = self._groups[self._default]
-        if anchor is None or not anchor.communicates or not self.settings.amax_sync:
+        anchor = self.state.groups[self._default]
+        if anchor is None or not anchor.communicates or not self.state.settings.amax_sync:
             return
-        start, default = time.perf_counter(), self.syncs[self._default]
+        start, default = time.perf_counter(), self.state.syncs[self._default]
         held: list[Holdings] = []
 
         def build() -> Holdings:
@@ -411,25 +411,25 @@ class Checker:
                     logger.warning("fp8dist: attach() cannot compare the ranks: %s", report.summary())
             elif report.findings:
                 report = replace(report, notes=(*report.notes, _UNEQUAL_START))
-                save_evidence(report, self.settings.report_dir, lambda finding: _evidence(held, finding))
+                save_evidence(report, self.state.settings.report_dir, lambda finding: _evidence(held, finding))
                 announce(report, anchor, raises=policy == "raise", notify=self.notify_diverged)
             elif anchor.rank == min(anchor.ranks):
                 _log_start(report, len(anchor.ranks), time.perf_counter() - start)
 
     def _held_at_start(self, anchor: SyncGroup, model: nn.Module, whole: nn.Module) -> Holdings:
         """Return what this rank brings to ``compare_start``. Local."""
-        first = not self.job.boundaries
+        first = not self.state.job.boundaries
         plain = first and is_plain(whole)  # Later, ranks may have trained on their own, as in local SGD.
         # Modules with a group of their own, such as experts, may differ within it.
-        others = [sync for sync, group in zip(self.syncs, self._groups) if plain and group is not anchor]
+        others = [sync for sync, group in zip(self.state.syncs, self.state.groups) if plain and group is not anchor]
         own = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
         inventory = Inventory(anchor, plain, own, at_start=True)
         if not unknown(whole):  # Else ``attach`` has warned that the wrapper cannot be read.
             # Resumed ranks may have other buffers. If ranks resume from other steps, that is a difference itself.
-            buffers = first and not self.job.step
+            buffers = first and not self.state.job.step
             # Plain parameters around the prepared model are not known to be shared.
             inventory.add_module(model if plain else whole, Scope(buffers=buffers))
-        return inventory.holdings(self.job.step)
+        return inventory.holdings(self.state.job.step)
 
     def warn_of_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
         """Warn once if parameters were to be compared, and none are. Local."""
@@ -441,8 +441,8 @@ class Checker:
 
     def anchor(self) -> SyncGroup | None:
         """Return the ranks that check together: the default group, else DDP's, else the job. None for one rank."""
-        module = self.job.whole
-        group = self._groups[self._default]
+        module = self.state.job.whole
+        group = self.state.groups[self._default]
         if group is not None:
             return group
         if world_size() == 1:
@@ -496,7 +496,7 @@ class Comparison:
     def holdings(self) -> Holdings:
         """Return what this rank brings to the check. Local."""
         inventory = Inventory(self.anchor, self.vouched, self.groups)
-        for sync in (sync for checker in self.checkers for sync in checker.syncs if self.scope.state):
+        for sync in (sync for checker in self.checkers for sync in checker.state.syncs if self.scope.state):
             inventory.add_arena(sync)
         if self.module is not None:
             inventory.add_module(self.module, self.scope)
@@ -507,7 +507,7 @@ class Comparison:
     @property
     def enabled(self) -> bool:
         """False if the FP8 state that is compared belongs to managers that are switched off."""
-        return not self.checkers or any(checker.settings.enabled for checker in self.checkers)
+        return not self.checkers or any(checker.state.settings.enabled for checker in self.checkers)
 
     def notify(self, report: DivergenceReport) -> None:
         """Call the callbacks of the checkers with a report. Local."""
@@ -539,7 +539,7 @@ def run_check(
     """
     anchor, checkers = of.anchor, of.checkers
     standing = checkers[0].standing if checkers else Standing()  # Without a manager, each check starts anew.
-    owner = checkers[0].syncs[0].owner if checkers and checkers[0].syncs else "fp8dist.check"
+    owner = checkers[0].state.syncs[0].owner if checkers and checkers[0].state.syncs else "fp8dist.check"
     held: list[Holdings] = []
 
     def build() -> Holdings:
@@ -565,7 +565,7 @@ def run_check(
             return report
         finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
-                checker.job.invalidate_casts()
+                checker.state.job.invalidate_casts()
 
 
 def check_alone(module: nn.Module | None, scope: Scope, standing: Standing) -> DivergenceReport:
