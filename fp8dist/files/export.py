@@ -115,10 +115,10 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
         raise ConfigurationError(f"nothing to export in FP8: an eval forward is in high precision ({off})")
     inner = _unwrapped(model)
     _require_readable(inner)
-    cycle.settle()
+    cycle.state.settle()
     reshard(fsdp2_modules(inner))
-    if cycle.sharded is not None:
-        cycle.sharded.fit_scales()
+    if cycle.scales.sharded is not None:
+        cycle.scales.sharded.fit_scales()
     found = Export(format, moment=lambda: job.boundaries)
     modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
     names = expert_names(inner)
@@ -173,7 +173,11 @@ def _require_readable(model: nn.Module) -> None:
 def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
     """Yield the tensors of the model's state_dict."""
     dtypes = fsdp2_gathered_dtypes(model)
-    sharded = {} if cycle.sharded is None else {id(weight.parameter): weight for weight in cycle.sharded.weights}
+    sharded = (
+        {}
+        if cycle.scales.sharded is None
+        else {id(weight.parameter): weight for weight in cycle.scales.sharded.weights}
+    )
     device_of = compute_devices(model)
     under_fsdp = {id(p) for module in resharded_modules(model) for p in module.parameters(recurse=False)}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -254,7 +254,7 @@ def load_transformer_engine(
     """
     cycle = Internals(manager).cycle
     cycle.require("loading state")
-    cycle.settle()
+    cycle.state.settle()
     report = import_state([sync.arena for sync in cycle.syncs if sync.arena.recipe.delayed], state_dict, name_map)
     for sync in cycle.syncs:
         sync.abandon()

@@ -52,7 +52,7 @@ class Checkpoint:
     def state_dict(self) -> dict[str, bytes]:
         """Return this rank's state by key. Local."""
         self._cycle.require("saving state")
-        self._cycle.settle()
+        self._cycle.state.settle()
         return {key: self._to_bytes(arenas) for key, arenas in self._arenas_by_key().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, convert: bool) -> None:
@@ -79,7 +79,7 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all state of this rank to one file. Local."""
         self._cycle.require("saving state")
-        self._cycle.settle()
+        self._cycle.state.settle()
         storage.write_file(with_rank(path), self._to_bytes(self._arenas()))
 
     def load(self, path: str | os.PathLike[str], strict: bool, convert: bool) -> None:

@@ -305,7 +305,7 @@ class _Replays:
             f"{replayed.report}"
         )
         if self._manager is not None:
-            Internals(self._manager).cycle.checker.tell_at_once(event)
+            Internals(self._manager).cycle.checker.notify(event)
         if self._callback is not None:
             self._callback(event)
 
