@@ -19,6 +19,7 @@ from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.outgrown import OUTGROWN, Outgrown, meant_to_saturate
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.wrappers import multiplied_shape
+from fp8dist.state import overwrites
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.recipe import GEMMS, Gemm, Recipe
@@ -94,7 +95,7 @@ class CastOf(NamedTuple):
         spec = SlotSpec(slot, self.recipe.format_of(self.role))
         arena = Arena([spec], self.recipe, self.backend)
         arena.place(device)
-        arena.set_scale(0, SCALE)
+        overwrites.set_scale(arena, 0, SCALE)
         arena.known_hot = True  # Most steps of a training know it, and need no look at the amax before the cast.
         sync = ArenaSync(arena)
         slots = LinearSlots(sync, sync, JobState(True, self.backend, "fp8"), self.recipe, dict.fromkeys(Role, slot))
