@@ -81,7 +81,7 @@ def import_state(
         CheckpointError: an entry that is needed is damaged, or holds more than data.
         In both cases nothing was changed.
     """
-    plan = _Plan(arenas, _entries(state_dict), name_map)
+    plan = _Imported(arenas, _entries(state_dict), name_map)
     with unchanged_on_failure(arenas):
         converted = [found for arena in arenas for found in _write(arena, plan.slots)]
     return ImportReport(
@@ -115,7 +115,7 @@ class _Import:
     margin: int | None
 
 
-class _Plan:
+class _Imported:
     """Saved state by slot (``slots``), and the source of each module's state by fqn (``origins``).
 
     Raises:

@@ -23,7 +23,7 @@ from fp8dist.runs.report.rows import QUANTITIES, Rows, rows_of
 
 __all__ = ["Panel", "Plot", "panels_of"]
 
-MOST_TOLD, MOST_MODULES, MOST_RANKS = 24, 512, 256
+MOST_ROWS, MOST_MODULES, MOST_RANKS = 24, 512, 256
 """Rows of the table of events; modules and columns of ranks that are drawn."""
 
 
@@ -192,9 +192,9 @@ def _first(run: RunNumbers) -> Iterator[str | Plot]:
             (f"{one.step:,}", one.kind, one.text + (" (undone by a resume)" if one.undone else "")) for one in points
         ]
         interesting = [row for row, one in zip(rows, points) if one.kind not in ("checked", "saved")]
-        yield table(("step", "kind", "what"), interesting[:MOST_TOLD], numbers=(0,))
-        if len(interesting) > MOST_TOLD:
-            yield _note(f"and {len(interesting) - MOST_TOLD:,} more.")
+        yield table(("step", "kind", "what"), interesting[:MOST_ROWS], numbers=(0,))
+        if len(interesting) > MOST_ROWS:
+            yield _note(f"and {len(interesting) - MOST_ROWS:,} more.")
     if not run.events:
         yield _empty("events.jsonl is missing or empty. fp8dist.Recorder writes it, with a LossGuard also spikes.")
 
@@ -236,7 +236,7 @@ def _odd(run: RunNumbers) -> Iterator[str | Plot]:
         waits.rows.T, rows, [str(step) for step in waits.steps], plots.mapper_of(0, top), "ms in the sync", "step"
     )
     yield Plot("waits", "milliseconds that each rank waited in the sync, ranks by steps", made)
-    order = np.argsort(np.nan_to_num(waits.sync_wait_ms, nan=np.inf))[:MOST_TOLD]
+    order = np.argsort(np.nan_to_num(waits.sync_wait_ms, nan=np.inf))[:MOST_ROWS]
     lines = [(str(waits.ranks[i]), f"{waits.sync_wait_ms[i]:.3f}", f"{waits.step_ms[i]:.1f}") for i in order]
     yield table(("rank", "waits, ms per step", "step, ms"), lines, numbers=(0, 1, 2))
 
@@ -293,11 +293,11 @@ def _fp8(run: RunNumbers) -> Iterator[str | Plot]:
     if high:
         lines = [
             (one.name, ", ".join(gemm for gemm, kind in zip(GEMMS, one.gemms) if kind == "high"), one.reason)
-            for one in high[:MOST_TOLD]
+            for one in high[:MOST_ROWS]
         ]
         yield "<h3>In high precision</h3>"
         yield table(("module", "GEMMs", "reason"), lines)
-        yield _note(f"and {len(high) - MOST_TOLD:,} more.") if len(high) > MOST_TOLD else ""
+        yield _note(f"and {len(high) - MOST_ROWS:,} more.") if len(high) > MOST_ROWS else ""
 
 
 # Do all experts get tokens? ---------------------------------------------------------------------------
@@ -307,8 +307,8 @@ def _experts(run: RunNumbers) -> Iterator[str | Plot]:
     mixtures, idle = run.mixtures, idle_experts(run.mixtures)
     count = sum(len(one.shares) for one in mixtures)
     if idle:
-        told = escape(shortened(str(idle[0]), 300))
-        yield f"<p>{len(idle):,} of {count:,} experts had no token when last observed: <strong>{told}</strong>.</p>"
+        longest = escape(shortened(str(idle[0]), 300))
+        yield f"<p>{len(idle):,} of {count:,} experts had no token when last observed: <strong>{longest}</strong>.</p>"
         rows = [
             (
                 one.module,
@@ -317,11 +317,11 @@ def _experts(run: RunNumbers) -> Iterator[str | Plot]:
                 "" if one.age is None else f"{one.age:,}",
                 f"{one.share:.3%}",
             )
-            for one in idle[:MOST_TOLD]
+            for one in idle[:MOST_ROWS]
         ]
         heads = ("mixture", "expert", "steps without a token", "age of its scale, steps", "share of tokens in the run")
         yield table(heads, rows, numbers=(1, 2, 3, 4))
-        yield _note(f"and {len(idle) - MOST_TOLD:,} more.") if len(idle) > MOST_TOLD else ""
+        yield _note(f"and {len(idle) - MOST_ROWS:,} more.") if len(idle) > MOST_ROWS else ""
         yield _note("Steps and ages are lower bounds: what happened between two observations is not known.")
     else:
         yield f"<p>All {count:,} experts had tokens when last observed.</p>"
