@@ -269,6 +269,24 @@ class LinearSlots:
         except ProductError as error:
             raise refusal(self.fqn, gemm, error) from error
 
+    def matmul_into(
+        self, a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, total: Tensor, gemm: Gemm
+    ) -> None:
+        """Call ``ops.matmul_into``, as ``matmul`` does ``ops.matmul``: add the product to ``total``."""
+        try:
+            direct.matmul_into(
+                a,
+                b,
+                inv_scale_a,
+                inv_scale_b,
+                total,
+                fast_accumulation=gemm in self.recipe.fast_accumulation,
+                backend=self.job.backend,
+                **({} if self.job.tap is None else self.caster.tap_of(gemm)),
+            )
+        except ProductError as error:
+            raise refusal(self.fqn, gemm, error) from error
+
     def outgrown(self, linear: nn.Module, record: bool, training: bool) -> Outgrown:
         """Return the overflow ratios above which a forward's tensors are cast with their own amaxes. Notes that the
         weight is used.
