@@ -94,7 +94,7 @@ class StepCycle:
         self._replays = 0
         self._polled: int | None = None  # Boundaries at the last poll without a graph.
         self._said_polled = False
-        self.job.said_unsynced = False
+        self.job.warned_unsynced = False
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("precisions", "settings", "job", "syncs", "groups")
@@ -285,7 +285,7 @@ class StepCycle:
             slots.caster.site = number * len(SITES)
             sites.setdefault(self.syncs.index(slots.sync), []).append((slots.fqn, slots.caster.site))
         weights = SITES.index(Role.WEIGHT)
-        calls = {slots.caster.site + weights: slots.weight_casts for slots in modules}
+        calls = {slots.caster.site + weights: slots.caster.calls_per_weight for slots in modules}
         self.audits = Audits(sites, self.settings.audit_every, self.settings.audit_bytes, calls)
         self.job.tap = tap_on(modules[0].sync.arena.device, self.audits.hear)
         self._audit_next()

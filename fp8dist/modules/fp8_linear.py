@@ -194,13 +194,14 @@ class FP8Linear(nn.Linear):
         out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
         self._require_features(input, in_features)
         high, states = mode.high, slots.states(weight.device)
-        outgrown = slots.of_parts(mode.outgrown, weight, parameter)
+        outgrown = slots.policy.limits_of_parts(mode.outgrown, weight, parameter, states[1])
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, in_features)
         fprop, dgrad = "fprop" not in high, "dgrad" not in high
-        cast = slots.weight_cast(weight, parameter, states[1], record, fprop, dgrad, outgrown)
+        request = Request(states[1], Role.WEIGHT, fprop, dgrad, record, outgrown)
+        cast = slots.weight_cast(weight, parameter, request)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         output = _FP8LinearFunction.apply(
             tokens, bias, weight, *_each_once(cast), slots, states, record, wants_weight_grad, high, outgrown
@@ -227,7 +228,7 @@ class FP8Linear(nn.Linear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load as nn.Module does. Also marks the weight as written, because FSDP may have replaced the parameter."""
-        self.fp8_slots.note_load(self)
+        self.fp8_slots.note.sample_before_load(self, self.fp8_slots.job.loads)
         super()._load_from_state_dict(*args, **kwargs)
         self.fp8_slots.note.mark_written()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.casters import ExpertMask
+from fp8dist.modules.casters import ExpertMask, Request
 from fp8dist.modules.fp8_weight import FP8Weight, dequantised
 from fp8dist.modules.grouped_slots import Choice, GroupedSlots
 from fp8dist.modules.linear_slots import States
@@ -62,10 +62,8 @@ class _GroupedFunction(torch.autograd.Function):
         slots, high = call.slots, call.choice.high
         fprop, wgrad = high["fprop"], high["wgrad"]
         columns = call.wants_weight_grad and wgrad is not True
-        recorded = call.recorded[Role.INPUT]
-        cast = slots.rows_cast(
-            x, offsets, call.states[0], call.record, recorded, fprop is not True, columns, call.outgrown, Role.INPUT
-        )
+        copies, recorded = (fprop is not True, columns), call.recorded[Role.INPUT]
+        cast = slots.caster.cast(x, Request(call.states[0], Role.INPUT, *copies, recorded, call.outgrown, offsets))
         later = high["dgrad"] is not False or slots.casts_in_backward(weight)
         if weight_columns_inv_scale is None:
             weight_columns_inv_scale = weight_rows_inv_scale
@@ -177,7 +175,9 @@ def grouped_linear(
         raise ConfigurationError(f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward")
     states, choice = slots.states(weight.device), slots.choice(weight.device)
     mode, record = slots.mode(owner, x, weight, choice, choice.all_high)
-    recorded = {role: record and (mode.recording or mode.high.records[role]) for role in Role}
+    recorded: Mapping[Role, ExpertMask] = mode.high.records
+    if mode.recording or not record:
+        recorded = {Role.INPUT: record, Role.WEIGHT: record, Role.GRAD_OUTPUT: record}
     if mode.casts:
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         call = _Call(slots, states, mode.high, record, recorded, wants_weight_grad, mode.outgrown)
@@ -197,15 +197,9 @@ def _in_fp8(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, own
     slots, high = call.slots, call.choice.high
     x = x.to(_compute_dtype(x))
     parameter = owner._parameters.get(slots.name)
-    cast = slots.weight_cast(
-        weight,
-        weight if parameter is None else parameter,
-        call.states[1],
-        call.record,
-        high["fprop"] is not True,
-        high["dgrad"] is not True,
-        call.outgrown,
-    )
+    copies = high["fprop"] is not True, high["dgrad"] is not True
+    request = Request(call.states[1], Role.WEIGHT, *copies, call.record, call.outgrown)
+    cast = slots.weight_cast(weight, weight if parameter is None else parameter, request)
     if call.record:
         slots.record_weight(weight, cast, offsets, call.states[1], call.recorded[Role.WEIGHT])
     scales = cast.rows_inv_scale, None if cast.columns_inv_scale is cast.rows_inv_scale else cast.columns_inv_scale
