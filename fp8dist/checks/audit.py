@@ -23,13 +23,15 @@ from fp8dist.checks.report import DivergenceReport, this_rank
 from fp8dist.checks.work_parts import hash_of, message_of
 from fp8dist.checks.works import Work, described, digest_of, repeated, taken
 from fp8dist.common.divergence import Finding
-from fp8dist.modules.linear_slots import SITES
+from fp8dist.modules.linear_slots import SITES, LinearSlots
+from fp8dist.modules.model_state import ModelState
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import SyncGroup, own_rank
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
+from fp8dist_kernels.taps import tap_on
 
-__all__ = ["KIND", "Audits", "judge"]
+__all__ = ["KIND", "Audits", "audits_of", "judge"]
 
 KIND = "audit"
 """Kind of the findings."""
@@ -80,15 +82,15 @@ class Audits:
         self._digester = Digester()
         self._alike: int | None = None
 
-    def begin(self, step: int, due: bool) -> None:
+    def begin(self, step: int, passed: int) -> None:
         """Choose the sites of the step that begins, if it is audited. Local.
 
         Args:
             step: chooses the sites. It may differ between ranks: each then has another site audited.
-            due: the same on all ranks.
+            passed: boundaries since ``attach``, the same on all ranks. They decide which step is audited.
         """
         self._wanted, self._skip, self._taken, self._step = {}, {}, {}, step
-        if not due:
+        if (passed + 1) % self._every:
             return
         for place, modules in self._sites.items():
             fqn, work, site = _chosen(modules, step // self._every)
@@ -97,7 +99,7 @@ class Audits:
             kind = SITES[work]
             self._names[place] = f"{fqn}: {f'cast of {kind.value}' if isinstance(kind, Role) else kind}"
 
-    def hear(self, op: str, site: int, args: tuple[Any, ...], options: Mapping[str, Any], results: Any) -> None:
+    def take_down(self, op: str, site: int, args: tuple[Any, ...], options: Mapping[str, Any], results: Any) -> None:
         """Take down a call at a wanted site: the first, or the chosen one of several. Local; a listener of
         ``fp8dist_kernels.taps``."""
         place = self._wanted.get(site)
@@ -192,6 +194,26 @@ class Audits:
         if self._alike is None:
             self._alike = word_of(likeness(device))
         return self._alike
+
+
+def audits_of(state: ModelState, modules: Sequence[LinearSlots]) -> Audits | None:
+    """Number the sites of all modules, and return their audits; None if the settings ask for none. Local.
+
+    Args:
+        modules: in the order of their fqns.
+    """
+    settings = state.settings
+    if not (settings.enabled and settings.audit_every and modules):
+        return None
+    sites: dict[int, list[tuple[str, int]]] = {}
+    for number, slots in enumerate(modules):
+        slots.caster.site = number * len(SITES)
+        sites.setdefault(state.syncs.index(slots.sync), []).append((slots.fqn, slots.caster.site))
+    weights = SITES.index(Role.WEIGHT)
+    calls = {slots.caster.site + weights: slots.caster.calls_per_weight for slots in modules}
+    audits = Audits(sites, settings.audit_every, settings.audit_bytes, calls)
+    state.job.tap = tap_on(modules[0].sync.arena.device, audits.take_down)
+    return audits
 
 
 def judge(found: Round, owner: int, auditor: int, third: int) -> tuple[int | None, str]:

@@ -8,17 +8,18 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8dist.checks.audit import Audits
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.contents import ArenaContent, on_device, values_near
 from fp8dist.checks.headers import localise
 from fp8dist.checks.inventory import Holdings, Inventory, Scope, not_finite_in
-from fp8dist.checks.protocol import check_replicas
+from fp8dist.checks.protocol import Compared, check_replicas
 from fp8dist.checks.repair import Repairs, mended_texts, repair
 from fp8dist.checks.replication import is_plain
 from fp8dist.checks.report import DivergenceReport, announce, save_evidence
@@ -26,22 +27,23 @@ from fp8dist.checks.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.common.divergence import Finding, compared_text
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.job_state import JobState
+from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.outgrown import limits_of
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.parallel.torch_internals import unknown
+from fp8dist.state import overwrites
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
-from fp8dist.state.arena_sync import ArenaSync, Evidence
+from fp8dist.state.arena_sync import ArenaSync, Evidence, Proof
 from fp8dist.state.cause import Cause
 from fp8dist.state.groups import GroupLike, SyncGroup, world_size
 from fp8dist.state.roll_call import failing_by_name
-from fp8dist.state.settings import Policy, Settings, Start
+from fp8dist.state.settings import Policy, Start
 from fp8dist.state.slots import Slot
 from fp8dist.state.watch import Watch
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
 
-__all__ = ["Checker", "Event", "check_alone", "run_check"]
+__all__ = ["Checker", "Comparison", "Event", "check_alone", "run_check"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -89,22 +91,27 @@ FAR_BEYOND = 2.0
 """Overflow ratio above which a warning is logged: no ordinary optimizer step enlarges a weight so much."""
 
 
+class _Outcome(NamedTuple):
+    """What one sync proved. ``place``: of the sync among the manager's. ``evidence``: None: the arena still has it.
+    ``proves``, ``fitted``: see ``Verdict``."""
+
+    place: int
+    sync: ArenaSync
+    proof: Proof
+    evidence: Evidence | None
+    proves: bool
+    fitted: bool
+
+
 class Checker:
     """Consistency checker of one manager.
 
     ``callbacks`` are called with each ``Event``. ``last``: what the newest check of parameters that found no difference
     has compared; None: none. ``checked``: the newest step after which such a check is ``Checked.verified``; None: none.
-    ``amaxes``: the watch that tells which cast went wrong first; None: there is none.
+    ``amaxes``: the watch that knows which cast went wrong first; None: there is none.
     """
 
-    def __init__(
-        self,
-        syncs: Sequence[ArenaSync],
-        groups: Sequence[SyncGroup | None],
-        settings: Settings,
-        job: JobState,
-        control: PrecisionControl,
-    ) -> None:
+    def __init__(self, state: ModelState, control: PrecisionControl) -> None:
         self.callbacks: list[Callable[[Event], None]] = []
         self.amaxes: Watch | None = None
         self.checks = 0
@@ -112,28 +119,27 @@ class Checker:
         self.last: Checked | None = None
         self.checked: int | None = None
         self._proven: dict[int, int] = {}  # By place in ``syncs``.
-        self.syncs, self._groups = syncs, groups
-        self.settings, self.job = settings, job
-        self._control = control
+        self.state, self._control = state, control
+        syncs, groups = state.syncs, state.groups
         # The arena that all ranks have. Without it, for example if a pattern names the same group, the widest one.
         widest = max(range(len(syncs)), key=lambda i: 0 if (group := groups[i]) is None else group.size, default=0)
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), widest)
         self._last_good: dict[str, int] = {}  # By kind of what was compared.
-        self._untold: list[Event] = []
+        self._queued: list[Event] = []
         self.standing = Standing()
         self._standing_of = {id(sync): Standing() for sync in syncs}  # Found by their headers.
         self.repairs = Repairs()
         self._repairs_of = {id(sync): Repairs() for sync in syncs}  # Of what their headers found.
-        self._said_skipped = self._said_saturated = self._said_nonfinite = False
+        self._warned_skipped = self._warned_saturated = self._warned_nonfinite = False
 
     def watch(self, module: nn.Module) -> None:
         """Set the module that shows how parameters are replicated, such as the DDP wrapper. Keeps a weak reference."""
-        self.job.called = weakref.ref(module)
+        self.state.job.called = weakref.ref(module)
 
     @property
     def proven(self) -> int | None:
         """The newest step at which every sync found that the ranks had cast with equal state; None: none."""
-        shared = [i for i, sync in enumerate(self.syncs) if sync.communicates and sync.every_step]
+        shared = [i for i, sync in enumerate(self.state.syncs) if sync.communicates and sync.every_step]
         return min((self._proven.get(i, 0) for i in shared), default=0) or None
 
     def forget_steps(self) -> None:
@@ -153,56 +159,68 @@ class Checker:
             only_immediate: skip verdicts that are still on a GPU, and recipes that do not update in the same step.
             raises: allow the policy to raise.
         """
-        differing = self._read_verdicts(joins, only_immediate)
+        outcomes = self._read_verdicts(only_immediate)
+        differing = self._handle(outcomes, joins) if outcomes else []
         reports = [self._conclude(sync, report, joins) for sync, report in differing]
-        self._tell_all()
+        self._run_callbacks()
         left = [report for report in reports if report.diverged]
-        if left and raises and self.settings.check_policy != "warn":
+        if left and raises and self.state.settings.check_policy != "warn":
             notes = dict.fromkeys(note for report in left for note in report.notes)
             DivergenceReport(tuple(f for report in left for f in report.findings), notes=(*notes,)).raise_if_diverged()
 
     def known_findings(self) -> list[Finding]:
         """Return the differences that the last syncs found, for a check. COLLECTIVE when a sync found a difference."""
-        return [finding for _, report in self._read_verdicts() for finding in report.findings]
+        differing = self._handle(self._read_verdicts(), joins=False)
+        return [finding for _, report in differing for finding in report.findings]
 
-    def _read_verdicts(
-        self, joins: bool = False, only_immediate: bool = False
-    ) -> list[tuple[ArenaSync, DivergenceReport]]:
+    def _read_verdicts(self, only_immediate: bool = False) -> list[_Outcome]:
+        """Return what the last syncs proved, and clear their verdicts. Local. ``only_immediate``: see
+        ``act_on_verdicts``."""
+        outcomes = []
+        for place, sync in enumerate(self.state.syncs):
+            verdict = sync.verdict
+            if verdict is None:
+                continue
+            if only_immediate and not (verdict.immediate and sync.arena.recipe.update == "same_step"):
+                continue
+            proof, evidence = sync.read_verdict()
+            outcomes.append(_Outcome(place, sync, proof, evidence, verdict.proves, verdict.fitted))
+        return outcomes
+
+    def _handle(self, outcomes: Sequence[_Outcome], joins: bool) -> list[tuple[ArenaSync, DivergenceReport]]:
+        """Count proven steps, queue events, apply fallbacks, and localise differences. Return the reports of syncs that
+        found a difference. COLLECTIVE over their groups, unless ``joins``."""
         differing: list[tuple[ArenaSync, DivergenceReport]] = []
-        before = self.job.step
-        for place, sync in enumerate(self.syncs):
-            if sync.verdict is None:
-                continue
-            if only_immediate and not (sync.verdict.immediate and sync.arena.recipe.update == "same_step"):
-                continue
-            proves, fitted = sync.verdict.proves, sync.verdict.fitted
-            verdict, kept = sync.read_verdict()
-            self.job.step = max(self.job.step, before + verdict.replays)
-            if not verdict.differs:
-                if proves:
-                    self._proven[place] = before + verdict.replays
-                _say_gone(sync.group, self._standing_of[id(sync)], DivergenceReport(), HEADER_KINDS)
-                self._repairs_of[id(sync)].observe(DivergenceReport(), HEADER_KINDS)
-            if not (verdict.differs or verdict.nonfinite or verdict.saturated or verdict.tripped):
-                continue
-            evidence = kept or sync.evidence()
-            step = int(evidence.words[WORD_STEP])
-            if verdict.saturated:
-                self._tell_saturated(sync, step, evidence, fitted)
-            if verdict.nonfinite:
-                self._tell_nonfinite(sync, step, _slots_where(sync.arena, evidence.flags[NONFINITE]))
-            if verdict.tripped:
-                self._tell_fallback(sync, step)
-            if verdict.differs and joins:
-                detail = "not localised inside a Join context"
-                ranks = tuple(sync.group.ranks) if sync.group is not None else ()
-                findings = [Finding(step, kind, kind, ranks, None, detail=detail) for kind in verdict.differs]
-                differing.append((sync, DivergenceReport(tuple(findings))))
-            elif verdict.differs:
-                differing.append((sync, self._localise(sync, evidence, verdict.differs)))
+        before = self.state.job.step
+        for outcome in outcomes:
+            sync, proof = outcome.sync, outcome.proof
+            self.state.job.step = max(self.state.job.step, before + proof.replays)
+            if not proof.differs:
+                if outcome.proves:
+                    self._proven[outcome.place] = before + proof.replays
+                equal = DivergenceReport()
+                _log_changes(sync.group, self._standing_of[id(sync)], equal, HEADER_KINDS)
+                self._repairs_of[id(sync)].observe(equal, HEADER_KINDS)
+            if proof.differs or proof.nonfinite or proof.saturated or proof.tripped:
+                evidence = outcome.evidence or sync.evidence()
+                self._handle_slots(outcome, evidence)
+                if proof.differs and joins:
+                    differing.append((sync, _not_localised(sync, int(evidence.words[WORD_STEP]), proof.differs)))
+                elif proof.differs:
+                    differing.append((sync, self._localise(sync, evidence, proof.differs)))
         return differing
 
-    def _tell_saturated(self, sync: ArenaSync, step: int, evidence: Evidence, fitted: bool) -> None:
+    def _handle_slots(self, outcome: _Outcome, evidence: Evidence) -> None:
+        """Handle slots that were saturated, not finite, or triggered a fallback. Local."""
+        sync, proof, step = outcome.sync, outcome.proof, int(evidence.words[WORD_STEP])
+        if proof.saturated:
+            self._handle_saturated(sync, step, evidence, outcome.fitted)
+        if proof.nonfinite:
+            self._handle_nonfinite(sync, step, _slots_where(sync.arena, evidence.flags[NONFINITE]))
+        if proof.tripped:
+            self._fall_back(sync, step)
+
+    def _handle_saturated(self, sync: ArenaSync, step: int, evidence: Evidence, fitted: bool) -> None:
         """Queue a "saturated" event. Warn once, on one rank, if a weight exceeds its scale by far.
 
         Args:
@@ -218,9 +236,9 @@ class Checker:
         slots = tuple(arena.specs[place].slot for place in places.tolist())
         if not slots:
             return
-        self._untold.append(Event("saturated", step, slots))
-        if not self._said_saturated and bool((used[places] > FAR_BEYOND).any()):
-            self._said_saturated = True
+        self._queued.append(Event("saturated", step, slots))
+        if not self._warned_saturated and bool((used[places] > FAR_BEYOND).any()):
+            self._warned_saturated = True
             if sync.speaks:
                 logger.warning(
                     "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, '%s' first: either other "
@@ -231,11 +249,11 @@ class Checker:
                     slots[0].fqn,
                 )
 
-    def _tell_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
+    def _handle_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
         """Queue a "nonfinite" event on all ranks. One rank warns once: ``attach`` may lack the job's loss scaler."""
-        self._untold.append(Event("nonfinite", step, slots, cause=self.cause_of_nonfinite()))
-        if not self._said_nonfinite and sync.speaks:
-            self._said_nonfinite = True
+        self._queued.append(Event("nonfinite", step, slots, cause=self.cause_of_nonfinite()))
+        if not self._warned_nonfinite and sync.speaks:
+            self._warned_nonfinite = True
             logger.warning(
                 "fp8dist: step %d: the amaxes of %s were not finite: their scales stay as they are. If a loss scaler "
                 "skips such steps, attach(scaler=…) keeps them out of the FP8 state",
@@ -245,22 +263,22 @@ class Checker:
 
     def cause_of_nonfinite(self) -> Cause | None:
         """Return the first non-finite amax of the step that ended last, if the watch observed it. Local."""
-        return None if self.amaxes is None else self.amaxes.nonfinite(self.job.step)[0]
+        return None if self.amaxes is None else self.amaxes.nonfinite(self.state.job.step)[0]
 
-    def _tell_fallback(self, sync: ArenaSync, step: int) -> None:
+    def _fall_back(self, sync: ArenaSync, step: int) -> None:
         """Switch the modules of tripped slots to high precision. All ranks take the tripped slots from the sync."""
         slots = _slots_where(sync.arena, sync.take_tripped())
         modules = self._control.fall_back(slots)
         if not modules:
             return
-        self._untold.append(Event("fallback", step, slots))
-        assert self.settings.fallback is not None
+        self._queued.append(Event("fallback", step, slots))
+        assert self.state.settings.fallback is not None
         if sync.speaks:
             logger.warning(
                 "fp8dist: step %d: %d module(s) go to high precision for %d steps, '%s' first (%s)",
                 step,
                 len(modules),
-                self.settings.fallback.steps,
+                self.state.settings.fallback.steps,
                 modules[0],
                 ", ".join(map(str, slots[:4])),
             )
@@ -269,15 +287,17 @@ class Checker:
         with on_device(sync.arena.device):
             found = localise(sync, evidence, differs)
         arena, sent = sync.arena, evidence.scales
-        save_evidence(found.report, self.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding))
+        save_evidence(
+            found.report, self.state.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding)
+        )
         # All ranks continue from one state. Otherwise every later sync would report the step, and a scale that the
         # commit left alone, because its slot did not run, would be reported again and again.
         arena.step.fill_(found.step)
         if found.reference is not None:
-            arena.adopt_untaken_scales(found.reference.scales, evidence.flags[TAKEN])
+            overwrites.adopt_untaken_scales(arena, found.reference.scales, evidence.flags[TAKEN])
             # Ranks with a damaged scale had judged saturation by it, so their counters are wrong, too.
             arena.counters[SATURATED] = found.reference.saturated
-            self.job.invalidate_casts()
+            self.state.job.invalidate_casts()
         return found.report
 
     def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> DivergenceReport:
@@ -286,14 +306,14 @@ class Checker:
         assert sync.group is not None
         standing = self._standing_of[id(sync)]
         if not joins:
-            _say_gone(sync.group, standing, report, HEADER_KINDS)
-            if self.settings.check_policy == "repair":
+            _log_changes(sync.group, standing, report, HEADER_KINDS)
+            if self.state.settings.check_policy == "repair":
                 repairs, mend = self._repairs_of[id(sync)], partial(self._mend_arena, sync, sync.group, report)
                 repairs.observe(report, HEADER_KINDS)
-                report = repairs.repair(report, self.settings.max_repairs, mend)
-        texts = standing.texts(report) if self.settings.check_policy == "warn" else None
+                report = repairs.repair(report, self.state.settings.max_repairs, mend)
+        texts = standing.texts(report) if self.state.settings.check_policy == "warn" else None
         announce(report, sync.group, raises=False, texts=texts, waits=not joins)
-        self._untold.append(_diverged(report))
+        self._queued.append(_diverged(report))
         return report
 
     def _mend_arena(self, sync: ArenaSync, group: SyncGroup, report: DivergenceReport) -> DivergenceReport:
@@ -312,17 +332,22 @@ class Checker:
             return after
         return replace(after, findings=report.findings, repaired=mended_texts(report) + after.repaired)
 
-    def conclude_audit(self, report: DivergenceReport, group: SyncGroup | None) -> None:
-        """Log what an audit found, and raise if the policy says so. COLLECTIVE over ``group`` if it found anything.
+    def settle_audits(self, audits: Audits) -> None:
+        """Repeat what other ranks have computed in this step, if it is audited, and log what they got wrong. COLLECTIVE
+        over the groups of the audited arenas.
 
         Raises:
             DivergenceError: on all ranks, unless the policy is "warn".
         """
-        if not report.diverged:
-            return
-        save_evidence(report, self.settings.report_dir, lambda finding: None)
-        raises = self.settings.check_policy != "warn"
-        announce(report, group, raises=raises, tell=self.tell_report)
+        for place in audits.due:
+            sync = self.state.syncs[place]
+            ranks = sync.group.ranks if sync.group is not None else ()
+            with failing_by_name(sync.owner, lambda: f"the audit of step {self.state.job.step + 1}", ranks):
+                report = audits.settle(place, sync)
+            if report.diverged:
+                save_evidence(report, self.state.settings.report_dir, lambda finding: None)
+                raises = self.state.settings.check_policy != "warn"
+                announce(report, sync.group, raises=raises, notify=self.notify_diverged)
 
     # Comparing -------------------------------------------------------------------------------------
 
@@ -341,34 +366,26 @@ class Checker:
             ConfigurationError: there are several ranks, FP8 is not switched off, and there is nothing to compare.
         """
         start = time.perf_counter()
-        module = self.job.whole
-        default = self.syncs[self._default]
+        module = self.state.job.whole
+        default = self.state.syncs[self._default]
         anchor = self.anchor()
         if anchor is None:
             return check_alone(module, scope, self.standing)
         try:
-            report = run_check(
-                anchor,
-                [self],
-                module,
-                scope,
-                policy,
-                _NOTHING_TO_COMPARE,
-                default.arena.device,
-                self.settings.report_dir,
-                step=step,
-                last_good=self._last_good,
-                manifest=str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else "",
-                repairs=self.repairs,
-                max_repairs=self.settings.max_repairs if max_repairs is None else max_repairs,
+            manifest = str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else ""
+            compared = Comparison(
+                anchor, [self], module, scope, default.arena.device, step, self._last_good, manifest=manifest
             )
+            most = self.state.settings.max_repairs if max_repairs is None else max_repairs
+            report_dir = self.state.settings.report_dir
+            report = run_check(compared, policy, _NOTHING_TO_COMPARE, report_dir, self.repairs, most)
         finally:
             self.checks += 1
             self.seconds += time.perf_counter() - start
-        self._tell_all()
+        self._run_callbacks()
         if not report.diverged and not report.nonfinite:
             self._last_good.update(dict.fromkeys(report.compared, done))
-        self.say_what_is_skipped(report, anchor)
+        self.warn_of_skipped(report, anchor)
         return report
 
     def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start) -> None:
@@ -378,25 +395,14 @@ class Checker:
         Raises:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
         """
-        anchor = self._groups[self._default]
-        if anchor is None or not anchor.communicates or not self.settings.amax_sync:
+        anchor = self.state.groups[self._default]
+        if anchor is None or not anchor.communicates or not self.state.settings.amax_sync:
             return
-        start, default = time.perf_counter(), self.syncs[self._default]
-        first = not self.job.boundaries
-        plain = first and is_plain(whole)  # Later, ranks may have trained on their own, as in local SGD.
-        # Resumed ranks may have buffers of their own. If ranks resume from other steps, that is a difference itself.
-        buffers = first and not self.job.step
+        start, default = time.perf_counter(), self.state.syncs[self._default]
         held: list[Holdings] = []
 
         def build() -> Holdings:
-            # Modules with a group of their own, such as experts, may differ within it.
-            others = [sync for sync, group in zip(self.syncs, self._groups) if plain and group is not anchor]
-            own = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
-            inventory = Inventory(anchor, plain, own, at_start=True)
-            if not unknown(whole):  # Else ``attach`` has warned that the wrapper cannot be read.
-                # Plain parameters around the prepared model are not known to be shared.
-                inventory.add_module(model if plain else whole, Scope(buffers=buffers))
-            held[:] = [inventory.holdings(self.job.step)]
+            held[:] = [self._held_at_start(anchor, model, whole)]
             return held[0]
 
         with on_device(default.arena.device), failing_by_name(default.owner, lambda: "attach()", anchor.ranks):
@@ -406,23 +412,38 @@ class Checker:
                     logger.warning("fp8dist: attach() cannot compare the ranks: %s", report.summary())
             elif report.findings:
                 report = replace(report, notes=(*report.notes, _UNEQUAL_START))
-                save_evidence(report, self.settings.report_dir, lambda finding: _evidence(held, finding))
-                announce(report, anchor, raises=policy == "raise", tell=self.tell_report)
+                save_evidence(report, self.state.settings.report_dir, lambda finding: _evidence(held, finding))
+                announce(report, anchor, raises=policy == "raise", notify=self.notify_diverged)
             elif anchor.rank == min(anchor.ranks):
                 _log_start(report, len(anchor.ranks), time.perf_counter() - start)
 
-    def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
+    def _held_at_start(self, anchor: SyncGroup, model: nn.Module, whole: nn.Module) -> Holdings:
+        """Return what this rank brings to ``compare_start``. Local."""
+        first = not self.state.job.boundaries
+        plain = first and is_plain(whole)  # Later, ranks may have trained on their own, as in local SGD.
+        # Modules with a group of their own, such as experts, may differ within it.
+        others = [sync for sync, group in zip(self.state.syncs, self.state.groups) if plain and group is not anchor]
+        own = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
+        inventory = Inventory(anchor, plain, own, at_start=True)
+        if not unknown(whole):  # Else ``attach`` has warned that the wrapper cannot be read.
+            # Resumed ranks may have other buffers. If ranks resume from other steps, that is a difference itself.
+            buffers = first and not self.state.job.step
+            # Plain parameters around the prepared model are not known to be shared.
+            inventory.add_module(model if plain else whole, Scope(buffers=buffers))
+        return inventory.holdings(self.state.job.step)
+
+    def warn_of_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
         """Warn once if parameters were to be compared, and none are. Local."""
         why = report.unverified.get("parameter")
-        if why is not None and not self._said_skipped:
-            self._said_skipped = True
+        if why is not None and not self._warned_skipped:
+            self._warned_skipped = True
             if anchor.rank == min(anchor.ranks):
                 logger.warning("fp8dist: no parameters are compared: %s", why)
 
     def anchor(self) -> SyncGroup | None:
         """Return the ranks that check together: the default group, else DDP's, else the job. None for one rank."""
-        module = self.job.whole
-        group = self._groups[self._default]
+        module = self.state.job.whole
+        group = self.state.groups[self._default]
         if group is not None:
             return group
         if world_size() == 1:
@@ -430,54 +451,85 @@ class Checker:
         ddp = None if module is None else find_ddp(module)
         return SyncGroup(dist.group.WORLD if ddp is None else ddp.process_group)  # type: ignore[arg-type]
 
-    def tell(self, event: Event) -> None:
+    def queue(self, event: Event) -> None:
         """Queue an event for the callbacks, which run at the end of this boundary. Local."""
-        self._untold.append(event)
+        self._queued.append(event)
 
-    def tell_at_once(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Queue an event, and run the callbacks. Local."""
-        self.tell(event)
-        self._tell_all()
+        self.queue(event)
+        self._run_callbacks()
 
-    def tell_report(self, report: DivergenceReport) -> None:
+    def notify_diverged(self, report: DivergenceReport) -> None:
         """Queue a check's report as an event, and run the callbacks. Local."""
-        self._untold.append(_diverged(report))
-        self._tell_all()
+        self._queued.append(_diverged(report))
+        self._run_callbacks()
 
-    def _tell_all(self) -> None:
+    def _run_callbacks(self) -> None:
         """Run the callbacks. Call outside of collectives: if a callback raises, no rank is left waiting."""
-        events, self._untold = self._untold, []
+        events, self._queued = self._queued, []
         for event in events:
             for callback in self.callbacks:
                 callback(event)
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What a check compares, and across which ranks.
+
+    ``anchor``: the ranks that call the check. ``checkers``: the check compares their FP8 state and calls their
+    callbacks. ``device``: current CUDA device during the check, if it is a GPU. ``step``: number of the step in
+    progress, or of the last one; 0: unknown. ``last_good``: by kind, the last step at which all was equal.
+    ``manifest``: one more word that must be equal. ``vouched``, ``groups``: see ``Inventory``.
+    """
+
+    anchor: SyncGroup
+    checkers: Sequence[Checker]
+    module: nn.Module | None
+    scope: Scope
+    device: torch.device
+    step: int
+    last_good: Mapping[str, int]
+    manifest: str = ""
+    vouched: bool = False
+    groups: Mapping[str, GroupLike | None] | None = None
+
+    def holdings(self) -> Holdings:
+        """Return what this rank brings to the check. Local."""
+        inventory = Inventory(self.anchor, self.vouched, self.groups)
+        for sync in (sync for checker in self.checkers for sync in checker.state.syncs if self.scope.state):
+            inventory.add_arena(sync)
+        if self.module is not None:
+            inventory.add_module(self.module, self.scope)
+        if self.module is not None and self.scope.compute:
+            inventory.add_computations(self.module)
+        return inventory.holdings(self.step, self.manifest, self.last_good)
+
+    @property
+    def enabled(self) -> bool:
+        """False if the FP8 state that is compared belongs to managers that are switched off."""
+        return not self.checkers or any(checker.state.settings.enabled for checker in self.checkers)
+
+    def notify(self, report: DivergenceReport) -> None:
+        """Call the callbacks of the checkers with a report. Local."""
+        for checker in self.checkers:
+            checker.notify_diverged(report)
+
+
 def run_check(
-    anchor: SyncGroup,
-    checkers: Sequence[Checker],
-    module: nn.Module | None,
-    scope: Scope,
+    of: Comparison,
     policy: Policy,
     instead: str,
-    device: torch.device,
     report_dir: str | None,
-    step: int,
-    last_good: Mapping[str, int],
-    manifest: str = "",
-    vouched: bool = False,
-    groups: Mapping[str, GroupLike | None] | None = None,
-    repairs: Repairs | None = None,
-    max_repairs: int | None = None,
+    repairs: Repairs,
+    max_repairs: int | None,
 ) -> DivergenceReport:
-    """Run a whole check: compare, save evidence, repair, log once, raise. COLLECTIVE over ``anchor``.
+    """Run a whole check: compare, save evidence, repair, log once, raise. COLLECTIVE over ``of.anchor``.
 
     Args:
-        checkers: the check compares their FP8 state and calls their callbacks.
         instead: advice for the error that says that there is nothing to compare.
-        device: current CUDA device during the check, if it is a GPU.
-        vouched: see ``Inventory``.
-        groups: see ``Inventory``.
-        repairs: of earlier checks.
+        report_dir: folder for evidence. None: it is not saved.
+        repairs: counts of earlier checks.
         max_repairs: see ``StateManager.check``.
 
     Raises:
@@ -486,70 +538,59 @@ def run_check(
             compare.
         SyncError: a collective failed or timed out. The message names the missing ranks.
     """
+    anchor, checkers = of.anchor, of.checkers
+    standing = checkers[0].standing if checkers else Standing()  # Without a manager, each check starts anew.
+    owner = checkers[0].state.syncs[0].owner if checkers and checkers[0].state.syncs else "fp8dist.check"
     held: list[Holdings] = []
 
     def build() -> Holdings:
-        inventory = Inventory(anchor, vouched, groups)
-        for sync in (sync for checker in checkers for sync in checker.syncs if scope.state):
-            inventory.add_arena(sync)
-        if module is not None:
-            inventory.add_module(module, scope)
-        if module is not None and scope.compute:
-            inventory.add_computations(module)
-        held[:] = [inventory.holdings(step, manifest, last_good)]
+        held[:] = [of.holdings()]
         return held[0]
 
-    def tell(report: DivergenceReport) -> None:
-        for checker in checkers:
-            checker.tell_report(report)
-
-    standing = checkers[0].standing if checkers else Standing()  # Without a manager, each check starts anew.
-    owner = checkers[0].syncs[0].owner if checkers and checkers[0].syncs else "fp8dist.check"
     with (
-        on_device(device),
-        failing_by_name(owner, lambda: f"the check of step {step}" if step else "the check", anchor.ranks),
+        on_device(of.device),
+        failing_by_name(owner, lambda: f"the check of step {of.step}" if of.step else "the check", anchor.ranks),
     ):
         known = [finding for checker in checkers for finding in checker.known_findings()]
         try:
             compared = check_replicas(anchor, build, known, everything=policy == "repair")
-            report = _read(compared.report, anchor)
-            # Switching FP8 off must not end a job that checks its FP8 state.
-            enabled = not checkers or any(checker.settings.enabled for checker in checkers)
-            if scope.state and compared.nothing and enabled:
-                why = "; ".join(report.skipped) or "it has no parameters"
-                raise ConfigurationError(
-                    "check() has nothing to compare, because nothing here is known to be the same on several ranks "
-                    f"({why}): {instead}"
-                )
-            _say_gone(anchor, standing, report, kinds_of(report.compared), compared.nonfinite_rank)
-            repairs = repairs or Repairs()
-            repairs.observe(report, scope.kinds)
+            report = _require_compared(of, compared, instead)
+            _log_changes(anchor, standing, report, kinds_of(report.compared), compared.nonfinite_rank)
+            repairs.observe(report, of.scope.kinds)
             if report.diverged:
                 save_evidence(report, report_dir, lambda finding: _evidence(held, finding))
                 if policy == "repair":
                     report = repairs.repair(report, max_repairs, partial(repair, anchor, build, compared))
                 texts = standing.texts(report) if policy == "warn" else None
-                announce(report, anchor, raises=policy in ("raise", "repair"), tell=tell, texts=texts)
+                announce(report, anchor, raises=policy in ("raise", "repair"), notify=of.notify, texts=texts)
             return report
         finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
-                checker.job.invalidate_casts()
+                checker.state.job.invalidate_casts()
 
 
 def check_alone(module: nn.Module | None, scope: Scope, standing: Standing) -> DivergenceReport:
     """Return the report of a rank that has no other to compare with: it only looks for values that are not finite."""
     found = () if module is None else not_finite_in(module, scope)
     report = DivergenceReport(skipped=("there is one rank, or no process group",), nonfinite=found)
-    _say_gone(None, standing, report, ())
+    _log_changes(None, standing, report, ())
     return report
 
 
-def _read(report: DivergenceReport, anchor: SyncGroup) -> DivergenceReport:
-    """Return the report. Raise ConfigurationError if no rank could build its part. If only some could, ranks differ."""
+def _require_compared(of: Comparison, compared: Compared, instead: str) -> DivergenceReport:
+    """Return the report. Raise ConfigurationError if no rank could build its part, or there was nothing to compare. If
+    only some could, ranks differ. Switching FP8 off must not end a job that checks its FP8 state."""
+    report = compared.report
     failures = {rank: f.detail for f in report.findings if f.kind == "error" for rank in f.ranks}
-    if failures.keys() >= set(anchor.ranks):
+    if failures.keys() >= set(of.anchor.ranks):
         texts = list(dict.fromkeys(failures.values()))
         raise ConfigurationError(f"check() could not read what it compares, on any rank: {'; '.join(texts[:3])}")
+    if of.scope.state and compared.nothing and of.enabled:
+        why = "; ".join(report.skipped) or "it has no parameters"
+        raise ConfigurationError(
+            "check() has nothing to compare, because nothing here is known to be the same on several ranks "
+            f"({why}): {instead}"
+        )
     return report
 
 
@@ -569,7 +610,7 @@ def _log_start(report: DivergenceReport, ranks: int, seconds: float) -> None:
     logger.debug("fp8dist: attach() did not compare: %s", left_out or "nothing was left out")
 
 
-def _say_gone(
+def _log_changes(
     group: SyncGroup | None,
     standing: Standing,
     report: DivergenceReport,
@@ -585,6 +626,13 @@ def _say_gone(
     new = standing.not_finite(report, nonfinite_rank)
     for text in (*standing.gone(report, kinds, rank), *(new if nonfinite_rank in (None, rank) else ())):
         logger.warning("%s", text)
+
+
+def _not_localised(sync: ArenaSync, step: int, differs: Sequence[str]) -> DivergenceReport:
+    """Return the report of a difference inside a Join context, where ranks without data take no part."""
+    ranks = tuple(sync.group.ranks) if sync.group is not None else ()
+    detail = "not localised inside a Join context"
+    return DivergenceReport(tuple([Finding(step, kind, kind, ranks, None, detail=detail) for kind in differs]))
 
 
 def _diverged(report: DivergenceReport) -> Event:

@@ -102,7 +102,7 @@ def announce(
     report: DivergenceReport,
     group: SyncGroup | None,
     raises: bool,
-    tell: Callable[[DivergenceReport], None] | None = None,
+    notify: Callable[[DivergenceReport], None] | None = None,
     texts: Sequence[str] | None = None,
     waits: bool = True,
 ) -> None:
@@ -113,7 +113,7 @@ def announce(
         report: the same on all ranks of the group.
         group: None: this rank alone.
         texts: logged in place of the report's text.
-        tell: called with the report after the barrier. If it raises, no rank is left waiting.
+        notify: called with the report after the barrier. If it raises, no rank is left waiting.
 
     Raises:
         DivergenceError: ``raises``, and something differs. No rank raises before the report is logged,
@@ -127,8 +127,8 @@ def announce(
             logger.log(level, "%s", text)
     if waits and group is not None and group.communicates:
         dist.barrier(group=group.process_group)
-    if tell is not None:
-        tell(report)
+    if notify is not None:
+        notify(report)
     if raises:
         report.raise_if_diverged()
 

@@ -307,8 +307,8 @@ def _conclusion(name: str, ended: list[subprocess.Popen[str]]) -> Observation:
     for process in sorted(ended, key=lambda process: process.wait(), reverse=True):
         output, errors = process.communicate()
         if process.returncode != 0:
-            said = errors.strip().splitlines() or [f"ended with exit code {process.returncode}"]
-            return Observation(name, "failed", said[-1])
+            lines = errors.strip().splitlines() or [f"ended with exit code {process.returncode}"]
+            return Observation(name, "failed", lines[-1])
         found = json.loads(output.strip().splitlines()[-1])
         if not found["right"]:
             return Observation(name, "failed", f"over {found['backend']}: wrong result {found['result']}")

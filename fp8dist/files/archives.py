@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.files.entries import Entry, Item, dtype_name
+from fp8dist.files.entries import Item, SavedEntry, dtype_name
 from fp8dist.files.pickles import Unpickler
 from fp8dist.files.safetensor_files import state_items
 from fp8dist.files.slices import FileSlice
@@ -127,12 +127,12 @@ def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str
         if isinstance(leaf, StoredTensor):
             start, available = locate(leaf.storage)
             leaf.check(available, file.length)
-            entry = Entry(name, "parameter", leaf.shape, dtype_name(leaf.dtype))
+            entry = SavedEntry(name, "parameter", leaf.shape, dtype_name(leaf.dtype))
             load = partial(leaf.read, file, start)
         else:
             load = partial(plain_tensor, leaf)
             found = load()
-            entry = Entry(name, "parameter", tuple(found.shape), dtype_name(found.dtype))
+            entry = SavedEntry(name, "parameter", tuple(found.shape), dtype_name(found.dtype))
         items.append((entry, load))
     return items
 

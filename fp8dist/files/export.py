@@ -37,7 +37,7 @@ from fp8dist.files.export_formats import (
     strategy_of,
 )
 from fp8dist.files.export_names import require_storable
-from fp8dist.files.export_tensors import ExportedTensor, Part
+from fp8dist.files.export_tensors import ExportedTensor, ExportPart
 from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
 from fp8dist.modules.fp8_linear import FP8Linear
@@ -61,7 +61,7 @@ class Export:
     """
 
     format: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ExportPart] = field(default_factory=list)
     schemes: dict[str, Scheme] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
@@ -115,10 +115,10 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
         raise ConfigurationError(f"nothing to export in FP8: an eval forward is in high precision ({off})")
     inner = _unwrapped(model)
     _require_readable(inner)
-    cycle.settle()
+    cycle.state.settle()
     reshard(fsdp2_modules(inner))
-    if cycle.sharded is not None:
-        cycle.sharded.fit_scales()
+    if cycle.scales.sharded is not None:
+        cycle.scales.sharded.fit_scales()
     found = Export(format, moment=lambda: job.boundaries)
     modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
     names = expert_names(inner)
@@ -173,7 +173,11 @@ def _require_readable(model: nn.Module) -> None:
 def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
     """Yield the tensors of the model's state_dict."""
     dtypes = fsdp2_gathered_dtypes(model)
-    sharded = {} if cycle.sharded is None else {id(weight.parameter): weight for weight in cycle.sharded.weights}
+    sharded = (
+        {}
+        if cycle.scales.sharded is None
+        else {id(weight.parameter): weight for weight in cycle.scales.sharded.weights}
+    )
     device_of = compute_devices(model)
     under_fsdp = {id(p) for module in resharded_modules(model) for p in module.parameters(recurse=False)}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -227,7 +231,7 @@ def fill(
             high += _add_experts(found, listed)
         elif name not in grids or not isinstance(linear, FP8Linear):
             entry = ExportedTensor(stored.name, "high", holder, stored.value.dtype, tuple(stored.value.shape))
-            found.parts.append(Part((entry,), partial(_whole, stored)))
+            found.parts.append(ExportPart((entry,), partial(_whole, stored)))
         elif name in in_fp8:
             found.parts.append(_of_linear(found, name, linear, stored, grids))
         else:
@@ -326,7 +330,7 @@ def _of_linear(
     linear: FP8Linear,
     stored: Stored,
     grids: Mapping[str, tuple[Grid, torch.Size]],
-) -> Part:
+) -> ExportPart:
     """Return the tensors of a Linear in FP8: weight, its scale, and the input's if it is fixed."""
     slots = linear.fp8_slots
     state, input_state = slots.states(stored.device)[1::-1]
@@ -358,13 +362,13 @@ def _of_linear(
             values.append(torch.reciprocal(slots.states(stored.device)[0].scale).reshape(1))
         return values
 
-    return Part(tuple(entries), read)
+    return ExportPart(tuple(entries), read)
 
 
-def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> Part:
+def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> ExportPart:
     """Return the weight of a module in high precision that FSDP2 gathers in FP8: forwards see it dequantised."""
     entry = ExportedTensor(stored.name, "high", name, stored.computed_in, tuple(stored.value.shape))
-    return Part((entry,), lambda: (dequantised(linear, stored, grid),))
+    return ExportPart((entry,), lambda: (dequantised(linear, stored, grid),))
 
 
 def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, tuple[Grid, torch.Size]]) -> str:

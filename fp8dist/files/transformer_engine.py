@@ -11,6 +11,7 @@ from fp8dist.common.text import first_few
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.extra_states import ExtraState, SavedSlot, read_extra_state
 from fp8dist.job.manager import Internals, StateManager
+from fp8dist.state import overwrites
 from fp8dist.state.arena import TAKEN, Arena, unchanged_on_failure
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn
 from fp8dist_kernels.formats import Role
@@ -80,7 +81,7 @@ def import_state(
         CheckpointError: an entry that is needed is damaged, or holds more than data.
         In both cases nothing was changed.
     """
-    plan = _Plan(arenas, _entries(state_dict), name_map)
+    plan = _Imported(arenas, _entries(state_dict), name_map)
     with unchanged_on_failure(arenas):
         converted = [found for arena in arenas for found in _write(arena, plan.slots)]
     return ImportReport(
@@ -114,7 +115,7 @@ class _Import:
     margin: int | None
 
 
-class _Plan:
+class _Imported:
     """Saved state by slot (``slots``), and the source of each module's state by fqn (``origins``).
 
     Raises:
@@ -199,7 +200,7 @@ def _write(arena: Arena, slots: Mapping[Slot, _Import]) -> list[tuple[Slot, str]
     counters = torch.zeros(len(arena.counters), len(found), dtype=torch.int64, device="cpu")
     counters[TAKEN] = torch.where(seen, length - first, 0)
     index = torch.tensor([arena.index[spec.slot] for spec in specs], dtype=torch.int64, device=arena.device)
-    arena.load_slots(index, *(t.to(arena.device) for t in (scale, amax, cold, counters, history)))
+    overwrites.load_slots(arena, index, *(t.to(arena.device) for t in (scale, amax, cold, counters, history)))
 
     reasons = [
         None if is_cold else _reason(arena, spec, one) for is_cold, spec, one in zip(cold.tolist(), specs, found)
@@ -210,7 +211,7 @@ def _write(arena: Arena, slots: Mapping[Slot, _Import]) -> list[tuple[Slot, str]
         where, amaxes = torch.zeros_like(arena.cold), torch.zeros_like(arena.amax)
         where[index] = torch.tensor([why is not None for why in reasons], device=arena.device)
         amaxes[index] = stood_for.to(arena.device)
-        arena.convert_scales(where, amaxes)
+        overwrites.convert_scales(arena, where, amaxes)
     return [(spec.slot, why) for spec, why in zip(specs, reasons) if why is not None]
 
 
@@ -254,7 +255,7 @@ def load_transformer_engine(
     """
     cycle = Internals(manager).cycle
     cycle.require("loading state")
-    cycle.settle()
+    cycle.state.settle()
     report = import_state([sync.arena for sync in cycle.syncs if sync.arena.recipe.delayed], state_dict, name_map)
     for sync in cycle.syncs:
         sync.abandon()

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.model_state import ModelState
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.state.manifest import ArenaDescription, WeightDescription, build_manifest, manifest_digest
@@ -28,18 +29,12 @@ def require_groups(settings: Settings, groups: Sequence[SyncGroup | None]) -> No
 
 
 def agree(
-    settings: Settings,
-    also: Mapping[str, Any],
-    syncs: Sequence[ArenaSync],
-    groups: Sequence[SyncGroup | None],
-    weights: Mapping[Slot, WeightDescription],
-    timeout: timedelta,
+    state: ModelState, also: Mapping[str, Any], weights: Mapping[Slot, WeightDescription], timeout: timedelta
 ) -> dict[int, str]:
     """Publish all manifests, compare them with the other ranks', and make the communicators. COLLECTIVE.
 
     Args:
         also: JSON values that must be equal on all ranks, besides the settings.
-        groups: the group of each arena.
         weights: by weight slot, the description of the whole weight: the same on all ranks, however it is sharded.
 
     Returns:
@@ -48,6 +43,7 @@ def agree(
     Raises:
         ManifestMismatchError: on all ranks, if the manifests differ.
     """
+    settings, syncs, groups = state.settings, state.syncs, state.groups
     distinct = {id(group): group for group in groups}
     agreed = {**settings.describe(), **also, "groups": len(distinct)}
     publications = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +16,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fp8dist.checks.audit import audits_of
 from fp8dist.checks.replication import ddp_parameters, zero_groups
 from fp8dist.common.optimizer_hooks import has_stepped
 from fp8dist.common.text import first_few, ranks_text
 from fp8dist.errors import ConfigurationError
+from fp8dist.job.agreement import agree
 from fp8dist.job.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.job.cycle import StepCycle
+from fp8dist.job.joining import EarlyLauncher
 from fp8dist.job.trial import try_products
 from fp8dist.modules.fp8_experts import fp8_experts, require_revertible_experts, revert_experts
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears, require_revertible, revert
@@ -64,7 +67,7 @@ class Attachment:
         self._join_link: JoinLink | None = None
         self._guards: list[RemovableHandle | CompilationWatch] = []
         self._module: weakref.ref[nn.Module] | None = None
-        self._told_of_torch = False
+        self._warned_of_torch = False
         self._before: ShardedWeights | None = None  # Notes on weights, kept until a new tie succeeds.
 
     def tie(
@@ -95,10 +98,10 @@ class Attachment:
         cycle = self._cycle
         reshard(fsdp2_modules(whole))  # Modules may still hold weights that an evaluation has gathered.
         resharded = resharded_modules(whole)
-        self._tell_of_torch(whole)
+        self._warn_of_torch(whole)
         _require_fitting(model, whole, resharded, optimizers, cycle)
-        missing = _tell_of_held(model, whole, optimizers) if cycle.settings.enabled else []
-        self._before = cycle.sharded or self._before
+        missing = _warn_of_unheld(model, whole, optimizers) if cycle.settings.enabled else []
+        self._before = cycle.scales.sharded or self._before
         self.release()
         _place(model, whole, cycle)
         for sync, group in zip(cycle.syncs, cycle.groups):
@@ -110,25 +113,26 @@ class Attachment:
         if compute is None:
             on_gpu = any(sync.arena.device.type == "cuda" for sync in cycle.syncs)
             compute = on_gpu and cycle.job.shared and cycle.settings.enabled
-        cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute, start)
+        self._agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute, start)
         if start is not None:
             try:
                 cycle.checker.compare_start(model, whole, start)
             except BaseException:  # The caller may make the ranks equal, and attach again.
-                cycle.untie()
+                self._forget_agreement()
                 self._module = None
                 raise
         for part in fp8_parts(model):
             part.slots.note.resharded = part.module in resharded
         by_fqn = {part.fqn: part.slots for part in fp8_parts(model)}
-        cycle.audit([by_fqn[fqn] for fqn in sorted(by_fqn)])
-        _tell_of_experts(model, cycle)
+        cycle.audits = audits_of(cycle.state, [by_fqn[fqn] for fqn in sorted(by_fqn)])
+        cycle.begin_audit()
+        _warn_of_padding(model, cycle)
         self._derive_scales(model, whole)
         cycle.job.attach(by_optimizer, scaler is not None, bool(optimizers))
         cycle.control.training_resumes(any(map(has_stepped, optimizers)))
         cycle.job.invalidate_casts()
-        if cycle.sharded is not None:
-            cycle.sharded.follow(self._before)
+        if cycle.scales.sharded is not None:
+            cycle.scales.sharded.follow(self._before)
         self._before = None
         if cycle.steps is not None:
             cycle.steps.attached(optimizers)
@@ -137,13 +141,59 @@ class Attachment:
         self._install_hooks(whole, optimizers, scaler, by_optimizer)
         return compute
 
+    def _agree(
+        self,
+        boundary: str,
+        weights: Mapping[Slot, WeightDescription],
+        timeout: timedelta,
+        compute: bool,
+        start: Start | None,
+    ) -> None:
+        """Agree with the other ranks on everything that must be equal. COLLECTIVE, through the store.
+
+        Args:
+            weights: by weight slot, the description of the whole weight: the same on all ranks, however it is sharded.
+            compute: True if the ranks compare known answers next.
+            start: None: the ranks do not compare what they start with.
+        """
+        cycle, state = self._cycle, self._cycle.state
+        watch = None if cycle.measurement.watch is None else cycle.measurement.watch.describe()
+        also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
+        state.settle()  # In the communicator that the last attach() made.
+        self._drop_communicators()
+        manifests = agree(state, also, weights, timeout)
+        shares = state.settings.amax_sync and state.settings.enabled
+        for place, (sync, group) in enumerate(zip(state.syncs, state.groups)):
+            place = sum(of is group for of in state.groups[:place])  # Ranks may differ in their other groups.
+            sync.share(group if shares else None, place)
+        cycle.control.tie(manifests)
+        cycle.checks.restart()
+        cycle.count_from_state()
+
+    def _forget_agreement(self) -> None:
+        """Undo ``_agree``: this rank shares no state until it agrees again. Keeps the state. Local."""
+        cycle = self._cycle
+        for sync in cycle.syncs:
+            sync.share(None)
+            sync.watch(False)
+        self._drop_communicators()
+        cycle.control.untie()
+        cycle.detached()
+
+    def _drop_communicators(self) -> None:
+        state = self._cycle.state
+        captured = state.job.captured or any(sync.graphed for sync in state.syncs)
+        for group in state.groups:
+            if group is not None:
+                group.drop_own(captured)
+
     def _derive_scales(self, model: nn.Module, whole: nn.Module) -> None:
         """Derive the scales of cold weights. COLLECTIVE."""
         cycle = self._cycle
         if cycle.settings.enabled:
             if cycle.settings.fp8_all_gather:
-                cycle.sharded = shard_weights(cycle.settle, cycle.fit_weight_scales, model, whole)
-            cycle.derive_weight_scales(local_weights(model), "cold")
+                cycle.scales.sharded = shard_weights(cycle.state.settle, cycle.scales.fit, model, whole)
+            cycle.scales.derive(local_weights(model), "cold")
 
     def _install_hooks(
         self, whole: nn.Module, optimizers: Sequence[Optimizer], scaler: Any, by_optimizer: bool
@@ -155,13 +205,13 @@ class Attachment:
             self._guards.append(CompilationWatch(cycle))
         ddp = find_ddp(whole)
         if ddp is not None:
-            self._join_link = JoinLink(ddp, cycle)
+            self._join_link = JoinLink(ddp, EarlyLauncher(cycle))
 
-    def _tell_of_torch(self, whole: nn.Module) -> None:
+    def _warn_of_torch(self, whole: nn.Module) -> None:
         """Warn once if this torch lacks private state that fp8dist reads from the model's wrappers."""
-        missing = [] if self._told_of_torch else unknown(whole)
+        missing = [] if self._warned_of_torch else unknown(whole)
         if missing:
-            self._told_of_torch = True
+            self._warned_of_torch = True
             logger.warning(warning(missing))
 
     @property
@@ -182,13 +232,13 @@ class Attachment:
             DivergenceError: with policy "raise", if the last sync proved that ranks differ. The manager stays attached.
         """
         cycle = self._cycle
-        if cycle.sharded is not None:
+        if cycle.scales.sharded is not None:
             raise ConfigurationError(
                 "detach() cannot change what FSDP2 gathers: its buffers are for FP8 bytes, and no forward works "
                 "without attach(). For another optimizer call attach(…) again, which replaces the hooks; to get rid of "
                 "FP8 save the state_dict and build the model anew without fp8_all_gather"
             )
-        cycle.settle()
+        cycle.state.settle()
         cycle.checker.act_on_verdicts(joins=False)
         self._untie()
 
@@ -200,7 +250,7 @@ class Attachment:
         """
         cycle = self._cycle
         cycle.require("restore()")
-        if cycle.sharded is not None:
+        if cycle.scales.sharded is not None:
             raise ConfigurationError(
                 "restore() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
                 "fp8_all_gather"
@@ -210,9 +260,9 @@ class Attachment:
             require_revertible(linear)
         for module in experts:
             require_revertible_experts(module)
-        cycle.settle()
-        if cycle.watch is not None:
-            cycle.watch.close()
+        cycle.state.settle()
+        if cycle.measurement.watch is not None:
+            cycle.measurement.watch.close()
         self._untie()
         cycle.job.restore()
         for linear in linears:
@@ -225,15 +275,15 @@ class Attachment:
     def _untie(self) -> None:
         self.release()
         self._module = self._before = None
-        self._cycle.untie()
+        self._forget_agreement()
 
     def release(self) -> None:
         """Remove all hooks. Local."""
         cycle = self._cycle
-        for tie in (self._hooks, self._join_link, cycle.sharded, *self._guards):
+        for tie in (self._hooks, self._join_link, cycle.scales.sharded, *self._guards):
             if tie is not None:
                 tie.remove()
-        self._hooks = self._join_link = cycle.sharded = None
+        self._hooks = self._join_link = cycle.scales.sharded = None
         self._guards = []
         cycle.job.release()
 
@@ -324,7 +374,7 @@ def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> Non
     covered: set[tuple[int, int]] = set()  # Checked (holder, group) pairs: few, where weights are many.
     for part in fp8_parts(model):
         sync, weight = part.slots.weight_sync, part.weight
-        group, holders = cycle.group_of(sync), replicas.get(id(weight))
+        group, holders = cycle.state.group_of(sync), replicas.get(id(weight))
         holder = holders if holders is not None else weight.device_mesh if is_dtensor(weight) else None
         if holder is None or group is None or not cycle.settings.amax_sync or (id(holder), id(group)) in covered:
             continue
@@ -377,9 +427,9 @@ def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Op
             )
 
 
-def _tell_of_experts(model: nn.Module, cycle: StepCycle) -> None:
+def _warn_of_padding(model: nn.Module, cycle: StepCycle) -> None:
     """Log which experts FSDP2 pads. Local."""
-    if not cycle.settings.enabled or not cycle.control.speaks:
+    if not cycle.settings.enabled or not cycle.state.speaks:
         return
     for module in fp8_experts(model):
         for name, slots in module.fp8_products.items():
@@ -397,7 +447,7 @@ def _tell_of_experts(model: nn.Module, cycle: StepCycle) -> None:
                 return  # The others are sharded alike.
 
 
-def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
+def _warn_of_unheld(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
     """Warn about trainable FP8 weights that no optimizer holds, and return those that must have master copies. Log
     parameters that are not the model's at info level: they may be master copies, or another part of the model."""
     if not optimizers:

@@ -25,7 +25,7 @@ def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:
         module: the model as the training loop calls it.
     """
     cycle.require("calibrate()")
-    cycle.settle()
+    cycle.state.settle()
     sharded = fsdp2_modules(module)
     if any(map(awaits_reduction, sharded)):
         raise ConfigurationError(

@@ -40,7 +40,7 @@ class Masters:
         chosen = [part.slots for part in parts[:SAMPLED_WEIGHTS]]
         self._seen = [(weakref.ref(slots), sample_of(slots.note.stored[0])) for slots in chosen]
 
-    def told(self, optimizer: Optimizer) -> bool:
+    def check(self, optimizer: Optimizer) -> bool:
         """Check, before a step of ``optimizer``. Return True once the check is done."""
         if optimizer is not self._optimizer() or not is_real_step(optimizer):
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.cycle import StepCycle
+from fp8dist.job.joining import EarlyLauncher
 from fp8dist.job.manager import Internals, StateManager
 from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.formats import Role
@@ -11,7 +11,7 @@ from fp8dist_kernels.formats import Role
 __all__ = ["early_launcher"]
 
 
-def early_launcher(manager: StateManager, frozen_weights: bool = False) -> StepCycle:
+def early_launcher(manager: StateManager, frozen_weights: bool = False) -> EarlyLauncher:
     """Return what launches syncs before the boundary, for the hooks of DDP and FSDP1. Local.
 
     Args:
@@ -29,4 +29,4 @@ def early_launcher(manager: StateManager, frozen_weights: bool = False) -> StepC
                 "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
             )
     inside.cycle.job.launches_early = True
-    return inside.cycle
+    return EarlyLauncher(inside.cycle)

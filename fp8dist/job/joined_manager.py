@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.attachment import Attachment
 from fp8dist.job.cycle import StepCycle
+from fp8dist.job.joining import EarlyLauncher
 from fp8dist.parallel.ddp import ManagerJoinHook
 
 __all__ = ["JoinedManager"]
@@ -39,7 +40,7 @@ class JoinedManager(Joinable):
             raise ConfigurationError(
                 "Join does not work with comm_hook, which ranks without data never reach: leave the hook out"
             )
-        hook = ManagerJoinHook(self._cycle, ddp)
+        hook = ManagerJoinHook(EarlyLauncher(self._cycle), ddp)
         self._cycle.job.join_hook = weakref.ref(hook)
         return hook
 

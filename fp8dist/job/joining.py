@@ -1,20 +1,87 @@
-"""``Join``: ranks that run out of data early take over the other ranks' state at the end."""
+"""Syncs that are launched before the boundary: by communication hooks, and inside ``Join`` contexts."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
+from fp8dist.job.cycle import StepCycle
+from fp8dist.modules.job_state import JobState
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.state.arena import Arena
-from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.arena_sync import ArenaSync, Phase
 from fp8dist.state.groups import SyncGroup
 from fp8dist.state.precision import Precisions
 
-__all__ = ["take_furthest"]
+__all__ = ["EarlyLauncher"]
 
 
-def take_furthest(sync: ArenaSync, precisions: Precisions, control: PrecisionControl) -> None:
+class EarlyLauncher:
+    """Launches the syncs of one manager before the boundary. The results of several launches merge."""
+
+    def __init__(self, cycle: StepCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def job(self) -> JobState:
+        """The manager's current state."""
+        return self._cycle.job
+
+    @property
+    def communicates(self) -> bool:
+        """True if steps end with a collective."""
+        return any(sync.communicates and sync.every_step for sync in self._cycle.syncs)
+
+    def launch_early(self) -> None:
+        """Launch syncs. COLLECTIVE.
+
+        Launches nothing while calibrating, which commits on a clean exit only, or after ``detach``.
+        """
+        job = self.job
+        if self._cycle.settings.enabled and not job.recording and not job.untied:
+            for sync in self._cycle.syncs:
+                if sync.every_step:
+                    sync.launch()
+
+    def launch_from_hook(self) -> None:
+        """Call ``launch_early`` for a communication hook, which may have outlived a ``detach``. COLLECTIVE.
+
+        Raises:
+            ConfigurationError: the call comes out of order.
+        """
+        job = self.job
+        if not job.untied:
+            job.launches_early = True
+            if job.joined or (self._cycle.settings.enabled and not job.recording):
+                self._cycle.require("comm_hook")
+                self.launch_early()
+
+    def launch_idle(self) -> None:
+        """Shadow the other ranks' launch, on a rank without data. COLLECTIVE."""
+        for sync in self._cycle.syncs:
+            if sync.communicates and sync.every_step:
+                sync.launch_idle()
+        self._cycle.measurement.waits.drop()
+
+    def resync_after_join(self) -> None:
+        """Take over the state of the rank that is furthest ahead, and end the Join context. COLLECTIVE."""
+        cycle = self._cycle
+        cycle.state.settle()
+        # Ranks without data have no verdicts. Act on those of the other ranks before taking over their state.
+        cycle.checker.act_on_verdicts(True, raises=False)
+        for sync in cycle.syncs:
+            _take_furthest(sync, cycle.precisions, cycle.control)
+            if sync.phase is not Phase.IDLE:
+                sync.abandon()
+        cycle.job.invalidate_casts()
+        # A rank without data has counted fewer steps. These counts decide when ranks check, so make them equal.
+        cycle.checks.restart()
+        cycle.count_from_state()
+        cycle.measurement.waits.drop()
+        cycle.job.leave_join()
+
+
+def _take_furthest(sync: ArenaSync, precisions: Precisions, control: PrecisionControl) -> None:
     """Copy the state of the rank with the highest step counter to all ranks: the arena, and which GEMMs of its modules
     run in high precision and for how long. COLLECTIVE if the sync communicates."""
     if not sync.communicates:

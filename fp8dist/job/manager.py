@@ -31,20 +31,20 @@ from fp8dist.job.calibration import calibration
 from fp8dist.job.checkpoint import Checkpoint
 from fp8dist.job.coverage import Coverage, Selection, Survey, survey_again
 from fp8dist.job.cycle import StepCycle
+from fp8dist.job.graph_polling import GraphPolling
 from fp8dist.job.joined_manager import JoinedManager
 from fp8dist.job.moved import MOVED, moved
 from fp8dist.job.slot_state import SlotState
 from fp8dist.job.step_watch import StepWatch
-from fp8dist.modules.job_state import JobState, Tie
+from fp8dist.modules.job_state import Tie
+from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import reshard
 from fp8dist.state.arena import NONFINITE
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.groups import SyncGroup
-from fp8dist.state.precision import Precisions
 from fp8dist.state.recipe import GEMMS, Gemm, Recipe, gemms_in_order
-from fp8dist.state.settings import Policy, Settings, Start
+from fp8dist.state.settings import Policy, Start
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
 from fp8dist_kernels.formats import FORMATS, Role
 
@@ -87,24 +87,21 @@ class StateManager(JoinedManager):
         self,
         model: nn.Module,
         recipe: Recipe,
-        settings: Settings,
-        job: JobState,
-        precisions: Precisions,
-        syncs: Sequence[ArenaSync],
-        groups: Sequence[SyncGroup | None],
+        state: ModelState,
+        default: ArenaSync,
         aliases: Mapping[Slot, Slot],
         found: Coverage,
         selection: Selection,
     ) -> None:
         self.recipe = recipe
-        self.settings = settings
+        self.settings = state.settings
         self._model = weakref.ref(model)
-        self._default = syncs[0]
-        for sync in syncs:
+        self._default = default  # The arena of slots that ``register`` adds.
+        for sync in state.syncs:
             sync.owner = f"StateManager of {type(model).__name__}"
         self._aliases = dict(aliases)
         self._found, self._selection = found, selection  # As ``prepare`` found the model, before its conversion.
-        self._cycle = StepCycle(settings, job, precisions, syncs, groups)
+        self._cycle = StepCycle(state)
         self._init_transient()
         super().__init__()
 
@@ -116,6 +113,7 @@ class StateManager(JoinedManager):
         if model is not None:
             self._cycle.checker.watch(model)
         self._attachment = Attachment(self._cycle)
+        self._graphs = GraphPolling(self._cycle)
         self._changes: tuple[list[str], list[str]] = ([], [])  # Modules that came after ``prepare``, and that are gone.
         self._cycle.steps = StepWatch(self._cycle, self._model)
 
@@ -216,7 +214,7 @@ class StateManager(JoinedManager):
         if self.settings.enabled:
             self._log_changes()
         if computes:
-            self._cycle.check_computations()
+            self._cycle.checks.run_computations()
         return self
 
     def _hookable(self, optimizer: Any) -> list[Optimizer]:
@@ -297,7 +295,7 @@ class StateManager(JoinedManager):
         Raises:
             DivergenceError: with policy "raise", if a sync proved that ranks differ.
         """
-        self._cycle.poll()
+        self._graphs.poll()
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Register a function that is called with each Event. Local."""
@@ -362,7 +360,8 @@ class StateManager(JoinedManager):
             require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
         scope = Scope(parameters, gradients, buffers, optimizers, compute=compute)
-        return self._cycle.check(scope, policy, max_repairs)
+        self._cycle.require("check()", switched_off=True)
+        return self._cycle.checks.run(scope, policy, max_repairs)
 
     # Modes ---------------------------------------------------------------------------------------
 
@@ -414,7 +413,7 @@ class StateManager(JoinedManager):
         """
         self._cycle.require("swapped_weights()")
         module = self._attachment.module or self._require_model()
-        self._cycle.settle()
+        self._cycle.state.settle()
         reshard(fsdp2_modules(module))  # Gathered weights would keep the old values.
         with self._cycle.weights_swapped():
             try:
@@ -459,7 +458,8 @@ class StateManager(JoinedManager):
         if steps is not None:
             require_int("steps", steps, 1, what="None or a number of optimizer steps")
         chosen = gemms_in_order("gemms", gemms)
-        return tuple(self._cycle.set_precision(pattern, chosen, precision == "high", steps))
+        self._cycle.state.settle()
+        return tuple(self._cycle.control.change(pattern, chosen, precision == "high", steps))
 
     def _require_match(self, pattern: object) -> None:
         """Raise ConfigurationError unless a pattern matches an FP8Linear."""
@@ -502,7 +502,7 @@ class StateManager(JoinedManager):
         here = {of.slots[Role.INPUT] for part in fp8_parts(self._require_model()) for of in part.slots.precisions}
         gone = [fqn for fqn, of in self._cycle.precisions.by_fqn.items() if of.slots[Role.INPUT] not in here]
         changes, self._changes = self._changes, (new, gone)
-        if changes == self._changes or not (new or gone) or not self._cycle.speaks:
+        if changes == self._changes or not (new or gone) or not self._cycle.state.speaks:
             return
         texts = []
         if new:
@@ -548,7 +548,7 @@ class StateManager(JoinedManager):
     @property
     def steps(self) -> int:
         """Number of steps committed so far. Local. Reads from the device."""
-        self._cycle.settle()
+        self._cycle.state.settle()
         return max(int(sync.arena.step) for sync in self._syncs)
 
     def slot(self, fqn: str, role: str) -> SlotState:
@@ -588,7 +588,7 @@ class StateManager(JoinedManager):
     def metrics(self) -> dict[str, float]:
         """Return numbers for any logger: slots, cold slots, non-finite and saturated amaxes, modules in high precision,
         fallbacks, and the cost of this rank's syncs and checks. Local. Reads from the device."""
-        self._cycle.settle()
+        self._cycle.state.settle()
         arenas = [sync.arena for sync in self._syncs]
         counters = [sync.counters for sync in self._syncs]
         verified = self.verified
@@ -630,17 +630,17 @@ class StateManager(JoinedManager):
         that outgrow their scales because weights have grown are cast with their own amaxes.
         """
         self._cycle.require("refresh_weights()", switched_off=True)
-        self._cycle.settle()
-        self._cycle.meet("refresh_weights()")
+        self._cycle.state.settle()
+        self._cycle.checks.meet("refresh_weights()")
         self._job.invalidate_casts()
         if not self.settings.enabled:
             return
-        sharded = self._cycle.sharded
+        sharded = self._cycle.scales.sharded
         if sharded is not None:
             sharded.reshard()
         model = self._require_model()
         before = [(part.slots, part.slots.weight_scale()) for part in fp8_parts(model)]
-        self._cycle.derive_weight_scales(local_weights(model), "all")
+        self._cycle.scales.derive(local_weights(model), "all")
         for slots, scale in before:  # Inputs of later modules may grow as much, but have old scales.
             slots.policy.report_new_scale(scale, slots.weight_scale())
         if sharded is not None:
@@ -736,7 +736,7 @@ class Internals:
 
     def settled(self) -> StepCycle:
         """Return ``cycle``, with any pending sync committed. Local."""
-        self.cycle.settle()
+        self.cycle.state.settle()
         return self.cycle
 
     def survey(self) -> Survey:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8dist.checks.checker import check_alone, run_check
+from fp8dist.checks.checker import Comparison, check_alone, run_check
 from fp8dist.checks.inventory import Scope
 from fp8dist.checks.repair import Repairs
 from fp8dist.checks.report import DivergenceReport
@@ -109,26 +109,24 @@ def check(
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     checkers = [Internals(manager).settled().checker for manager in managers_in(module)]
     meet(anchor, "fp8dist.check()")
-    report = run_check(
+    last_good = module.__dict__[LAST_GOOD_STEPS]
+    compared = Comparison(
         anchor,
         checkers,
         module,
         scope,
-        policy,
-        _INSTEAD,
         _device_of(module),
-        report_dir(),
-        step=step or 0,
-        last_good=module.__dict__[LAST_GOOD_STEPS],
+        step or 0,
+        last_good,
         vouched=group is not None,
         groups=groups,
-        repairs=checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs()),
-        max_repairs=max_repairs,
     )
-    if checkers and not any(checker.settings.enabled for checker in checkers):
-        checkers[0].say_what_is_skipped(report, anchor)
+    repairs = checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs())
+    report = run_check(compared, policy, _INSTEAD, report_dir(), repairs, max_repairs)
+    if not compared.enabled:
+        checkers[0].warn_of_skipped(report, anchor)
     if not (report.diverged or report.nonfinite) and step is not None:
-        module.__dict__[LAST_GOOD_STEPS] = {**module.__dict__[LAST_GOOD_STEPS], **dict.fromkeys(report.compared, step)}
+        module.__dict__[LAST_GOOD_STEPS] = {**last_good, **dict.fromkeys(report.compared, step)}
     return report
 
 

@@ -15,6 +15,7 @@ from fp8dist.common.names import check_keywords, require_bool
 from fp8dist.common.patterns import Skip, shadowed, unmatched
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
+from fp8dist.job.agreement import require_groups as require_sync_groups
 from fp8dist.job.arguments import require_groups, require_model
 from fp8dist.job.coverage import Selection, Survey, survey
 from fp8dist.job.manager import ATTRIBUTE, StateManager, get_manager, managers_in
@@ -24,6 +25,7 @@ from fp8dist.modules.fp8_linear import convert
 from fp8dist.modules.grouped_slots import GroupedSlots, slot_names
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.overrides import High, Overrides
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
@@ -184,9 +186,10 @@ def prepare(
         }
     )
     found = surveyed.coverage(True)
-    manager = StateManager(
-        model, recipe, settings, job, precisions, plan.syncs, plan.sync_groups, plan.aliases, found, selection
-    )
+    require_sync_groups(settings, plan.sync_groups)
+    pairs = sorted(zip(plan.syncs, plan.sync_groups), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
+    state = ModelState(settings, job, precisions, tuple(s for s, _ in pairs), tuple(group for _, group in pairs))
+    manager = StateManager(model, recipe, state, plan.syncs[0], plan.aliases, found, selection)
     ops.register_flops()
     grouped_ops.register_flops()
     with _undone_if_it_fails([*linears.values(), *experts.values(), model]):

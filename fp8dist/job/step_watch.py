@@ -23,6 +23,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.job.changes import Gradients, Loads, Masters
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.modules.weight_notes import WeightNote, find, take_all
 from fp8dist.state.slots import Slot
@@ -37,15 +38,7 @@ logger = logging.getLogger("fp8dist")
 class StepListener(Protocol):
     """Receives the steps that a StepWatch observes."""
 
-    job: JobState
-
-    @property
-    def captures(self) -> bool:
-        """True while a CUDA graph is captured."""
-
-    @property
-    def speaks(self) -> bool:
-        """True on the one rank that logs for all ranks."""
+    state: ModelState
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Handle the start of an optimizer's step."""
@@ -53,7 +46,7 @@ class StepListener(Protocol):
     def after_step(self, optimizer: Optimizer, real: bool) -> None:
         """Handle the end of an optimizer's step. ``real``: True if the step may have changed parameters."""
 
-    def tell_others(self, text: str) -> None:
+    def publish_error(self, text: str) -> None:
         """Publish the error that this rank raises, for the ranks that wait for this rank."""
 
 
@@ -76,7 +69,7 @@ class StepWatch:
         self._masters: Masters | None = None
         self._gradients = Gradients()
         self._loads = Loads()
-        self._said_still = False
+        self._warned_of_eval = False
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
 
@@ -160,7 +153,7 @@ class StepWatch:
                 except for writes after an optimizer step that was seen.
         """
         listener = self._listener()
-        boundaries = -1 if listener is None else listener.job.boundaries - 1
+        boundaries = -1 if listener is None else listener.state.job.boundaries - 1
         for note in take_all(self.notes, boundaries if after_step else None):
             if after_step:
                 note.mark_written()
@@ -190,27 +183,27 @@ class StepWatch:
         self._loads.forget()
         listener = self._listener()
         if listener is not None:
-            listener.job.loads.clear()
+            listener.state.job.loads.clear()
 
     def _before(self, optimizer: Optimizer, nested: bool, closure: bool) -> None:
         listener = self._listener()
         if listener is None:
             return
         listener.before_step(optimizer)
-        if nested or listener.captures:
+        if nested or listener.state.captures:
             return
-        if listener.job.enabled and optimizer in self._attached and is_real_step(optimizer):
+        if listener.state.job.enabled and optimizer in self._attached and is_real_step(optimizer):
             is_last = optimizer is self._last_one
             self._gradients.before(optimizer, is_last, closure)
             if is_last:
-                self._loads.before(optimizer, listener.job.loads, listener.speaks)
-        self._began, listener.job.stepping = listener.job.boundaries, True
-        if self._masters is not None and self._masters.told(optimizer):
+                self._loads.before(optimizer, listener.state.job.loads, listener.state.speaks)
+        self._began, listener.state.job.stepping = listener.state.job.boundaries, True
+        if self._masters is not None and self._masters.check(optimizer):
             self._masters = None
         self._lists = _lists_of(optimizer)
-        self._held, written = find(self.notes if listener.job.enabled else (), _ids_of(optimizer))
+        self._held, written = find(self.notes if listener.state.job.enabled else (), _ids_of(optimizer))
         self._unrecorded = [note for note in written if note.unrecorded]
-        if is_real_step(optimizer) and not self._brings_boundary(listener.job, optimizer):
+        if is_real_step(optimizer) and not self._brings_boundary(listener.state.job, optimizer):
             self._require_boundary(listener, optimizer, self._held)
 
     def _brings_boundary(self, job: JobState, optimizer: Optimizer) -> bool:
@@ -225,18 +218,18 @@ class StepWatch:
         again = [note for note in held if note.stepped_at == self._began]
         late = [slots for slots in self._slots_of(again) if _is_late(slots, self._began)] if again else []
         if late:
-            listener.job.stepping = False
+            listener.state.job.stepping = False
             text = _second_step(optimizer, late, optimizer in self._attached)
-            listener.tell_others(text)
+            listener.publish_error(text)
             raise ConfigurationError(text)
 
     def _after(self, optimizer: Optimizer, nested: bool) -> None:
         listener, real = self._listener(), is_real_step(optimizer)
         if listener is None:
             return
-        counts = real and not nested and not listener.captures
+        counts = real and not nested and not listener.state.captures
         if not nested:
-            listener.job.stepping = False
+            listener.state.job.stepping = False
         skipped = found_inf(optimizer)
         since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
         held = self._held
@@ -247,13 +240,13 @@ class StepWatch:
         if counts:
             for note in held:
                 note.stepped_at, note.skipped = self._began, skipped
-        if counts and still and not self._said_still and listener.speaks:
+        if counts and still and not self._warned_of_eval and listener.state.speaks:
             self._warn_of_eval(optimizer, still, since)
         if not nested:
             for note in self._unrecorded:  # Written to between the last forward and this step.
                 note.mark_written()
             self._lists, self._held, self._unrecorded = [], [], []
-            self._gradients.after(optimizer, listener.speaks)
+            self._gradients.after(optimizer, listener.state.speaks)
         listener.after_step(optimizer, real)
 
     def _warn_of_eval(self, optimizer: Optimizer, notes: Sequence[WeightNote], since: int) -> None:
@@ -267,7 +260,7 @@ class StepWatch:
         hot = any(slots.sync.arena.known_hot for slots in still)
         alone = all(note.recorded_at < since for note in self.notes)
         if still and (hot or alone):
-            self._said_still = True
+            self._warned_of_eval = True
             logger.warning(
                 "fp8dist: %s trains the FP8 weights of %s, but their backwards record no amaxes, because they are in "
                 "eval(): their scales stand still. Call train(); or, if they train in eval() on purpose, run the "

@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fp8dist.modules.model_state import ModelState
+from fp8dist.parallel.fsdp2 import ShardedWeights
+from fp8dist.parallel.sharded_weight import ShardedWeight
+from fp8dist.state import overwrites
 from fp8dist.state.arena_sync import ArenaSync, all_reduce_max
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
 
-__all__ = ["derive_weight_scales"]
+__all__ = ["WeightScales"]
+
+logger = logging.getLogger("fp8dist")
 
 _WHAT = "deriving FP8 scales of weights"
+
+
+class WeightScales:
+    """The scales of one manager's weights.
+
+    ``sharded``: the weights that FSDP2 gathers in FP8; None: there are none. ``attach`` sets it.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        self.sharded: ShardedWeights | None = None
+
+    def derive(self, weights: Iterable[tuple[ArenaSync, Slot, Tensor]], which: Literal["cold", "all"]) -> None:
+        """Set weight scales from the weights as they are now; see ``derive_weight_scales``. COLLECTIVE."""
+        derive_weight_scales([sync for sync in self._state.syncs if self._scales_weights(sync)], weights, which)
+
+    def fit(self, weights: Sequence[ShardedWeight]) -> None:
+        """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE over their arenas only: the
+        ranks of other arenas may have no reason to call it."""
+        parts = [part for weight in weights for part in weight.parts()]
+        # Not those of the parts: with fewer experts than ranks, some ranks have none.
+        concerned = {id(weight.slots.weight_sync) for weight in weights}
+        syncs = [sync for sync in self._state.syncs if id(sync) in concerned and self._scales_weights(sync)]
+        derive_weight_scales(syncs, parts, "unfit")
+
+    def _scales_weights(self, sync: ArenaSync) -> bool:
+        """True if weights are cast with their slots' scales, which are delayed or shared by all shards of a weight."""
+        recipe = sync.arena.recipe
+        return recipe.delayed or (self.sharded is not None and recipe.by == "tensor")
+
+    def warn_of_outgrown(self) -> None:
+        """Warn of gathered weights that were written to without a trace. COLLECTIVE if there are gathered weights."""
+        found = [] if self.sharded is None or self._state.job.joined else self.sharded.outgrown()
+        if found and found[0].slots.weight_sync.speaks:
+            logger.warning(
+                "fp8dist: %d weight(s) have outgrown their FP8 scales, '%s' first: other code has written to them in a "
+                "way that torch does not report (.data, to_local(), dcp.load). The next forward casts them with scales "
+                "that fit; manager.refresh_weights() gives them new ones at once",
+                len(found),
+                found[0].slots.fqn,
+            )
 
 
 def derive_weight_scales(
@@ -62,6 +110,6 @@ def _set_scales(sync: ArenaSync, bits: Tensor, which: Literal["cold", "unfit", "
     elif which == "cold":
         where &= arena.cold
     forget = where & ~arena.cold if which == "unfit" else where
-    arena.derive_scales(amax, where)
+    overwrites.derive_scales(arena, amax, where)
     if which != "cold":
         sync.forget(forget)

@@ -26,7 +26,7 @@ from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows, measure_grouped
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
 
-__all__ = ["SITES", "Cast", "Caster", "ExpertMask", "Request", "caster_for", "record_experts"]
+__all__ = ["SITES", "Cast", "Caster", "ExpertMask", "Request", "caster_for", "count_tokens", "record_experts"]
 
 SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
 """The casts and products of a module, in the order of their sites."""
@@ -356,6 +356,12 @@ def record_experts(values: Tensor, place: Tensor, recorded: ExpertMask) -> None:
     if isinstance(recorded, Tensor):
         bits = torch.where(recorded, bits, DID_NOT_RUN_BITS)
     into.copy_(torch.maximum(into, bits))
+
+
+def count_tokens(offsets: Tensor, state: SlotState) -> None:
+    """Count the tokens of experts in a backward of a measured step: recomputation repeats forwards, not backwards.
+    ``state``: of the output gradients."""
+    state.tokens.add_(torch.diff(offsets, prepend=offsets.new_zeros(1)))
 
 
 def _experts_of(x: Tensor, offsets: Tensor) -> Tensor:

@@ -117,42 +117,6 @@ class GroupedSlots(LinearSlots):
 
     # Casts -----------------------------------------------------------------------------------------
 
-    def rows_cast(
-        self,
-        x: Tensor,
-        offsets: Tensor,
-        state: SlotState,
-        record: bool,
-        recorded: ExpertMask,
-        rows: bool,
-        columns: bool,
-        outgrown: Outgrown,
-        role: Role,
-    ) -> Cast:
-        """Cast x [tokens, features], sorted by expert, by the recipe. If neither copy is requested, only record the
-        amaxes, and only of experts that are observed.
-
-        Args:
-            record: True if this forward records amaxes.
-            recorded: of these experts.
-            outgrown: the ``outgrown`` of this forward.
-        """
-        x = x.detach()
-        if record and self.job.measuring and role is Role.GRAD_OUTPUT:
-            self.count_tokens(offsets, state)
-        limits = self.policy.limits_in_backward(outgrown) if role is Role.GRAD_OUTPUT else outgrown
-        return self.caster.cast(x, Request(state, role, rows, columns, recorded, limits, offsets))
-
-    def count_tokens(self, offsets: Tensor, state: SlotState) -> None:
-        """Count the tokens of the experts in a backward, which recomputation does not repeat. ``state``: of the output
-        gradients. Only in a measured step."""
-        if self.job.measuring:
-            state.tokens.add_(torch.diff(offsets, prepend=offsets.new_zeros(1)))
-
-    def observe_rows(self, x: Tensor, offsets: Tensor, state: SlotState, recorded: ExpertMask) -> None:
-        """Record the amaxes of x [tokens, features] of these experts."""
-        self.caster.observe(x.detach(), state, recorded, offsets)
-
     def record_weight(
         self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotState, recorded: ExpertMask
     ) -> None:

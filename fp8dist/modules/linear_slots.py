@@ -200,10 +200,6 @@ class LinearSlots:
         elif in_training:
             microbatches.unrecorded_forward()
 
-    def observe(self, x: Tensor, state: SlotState) -> None:
-        """Record the amax of a tensor that is not cast."""
-        self.caster.observe(x.detach(), state)
-
     def matmul(
         self,
         a: Tensor,
@@ -235,30 +231,34 @@ class LinearSlots:
         except ProductError as error:
             raise refusal(self.fqn, gemm, error) from error
 
+    def matmul_into(
+        self, a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, total: Tensor, gemm: Gemm
+    ) -> None:
+        """Call ``ops.matmul_into``, as ``matmul`` does ``ops.matmul``: add the product to ``total``."""
+        try:
+            direct.matmul_into(
+                a,
+                b,
+                inv_scale_a,
+                inv_scale_b,
+                total,
+                fast_accumulation=gemm in self.recipe.fast_accumulation,
+                backend=self.job.backend,
+                **({} if self.job.tap is None else self.caster.tap_of(gemm)),
+            )
+        except ProductError as error:
+            raise refusal(self.fqn, gemm, error) from error
+
     def weight_scale(self) -> Tensor:
         """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is
         cold."""
         arena, place = self.weight_sync.arena, self.weight_place
         return torch.where(arena.cold[place], torch.nan, arena.scale[place])
 
-    def gradient_cast(
-        self,
-        gradient: Tensor,
-        state: SlotState,
-        record: bool,
-        rows: bool,
-        columns: bool,
-        outgrown: Outgrown,
-        sums: Tensor | None,
-    ) -> Cast:
-        """Cast a gradient; see ``Request``. ``outgrown``: the forward's."""
-        limits = self.policy.limits_in_backward(outgrown)
-        return self.caster.cast(gradient, Request(state, Role.GRAD_OUTPUT, rows, columns, record, limits, sums=sums))
-
     @property
     def adds_in_cast(self) -> bool:
-        """True if ``gradient_cast`` can add up columns. Otherwise ``bias_gradient`` reads the gradient again: for
-        scales by parts, and in compiled graphs, where Inductor makes the casts."""
+        """True if the cast of a gradient can add up its columns. Otherwise ``bias_gradient`` reads the gradient again:
+        for scales by parts, and in compiled graphs, where Inductor makes the casts."""
         return self.recipe.by == "tensor" and not torch.compiler.is_compiling()
 
     def bias_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -364,14 +364,6 @@ class LinearSlots:
         # The rows in memory are the columns of the product's weight.
         request.rows, request.columns = request.columns, request.rows
         return self.caster.cast(stored.mT, request).transposed()
-
-    def count_backward(self, recorded: bool) -> None:
-        """See ``LoopMonitor``."""
-        self.monitor.count_backward(recorded)
-
-    def note_backward(self) -> None:
-        """See ``LoopMonitor``."""
-        self.monitor.note_backward()
 
 
 def refusal(fqn: str, gemm: Gemm, error: ProductError) -> ConfigurationError:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from fp8dist.modules.job_state import JobState
-from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.groups import SyncGroup
+from fp8dist.modules.model_state import ModelState
+from fp8dist.state import overwrites
 from fp8dist.state.manifest import digest_word, manifest_digest
-from fp8dist.state.precision import Precisions
 from fp8dist.state.recipe import Gemm
-from fp8dist.state.settings import Settings
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
+from fp8dist_kernels.header import WORD_MANIFEST
 
 __all__ = ["PrecisionControl"]
 
@@ -23,19 +21,11 @@ logger = logging.getLogger("fp8dist")
 class PrecisionControl:
     """Controls the precisions of one manager's modules, and the arenas, casts and manifests that depend on them."""
 
-    def __init__(
-        self,
-        precisions: Precisions,
-        settings: Settings,
-        job: JobState,
-        syncs: Sequence[ArenaSync],
-        groups: Sequence[SyncGroup | None],
-    ) -> None:
-        self.precisions = precisions
+    def __init__(self, state: ModelState) -> None:
+        self.precisions = state.precisions
         self._manifests: dict[int, str] = {}
         self._resumed = False
-        self._settings, self._job = settings, job
-        self._syncs, self._groups = syncs, groups
+        self._state = state
 
     def tie(self, manifests: dict[int, str]) -> None:
         """Take the manifests that ranks have agreed on: digests, by id of an arena's sync. Local."""
@@ -53,9 +43,9 @@ class PrecisionControl:
     def change(self, pattern: str, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> list[str]:
         """See ``StateManager.set_precision``. Commit pending syncs before. Local: call it on all ranks alike."""
         fqns = self.precisions.matching(pattern)
-        self._job.invalidate_casts()
+        self._state.job.invalidate_casts()
         cold = self.wake(self.precisions.change(fqns, gemms, to_high, steps))
-        if cold and self.speaks:
+        if cold and self._state.speaks:
             logger.warning(
                 "fp8dist: %d slots have no scale yet, and are cast with their own amaxes in the next step: "
                 "manager.calibrate() over a few batches gives them scales",
@@ -65,17 +55,17 @@ class PrecisionControl:
 
     def announce(self) -> None:
         """Put the modules in high precision into the syncs' manifest words, which every sync compares across ranks."""
-        for listener in self._job.listeners:
+        for listener in self._state.job.listeners:
             listener()
         high = [(fqn, precision) for fqn, precision in self.precisions.by_fqn.items() if precision.high]
-        for sync, group in zip(self._syncs, self._groups):
+        for sync, group in zip(self._state.syncs, self._state.groups):
             if id(sync) not in self._manifests:
                 continue
             # Only modules of this group: an expert may fall back on its own ranks only.
-            same = [other.arena.index for other, of in zip(self._syncs, self._groups) if of is group]
+            same = [other.arena.index for other, of in zip(self._state.syncs, self._state.groups) if of is group]
             here = {fqn: each.high for fqn, each in high if any(each.slots[Role.INPUT] in index for index in same)}
             digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": here})
-            sync.arena.set_manifest_word(digest_word(digest))
+            sync.arena.words[WORD_MANIFEST] = digest_word(digest)
 
     def wake(self, slots: Collection[Slot]) -> int:
         """Apply a change of precisions. Make ``slots`` cold, which are cast again but have no recent amax, and return
@@ -85,26 +75,26 @@ class PrecisionControl:
         """
         self.announce()
         cold = 0
-        for sync in self._syncs:
+        for sync in self._state.syncs:
             arena = sync.arena
             gathered = set(arena.arrays.shard_slots.tolist()) if len(arena.shards) else set()
             places = [arena.index[slot] for slot in slots if slot in arena.index]
             places = [place for place in places if place not in gathered]
             if places and arena.recipe.delayed:
-                arena.make_cold(places)
+                overwrites.make_cold(arena, places)
                 cold += len(places)
-        self._job.invalidate_casts()
+        self._state.job.invalidate_casts()
         return cold
 
     def fall_back(self, slots: Collection[Slot]) -> list[str]:
         """Switch the modules that cast these slots to high precision for a limited time, and return their fqns. Local,
         the same on all ranks."""
-        fallback = self._settings.fallback
+        fallback = self._state.settings.fallback
         assert fallback is not None
         fallen = self.precisions.fall_back(slots, fallback.steps)
         # Amaxes that caused the fallback must not set the scales after it. Modules are observed again before it ends.
         theirs = self.precisions.slots_of(fallen)
-        for sync in self._syncs:
+        for sync in self._state.syncs:
             places = [sync.arena.index[slot] for slot in theirs if slot in sync.arena.index]
             sync.arena.forget_history(sync.arena.mask(places))
         self.wake(())
@@ -125,10 +115,10 @@ class PrecisionControl:
             return
         self._resumed = False
         cast = self.precisions.cast
-        arenas = [sync.arena for sync in self._syncs if sync.arena.recipe.delayed]
+        arenas = [sync.arena for sync in self._state.syncs if sync.arena.recipe.delayed]
         cold = sum(flag for arena in arenas for slot, flag in zip(arena.index, arena.cold.tolist()) if slot in cast)
-        slots = sum(len(sync.arena) for sync in self._syncs)
-        if cold and self.speaks:
+        slots = sum(len(sync.arena) for sync in self._state.syncs)
+        if cold and self._state.speaks:
             logger.warning(
                 "fp8dist: training resumes without FP8 state: %d of %d slots had no amax in the first step. If this "
                 "continues a run in FP8, load its FP8 state before that step, too (manager.load_state_dict or "
@@ -137,9 +127,3 @@ class PrecisionControl:
                 cold,
                 slots,
             )
-
-    @property
-    def speaks(self) -> bool:
-        """True on the one rank that logs for all ranks."""
-        group = next((group for group in self._groups if group is not None), None)
-        return group is None or group.rank == min(group.ranks)

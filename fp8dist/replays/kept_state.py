@@ -22,9 +22,9 @@ def kept_fp8_state(cycle: StepCycle, modules: Sequence[LinearSlots]) -> Callable
     Args:
         modules: all FP8Linears' slots of the manager.
     """
-    cycle.settle()
+    cycle.state.settle()
     tensors = [sync.kept_records() for sync in cycle.syncs]
-    weights = () if cycle.sharded is None else cycle.sharded.weights
+    weights = () if cycle.scales.sharded is None else cycle.scales.sharded.weights
     kept: list[tuple[Any, dict[str, Any]]] = [(thing, dict(thing.__dict__)) for thing in (cycle.job, *weights)]
     kept += [(slots, dict(slots.__dict__)) for slots in modules]
     kept += [(slots.note, dict(slots.note.__dict__)) for slots in modules]

@@ -119,9 +119,9 @@ class Recorder:
         self._skipped_at = -1  # That at which the loss scaler skipped a step last.
         self._synced = 0, 0.0  # Step and fp8/sync_wait_ms of the last due line.
         self._checked: Checked | None = None
-        self._said_ahead = self._said_back = False
+        self._warned_ahead = self._warned_back = False
         if manager is not None and self.writes:
-            manager.on_event(self._hear)
+            manager.on_event(self._on_event)
             Internals(manager).cycle.listeners.append(self._step_ended)
         self._awaits_state = resume_after == "state"
         if not self._awaits_state:
@@ -194,12 +194,12 @@ class Recorder:
         known = {name: value for name, value in line.items() if name not in ("step", "time")}
         numbers = {name: math.nan if value is None else float(value) for name, value in known.items()}
         self._export("write", step, numbers, ())
-        self._tell_checked()
+        self._log_checked()
 
     def _go_back(self, step: int) -> None:
         """Note that ``step`` is not after the last one. An earlier one undoes what was recorded since, as a resume."""
-        if not self._said_back:
-            self._said_back = True
+        if not self._warned_back:
+            self._warned_back = True
             logger.warning(
                 "fp8dist: the recorder is given step %d after step %d. Readers merge lines of the same step, and the "
                 "newer number counts. An earlier step undoes all that was recorded from it on. Give each step once and "
@@ -244,13 +244,13 @@ class Recorder:
             self._files = None
             return
         self._describe()
-        self._tell_checked()
+        self._log_checked()
         self.event("end", self._last_step, **({} if error is None else {"error": error}))
         self._export("close")
         self._files.close()
         self._files = None
 
-    # What the manager tells --------------------------------------------------------------------------
+    # What the manager reports --------------------------------------------------------------------------
 
     def _observe(self, seen: Observation) -> None:
         """Record what the watch collected. Called inside the step, so it must not raise."""
@@ -273,7 +273,7 @@ class Recorder:
         if not took_place:
             self._skipped_at = self._manager.run_step
 
-    def _hear(self, event: Any) -> None:
+    def _on_event(self, event: Any) -> None:
         """Record an Event of the manager, at the step of the run that ended last. An audit is of the one that ends."""
         step, slots = self._manager.run_step, [str(slot) for slot in event.slots]
         fields: dict[str, Any] = {"slots": slots} if slots else {}
@@ -289,8 +289,8 @@ class Recorder:
         self.event(event.kind, step, **fields)
 
     def _fp8(self, step: int) -> Iterator[tuple[str, float | None]]:
-        if step > self._manager.run_step + 1 and not self._said_ahead:  # A loop may log before its step ends.
-            self._said_ahead = True
+        if step > self._manager.run_step + 1 and not self._warned_ahead:  # A loop may log before its step ends.
+            self._warned_ahead = True
             logger.warning(
                 "fp8dist: the recorder is given step %d, and the optimizer has taken %d: scales, events and proven "
                 "steps are counted by the optimizer's steps, which a GradScaler may skip. Log manager.run_step",
@@ -307,7 +307,7 @@ class Recorder:
         if step > before:
             yield "sync_ms", (metrics["fp8/sync_wait_ms"] - waited) / (step - before)
 
-    def _tell_checked(self) -> None:
+    def _log_checked(self) -> None:
         """Write an event if a check has found no difference since the last call."""
         checked = None if self._manager is None else self._manager.verified.last_check
         if checked is not None and checked != self._checked:

@@ -56,13 +56,13 @@ def watch(
     cycle = inside.cycle
     cycle.require("watch()")
     lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
-    writes = cycle.control.speaks or not manager.settings.amax_sync
+    writes = cycle.state.speaks or not manager.settings.amax_sync
     make = functools.partial(Monitor, lines, folder, jump=jump, writes=writes, resume_after=resume_after)
     precisions = (of for part in inside.parts() for of in part.slots.precisions)
     order = {of.slots[Role.INPUT].fqn: place for place, of in enumerate(precisions)}
-    shared = cycle.watch or Watch(order)
+    shared = cycle.measurement.watch or Watch(order)
     shared.add(every, ranks, make, resume_after, observer, lines)
-    cycle.watch = cycle.checker.amaxes = shared
+    cycle.measurement.watch = cycle.checker.amaxes = shared
 
 
 def describe(manager: StateManager) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def describe(manager: StateManager) -> dict[str, Any]:
     specs = sorted(spec for sync in cycle.syncs for spec in sync.arena.specs)
     return {
         "attached": cycle.job.attached,
-        "writes": cycle.control.speaks and (any(cycle.groups) or own_rank() == 0),
+        "writes": cycle.state.speaks and (any(cycle.groups) or own_rank() == 0),
         "began_after": cycle.job.began if manager.settings.enabled else None,
         "device": str(cycle.syncs[0].arena.device),
         "fp8": manager.settings.enabled,
@@ -105,4 +105,4 @@ def take_waits(manager: StateManager) -> list[float]:
     earlier collective, such as the reduction of gradients, absorbs the wait. Steps in CUDA graphs are left out.
     Only the newest 4,096 steps are kept; older ones are NaN.
     """
-    return Internals(manager).cycle.waits.take()
+    return Internals(manager).cycle.measurement.waits.take()

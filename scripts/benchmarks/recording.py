@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fp8dist.job.cycle import StepCycle
+from fp8dist.job.measurement import Measurement
 from fp8dist.modules.casters import Caster
 from fp8dist.runs.recorder import Recorder
 from fp8dist.state.arena_sync import ArenaSync
@@ -34,7 +34,7 @@ INSIDE = (
     (Microbatches, "forward"),
     (Microbatches, "backward"),
     (ArenaSync, "_keep_seen"),
-    (StepCycle, "_microbatches_known"),
+    (Measurement, "_microbatches_known"),
 )
 """What only a recorded run calls. ``collect`` includes what the recorder does with an observation."""
 

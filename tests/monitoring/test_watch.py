@@ -235,7 +235,7 @@ def test_each_of_two_watches_has_its_steps(tmp_path: Path) -> None:
     assert jumps
     with captured_log():
         fp8dist.restore(net)
-    assert all(not view.monitor._sinks for view in manager._cycle.watch._views)  # type: ignore[union-attr]
+    assert all(not view.monitor._sinks for view in manager._cycle.measurement.watch._views)  # type: ignore[union-attr]
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def _train_uneven(job: Uneven) -> Outcome:
     with counted_collectives() as calls, Join([ddp, manager]):
         losses = _epoch(job, ddp, optimizer, recorder, job.batches[rank], 0)
     in_join = fp8_count(calls, manager)
-    assert manager._cycle.waits._open == []  # Waits inside Join do not count for later steps.
+    assert manager._cycle.measurement.waits._open == []  # Waits inside Join do not count for later steps.
     recorder.end_data(counts=job.accumulate > 1 and not job.no_sync)
     optimizer.zero_grad()
     if job.joined_twice:

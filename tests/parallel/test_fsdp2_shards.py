@@ -137,7 +137,7 @@ def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
         whole = {name: value.detach().clone() for name, value in model.named_parameters()}
         manager = fp8dist.prepare(model, DelayedScaling(history_len=2), group=dist.group.WORLD, fp8_all_gather=True)
         shard(model)
-        manager._cycle.agree = lambda *a: setattr(manager._cycle, "attached", True)  # type: ignore[method-assign]
+        manager._attachment._agree = lambda *a: setattr(manager._cycle, "attached", True)  # type: ignore[method-assign]
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         manager.attach(model, optimizer=optimizer)
         # No other rank answers: provide the scales that all ranks would give.

@@ -125,7 +125,7 @@ def _with_amaxes(job: Job) -> tuple[list[Amaxes], dict[Any, dict[str, int]], dic
         optimizer.zero_grad()
         steps.append(local.take())
     (sync,) = manager._syncs
-    manager._cycle.settle()
+    manager._cycle.state.settle()
     state = {}
     for slot in manager.slots:
         state[slot.fqn, slot.role] = {

@@ -305,7 +305,7 @@ def test_checks_become_due_by_polls(late: bool) -> None:
     """Checks run after every second step, replayed or eager, once each."""
     job = _Job(check_every=2)
     checked: list[tuple[int, bool]] = []
-    job.manager._cycle._check = lambda scope, policy, in_step: checked.append((job.manager.steps, in_step))  # type: ignore
+    job.manager._cycle.checks._run = lambda scope, policy, in_step: checked.append((job.manager.steps, in_step))  # type: ignore
     _replayed(job)
     assert checked == [(step, False) for step in (2, 4, 6, 8)]
     for step in range(2):
@@ -332,7 +332,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
     job.manager.poll()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="comm_hook while a CUDA graph is captured"):
         early_launcher(job.manager).launch_from_hook()
-    job.manager._cycle.sharded = mock.Mock()
+    job.manager._cycle.scales.sharded = mock.Mock()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="cannot be captured"):
         job.step()
 

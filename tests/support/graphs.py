@@ -45,7 +45,7 @@ class EmulatedGraph(TorchDispatchMode):
         """Record inside. The library sees a capture."""
         with ExitStack() as stack:
             stack.enter_context(mock.patch("fp8dist.state.arena_sync.all_reduce_max", self._all_reduce_max))
-            for module in ("state.arena_sync", "job.cycle", *(f"modules.{name}" for name in _LOOKING)):
+            for module in ("state.arena_sync", "modules.model_state", *(f"modules.{name}" for name in _LOOKING)):
                 stack.enter_context(mock.patch(f"fp8dist.{module}.capturing", return_value=True))
             stack.enter_context(mock.patch.object(Tensor, "tolist", self._tolist(Tensor.tolist)))
             stack.enter_context(self)

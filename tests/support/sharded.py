@@ -155,7 +155,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 
 def arena_bits(manager: StateManager) -> dict[str, bytes]:
     """Return the complete FP8 state, except the word that encodes the job's setup. Commits a pending sync."""
-    manager._cycle.settle()
+    manager._cycle.state.settle()
     found = {}
     for i, sync in enumerate(manager._syncs):
         words = sync.arena.words.clone()

@@ -11,9 +11,10 @@ import numpy as np
 
 from fp8dist.checks.checked import Checked
 from fp8dist.common.numbers import from_json
-from fp8dist.common.text import first_few
-from fp8dist.runs.report.facts import checks, diverged_text, findings, repaired, shortened
-from fp8dist.runs.report.numbers import Event, Metrics, Run
+from fp8dist.common.text import first_few, shortened
+from fp8dist.runs.report.events import RunEvent
+from fp8dist.runs.report.facts import checks
+from fp8dist.runs.report.numbers import Metrics, RunNumbers
 
 __all__ = ["bits_of", "checkpoint_table", "divergence_cards", "table"]
 
@@ -42,7 +43,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Containe
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">{whole}</div>'
 
 
-def checkpoint_table(run: Run) -> Iterator[str]:
+def checkpoint_table(run: RunNumbers) -> Iterator[str]:
     """Yield a sentence about the newest good checkpoint, and the saved ones with their states."""
     saved = [event for event in run.events if event.kind == "saved" and not event.undone]
     if not saved:
@@ -73,7 +74,7 @@ GOOD, DIVERGED, NOT_FINITE, UNCHECKED = "good", "after a divergence", "not finit
 NOT_VERIFIABLE, NOT_RECORDED = "saved, not verifiable", "checked, not recorded what"
 
 
-def _state(step: int, run: Run, found: Sequence[Checked]) -> str:
+def _state(step: int, run: RunNumbers, found: Sequence[Checked]) -> str:
     """Return the state of a checkpoint without a divergence. ``found``: the run's checks, by step.
 
     A check after the checkpoint vouches for it, because ranks that differ stay so, and so do weights that are not
@@ -109,7 +110,7 @@ def _spanned(step: int, metrics: Metrics) -> int:
     return around[0] if len(around) == 2 and set(around) <= set(metrics.bad_losses) else 0
 
 
-def _since(event: Event, found: Sequence[Checked]) -> str:
+def _since(event: RunEvent, found: Sequence[Checked]) -> str:
     check = next(one for one in found if one.verified and one.step >= event.step)
     return escape(f"After step {check.step:,} a check found {shortened(check.text, 200)}.")
 
@@ -123,31 +124,31 @@ def _why_none(states: Iterable[str], found: Sequence[Checked]) -> str:
     return about or "no check came after one and found parameters equal and finite"
 
 
-def _suspect(run: Run) -> set[int]:
+def _suspect(run: RunNumbers) -> set[int]:
     """Return the ids of the saved events that may hold a divergence: those after its last good step, up to the repair
     or the resume that has ended it."""
     saved = [(place, event) for place, event in enumerate(run.events) if event.kind == "saved"]
     found = set()
     for place, event in enumerate(run.events):
         if event.kind == "diverged":
-            least, over = min(_good_steps(event)), event.undone or repaired(event)
+            least, over = min(_good_steps(event)), event.undone or event.repaired
             found |= {id(one) for at, one in saved if one.step > least and (at < place or not over)}
     return found
 
 
-def _good_steps(event: Any) -> list[int]:
+def _good_steps(event: RunEvent) -> list[int]:
     """Return the last good steps of a divergence; the step before it if they are not known."""
-    known = [one.get("last_good_step") for one in findings(event)]
+    known = [one.get("last_good_step") for one in event.findings]
     return [step for step in known if type(step) is int] or [event.step - 1]
 
 
-def divergence_cards(run: Run) -> Iterator[str]:
+def divergence_cards(run: RunNumbers) -> Iterator[str]:
     """Yield a card for each of the first divergences."""
     found = [event for event in run.events if event.kind == "diverged"]
     for event in found[:MOST_CARDS]:
         undone = " (undone by a resume)" if event.undone else ""
-        yield f"<h3>Divergence{undone}: {escape(diverged_text(event))}</h3>"
-        rows = [_row(one) for one in findings(event)]
+        yield f"<h3>Divergence{undone}: {escape(event.sentence)}</h3>"
+        rows = [_row(one) for one in event.findings]
         heads = (
             "kind",
             "name",

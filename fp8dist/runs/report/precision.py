@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8dist.common.numbers import from_json
-from fp8dist.runs.report.numbers import Run
+from fp8dist.runs.report.numbers import RunNumbers
 
 __all__ = ["FORMULA", "GEMMS", "Module", "Use", "modules_of", "use_of"]
 
@@ -59,7 +59,7 @@ def modules_of(header: Mapping[str, Any]) -> list[Module]:
     return found
 
 
-def use_of(run: Run) -> Use:
+def use_of(run: RunNumbers) -> Use:
     """Return the share of FLOPs in FP8 and the MFU."""
     flops = dict.fromkeys(("fp8", "high", ""), 0.0)
     visited = _visited(run)
@@ -90,7 +90,7 @@ def use_of(run: Run) -> Use:
     return Use(share, rate * seconds / ranks, "")
 
 
-def _visited(run: Run) -> dict[str, float]:
+def _visited(run: RunNumbers) -> dict[str, float]:
     """Return how many experts of each mixture a token visits."""
     tokens = run.metrics.columns["tokens"]
     known = tokens[np.isfinite(tokens) & (tokens > 0)]
@@ -104,7 +104,7 @@ def _visited(run: Run) -> dict[str, float]:
     return {one.module: one.tokens / (of_step * part(one.ranks)) for one in run.mixtures if len(known)}
 
 
-def _tokens_per_second(run: Run) -> float | None:
+def _tokens_per_second(run: RunNumbers) -> float | None:
     """Return the median over the steps, which leaves out the first steps and those that save."""
     columns = run.metrics.columns
     with np.errstate(invalid="ignore", divide="ignore"):
