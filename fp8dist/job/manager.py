@@ -642,7 +642,7 @@ class StateManager(JoinedManager):
         before = [(part.slots, part.slots.weight_scale()) for part in fp8_parts(model)]
         self._cycle.scales.derive(local_weights(model), "all")
         for slots, scale in before:  # Inputs of later modules may grow as much, but have old scales.
-            slots.tell_of_new_scale(scale, slots.weight_scale())
+            slots.policy.report_new_scale(scale, slots.weight_scale())
         if sharded is not None:
             sharded.accept()
         if self._cycle.steps is not None:

@@ -26,7 +26,7 @@ from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows, measure_grouped
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
 
-__all__ = ["SITES", "Cast", "Caster", "ExpertMask", "Request", "caster_for", "record_experts"]
+__all__ = ["SITES", "Cast", "Caster", "ExpertMask", "Request", "caster_for", "count_tokens", "record_experts"]
 
 SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
 """The casts and products of a module, in the order of their sites."""
@@ -101,6 +101,11 @@ class Caster(ABC):
         self.site = 0
         """Number of the module's first site; see ``SITES``."""
 
+    @property
+    def calls_per_weight(self) -> int:
+        """How many calls of ops cast the weight, if both copies are made."""
+        return 1
+
     def cast(self, x: Tensor, request: Request) -> Cast:
         """Cast x [tokens, features], a Linear's weight [m, n], or experts' weights [E, m, n]. Local."""
         rows, columns, record = request.rows, request.columns, request.record
@@ -109,7 +114,7 @@ class Caster(ABC):
                 self.observe(x, request.state, record, request.offsets, request.place)
             nothing = x.new_empty(0)
             return Cast(nothing, nothing, nothing, nothing)
-        if record is not False and not self.records_in_cast:
+        if not self.records_in_cast and record is not False:
             self.observe(x, request.state, record, request.offsets, request.place)
         how: dict[str, Any] = {
             "power_of_two": self.recipe.power_of_two,
@@ -277,6 +282,10 @@ class TensorCaster(Caster):
 class RowCaster(Caster):
     """Casts each row with its own amax, and for the transposed copy each column."""
 
+    @property
+    def calls_per_weight(self) -> int:
+        return 2 if self.grouped else 1
+
     def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
         dtype, of_weight = request.state.format.dtype, request.role is Role.WEIGHT
         if not self.grouped:
@@ -285,8 +294,9 @@ class RowCaster(Caster):
         if not of_weight:
             return Cast(*direct.quantize_grouped_lines(x, request.offsets, dtype, in_blocks=False, **how))
         # The experts' rows, one below the other; likewise their columns.
-        (experts, n, k), nothing = x.shape, x.new_empty(0)
-        rows = row_scales = columns = column_scales = nothing
+        experts, n, k = x.shape
+        if not (request.rows and request.columns):
+            rows = row_scales = columns = column_scales = x.new_empty(0)
         how |= {"rows": True, "columns": False}
         if request.rows:
             flat = direct.quantize_rowwise(x.reshape(-1, k), dtype, **how)
@@ -310,10 +320,10 @@ class BlockCaster(Caster):
     """Casts each block with its own amax: 1 x 128, of weights 128 x 128."""
 
     def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
-        dtype = request.state.format.dtype
+        dtype, block = request.state.format.dtype, [BLOCK if request.role is Role.WEIGHT else 1, BLOCK]
         if request.offsets is not None:
             return Cast(*direct.quantize_grouped_lines(x, request.offsets, dtype, in_blocks=True, **how))
-        return Cast(*direct.quantize_blocks(x, dtype, block=self._block(x, request.role), **how))
+        return Cast(*direct.quantize_blocks(x, dtype, block=block, **how))
 
     def _block(self, stored: Tensor, role: Role) -> list[int]:
         return [BLOCK if role is Role.WEIGHT else 1, BLOCK]
@@ -346,6 +356,12 @@ def record_experts(values: Tensor, place: Tensor, recorded: ExpertMask) -> None:
     if isinstance(recorded, Tensor):
         bits = torch.where(recorded, bits, DID_NOT_RUN_BITS)
     into.copy_(torch.maximum(into, bits))
+
+
+def count_tokens(offsets: Tensor, state: SlotState) -> None:
+    """Count the tokens of experts in a backward of a measured step: recomputation repeats forwards, not backwards.
+    ``state``: of the output gradients."""
+    state.tokens.add_(torch.diff(offsets, prepend=offsets.new_zeros(1)))
 
 
 def _experts_of(x: Tensor, offsets: Tensor) -> Tensor:

@@ -25,11 +25,11 @@ from fp8dist.modules.linear_slots import LinearSlots, States
 from fp8dist.modules.main_grad import MainGrad
 from fp8dist.modules.modes import Mode
 from fp8dist.modules.needed_gradients import needed_gradients
+from fp8dist.modules.observe_gradient import observe_gradient
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Linear, parallel_linear
 from fp8dist.modules.unsupported import FLOATING, differentiable_once, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
-from fp8dist.state.arena import SlotState
 from fp8dist.state.groups import is_dtensor
 from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist_kernels.formats import Role
@@ -101,7 +101,9 @@ class _FP8LinearFunction(torch.autograd.Function):
             copies = fp8_input_grad, fp8_weight_grad
             if wants_bias_grad and slots.adds_in_cast and (fp8_input_grad or fp8_weight_grad):
                 grad_bias = grad_output.new_empty(grad_output.shape[1], dtype=ctx.bias_dtype)
-            cast = slots.gradient_cast(grad_output, ctx.grad_state, ctx.record, *copies, ctx.outgrown, grad_bias)
+            limits = slots.policy.limits_in_backward(ctx.outgrown)
+            request = Request(ctx.grad_state, Role.GRAD_OUTPUT, *copies, ctx.record, limits, sums=grad_bias)
+            cast = slots.caster.cast(grad_output, request)
         if fp8_input_grad:
             if weight is not None:
                 weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
@@ -122,23 +124,8 @@ class _FP8LinearFunction(torch.autograd.Function):
             grad_weight = grad_weight if main_grad is None else main_grad.add(grad_weight)
         if wants_bias_grad and grad_bias is None:
             grad_bias = slots.bias_gradient(grad_output, ctx.bias_dtype)
-        slots.count_backward(ctx.record)
+        slots.monitor.count_backward(ctx.record)
         return (grad_input, grad_bias, grad_weight, *[None] * 10)
-
-
-class _ObserveGradient(torch.autograd.Function):
-    """Identity that records the amax of the gradient in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, slots: LinearSlots, state: SlotState) -> Tensor:
-        ctx.slots, ctx.state = slots, state
-        return torch.ops.aten._unsafe_view(y, y.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        ctx.slots.note_backward()
-        ctx.slots.observe(grad_output, ctx.state)
-        return grad_output, None, None
 
 
 class FP8Linear(nn.Linear):
@@ -215,13 +202,14 @@ class FP8Linear(nn.Linear):
         out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
         self._require_features(input, in_features)
         high, states = mode.high, slots.states(weight.device)
-        outgrown = slots.of_parts(mode.outgrown, weight, parameter)
+        outgrown = slots.policy.limits_of_parts(mode.outgrown, weight, parameter, states[1])
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, in_features)
         fprop, dgrad = "fprop" not in high, "dgrad" not in high
-        cast = slots.weight_cast(weight, parameter, states[1], record, fprop, dgrad, outgrown)
+        request = Request(states[1], Role.WEIGHT, fprop, dgrad, record, outgrown)
+        cast = slots.weight_cast(weight, parameter, request)
         weight_grad = torch.is_grad_enabled() and weight.requires_grad, main_grad
         output = _FP8LinearFunction.apply(
             tokens, bias, weight, *_each_once(cast), slots, states, record, weight_grad, high, outgrown
@@ -236,11 +224,11 @@ class FP8Linear(nn.Linear):
         input_state, weight_state, grad_state = slots.states(weight.device)
         if not slots.sync.every_step:
             return _in_high_precision(input, weight, bias)
-        slots.observe(input, input_state)
+        slots.caster.observe(input.detach(), input_state)
         if not isinstance(weight, FP8Weight):  # Otherwise its shards were recorded before the gather.
-            slots.observe(weight, weight_state)
+            slots.caster.observe(weight.detach(), weight_state)
         output = _in_high_precision(input, weight, bias)
-        return _ObserveGradient.apply(output, slots, grad_state) if output.requires_grad else output
+        return observe_gradient(output, slots, grad_state) if output.requires_grad else output
 
     def _require_features(self, input: Tensor, in_features: int) -> None:
         if input.ndim == 0 or input.shape[-1] != in_features:
@@ -248,7 +236,7 @@ class FP8Linear(nn.Linear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load as nn.Module does. Also marks the weight as written, because FSDP may have replaced the parameter."""
-        self.fp8_slots.note_load(self)
+        self.fp8_slots.note.sample_before_load(self, self.fp8_slots.job.loads)
         super()._load_from_state_dict(*args, **kwargs)
         self.fp8_slots.note.mark_written()
 

@@ -63,7 +63,8 @@ class GroupedSlots(LinearSlots):
         self._choice: tuple[int, torch.device, Choice] | None = None
 
     def belong_to(self, owner: nn.Module) -> None:
-        """Set the module that has the weight, and hear of changes of precision. Copies call it, too."""
+        """Set the module that has the weight. From now on, a change of precision renews the choice. Copies call it,
+        too."""
         self.owner = weakref.ref(owner)
         self.job.listeners = (*self.job.listeners, functools.partial(_renew_choice, weakref.ref(self)))
 
@@ -81,19 +82,9 @@ class GroupedSlots(LinearSlots):
         return self._precisions
 
     @property
-    def observing(self) -> bool:
-        """See ``LinearSlots``. The ``Choice`` has the experts."""
-        return True
-
-    @property
     def weight_slots(self) -> tuple[Slot, ...]:
         """See ``LinearSlots``."""
         return tuple(slots[Role.WEIGHT] for slots in self.experts)
-
-    @property
-    def weight_casts(self) -> int:
-        """See ``LinearSlots`` and ``_weight_by_parts``."""
-        return 2 if self.recipe.by == "row" else 1
 
     @property
     def weight_place(self) -> slice:
@@ -125,42 +116,6 @@ class GroupedSlots(LinearSlots):
         return self._choice[2]
 
     # Casts -----------------------------------------------------------------------------------------
-
-    def rows_cast(
-        self,
-        x: Tensor,
-        offsets: Tensor,
-        state: SlotState,
-        record: bool,
-        recorded: ExpertMask,
-        rows: bool,
-        columns: bool,
-        outgrown: Outgrown,
-        role: Role,
-    ) -> Cast:
-        """Cast x [tokens, features], sorted by expert, by the recipe. If neither copy is requested, only record the
-        amaxes, and only of experts that are observed.
-
-        Args:
-            record: True if this forward records amaxes.
-            recorded: of these experts.
-            outgrown: the ``outgrown`` of this forward.
-        """
-        x = x.detach()
-        if record and role is Role.GRAD_OUTPUT:
-            self.count_tokens(offsets, state)
-        limits = self._limits_now(outgrown) if role is Role.GRAD_OUTPUT else outgrown
-        return self.caster.cast(x, Request(state, role, rows, columns, recorded, limits, offsets))
-
-    def count_tokens(self, offsets: Tensor, state: SlotState) -> None:
-        """Count the tokens of the experts in a backward, which recomputation does not repeat. ``state``: of the output
-        gradients. Only in a measured step."""
-        if self.job.measuring:
-            state.tokens.add_(torch.diff(offsets, prepend=offsets.new_zeros(1)))
-
-    def observe_rows(self, x: Tensor, offsets: Tensor, state: SlotState, recorded: ExpertMask) -> None:
-        """Record the amaxes of x [tokens, features] of these experts."""
-        self.caster.observe(x.detach(), state, recorded, offsets)
 
     def record_weight(
         self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotState, recorded: ExpertMask
@@ -230,11 +185,6 @@ class GroupedSlots(LinearSlots):
         except ProductError as error:
             raise refusal(self.fqn, gemm, error) from error
         return product
-
-    # Writes to the weight --------------------------------------------------------------------------
-
-    def _add_growth(self, grown: Tensor, in_eval: bool = False) -> None:
-        super()._add_growth(grown.any(), in_eval)
 
 
 def _renew_choice(reference: weakref.ref[GroupedSlots]) -> None:

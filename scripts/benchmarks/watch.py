@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.job.step_watch import StepWatch
 from fp8dist.modules.casters import Cast, Caster, Request
-from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.weight_notes import WeightNote
+from fp8dist.modules.write_policy import WritePolicy
 from fp8dist_kernels.formats import Role
 from launch.train_gpt.model import GPT, VOCABULARY
 from scripts.benchmarks.markdown import table
@@ -42,7 +42,7 @@ def unchecked() -> Iterator[None]:
     with (  # Functions: a Mock would add calls of its own.
         patched(StepWatch, "_before", lambda *_: None),
         patched(StepWatch, "_after", lambda *_: None),
-        patched(LinearSlots, "outgrown", lambda *_: Outgrown(None)),
+        patched(WritePolicy, "limits", lambda *_: Outgrown(None)),
         patched(WeightNote, "changed_between_backwards", lambda *_: False),
     ):
         yield
