@@ -80,6 +80,6 @@ class Measurement:
         noted = self._state.job.microbatches
         if noted is None or not noted.known:
             return False
-        seen = [sync.seen for sync in self._state.syncs if sync.seen is not None]
+        seen = [sync.measured for sync in self._state.syncs if sync.measured is not None]
         inputs = (slot.fqn for each in seen for slot in each.recorded() if slot.role == Role.INPUT)
         return all(fqn in noted.called or fqn not in self._state.precisions.by_fqn for fqn in inputs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.outgrown import Outgrown, amax_of, shrunk, unfit_for
-from fp8dist.state.arena import SlotState
+from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Precision
 from fp8dist.state.recipe import GEMMS, Gemm, Recipe
@@ -72,7 +72,7 @@ class Request:
     ``adds_in_cast``. ``tapped``: True if the tap gets to see the cast.
     """
 
-    state: SlotState
+    state: SlotViews
     role: Role
     rows: bool
     columns: bool
@@ -136,7 +136,7 @@ class Caster(ABC):
     def observe(
         self,
         x: Tensor,
-        state: SlotState,
+        state: SlotViews,
         record: ExpertMask = True,
         offsets: Tensor | None = None,
         place: Tensor | None = None,
@@ -148,7 +148,7 @@ class Caster(ABC):
         elif offsets is not None and record is not False:
             record_experts(self.amaxes(x, offsets, state), state.pending, record)
 
-    def amaxes(self, x: Tensor, offsets: Tensor | None, state: SlotState) -> Tensor:
+    def amaxes(self, x: Tensor, offsets: Tensor | None, state: SlotViews) -> Tensor:
         """Return the amaxes of the experts' rows, or of their weights [E, m, n]: float32[E], -1 for experts without
         rows."""
         place = torch.full_like(state.pending, DID_NOT_RUN)
@@ -265,7 +265,7 @@ class TensorCaster(Caster):
         assert limits.upstream is not None
         return unfit_for(amax, state, self.recipe, limits.upstream)
 
-    def _known_hot(self, state: SlotState) -> bool:
+    def _known_hot(self, state: SlotViews) -> bool:
         """True if the host knows that the slot is hot, so that its cast need not look. Graphs outlive that knowledge:
         state may be loaded. Their casts look on the device."""
         if not direct.is_eager():  # First: torch.compile must not guard on the rest.
@@ -358,7 +358,7 @@ def record_experts(values: Tensor, place: Tensor, recorded: ExpertMask) -> None:
     into.copy_(torch.maximum(into, bits))
 
 
-def count_tokens(offsets: Tensor, state: SlotState) -> None:
+def count_tokens(offsets: Tensor, state: SlotViews) -> None:
     """Count the tokens of experts in a backward of a measured step: recomputation repeats forwards, not backwards.
     ``state``: of the output gradients."""
     state.tokens.add_(torch.diff(offsets, prepend=offsets.new_zeros(1)))

@@ -15,7 +15,7 @@ from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots, States, refusal
 from fp8dist.modules.outgrown import Outgrown
-from fp8dist.state.arena import SlotState
+from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Changes, Precision
 from fp8dist.state.recipe import GEMMS, Gemm, Recipe
@@ -102,7 +102,7 @@ class GroupedSlots(LinearSlots):
             self.choice(device)
         return states
 
-    def _state_of(self, role: Role, sync: ArenaSync) -> SlotState:
+    def _state_of(self, role: Role, sync: ArenaSync) -> SlotViews:
         return sync.arena.state_of_run([slots[role] for slots in self.experts])
 
     def choice(self, device: torch.device) -> Choice:
@@ -118,7 +118,7 @@ class GroupedSlots(LinearSlots):
     # Casts -----------------------------------------------------------------------------------------
 
     def record_weight(
-        self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotState, recorded: ExpertMask
+        self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotViews, recorded: ExpertMask
     ) -> None:
         """Record the amaxes of a weight [E, n, k], any strides, of these experts, if they have rows: the others have
         not run.

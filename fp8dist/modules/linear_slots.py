@@ -19,7 +19,7 @@ from fp8dist.modules.unsupported import require_eager
 from fp8dist.modules.weight_cache import WeightCache
 from fp8dist.modules.weight_notes import WeightNote
 from fp8dist.modules.write_policy import WritePolicy
-from fp8dist.state.arena import SlotState
+from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import local_part
 from fp8dist.state.microbatches import Microbatches
@@ -33,7 +33,7 @@ from fp8dist_kernels.multipliers import ProductError
 
 __all__ = ["SITES", "Cast", "LinearSlots", "States", "refusal"]
 
-States = tuple[SlotState, SlotState, SlotState]
+States = tuple[SlotViews, SlotViews, SlotViews]
 """The states of a module's input, weight and grad_output slots."""
 
 
@@ -146,7 +146,7 @@ class LinearSlots:
             self._states = (input_, weight, grad)
         return self._states
 
-    def _state_of(self, role: Role, sync: ArenaSync) -> SlotState:
+    def _state_of(self, role: Role, sync: ArenaSync) -> SlotViews:
         return sync.arena.state_of(self.slots[role])
 
     def forget_views(self) -> None:
@@ -296,7 +296,7 @@ class LinearSlots:
             self.cache.keep(cast, owner, key, request.record is not False)
         return cast
 
-    def _gathered_cast(self, weight: FP8Weight, state: SlotState, limits: Outgrown) -> Cast:
+    def _gathered_cast(self, weight: FP8Weight, state: SlotViews, limits: Outgrown) -> Cast:
         """Return the weight as it was gathered in FP8."""
         if limits.written:  # A scale that did not fit was derived anew, without a history.
             self.policy.report((self.weight_sync.arena.amax[self.weight_place] == 0) & ~state.cold)
@@ -340,7 +340,7 @@ class LinearSlots:
         """True if the backward makes its own FP8 copy of the weight."""
         return self.note.resharded or isinstance(weight, FP8Weight)
 
-    def backward_cast(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
+    def backward_cast(self, weight: Tensor, state: SlotViews, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
         """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again.
         Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from fp8dist.modules.casters import ExpertMask, count_tokens
 from fp8dist.modules.linear_slots import LinearSlots
-from fp8dist.state.arena import SlotState
+from fp8dist.state.arena import SlotViews
 
 __all__ = ["observe_gradient"]
 
 
 class _ObserveGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, offsets: Tensor | None, of: tuple[LinearSlots, SlotState, ExpertMask]) -> Tensor:
+    def forward(ctx: Any, y: Tensor, offsets: Tensor | None, of: tuple[LinearSlots, SlotViews, ExpertMask]) -> Tensor:
         ctx.of = of
         ctx.save_for_backward(offsets)
         return torch.ops.aten._unsafe_view(y, y.shape)
@@ -32,7 +32,7 @@ class _ObserveGradient(torch.autograd.Function):
 
 
 def observe_gradient(
-    y: Tensor, slots: LinearSlots, state: SlotState, recorded: ExpertMask = True, offsets: Tensor | None = None
+    y: Tensor, slots: LinearSlots, state: SlotViews, recorded: ExpertMask = True, offsets: Tensor | None = None
 ) -> Tensor:
     """Return ``y``. The backward records the amax of its gradient.
 

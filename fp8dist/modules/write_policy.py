@@ -9,7 +9,7 @@ from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.outgrown import OUTGROWN, Growth, Outgrown, amax_of, either, limits_of, scale_for
 from fp8dist.modules.weight_notes import WeightNote
-from fp8dist.state.arena import SlotState
+from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import is_dtensor, largest_of_parts
 from fp8dist.state.recipe import Recipe
@@ -68,7 +68,7 @@ class WritePolicy:
         upstream = self._upstream(limits.once)
         return limits if upstream is limits.upstream else limits._replace(upstream=upstream)
 
-    def limits_of_parts(self, limits: Outgrown, weight: Tensor, parameter: Tensor, state: SlotState) -> Outgrown:
+    def limits_of_parts(self, limits: Outgrown, weight: Tensor, parameter: Tensor, state: SlotViews) -> Outgrown:
         """In eval mode, let all ranks that tensor parallelism gives a part of the weight cast with one scale, as an
         export does. COLLECTIVE over these ranks: they all run this forward.
 
@@ -100,7 +100,7 @@ class WritePolicy:
         if self._recipe.delayed:
             self.report(before > OUTGROWN * scale)
 
-    def report_cast(self, inv_scale: Tensor, state: SlotState, in_eval: bool) -> None:
+    def report_cast(self, inv_scale: Tensor, state: SlotViews, in_eval: bool) -> None:
         """Report to other modules whether the weight, which was cast with this inverse scale, has outgrown its
         slot's."""
         self.report((inv_scale * state.scale > OUTGROWN) & ~state.cold, in_eval)

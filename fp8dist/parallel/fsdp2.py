@@ -215,7 +215,7 @@ class ShardedWeights:
                 weight.choose(None, once=False)
         if written:
             for weight in trained:
-                weight.tell_of_growth()
+                weight.report_growth()
 
     def _written_in_place(self, weights: Sequence[ShardedWeight]) -> bool:
         """True if a shard of these weights was written to in place since the last call."""

@@ -289,7 +289,7 @@ class ShardedWeight:
         """True if the scale was chosen for an evaluation, and a backward of a training forward may follow."""
         return self.chosen_in is None and self._trained_in == self.slots.job.boundaries
 
-    def tell_of_growth(self) -> None:
+    def report_growth(self) -> None:
         """Report to other modules whether the weight has outgrown its slot's scale, if another was chosen. Local."""
         slots = self.slots
         if self._chosen is not None:

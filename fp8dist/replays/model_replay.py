@@ -355,7 +355,7 @@ def _spoilt(model: nn.Module) -> str:
 
 
 def _note(result: RankResult, mine: str, theirs: str, how: str) -> str:
-    """Return what else to say of a difference: how it shows but in an element, and in what the ranks are not alike."""
+    """Return notes on a difference: ``how`` it shows if no element differs, and how the ranks' settings differ."""
     notes = [how] if how else []
     ours, others = mine.split("; "), theirs.split("; ")
     here, there = [text for text in ours if text not in others], [text for text in others if text not in ours]

@@ -100,7 +100,7 @@ def replay_on(
         recorder: keeps the batches.
         step: runs forward and backward of a batch, as the training does, with its own autocast. See
             ``fp8dist.replay``.
-        events: which events. Those that nobody sends never come.
+        events: kinds of events to replay after. A kind needs its source, such as ``guard`` for "spike".
         at_most_every: least number of steps from one replay to the next.
         guard: the ``LossGuard`` of the run, for "spike" and losses that are not finite.
         group: see ``fp8dist.replay``. None: the ranks that share the FP8 state, or all ranks of the job, which also

@@ -27,7 +27,7 @@ from fp8dist_kernels.reference.rings import RingShape, ordered_window
 from fp8dist_kernels.reference.update import give_back
 from fp8dist_kernels.scaling import scale_from_amax
 
-__all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotState", "fitted", "unchanged_on_failure"]
+__all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotViews", "fitted", "unchanged_on_failure"]
 
 SHARES = 2
 """Number of shares per cast: of elements that saturate, and of elements that become 0."""
@@ -56,7 +56,7 @@ def fitted(history: Tensor, length: int) -> Tensor:
     return history[:, -length:] if missing <= 0 else torch.nn.functional.pad(history, (missing, 0))
 
 
-class SlotState:
+class SlotViews:
     """The state of one slot: 0-d views into its arena, valid while the arena lives. Of a run of E slots with
     one format: views [E]."""
 
@@ -127,7 +127,7 @@ class Arena:
     def _allocate(self, device: torch.device) -> None:
         formats = [spec.format for spec in self.specs]
         self.device = device
-        self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
+        self._states: weakref.WeakValueDictionary[object, SlotViews] = weakref.WeakValueDictionary()
         arrays = StateArrays.allocate([f.max for f in formats], [f.rounds_to_max for f in formats], self.ring, device)
         n = len(formats)
         self.message = torch.zeros(HEADER + (1 + self.lanes) * n, dtype=torch.int32, device=device)
@@ -365,12 +365,12 @@ class Arena:
 
     # Copying and pickling rebuild the views ---------------------------------------------------------
 
-    def state_of(self, slot: Slot) -> SlotState:
+    def state_of(self, slot: Slot) -> SlotViews:
         """Return the state of a slot: the same object to all who hold it, such as modules that share a weight."""
         index = self.index[slot]
         state = self._states.get(index)
         if state is None:
-            state = self._states[index] = SlotState(self, index)
+            state = self._states[index] = SlotViews(self, index)
         return state
 
     def run_of(self, slots: Sequence[Slot]) -> slice:
@@ -379,13 +379,13 @@ class Arena:
         assert all(self.index[slot] == first + expert for expert, slot in enumerate(slots))
         return slice(first, first + len(slots))
 
-    def state_of_run(self, slots: Sequence[Slot]) -> SlotState:
+    def state_of_run(self, slots: Sequence[Slot]) -> SlotViews:
         """Return the state of several experts' slots, one role of all of them: see ``run_of``."""
         run = self.run_of(slots)
         key = run.start, run.stop
         state = self._states.get(key)
         if state is None:
-            state = self._states[key] = SlotState(self, run)
+            state = self._states[key] = SlotViews(self, run)
         return state
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.state.arena import Arena
 from fp8dist.state.groups import SyncGroup
 from fp8dist.state.lookout import Lookout
+from fp8dist.state.measured_step import MeasuredStep
 from fp8dist.state.precision import Precision
 from fp8dist.state.roll_call import failing_by_name
-from fp8dist.state.seen import Seen
 from fp8dist.state.waits import Waits, clock_of
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_SCALE_LOW, WORD_STEP, WORDS
@@ -144,7 +144,7 @@ class ArenaSync:
     ``patterns``: the patterns of ``prepare(groups=…)`` that select its modules; empty for the default group.
     ``owner``: name of the manager in errors. ``graphed``: a step was captured into a CUDA graph. ``replays``: commits
     in such graphs that the host has seen. ``waits``: shared by all arenas of the manager. ``experts``: the precision
-    of each expert, by the fqn of a product. ``seen``: what this rank records in a step that is measured; otherwise
+    of each expert, by the fqn of a product. ``measured``: what this rank records in a step that is measured; otherwise
     None. ``fitted``: this step compared sharded weights with their scales before it cast them. ``outgrown``: a verdict
     found a sharded weight beyond its scale. ``lookout``: set by ``share`` where the wait for a sync does not block the
     host.
@@ -164,7 +164,7 @@ class ArenaSync:
     fitted: bool = False
     outgrown: bool = False
     lookout: Lookout | None = None
-    seen: Seen | None = None
+    measured: MeasuredStep | None = None
     _work: dist.Work | None = None
     _launched_by: int = 0  # Id of the process that launched ``_work``.
     _merged: Tensor | None = None
@@ -200,14 +200,14 @@ class ArenaSync:
 
     def step_alone(self, hold: Tensor | None = None) -> None:
         """End a step of an arena that has nothing to launch. Local."""
-        if self.seen is not None:  # Otherwise nothing was recorded.
-            self.seen.keep()
+        if self.measured is not None:  # Otherwise nothing was recorded.
+            self.measured.keep()
             self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.step.add_(1 if hold is None else hold.reshape(()) == 0)
 
     def watch(self, on: bool) -> None:
         """Start to measure a step, or measure none."""
-        self.seen = Seen(self.arena) if on else None
+        self.measured = MeasuredStep(self.arena) if on else None
         if on and self.experts:
             self.arena.tokens.zero_()
 
@@ -215,13 +215,13 @@ class ArenaSync:
         """Return a function that puts back what this rank has recorded in this step so far. Local."""
         arena = self.arena
         tensors = [(tensor, tensor.clone()) for tensor in (arena.pending, arena.shares, arena.shards, arena.tokens)]
-        put_back_seen = None if self.seen is None else self.seen.kept()
+        put_back_measured = None if self.measured is None else self.measured.kept()
 
         def put_back() -> None:
             for tensor, value in tensors:
                 tensor.copy_(value)
-            if put_back_seen is not None:
-                put_back_seen()
+            if put_back_measured is not None:
+                put_back_measured()
 
         return put_back
 
@@ -238,8 +238,8 @@ class ArenaSync:
             self._in_graph = True
         elif self.verdict is not None and self.verdict.evidence is None:
             self.verdict.evidence = self.evidence()
-        if self.seen is not None:
-            self.seen.keep()
+        if self.measured is not None:
+            self.measured.keep()
         self.arena.launch(hold, drop_nonfinite)
         self._reduce()
 
@@ -445,8 +445,8 @@ class ArenaSync:
         self.arena.shares.fill_(DID_NOT_RUN)
         self.arena.tripped.zero_()
         self._merged = self._hold = self.verdict = None
-        if self.seen is not None:
-            self.seen.forget()
+        if self.measured is not None:
+            self.measured.forget()
         self.phase, self._in_graph = Phase.IDLE, False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -455,7 +455,7 @@ class ArenaSync:
         state = dict(self.__dict__)
         state.update(phase=Phase.IDLE, verdict=None, graphed=False, replays=0, counters=SyncCounters())
         state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None)
-        state.update(waits=Waits(), lookout=None, seen=None)
+        state.update(waits=Waits(), lookout=None, measured=None)
         return state
 
 

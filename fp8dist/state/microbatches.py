@@ -52,8 +52,8 @@ class Microbatches:
     def _begin(self) -> None:
         if self._tasks:
             for sync in self._syncs:
-                if sync.seen is not None:
-                    sync.seen.end_microbatch()
+                if sync.measured is not None:
+                    sync.measured.end_microbatch()
             self._tasks.clear()
             self._recomputed = False
 

@@ -17,7 +17,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync, all_reduce_max, all_reduce_sum
 from fp8dist.state.cause import Cause, earliest
-from fp8dist.state.expert_loads import ExpertLoad, Loads
+from fp8dist.state.expert_loads import ExpertLoad, LoadCounts
 from fp8dist.state.groups import SyncGroup, own_rank
 from fp8dist.state.slots import Slot
 from fp8dist.state.statistics import ScaleJump, SlotStatistics, StatisticsSink
@@ -133,7 +133,7 @@ class Watch:
         """Time steps from now on. ``step``: number of steps that have ended."""
         self._since = step, time.perf_counter()
         self.seen = self._before = None
-        self._loads = Loads()
+        self._loads = LoadCounts()
 
     def is_due(self, step: int) -> bool:
         """True if the casts of this step are measured."""
@@ -224,7 +224,7 @@ class Watch:
         the CPU, and the times of the group's ranks."""
         first = together[0]
         group = first.group if first.communicates else None
-        taken = [sync.seen.take() for sync in together if sync.seen is not None]
+        taken = [sync.measured.take() for sync in together if sync.measured is not None]
         bits = torch.cat([seen for seen, _ in taken], 1).view(torch.int32)
         sent = bits.view(-1)
         if self.ranks:

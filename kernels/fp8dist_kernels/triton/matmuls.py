@@ -132,7 +132,7 @@ def matmul_with(
     return _run(plan, a, b, inv_scale_a, inv_scale_b, out, bias)
 
 
-class _Plan(NamedTuple):
+class _ProductPlan(NamedTuple):
     """What a product needs beside addresses. All fields are on the host."""
 
     kernel: Any
@@ -155,7 +155,7 @@ def _plan_for(
     out_dtype: torch.dtype,
     sideways: bool,
     device: torch.device,
-) -> _Plan:
+) -> _ProductPlan:
     """Return the plan of a product with ``dtypes``, whose result goes to memory of ``out_dtype``."""
     tile = tile_for(Problem(shape_a[0], shape_b[0], shape_a[1], scaling, fast_accumulation, *dtypes), device)
     return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, added, out_dtype, sideways, device)
@@ -171,7 +171,7 @@ def _plan(
     out_dtype: torch.dtype,
     sideways: bool,
     device: torch.device,
-) -> _Plan:
+) -> _ProductPlan:
     parts = _parts(tile, scaling, fast_accumulation)
     columns = tile.columns // parts
     pieces = 2 if added == "total" else 1  # One is read while another is written.
@@ -204,11 +204,11 @@ def _plan(
     tiles = ceil_div(shape_a[0], tile.rows) * ceil_div(shape_b[0], tile.columns)
     block_b = [tile.depth, columns] if sideways else [columns, tile.depth]
     blocks = [tile.rows, tile.depth], block_b, [tile.rows, piece]
-    return _Plan(kernel, scaling, (min(tiles, processors(device)),), *blocks, constants)
+    return _ProductPlan(kernel, scaling, (min(tiles, processors(device)),), *blocks, constants)
 
 
 def _run(
-    plan: _Plan,
+    plan: _ProductPlan,
     a: Tensor,
     b: Tensor,
     inv_scale_a: Tensor,

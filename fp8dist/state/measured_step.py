@@ -1,4 +1,4 @@
-"""Seen: what this rank records in one measured step, and which microbatch held each maximum."""
+"""MeasuredStep: what this rank records in one measured step, and which microbatch held each maximum."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fp8dist.state.slots import Slot
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 
-__all__ = ["Seen"]
+__all__ = ["MeasuredStep"]
 
 
-class Seen:
+class MeasuredStep:
     """The amaxes and shares that this rank's casts recorded in one measured step. Everything here is local.
 
     The arena keeps one maximum per slot, so ``look`` is called at the end of each microbatch: what has risen since is
