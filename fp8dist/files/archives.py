@@ -63,7 +63,10 @@ class Archive:
         self._records = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
         if len(folders) > 1 or len(self._records) != len(names):
             raise CheckpointError("has two records of one name")
-        if sum(info.file_size for info in self._records.values()) > file.length:
+        self._require_whole()
+
+    def _require_whole(self) -> None:
+        if sum(info.file_size for info in self._records.values()) > self._file.length:
             raise CheckpointError("has records that are larger than the file")
         for name, info in self._records.items():
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:

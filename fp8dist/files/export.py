@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -214,11 +214,7 @@ def fill(
     """
     in_fp8 = {name for name, module in modules.items() if isinstance(module, FP8Linear) and _in_fp8(module)}
     once = list(_once(found, tensors, in_fp8))
-    grids: dict[str, tuple[Grid, torch.Size]] = {}
-    for stored in once:
-        linear = modules.get(_module_of(stored))
-        if isinstance(linear, FP8Linear) and (_module_of(stored) in in_fp8 or stored.sharded or stored.gathered):
-            grids[_module_of(stored)] = grid_of(linear, stored), stored.value.shape
+    grids = _grids(once, modules, in_fp8)
     high: list[str] = []
     names = names or ExpertNames()
     for stored in once:
@@ -238,18 +234,36 @@ def fill(
             found.parts.append(_dequantised(name, linear, stored, grids[name][0]))
     found.ignored = [*(name for name in modules if name not in in_fp8), *high]
     _require_untied(found.tied, mixtures)
+    _require_all(found, once, in_fp8, mixtures)
+    _rename(found, names)
+    require_storable(found.tensors)
+    found.quantization_config()
+
+
+def _grids(
+    once: Iterable[Stored], modules: Mapping[str, nn.Module], in_fp8: Set[str]
+) -> dict[str, tuple[Grid, torch.Size]]:
+    """Return how the scales of each Linear's weight lie in it, and the weight's shape."""
+    grids = {}
+    for stored in once:
+        linear = modules.get(_module_of(stored))
+        if isinstance(linear, FP8Linear) and (_module_of(stored) in in_fp8 or stored.sharded or stored.gathered):
+            grids[_module_of(stored)] = grid_of(linear, stored), stored.value.shape
+    return grids
+
+
+def _require_all(found: Export, once: Iterable[Stored], in_fp8: Set[str], mixtures: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigurationError if a weight in FP8 has no tensor, or nothing is in FP8."""
     tied = {name.rpartition(".")[0] for name in found.tied}
+    stored = {one.name for one in once}
     lost = [f"{name}.weight" for name in sorted(in_fp8 - found.schemes.keys() - tied)]
     for name, mixture in ((name, mixture) for name, mixture in mixtures.items() if are_in_fp8(name, mixture)):
-        lost += sorted({f"{name}.{weight}" for weight in expert_products(mixture) or ()} - {s.name for s in once})
+        lost += sorted({f"{name}.{weight}" for weight in expert_products(mixture) or ()} - stored)
     if lost:
         module = lost[0].rpartition(".")[0]
         raise ConfigurationError(f"{module} is in FP8, but state_dict() has no {lost[0]}: a hook renames it")
     if not found.schemes:
         raise ConfigurationError("nothing to export in FP8: every module is in high precision")
-    _rename(found, names)
-    require_storable(found.tensors)
-    found.quantization_config()
 
 
 def _add_experts(found: Export, listed: Listed) -> Sequence[str]:

@@ -131,16 +131,9 @@ def _report(
 def _findings(index: int, rows: Mapping[int, TraceRow | None], noun: str) -> list[Finding]:
     """Return a finding for each odd side. All have the same sentence as their detail."""
     somewhere = next(row for row in rows.values() if row is not None)
-    located = f" in the {_place(somewhere)} (place {index + 1} of the step)"
-    if len({None if row is None else row.place[:4] for row in rows.values()}) > 1:
-        field, where, what = "module", f" at place {index + 1} of the step", "other modules run"
-        words = {n: "the end" if row is None else f"{_place(row)}" for n, row in rows.items()}
-    elif len({row and row.place for row in rows.values()}) > 1:
-        field, where, what = "layout", located, "shape or dtype differs"
-        words = {n: f"{row.place.dtype}{list(row.place.shape)}" for n, row in rows.items() if row}
-    else:
-        field, where, what = "digest", located, "the bits differ"
-        words = {n: row.digest + " (not finite)" * row.nonfinite for n, row in rows.items() if row}
+    field, what, words = _difference(rows)
+    place = f"place {index + 1} of the step"
+    where = f" at {place}" if field == "module" else f" in the {_place(somewhere)} ({place})"
     sides = sides_of(rows)
     reference, odd = split(sides)
     everyone = sorted(rank for side in odd for rank in side)
@@ -168,6 +161,18 @@ def _findings(index: int, rows: Mapping[int, TraceRow | None], noun: str) -> lis
         )
         for ranks in odd
     ]
+
+
+def _difference(rows: Mapping[int, TraceRow | None]) -> tuple[str, str, dict[int, str]]:
+    """Return (field, what differs, the value of each trace as text)."""
+    if len({None if row is None else row.place[:4] for row in rows.values()}) > 1:
+        words = {n: "the end" if row is None else _place(row) for n, row in rows.items()}
+        return "module", "other modules run", words
+    known = {n: row for n, row in rows.items() if row}
+    if len({row.place for row in known.values()}) > 1:
+        words = {n: f"{row.place.dtype}{list(row.place.shape)}" for n, row in known.items()}
+        return "layout", "shape or dtype differs", words
+    return "digest", "the bits differ", {n: row.digest + " (not finite)" * row.nonfinite for n, row in known.items()}
 
 
 def _place(row: TraceRow) -> str:

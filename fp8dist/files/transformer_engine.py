@@ -146,28 +146,30 @@ class _Imported:
 
     def _names(self, ours: Sequence[str], name_map: NameMap | None) -> dict[str, tuple[str | None, int]]:
         """Return (TransformerEngine fqn or None, GEMM) by our fqn."""
-        if callable(name_map):
-            named = {fqn: _parsed(fqn, name_map(fqn)) for fqn in ours}
-        else:
-            if name_map is not None and not isinstance(name_map, Mapping):
-                raise ConfigurationError(f"name_map must be a mapping or a function, got {type(name_map).__name__}")
-            given = {clean_fqn(str(fqn)): value for fqn, value in (name_map or {}).items()}
-            strangers = sorted(given.keys() - set(ours))
-            if strangers:
-                raise ConfigurationError(f"name_map: this model has no FP8 modules called {first_few(strangers)}")
-            named = {fqn: _parsed(fqn, value) for fqn, value in given.items()}
+        named = {fqn: _parsed(fqn, value) for fqn, value in _mapped(ours, name_map).items()}
         absent = sorted({name for name, _ in named.values() if name is not None and name not in self._entries})
         if absent:
             raise ConfigurationError(
                 f"name_map: there is no {_KEY} of {first_few(absent)}; there are {first_few(sorted(self._entries))}"
             )
-        same = {fqn: (fqn if fqn in self._entries else None, 0) for fqn in ours if fqn not in named}
-        return {fqn: named[fqn] if fqn in named else same[fqn] for fqn in ours}
+        return {fqn: named.get(fqn, (fqn if fqn in self._entries else None, 0)) for fqn in ours}
 
     def _state(self, name: str) -> ExtraState | None:
         if name not in self._read:
             self._read[name] = read_extra_state(f"{name}.{_KEY}", self._entries[name])
         return self._read[name]
+
+
+def _mapped(ours: Sequence[str], name_map: NameMap | None) -> Mapping[str, object]:
+    """Return the values of ``name_map`` by our fqn."""
+    if callable(name_map):
+        return {fqn: name_map(fqn) for fqn in ours}
+    if name_map is not None and not isinstance(name_map, Mapping):
+        raise ConfigurationError(f"name_map must be a mapping or a function, got {type(name_map).__name__}")
+    given = {clean_fqn(str(fqn)): value for fqn, value in (name_map or {}).items()}
+    if strangers := sorted(given.keys() - set(ours)):
+        raise ConfigurationError(f"name_map: this model has no FP8 modules called {first_few(strangers)}")
+    return given
 
 
 def _parsed(fqn: str, value: object) -> tuple[str | None, int]:

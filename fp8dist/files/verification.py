@@ -63,9 +63,8 @@ def compare_tensors(
             continue
         entry = served.source.entries[places[name]]
         if (entry.dtype, entry.shape) != (DTYPES.get(dtype), shape):
-            is_there = f"{entry.dtype}{list(entry.shape)}"
             expected = f"{DTYPES.get(dtype) or printable(dtype)}{list(shape)}"
-            found.append(mismatch("layout", name, f"is {is_there}, expected {expected}"))
+            found.append(mismatch("layout", name, f"is {entry.dtype}{list(entry.shape)}, expected {expected}"))
             continue
         tensor = served.source.read(places[name])
         digest = sha256_of(tensor)

@@ -54,11 +54,20 @@ def prepare(
     for chunk in chunks:
         _require_supported(getattr(chunk, "config", None))
     whole = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+    manager = fp8dist.prepare(whole, recipe, **_with_defaults(options, whole))
+    if len(chunks) > 1:
+        for chunk in chunks:  # The manager does not keep the list alive.
+            chunk.__dict__[WHOLE] = whole
+    return manager
+
+
+def _with_defaults(options: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the options of ``fp8dist.prepare`` with the groups of ranks, and what stays in high precision."""
     if "group" not in options:
         if not parallel_state.is_initialized():
             raise ConfigurationError("call Megatron-Core's initialize_model_parallel() before prepare()")
         options["group"] = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    names = [name for name, module in whole.named_modules() if getattr(module, "weight", None) is not None]
+    names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
     skip = options.get("skip", ())
     if skip is not None:
         skip = [skip] if isinstance(skip, str) else [*skip]
@@ -66,11 +75,7 @@ def prepare(
         options["skip"] = [*heads, *skip]
     if any(".experts." in name for name in names) and "groups" not in options and EXPERTS not in (skip or ()):
         options["groups"] = _expert_groups()
-    manager = fp8dist.prepare(whole, recipe, **options)
-    if len(chunks) > 1:
-        for chunk in chunks:  # The manager does not keep the list alive.
-            chunk.__dict__[WHOLE] = whole
-    return manager
+    return options
 
 
 def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:

@@ -115,20 +115,8 @@ class ReplayReport:
     def __str__(self) -> str:
         lines = [self.sentence]
         if self.findings:
-            head = [
-                "kind",
-                "ranks",
-                "reference",
-                "module",
-                "what",
-                "call",
-                "place",
-                "index",
-                "value",
-                "expected",
-                "ULP",
-            ]
-            lines += aligned([head, *(_row(finding) for finding in self.findings)])
+            rows = [_row(finding) for finding in self.findings]
+            lines += aligned([[*rows[0]], *([*row.values()] for row in rows)])
         return "\n".join([*lines, *(f"not compared: {text}" for text in self.skipped)])
 
 
@@ -151,21 +139,22 @@ class Replayed(NamedTuple):
         return {**place, **who, "sentence": self.report.sentence, "replay": self.report.to_json()}
 
 
-def _row(f: ReplayFinding) -> list[str]:
+def _row(f: ReplayFinding) -> dict[str, str]:
+    """Return a row of the table, by column."""
     located = f.index is not None
-    return [
-        f.kind,
-        ranks_text(f.ranks),
-        "-" if f.reference_rank is None else str(f.reference_rank),
-        f.module or "(the model)",
-        f.what,
-        str(f.call + 1),
-        str(f.place),
-        ", ".join(map(str, f.index or ())),
-        word_for(f.value) if located else "",
-        word_for(f.expected) if located else "",
-        "" if f.ulp is None else str(f.ulp),
-    ]
+    return {
+        "kind": f.kind,
+        "ranks": ranks_text(f.ranks),
+        "reference": "-" if f.reference_rank is None else str(f.reference_rank),
+        "module": f.module or "(the model)",
+        "what": f.what,
+        "call": str(f.call + 1),
+        "place": str(f.place),
+        "index": ", ".join(map(str, f.index or ())),
+        "value": word_for(f.value) if located else "",
+        "expected": word_for(f.expected) if located else "",
+        "ULP": "" if f.ulp is None else str(f.ulp),
+    }
 
 
 @dataclass(frozen=True)

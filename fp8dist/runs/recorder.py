@@ -91,11 +91,7 @@ class Recorder:
         peaks: Mapping[str, float] | None = None,
     ) -> None:
         require_int("every", every, 0, what="a number of steps, or 0 for no watch,")
-        known = None if resume_after == "state" else resume_after
-        if resume_after == "state" and manager is None:
-            raise ConfigurationError('resume_after="state" needs the manager, whose state knows the step')
-        if known is not None:
-            require_int("resume_after", known, 0, what='the number of a step, "state" or None,')
+        known = _known_step(resume_after, manager)
         self.folder = Path(folder)
         self.writes = own_rank() == 0 if manager is None else bool(describe(manager)["writes"])
         self._manager, self._every = manager, every
@@ -173,9 +169,11 @@ class Recorder:
         for name, value in values.items():
             _require_number(name, value)
         self._begin_by_state(step)
-        if self._files is None:
-            return
-        self._describe()
+        if self._files is not None:
+            self._describe()
+            self._log(self._files, step, values)
+
+    def _log(self, files: RunFiles, step: int, values: dict[str, Any]) -> None:
         at = None if self._manager is None else self._manager.run_step
         stays = step == at == self._logged_at  # As after a step that the scaler skipped.
         if step < self._last_step or (step == self._last_step and not stays and not math.isnan(self._last_log)):
@@ -190,9 +188,12 @@ class Recorder:
         if self._every and step % self._every == 0 and self._manager is not None:
             line = {**line, **dict(self._fp8(step)), **line}  # What is given comes first.
         self._last_step, self._last_log, self._logged_at = step, now, -1 if at is None else at
-        self._files.add(METRICS, [line])
-        known = {name: value for name, value in line.items() if name not in ("step", "time")}
-        numbers = {name: math.nan if value is None else float(value) for name, value in known.items()}
+        files.add(METRICS, [line])
+        numbers = {
+            name: math.nan if value is None else float(value)
+            for name, value in line.items()
+            if name not in ("step", "time")
+        }
         self._export("write", step, numbers, ())
         self._log_checked()
 
@@ -333,6 +334,17 @@ class Recorder:
                 self._exporters.remove(exporter)
                 what = f"{type(exporter).__name__}.{call}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 logger.warning("fp8dist: an exporter is left out from now on: %s", what)
+
+
+def _known_step(resume_after: int | Literal["state"] | None, manager: Any) -> int | None:
+    """Return the step that the run continues from; None if it is new, or if the state will know."""
+    if resume_after == "state":
+        if manager is None:
+            raise ConfigurationError('resume_after="state" needs the manager, whose state knows the step')
+        return None
+    if resume_after is not None:
+        require_int("resume_after", resume_after, 0, what='the number of a step, "state" or None,')
+    return resume_after
 
 
 def _require_number(name: str, value: Any) -> None:

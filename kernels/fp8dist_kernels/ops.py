@@ -13,7 +13,7 @@
 ``fp8dist::launch``            write an arena's state into the message of its collective
 ``fp8dist::commit``            update the arena from the collective's result
 
-Casts and products take a ``tap``, which they tell what they compute, and the ``site`` of the call (``taps.py``).
+Casts and products take a ``tap``, which they notify of what they compute, and the ``site`` of the call (``taps.py``).
 
 Each op mutates only the arguments that its schema marks. Inside the op, device memory says if a slot is cold and if
 ranks agree: a flag on the host would be baked into compiled and captured graphs.
@@ -40,7 +40,7 @@ from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.multipliers import Product, machine_of, reads_sideways, row_of
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, torch_matmuls, update
 from fp8dist_kernels.reference.matmuls import Scaling
-from fp8dist_kernels.taps import tell
+from fp8dist_kernels.taps import notify
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -147,7 +147,7 @@ def _quantize(
     version = version_of_backend(backend, x.device, casts)
     results: tuple[Tensor, Tensor, Tensor] = version.quantize(x, *slot, sums=sums, scratch=scratch, **options)
     if tap is not None:
-        tell(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
+        notify(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
     return results
 
 
@@ -167,7 +167,7 @@ def _quantize_rowwise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     results = version_of_backend(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
     if tap is not None:
-        tell(tap, "quantize_rowwise", site, (x, dtype), {**options, "backend": backend}, *results)
+        notify(tap, "quantize_rowwise", site, (x, dtype), {**options, "backend": backend}, *results)
     return results
 
 
@@ -183,8 +183,8 @@ def _quantize_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     results = version_of_backend(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
     if tap is not None:
-        told = {**options, "block": tuple(block), "backend": backend}
-        tell(tap, "quantize_blocks", site, (x, dtype), told, *results)
+        shown = {**options, "block": tuple(block), "backend": backend}
+        notify(tap, "quantize_blocks", site, (x, dtype), shown, *results)
     return results
 
 
@@ -226,7 +226,7 @@ def _matmul(a: Tensor, *rest: Any, site: int = -1, tap: Tensor | None = None, **
     else:
         product = _product(a, *rest, **options)
     if tap is not None:
-        tell(tap, "matmul", site, (a, *rest), options, product)
+        notify(tap, "matmul", site, (a, *rest), options, product)
     return product
 
 

@@ -82,7 +82,7 @@ def test_consumer_gpus(capability: int, record_property: Callable[[str, object],
         assert one.count("QMMA") > 0, one.case
 
 
-@pytest.mark.parametrize(("capability", "count"), [(90, 32), (100, 28), (89, 6), (120, 6)])
+@pytest.mark.parametrize(("capability", "count"), [(90, 27), (100, 24), (89, 5), (120, 5)])
 def test_sums_with_a_buffer(capability: int, count: int, record_property: Callable[[str, object], None]) -> None:
     """They spill nothing and keep the pipeline of the product. Scaling and addition are two roundings: no FFMA."""
     kernels = compiled(INTO, capability)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -84,12 +84,7 @@ class RunEvent(NamedTuple):
         if isinstance(slots, list) and slots:
             named = first_few([shortened(str(slot)) for slot in slots[:3]], 3)
             parts.append(named + (f" and {data['slots_count'] - 3} more" if data["slots_count"] > 3 else ""))
-        about = type(data.get("cause_step")) is int and data["cause_step"] != self.step
-        first = "first in " if isinstance(slots, list) else ""
-        keys = [("module", first), ("role", ""), ("rank", "rank "), ("microbatch", "microbatch "), ("path", "")]
-        for key, text in [*keys, ("cause_step", "of step ")] if about else keys:
-            if isinstance(data.get(key), (int, str)):
-                parts.append(f"{text}{shortened(str(data[key]), 100)}")
+        parts += _cause(self)
         for key in ("loss", "median"):
             if (number := number_or_none(data.get(key))) is not None:
                 parts.append(f"{key} {number:.4g}")
@@ -120,7 +115,7 @@ class Events:
             for events in self._kinds.values():
                 events[:] = [(i, e._replace(undone=e.undone or e.step > after)) for i, e in events]
         kept = self._kinds.setdefault(kind, [])
-        data = {**cut(line), "slots_count": len(slots) if isinstance(slots, list) else 0}
+        data = {**cut(line), "slots_count": len(_listed(slots))}
         kept.append((self._count, RunEvent(line["step"], kind, data)))
         self._count += 1
         if len(kept) > self._most:
@@ -135,7 +130,11 @@ class Events:
 
 def objects(values: Any) -> list[dict[str, Any]]:
     """Return the JSON objects of a list; nothing of anything else."""
-    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
+    return [one for one in _listed(values) if isinstance(one, dict)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def cut(value: Any, depth: int = 0) -> Any:
@@ -151,6 +150,18 @@ def cut(value: Any, depth: int = 0) -> Any:
     return {str(key)[:MOST_CHARACTERS]: cut(one, depth + 1) for key, one in list(value.items())[:MOST_ITEMS]}
 
 
+def _cause(event: RunEvent) -> Iterator[str]:
+    """Yield module, rank and file of an event, as far as they are known."""
+    data = event.data
+    first = "first in " if isinstance(data.get("slots"), list) else ""
+    words = {"module": first, "role": "", "rank": "rank ", "microbatch": "microbatch ", "path": ""}
+    if type(data.get("cause_step")) is int and data["cause_step"] != event.step:
+        words["cause_step"] = "of step "
+    for key, text in words.items():
+        if isinstance(data.get(key), (int, str)):
+            yield f"{text}{shortened(str(data[key]), 100)}"
+
+
 def _divergence(event: RunEvent) -> str:
     """Return what differs, who, and since when."""
     found = event.findings
@@ -160,14 +171,14 @@ def _divergence(event: RunEvent) -> str:
     if one.get("kind") == "audit":  # The detail says who, and how sure that is.
         name, verdict = shortened(str(one.get("name") or "")), shortened(str(one.get("detail") or ""), 200)
         return f"a result of {name} is wrong: {verdict}{more}"
-    ranks, hosts = (value if isinstance(value := one.get(name), list) else [] for name in ("ranks", "hosts"))
-    host = f" (host {shortened(str(hosts[0]))})" if hosts and hosts[0] else ""
+    ranks, hosts = ([shortened(str(value)) for value in _listed(one.get(name))] for name in ("ranks", "hosts"))
+    host = f" (host {hosts[0]})" if hosts and hosts[0] not in ("", "None") else ""
     reference = one.get("reference_rank")
     against = "no majority" if reference is None else f"against rank {shortened(str(reference))}"
     known = [step for finding in found if type(step := finding.get("last_good_step")) is int]
     since = f"; equal up to step {min(known)}" if known else ""
     name = " ".join(shortened(str(one.get(key) or "")) for key in ("kind", "name"))
-    who = f"rank{'s' if len(ranks) > 1 else ''} {first_few([shortened(str(rank)) for rank in ranks], 8)}"
+    who = f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks, 8)}"
     return f"{name} differs on {who}{host}, {against}{more}{since}"
 
 

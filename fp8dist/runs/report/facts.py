@@ -143,11 +143,10 @@ def _proof(run: RunNumbers) -> str:
 
 
 def _remarks(run: RunNumbers) -> Iterator[str]:
-    undone = [event for event in _divergences(run) if event.undone]
-    if undone:
+    found = _divergences(run)
+    if undone := [event for event in found if event.undone]:
         yield f"Before the run resumed from an earlier step: {undone[0].sentence}"
-    over = [event for event in _divergences(run) if not event.undone and event.repaired]
-    if over:
+    if over := [event for event in found if not event.undone and event.repaired]:
         yield f"Repaired {len(over)} time(s), first: {over[0].sentence}"
     newest = next((event for event in reversed(run.events) if event.kind in ("start", "end")), None)
     if run.metrics.step.size and run.events and (newest is None or newest.kind == "start"):

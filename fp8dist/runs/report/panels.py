@@ -172,21 +172,21 @@ def _first(run: RunNumbers) -> Iterator[str | Plot]:
         yield f"<p><strong>{escape(replayed[0].upper() + replayed[1:])}.</strong></p>" if replayed else ""
     else:
         yield "<p>No trouble is recorded: all values are finite; no fallback, jump, spike or divergence.</p>"
-    share = None
+    share: dict[str, Any] = {}
     for field, title in (("loss", "loss"), ("grad_norm", "gradient norm")):
         if np.isnan(metrics.columns[field]).all():
             yield _empty(f"No {title} is recorded. Log it: recorder.log(step, {field}=…).")
             continue
         named = {title: (metrics.step, metrics.columns[field])}
-        if field == "loss" and not np.isnan(metrics.columns["validation_loss"]).all():
-            known = ~np.isnan(metrics.columns["validation_loss"])
+        known = ~np.isnan(metrics.columns["validation_loss"])
+        if field == "loss" and known.any():
             named["validation loss"] = (metrics.step[known], metrics.columns["validation_loss"][known])
-        made = plots.curves(named, 240, title, **({} if share is None else {"x_range": share}))
-        share = made.x_range
+        made = plots.curves(named, 240, title, **share)
+        share = {"x_range": made.x_range}
         yield Plot(field, f"{title} by step", made)
     if points:
         kinds = {plots.plain(kind): kind for kind in sorted({point.kind for point in points}, key=_lane)[:16]}
-        made = plots.lanes(points, list(kinds.values()), **({} if share is None else {"x_range": share}))
+        made = plots.lanes(points, list(kinds.values()), **share)
         yield Plot("events", "events by step, a lane for each kind", made)
         rows = [
             (f"{one.step:,}", one.kind, one.text + (" (undone by a resume)" if one.undone else "")) for one in points

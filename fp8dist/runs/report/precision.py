@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,15 +61,12 @@ def modules_of(header: Mapping[str, Any]) -> list[Module]:
 
 def use_of(run: RunNumbers) -> Use:
     """Return the share of FLOPs in FP8 and the MFU."""
-    flops = dict.fromkeys(("fp8", "high", ""), 0.0)
-    visited = _visited(run)
-    for module in modules_of(run.folder.header):
-        if module.experts and module.name not in visited:
-            known = "watch the run" if "fp8" in module.gemms else "they are in high precision, which counts no tokens"
-            return Use(None, None, f"how many experts of {module.name} a token visits is not known: {known}")
-        part = min(visited[module.name] / module.experts, 1) if module.experts else 1
-        for gemm in module.gemms:
-            flops[gemm] += module.flops * part
+    modules, visited = modules_of(run.folder.header), _visited(run)
+    unknown = next((one for one in modules if one.experts and one.name not in visited), None)
+    if unknown is not None:
+        known = "watch the run" if "fp8" in unknown.gemms else "they are in high precision, which counts no tokens"
+        return Use(None, None, f"how many experts of {unknown.name} a token visits is not known: {known}")
+    flops = _flops(modules, visited)
     total = sum(flops.values())
     if not 0 < total < math.inf or flops[""]:
         return Use(None, None, "run.json does not list the FLOPs and the precision of each module")
@@ -88,6 +85,16 @@ def use_of(run: RunNumbers) -> Use:
         return Use(share, None, "metrics.jsonl has no tokens and step_ms: log them, as in log(step, tokens=…)")
     seconds = sum(part / peak[kind] for kind, part in flops.items() if part)
     return Use(share, rate * seconds / ranks, "")
+
+
+def _flops(modules: Sequence[Module], visited: Mapping[str, float]) -> dict[str, float]:
+    """Return the FLOPs per token by precision: "fp8", "high", "" if it is unknown."""
+    flops = dict.fromkeys(("fp8", "high", ""), 0.0)
+    for module in modules:
+        part = min(visited[module.name] / module.experts, 1) if module.experts else 1
+        for gemm in module.gemms:
+            flops[gemm] += module.flops * part
+    return flops
 
 
 def _visited(run: RunNumbers) -> dict[str, float]:

@@ -89,12 +89,14 @@ def multiply_into(
 ) -> None:
     """Add to ``total`` [m, n] what ``multiply`` returns in float32. The sum is rounded to the total's dtype once.
 
-    The bits are those of ``total.add_(multiply(…))``, because the tile is the same. Where TMA cannot write to
-    ``total``, that is what runs.
+    The bits are those of ``total.add_(multiply(…))``, because the tile is the same. That is what runs where TMA cannot
+    write to ``total``, and with scales of 128 x 128: no gradient of weights has such, and a wide tile has no registers
+    left for the addition.
     """
     if a.numel() == 0 or b.numel() == 0:
         return
-    if not total.is_contiguous() or aligned(total) is not total or total.dtype not in _TOTALS:
+    writable = total.is_contiguous() and aligned(total) is total and total.dtype in _TOTALS
+    if scaling is Scaling.BLOCKWISE or not writable:
         total.add_(multiply(scaling, a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation, None))
         return
     require_pair(a, b)
