@@ -59,17 +59,20 @@ class Cast(NamedTuple):
 
 @dataclass(eq=False)  # Not frozen: that would cost a call for each field.
 class Request:
-    """What a cast makes of a tensor, and what it records.
+    """Which copies a cast makes of a tensor, and what it records.
 
-    ``state``: of the tensor's slot, or of the run of slots of experts. ``role``: decides the shape of blocks, and which
-    of the limits hold. ``rows``, ``columns``: the copies. If neither is requested, the amax is recorded only inside
-    ``recording()``, or if the module soon returns to FP8.
-
-    ``record``: True if the amax is recorded; of experts, whose amaxes. ``limits``: when the tensor is cast with its own
-    amax. Their ``scale`` is for a weight, and ignored by recipes whose scales cover less than a tensor. ``offsets``:
-    int32[E], the ends of the experts' rows. None: the tensor is no experts' input or gradient. ``place``: where a
-    Linear's amax is recorded. None: in the slot's own element. ``sums``: [features], for the sums of the columns; see
-    ``adds_in_cast``. ``tapped``: True if the tap gets to see the cast.
+    Attributes:
+        state: of the tensor's slot, or of the run of slots of experts.
+        role: decides the shape of blocks, and which of the limits hold.
+        rows, columns: the copies. If neither is requested, the amax of a Linear's tensor is recorded only inside
+            ``recording()``, or if the module soon returns to FP8.
+        record: True if the amax is recorded. For experts: the experts whose amaxes are recorded.
+        limits: conditions under which the tensor is cast with its own amax. Their ``scale`` is for weights. Recipes
+            whose scales cover less than a tensor ignore it.
+        offsets: int32[E], the ends of the experts' rows in an input or gradient. None: for all other tensors.
+        place: where to record the amax of a Linear's tensor, 0-d float32. None: in the slot's own element.
+        sums: [features], written by the cast: the sums of the columns of a Linear's gradient. None: do not add up.
+        tapped: True if the cast is shown to the tap, if there is one.
     """
 
     state: SlotViews
@@ -88,8 +91,9 @@ class Caster(ABC):
     """Casts the tensors of one module by its recipe, and records their amaxes.
 
     Args:
-        sync: of the arena of its inputs.
-        precision: of a Linear. None: the module is a grouped product. Its requests have the experts to record.
+        sync: of the arena that has the module's input slots.
+        precision: of a Linear. None: the module is a grouped product, whose experts have a precision each. Its
+            requests name the experts to record.
     """
 
     records_in_cast: ClassVar[bool] = False
@@ -107,7 +111,7 @@ class Caster(ABC):
         return 1
 
     def cast(self, x: Tensor, request: Request) -> Cast:
-        """Cast x [tokens, features], a Linear's weight [m, n], or experts' weights [E, m, n]. Local."""
+        """Return x in FP8: x [tokens, features], a Linear's weight [m, n], or experts' weights [E, m, n]. Local."""
         rows, columns, record = request.rows, request.columns, request.record
         if not (rows or columns):
             if self.precision is None or self.precision.observing or self.job.recording:
@@ -141,7 +145,8 @@ class Caster(ABC):
         offsets: Tensor | None = None,
         place: Tensor | None = None,
     ) -> None:
-        """Record the amax of x. Of experts' weights record none: that waits until it is known which experts ran."""
+        """Record the amax of x, which is as in ``cast``. Not of experts' weights: ``GroupedSlots.record_weight`` does
+        that, when it is known which experts have rows. For the other arguments see ``Request``."""
         if not self.grouped:
             if record is not False:
                 direct.observe(x, state.pending if place is None else place, backend=self.job.backend)
@@ -173,7 +178,7 @@ class Caster(ABC):
     def tap_of(self, work: Role | Gemm) -> dict[str, Any]:
         """Return the arguments by which a cast or a product shows its operands to the tap. Callers look for a tap
         themselves, because most jobs have none."""
-        # What is exported or traced outlives the listener.
+        # An exported or traced program outlives the tap.
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return {}
         return {"site": self.site + SITES.index(work), "tap": self.job.tap}

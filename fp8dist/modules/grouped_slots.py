@@ -52,8 +52,8 @@ class GroupedSlots(LinearSlots):
 
     def __init__(self, sync: ArenaSync, job: JobState, recipe: Recipe, fqn: str, name: str, experts: int) -> None:
         super().__init__(sync, sync, job, recipe, {role: Slot(fqn, role.value) for role in Role}, name)
+        self.caster = caster_for(recipe, job, sync, precision=None)
         self.experts = slot_names(fqn, experts)
-        self.caster = caster_for(recipe, job, sync, None)
         self.owner: weakref.ref[nn.Module] | None = None
         self._precision_changes = Changes()
         self._precisions = tuple(

@@ -1,4 +1,9 @@
-"""LinearSlots: an FP8Linear's access to the FP8 state, and the casts of its tensors by the recipe."""
+"""LinearSlots: an FP8Linear's access to the FP8 state, the casts of its weight, and its products.
+
+What belongs to one module is kept beside: its caster (``casters.py``), the policy of written weights
+(``write_policy.py``), the cache of its weight's cast (``weight_cache.py``), the monitor of its backwards
+(``loop_monitor.py``).
+"""
 
 from __future__ import annotations
 
