@@ -22,6 +22,7 @@ from fp8dist.runs.exporter import Exporter
 from fp8dist.runs.run_files import RunFiles
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 from fp8dist.runs.run_header import header
+from fp8dist.runs.run_numbers import TABLE, Source
 from fp8dist.runs.watching import describe, watch
 from fp8dist.state.expert_loads import idle_numbers
 from fp8dist.state.groups import is_dtensor, own_rank, world_size
@@ -30,12 +31,6 @@ from fp8dist.state.watch import Observation
 __all__ = ["Recorder"]
 
 logger = logging.getLogger("fp8dist")
-
-_COUNTS = (
-    *("cold_slots", "nonfinite_amaxes", "saturated_amaxes", "high_precision_modules", "fallbacks"),
-    *("compared_parameters", "compared_slots", "compared_bytes"),
-)
-"""Metrics of the manager that a due line has, without their prefix."""
 
 _OF_STEP = ("loss", "grad_norm")
 """Numbers that say whether a step was sound, unless the scaler skipped it."""
@@ -301,7 +296,7 @@ class Recorder:
         metrics = self._manager.metrics()
         yield "proven", self._manager.verified.proven_step
         yield "checked", self._manager.verified.checked_step
-        for name in _COUNTS:
+        for name in TABLE[Source.STATE]:
             yield name, int(metrics[f"fp8/{name}"])
         (before, waited), self._synced = self._synced, (step, metrics["fp8/sync_wait_ms"])
         yield from self._idle.items()

@@ -21,11 +21,8 @@ from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 
 __all__ = ["Metrics", "RankWaits", "RunNumbers", "read_run"]
 
-FIELDS = (
-    *("time", "loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_per_s", "proven", "checked"),
-    *("cold_slots", "nonfinite_amaxes", "saturated_amaxes", "high_precision_modules", "fallbacks"),
-)
-"""Fields of metrics.jsonl that are read."""
+FIELDS = ("loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_per_s", "proven", "checked", "fallbacks")
+"""Fields of metrics.jsonl that a report shows."""
 
 ROWS = 256
 """Rows of waits at which each two become their mean."""
