@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,21 @@ def test_other_files_reach_into_a_manager_by_internals_alone(trees: list[tuple[s
         if path.name != "manager.py" and ast.unparse(node.value).rpartition(".")[2] in ("manager", "_manager", "_owner")
     ]
     assert not reached
+
+
+def test_a_class_name_stands_once(trees: list[tuple[str, Path, ast.Module]]) -> None:
+    classes = Counter(node.name for _, _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in classes.items() if count > 1} == set()
+
+
+def test_names_have_verbs_of_programmers(trees: list[tuple[str, Path, ast.Module]]) -> None:
+    """Names do not tell, hear or say: see CONTRIBUTING, "Style". The ``tell`` of a file is Python's own."""
+    spoken = re.compile(r"(^|_)(tell|told|hear|heard|say|said)(s|ing)?(_|$)|Tell|Told|Hear|Say|Said")
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for _, path, tree in trees
+        for node in ast.walk(tree)
+        for name in (getattr(node, key, None) for key in ("id", "name", "arg", "attr"))
+        if isinstance(name, str) and name != "tell" and spoken.search(name)
+    }
+    assert found == set()
