@@ -140,12 +140,12 @@ class Audits:
         own = _pair(None if work is None else work.digest)
         to_audit = ring.exchange(work, 1, ring.ran)
         audited = self._repeat(to_audit)
-        told = ring.gather([*own, *audited])
+        gathered = ring.gather([*own, *audited])
         self.done += work is not None
-        differ = [i for i in ring.ran if told[i][:2] != told[ring.next(i, 1)][2:]]
+        differ = [i for i in ring.ran if gathered[i][:2] != gathered[ring.next(i, 1)][2:]]
         if not differ:
             return DivergenceReport(compared={KIND: len(ring.ran)})
-        rounds = self._repeat_again(ring, work, to_audit, told, differ)
+        rounds = self._repeat_again(ring, work, to_audit, gathered, differ)
         me = (
             this_rank(device, None if group is None else group.mesh_coordinates()),
             "" if work is None else described(work),
@@ -165,21 +165,21 @@ class Audits:
         return DivergenceReport(tuple(findings), {KIND: len(ring.ran)})
 
     def _repeat_again(
-        self, ring: _Ring, work: Work | None, to_audit: Tensor | None, told: list[list[int]], differ: list[int]
+        self, ring: _Ring, work: Work | None, to_audit: Tensor | None, gathered: list[list[int]], differ: list[int]
     ) -> dict[int, Round]:
         """Return the digests of the works that differ, by the place of their owner, repeated by the owner, the auditor
         and a third rank. COLLECTIVE: an all-to-all and an all-gather.
 
         Args:
-            told: by place, the digest of the rank's own work, and of the one that it has audited.
+            gathered: by place, the digest of the rank's own work, and of the one that it has audited.
         """
         third = ring.exchange(work, 2, [i for i in differ if ring.next(i, 2) != i])
         mine = [work.message if work is not None and ring.place in differ else None, to_audit, third]
         settled = ring.gather([number for message in mine for number in self._repeat(message)])
         return {
             i: Round(
-                own=told[i][:2],
-                auditor=told[ring.next(i, 1)][2:],
+                own=gathered[i][:2],
+                auditor=gathered[ring.next(i, 1)][2:],
                 again=settled[i][:2],
                 auditors_again=settled[ring.next(i, 1)][2:4],
                 third=settled[ring.next(i, 2)][4:] if ring.next(i, 2) != i else None,
@@ -217,7 +217,7 @@ def audits_of(state: ModelState, modules: Sequence[LinearSlots]) -> Audits | Non
 
 
 def judge(found: Round, owner: int, auditor: int, third: int) -> tuple[int | None, str]:
-    """Return (the rank that computed wrongly, None if nobody can tell; the verdict in words). Pure.
+    """Return (the rank that computed wrongly, None if nobody knows; the verdict in words). Pure.
 
     Args:
         auditor: the owner itself, if no other rank is like it. Then ``third`` is the owner, too.
@@ -273,12 +273,12 @@ class _Ring:
         self._device = device if group is None else group.device
         self.place = 0 if self._group is None else dist.get_rank(self._group)
         self.ranks: Sequence[int] = (own_rank(),) if self._group is None else dist.get_process_group_ranks(self._group)
-        told = self.gather([size, likeness])
-        self._sizes = [size for size, _ in told]
+        gathered = self.gather([size, likeness])
+        self._sizes = [size for size, _ in gathered]
         self._alike: dict[int, list[int]] = {}
-        for place, (_, kind) in enumerate(told):
+        for place, (_, kind) in enumerate(gathered):
             self._alike.setdefault(kind, []).append(place)
-        self._kinds = [kind for _, kind in told]
+        self._kinds = [kind for _, kind in gathered]
         self.ran = [place for place, size in enumerate(self._sizes) if size]
 
     def gather(self, numbers: list[int]) -> list[list[int]]:

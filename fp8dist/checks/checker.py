@@ -462,8 +462,7 @@ class Checker:
 
     def notify_diverged(self, report: DivergenceReport) -> None:
         """Queue a check's report as an event, and run the callbacks. Local."""
-        self._queued.append(_diverged(report))
-        self._run_callbacks()
+        self.notify(_diverged(report))
 
     def _run_callbacks(self) -> None:
         """Run the callbacks. Call outside of collectives: if a callback raises, no rank is left waiting."""

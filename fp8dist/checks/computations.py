@@ -53,7 +53,8 @@ KIND = "computation"
 """Kind of the things that are computed, and of findings about them."""
 
 TOKENS = 256
-"""Rows of the inputs and gradients. Few are enough: more rows only repeat the same tiles of a product."""
+"""Rows of the inputs and gradients. Few are enough: more rows only repeat the same tiles, and users choose their own
+number."""
 
 LARGEST = 8192
 """Largest number of features: bounds the memory that a check needs."""

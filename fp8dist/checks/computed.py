@@ -7,7 +7,6 @@ that would need all ranks of the job. So all ranks of the check take part in eac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor
 from fp8dist.checks.computations import KIND
 from fp8dist.checks.contents import Digester, Field, Key
 from fp8dist.checks.differences import block_of, compare_block, first_differing_block
-from fp8dist.checks.findings import Differing, Seen, explained, is_odd, last_good_step, named_only, reference_of
+from fp8dist.checks.findings import Differing, Seen, explained, from_senders, is_odd, named_only, reference_of
 from fp8dist.checks.inventory import Holdings, ReplicaSet
 from fp8dist.checks.localisation import MAX_EXPLAINED
-from fp8dist.checks.report import sides_of
-from fp8dist.common.divergence import Finding, Participant
+from fp8dist.checks.report import Sender, sides_of
+from fp8dist.common.divergence import Finding
 from fp8dist.state.groups import SyncGroup
 from fp8dist_kernels.reference.content import as_bytes
 
@@ -30,12 +29,10 @@ __all__ = ["localise_computed"]
 _ONLY_DIGEST = "all elements are equal in host memory: the device's digest of them was wrong, or its copy to the host"
 
 
-class _Told(NamedTuple):
+class _Part(NamedTuple):
     """What each rank sends first. ``keys``: from the first rank of a kind only."""
 
-    participant: Participant
-    step: int
-    last_good: Mapping[str, int | None]
+    sender: Sender
     keys: list[Key]
     digests: list[list[int]]
 
@@ -50,23 +47,20 @@ def localise_computed(
         kinds: the ranks of each kind within which ranks differ.
     """
     keys = computed.keys if any(anchor.rank == kind[0] for kind in kinds) else []
-    said = _Told(mine.participant(anchor), mine.step, mine.good, keys, digests.tolist())
-    told: dict[int, _Told] = dict(zip(anchor.ranks, anchor.gather(said)))
+    part = _Part(mine.sender(anchor), keys, digests.tolist())
+    by_rank: dict[int, _Part] = dict(zip(anchor.ranks, anchor.gather(part)))
     differing = []
     for kind in kinds:
-        for place, key in enumerate(told[kind[0]].keys):
-            sides = sides_of({rank: tuple(told[rank].digests[place]) for rank in kind})
+        for place, key in enumerate(by_rank[kind[0]].keys):
+            sides = sides_of({rank: tuple(by_rank[rank].digests[place]) for rank in kind})
             if len(sides) > 1:
                 differing.append(Differing(place, key, sides))
     few, findings = differing[:MAX_EXPLAINED], []
     details = _explain(anchor, computed, few)
     details += [named_only(thing, "") for thing in differing[MAX_EXPLAINED:]]
-    for thing, part in zip(differing, details):
+    for thing, about in zip(differing, details):
         ranks = [rank for side in thing.sides for rank in side]
-        good = last_good_step(KIND, [told[rank].last_good for rank in ranks])
-        step = max(told[rank].step for rank in ranks)
-        everyone = [told[rank].participant for rank in ranks]
-        findings += [replace(f, step=step, last_good_step=good).located(everyone) for f in part]
+        findings += from_senders(about, [by_rank[rank].sender for rank in ranks])
     return findings
 
 
@@ -93,14 +87,11 @@ def _explain(anchor: SyncGroup, computed: ReplicaSet, few: list[Differing]) -> l
         for t, places in asked_of_own.items()
     }
     right = _from_references(anchor, few, contents)
-    seen: dict[tuple[int, int], list[Seen]] = {}
-    for rank, part in zip(anchor.ranks, anchor.gather(_seen(own, wants, contents, right, leaves))):
-        for one in part:
-            seen.setdefault((one.thing, rank), []).append(one)
+    seen = dict(zip(anchor.ranks, anchor.gather(_seen(own, wants, contents, right, leaves))))
     found = []
     for t, thing in enumerate(few):
         fields = {j: Field(name, KIND, torch.empty(0), lambda place: ()) for j, (name, _) in enumerate(expected[t])}
-        by_rank = {rank: seen.get((t, rank), []) for rank in anchor.ranks}
+        by_rank = {rank: [one for one in part if one.thing == t] for rank, part in seen.items()}
         found.append(explained(thing, fields, by_rank) if any(by_rank.values()) else named_only(thing, _ONLY_DIGEST))
     return found
 

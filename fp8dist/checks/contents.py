@@ -26,7 +26,7 @@ __all__ = [
     "Digester",
     "Field",
     "Key",
-    "Named",
+    "NamedTensor",
     "TensorContent",
     "on_device",
     "values_near",
@@ -64,7 +64,7 @@ class Field(NamedTuple):
     store: Callable[[Tensor], None] | None = None  # Writes back a value that is not stored as a tensor.
 
 
-class Named(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor with its name. ``store``: see ``Field``."""
 
     name: str
@@ -134,7 +134,7 @@ class Content(ABC):
 class TensorContent(Content):
     """Tensors by name."""
 
-    def __init__(self, kind: str, tensors: Sequence[Named]) -> None:
+    def __init__(self, kind: str, tensors: Sequence[NamedTensor]) -> None:
         device = tensors[0].tensor.device if tensors else torch.device("cpu")
         self._tensors = [named.tensor.detach() for named in tensors]
         looks = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in self._tensors]

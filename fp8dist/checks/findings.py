@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from fp8dist.checks.computations import KIND
 from fp8dist.checks.contents import FINDING_KINDS, Field, Key
 from fp8dist.checks.differences import Difference
-from fp8dist.checks.report import sides_of, split
-from fp8dist.common.divergence import Finding
+from fp8dist.checks.report import Sender, sides_of, split
+from fp8dist.common.divergence import MORE, Finding
 
 __all__ = [
     "MAX_SIDES",
@@ -18,8 +18,8 @@ __all__ = [
     "Seen",
     "explained",
     "findings_of_values",
+    "from_senders",
     "is_odd",
-    "last_good_step",
     "layout_findings",
     "named_only",
     "reference_of",
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank") -> list[Finding]:
-    """Return findings for a word that differs between ranks. ``values``: the word as text, by rank."""
+    """Return findings for a value that differs between ranks, such as a digest. ``values``: its text, by rank."""
     sides = sides_of(values)
     reference, odd = split(sides)
     shown = "; ".join(f"{noun} {side[0]}: {values[side[0]]}" for side in sides[:MAX_SIDES][::-1])
@@ -55,18 +55,28 @@ def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank")
     return [Finding(0, kind, kind, ranks, reference, detail=shown, sides=sides, values=known) for ranks in odd]
 
 
-def last_good_step(kind: str, told: Sequence[Mapping[str, int | None]]) -> int | None:
+def from_senders(findings: Iterable[Finding], senders: Sequence[Sender]) -> list[Finding]:
+    """Return findings with what is known of the ranks that took part: their newest step, the last good one, hosts and
+    places in the mesh."""
+    step, everyone = max(sender.step for sender in senders), [sender.participant for sender in senders]
+    last_good = [sender.last_good for sender in senders]
+    return [replace(f, step=step, last_good_step=_last_good_step(f, last_good)).located(everyone) for f in findings]
+
+
+def _last_good_step(finding: Finding, last_good: Sequence[Mapping[str, int | None]]) -> int | None:
     """Return the last number of updates after which things like those of a finding were good on all ranks; None if
     there is none.
 
-    ``told``: the same by each rank, for each kind of thing that this check compares.
+    Args:
+        last_good: by rank, see ``Sender``.
     """
+    kind = finding.kind
     if kind in ("manifest", "step"):  # Every check compares them.
-        steps = [max((step for step in good.values() if step is not None), default=None) for good in told]
-    elif kind in ("layout", "error", "more"):  # May be about things of any kind.
-        steps = [None if None in good.values() else min(good.values(), default=None) for good in told]  # type: ignore[type-var]
+        steps = [max((step for step in good.values() if step is not None), default=None) for good in last_good]
+    elif kind in ("layout", "error") or finding.name == MORE:  # May be about things of any kind.
+        steps = [None if None in good.values() else min(good.values(), default=None) for good in last_good]  # type: ignore[type-var]
     else:
-        steps = [good.get({"scale": "slot", "history": "slot"}.get(kind, kind)) for good in told]
+        steps = [good.get({"scale": "slot", "history": "slot"}.get(kind, kind)) for good in last_good]
     known = [step for step in steps if step is not None]
     return min(known) if known and len(known) == len(steps) else None
 
@@ -104,26 +114,29 @@ def is_odd(rank: int, thing: Differing) -> bool:
 def explained(
     thing: Differing, fields: Mapping[int, Field], by_rank: Mapping[int, list[Seen]], noun: str = "rank"
 ) -> list[Finding]:
-    """Return one finding per kind and odd side, or without a majority one per kind.
+    """Return one finding per kind and odd side of a thing; without a majority, one per kind.
 
-    ``by_rank``: what the ranks that represent a side saw.
+    Args:
+        fields: the thing's fields, by place. A field's kind is that of its finding.
+        by_rank: the first differences that the lowest rank of each odd side found.
+        noun: "rank" or "file", for the texts.
     """
     reference, odd = split(thing.sides)
     findings = []
     for kind in dict.fromkeys(f.kind for f in fields.values()):
-        told = {
+        seen_by = {
             side[0]: [one for one in by_rank[side[0]] if fields[one.field].kind == kind] for side in thing.sides[1:]
         }
-        speakers = [side[0] for side in thing.sides[1:] if told[side[0]]]
-        if not speakers:
+        reporting = [side[0] for side in thing.sides[1:] if seen_by[side[0]]]
+        if not reporting:
             continue
         if reference is None:
-            findings.append(_finding(thing, kind, fields, odd[0], None, {r: told[r] for r in speakers}, noun))
+            findings.append(_finding(thing, kind, fields, odd[0], None, {r: seen_by[r] for r in reporting}, noun))
         else:
             findings += [
-                _finding(thing, kind, fields, side, reference, {side[0]: told[side[0]]}, noun)
+                _finding(thing, kind, fields, side, reference, {side[0]: seen_by[side[0]]}, noun)
                 for side in odd
-                if told[side[0]]
+                if seen_by[side[0]]
             ]
     named = {rank for finding in findings for rank in finding.ranks}
     # Name the other sides, too, without values.
@@ -136,21 +149,21 @@ def _finding(
     fields: Mapping[int, Field],
     ranks: tuple[int, ...],
     reference: int | None,
-    told: Mapping[int, list[Seen]],
+    seen_by: Mapping[int, list[Seen]],
     noun: str,
 ) -> Finding:
     source = reference_of(thing)
     texts, shown = [], {}
     # The first element of a field that differs on any side. A side that reports a later one has the reference's there.
-    for place in sorted({one.field for seen in told.values() for one in seen}):
-        by_rank = {rank: one for rank, seen in told.items() for one in seen if one.field == place}
+    for place in sorted({one.field for seen in seen_by.values() for one in seen}):
+        by_rank = {rank: one for rank, seen in seen_by.items() for one in seen if one.field == place}
         first = min(by_rank.values(), key=lambda one: one.difference.place)
         differ = {r: one for r, one in by_rank.items() if one.difference.place == first.difference.place}
         shown[place] = differ
         name = fields[place].name
         in_bits = kind == KIND
         if reference is None or (name and not in_bits):
-            values = "; ".join(f"{noun} {r}: {_shown(differ.get(r, first), r not in differ, in_bits)}" for r in told)
+            values = "; ".join(f"{noun} {r}: {_shown(differ.get(r, first), r not in differ, in_bits)}" for r in seen_by)
             texts.append(f"{name or 'first element'}: {values}; {noun} {source}: {_shown(first, 1, in_bits)}")
         else:
             of = f"{name}: " if name else ""

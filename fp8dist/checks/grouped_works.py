@@ -5,7 +5,6 @@ of rows and experts alone, and places that depend on the ends travel as tensors:
 
 - Of ``matmul_grouped``, a part is some rows of one expert and some rows of its matrix. A position among the rows that
   experts have is drawn, so an expert without rows is never chosen, and one with many is chosen often.
-- Of ``matmul_grouped_columns``, some rows of both operands: a block of each expert's result.
 - Of a cast of rows, some rows, or some features of all rows. Of a weight, some columns of one expert's matrix.
 """
 
@@ -20,13 +19,12 @@ from torch import Tensor
 from fp8dist.checks.work_parts import (
     ALIGNMENT,
     INTEGERS,
+    OPERANDS,
     Taken,
     aligned,
-    among_zeros,
     hash_of,
     lines_of,
     part_of_lines,
-    part_of_product,
     text_of,
 )
 from fp8dist_kernels import BLOCK, grouped_ops, ops
@@ -35,8 +33,6 @@ from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 
 __all__ = ["repeat_grouped", "take_grouped"]
 
-_OPERANDS = ("a", "b", "inv_scale_a", "inv_scale_b", "offsets")
-
 
 def take_grouped(
     op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
@@ -44,8 +40,6 @@ def take_grouped(
     """Return what ``works.taken`` takes down of a grouped cast or product. Does not wait for the device."""
     if op == "matmul_grouped":
         return _take_product(args, options, results[0], limit, at)
-    if op == "matmul_grouped_columns":
-        return _take_columns(args, options, results[0], limit, at)
     return _take_cast(op, args, options, results, limit, at)
 
 
@@ -55,17 +49,15 @@ def repeat_grouped(
     """Repeat what ``take_grouped`` has taken down, and return the results of its part by name."""
     if header["op"] == "matmul_grouped":
         return _repeat_product(run, header, dtype, tensors)
-    if header["op"] == "matmul_grouped_columns":
-        return _repeat_columns(run, header, dtype, tensors)
     return _repeat_cast(run, header, dtype, tensors)
 
 
-# Forward and dgrad ----------------------------------------------------------------------------------
+# Products ----------------------------------------------------------------------------------
 
 
 def _take_product(args: tuple[Any, ...], options: Mapping[str, Any], product: Tensor, limit: int, at: int) -> Taken:
     a, b, _, _, offsets, dtype = args
-    tensors = dict(zip(_OPERANDS, args))
+    tensors = dict(zip(OPERANDS, args))
     if options.get("bias") is not None:
         tensors["bias"] = options["bias"]
     header: dict[str, Any] = {"dtype": text_of(dtype), "fast_accumulation": options["fast_accumulation"]}
@@ -104,7 +96,7 @@ def _repeat_product(
         )
         _bytes(operands["a"]).index_copy_(0, rows, _bytes(a))
         _bytes(operands["b"])[:, first:end].index_copy_(0, place[:1], _bytes(b)[None])
-    given = [operands[name] for name in _OPERANDS]
+    given = [operands[name] for name in OPERANDS]
     product = run(*given, dtype, bias=bias, fast_accumulation=header["fast_accumulation"])
     return {"": product if place is None else _part(product, rows, place, header["where"])}
 
@@ -146,34 +138,6 @@ def _zeros(shape: tuple[int, ...], part: Tensor, like: int) -> Tensor:
 
 def _share(lines: Sequence[int], count: int) -> float:
     return (lines[1] - lines[0]) / count
-
-
-# wgrad ----------------------------------------------------------------------------------------------
-
-
-def _take_columns(args: tuple[Any, ...], options: Mapping[str, Any], product: Tensor, limit: int, at: int) -> Taken:
-    a, b, _, _, _, dtype = args
-    rows, columns = part_of_product(a, b, limit, at)
-    tensors = {**dict(zip(_OPERANDS, args)), "a": a[slice(*rows)], "b": b[slice(*columns)]}
-    header = {
-        "dtype": text_of(dtype),
-        "where": [*rows, *columns],
-        "sizes": [len(a), len(b)],
-        "fast_accumulation": options["fast_accumulation"],
-    }
-    part = product[:, slice(*rows), slice(*columns)]
-    return header, tensors, {"": part}, _share(rows, len(a)) * _share(columns, len(b))
-
-
-def _repeat_columns(
-    run: Callable[..., Any], header: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    first_row, end_row, first_column, end_column = header["where"]
-    a = among_zeros(tensors["a"], header["sizes"][0], first_row)
-    b = among_zeros(tensors["b"], header["sizes"][1], first_column)
-    rest = [tensors[name] for name in _OPERANDS[2:]]
-    product = run(a, b, *rest, dtype, fast_accumulation=header["fast_accumulation"])
-    return {"": product[:, first_row:end_row, first_column:end_column]}
 
 
 # Casts ----------------------------------------------------------------------------------------------

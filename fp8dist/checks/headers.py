@@ -27,7 +27,7 @@ MAX_SLOTS_PER_RANK = 16
 _ARRAYS = ("scale", "inv_scale")
 
 
-class Reference(NamedTuple):
+class ReferenceState(NamedTuple):
     """State of the reference rank: the scales that it sent, float32[2, n], and its counters of saturated amaxes,
     int64[n]. Ranks count saturation by their own scales, so a damaged scale makes the counters wrong, too."""
 
@@ -44,7 +44,7 @@ class Localisation:
 
     report: DivergenceReport
     step: int
-    reference: Reference | None
+    reference: ReferenceState | None
 
 
 def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Localisation:
@@ -60,7 +60,7 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     assert group is not None
     sent = evidence.scales
     me = this_rank(sync.arena.device, group.mesh_coordinates())
-    everyone: list[_Sender] = group.gather(_Sender(me, tuple(evidence.words.tolist()), int(sync.arena.step)))
+    everyone: list[_HeaderOf] = group.gather(_HeaderOf(me, tuple(evidence.words.tolist()), int(sync.arena.step)))
     findings, reference = [], None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
         values = {e.participant.rank: e.words[place] for e in everyone}
@@ -80,15 +80,15 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
 
 
-class _Sender(NamedTuple):
+class _HeaderOf(NamedTuple):
     participant: Participant
     words: tuple[int, ...]  # As sent by the launch that failed.
     now: int  # Step counter after the commit. CUDA graph replays may have advanced it further.
 
 
 def _scale_findings(
-    sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_Sender]
-) -> tuple[list[Finding], Reference]:
+    sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_HeaderOf]
+) -> tuple[list[Finding], ReferenceState]:
     """Return (findings for slots whose scale differs, reference). COLLECTIVE: two broadcasts, two object gathers."""
     sides = sides_of({e.participant.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
     reference, odd = split(sides)
@@ -96,19 +96,19 @@ def _scale_findings(
     theirs = _from(source, group, sent)
     saturated = _from(source, group, sync.arena.counters[SATURATED])
     mine = (sent.view(torch.int32) != theirs.view(torch.int32)).T.nonzero().tolist()  # [slot, array]
-    told: list[tuple[int, list[list[int]]]] = group.gather((len(mine), mine[:MAX_SLOTS_PER_RANK]))
+    gathered: list[tuple[int, list[list[int]]]] = group.gather((len(mine), mine[:MAX_SLOTS_PER_RANK]))
     # All ranks send their values of every slot that differs on any rank, because each slot has its own majority.
-    places = sorted({(slot, array) for _, part in told for slot, array in part})
+    places = sorted({(slot, array) for _, part in gathered for slot, array in part})
     values: list[list[float]] = group.gather([sent[array, slot].item() for slot, array in places])
     findings = []
     for i, (slot, array) in enumerate(places):
         by_rank = {rank: row[i] for rank, row in zip(group.ranks, values)}
         findings += _slot_findings(str(sync.arena.specs[slot].slot), _ARRAYS[array], by_rank)
-    hidden = max(count - len(part) for count, part in told)
+    hidden = max(count - len(part) for count, part in gathered)
     if hidden > 0:
         detail = f"{hidden} more slots of one rank differ"
         findings += [Finding(0, "scale", MORE, ranks, reference, detail=detail, sides=sides) for ranks in odd]
-    return findings, Reference(theirs, saturated)
+    return findings, ReferenceState(theirs, saturated)
 
 
 def _from(source: int, group: SyncGroup, tensor: Tensor) -> Tensor:

@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8dist.checks.computations import KIND, ComputedContent, computations_of
-from fp8dist.checks.contents import ArenaContent, Content, Digester, Field, Key, Named, TensorContent, values_near
+from fp8dist.checks.contents import ArenaContent, Content, Digester, Field, Key, NamedTensor, TensorContent, values_near
 from fp8dist.checks.differences import ravel
 from fp8dist.checks.finite import not_finite
 from fp8dist.checks.grouped_computations import grouped_computations_of
 from fp8dist.checks.likeness import likeness
 from fp8dist.checks.replication import Excuse, Home, Membership, Replication
-from fp8dist.checks.report import this_rank
-from fp8dist.common.divergence import Finding, Participant
+from fp8dist.checks.report import Sender, this_rank
+from fp8dist.common.divergence import Finding
 from fp8dist.common.text import plural
 from fp8dist.modules.fp8_experts import fp8_experts
 from fp8dist.modules.fp8_linear import fp8_linears
@@ -144,10 +144,10 @@ class Holdings:
             sizes.update(content.sizes)
         return dict(sorted(sizes.items()))
 
-    def participant(self, group: SyncGroup) -> Participant:
-        """Return this rank and the device of its tensors. Local."""
+    def sender(self, group: SyncGroup) -> Sender:
+        """Return what this rank sends about itself with its part of a finding. Local."""
         device = next((c.device for s in self.all_sets for c in s.contents if c.keys), group.device)
-        return this_rank(device, self.coords)
+        return Sender(this_rank(device, self.coords), self.step, self.good)
 
 
 def likeness_of(contents: Sequence[Content]) -> str:
@@ -160,7 +160,7 @@ class Inventory:
 
     ``at_start``: training has not begun. Leaves out tensors without memory, which ``attach`` allows, statistics of
     normalisation layers, which a resumed rank may have of its own, and buffers in DDP, which makes them equal in its
-    next forward, or was told not to.
+    next forward, or is not to.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Inventory:
         home = self._replication.anchor
         self._homes: dict[str, Home] = {home.label: home}
         self._contents: dict[str, list[Content]] = {home.label: []}
-        self._tensors: dict[tuple[str, str], list[Named]] = {}
+        self._tensors: dict[tuple[str, str], list[NamedTensor]] = {}
         self._skipped: Counter[tuple[str, str]] = Counter()
         self._counted: dict[str, tuple[int, int]] = {}  # By kind: how many that count are compared, and exist.
         self._noun = "parameters"
@@ -346,7 +346,7 @@ class Inventory:
             if inner.layout is not torch.strided or inner.is_quantized:
                 self._skip(kind, Excuse(f"with layout {inner.layout}"))
             else:
-                self._tensors.setdefault((home.label, kind), []).append(Named(inner_name, inner, store))
+                self._tensors.setdefault((home.label, kind), []).append(NamedTensor(inner_name, inner, store))
 
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
         """Count things of a kind that are not compared."""
@@ -367,8 +367,10 @@ def _not_finite(numbers: Iterable[tuple[str, Tensor, bool]]) -> tuple[str, ...]:
 
 
 def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield what a checkpoint holds and training continues with, as ``not_finite`` takes it. A mask in a buffer, and a
-    bound in an optimizer's state, may be infinite."""
+    """Yield (name, tensor, True if infinities count) for all that a checkpoint holds and training continues with.
+
+    Infinities do not count in buffers, such as masks, and in optimizer state, such as bounds.
+    """
     parameters = [(clean_fqn(name), one) for name, one in module.named_parameters() if not is_lazy(one)]
     trainable = any(one.requires_grad for _, one in parameters)
     for name, one in parameters:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,15 +19,15 @@ from fp8dist.checks.findings import (
     Seen,
     explained,
     findings_of_values,
+    from_senders,
     is_odd,
-    last_good_step,
     layout_findings,
     named_only,
     reference_of,
 )
 from fp8dist.checks.inventory import Holdings, ReplicaSet
-from fp8dist.checks.report import sides_of
-from fp8dist.common.divergence import ALL_NAMES, MORE, Finding, Participant
+from fp8dist.checks.report import Sender, sides_of
+from fp8dist.common.divergence import ALL_NAMES, MORE, Finding
 from fp8dist.state.groups import SyncGroup
 from fp8dist_kernels.reference.content import as_bytes
 
@@ -56,15 +55,15 @@ def localise_set(
     """
     group, keys = s.group, s.keys
     layout = hashlib.sha256(repr(sorted(keys)).encode()).hexdigest()
-    told: list[_Told] = group.gather(_Told(mine.participant(group), layout, mine.step, mine.good))
-    layouts = sides_of({t.participant.rank: t.layout for t in told})
+    gathered: list[tuple[Sender, str]] = group.gather((mine.sender(group), layout))
+    layouts = sides_of({sender.participant.rank: of for sender, of in gathered})
     findings: list[Finding] = []
     common = sorted(keys)
     if len(layouts) > 1:
         findings, common = _compare_layouts(group, common, layouts)
     common.sort(key=_as_people_count)
     place = {key: i for i, key in enumerate(keys)}
-    at_most = len(common) if everything else _told_apart(group.size)
+    at_most = len(common) if everything else _at_most(group.size)
     differing, more = _differing_things(group, [place[key] for key in common], common, digests, at_most)
     if differing:
         findings += _explain(s, differing)
@@ -74,17 +73,10 @@ def localise_set(
     if not findings:
         detail = "the sum of the digests differed, but the digests of all tensors and slots are equal"
         findings.append(Finding(0, "error", "it changed during the check", ranks, None, detail=detail))
-    step = max(t.step for t in told)
-    good = [t.last_good for t in told]
-    everyone = [t.participant for t in told]
-    kinds = ["more" if f.name == MORE else f.kind for f in findings]
-    return [
-        replace(f, step=step, last_good_step=last_good_step(kind, good)).located(everyone)
-        for f, kind in zip(findings, kinds)
-    ], differing
+    return from_senders(findings, [sender for sender, _ in gathered]), differing
 
 
-def _told_apart(ranks: int) -> int:
+def _at_most(ranks: int) -> int:
     """Return the number of differing things whose odd ranks are determined."""
     return min(MAX_DIFFERING, max(MAX_EXPLAINED, MAX_GATHERED // ranks))
 
@@ -92,15 +84,6 @@ def _told_apart(ranks: int) -> int:
 def _as_people_count(key: Key) -> list[Any]:
     """Return a sort key that puts layer 2 before layer 10. The first few things are explained in full."""
     return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", key.name)] + [key.kind]
-
-
-class _Told(NamedTuple):
-    """What the ranks send to each other first."""
-
-    participant: Participant
-    layout: str
-    step: int
-    last_good: Mapping[str, int | None]
 
 
 def _compare_layouts(
@@ -138,10 +121,10 @@ def _differing_things(
     chosen = mine[places[:at_most]].to(group.device)
     gathered = [torch.empty_like(chosen) for _ in group.ranks]
     dist.all_gather(gathered, chosen, group=group.process_group)
-    told = group.in_order([part.tolist() for part in gathered])
+    by_rank = group.in_order([part.tolist() for part in gathered])
     differing = []
     for i, place in enumerate(places[:at_most]):
-        sides = sides_of({rank: tuple(rows[i]) for rank, rows in zip(group.ranks, told)})
+        sides = sides_of({rank: tuple(rows[i]) for rank, rows in zip(group.ranks, by_rank)})
         differing.append(Differing(order[place], keys[place], sides))
     return differing, len(places) - len(differing)
 
@@ -174,14 +157,11 @@ def _explain(s: ReplicaSet, differing: list[Differing]) -> list[Finding]:
         return [finding for thing in differing for finding in named_only(thing, errors[0])]
     firsts = _exchange_leaves(group, few, leaves)
     wants = sorted({want for part in group.gather(list(firsts)) for want in part})
-    seen: dict[tuple[int, int], list[Seen]] = {}
-    for rank, part in zip(group.ranks, group.gather(_exchange_blocks(group, few, fields, leaves, wants, firsts))):
-        for one in part:
-            seen.setdefault((one.thing, rank), []).append(one)
+    seen = dict(zip(group.ranks, group.gather(_exchange_blocks(group, few, fields, leaves, wants, firsts))))
     kinds = [{i: f for i, f in enumerate(part)} for part in fields]
     findings = []
     for i, thing in enumerate(few):
-        by_rank = {rank: seen.get((i, rank), []) for rank in group.ranks}
+        by_rank = {rank: [one for one in part if one.thing == i] for rank, part in seen.items()}
         findings += explained(thing, kinds[i], by_rank) or named_only(thing, "")
     return findings + [finding for thing in differing[MAX_EXPLAINED:] for finding in named_only(thing, "")]
 

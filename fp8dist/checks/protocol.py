@@ -22,11 +22,11 @@ from torch import Tensor
 from fp8dist.checks.computations import KIND
 from fp8dist.checks.computed import localise_computed
 from fp8dist.checks.contents import Digester
-from fp8dist.checks.findings import Differing, findings_of_values, last_good_step
+from fp8dist.checks.findings import Differing, findings_of_values, from_senders
 from fp8dist.checks.inventory import Holdings, ReplicaSet
 from fp8dist.checks.localisation import localise_set
 from fp8dist.checks.report import DivergenceReport, sides_of
-from fp8dist.common.divergence import Finding, Participant
+from fp8dist.common.divergence import Finding
 from fp8dist.common.text import plural
 from fp8dist.errors import Fp8DistError
 from fp8dist.state.groups import SyncGroup
@@ -39,7 +39,7 @@ _FAILED = 2
 """Sent by a rank that could not build its part. A rank that already knows of a difference sends 1."""
 
 _NOT_FINITE = 2
-"""Sent by the highest rank if it holds NaN or infinity; by lower ones, one more each: the lowest one is heard. A rank
+"""Sent by the highest rank if it holds NaN or infinity; by lower ones, one more each: the lowest one counts. A rank
 that compares only some of its parameters sends 1."""
 
 _MAY_BE_UNVERIFIED = (KIND, "buffer", "optimizer", "gradient", "parameter")
@@ -86,9 +86,9 @@ def check_replicas(
     lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.unverified), default=0)
     ranks = sorted(anchor.ranks, reverse=True)
     doubt = _NOT_FINITE + ranks.index(anchor.rank) if mine.nonfinite else int(bool(mine.partial))
-    told = [_FAILED if error is not None else int(bool(known)), lacking, doubt]
+    news_of_mine = [_FAILED if error is not None else int(bool(known)), lacking, doubt]
     agree, (news, lacking, doubt) = _agree(
-        anchor, list(map(word_of, words.values())), digests[0] if digests else None, told
+        anchor, list(map(word_of, words.values())), digests[0] if digests else None, news_of_mine
     )
     nonfinite_rank = ranks[doubt - _NOT_FINITE] if doubt >= _NOT_FINITE else None
     mine = _as_others_are(mine, lacking, doubt == 1, nonfinite_rank)
@@ -137,14 +137,14 @@ def _check_further_sets(
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=anchor.process_group)
     if int(anywhere) < 2:
         return [], [], int(anywhere) > 0
-    told: list[Finding] = []
+    found: list[Finding] = []
     differing = []
     for i in bad:
         findings, things = localise_set(mine.sets[i], digests[i], mine, everything)
         differing.append((mine.sets[i], things))
         if anchor.rank == min(mine.sets[i].group.ranks):  # One rank reports for the set.
-            told += findings
-    return _union(anchor, told), differing, True
+            found += findings
+    return _union(anchor, found), differing, True
 
 
 def _check_computed(
@@ -161,11 +161,11 @@ def _check_computed(
     alike, same = _agree(anchor, [label], digests)[0]
     if alike and same:
         return [], mine, len(digests) > 0
-    told = dict(zip(anchor.ranks, anchor.gather((label, (*digests.sum(0).tolist(), len(digests))))))
-    kinds = sides_of({rank: of for rank, (of, _) in told.items()})
-    differing = [kind for kind in kinds if len({told[rank][1] for rank in kind}) > 1]
+    by_rank = dict(zip(anchor.ranks, anchor.gather((label, (*digests.sum(0).tolist(), len(digests))))))
+    kinds = sides_of({rank: of for rank, (of, _) in by_rank.items()})
+    differing = [kind for kind in kinds if len({by_rank[rank][1] for rank in kind}) > 1]
     findings = localise_computed(anchor, mine, computed, digests, differing) if differing else []
-    lone = [kind[0] for kind in kinds if len(kind) == 1 and told[kind[0]][1][-1]]
+    lone = [kind[0] for kind in kinds if len(kind) == 1 and by_rank[kind[0]][1][-1]]
     if anchor.rank in lone:
         excuse = f"{len(digests)} {plural(KIND)} that no other rank repeats on equal hardware, versions and shapes"
         mine = replace(
@@ -173,7 +173,7 @@ def _check_computed(
         )
     elif lone:
         mine = _as_others_are(mine, 1 + _MAY_BE_UNVERIFIED.index(KIND))
-    return findings, mine, any(len(kind) > 1 and told[kind[0]][1][-1] for kind in kinds)
+    return findings, mine, any(len(kind) > 1 and by_rank[kind[0]][1][-1] for kind in kinds)
 
 
 def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
@@ -257,32 +257,30 @@ def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
 def _held_by_some(anchor: SyncGroup, mine: Holdings, held: set[str]) -> list[Finding]:
     """Return a finding for each set in which only some of its ranks have something to compare. COLLECTIVE."""
     sets = {m.label: (tuple(m.ranks), m.label in held) for m in mine.memberships}
-    told = anchor.gather((mine.participant(anchor), sets, mine.step))
-    everyone = [p for p, *_ in told]
+    gathered = anchor.gather((mine.sender(anchor)._replace(last_good={}), sets))
     by_set: dict[tuple[str, tuple[int, ...]], dict[int, str]] = {}
-    for p, theirs, _ in told:
+    for sender, theirs in gathered:
         for label, (ranks, has) in theirs.items():
-            by_set.setdefault((label, ranks), {})[p.rank] = f"{'something' if has else 'nothing'} to compare"
-    return [
-        replace(f, name=label, step=max(step for *_, step in told)).located(everyone)
+            what = f"{'something' if has else 'nothing'} to compare"
+            by_set.setdefault((label, ranks), {})[sender.participant.rank] = what
+    findings = [
+        replace(f, name=label)
         for (label, ranks), values in sorted(by_set.items())
         if len(values) == len(ranks) and len(set(values.values())) > 1
         for f in findings_of_values("layout", values)
     ]
+    return from_senders(findings, [sender for sender, _ in gathered])
 
 
 def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[Finding]:
     named = isinstance(error, Fp8DistError)  # Its message is clear without the name of its type.
     text = "" if error is None else str(error) if named else f"{type(error).__name__}: {error}"
-    told: list[tuple[Participant, str, int]] = anchor.gather((mine.participant(anchor), text, mine.step))
-    step = max(step for *_, step in told)
-    everyone = [p for p, *_ in told]
-    good = min((p.rank for p, text, _ in told if not text), default=None)
-    return [
-        Finding(step, "error", "building its part of the check", (p.rank,), good, detail=text).located(everyone)
-        for p, text, _ in told
-        if text
-    ]
+    gathered = anchor.gather((mine.sender(anchor)._replace(last_good={}), text))
+    by_rank = {sender.participant.rank: text for sender, text in gathered}
+    good = min((rank for rank, text in by_rank.items() if not text), default=None)
+    what = "building its part of the check"
+    findings = [Finding(0, "error", what, (rank,), good, detail=text) for rank, text in by_rank.items() if text]
+    return from_senders(findings, [sender for sender, _ in gathered])
 
 
 def _differing_words(
@@ -292,15 +290,8 @@ def _differing_words(
     if not names:
         return []
     shown = {name: repr(words[name]) for name in names}
-    told = anchor.gather((mine.participant(anchor), shown, mine.step, mine.good))
-    everyone = [p for p, *_ in told]
-    step = max(step for *_, step, _ in told)
-    good = [good for *_, good in told]
+    gathered = anchor.gather((mine.sender(anchor), shown))
     findings = []
     for name in names:
-        values = {p.rank: theirs[name] for p, theirs, *_ in told}
-        findings += [
-            replace(f, step=step, last_good_step=last_good_step(f.kind, good)).located(everyone)
-            for f in findings_of_values(name, values)
-        ]
-    return findings
+        findings += findings_of_values(name, {sender.participant.rank: of[name] for sender, of in gathered})
+    return from_senders(findings, [sender for sender, _ in gathered])

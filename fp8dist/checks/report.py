@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from fp8dist.common.divergence import Divergence, Finding, Participant
 from fp8dist.errors import DivergenceError
 from fp8dist.state.groups import SyncGroup, own_rank
 
-__all__ = ["DivergenceReport", "announce", "save_evidence", "sides_of", "split", "this_rank"]
+__all__ = ["DivergenceReport", "Sender", "announce", "save_evidence", "sides_of", "split", "this_rank"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -56,6 +56,15 @@ class DivergenceReport(Divergence):
         """Raise DivergenceError if ``diverged``."""
         if self.diverged:
             raise DivergenceError(self)
+
+
+class Sender(NamedTuple):
+    """A rank that sends its part of a finding. ``step``: of its check. ``last_good``: by kind of what it compares, the
+    last step at which all was equal; None: never."""
+
+    participant: Participant
+    step: int
+    last_good: Mapping[str, int | None]
 
 
 def this_rank(device: torch.device, coords: dict[str, int] | None) -> Participant:

@@ -16,6 +16,7 @@ from fp8dist_kernels import BLOCK
 __all__ = [
     "ALIGNMENT",
     "INTEGERS",
+    "OPERANDS",
     "Taken",
     "aligned",
     "among_zeros",
@@ -32,6 +33,8 @@ ALIGNMENT = 256
 
 INTEGERS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
+OPERANDS = ("a", "b", "inv_scale_a", "inv_scale_b", "offsets")
+"""The tensors that a product is given, in order; ``offsets`` only if it is grouped."""
 
 Taken = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor], float]
 """The header, the tensors to send, the results by name, and the part's share."""

@@ -4,10 +4,11 @@ A work is what one call of an op was given, and the digest of what it computed. 
 JSON, then the tensors. If the tensors take more than the limit, a work is a part of the call:
 
 - of a product, some rows of ``a`` and some rows of ``b``. The other rows are zeros when it is repeated, so the same
-  kernel runs with the same tiles. Rows computed alone would have other bits.
+  kernel runs with the same tiles. Rows computed alone would have other bits. Of ``matmul_grouped_columns`` that is a
+  block of each expert's result.
 - of a cast, some lines of ``x``, along the dim in which scales do not reach across lines.
 
-``grouped_works`` has those on rows that are sorted by expert.
+``grouped_works`` has the others on rows that are sorted by expert.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fp8dist.checks.grouped_works import repeat_grouped, take_grouped
 from fp8dist.checks.work_parts import (
     ALIGNMENT,
     INTEGERS,
+    OPERANDS,
     Taken,
     among_zeros,
     hash_of,
@@ -37,11 +39,13 @@ from fp8dist.checks.work_parts import (
 )
 from fp8dist_kernels import grouped_ops, ops
 
-__all__ = ["Work", "described", "digest_of", "repeated", "taken"]
+__all__ = ["Work", "described", "digest_of", "repeated", "take", "taken"]
 
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}
 )
+
+_PRODUCTS = ("matmul", "matmul_grouped_columns")
 
 _HEAD = 8
 """Bytes of the header's length."""
@@ -82,21 +86,29 @@ def taken(
     """
     if any(not tensor.numel() for tensor in args[:2] if isinstance(tensor, Tensor)):
         return None
-    grouped = op in grouped_ops.IMPLEMENTATIONS
-    take = take_grouped if grouped else _take_product if op == "matmul" else _take_cast
     header, tensors, found, share = take(op, args, options, results, limit, at)
     header |= {"op": op, "site": site, "backend": options.get("backend", "auto")}
-    sizes = [x for x in args[:2] if isinstance(x, Tensor) and x.ndim > (1 if grouped else 0)]
+    sizes = [x for x in args[:2] if isinstance(x, Tensor) and x.ndim > (op in grouped_ops.IMPLEMENTATIONS)]
     what = f"{op} of {' and '.join('x'.join(map(str, x.shape)) for x in sizes)}"
     return Work(_packed(header, tensors), digest_of(found, digester), what, share)
+
+
+def take(
+    op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
+) -> Taken:
+    """Return what ``taken`` takes down of a call. Does not wait for the device, if the scales are known."""
+    grouped = op in grouped_ops.IMPLEMENTATIONS
+    of_kind = _take_product if op in _PRODUCTS else take_grouped if grouped else _take_cast
+    return of_kind(op, args, options, results, limit, at)
 
 
 def _take_product(
     op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
 ) -> Taken:
-    a, b, inv_scale_a, inv_scale_b, dtype = args
+    *operands, dtype = args
+    a, b = operands[:2]
     rows, columns = part_of_product(a, b, limit, at)
-    tensors = {"a": a[slice(*rows)], "b": b[slice(*columns)], "inv_scale_a": inv_scale_a, "inv_scale_b": inv_scale_b}
+    tensors = {**dict(zip(OPERANDS, operands)), "a": a[slice(*rows)], "b": b[slice(*columns)]}
     if options.get("bias") is not None:
         tensors["bias"] = options["bias"]
     header = {
@@ -106,7 +118,7 @@ def _take_product(
         "fast_accumulation": options["fast_accumulation"],
         "sideways": not b.is_contiguous(),  # The kernel may be another one.
     }
-    part = results[0][slice(*rows), slice(*columns)]
+    part = results[0][..., slice(*rows), slice(*columns)]
     return header, tensors, {"": part}, part.numel() / results[0].numel()
 
 
@@ -151,7 +163,7 @@ def repeated(message: Tensor) -> dict[str, Tensor]:
     op = header["op"]
     run = functools.partial(_IMPLEMENTATIONS[op], backend=header["backend"])
     grouped = op in grouped_ops.IMPLEMENTATIONS
-    repeat = repeat_grouped if grouped else _repeat_product if op == "matmul" else _repeat_cast
+    repeat = _repeat_product if op in _PRODUCTS else repeat_grouped if grouped else _repeat_cast
     with torch.no_grad():
         return repeat(run, header, getattr(torch, header["dtype"]), tensors)
 
@@ -160,17 +172,13 @@ def _repeat_product(
     run: Callable[..., Any], header: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     first_row, end_row, first_column, end_column = header["where"]
-    b = among_zeros(tensors["b"], header["sizes"][1], first_column)
-    product = run(
-        among_zeros(tensors["a"], header["sizes"][0], first_row),
-        ops.IMPLEMENTATIONS["transpose"](b).t() if header["sideways"] else b,
-        tensors["inv_scale_a"],
-        tensors["inv_scale_b"],
-        dtype,
-        bias=tensors.get("bias"),
-        fast_accumulation=header["fast_accumulation"],
-    )
-    return {"": product[first_row:end_row, first_column:end_column]}
+    b, bias = among_zeros(tensors["b"], header["sizes"][1], first_column), tensors.get("bias")
+    if header["sideways"]:
+        b = ops.IMPLEMENTATIONS["transpose"](b).t()
+    rest = [tensors[name] for name in OPERANDS[2:] if name in tensors]
+    how = {"fast_accumulation": header["fast_accumulation"], **({"bias": bias} if bias is not None else {})}
+    product = run(among_zeros(tensors["a"], header["sizes"][0], first_row), b, *rest, dtype, **how)
+    return {"": product[..., first_row:end_row, first_column:end_column]}
 
 
 def _repeat_cast(
@@ -200,7 +208,7 @@ def digest_of(results: Mapping[str, Tensor], digester: Digester) -> Tensor:
 
 
 def _canonical(result: Tensor) -> Tensor:
-    """Return the result with one bit pattern for NaN: those of a processor differ by the order of its operands."""
+    """Return the result with one bit pattern for all NaNs, whose bits depend on the order of the operands."""
     if result.itemsize > 1:
         return torch.where(result.isnan(), torch.nan, result)
     nan = result.float().isnan()
@@ -251,7 +259,7 @@ def _results_of_cast(
 
 
 def _packed(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the message. Each tensor lies in it as it was aligned."""
+    """Return the message. Each tensor has the alignment in it that it has in memory, because kernels depend on it."""
     end = _HEAD + len(json.dumps(header)) + _ROOM * len(tensors)
     places: dict[str, slice] = {}
     for name, tensor in tensors.items():

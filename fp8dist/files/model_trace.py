@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fp8dist.checks.contents import ArenaContent, Digester, Named, TensorContent
+from fp8dist.checks.contents import ArenaContent, Digester, NamedTensor, TensorContent
 from fp8dist.checks.likeness import kernel_flags, likeness
 from fp8dist.checks.outputs import Outputs
 from fp8dist.checks.random_state import random_state
@@ -80,7 +80,7 @@ def _start(model: nn.Module, device: torch.device, digester: Digester) -> dict[s
 
 
 def _digest(kind: str, tensors: Sequence[tuple[str, Tensor]] | Any, digester: Digester) -> str | None:
-    named = [Named(clean_fqn(name), local_part(tensor.detach())) for name, tensor in tensors]
+    named = [NamedTensor(clean_fqn(name), local_part(tensor.detach())) for name, tensor in tensors]
     return _hex(TensorContent(kind, named).digests(digester)) if named else None
 
 

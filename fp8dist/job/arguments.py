@@ -16,7 +16,7 @@ from fp8dist.common.patterns import require_patterns
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import has_base
 
-__all__ = ["is_module_name", "require_attachable", "require_groups", "require_model"]
+__all__ = ["is_module_name", "require_attachable", "require_mapping_of_groups", "require_model"]
 
 _WRAPPERS: Mapping[str, str] = MappingProxyType(
     {
@@ -55,7 +55,7 @@ def require_model(model: object) -> None:
         )
 
 
-def require_groups(groups: object) -> None:
+def require_mapping_of_groups(groups: object) -> None:
     """Raise ConfigurationError unless ``groups`` is a mapping of patterns."""
     if not isinstance(groups, Mapping):
         raise ConfigurationError(

@@ -113,7 +113,10 @@ class Attachment:
         if compute is None:
             on_gpu = any(sync.arena.device.type == "cuda" for sync in cycle.syncs)
             compute = on_gpu and cycle.job.shared and cycle.settings.enabled
-        self._agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute, start)
+        watch = None if cycle.measurement.watch is None else cycle.measurement.watch.describe()
+        boundary = "optimizer" if by_optimizer else "manual"
+        also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
+        self._agree(also, _described_weights(model), timeout)
         if start is not None:
             try:
                 cycle.checker.compare_start(model, whole, start)
@@ -141,24 +144,14 @@ class Attachment:
         self._install_hooks(whole, optimizers, scaler, by_optimizer)
         return compute
 
-    def _agree(
-        self,
-        boundary: str,
-        weights: Mapping[Slot, WeightDescription],
-        timeout: timedelta,
-        compute: bool,
-        start: Start | None,
-    ) -> None:
+    def _agree(self, also: Mapping[str, Any], weights: Mapping[Slot, WeightDescription], timeout: timedelta) -> None:
         """Agree with the other ranks on everything that must be equal. COLLECTIVE, through the store.
 
         Args:
+            also: JSON values that must be equal, besides the settings.
             weights: by weight slot, the description of the whole weight: the same on all ranks, however it is sharded.
-            compute: True if the ranks compare known answers next.
-            start: None: the ranks do not compare what they start with.
         """
         cycle, state = self._cycle, self._cycle.state
-        watch = None if cycle.measurement.watch is None else cycle.measurement.watch.describe()
-        also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
         state.settle()  # In the communicator that the last attach() made.
         self._drop_communicators()
         manifests = agree(state, also, weights, timeout)

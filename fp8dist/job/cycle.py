@@ -31,10 +31,18 @@ __all__ = ["StepCycle"]
 class StepCycle:
     """Drives all arenas of one manager through their steps.
 
-    Methods that communicate handle the arenas in one order, which is the same on all ranks, also for ranks of several
-    groups. They are called at points of the program that all ranks reach.
+    Methods that communicate are called at points of the program that all ranks reach, and handle the arenas in the
+    order of ``ModelState``.
 
-    ``sharded`` weights and their scales are in ``scales``, the watch in ``measurement``.
+    Attributes:
+        control: the precision of modules.
+        checker: acts on what syncs prove, and compares ranks.
+        scales: the scales of weights, and the weights that FSDP2 gathers in FP8.
+        measurement: the watch, and the time that steps wait in syncs.
+        checks: runs the checks that are due.
+        audits: the audits of casts and products; None: the settings ask for none.
+        steps: watches all optimizers of the process. The manager sets it.
+        listeners: called as a training step ends. False: the step was skipped.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -46,14 +54,14 @@ class StepCycle:
         state = self.state
         self.settings, self.job, self.precisions = state.settings, state.job, state.precisions
         self.syncs, self.groups = state.syncs, state.groups
-        self.steps: StepWatch | None = None  # Set by the manager, which knows the model.
+        self.steps: StepWatch | None = None
         self.audits: Audits | None = None
         self.control = PrecisionControl(state)
         self.checker = Checker(state, self.control)
         self.scales = WeightScales(state)
         self.measurement = Measurement(state, self.checker)
         self.checks = PeriodicChecks(state, self.checker, self.scales)
-        self.listeners: list[Callable[[bool], None]] = []  # Called as a training step ends; False: it was skipped.
+        self.listeners: list[Callable[[bool], None]] = []
         self._failure: SyncError | None = None  # Of a commit during a compilation; the next boundary raises it.
         self._renews = False  # An attached optimizer has stepped: gathered weights need new scales.
         self.job.warned_unsynced = False
@@ -129,7 +137,10 @@ class StepCycle:
         return in_graph
 
     def _act(self, calibrated: bool) -> None:
-        """Act on the verdicts of the last syncs, and run a check if one is due. COLLECTIVE in these cases."""
+        """Act on the verdicts of the last syncs, and run the audit and the check that are due.
+
+        COLLECTIVE if a sync found a difference, or an audit or a check is due.
+        """
         passed = self.job.boundaries
         self.job.boundaries += 1  # First, because the rest may raise, and a loop may catch the error and go on.
         if self.settings.enabled:
@@ -163,13 +174,16 @@ class StepCycle:
                 sync.launch(hold, self.job.scaled)
 
     def found_nonfinite(self) -> bool:
-        """True if the sync of the step that has just ended saw a non-finite amax. There is no event of it yet. Local.
-        Commits that sync now, and waits for the device."""
+        """Return True if the sync of the step that has just ended saw a non-finite amax, before there is an event of
+        it. Local. Commits that sync now, and waits for the device."""
         self.state.settle()
         return any(sync.verdict is not None and sync.verdict.read().nonfinite for sync in self.syncs)
 
     def _commit(self, hold: Tensor | None, in_graph: bool) -> None:
-        """Make launched syncs due. Commit them now if ``update`` is "same_step", or if no reader can commit. Local."""
+        """Make launched syncs due for commit. Local.
+
+        Commits them now if ``update`` is "same_step", or if the next reader of scales may bypass Python.
+        """
         for sync in self.syncs:
             sync.pass_boundary(hold, self.job.scaled)
         at_once = in_graph or (self._unseen_forwards() and not self.job.by_optimizer)

@@ -29,8 +29,9 @@ from fp8dist.job.arguments import is_module_name, require_attachable
 from fp8dist.job.attachment import Attachment, local_weights
 from fp8dist.job.calibration import calibration
 from fp8dist.job.checkpoint import Checkpoint
-from fp8dist.job.coverage import Coverage, Selection, Survey, survey_again
+from fp8dist.job.coverage import Coverage, Survey, survey_again
 from fp8dist.job.cycle import StepCycle
+from fp8dist.job.eligibility import Selection
 from fp8dist.job.graph_polling import GraphPolling
 from fp8dist.job.joined_manager import JoinedManager
 from fp8dist.job.moved import MOVED, moved
@@ -72,7 +73,7 @@ ATTRIBUTE = "_fp8dist_manager"
 """Attribute of a prepared model that holds its manager. The manager has only a weak reference to the model."""
 
 WHOLE = "_fp8dist_whole"
-"""Attribute of each model part, for loops that hold a list of parts: the module that contains all of them."""
+"""Attribute of one chunk of a prepared model (Megatron-Core hands a list of them around): the module of all chunks."""
 
 
 class StateManager(JoinedManager):
@@ -336,8 +337,8 @@ class StateManager(JoinedManager):
             policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
                 "repair": copy from the majority and check again, raise if there is no majority or ranks still differ.
                 With "warn", a finding that an earlier check has logged gets one line while it stands.
-            buffers: compare the buffers of DDP modules. Buffers that a forward changes, as BatchNorm does, differ until
-                the next forward, in which DDP copies those of its first rank to the others.
+            buffers: compare the buffers of DDP modules. If a forward changes buffers, as BatchNorm does, ranks differ
+                by design until the next forward: DDP then copies the buffers of its first rank to the others.
             compute: also let each rank compute the FP8 casts and products of the model's own shapes, on operands that
                 are the same everywhere, and compare the results with those of ranks with equal hardware and versions.
                 Finds a device that computes otherwise. One more all-reduce of 72 bytes, and the time of the products,

@@ -64,15 +64,12 @@ class Measurement:
             if jumps:
                 cause = self.watch.outlier(jumps, syncs)
                 self._checker.queue(Event("jump", step, tuple(jump.slot for jump in jumps), cause=cause))
-            self._queue_nonfinite(self.watch, step)
-
-    def _queue_nonfinite(self, watch: Watch, step: int) -> None:
-        """Queue an event for non-finite amaxes of recipes without a sync, which would find them. Local."""
-        cause, slots = watch.nonfinite(step)
-        unsynced = {slot for sync in self._state.syncs if not sync.every_step for slot in sync.arena.index}
-        bad = tuple(slot for slot in slots if slot in unsynced)
-        if bad:
-            self._checker.queue(Event("nonfinite", step, bad, cause=cause))
+            # Syncs find non-finite amaxes themselves. Recipes without one need the watch for that.
+            cause, slots = self.watch.nonfinite(step)
+            unsynced = {slot for sync in syncs if not sync.every_step for slot in sync.arena.index}
+            bad = tuple(slot for slot in slots if slot in unsynced)
+            if bad:
+                self._checker.queue(Event("nonfinite", step, bad, cause=cause))
 
     def _microbatches_known(self) -> bool:
         """True if this rank knows which microbatch recorded what: every FP8Linear that recorded an amax did so in

@@ -79,8 +79,8 @@ def check(
             tensor was good.
         policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
             "repair": copy from the majority, raise if there is none.
-        buffers: compare buffers, which are replicated like plain parameters. Buffers that a forward changes, as
-            BatchNorm does, differ until the next forward, in which DDP copies those of its first rank to the others.
+        buffers: compare buffers, which are replicated like plain parameters. If a forward changes buffers, as BatchNorm
+            does, ranks differ by design until the next forward: DDP then copies the buffers of its first rank.
         max_repairs: as for ``StateManager.check``. The module remembers which tensors were repaired.
 
     Returns:
@@ -109,17 +109,8 @@ def check(
     checkers = [Internals(manager).settled().checker for manager in managers_in(module)]
     meet(anchor, "fp8dist.check()")
     last_good = module.__dict__[LAST_GOOD_STEPS]
-    compared = Comparison(
-        anchor,
-        checkers,
-        module,
-        scope,
-        _device_of(module),
-        step or 0,
-        last_good,
-        vouched=group is not None,
-        groups=groups,
-    )
+    device, vouched = _device_of(module), group is not None
+    compared = Comparison(anchor, checkers, module, scope, device, step or 0, last_good, vouched=vouched, groups=groups)
     repairs = checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs())
     report = run_check(compared, policy, _INSTEAD, report_dir(), repairs, max_repairs)
     if not compared.enabled:

@@ -25,6 +25,11 @@ def _of_slot(name: str) -> Callable[[Any], Any]:
     return lambda manager: lambda fqn, role: getattr(manager.slot(fqn, role), name)
 
 
+def _call_of_slot(name: str) -> Callable[[Any], Any]:
+    """Return what gives a function of (fqn, role, …) that calls a method of the slot's state."""
+    return lambda manager: lambda fqn, role, *args, **named: getattr(manager.slot(fqn, role), name)(*args, **named)
+
+
 def _high_precision(manager: Any) -> Callable[[str], Any]:
     return lambda fqn: manager.slot(fqn, "input").high_precision
 
@@ -47,14 +52,10 @@ MOVED: Mapping[str, tuple[str, Callable[[Any], Any]]] = MappingProxyType(
             name: (f"manager.slot(fqn, role).{name}", _of_slot(name))
             for name in ("amax", "amax_history", "inv_scale", "scale")
         },
-        "set_scale": (
-            "manager.slot(fqn, role).set_scale(scale)",
-            lambda manager: lambda fqn, role, scale: manager.slot(fqn, role).set_scale(scale),
-        ),
-        "record": (
-            "manager.slot(fqn, role).record(x)",
-            lambda manager: lambda fqn, role, x: manager.slot(fqn, role).record(x),
-        ),
+        **{
+            name: (f"manager.slot(fqn, role).{name}({argument})", _call_of_slot(name))
+            for name, argument in (("set_scale", "scale"), ("record", "x"))
+        },
         "high_precision": ("manager.slot(fqn, role).high_precision", _high_precision),
         "recipe_of": ("manager.slot(fqn, role).recipe", _recipe_of),
         "proven_step": ("manager.verified.proven_step", lambda manager: manager.verified.proven_step),

@@ -25,34 +25,37 @@ _IN_REPLAY = "what it changes could not be put back: the replayed step(batch) ru
 _UNSHARED_ONLY = (Tie.PREPARED, Tie.DETACHED)
 """Phases in which a manager may take steps only if no other rank shares its state."""
 
+_UNTIED: Mapping[Tie | Activity, str] = MappingProxyType(
+    {Tie.PREPARED: _ATTACH_FIRST, Tie.DETACHED: _ATTACH_FIRST, Tie.RESTORED: _AGAIN}
+)
+_EAGER_ONLY: Mapping[Tie | Activity, str] = MappingProxyType(
+    {Activity.CAPTURING: _OUTSIDE_GRAPH, Activity.REPLAYING: _IN_REPLAY}
+)
+_ONCE: Mapping[Tie | Activity, str] = MappingProxyType({Activity.CAPTURING: _REPLAYED, Activity.REPLAYING: _IN_REPLAY})
+
 _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
     {
         "attach()": {
             Tie.RESTORED: _AGAIN,
             Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: _LEAVE_JOIN,
-            Activity.CAPTURING: _OUTSIDE_GRAPH,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_EAGER_ONLY,
         },
         "detach()": {
             Tie.RESTORED: _AGAIN,
             Activity.IN_STEP: _AFTER_STEP,
             Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: "ranks without data would wait for this one: call it outside of the context",
-            Activity.CAPTURING: _OUTSIDE_GRAPH,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_EAGER_ONLY,
         },
         "restore()": {
             Tie.RESTORED: _AGAIN,
             Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: "ranks without data would wait for this one: call it outside of the context",
-            Activity.CAPTURING: _OUTSIDE_GRAPH,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_EAGER_ONLY,
         },
         "a step": {
-            Tie.PREPARED: _ATTACH_FIRST,
-            Tie.DETACHED: _ATTACH_FIRST,
-            Tie.RESTORED: _AGAIN,
+            **_UNTIED,
             Activity.CALIBRATING: "a calibration changes no parameter: step after it",
             Activity.REPLAYING: _IN_REPLAY,
         },
@@ -67,53 +70,37 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
         },
         "comm_hook(manager)": {Tie.RESTORED: _AGAIN},
         "poll()": {
-            Tie.PREPARED: _ATTACH_FIRST,
-            Tie.DETACHED: _ATTACH_FIRST,
-            Tie.RESTORED: _AGAIN,
-            Activity.CAPTURING: _OUTSIDE_GRAPH,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_UNTIED,
+            **_EAGER_ONLY,
         },
         "check()": {
-            Tie.PREPARED: _ATTACH_FIRST,
-            Tie.DETACHED: _ATTACH_FIRST,
-            Tie.RESTORED: _AGAIN,
+            **_UNTIED,
             Activity.JOINED: _LEAVE_JOIN,
-            Activity.CAPTURING: _OUTSIDE_GRAPH,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_EAGER_ONLY,
         },
         "calibrate()": {
-            Tie.PREPARED: _ATTACH_FIRST,
-            Tie.DETACHED: _ATTACH_FIRST,
-            Tie.RESTORED: _AGAIN,
+            **_UNTIED,
             Activity.CALIBRATING: "one calibration takes any number of batches",
             Activity.JOINED: _LEAVE_JOIN,
-            Activity.CAPTURING: _OUTSIDE_GRAPH,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_EAGER_ONLY,
         },
         "replay()": {
-            Tie.PREPARED: _ATTACH_FIRST,
-            Tie.DETACHED: _ATTACH_FIRST,
-            Tie.RESTORED: _AGAIN,
+            **_UNTIED,
             Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: _LEAVE_JOIN,
-            Activity.CAPTURING: _OUTSIDE_GRAPH,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_EAGER_ONLY,
         },
         "refresh_weights()": {
-            Tie.PREPARED: _ATTACH_FIRST,
-            Tie.DETACHED: _ATTACH_FIRST,
-            Tie.RESTORED: _AGAIN,
+            **_UNTIED,
             Activity.JOINED: _LEAVE_JOIN,
-            Activity.CAPTURING: _REPLAYED,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_ONCE,
         },
         "export()": {
             Tie.PREPARED: _ATTACH_FIRST,
             Tie.RESTORED: _AGAIN,
             Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: _LEAVE_JOIN,
-            Activity.CAPTURING: _OUTSIDE_GRAPH,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_EAGER_ONLY,
         },
         "watch()": {
             Tie.ATTACHED: "call it before attach(), where ranks agree on it",
@@ -121,23 +108,19 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
         },
         "set_precision()": {
             Tie.RESTORED: _AGAIN,
-            Activity.CAPTURING: _REPLAYED,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_ONCE,
         },
         "set_scale()": {
             Tie.RESTORED: _AGAIN,
-            Activity.CAPTURING: _REPLAYED,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_ONCE,
         },
         "swapped_weights()": {
             Tie.RESTORED: _AGAIN,
-            Activity.CAPTURING: _OUTSIDE_GRAPH,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_EAGER_ONLY,
         },
         "loading state": {
             Tie.RESTORED: _AGAIN,
-            Activity.CAPTURING: _REPLAYED,
-            Activity.REPLAYING: _IN_REPLAY,
+            **_ONCE,
         },
         "saving state": {Activity.CAPTURING: _OUTSIDE_GRAPH},
     }

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import nn
 
@@ -15,26 +12,27 @@ from fp8dist.common.names import check_keywords, require_bool
 from fp8dist.common.patterns import Skip, shadowed, unmatched
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.agreement import require_groups as require_sync_groups
-from fp8dist.job.arguments import require_groups, require_model
-from fp8dist.job.coverage import Selection, Survey, survey
+from fp8dist.job.agreement import require_groups
+from fp8dist.job.arenas import Assignment, ExpertProduct, assign, given_groups, products_of, specs_of, syncs_of
+from fp8dist.job.arguments import require_model
+from fp8dist.job.coverage import Survey, survey
+from fp8dist.job.eligibility import Selection
 from fp8dist.job.manager import ATTRIBUTE, StateManager, get_manager, managers_in
 from fp8dist.modules.foreign import expert_products
 from fp8dist.modules.fp8_experts import convert_experts
 from fp8dist.modules.fp8_linear import convert
-from fp8dist.modules.grouped_slots import GroupedSlots, slot_names
+from fp8dist.modules.grouped_slots import GroupedSlots
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.overrides import High, Overrides
-from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.fallback import Fallback
 from fp8dist.state.groups import GroupLike, SyncGroup
 from fp8dist.state.precision import Precisions
 from fp8dist.state.recipe import DelayedScaling, Recipe, require_recipe
 from fp8dist.state.settings import AUDIT_BYTES, Settings, unknown_variables
-from fp8dist.state.slots import Slot, SlotSpec
+from fp8dist.state.slots import Slot
 from fp8dist_kernels import grouped_ops, ops
 from fp8dist_kernels.formats import Role
 
@@ -44,9 +42,6 @@ logger = logging.getLogger("fp8dist")
 
 _LOW_SHARE = 0.9
 """Share of matmul parameters in FP8 below which ``prepare`` warns."""
-
-_EXPERTS_HISTORY = 16
-"""Longest history of experts for which no override gives a recipe. 92,160 slots of 1024 steps take 377 MB."""
 
 _MUCH_STATE = 4_000_000
 """Bytes of FP8 state from which the log says what it takes."""
@@ -142,8 +137,7 @@ def prepare(
     """
     require_model(model)
     recipe = DelayedScaling() if recipe is None else require_recipe("recipe", recipe)
-    groups = {} if groups is None else groups
-    require_groups(groups)
+    given = given_groups(group, groups)
     require_bool("strict", strict)
     settings = Settings.resolve(
         enabled=enabled,
@@ -161,49 +155,64 @@ def prepare(
     )
     if managers_in(model):
         raise ConfigurationError("the model, or a part of it, is prepared already: call fp8dist.restore() first")
-    each, skipped = Overrides({} if overrides is None else overrides), Skip(skip)
-    selection = Selection(each, skipped, filter_fn)
+    selection = Selection(Overrides({} if overrides is None else overrides), Skip(skip), filter_fn)
     surveyed = survey(model, selection)
     if strict:
         surveyed.require_named()
-    linears, experts = surveyed.chosen, surveyed.experts
-    recipes = {fqn: each.recipe(fqn, recipe) or recipe for fqn in linears}
-    products = [
-        _Product(fqn, name, module, each.recipe(fqn, _of_experts(recipe)) or recipe)
-        for fqn, module in experts.items()
-        for name in expert_products(module) or ()
-    ]
-    _require_gatherable(settings, recipes | {product.owner: product.recipe for product in products})
-    plan = _Plan(linears, products, group, groups, recipe, recipes, settings)
-    job = JobState(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather, plan.shared)
-    slots = {fqn: plan.slots_of(fqn, linear, job) for fqn, linear in linears.items()}
-    grouped = [(product, plan.grouped_slots(product, job)) for product in products]
-    precisions = Precisions(
-        {
-            precision.slots[Role.INPUT].fqn: precision
-            for of in (*slots.values(), *(of for _, of in grouped))
-            for precision in of.precisions
-        }
-    )
-    found = surveyed.coverage(True)
-    require_sync_groups(settings, plan.sync_groups)
-    pairs = sorted(zip(plan.syncs, plan.sync_groups), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
-    state = ModelState(settings, job, precisions, tuple(s for s, _ in pairs), tuple(group for _, group in pairs))
-    manager = StateManager(model, recipe, state, plan.syncs[0], plan.aliases, found, selection)
+    linears, products = surveyed.chosen, products_of(surveyed.experts, selection.overrides, recipe)
+    assignment = assign(linears, products, selection.overrides, recipe, given)
+    arenas = syncs_of(specs_of(assignment, products, given, recipe), given, settings)
+    state, slots, grouped = _build(assignment, products, arenas, settings)
+    default, _ = next(iter(arenas.values()))
+    manager = StateManager(model, recipe, state, default, assignment.aliases, surveyed.coverage(True), selection)
+    with _undone_if_it_fails([*linears.values(), *surveyed.experts.values(), model]):
+        _convert(surveyed, products, slots, grouped)
+        model.__dict__[ATTRIBUTE] = manager
+        _log_conversion(surveyed, state)
+        _warn_of_patterns(surveyed.fqns, [product.fqn for product in products], selection, given.places)
+    return manager
+
+
+def _build(
+    assignment: Assignment,
+    products: Sequence[ExpertProduct],
+    arenas: Mapping[tuple[int, Recipe], tuple[ArenaSync, SyncGroup | None]],
+    settings: Settings,
+) -> tuple[ModelState, dict[str, LinearSlots], dict[str, GroupedSlots]]:
+    """Return the state of a model, and the slots of its Linears and products, by fqn.
+
+    Raises:
+        ConfigurationError: there are several ranks and no group, or the recipe excludes ``fp8_all_gather``.
+    """
+    _require_gatherable(settings, assignment, products)
+    pairs = sorted(arenas.values(), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
+    syncs, groups = zip(*pairs)
+    require_groups(settings, groups)
+    shared = settings.amax_sync and any(group is not None and group.communicates for group in groups)
+    job = JobState(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather, shared)
+    sync_of = {fqn: arenas[key][0] for fqn, key in assignment.keys.items()}
+    linears = {}
+    for fqn, owner in assignment.owners.items():
+        slots = {role: Slot(owner if role is Role.WEIGHT else fqn, role.value) for role in Role}
+        linears[fqn] = LinearSlots(sync_of[fqn], sync_of[owner], job, assignment.keys[fqn][1], slots)
+    grouped = {of.fqn: GroupedSlots(sync_of[of.fqn], job, of.recipe, of.fqn, of.name, of.experts) for of in products}
+    each = [precision for of in (*linears.values(), *grouped.values()) for precision in of.precisions]
+    precisions = Precisions({precision.slots[Role.INPUT].fqn: precision for precision in each})
+    return ModelState(settings, job, precisions, syncs, groups), linears, grouped
+
+
+def _convert(
+    surveyed: Survey,
+    products: Sequence[ExpertProduct],
+    slots: Mapping[str, LinearSlots],
+    grouped: Mapping[str, GroupedSlots],
+) -> None:
     ops.register_flops()
     grouped_ops.register_flops()
-    with _undone_if_it_fails([*linears.values(), *experts.values(), model]):
-        for fqn, linear in linears.items():
-            convert(linear, slots[fqn])
-        for module in experts.values():
-            convert_experts(module, {product.name: of for product, of in grouped if product.module is module})
-        model.__dict__[ATTRIBUTE] = manager
-        _tell(model, surveyed, settings.enabled, plan)
-        if (strangers := unknown_variables()) and plan.speaks:
-            named = ", ".join(f"{variable}{hint}" for variable, hint in strangers.items())
-            logger.warning("fp8dist: environment: there is no setting %s", named)
-        _warn_of_patterns(surveyed.fqns, [product.fqn for product in products], skipped.given, groups, each.given)
-    return manager
+    for fqn, linear in surveyed.chosen.items():
+        convert(linear, slots[fqn])
+    for module in surveyed.experts.values():
+        convert_experts(module, {of.name: grouped[of.fqn] for of in products if of.module is module})
 
 
 @contextlib.contextmanager
@@ -243,41 +252,45 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def _tell(model: nn.Module, surveyed: Survey, enabled: bool, plan: _Plan) -> None:
+def _log_conversion(surveyed: Survey, state: ModelState) -> None:
     """Log which modules are in FP8 and which are not, and what their state takes if that is much. One rank warns about
     a low share."""
-    speaks = plan.speaks
     for fqn, why in surveyed.left_out:
         logger.info("fp8dist: %s stays in high precision: %s", fqn or "the model", why.reason)
     logger.info("fp8dist: %d Linears are FP8Linears now", len(surveyed.chosen))
     if surveyed.experts:
         logger.info("fp8dist: the experts of %d mixtures are FP8Experts now", len(surveyed.experts))
-    taken = sum(array.nbytes for sync in plan.syncs for array in sync.arena.arrays)
+    taken = sum(array.nbytes for sync in state.syncs for array in sync.arena.arrays)
     if taken >= _MUCH_STATE:
-        slots = sum(len(sync.arena) for sync in plan.syncs)
+        slots = sum(len(sync.arena) for sync in state.syncs)
         logger.info("fp8dist: the FP8 state of %d slots takes %d MB on each rank", slots, taken // 1_000_000)
-    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+    if surveyed.has_fast_path:
         logger.warning(
             "fp8dist: torch's fast path of nn.TransformerEncoderLayer in eval() does not call its Linears, so "
             "it is not FP8; torch.backends.mha.set_fastpath_enabled(False) turns it off"
         )
-    _warn_of_routers(surveyed, speaks)
+    _warn_of_routers(surveyed, state.speaks)
+    _log_share(surveyed, state)
+    if (strangers := unknown_variables()) and state.speaks:
+        named = ", ".join(f"{variable}{hint}" for variable, hint in strangers.items())
+        logger.warning("fp8dist: environment: there is no setting %s", named)
+
+
+def _log_share(surveyed: Survey, state: ModelState) -> None:
+    """Log how much of the model is in FP8, if that is little."""
     coverage = surveyed.coverage(True)
-    if not enabled:
-        off = len(surveyed.chosen) + len(surveyed.experts)
-        logger.warning("fp8dist is switched off: %d modules stay in high precision", off)
+    converted = len(surveyed.chosen) + len(surveyed.experts)
+    level = logging.WARNING if state.speaks else logging.INFO
+    if not state.settings.enabled:
+        logger.warning("fp8dist is switched off: %d modules stay in high precision", converted)
     elif not coverage.rows:
         logger.warning("fp8dist: no Linear of this model is eligible: it has no matmul weights")
-    elif not surveyed.chosen and not surveyed.experts:
-        logger.log(
-            logging.WARNING if speaks else logging.INFO,
-            "fp8dist: no Linear of this model is eligible: FP8: %s; left out: %s",
-            coverage.summary,
-            surveyed.summary(),
-        )
+    elif not converted:
+        text = "fp8dist: no Linear of this model is eligible: FP8: %s; left out: %s"
+        logger.log(level, text, coverage.summary, surveyed.summary())
     elif coverage.share < _LOW_SHARE:
-        named = all(why.named == "caller" for _, why in surveyed.left_out)
-        level = logging.WARNING if speaks and not named else logging.INFO
+        if all(why.named == "caller" for _, why in surveyed.left_out):
+            level = logging.INFO
         logger.log(level, "fp8dist: FP8: %s; left out: %s", coverage.summary, surveyed.summary())
 
 
@@ -300,13 +313,10 @@ def _warn_of_routers(surveyed: Survey, speaks: bool) -> None:
 
 
 def _warn_of_patterns(
-    fqns: Sequence[str],
-    products: Sequence[str],
-    skip: Iterable[str],
-    groups: Mapping[str, object],
-    overrides: Mapping[str, object],
+    fqns: Sequence[str], products: Sequence[str], selection: Selection, groups: Mapping[str, object]
 ) -> None:
     """Warn about patterns that match nothing. Those of ``groups`` may also match grouped products."""
+    skip, overrides = selection.skip.given, selection.overrides.given
     all_fqns = [*fqns, *products]
     for name, patterns, known in (("skip", skip, fqns), ("groups", groups, all_fqns), ("overrides", overrides, fqns)):
         if strangers := unmatched(patterns, known):
@@ -320,129 +330,12 @@ def _warn_of_patterns(
             )
 
 
-def _require_gatherable(settings: Settings, recipes: Mapping[str, Recipe]) -> None:
+def _require_gatherable(settings: Settings, assignment: Assignment, products: Iterable[ExpertProduct]) -> None:
+    recipes = {fqn: assignment.keys[fqn][1] for fqn in assignment.owners}
+    recipes |= {product.owner: product.recipe for product in products}
     rowwise = next((fqn for fqn, recipe in recipes.items() if recipe.by == "row"), None)
     if settings.fp8_all_gather and rowwise is not None:
         raise ConfigurationError(
             f"{rowwise}: fp8_all_gather=True does not work with RowwiseScaling: dgrad needs scales by columns, which "
             "cannot be computed from gathered FP8 rows. Use another recipe for it, or leave fp8_all_gather out"
         )
-
-
-def _of_experts(recipe: Recipe) -> Recipe:
-    """Return the recipe of experts for which no override gives one: its histories are short, because experts have most
-    of the slots."""
-    if not isinstance(recipe, DelayedScaling):
-        return recipe
-    return dataclasses.replace(recipe, history_len=min(recipe.history_len, _EXPERTS_HISTORY))
-
-
-class _Product(NamedTuple):
-    """A grouped product to convert. ``owner``, ``name``: the fqn of its module, and the name of its parameter."""
-
-    owner: str
-    name: str
-    module: nn.Module
-    recipe: Recipe
-
-    @property
-    def fqn(self) -> str:
-        """What the fqns of its experts begin with."""
-        short = self.name.removesuffix("_proj")
-        return f"{self.owner}.{short}" if self.owner else short
-
-    @property
-    def experts(self) -> int:
-        """Number of experts."""
-        return len(getattr(self.module, self.name))
-
-
-class _Plan:
-    """Assigns each slot to an arena."""
-
-    def __init__(
-        self,
-        linears: Mapping[str, nn.Module],
-        products: Sequence[_Product],
-        group: GroupLike | None,
-        groups: Mapping[str, GroupLike],
-        recipe: Recipe,
-        recipes: Mapping[str, Recipe],
-        settings: Settings,
-    ) -> None:
-        self.recipes = recipes
-        self.aliases: dict[Slot, Slot] = {}
-        self._patterns = list(groups)
-        distinct: list[GroupLike | None] = [group]
-        self._place: list[int] = []
-        for given in groups.values():
-            known = next((i for i, other in enumerate(distinct) if other is given), None)
-            if known is None:
-                known = len(distinct)
-                distinct.append(given)
-            self._place.append(known)
-        patterns = [tuple(p for p, at in zip(self._patterns, self._place) if at == i) for i in range(len(distinct))]
-        specs: dict[tuple[int, Recipe], list[SlotSpec]] = {(i, recipe): [] for i in range(len(distinct))}
-        self._weight_owner: dict[int, str] = {}
-        for fqn in sorted(linears):
-            weight = linears[fqn].weight
-            owner = self._weight_owner.setdefault(id(weight), fqn)
-            if recipes[owner] != recipes[fqn]:
-                raise ConfigurationError(f"{owner} and {fqn} share a weight: overrides must give both the same recipe")
-            for role in Role:
-                slot = Slot(fqn, role.value)
-                if role is Role.WEIGHT and owner != fqn:
-                    self.aliases[slot] = Slot(owner, role.value)
-                    continue
-                specs.setdefault(self._arena_of(fqn), []).append(SlotSpec(slot, recipes[fqn].format_of(role)))
-        for product in products:
-            part = specs.setdefault(self._arena_of_product(product), [])
-            for expert, slots in enumerate(slot_names(product.fqn, product.experts)):
-                part += [SlotSpec(slot, product.recipe.format_of(role), expert) for role, slot in slots.items()]
-        used = {place for (place, _), part in specs.items() if part}
-        specs = {key: part for key, part in specs.items() if part or key[0] not in used}  # Drop empty arenas.
-        self._syncs = {
-            (place, each): ArenaSync(
-                Arena(part, each, settings.backend, settings.fallback if settings.enabled else None),
-                patterns=patterns[place],
-            )
-            for (place, each), part in specs.items()
-        }
-        sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
-        self.syncs = list(self._syncs.values())
-        self.sync_groups = [sync_groups[place] for place, _ in self._syncs]
-        self.shared = settings.amax_sync and any(group is not None and group.communicates for group in self.sync_groups)
-
-    @property
-    def speaks(self) -> bool:
-        """True on the one rank of the first group that logs messages for all of its ranks."""
-        group = next((group for group in self.sync_groups if group is not None), None)
-        return group is None or group.rank == min(group.ranks)
-
-    def _arena_of(self, fqn: str) -> tuple[int, Recipe]:
-        """Return (index of the group, recipe): the key of the arena that holds the module's slots."""
-        return self._group_of(fqn), self.recipes[fqn]
-
-    def _arena_of_product(self, product: _Product) -> tuple[int, Recipe]:
-        """Return the key of the arena of all experts of a product. A group's pattern matches the product's fqn, or that
-        of its module."""
-        return self._group_of(product.fqn, product.owner), product.recipe
-
-    def _group_of(self, *fqns: str) -> int:
-        """Return the index of the first group with a pattern that matches one of these fqns."""
-        for pattern, place in zip(self._patterns, self._place):
-            if any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
-                return place
-        return 0
-
-    def grouped_slots(self, product: _Product, job: JobState) -> GroupedSlots:
-        """Return the slots of a grouped product, for the conversion of its module."""
-        sync = self._syncs[self._arena_of_product(product)]
-        return GroupedSlots(sync, job, product.recipe, product.fqn, product.name, product.experts)
-
-    def slots_of(self, fqn: str, linear: nn.Module, job: JobState) -> LinearSlots:
-        """Return the slots of a module, for its conversion."""
-        owner = self._weight_owner[id(linear.weight)]
-        slots = {role: Slot(owner if role is Role.WEIGHT else fqn, role.value) for role in Role}
-        syncs = self._syncs[self._arena_of(fqn)], self._syncs[self._arena_of(owner)]
-        return LinearSlots(*syncs, job, self.recipes[fqn], slots)

@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fp8dist.common.optimizer_hooks import found_inf, has_closure, is_real_step, retire_with, step_frames, untraced
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.changes import Gradients, LoadWatch, Masters
-from fp8dist.modules.job_state import JobState
+from fp8dist.job.changes import Gradients, Masters, WeightLoads
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.parts import Part, fp8_parts
@@ -68,7 +67,7 @@ class StepWatch:
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: Masters | None = None
         self._gradients = Gradients()
-        self._loads = LoadWatch()
+        self._loads = WeightLoads()
         self._warned_of_eval = False
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
@@ -203,11 +202,9 @@ class StepWatch:
         self._lists = _lists_of(optimizer)
         self._held, written = find(self.notes if listener.state.job.enabled else (), _ids_of(optimizer))
         self._unrecorded = [note for note in written if note.unrecorded]
-        if is_real_step(optimizer) and not self._brings_boundary(listener.state.job, optimizer):
+        brings_boundary = listener.state.job.by_optimizer and self._last_one is optimizer
+        if is_real_step(optimizer) and not brings_boundary:
             self._require_boundary(listener, optimizer, self._held)
-
-    def _brings_boundary(self, job: JobState, optimizer: Optimizer) -> bool:
-        return job.by_optimizer and self._last_one is optimizer
 
     @property
     def _last_one(self) -> Optimizer | None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8dist import ConfigurationError
-from fp8dist.checks.contents import Digester, Named, TensorContent
+from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from tests.support.checked import whole_world
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
@@ -156,6 +156,6 @@ def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(four_ranks:
 
 
 def test_a_tensor_that_cannot_be_read_is_named() -> None:
-    content = TensorContent("parameter", [Named("there", torch.zeros(3, device="meta"))])
+    content = TensorContent("parameter", [NamedTensor("there", torch.zeros(3, device="meta"))])
     with pytest.raises(ValueError, match=r"parameter 'there': it is on the meta device"):
         content.digests(Digester())

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
 from fp8dist.checks.contents import Digester
-from fp8dist.checks.grouped_works import take_grouped
-from fp8dist.checks.works import Work, described, digest_of, repeated, taken
+from fp8dist.checks.works import Work, described, digest_of, repeated, take, taken
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels import grouped_ops
 from fp8dist_kernels.formats import Role
@@ -99,7 +98,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with _NoReads():
         for op, _, args, options, results in watched:
             for limit in (1 << 26, 1):
-                take_grouped(op, args, options, results, limit, 3)
+                take(op, args, options, results, limit, 3)
     assert {op for op, *_ in watched} == {"quantize_grouped", "matmul_grouped", "matmul_grouped_columns"}
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8dist.checks.contents import Digester, Key, Named, TensorContent
+from fp8dist.checks.contents import Digester, Key, NamedTensor, TensorContent
 from fp8dist_kernels.reference.content import BLOCK_BYTES, BLOCK_WORDS, ContentDigest, as_bytes, block_count
 from tests.support.elements import flip
 
@@ -469,7 +469,7 @@ def test_the_sign_of_zero_and_the_payload_of_nan_are_seen() -> None:
 
 
 def named_digest(name: str, tensor: Tensor, kind: str = "parameter") -> tuple[int, int]:
-    return unsigned(TensorContent(kind, [Named(name, tensor)]).digests(Digester())[0])
+    return unsigned(TensorContent(kind, [NamedTensor(name, tensor)]).digests(Digester())[0])
 
 
 def test_equal_bytes_under_another_name_kind_shape_or_type_differ() -> None:
@@ -511,13 +511,13 @@ def test_strides_do_not_enter_with_the_name() -> None:
     ),
 )
 def test_seeds_are_equal_only_for_equal_keys(a: tuple[str, str, list[int]], b: tuple[str, str, list[int]]) -> None:
-    first, second = (TensorContent(kind, [Named(name, torch.zeros(shape))]).seeds for name, kind, shape in (a, b))
+    first, second = (TensorContent(kind, [NamedTensor(name, torch.zeros(shape))]).seeds for name, kind, shape in (a, b))
     assert torch.equal(first, second) == (a == b)
 
 
 def test_keys_say_what_a_tensor_is() -> None:
     content = TensorContent(
-        "gradient", [Named("w", torch.zeros(2, 3, dtype=torch.float8_e5m2)), Named("s", torch.tensor(1))]
+        "gradient", [NamedTensor("w", torch.zeros(2, 3, dtype=torch.float8_e5m2)), NamedTensor("s", torch.tensor(1))]
     )
     assert content.keys == (Key("w", "gradient", (2, 3), "float8_e5m2"), Key("s", "gradient", (), "int64"))
 
@@ -525,8 +525,8 @@ def test_keys_say_what_a_tensor_is() -> None:
 def test_swapped_tensors_of_equal_shape_change_the_sum_over_all() -> None:
     """Tier 1 compares the sum of all digests. A swap of two tensors must change the sum."""
     a, b = torch.randn(5, 5), torch.randn(5, 5)
-    straight = TensorContent("parameter", [Named("a", a), Named("b", b)]).digests(Digester()).sum(0)
-    crossed = TensorContent("parameter", [Named("a", b), Named("b", a)]).digests(Digester()).sum(0)
-    reordered = TensorContent("parameter", [Named("b", b), Named("a", a)]).digests(Digester()).sum(0)
+    straight = TensorContent("parameter", [NamedTensor("a", a), NamedTensor("b", b)]).digests(Digester()).sum(0)
+    crossed = TensorContent("parameter", [NamedTensor("a", b), NamedTensor("b", a)]).digests(Digester()).sum(0)
+    reordered = TensorContent("parameter", [NamedTensor("b", b), NamedTensor("a", a)]).digests(Digester()).sum(0)
     assert (straight != crossed).all()
     assert torch.equal(straight, reordered)

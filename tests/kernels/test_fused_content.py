@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
 from fp8dist import DelayedScaling
-from fp8dist.checks.contents import ArenaContent, Digester, Named, TensorContent
+from fp8dist.checks.contents import ArenaContent, Digester, NamedTensor, TensorContent
 from fp8dist_kernels.backends import why_not_triton
 from fp8dist_kernels.reference.content import BLOCK_BYTES, BLOCK_WORDS, ContentDigest, block_count
 
@@ -263,8 +263,8 @@ def test_digests_of_named_tensors_are_those_of_plain_torch() -> None:
     shapes = [(3, 5), (), (0, 2), (7,)]
     tensors = [any_tensor(torch.float32, shape, i) for i, shape in enumerate(shapes)]
     names = "abcd"
-    plain = TensorContent("parameter", [Named(n, t) for n, t in zip(names, tensors)])
-    there = TensorContent("parameter", [Named(n, t.to(DEVICE)) for n, t in zip(names, tensors)])
+    plain = TensorContent("parameter", [NamedTensor(n, t) for n, t in zip(names, tensors)])
+    there = TensorContent("parameter", [NamedTensor(n, t.to(DEVICE)) for n, t in zip(names, tensors)])
     assert torch.equal(there.digests(Using("triton")), plain.digests(Using("torch")))
 
 
@@ -273,7 +273,7 @@ def test_what_runs_does_not_depend_on_the_number_of_tensors(monkeypatch: pytest.
     monkeypatch.setattr(fused, "_launch", lambda *args: launches.append(len(args[0])))
     seen = []
     for count in (2, 50):
-        tensors = [Named(str(i), torch.ones(9, device=DEVICE)) for i in range(count)]
+        tensors = [NamedTensor(str(i), torch.ones(9, device=DEVICE)) for i in range(count)]
         content = TensorContent("parameter", tensors)
         digester = Using("triton")
         with Ops() as ops:
@@ -285,7 +285,7 @@ def test_what_runs_does_not_depend_on_the_number_of_tensors(monkeypatch: pytest.
 
 def test_the_tensor_that_cannot_be_read_is_named() -> None:
     tensors = [torch.ones(2), torch.ones(2, device="meta")]
-    content = TensorContent("gradient", [Named(name, tensor) for name, tensor in zip("ab", tensors)])
+    content = TensorContent("gradient", [NamedTensor(name, tensor) for name, tensor in zip("ab", tensors)])
     with pytest.raises(ValueError, match="gradient 'b': it is on the meta device"):
         content.digests(Using("triton"))
 

@@ -62,7 +62,7 @@ MIXES_DEVICES = ("copy_", "_to_copy", "index", "index_put_", "_index_put_impl_",
 
 
 class FakeTensor(Tensor):
-    """A base of this name tells ``fp8dist.job.coverage`` that a tensor is no quantised one."""
+    """A base of this name tells ``fp8dist.job.eligibility`` that a tensor is no quantised one."""
 
 
 class OnGpu(FakeTensor):
