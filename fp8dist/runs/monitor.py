@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +168,12 @@ def _summary_writer(folder: str | Path, resume_after: int | None) -> Any:
     return SummaryWriter(str(folder), purge_step=None if resume_after is None else resume_after + 1)
 
 
-def keep_lines(path: Path, last_step: int, keeps: Callable[[dict[str, Any]], bool] | None = None) -> None:
+def keep_lines(path: Path, last_step: int) -> None:
     """Keep only the lines of steps up to ``last_step`` in the file, which need not exist.
 
     Lines that are not JSON objects with a step, such as the torn last line of a killed process, are dropped. Writes a
     new file and renames it, so that a process killed here loses nothing. Works line by line, because such files grow
     large.
-
-    Args:
-        keeps: called for each line that would be kept; False drops the line.
     """
     if not path.exists():
         return
@@ -184,7 +181,7 @@ def keep_lines(path: Path, last_step: int, keeps: Callable[[dict[str, Any]], boo
     with path.open("rb") as lines, new.open("wb") as kept:
         for text in lines:
             line = _object(text)
-            if line is not None and line["step"] <= last_step and (keeps is None or keeps(line)):
+            if line is not None and line["step"] <= last_step:
                 kept.write(text.rstrip(b"\n") + b"\n")
     new.replace(path)
 

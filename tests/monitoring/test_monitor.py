@@ -100,8 +100,6 @@ def test_a_last_line_that_lacks_its_newline_is_kept(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 1}\n{"step": 2}')
     keep_lines(path, 2)
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
-    keep_lines(path, 2, lambda line: line["step"] != 1)
-    assert path.read_bytes() == b'{"step": 2}\n'
 
 
 def test_resuming_without_a_file_begins_one(tmp_path: Path) -> None:
