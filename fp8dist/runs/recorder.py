@@ -22,7 +22,7 @@ from fp8dist.runs.exporter import Exporter
 from fp8dist.runs.run_files import RunFiles
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 from fp8dist.runs.run_header import header
-from fp8dist.runs.run_numbers import TABLE, Source
+from fp8dist.runs.run_numbers import TABLE, NumberSource
 from fp8dist.runs.watching import describe, watch
 from fp8dist.state.expert_loads import idle_numbers
 from fp8dist.state.groups import is_dtensor, own_rank, world_size
@@ -296,7 +296,7 @@ class Recorder:
         metrics = self._manager.metrics()
         yield "proven", self._manager.verified.proven_step
         yield "checked", self._manager.verified.checked_step
-        for name in TABLE[Source.STATE]:
+        for name in TABLE[NumberSource.STATE]:
             yield name, int(metrics[f"fp8/{name}"])
         (before, waited), self._synced = self._synced, (step, metrics["fp8/sync_wait_ms"])
         yield from self._idle.items()

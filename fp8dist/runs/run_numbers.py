@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["KNOWN", "TABLE", "UNITS", "Kind", "Number", "Source", "Unit", "number_of"]
+__all__ = ["KNOWN", "TABLE", "UNITS", "Kind", "Number", "NumberSource", "Unit", "number_of"]
 
 
 class Kind(enum.Enum):
@@ -19,7 +19,7 @@ class Kind(enum.Enum):
     AMOUNT = enum.auto()  # How much there was in this step.
 
 
-class Source(enum.Enum):
+class NumberSource(enum.Enum):
     """Who measures a number."""
 
     JOB = enum.auto()  # The training program logs it.
@@ -77,9 +77,9 @@ def _waits(name: str, where: str) -> dict[str, Number]:
 _PROVEN = Number("proven_step", "Newest step whose FP8 state the sync has proven equal on all ranks")
 _CHECKED = Number("checked_step", "Newest step after which a check found parameters equal and finite")
 
-TABLE: Mapping[Source, Mapping[str, Number]] = MappingProxyType(
+TABLE: Mapping[NumberSource, Mapping[str, Number]] = MappingProxyType(
     {
-        Source.JOB: {
+        NumberSource.JOB: {
             "loss": Number("loss", "Training loss of the step, mean over the ranks"),
             "loss_of_rank_0": Number(
                 "loss_of_rank_0", "Training loss of rank 0 alone, in steps that could not be shared"
@@ -99,7 +99,7 @@ TABLE: Mapping[Source, Mapping[str, Number]] = MappingProxyType(
             "last_rank": Number("last_rank", "Rank that came last in the step"),
             "straggler": Number("straggler_rank", "Rank that the last steps waited for"),
         },
-        Source.RECORDER: {
+        NumberSource.RECORDER: {
             "step_ms": Number("step", "Duration of a step", "ms"),
             "sync_ms": Number("sync", "Time per step that the writing rank waited in FP8 syncs", "ms"),
             "idle_experts": Number("idle_experts", "Experts that had no token in the observed step"),
@@ -109,7 +109,7 @@ TABLE: Mapping[Source, Mapping[str, Number]] = MappingProxyType(
             "proven": _PROVEN,
             "checked": _CHECKED,
         },
-        Source.STATE: {
+        NumberSource.STATE: {
             "cold_slots": Number("cold_slots", "Slots of delayed scaling that have no scale yet"),
             "nonfinite_amaxes": Number("nonfinite_amaxes", "Amaxes that were NaN or infinite", kind=Kind.TOTAL),
             "saturated_amaxes": Number(
@@ -121,7 +121,7 @@ TABLE: Mapping[Source, Mapping[str, Number]] = MappingProxyType(
             "compared_slots": Number("compared_slots", "Slots that the last check compared"),
             "compared_bytes": Number("compared", "Bytes that the last check compared", "bytes"),
         },
-        Source.MANAGER: {
+        NumberSource.MANAGER: {
             "step": Number("fp8_step", "Steps of the FP8 state"),
             "slots": Number("slots", "Slots, one for each tensor that is cast"),
             "collectives": Number("collectives", "Collectives of the FP8 syncs", kind=Kind.TOTAL),
