@@ -207,10 +207,10 @@ def audits_of(state: ModelState, modules: Sequence[LinearSlots]) -> Audits | Non
         return None
     sites: dict[int, list[tuple[str, int]]] = {}
     for number, slots in enumerate(modules):
-        slots.site = number * len(SITES)
-        sites.setdefault(state.syncs.index(slots.sync), []).append((slots.fqn, slots.site))
+        slots.caster.site = number * len(SITES)
+        sites.setdefault(state.syncs.index(slots.sync), []).append((slots.fqn, slots.caster.site))
     weights = SITES.index(Role.WEIGHT)
-    calls = {slots.site + weights: slots.weight_casts for slots in modules}
+    calls = {slots.caster.site + weights: slots.caster.calls_per_weight for slots in modules}
     audits = Audits(sites, settings.audit_every, settings.audit_bytes, calls)
     state.job.tap = tap_on(modules[0].sync.arena.device, audits.take_down)
     return audits

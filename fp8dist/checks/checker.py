@@ -32,6 +32,7 @@ from fp8dist.modules.outgrown import limits_of
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.parallel.torch_internals import unknown
+from fp8dist.state import overwrites
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
 from fp8dist.state.arena_sync import ArenaSync, Evidence, Proof
 from fp8dist.state.cause import Cause
@@ -293,7 +294,7 @@ class Checker:
         # commit left alone, because its slot did not run, would be reported again and again.
         arena.step.fill_(found.step)
         if found.reference is not None:
-            arena.adopt_untaken_scales(found.reference.scales, evidence.flags[TAKEN])
+            overwrites.adopt_untaken_scales(arena, found.reference.scales, evidence.flags[TAKEN])
             # Ranks with a damaged scale had judged saturation by it, so their counters are wrong, too.
             arena.counters[SATURATED] = found.reference.saturated
             self.state.job.invalidate_casts()

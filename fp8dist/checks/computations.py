@@ -12,12 +12,15 @@ from torch import Tensor
 
 from fp8dist.checks.contents import Content, Digester, Field, Key, on_device
 from fp8dist.checks.differences import unravel
+from fp8dist.modules.casters import Cast, Request
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
-from fp8dist.modules.outgrown import OUTGROWN, meant_to_saturate
+from fp8dist.modules.main_grad import fuses
+from fp8dist.modules.outgrown import OUTGROWN, Outgrown, meant_to_saturate
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.wrappers import multiplied_shape
+from fp8dist.state import overwrites
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.recipe import GEMMS, Gemm, Recipe
@@ -50,8 +53,7 @@ KIND = "computation"
 """Kind of the things that are computed, and of findings about them."""
 
 TOKENS = 256
-"""Rows of the inputs and gradients. Few are enough: more rows only repeat the same tiles, and users choose their own
-number."""
+"""Rows of the inputs and gradients. Few are enough: more rows only repeat the same tiles of a product."""
 
 LARGEST = 8192
 """Largest number of features: bounds the memory that a check needs."""
@@ -94,19 +96,20 @@ class CastOf(NamedTuple):
         spec = SlotSpec(slot, self.recipe.format_of(self.role))
         arena = Arena([spec], self.recipe, self.backend)
         arena.place(device)
-        arena.set_scale(0, SCALE)
+        overwrites.set_scale(arena, 0, SCALE)
         arena.known_hot = True  # Most steps of a training know it, and need no look at the amax before the cast.
         sync = ArenaSync(arena)
         slots = LinearSlots(sync, sync, JobState(True, self.backend, "fp8"), self.recipe, dict.fromkeys(Role, slot))
         of_weight = self.role is Role.WEIGHT
-        outgrown = OUTGROWN * meant_to_saturate(self.recipe) if of_weight and self.recipe.delayed else None
-        state = slots.states(device)[0]
+        limits = Outgrown(OUTGROWN * meant_to_saturate(self.recipe) if of_weight and self.recipe.delayed else None)
+        request = Request(slots.states(device)[0], self.role, self.rows, self.columns, True, limits, tapped=False)
         x = operand(self.shape, self.dtype, SEEDS[self.role.value], device)
 
         def compute() -> dict[str, Tensor]:
             arena.pending.zero_()
-            cast = slots.quantize(x, state, True, self.rows, self.columns, square=of_weight, outgrown=outgrown)
-            found = {**cast._asdict(), "amax": arena.pending[0].clone()}
+            cast = slots.caster.cast(x, request)
+            found: dict[str, Tensor] = {name: getattr(cast, name) for name in Cast._fields[:4]}
+            found["amax"] = arena.pending[0].clone()
             if cast.rows_inv_scale is cast.columns_inv_scale:
                 found["inv_scale"] = found.pop("rows_inv_scale")
                 del found["columns_inv_scale"]
@@ -119,7 +122,8 @@ class ProductOf(NamedTuple):
     """A product of a [m, k] and b [n, k], with the scales of ``scaling``.
 
     ``exact``: the operands are such that all sums are exact, in any order: all kernels give the same bits.
-    ``sideways``: b lies in memory as [k, n], as a weight does that was gathered in FP8.
+    ``sideways``: b lies in memory as [k, n], as a weight does that was gathered in FP8. ``into``: the product is added
+    to what a buffer holds, here zeros.
     """
 
     gemm: Gemm
@@ -134,13 +138,14 @@ class ProductOf(NamedTuple):
     backend: str
     exact: bool = False
     sideways: bool = False
+    into: bool = False
 
     def name(self, device: torch.device) -> str:
         """Return a name for reports, which differs between different products."""
         by = ops.multiplier_name(self.product, self.fast_accumulation, self.backend, device)
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
-        extras += ", sideways" * self.sideways
+        extras += ", sideways" * self.sideways + ", into a buffer" * self.into
         return f"{self.gemm} {shape} {formats} {short(self.dtype)}{extras}, {self.scaling.value}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
@@ -156,7 +161,15 @@ class ProductOf(NamedTuple):
         inv_a, inv_b = self._inverse_scales(device)
         bias = operand((self.n,), self.dtype, SEEDS["bias"], device) if self.bias else None
         options = {"fast_accumulation": self.fast_accumulation, "backend": self.backend}
-        return lambda: {"": direct.matmul(a, b, inv_a, inv_b, self.dtype, bias=bias, **options)}
+        if not self.into:
+            return lambda: {"": direct.matmul(a, b, inv_a, inv_b, self.dtype, bias=bias, **options)}
+
+        def add() -> dict[str, Tensor]:
+            total = torch.zeros(self.m, self.n, dtype=self.dtype, device=device)
+            direct.matmul_into(a, b, inv_a, inv_b, total, **options)
+            return {"": total}
+
+        return add
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -168,7 +181,7 @@ class ProductOf(NamedTuple):
     def product(self) -> Product:
         """Return what decides who computes it."""
         bias = self.dtype if self.bias else None
-        return Product(self.scaling, self.m, self.n, self.k, *self.dtypes, self.dtype, bias)
+        return Product(self.scaling, self.m, self.n, self.k, *self.dtypes, self.dtype, bias, self.into)
 
     def _inverse_scales(self, device: torch.device) -> list[Tensor]:
         """Return the inverse scales of ``a`` and ``b``, laid out as casts make them."""
@@ -215,7 +228,7 @@ def computations_of(linears: Iterable[FP8Linear]) -> dict[torch.device, tuple[Co
         # A row-wise parallel Linear adds its bias after the product.
         bias = linear.bias is not None and shape[1] == linear.in_features
         how = slots.recipe, dtype, weight, bias, linear.transposed, slots.job.backend
-        more = linear_computations(shape, *how, sideways=slots.job.gathers)
+        more = linear_computations(shape, *how, sideways=slots.job.gathers, into=fuses(linear))
         found.setdefault(device, {}).update(dict.fromkeys(more))
     return {device: tuple(computations) for device, computations in found.items()}
 
@@ -230,6 +243,7 @@ def linear_computations(
     backend: str = "auto",
     tokens: int = TOKENS,
     sideways: bool = False,
+    into: bool = False,
 ) -> list[CastOf | ProductOf]:
     """Return the casts and products of one Linear: those of the GEMMs that ``recipe`` has in FP8.
 
@@ -239,6 +253,7 @@ def linear_computations(
         transposed: the weight is stored, and cast, as [in_features, out_features].
         tokens: of inputs and gradients.
         sideways: the weight is gathered in FP8.
+        into: the weight's gradient is added to a buffer.
     """
     rows, features = (min(size, LARGEST) for size in shape)
     fprop, dgrad, wgrad = (gemm not in recipe.high_precision for gemm in ("fprop", "dgrad", "wgrad"))
@@ -275,6 +290,8 @@ def linear_computations(
         ),
         ProductOf("wgrad", rows, features, along, (grad, x), weight_dtype, lines, False, fast["wgrad"], backend),
     )
+    if into:
+        products = (*products[:2], products[2]._replace(dtype=torch.float32, into=True))
     return found + [product for product in products if product.gemm not in recipe.high_precision]
 
 

@@ -66,7 +66,7 @@ def kernel_flags() -> dict[str, bool | int | str | None]:
 
 
 def unsteady_settings(device: torch.device, model: nn.Module) -> list[str]:
-    """List the settings that make results differ legitimately between healthy ranks, as reasons not to compare them."""
+    """List the settings with which healthy ranks may legitimately get different results from equal data."""
     found = []
     if device.type == "cuda" and torch.backends.cudnn.benchmark:
         found.append("torch.backends.cudnn.benchmark=True chooses kernels by their time, on each rank for itself")

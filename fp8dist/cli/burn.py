@@ -104,7 +104,7 @@ class _Repeat:
 
     def __init__(self, computation: CastOf | ProductOf, device: torch.device, digest: ContentDigest) -> None:
         self.name = computation.name(device)
-        self.said = False
+        self.reported = False
         self._computation, self._digest = computation, digest
         self._compute = computation.prepared(device)
         results = self._compute()
@@ -145,6 +145,6 @@ class _Repeat:
 def _note(burned: Burned, difference: str, repeat: _Repeat, than: str, round_: int) -> None:
     if difference:
         burned.wrong += 1
-        if not repeat.said:
+        if not repeat.reported:
             burned.differences.append(f"{repeat.name} differs {than}, repetition {round_}: {difference}")
-        repeat.said = True
+        repeat.reported = True

@@ -35,7 +35,7 @@ from fp8dist_kernels.reference.casts import saturating_cast
 from fp8dist_kernels.reference.matmuls import matmul_reference
 from fp8dist_kernels.reference.torch_matmuls import matmul_torch
 
-__all__ = ["Examination", "Observation", "examine"]
+__all__ = ["Examination", "Probe", "examine"]
 
 Outcome = Literal["ok", "failed", "absent"]
 
@@ -48,7 +48,7 @@ _RANK_PROGRAM = "import sys; from fp8dist.cli.doctor import run_rank; run_rank(*
 
 
 @dataclass(frozen=True)
-class Observation:
+class Probe:
     """One line of an examination. The outcome "absent" means that an optional feature is missing."""
 
     name: str
@@ -60,7 +60,7 @@ class Observation:
 class Examination:
     """The results of all checks. ``str()`` is a table."""
 
-    observations: tuple[Observation, ...]
+    observations: tuple[Probe, ...]
 
     @property
     def healthy(self) -> bool:
@@ -87,7 +87,7 @@ def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT, 
         burning: seconds for which to repeat casts and products: on all GPUs of this machine, else on the CPU; under
             torchrun on the rank's device, and then to compare them across the ranks.
     """
-    checks: list[tuple[str, Callable[[], Iterable[Observation]]]] = [
+    checks: list[tuple[str, Callable[[], Iterable[Probe]]]] = [
         ("versions", _versions),
         ("trainers", _trainers),
         ("device", _devices),
@@ -105,46 +105,46 @@ def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT, 
     return Examination(tuple(line for name, check in checks for line in _guarded(name, check)))
 
 
-def _guarded(name: str, check: Callable[[], Iterable[Observation]]) -> list[Observation]:
-    lines: list[Observation] = []
+def _guarded(name: str, check: Callable[[], Iterable[Probe]]) -> list[Probe]:
+    lines: list[Probe] = []
     try:
         for line in check():
-            lines.append(Observation(line.name, line.outcome, one_line(line.detail)))
+            lines.append(Probe(line.name, line.outcome, one_line(line.detail)))
     except Exception as error:
-        lines.append(Observation(name, "failed", one_line(f"{type(error).__name__}: {error}")))
+        lines.append(Probe(name, "failed", one_line(f"{type(error).__name__}: {error}")))
     return lines
 
 
-def _versions() -> Iterable[Observation]:
-    yield Observation("Python", "ok", f"{platform.python_version()} on {platform.platform()}")
-    yield Observation("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+def _versions() -> Iterable[Probe]:
+    yield Probe("Python", "ok", f"{platform.python_version()} on {platform.platform()}")
+    yield Probe("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     if importlib.util.find_spec("triton") is None:
-        yield Observation("triton", "absent", "not installed")
+        yield Probe("triton", "absent", "not installed")
     else:
-        yield Observation("triton", "ok", str(importlib.import_module("triton").__version__))
+        yield Probe("triton", "ok", str(importlib.import_module("triton").__version__))
 
 
-def _trainers() -> Iterable[Observation]:
+def _trainers() -> Iterable[Probe]:
     for package, tested in TESTED.items():
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield Observation(package, "absent", f"tested with {tested}")
+            yield Probe(package, "absent", f"tested with {tested}")
         else:
-            yield Observation(package, "ok", found if found == tested else f"{found}, tested with {tested}")
+            yield Probe(package, "ok", found if found == tested else f"{found}, tested with {tested}")
 
 
-def _devices() -> Iterable[Observation]:
+def _devices() -> Iterable[Probe]:
     if not torch.cuda.is_available():
-        yield Observation("GPU", "absent", "FP8 is emulated on the CPU: correct, but slow")
+        yield Probe("GPU", "absent", "FP8 is emulated on the CPU: correct, but slow")
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         text = f"{found.name}, compute capability {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB"
-        yield Observation(f"cuda:{index}", "ok", text)
+        yield Probe(f"cuda:{index}", "ok", text)
         able = (found.major, found.minor) >= FP8_CAPABILITY
         text = "available" if able else "need compute capability 8.9 or higher"
-        yield Observation(f"cuda:{index} FP8 tensor cores", "ok" if able else "absent", text)
+        yield Probe(f"cuda:{index} FP8 tensor cores", "ok" if able else "absent", text)
 
 
 def _device() -> torch.device:
@@ -153,23 +153,23 @@ def _device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def _casts() -> Iterable[Observation]:
+def _casts() -> Iterable[Probe]:
     yield from _tried_casts(lambda values, one, dtype: saturating_cast(values, one, dtype, True, False)[0])
 
 
-def _products() -> Iterable[Observation]:
+def _products() -> Iterable[Probe]:
     device = _device()
     if multiplies_fp8(device):
         yield from _tried_products("torch._scaled_mm", matmul_torch)
     else:
-        yield Observation("matmul", "absent", f"{device} has no FP8 tensor cores")
+        yield Probe("matmul", "absent", f"{device} has no FP8 tensor cores")
 
 
-def _fused() -> Iterable[Observation]:
+def _fused() -> Iterable[Probe]:
     """Test the Triton kernels. Their first use compiles them, which takes seconds."""
     reason = why_not_triton(_device())
     if reason is not None:
-        yield Observation("Triton kernels", "absent", reason)
+        yield Probe("Triton kernels", "absent", reason)
         return
     from fp8dist_kernels.triton.casts import quantize
     from fp8dist_kernels.triton.matmuls import matmul
@@ -184,17 +184,17 @@ def _fused() -> Iterable[Observation]:
     yield from _tried_products("Triton", matmul, ", Triton")
 
 
-def _tried_casts(cast: Callable[[Tensor, Tensor, torch.dtype], Tensor], suffix: str = "") -> Iterable[Observation]:
+def _tried_casts(cast: Callable[[Tensor, Tensor, torch.dtype], Tensor], suffix: str = "") -> Iterable[Probe]:
     device = _device()
     values, one = torch.tensor([_CAST], device=device), torch.ones((), device=device)
     for dtype, expected in ((torch.float8_e4m3fn, _E4M3), (torch.float8_e5m2, _E5M2)):
         found = cast(values, one, dtype).float().cpu()
         right = torch.equal(found.nan_to_num(-1.0), torch.tensor([expected]).nan_to_num(-1.0))
         detail = f"on {device}" if right else f"on {device}: {list(_CAST)} became {found.tolist()[0]}"
-        yield Observation(f"cast to {_short(dtype)}{suffix}", "ok" if right else "failed", detail)
+        yield Probe(f"cast to {_short(dtype)}{suffix}", "ok" if right else "failed", detail)
 
 
-def _tried_products(what: str, product: Callable[..., Tensor], suffix: str = "") -> Iterable[Observation]:
+def _tried_products(what: str, product: Callable[..., Tensor], suffix: str = "") -> Iterable[Probe]:
     """Test products of small integers. All sums are exact in bfloat16, so the result must match exactly."""
     device = _device()
     generator = torch.Generator().manual_seed(0)
@@ -206,35 +206,35 @@ def _tried_products(what: str, product: Callable[..., Tensor], suffix: str = "")
         expected = matmul_reference(x.cpu(), y.cpu(), inv_a.cpu(), inv_b.cpu(), torch.bfloat16)
         wrong = int((found != expected).sum())
         detail = f"{what} on {device}" + (f": {wrong} of {found.numel()} are wrong" if wrong else "")
-        yield Observation(f"matmul {_short(left)} x e4m3{suffix}", "failed" if wrong else "ok", detail)
+        yield Probe(f"matmul {_short(left)} x e4m3{suffix}", "failed" if wrong else "ok", detail)
 
 
-def _burned(environ: Mapping[str, str], seconds: float) -> Iterable[Observation]:
+def _burned(environ: Mapping[str, str], seconds: float) -> Iterable[Probe]:
     """Burn in all devices at once, each by a thread of its own: products run outside of Python's lock."""
     everywhere = torch.cuda.is_available() and "WORLD_SIZE" not in environ
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if everywhere else [_device()]
     able = [device for device in devices if multiplies_fp8(device)]
     for device in devices:
         if device not in able:
-            yield Observation(f"burn on {device}", "absent", "it has no FP8 tensor cores")
+            yield Probe(f"burn on {device}", "absent", "it has no FP8 tensor cores")
     with ThreadPoolExecutor(len(devices)) as pool:
         for device, future in [(device, pool.submit(burn, device, seconds)) for device in able]:
             burned = future.result()
             for difference in burned.differences:
-                yield Observation(f"burn on {device}", "failed", difference)
-            yield Observation(f"burn on {device}", "failed" if burned.wrong else "ok", burned.summary)
+                yield Probe(f"burn on {device}", "failed", difference)
+            yield Probe(f"burn on {device}", "failed" if burned.wrong else "ok", burned.summary)
 
 
-def _burned_across_ranks(timeout: float) -> Iterable[Observation]:
+def _burned_across_ranks(timeout: float) -> Iterable[Probe]:
     """Compare the results of all ranks. COLLECTIVE."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         report = burned_across_ranks(_device())
         detail = report.summary() if report.diverged else str(report)
         if report.consistent:
-            yield Observation("burn, all ranks", "ok", detail)
+            yield Probe("burn, all ranks", "ok", detail)
         else:
-            yield Observation("burn, all ranks", "failed" if report.diverged else "absent", detail)
+            yield Probe("burn, all ranks", "failed" if report.diverged else "absent", detail)
         dist.barrier()  # A launcher kills all ranks as soon as one fails, so wait until all have the report.
     finally:
         dist.destroy_process_group()
@@ -244,27 +244,27 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.float8_").removesuffix("fn")
 
 
-def _backends() -> Iterable[Observation]:
+def _backends() -> Iterable[Probe]:
     gloo, nccl = dist.is_available() and dist.is_gloo_available(), dist.is_available() and dist.is_nccl_available()
-    yield Observation("gloo", "ok" if gloo else "absent", "built in" if gloo else "not in this build of torch")
+    yield Probe("gloo", "ok" if gloo else "absent", "built in" if gloo else "not in this build of torch")
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and torch.cuda.is_available() else ""
-    yield Observation("nccl", "ok" if nccl else "absent", version or "not in this build of torch, or no GPU")
+    yield Probe("nccl", "ok" if nccl else "absent", version or "not in this build of torch, or no GPU")
 
 
-def _settings(environ: Mapping[str, str]) -> Iterable[Observation]:
+def _settings(environ: Mapping[str, str]) -> Iterable[Probe]:
     for variable, hint in unknown_variables(environ).items():
         expected = hint or f", expected one of {', '.join(VARIABLES)}"
-        yield Observation(variable, "failed", f"is {environ[variable]!r}, but there is no such setting{expected}")
+        yield Probe(variable, "failed", f"is {environ[variable]!r}, but there is no such setting{expected}")
     for variable in sorted(VARIABLES & environ.keys()):
         value = environ[variable]
         try:
             Settings.resolve(environ={variable: value})
-            yield Observation(variable, "ok", value)
+            yield Probe(variable, "ok", value)
         except ConfigurationError as error:
-            yield Observation(variable, "failed", str(error))
+            yield Probe(variable, "failed", str(error))
 
 
-def _all_reduces(environ: Mapping[str, str], timeout: float) -> Iterable[Observation]:
+def _all_reduces(environ: Mapping[str, str], timeout: float) -> Iterable[Probe]:
     world = environ.get("WORLD_SIZE")
     if world is not None:
         yield _all_reduce(
@@ -279,9 +279,7 @@ def _all_reduces(environ: Mapping[str, str], timeout: float) -> Iterable[Observa
             yield _all_reduce("all-reduce, 1 rank", alone, environ, timeout)
 
 
-def _all_reduce(
-    name: str, ranks: list[tuple[str, str, str, str]], environ: Mapping[str, str], timeout: float
-) -> Observation:
+def _all_reduce(name: str, ranks: list[tuple[str, str, str, str]], environ: Mapping[str, str], timeout: float) -> Probe:
     """Run the ranks in separate processes, because a process that hangs in a collective can only be killed."""
     environment = {**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     deadline = time.monotonic() + timeout
@@ -295,24 +293,24 @@ def _all_reduce(
         # Stop waiting as soon as a rank fails: the others would wait for it until the timeout.
         while {process.poll() for process in started} <= {0, None} and any(p.poll() is None for p in started):
             if time.monotonic() > deadline:
-                return Observation(name, "failed", f"no answer within {timeout:.0f} s")
+                return Probe(name, "failed", f"no answer within {timeout:.0f} s")
             time.sleep(0.02)
         for process in started:
             process.kill()
         return _conclusion(name, started)
 
 
-def _conclusion(name: str, ended: list[subprocess.Popen[str]]) -> Observation:
+def _conclusion(name: str, ended: list[subprocess.Popen[str]]) -> Probe:
     # Report ranks that failed by themselves before those that were killed.
     for process in sorted(ended, key=lambda process: process.wait(), reverse=True):
         output, errors = process.communicate()
         if process.returncode != 0:
-            said = errors.strip().splitlines() or [f"ended with exit code {process.returncode}"]
-            return Observation(name, "failed", said[-1])
+            lines = errors.strip().splitlines() or [f"ended with exit code {process.returncode}"]
+            return Probe(name, "failed", lines[-1])
         found = json.loads(output.strip().splitlines()[-1])
         if not found["right"]:
-            return Observation(name, "failed", f"over {found['backend']}: wrong result {found['result']}")
-    return Observation(name, "ok", f"int32 MAX over {found['backend']}, NaN kept, {found['ms']:.2f} ms")
+            return Probe(name, "failed", f"over {found['backend']}: wrong result {found['result']}")
+    return Probe(name, "ok", f"int32 MAX over {found['backend']}, NaN kept, {found['ms']:.2f} ms")
 
 
 def run_rank(kind: str, rank: str, size: str, meeting: str, timeout: str) -> None:

@@ -247,7 +247,7 @@ def _add_linears(skeleton: nn.Module, source: Source, state: Mapping[str, Any], 
 
 
 def _products(skeleton: nn.Module) -> dict[str, str]:
-    """Return the names of mixtures by those of their products, with which names of slots begin."""
+    """Return the fqn of the mixture of experts by the fqn of each product, which is the prefix of its slots' fqns."""
     mixtures = ((name, expert_products(module) or ()) for name, module in skeleton.named_modules())
     return {f"{name}.{product.removesuffix('_proj')}": name for name, products in mixtures for product in products}
 

@@ -65,17 +65,7 @@ def _parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fp8dist {fp8dist.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    check = commands.add_parser(
-        "check",
-        help="compare files or checkpoints of several ranks that should be equal, or traces of a step",
-        description="Compare files that should be equal: FP8 state, safetensors, torch.save files, DCP folders. Of "
-        "traces, say where they first part.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    check.add_argument(
-        "paths", nargs="+", metavar="PATH", help="file or folder; {rank} in a path expands to 0, 1, 2, …"
-    )
+    check = _add_check(commands)
     inspect = commands.add_parser("inspect", help="print a file's slots, scales and amaxes, or tensors and digests")
     inspect.add_argument("path", metavar="PATH")
     doctor = commands.add_parser("doctor", help="test this machine: FP8 casts and matmuls, Triton, an all-reduce")
@@ -117,6 +107,21 @@ def _parser(command: str | None = None) -> argparse.ArgumentParser:
     for its in (check, inspect, doctor, verifying):
         its.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    check = commands.add_parser(
+        "check",
+        help="compare files or checkpoints of several ranks that should be equal, or traces of a step",
+        description="Compare files that should be equal: FP8 state, safetensors, torch.save files, DCP folders. Of "
+        "traces, say where they first part.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument(
+        "paths", nargs="+", metavar="PATH", help="file or folder; {rank} in a path expands to 0, 1, 2, …"
+    )
+    return check
 
 
 def _seconds(text: str) -> float:

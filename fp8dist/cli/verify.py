@@ -19,7 +19,7 @@ from fp8dist.files.export_formats import FORMATS
 from fp8dist.files.failures import reading
 from fp8dist.files.safetensor_files import dtype_text
 from fp8dist.files.served import CONFIG, Served, mismatch, served_model
-from fp8dist.files.verification import Reference, compare_configs, compare_tensors, sha256_of
+from fp8dist.files.verification import CertifiedValue, compare_configs, compare_tensors, sha256_of
 
 __all__ = ["Verification", "add_flags", "verify"]
 
@@ -118,7 +118,7 @@ def verify(options: argparse.Namespace, bar: Callable[[int], Any]) -> Verificati
 
 def _by_certificate(options: argparse.Namespace, served: Served, progress: Progress) -> _Expected:
     certificate = read_certificate(options.certificate)
-    differing, listed = compare_tensors(served, map(Reference, certificate.tensors.values()), {}, progress)
+    differing, listed = compare_tensors(served, map(CertifiedValue, certificate.tensors.values()), {}, progress)
     return _Expected(certificate.step, certificate.config, differing, listed)
 
 
@@ -154,9 +154,9 @@ def _certificate_inside(served: Served) -> tuple[Certificate | None, list[Findin
         return None, [mismatch("certificate", CERTIFICATE, str(error).removeprefix(f"{path}: "))]
 
 
-def _references(found: Export) -> Iterator[Reference]:
+def _references(found: Export) -> Iterator[CertifiedValue]:
     for tensor, value in found.stream():
-        yield Reference(Certified(tensor.name, dtype_text(tensor.dtype), tensor.shape, sha256_of(value)), value)
+        yield CertifiedValue(Certified(tensor.name, dtype_text(tensor.dtype), tensor.shape, sha256_of(value)), value)
 
 
 def _format_of(served: Served) -> str:

@@ -100,11 +100,11 @@ def _show(run: LiveRun, every: float) -> None:
 
 def _print_lines(run: LiveRun, every: float) -> None:
     """Print one line per update, if anything is new, until the run ends."""
-    news, heard, said = -1, 0, False
+    lines, events, stood = -1, 0, False
     while True:
-        if run.news != news or bool(stuck(run)) != said:
-            print(one_line(run, heard), flush=True)
-            news, heard, said = run.news, run.heard, bool(stuck(run))
+        if run.line_count != lines or bool(stuck(run)) != stood:
+            print(one_line(run, events), flush=True)
+            lines, events, stood = run.line_count, run.event_count, bool(stuck(run))
         if run.ended:
             return
         time.sleep(every)

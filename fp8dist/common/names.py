@@ -162,9 +162,9 @@ def require_choice(name: str, value: object, choices: Sequence[str], expected: s
     """
     if isinstance(value, str) and value in choices:
         return value
-    said = getattr(value, "name", None) or value  # ``value`` may be an Enum of another library.
+    given = getattr(value, "name", None) or value  # ``value`` may be an Enum of another library.
     known = expected or f"one of {', '.join(choices)}"
-    raise ConfigurationError(f"{name} must be {known}{did_you_mean(said, choices, 1, cutoff)}, got {value!r}")
+    raise ConfigurationError(f"{name} must be {known}{did_you_mean(given, choices, 1, cutoff)}, got {value!r}")
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None, what: str = "an integer") -> int:

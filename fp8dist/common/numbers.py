@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["from_json", "to_json"]
+__all__ = ["from_json", "number_or_none", "to_json"]
 
 
 def to_json(value: float | int | None) -> float | int | str | None:
@@ -25,3 +25,9 @@ def from_json(value: Any) -> float:
         return float(value)
     except OverflowError:  # An integer beyond float64.
         return math.nan
+
+
+def number_or_none(value: Any) -> float | None:
+    """Return a number that ``to_json`` wrote, which may be NaN; None for anything that is not a number."""
+    number = from_json(value)
+    return None if math.isnan(number) and value != "NaN" and not isinstance(value, float) else number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Sequence
 
-__all__ = ["aligned", "columns", "first_few", "plural", "printable", "ranks_text", "size_text", "wrapped"]
+__all__ = ["aligned", "columns", "first_few", "plural", "printable", "ranks_text", "shortened", "size_text", "wrapped"]
 
 _SHOWN_RANKS = 8
 """Ranks that are listed before the rest is only counted."""
@@ -98,3 +98,11 @@ def plural(kind: str) -> str:
 def printable(name: str) -> str:
     """Return the name with unprintable characters escaped. Names from files may contain anything."""
     return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Return the text, with its middle replaced by "…" if it is longer than ``most`` characters."""
+    if len(text) <= most:
+        return text
+    head = (most - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}" if most > 0 else ""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.files.entries import Entry, Item, dtype_name
+from fp8dist.files.entries import Item, SavedEntry, dtype_name
 from fp8dist.files.pickles import Unpickler
 from fp8dist.files.safetensor_files import state_items
 from fp8dist.files.slices import FileSlice
@@ -63,7 +63,10 @@ class Archive:
         self._records = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
         if len(folders) > 1 or len(self._records) != len(names):
             raise CheckpointError("has two records of one name")
-        if sum(info.file_size for info in self._records.values()) > file.length:
+        self._require_whole()
+
+    def _require_whole(self) -> None:
+        if sum(info.file_size for info in self._records.values()) > self._file.length:
             raise CheckpointError("has records that are larger than the file")
         for name, info in self._records.items():
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
@@ -127,12 +130,12 @@ def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str
         if isinstance(leaf, StoredTensor):
             start, available = locate(leaf.storage)
             leaf.check(available, file.length)
-            entry = Entry(name, "parameter", leaf.shape, dtype_name(leaf.dtype))
+            entry = SavedEntry(name, "parameter", leaf.shape, dtype_name(leaf.dtype))
             load = partial(leaf.read, file, start)
         else:
             load = partial(plain_tensor, leaf)
             found = load()
-            entry = Entry(name, "parameter", tuple(found.shape), dtype_name(found.dtype))
+            entry = SavedEntry(name, "parameter", tuple(found.shape), dtype_name(found.dtype))
         items.append((entry, load))
     return items
 

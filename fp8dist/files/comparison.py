@@ -13,7 +13,7 @@ from fp8dist.checks.differences import first_difference, unravel
 from fp8dist.checks.findings import Differing, Seen, explained, is_odd, layout_findings, named_only, reference_of
 from fp8dist.checks.report import DivergenceReport, sides_of
 from fp8dist.common.divergence import Finding, Participant
-from fp8dist.files.entries import Entry, Source
+from fp8dist.files.entries import SavedEntry, Source
 
 __all__ = ["Progress", "SourceContent", "bytes_in", "compare_sources"]
 
@@ -54,7 +54,7 @@ def bytes_in(source: Source) -> int:
     return sum(SourceContent(source, lambda _: None).sizes.values())
 
 
-def field_of(entry: Entry, tensor: Tensor) -> Field:
+def field_of(entry: SavedEntry, tensor: Tensor) -> Field:
     """Return an entry and its tensor as a Field."""
     name = "" if entry.kind == "parameter" else entry.kind
     kind = FINDING_KINDS.get(entry.kind, entry.kind)

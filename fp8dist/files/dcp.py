@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp8dist.errors import CheckpointError
 from fp8dist.files.archives import Archive, items_of, zip_content
-from fp8dist.files.entries import PARAMETERS, Entry, Item, Source, dtype_name
+from fp8dist.files.entries import PARAMETERS, Item, SavedEntry, Source, dtype_name
 from fp8dist.files.failures import Unsupported, reading
 from fp8dist.files.pickles import Builder, Record, Unpickler
 from fp8dist.files.slices import FileSlice
@@ -175,7 +175,7 @@ def _tensor_item(name: str, description: Record, pieces: Mapping[Key, FileSlice]
     for chunk in chunks:
         if torch.Size(chunk.sizes).numel() * dtype.itemsize > chunk.piece.length:
             raise CheckpointError(f"claims a piece of {name} of shape {chunk.sizes} in {chunk.piece.length} bytes")
-    return Entry(name, "parameter", shape, dtype_name(dtype)), partial(_assembled, name, shape, dtype, chunks)
+    return SavedEntry(name, "parameter", shape, dtype_name(dtype)), partial(_assembled, name, shape, dtype, chunks)
 
 
 def tiles(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
@@ -229,13 +229,13 @@ def _value_items(name: str, file: FileSlice) -> list[Item]:
     """
     with _naming(file, f"the value {name}"):
         if file.bytes_at(0, min(4, file.length)).numpy().tobytes() != b"PK\x03\x04":
-            return [(Entry(name, "parameter", (file.length,), "uint8"), partial(file.bytes_at, 0, file.length))]
+            return [(SavedEntry(name, "parameter", (file.length,), "uint8"), partial(file.bytes_at, 0, file.length))]
         archive = Archive(file)
         try:
             value, size = archive.content()
             return items_of(value, size, file, archive.storage, name)
         except Unsupported:
-            return [(Entry(name, "parameter", (archive.payload_size(),), "uint8"), archive.payload)]
+            return [(SavedEntry(name, "parameter", (archive.payload_size(),), "uint8"), archive.payload)]
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from torch import Tensor
 from fp8dist.errors import CheckpointError
 from fp8dist.files.failures import reading
 
-__all__ = ["PARAMETERS", "STATE", "Entry", "Item", "Source", "dtype_name"]
+__all__ = ["PARAMETERS", "STATE", "Item", "SavedEntry", "Source", "dtype_name"]
 
 STATE, PARAMETERS = "state", "parameters"
 
 
 @dataclass(frozen=True, order=True)
-class Entry:
+class SavedEntry:
     """One tensor of a checkpoint. Sorts by name, then kind.
 
     ``kind`` is "parameter", or for FP8 state "scale", "amax", "cold", "counters", "history" or "step". FP8 state inside
@@ -33,7 +33,7 @@ class Entry:
     dtype: str
 
 
-Item = tuple[Entry, Callable[[], Tensor]]
+Item = tuple[SavedEntry, Callable[[], Tensor]]
 
 
 class Source(AbstractContextManager["Source"]):
@@ -46,7 +46,7 @@ class Source(AbstractContextManager["Source"]):
         ordered = sorted(items, key=lambda item: item[0])
         self.path = path
         self.family = family
-        self.entries: tuple[Entry, ...] = tuple(entry for entry, _ in ordered)
+        self.entries: tuple[SavedEntry, ...] = tuple(entry for entry, _ in ordered)
         self._loaders = [load for _, load in ordered]
         self._resources = resources or ExitStack()
         self._closed = False
@@ -83,5 +83,5 @@ class Source(AbstractContextManager["Source"]):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as in ``Entry.dtype``."""
+    """Return the name of a dtype as in ``SavedEntry.dtype``."""
     return str(dtype).removeprefix("torch.")

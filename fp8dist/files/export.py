@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -37,7 +37,7 @@ from fp8dist.files.export_formats import (
     strategy_of,
 )
 from fp8dist.files.export_names import require_storable
-from fp8dist.files.export_tensors import ExportedTensor, Part
+from fp8dist.files.export_tensors import ExportedTensor, ExportPart
 from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
 from fp8dist.modules.fp8_linear import FP8Linear
@@ -61,7 +61,7 @@ class Export:
     """
 
     format: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ExportPart] = field(default_factory=list)
     schemes: dict[str, Scheme] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
@@ -214,11 +214,7 @@ def fill(
     """
     in_fp8 = {name for name, module in modules.items() if isinstance(module, FP8Linear) and _in_fp8(module)}
     once = list(_once(found, tensors, in_fp8))
-    grids: dict[str, tuple[Grid, torch.Size]] = {}
-    for stored in once:
-        linear = modules.get(_module_of(stored))
-        if isinstance(linear, FP8Linear) and (_module_of(stored) in in_fp8 or stored.sharded or stored.gathered):
-            grids[_module_of(stored)] = grid_of(linear, stored), stored.value.shape
+    grids = _grids(once, modules, in_fp8)
     high: list[str] = []
     names = names or ExpertNames()
     for stored in once:
@@ -231,25 +227,43 @@ def fill(
             high += _add_experts(found, listed)
         elif name not in grids or not isinstance(linear, FP8Linear):
             entry = ExportedTensor(stored.name, "high", holder, stored.value.dtype, tuple(stored.value.shape))
-            found.parts.append(Part((entry,), partial(_whole, stored)))
+            found.parts.append(ExportPart((entry,), partial(_whole, stored)))
         elif name in in_fp8:
             found.parts.append(_of_linear(found, name, linear, stored, grids))
         else:
             found.parts.append(_dequantised(name, linear, stored, grids[name][0]))
     found.ignored = [*(name for name in modules if name not in in_fp8), *high]
     _require_untied(found.tied, mixtures)
+    _require_all(found, once, in_fp8, mixtures)
+    _rename(found, names)
+    require_storable(found.tensors)
+    found.quantization_config()
+
+
+def _grids(
+    once: Iterable[Stored], modules: Mapping[str, nn.Module], in_fp8: Set[str]
+) -> dict[str, tuple[Grid, torch.Size]]:
+    """Return how the scales of each Linear's weight lie in it, and the weight's shape."""
+    grids = {}
+    for stored in once:
+        linear = modules.get(_module_of(stored))
+        if isinstance(linear, FP8Linear) and (_module_of(stored) in in_fp8 or stored.sharded or stored.gathered):
+            grids[_module_of(stored)] = grid_of(linear, stored), stored.value.shape
+    return grids
+
+
+def _require_all(found: Export, once: Iterable[Stored], in_fp8: Set[str], mixtures: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigurationError if a weight in FP8 has no tensor, or nothing is in FP8."""
     tied = {name.rpartition(".")[0] for name in found.tied}
+    stored = {one.name for one in once}
     lost = [f"{name}.weight" for name in sorted(in_fp8 - found.schemes.keys() - tied)]
     for name, mixture in ((name, mixture) for name, mixture in mixtures.items() if are_in_fp8(name, mixture)):
-        lost += sorted({f"{name}.{weight}" for weight in expert_products(mixture) or ()} - {s.name for s in once})
+        lost += sorted({f"{name}.{weight}" for weight in expert_products(mixture) or ()} - stored)
     if lost:
         module = lost[0].rpartition(".")[0]
         raise ConfigurationError(f"{module} is in FP8, but state_dict() has no {lost[0]}: a hook renames it")
     if not found.schemes:
         raise ConfigurationError("nothing to export in FP8: every module is in high precision")
-    _rename(found, names)
-    require_storable(found.tensors)
-    found.quantization_config()
 
 
 def _add_experts(found: Export, listed: Listed) -> Sequence[str]:
@@ -330,7 +344,7 @@ def _of_linear(
     linear: FP8Linear,
     stored: Stored,
     grids: Mapping[str, tuple[Grid, torch.Size]],
-) -> Part:
+) -> ExportPart:
     """Return the tensors of a Linear in FP8: weight, its scale, and the input's if it is fixed."""
     slots = linear.fp8_slots
     state, input_state = slots.states(stored.device)[1::-1]
@@ -362,13 +376,13 @@ def _of_linear(
             values.append(torch.reciprocal(slots.states(stored.device)[0].scale).reshape(1))
         return values
 
-    return Part(tuple(entries), read)
+    return ExportPart(tuple(entries), read)
 
 
-def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> Part:
+def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> ExportPart:
     """Return the weight of a module in high precision that FSDP2 gathers in FP8: forwards see it dequantised."""
     entry = ExportedTensor(stored.name, "high", name, stored.computed_in, tuple(stored.value.shape))
-    return Part((entry,), lambda: (dequantised(linear, stored, grid),))
+    return ExportPart((entry,), lambda: (dequantised(linear, stored, grid),))
 
 
 def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, tuple[Grid, torch.Size]]) -> str:

@@ -18,7 +18,7 @@ from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_casts import Stored, experts_cast_of, whole
 from fp8dist.files.export_formats import SCALE_NAMES, Grid, Inputs, Scheme, laid_out, shape_of, strategy_of
-from fp8dist.files.export_tensors import ExportedTensor, Part
+from fp8dist.files.export_tensors import ExportedTensor, ExportPart
 from fp8dist.modules.expert_layouts import model_type_of
 from fp8dist.modules.foreign import expert_products, gate_fits
 from fp8dist.modules.fp8_experts import FP8Experts
@@ -71,7 +71,7 @@ class Listed(NamedTuple):
     ``scheme``: how a server multiplies with them; None: in high precision.
     """
 
-    part: Part
+    part: ExportPart
     linears: tuple[str, ...]
     scheme: Scheme | None = None
     recipe: Recipe | None = None
@@ -200,7 +200,7 @@ def _in_high_precision(
             every = every.mT if module.is_transposed and not with_bias else every
         return [every[expert, piece.rows].contiguous() for expert, _, piece in linears]
 
-    return Listed(Part(tuple(entries), read), () if with_bias else tuple(name for _, name, _ in linears))
+    return Listed(ExportPart(tuple(entries), read), () if with_bias else tuple(name for _, name, _ in linears))
 
 
 def _in_fp8(
@@ -250,7 +250,7 @@ def _in_fp8(
         return values
 
     names = tuple(name for _, name, _ in linears)
-    return Listed(Part(tuple(entries), read), names, Scheme(strategy, inputs), slots.recipe)
+    return Listed(ExportPart(tuple(entries), read), names, Scheme(strategy, inputs), slots.recipe)
 
 
 def _of_rows(slots: GroupedSlots, inv_scale: Tensor, rows: slice) -> Tensor:

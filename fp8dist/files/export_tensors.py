@@ -1,4 +1,4 @@
-"""ExportedTensor: one tensor of an exported model. Part: several of them that come from one cast."""
+"""ExportedTensor: one tensor of an exported model. ExportPart: several of them that come from one cast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["ExportedTensor", "Part"]
+__all__ = ["ExportPart", "ExportedTensor"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ExportedTensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class ExportPart:
     """Tensors that come from one cast. ``read`` returns them in order. COLLECTIVE if they are sharded."""
 
     tensors: tuple[ExportedTensor, ...]

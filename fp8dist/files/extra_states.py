@@ -197,8 +197,8 @@ _VOCABULARY: Mapping[str, object] = MappingProxyType(
 
 
 def _state(content: Mapping[Any, Any], load: _Load) -> ExtraState:
-    forward = _Columns("fwd", content, load)
-    backward = _Columns("bwd", content, load)
+    forward = _Direction("fwd", content, load)
+    backward = _Direction("bwd", content, load)
     variables = content.get("extra_fp8_variables")
     variables = variables if isinstance(variables, dict) else {}
     gemms, per_forward, per_backward = _layout(len(forward), len(backward), variables.get("num_gemms"))
@@ -214,7 +214,7 @@ def _state(content: Mapping[Any, Any], load: _Load) -> ExtraState:
     return ExtraState(gemms, slots, margin if type(margin) is int and -64 <= margin <= 64 else None)
 
 
-class _Columns:
+class _Direction:
     """The scaled tensors of one direction ("fwd" or "bwd"), in TransformerEngine's order.
 
     Raises:
@@ -284,7 +284,7 @@ def _layout(forward: int, backward: int, claimed: object) -> tuple[int, int, int
     return gemms, per_forward, per_backward
 
 
-def _gradient_columns(gemms: int, per_gemm: int, has_recipe: bool, backward: _Columns) -> list[int]:
+def _gradient_columns(gemms: int, per_gemm: int, has_recipe: bool, backward: _Direction) -> list[int]:
     """Return, for each GEMM, the backward tensor that is the gradient of its output.
 
     LayerNormMLP (``pytorch/module/layernorm_mlp.py``) has had three orders (first GEMM, second GEMM). Up to 1.x:

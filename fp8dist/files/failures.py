@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from fp8dist.errors import CheckpointError
 
-__all__ = ["Named", "Unsupported", "one_line", "reading"]
+__all__ = ["FileError", "Unsupported", "one_line", "reading"]
 
 _LONGEST = 1000
 
@@ -16,7 +16,7 @@ class Unsupported(CheckpointError):
     """Raised for data that looks well formed, but holds more than tensors, numbers and text."""
 
 
-class Named(CheckpointError):
+class FileError(CheckpointError):
     """Raised with a message that already names the file."""
 
 
@@ -33,12 +33,12 @@ def reading(path: str) -> Iterator[None]:
         raise
     except CheckpointError as error:
         text = str(error)
-        named = isinstance(error, Named) or text.startswith(f"{path}: ")
-        raise Named(one_line(text if named else f"{path}: {text}")) from None
+        named = isinstance(error, FileError) or text.startswith(f"{path}: ")
+        raise FileError(one_line(text if named else f"{path}: {text}")) from None
     except OSError as error:
-        raise Named(one_line(f"{path}: {error.strerror or error}")) from None
+        raise FileError(one_line(f"{path}: {error.strerror or error}")) from None
     except BaseException as error:
-        raise Named(one_line(f"{path}: cannot be read: {type(error).__name__}: {error}")) from None
+        raise FileError(one_line(f"{path}: cannot be read: {type(error).__name__}: {error}")) from None
 
 
 def one_line(text: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8dist.checks.contents import Digester
 from fp8dist.common.text import aligned
 from fp8dist.files.comparison import SourceContent, bytes_in
-from fp8dist.files.entries import STATE, Entry, Source
+from fp8dist.files.entries import STATE, SavedEntry, Source
 from fp8dist.files.failures import one_line
 from fp8dist.state.slots import Slot
 from fp8dist.state.storage import read_file
@@ -68,7 +68,7 @@ def inspect_source(source: Source) -> Inspection:
     return replace(tensors, states=tuple(_states_inside(source)))
 
 
-def _part(source: Source, belongs: Callable[[Entry], bool]) -> Source:
+def _part(source: Source, belongs: Callable[[SavedEntry], bool]) -> Source:
     items = ((entry, partial(source.read, i)) for i, entry in enumerate(source.entries) if belongs(entry))
     return Source(source.path, source.family, items)
 
@@ -100,7 +100,7 @@ def _states_inside(source: Source) -> Iterator[Inspection]:
         yield _state_inside(_part(source, partial(_is_state_at, place, inner)), place)
 
 
-def _is_state_at(place: str, inner: Sequence[str], entry: Entry) -> bool:
+def _is_state_at(place: str, inner: Sequence[str], entry: SavedEntry) -> bool:
     here = entry.kind != "parameter" and entry.name.startswith(place)
     return here and not any(entry.name.startswith(other) for other in inner)
 

@@ -18,7 +18,7 @@ from fp8dist.common.divergence import Finding, Participant
 from fp8dist.common.text import ranks_text
 from fp8dist.errors import CheckpointError
 from fp8dist.files.failures import one_line
-from fp8dist.files.traces import Head, Row, open_trace
+from fp8dist.files.traces import Head, TraceRow, open_trace
 from fp8dist.state.groups import SyncGroup
 
 __all__ = ["compare_traces", "compare_traces_of_ranks", "traces_text"]
@@ -39,9 +39,9 @@ def compare_traces(paths: Sequence[str]) -> DivergenceReport:
         CheckpointError: a trace cannot be read. All are read to their ends.
     """
     opened = [open_trace(path) for path in paths]
-    first: tuple[int, dict[int, Row | None]] | None = None
+    first: tuple[int, dict[int, TraceRow | None]] | None = None
     compared: Counter[str] = Counter()
-    nonfinite: dict[int, Row] = {}
+    nonfinite: dict[int, TraceRow] = {}
     for index, rows in enumerate(itertools.zip_longest(*(rows for _, rows in opened))):
         for n, row in enumerate(rows):
             if row is not None and row.nonfinite:
@@ -61,30 +61,30 @@ def compare_traces_of_ranks(path: str, group: SyncGroup) -> DivergenceReport:
     Raises:
         CheckpointError: on all ranks, if the trace of one cannot be read.
     """
-    head, rows, error = None, list[Row](), ""
+    head, rows, error = None, list[TraceRow](), ""
     try:
         head, found = open_trace(path)
         rows = list(found)
     except CheckpointError as failure:
         error = str(failure)
     nonfinite = next((row for row in rows if row.nonfinite), None)
-    told = group.gather((head, nonfinite, error, len(rows)))
-    failed = [f"rank {rank}: {text}" for rank, (_, _, text, _) in zip(group.ranks, told) if text]
+    gathered = group.gather((head, nonfinite, error, len(rows)))
+    failed = [f"rank {rank}: {text}" for rank, (_, _, text, _) in zip(group.ranks, gathered) if text]
     if failed:
         raise CheckpointError(failed[0])
-    index = _first_difference(rows, max(length for *_, length in told), group)
+    index = _first_difference(rows, max(length for *_, length in gathered), group)
     first = None
     if index is not None:
         mine = rows[index] if index < len(rows) else None
         first = index, dict(zip(group.ranks, group.gather(mine)))
         rows = rows[: index + 1]
-    heads = {rank: head for rank, (head, *_) in zip(group.ranks, told)}
-    odd = {rank: row for rank, (_, row, *_) in zip(group.ranks, told) if row is not None}
+    heads = {rank: head for rank, (head, *_) in zip(group.ranks, gathered)}
+    odd = {rank: row for rank, (_, row, *_) in zip(group.ranks, gathered) if row is not None}
     compared = Counter(row.place.what for row in rows)
     return _report(first, compared, heads, odd, [Participant(rank) for rank in group.ranks], "rank")
 
 
-def _first_difference(rows: Sequence[Row], longest: int, group: SyncGroup) -> int | None:
+def _first_difference(rows: Sequence[TraceRow], longest: int, group: SyncGroup) -> int | None:
     """Return the index of the first row that is not the same on all ranks. COLLECTIVE: two all-reduces."""
     hashes = b"".join(hashlib.blake2b(repr(row).encode(errors="surrogatepass"), digest_size=8).digest() for row in rows)
     least = torch.zeros(longest, dtype=torch.int64, device="cpu")
@@ -102,10 +102,10 @@ def traces_text(report: DivergenceReport) -> str:
 
 
 def _report(
-    first: tuple[int, Mapping[int, Row | None]] | None,
+    first: tuple[int, Mapping[int, TraceRow | None]] | None,
     compared: Mapping[Any, int],
     heads: Mapping[int, Head],
-    nonfinite: Mapping[int, Row],
+    nonfinite: Mapping[int, TraceRow],
     participants: Sequence[Participant],
     noun: str,
 ) -> DivergenceReport:
@@ -128,19 +128,12 @@ def _report(
     return DivergenceReport(tuple(findings), dict(compared), notes=tuple([*notes, *places]), noun=noun)
 
 
-def _findings(index: int, rows: Mapping[int, Row | None], noun: str) -> list[Finding]:
+def _findings(index: int, rows: Mapping[int, TraceRow | None], noun: str) -> list[Finding]:
     """Return a finding for each odd side. All have the same sentence as their detail."""
     somewhere = next(row for row in rows.values() if row is not None)
-    located = f" in the {_place(somewhere)} (place {index + 1} of the step)"
-    if len({None if row is None else row.place[:4] for row in rows.values()}) > 1:
-        field, where, what = "module", f" at place {index + 1} of the step", "other modules run"
-        words = {n: "the end" if row is None else f"{_place(row)}" for n, row in rows.items()}
-    elif len({row and row.place for row in rows.values()}) > 1:
-        field, where, what = "layout", located, "shape or dtype differs"
-        words = {n: f"{row.place.dtype}{list(row.place.shape)}" for n, row in rows.items() if row}
-    else:
-        field, where, what = "digest", located, "the bits differ"
-        words = {n: row.digest + " (not finite)" * row.nonfinite for n, row in rows.items() if row}
+    field, what, words = _difference(rows)
+    place = f"place {index + 1} of the step"
+    where = f" at {place}" if field == "module" else f" in the {_place(somewhere)} ({place})"
     sides = sides_of(rows)
     reference, odd = split(sides)
     everyone = sorted(rank for side in odd for rank in side)
@@ -170,7 +163,19 @@ def _findings(index: int, rows: Mapping[int, Row | None], noun: str) -> list[Fin
     ]
 
 
-def _place(row: Row) -> str:
+def _difference(rows: Mapping[int, TraceRow | None]) -> tuple[str, str, dict[int, str]]:
+    """Return (field, what differs, the value of each trace as text)."""
+    if len({None if row is None else row.place[:4] for row in rows.values()}) > 1:
+        words = {n: "the end" if row is None else _place(row) for n, row in rows.items()}
+        return "module", "other modules run", words
+    known = {n: row for n, row in rows.items() if row}
+    if len({row.place for row in known.values()}) > 1:
+        words = {n: f"{row.place.dtype}{list(row.place.shape)}" for n, row in known.items()}
+        return "layout", "shape or dtype differs", words
+    return "digest", "the bits differ", {n: row.digest + " (not finite)" * row.nonfinite for n, row in known.items()}
+
+
+def _place(row: TraceRow) -> str:
     """Return a place as text: "output of 'blocks.0.fc1', call 1"."""
     place = row.place
     part = f", part {place.part}" if place.part else ""

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.files.entries import PARAMETERS, STATE, Entry, Item, Source, dtype_name
+from fp8dist.files.entries import PARAMETERS, STATE, Item, SavedEntry, Source, dtype_name
 from fp8dist.files.failures import reading
 from fp8dist.files.slices import FileSlice
 from fp8dist.state.storage import FILE_FORMAT, from_bytes, read_file, validated_slots
@@ -77,7 +77,7 @@ def _item(file: Any, name: str) -> Item:
     dtype = described.get_dtype()
     if dtype not in DTYPES:
         raise CheckpointError(f"{name} is of dtype {dtype}, expected one of {', '.join(DTYPES)}")
-    return Entry(name, "parameter", tuple(described.get_shape()), DTYPES[dtype]), partial(file.get_tensor, name)
+    return SavedEntry(name, "parameter", tuple(described.get_shape()), DTYPES[dtype]), partial(file.get_tensor, name)
 
 
 # fp8dist state -------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def state_items(data: bytes, place: str) -> list[Item]:
 
 def _slot_items(state: Mapping[str, Any], prefix: str) -> Iterator[Item]:
     def item(name: str, kind: str, values: Tensor) -> Item:
-        return Entry(f"{prefix}{name}", kind, tuple(values.shape), dtype_name(values.dtype)), partial(values.clone)
+        return SavedEntry(f"{prefix}{name}", kind, tuple(values.shape), dtype_name(values.dtype)), partial(values.clone)
 
     slots = validated_slots(state, values=False)  # A check must be able to read damaged values.
     yield item("step", "step", state["step"])

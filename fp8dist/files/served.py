@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8dist.common.divergence import Finding
 from fp8dist.errors import CheckpointError
-from fp8dist.files.entries import PARAMETERS, Entry, Source
+from fp8dist.files.entries import PARAMETERS, SavedEntry, Source
 from fp8dist.files.failures import reading
 from fp8dist.files.json_files import LARGEST_TEXT, json_object, read_text
 from fp8dist.files.safetensor_files import SUFFIX, safetensors_source
@@ -87,7 +87,7 @@ def _source(path: str, files: Mapping[str, str], headers: Mapping[str, _Header])
     return Source(path, PARAMETERS, [(entry, partial(_values, parts[entry.name], entry)) for entry in entries])
 
 
-def _values(part: FileSlice, entry: Entry) -> Tensor:
+def _values(part: FileSlice, entry: SavedEntry) -> Tensor:
     return part.bytes_at(0, part.length).view(getattr(torch, entry.dtype)).reshape(entry.shape)
 
 
@@ -126,7 +126,7 @@ def _faults(places: Mapping[str, str], headers: Mapping[str, _Header], files: Ma
         yield mismatch("file", name, f"is in the folder, but not in {INDEX}")
     homes = {tensor: name for name, header in headers.items() for tensor in header.tensors}
     for tensor in sorted(places.keys() | homes.keys()):
-        there, said = homes.get(tensor), places.get(tensor)
-        if there != said and (said is None or said in files):
+        there, listed = homes.get(tensor), places.get(tensor)
+        if there != listed and (listed is None or listed in files):
             where = "in no file" if there is None else f"in {there!r}"
-            yield mismatch("file", tensor, f"is {where}, and {INDEX} says {said!r}")
+            yield mismatch("file", tensor, f"is {where}, and {INDEX} says {listed!r}")

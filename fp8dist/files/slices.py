@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8dist.files.failures import Named
+from fp8dist.files.failures import FileError
 
 __all__ = ["FileSlice", "MemorySlice"]
 
@@ -43,7 +43,7 @@ class FileSlice(io.RawIOBase):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-            raise Named(f"{path}: is {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}, expected a file")
+            raise FileError(f"{path}: is {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}, expected a file")
         return cls(path, 0, status.st_size, _stamp(status))
 
     def part(self, offset: int, length: int) -> FileSlice:
@@ -57,7 +57,7 @@ class FileSlice(io.RawIOBase):
 
     def _require(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.length:
-            raise Named(
+            raise FileError(
                 f"{self.path}: is truncated or damaged: {offset + length} bytes are wanted, there are {self.length}"
             )
 
@@ -74,7 +74,7 @@ class FileSlice(io.RawIOBase):
             while done < count:
                 step = os.preadv(descriptor, [view[done:]], wanted.start + done)
                 if step == 0:
-                    raise Named(f"{self.path}: became shorter while it was read")
+                    raise FileError(f"{self.path}: became shorter while it was read")
                 done += step
         return found
 
@@ -84,7 +84,7 @@ class FileSlice(io.RawIOBase):
         descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if _stamp(os.fstat(descriptor)) != self._stamp:
-                raise Named(f"{self.path}: was changed while it was read")
+                raise FileError(f"{self.path}: was changed while it was read")
             yield descriptor
         finally:
             os.close(descriptor)

@@ -14,7 +14,7 @@ from fp8dist.errors import CheckpointError
 from fp8dist.files.failures import reading
 from fp8dist.files.slices import FileSlice
 
-__all__ = ["BEGIN", "Head", "Row", "is_trace", "open_trace", "trace_bytes"]
+__all__ = ["BEGIN", "Head", "TraceRow", "is_trace", "open_trace", "trace_bytes"]
 
 FORMAT, VERSION = "fp8dist trace", 1
 BEGIN = f'{{"format":"{FORMAT}",'.encode()
@@ -40,7 +40,7 @@ class Head(NamedTuple):
     start: Mapping[str, Plain]
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """A place of the step. ``digest``: 32 hexadecimal digits. ``nonfinite``: the tensor has a NaN or an infinity."""
 
     place: Place
@@ -75,7 +75,7 @@ def is_trace(path: str) -> bool:
         return file.bytes_at(0, min(len(BEGIN), file.length)).numpy().tobytes() == BEGIN
 
 
-def open_trace(path: str) -> tuple[Head, Iterator[Row]]:
+def open_trace(path: str) -> tuple[Head, Iterator[TraceRow]]:
     """Return the head of a trace and an iterator over its rows, which reads them one by one.
 
     The iterator checks the file to its end, so exhaust it. Nothing from the file is executed.
@@ -116,11 +116,11 @@ def _head(line: Mapping[str, Any]) -> Head:
     return _checked(Head, line, _HEAD, "head")
 
 
-def _rows(path: str, lines: Iterator[dict[str, Any]]) -> Iterator[Row]:
+def _rows(path: str, lines: Iterator[dict[str, Any]]) -> Iterator[TraceRow]:
     with reading(path):
         for line in lines:
             place = _checked(Place, line, _PLACE, "row")
-            row = _checked(Row, {**line, "place": place}, _ROW, "row")
+            row = _checked(TraceRow, {**line, "place": place}, _ROW, "row")
             yield row._replace(place=place._replace(shape=tuple(place.shape)))
 
 

@@ -11,6 +11,7 @@ from fp8dist.common.text import first_few
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.extra_states import ExtraState, SavedSlot, read_extra_state
 from fp8dist.job.manager import Internals, StateManager
+from fp8dist.state import overwrites
 from fp8dist.state.arena import TAKEN, Arena, unchanged_on_failure
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn
 from fp8dist_kernels.formats import Role
@@ -80,7 +81,7 @@ def import_state(
         CheckpointError: an entry that is needed is damaged, or holds more than data.
         In both cases nothing was changed.
     """
-    plan = _Plan(arenas, _entries(state_dict), name_map)
+    plan = _Imported(arenas, _entries(state_dict), name_map)
     with unchanged_on_failure(arenas):
         converted = [found for arena in arenas for found in _write(arena, plan.slots)]
     return ImportReport(
@@ -114,7 +115,7 @@ class _Import:
     margin: int | None
 
 
-class _Plan:
+class _Imported:
     """Saved state by slot (``slots``), and the source of each module's state by fqn (``origins``).
 
     Raises:
@@ -145,28 +146,30 @@ class _Plan:
 
     def _names(self, ours: Sequence[str], name_map: NameMap | None) -> dict[str, tuple[str | None, int]]:
         """Return (TransformerEngine fqn or None, GEMM) by our fqn."""
-        if callable(name_map):
-            named = {fqn: _parsed(fqn, name_map(fqn)) for fqn in ours}
-        else:
-            if name_map is not None and not isinstance(name_map, Mapping):
-                raise ConfigurationError(f"name_map must be a mapping or a function, got {type(name_map).__name__}")
-            given = {clean_fqn(str(fqn)): value for fqn, value in (name_map or {}).items()}
-            strangers = sorted(given.keys() - set(ours))
-            if strangers:
-                raise ConfigurationError(f"name_map: this model has no FP8 modules called {first_few(strangers)}")
-            named = {fqn: _parsed(fqn, value) for fqn, value in given.items()}
+        named = {fqn: _parsed(fqn, value) for fqn, value in _mapped(ours, name_map).items()}
         absent = sorted({name for name, _ in named.values() if name is not None and name not in self._entries})
         if absent:
             raise ConfigurationError(
                 f"name_map: there is no {_KEY} of {first_few(absent)}; there are {first_few(sorted(self._entries))}"
             )
-        same = {fqn: (fqn if fqn in self._entries else None, 0) for fqn in ours if fqn not in named}
-        return {fqn: named[fqn] if fqn in named else same[fqn] for fqn in ours}
+        return {fqn: named.get(fqn, (fqn if fqn in self._entries else None, 0)) for fqn in ours}
 
     def _state(self, name: str) -> ExtraState | None:
         if name not in self._read:
             self._read[name] = read_extra_state(f"{name}.{_KEY}", self._entries[name])
         return self._read[name]
+
+
+def _mapped(ours: Sequence[str], name_map: NameMap | None) -> Mapping[str, object]:
+    """Return the values of ``name_map`` by our fqn."""
+    if callable(name_map):
+        return {fqn: name_map(fqn) for fqn in ours}
+    if name_map is not None and not isinstance(name_map, Mapping):
+        raise ConfigurationError(f"name_map must be a mapping or a function, got {type(name_map).__name__}")
+    given = {clean_fqn(str(fqn)): value for fqn, value in (name_map or {}).items()}
+    if strangers := sorted(given.keys() - set(ours)):
+        raise ConfigurationError(f"name_map: this model has no FP8 modules called {first_few(strangers)}")
+    return given
 
 
 def _parsed(fqn: str, value: object) -> tuple[str | None, int]:
@@ -199,7 +202,7 @@ def _write(arena: Arena, slots: Mapping[Slot, _Import]) -> list[tuple[Slot, str]
     counters = torch.zeros(len(arena.counters), len(found), dtype=torch.int64, device="cpu")
     counters[TAKEN] = torch.where(seen, length - first, 0)
     index = torch.tensor([arena.index[spec.slot] for spec in specs], dtype=torch.int64, device=arena.device)
-    arena.load_slots(index, *(t.to(arena.device) for t in (scale, amax, cold, counters, history)))
+    overwrites.load_slots(arena, index, *(t.to(arena.device) for t in (scale, amax, cold, counters, history)))
 
     reasons = [
         None if is_cold else _reason(arena, spec, one) for is_cold, spec, one in zip(cold.tolist(), specs, found)
@@ -210,7 +213,7 @@ def _write(arena: Arena, slots: Mapping[Slot, _Import]) -> list[tuple[Slot, str]
         where, amaxes = torch.zeros_like(arena.cold), torch.zeros_like(arena.amax)
         where[index] = torch.tensor([why is not None for why in reasons], device=arena.device)
         amaxes[index] = stood_for.to(arena.device)
-        arena.convert_scales(where, amaxes)
+        overwrites.convert_scales(arena, where, amaxes)
     return [(spec.slot, why) for spec, why in zip(specs, reasons) if why is not None]
 
 

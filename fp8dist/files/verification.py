@@ -20,13 +20,13 @@ from fp8dist.files.safetensor_files import DTYPES
 from fp8dist.files.served import CONFIG, Served, mismatch
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["Reference", "compare_configs", "compare_tensors", "sha256_of"]
+__all__ = ["CertifiedValue", "compare_configs", "compare_tensors", "sha256_of"]
 
 _Look = tuple[str | None, tuple[int, ...], str]
 """Dtype, shape and SHA-256 of a tensor: all but its name."""
 
 
-class Reference(NamedTuple):
+class CertifiedValue(NamedTuple):
     """A tensor that should be served. ``value``: its values on the CPU, if they are known."""
 
     certified: Certified
@@ -39,7 +39,7 @@ def sha256_of(tensor: Tensor) -> str:
 
 
 def compare_tensors(
-    served: Served, references: Iterable[Reference], tied: Mapping[str, Any], progress: Progress
+    served: Served, references: Iterable[CertifiedValue], tied: Mapping[str, Any], progress: Progress
 ) -> tuple[list[Finding], list[Certified]]:
     """Return (what differs, the reference's tensors that must be served). Two tensors are in memory.
 
@@ -63,9 +63,8 @@ def compare_tensors(
             continue
         entry = served.source.entries[places[name]]
         if (entry.dtype, entry.shape) != (DTYPES.get(dtype), shape):
-            is_there = f"{entry.dtype}{list(entry.shape)}"
             expected = f"{DTYPES.get(dtype) or printable(dtype)}{list(shape)}"
-            found.append(mismatch("layout", name, f"is {is_there}, expected {expected}"))
+            found.append(mismatch("layout", name, f"is {entry.dtype}{list(entry.shape)}, expected {expected}"))
             continue
         tensor = served.source.read(places[name])
         digest = sha256_of(tensor)

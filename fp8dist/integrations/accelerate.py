@@ -6,7 +6,7 @@ from typing import Any
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import Run, RunLog, install, world
+from fp8dist.integrations.stacks import RunLog, RunTarget, install, world
 from fp8dist.state.recipe import Recipe
 
 try:
@@ -24,7 +24,7 @@ def prepare(
     optimizer: Any,
     *rest: Any,
     recipe: Recipe | None = None,
-    run: Run | None = None,
+    run: RunTarget | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
     """Prepare a model for FP8, pass everything to ``accelerator.prepare``, and attach. COLLECTIVE.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +9,7 @@ import torch.distributed as dist
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.calls import require_steps_of
-from fp8dist.integrations.stacks import install
+from fp8dist.integrations.stacks import FP8Steps, install
 from fp8dist.job.manager import Internals
 from fp8dist.state.groups import has_base
 
@@ -20,8 +19,6 @@ except ImportError as error:
     raise ImportError(install("DeepSpeed", "deepspeed")) from error
 
 __all__ = ["attach"]
-
-logger = logging.getLogger("fp8dist")
 
 KEY = "fp8dist"
 """The FP8 state in the client state of a checkpoint."""
@@ -47,18 +44,17 @@ def attach(manager: fp8dist.StateManager, engine: Any) -> None:
         raise ConfigurationError(
             "the manager is attached already: leave out manager.attach(), and attach an engine once"
         )
-    if not isinstance(engine, _FP8Steps) and engine.loaded_checkpoint_dp_world_size is not None:
+    if not isinstance(engine, _EngineSteps) and engine.loaded_checkpoint_dp_world_size is not None:
         raise ConfigurationError("attach before engine.load_checkpoint(), which then loads the FP8 state, too")
     manager.attach(engine, boundary="manual")
     Internals(manager).cycle.reuse_casts(True)  # Nothing but the engine's step and its load_checkpoint changes weights.
-    engine.fp8_manager, engine.fp8_calls = manager, False
+    engine.fp8_calls = False
     require_steps_of(engine, manager)
-    if not isinstance(engine, _FP8Steps):
-        engine.__class__ = type(f"FP8{type(engine).__name__}", (_FP8Steps, type(engine)), {})
+    _EngineSteps.add_to(engine, manager)
 
 
-class _FP8Steps:
-    """Added to an engine's class. ``fp8_manager``: what it drives. ``fp8_calls``: True while it calls the model."""
+class _EngineSteps(FP8Steps):
+    """Added to an engine's class. ``fp8_calls``: True while it calls the model."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -79,12 +75,8 @@ class _FP8Steps:
         """Take a step, and end the FP8 step if parameters were due. COLLECTIVE."""
         due = self.is_gradient_accumulation_boundary()  # Counts micro-batches, so the answer is another one afterwards.
         super().step(*args, **kwargs)  # type: ignore[misc]
-        manager = self.fp8_manager
-        if due and Internals(manager).cycle.job.attached:
-            if self.was_step_applied():
-                manager.step()
-            else:
-                Internals(manager).cycle.step_skipped()
+        if due:
+            self.end_fp8_step(self.was_step_applied())
 
     def save_checkpoint(self: Any, save_dir: Any, tag: Any = None, client_state: Any = None, **options: Any) -> Any:
         """Save, with the FP8 state in the client state. COLLECTIVE."""
@@ -94,15 +86,8 @@ class _FP8Steps:
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Load, and take the FP8 state out of the client state. COLLECTIVE."""
         path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        if path is None:
-            return path, client_state
-        state, manager = client_state.pop(KEY, None), self.fp8_manager
-        if state is not None:
-            manager.load_state_dict(state)
-        else:
-            logger.warning("fp8dist: %s has no FP8 state: scales begin anew", path)
-            manager.reset()
-            manager.refresh_weights()
+        if path is not None:
+            self.load_fp8(client_state.pop(KEY, None), path)
         return path, client_state
 
 

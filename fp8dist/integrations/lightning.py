@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import Run, RunLog, install, world
+from fp8dist.integrations.stacks import RunLog, RunTarget, install, world
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.state.recipe import Recipe
 
@@ -48,7 +48,7 @@ class FP8Precision(Precision):
         recipe: Recipe | None = None,
         *,
         autocast: torch.dtype | None = None,
-        run: Run | None = None,
+        run: RunTarget | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -66,7 +66,9 @@ class FP8Precision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Prepare the module, if ``configure_model`` has not done it. Local."""
-        if self._prepared is not module and any(is_sharded(one) for one in module.modules() if _is_linear(one)):
+        if self._prepared is not module and any(
+            is_sharded(one) for one in module.modules() if isinstance(one, nn.Linear)
+        ):
             raise ConfigurationError(
                 "configure_model() has sharded the model before it was converted: call "
                 "self.trainer.precision_plugin.prepare(self) in configure_model(), before fully_shard()"
@@ -86,7 +88,7 @@ class FP8Precision(Precision):
             assert self._prepared is not None
             trainer: Any = self._prepared.trainer
             if self._run is not None:
-                _Log(RunLog(self._run, self.manager), trainer)
+                _LightningLog(RunLog(self._run, self.manager), trainer)
             # Such a strategy loads the checkpoint after this, so ranks may still start with other weights.
             loads = trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path is not None
             self.manager.attach(model, optimizer=optimizers, start=None if loads else "raise")
@@ -102,7 +104,7 @@ class FP8Precision(Precision):
             self.manager.load_state_dict(state_dict)
 
 
-class _Log(Logger):
+class _LightningLog(Logger):
     """A logger of this fit: passes on what is logged."""
 
     name, version = "fp8dist", ""
@@ -127,7 +129,3 @@ class _Log(Logger):
         """End the run, and leave the Trainer as it was. Local."""
         self._log.close()
         self._trainer.loggers = [one for one in self._trainer.loggers if one is not self]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)

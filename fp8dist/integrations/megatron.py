@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import install
+from fp8dist.integrations.stacks import FP8Steps, install
 from fp8dist.job.manager import WHOLE, Internals
 from fp8dist.state.groups import has_base
 from fp8dist.state.recipe import Recipe
@@ -54,11 +54,20 @@ def prepare(
     for chunk in chunks:
         _require_supported(getattr(chunk, "config", None))
     whole = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+    manager = fp8dist.prepare(whole, recipe, **_with_defaults(options, whole))
+    if len(chunks) > 1:
+        for chunk in chunks:  # The manager does not keep the list alive.
+            chunk.__dict__[WHOLE] = whole
+    return manager
+
+
+def _with_defaults(options: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the options of ``fp8dist.prepare`` with the groups of ranks, and what stays in high precision."""
     if "group" not in options:
         if not parallel_state.is_initialized():
             raise ConfigurationError("call Megatron-Core's initialize_model_parallel() before prepare()")
         options["group"] = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    names = [name for name, module in whole.named_modules() if getattr(module, "weight", None) is not None]
+    names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
     skip = options.get("skip", ())
     if skip is not None:
         skip = [skip] if isinstance(skip, str) else [*skip]
@@ -66,11 +75,7 @@ def prepare(
         options["skip"] = [*heads, *skip]
     if any(".experts." in name for name in names) and "groups" not in options and EXPERTS not in (skip or ()):
         options["groups"] = _expert_groups()
-    manager = fp8dist.prepare(whole, recipe, **options)
-    if len(chunks) > 1:
-        for chunk in chunks:  # The manager does not keep the list alive.
-            chunk.__dict__[WHOLE] = whole
-    return manager
+    return options
 
 
 def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
@@ -94,7 +99,7 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
             f"got {type(optimizer).__name__}"
         )
     if Internals(manager).cycle.job.attached or (
-        isinstance(optimizer, _FP8Steps) and Internals(optimizer.fp8_manager).cycle.job.attached
+        isinstance(optimizer, FP8Steps) and Internals(optimizer.fp8_manager).cycle.job.attached
     ):
         raise ConfigurationError(
             "the manager or the optimizer is attached already: leave out manager.attach(), and attach an optimizer once"
@@ -108,30 +113,23 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
     manager.attach(boundary="manual", start=None)
     # Weights change in the optimizer's step, and where modules load a state_dict.
     Internals(manager).cycle.reuse_casts(True)
-    optimizer.fp8_manager = manager
     # Checks ask Megatron's DDP what the distributed optimizer gathers late or reduces in parts.
     optimizer.fp8_watched = nn.ModuleList(getattr(optimizer, "model_chunks", []))
     if len(optimizer.fp8_watched):
         Internals(manager).cycle.checker.watch(optimizer.fp8_watched)
-    if not isinstance(optimizer, _FP8Steps):
-        optimizer.__class__ = type(f"FP8{type(optimizer).__name__}", (_FP8Steps, type(optimizer)), {})
+    _OptimizerSteps.add_to(optimizer, manager)
 
 
-class _FP8Steps(MegatronOptimizer):
-    """Added to the class of an optimizer. ``fp8_manager``: the manager that its steps drive. ``fp8_watched``: the
-    wrapped model that its checks compare; empty unless the optimizer is distributed."""
+class _OptimizerSteps(FP8Steps, MegatronOptimizer):
+    """Added to the class of an optimizer. ``fp8_watched``: the wrapped model that its checks compare; empty unless the
+    optimizer is distributed."""
 
-    fp8_manager: fp8dist.StateManager
     fp8_watched: nn.ModuleList
 
     def step(self: Any) -> Any:
         """Take a step, and end the FP8 step if parameters were updated. COLLECTIVE."""
         updated, *others = super().step()
-        if Internals(self.fp8_manager).cycle.job.attached:
-            if updated:
-                self.fp8_manager.step()
-            else:
-                Internals(self.fp8_manager).cycle.step_skipped()
+        self.end_fp8_step(updated)
         return (updated, *others)
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,12 +144,7 @@ class _FP8Steps(MegatronOptimizer):
             fp8 = state_dict.get(KEY)
             state_dict = {key: value for key, value in state_dict.items() if key != KEY}
         super().load_state_dict(state_dict)
-        if fp8:
-            self.fp8_manager.load_state_dict(fp8)
-        else:
-            logger.warning("fp8dist: the checkpoint has no FP8 state: scales begin anew")
-            self.fp8_manager.reset()
-            self.fp8_manager.refresh_weights()
+        self.load_fp8(fp8, "the checkpoint")
 
 
 def _shard(key: str, state: bytes) -> ShardedObject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -13,10 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fp8dist
+from fp8dist.job.manager import Internals
 
-__all__ = ["TESTED", "Run", "RunLog", "caller", "install", "world"]
+__all__ = ["TESTED", "FP8Steps", "RunLog", "RunTarget", "caller", "install", "world"]
 
-Run = str | os.PathLike[str] | Callable[[fp8dist.StateManager], fp8dist.Recorder]
+logger = logging.getLogger("fp8dist")
+
+RunTarget = str | os.PathLike[str] | Callable[[fp8dist.StateManager], fp8dist.Recorder]
 """Where a run is recorded: a folder, or a function that returns a Recorder of the manager."""
 
 TESTED: Mapping[str, str] = MappingProxyType(
@@ -58,7 +62,7 @@ class RunLog:
         manager: detached first if it is attached from an earlier training.
     """
 
-    def __init__(self, run: Run, manager: fp8dist.StateManager) -> None:
+    def __init__(self, run: RunTarget, manager: fp8dist.StateManager) -> None:
         manager.detach()  # Ranks agree on the watch in attach().
         self.recorder = run(manager) if callable(run) else fp8dist.Recorder(run, manager, resume_after="state")
         self._manager = manager
@@ -99,6 +103,34 @@ class RunLog:
         began = fp8dist.describe(self._manager)["began_after"]
         before, self._seen = (0, 0.0) if self._seen is None and began == 0 else self._seen, (step, seen)
         return {} if before is None else {"tokens": (seen - before[1]) / (step - before[0])}
+
+
+class FP8Steps:
+    """Added to the class of a trainer's engine or optimizer, whose steps drive ``fp8_manager``."""
+
+    fp8_manager: fp8dist.StateManager
+
+    @classmethod
+    def add_to(cls, owner: Any, manager: fp8dist.StateManager) -> None:
+        """Make the steps of ``owner`` drive the manager. Local."""
+        owner.fp8_manager = manager
+        if not isinstance(owner, cls):
+            owner.__class__ = type(f"FP8{type(owner).__name__}", (cls, type(owner)), {})
+
+    def end_fp8_step(self, updated: bool) -> None:
+        """End the FP8 step, if the manager is attached. COLLECTIVE. ``updated``: False for a step that was skipped."""
+        cycle = Internals(self.fp8_manager).cycle
+        if cycle.job.attached:
+            self.fp8_manager.step() if updated else cycle.step_skipped()
+
+    def load_fp8(self, state: Any, source: object) -> None:
+        """Load the FP8 state of a checkpoint. COLLECTIVE if it has none: scales begin anew."""
+        if state:
+            self.fp8_manager.load_state_dict(state)
+        else:
+            logger.warning("fp8dist: %s has no FP8 state: scales begin anew", source)
+            self.fp8_manager.reset()
+            self.fp8_manager.refresh_weights()
 
 
 def _is_number(value: Any) -> bool:

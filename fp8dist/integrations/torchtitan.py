@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import Run, RunLog, caller, install, world
+from fp8dist.integrations.stacks import RunLog, RunTarget, caller, install, world
 from fp8dist.state.recipe import Recipe
 
 try:
@@ -30,7 +30,7 @@ PREFIX = "fp8dist."
 """Of the keys of the FP8 state in the optimizers' part of a checkpoint."""
 
 
-def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, run: Run | None = None, **options: Any) -> ModelSpec:
+def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, run: RunTarget | None = None, **options: Any) -> ModelSpec:
     """Return the spec of the same model in FP8: give it to ``Trainer.Config(model_spec=…)``. Local.
 
     The model is prepared before torchtitan parallelizes it, and attached once its optimizers exist. Checkpoints of
@@ -66,7 +66,7 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, run: Run | None = No
         manager = _manager_of(model_parts[0])
         if run is not None:
             trainer, _ = caller(Trainer)  # Its hook is not given what logs.
-            trainer.metrics_processor.logger = _Log(RunLog(run, manager), trainer.metrics_processor.logger)
+            trainer.metrics_processor.logger = _TitanLog(RunLog(run, manager), trainer.metrics_processor.logger)
         # Without the comparison of what ranks start with: torchtitan loads its checkpoint later.
         manager.attach(model_parts[0], optimizer=list(optimizers), start=None)
         optimizers.state_dict = _saving(optimizers.state_dict, manager)
@@ -101,7 +101,7 @@ def _manager_of(model: nn.Module) -> fp8dist.StateManager:
         ) from error
 
 
-class _Log(BaseLogger):
+class _TitanLog(BaseLogger):
     """Passes on what is logged, to the logger that was there as well."""
 
     def __init__(self, log: RunLog, other: BaseLogger) -> None:

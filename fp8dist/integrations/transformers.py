@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import Run, RunLog, caller, install, world
+from fp8dist.integrations.stacks import RunLog, RunTarget, caller, install, world
 from fp8dist.state.recipe import Recipe
 
 try:
@@ -61,7 +61,7 @@ class FP8Callback(TrainerCallback):
     """
 
     def __init__(
-        self, recipe: Recipe | None = None, *, check_every: int = 0, run: Run | None = None, **options: Any
+        self, recipe: Recipe | None = None, *, check_every: int = 0, run: RunTarget | None = None, **options: Any
     ) -> None:
         self.manager: fp8dist.StateManager | None = None
         self._run = run

@@ -18,7 +18,7 @@ from fp8dist.modules.parts import Part
 from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of
 from fp8dist.state.groups import local_part
 
-__all__ = ["Gradients", "Masters", "WeightLoads"]
+__all__ = ["Gradients", "LoadWatch", "Masters"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -102,7 +102,7 @@ class Gradients:
             )
 
 
-class WeightLoads:
+class LoadWatch:
     """Finds the first load of weights that the next step undoes, because the optimizer has copies from before."""
 
     def __init__(self) -> None:

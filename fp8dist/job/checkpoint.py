@@ -15,7 +15,7 @@ from fp8dist.common.text import first_few
 from fp8dist.errors import CheckpointError
 from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.expert_layouts import describe_experts
-from fp8dist.state import storage
+from fp8dist.state import overwrites, storage
 from fp8dist.state.arena import Arena, fitted, unchanged_on_failure
 from fp8dist.state.groups import SyncGroup, world_size
 from fp8dist.state.precision import Precisions
@@ -295,14 +295,16 @@ class _Match:
         kinds = [self._recipe_of(slot).get("recipe") for slot in arena.index if slot in self._places]
         if not arena.recipe.delayed and any(kind != type(arena.recipe).__name__ for kind in kinds):
             return  # Just-in-time scales need no state of another recipe.
-        arena.load_slots(mine, rows("scale"), rows("amax"), rows("cold"), rows("counters", 1), rows("history"))
+        overwrites.load_slots(
+            arena, mine, rows("scale"), rows("amax"), rows("cold"), rows("counters", 1), rows("history")
+        )
 
     def _convert(self, arena: Arena, mine: Tensor, theirs: Tensor) -> None:
         """Derive scales by this recipe. Slots that were saved by an equal recipe keep their scales."""
         stood_for = torch.zeros_like(arena.amax)
         stood_for[mine] = self._stood_for.index_select(0, theirs).to(arena.device)
         changed = torch.tensor([slot in self._changed for slot in arena.index], dtype=torch.bool, device=arena.device)
-        arena.convert_scales(changed, stood_for)
+        overwrites.convert_scales(arena, changed, stood_for)
 
 
 def _differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:

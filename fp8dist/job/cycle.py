@@ -64,7 +64,7 @@ class StepCycle:
         self.listeners: list[Callable[[bool], None]] = []
         self._failure: SyncError | None = None  # Of a commit during a compilation; the next boundary raises it.
         self._renews = False  # An attached optimizer has stepped: gathered weights need new scales.
-        self.job.said_unsynced = False
+        self.job.warned_unsynced = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"state": self.state}

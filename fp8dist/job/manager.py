@@ -73,7 +73,7 @@ ATTRIBUTE = "_fp8dist_manager"
 """Attribute of a prepared model that holds its manager. The manager has only a weak reference to the model."""
 
 WHOLE = "_fp8dist_whole"
-"""Attribute of one chunk of a prepared model (Megatron-Core hands a list of them around): the module of all chunks."""
+"""Attribute of each model part, for loops that hold a list of parts: the module that contains all of them."""
 
 
 class StateManager(JoinedManager):
@@ -337,8 +337,8 @@ class StateManager(JoinedManager):
             policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
                 "repair": copy from the majority and check again, raise if there is no majority or ranks still differ.
                 With "warn", a finding that an earlier check has logged gets one line while it stands.
-            buffers: compare the buffers of DDP modules. If a forward changes buffers, as BatchNorm does, ranks differ
-                by design until the next forward: DDP then copies the buffers of its first rank to the others.
+            buffers: compare the buffers of DDP modules. Buffers that a forward changes, as BatchNorm does, differ until
+                the next forward, in which DDP copies those of its first rank to the others.
             compute: also let each rank compute the FP8 casts and products of the model's own shapes, on operands that
                 are the same everywhere, and compare the results with those of ranks with equal hardware and versions.
                 Finds a device that computes otherwise. One more all-reduce of 72 bytes, and the time of the products,
@@ -643,7 +643,7 @@ class StateManager(JoinedManager):
         before = [(part.slots, part.slots.weight_scale()) for part in fp8_parts(model)]
         self._cycle.scales.derive(local_weights(model), "all")
         for slots, scale in before:  # Inputs of later modules may grow as much, but have old scales.
-            slots.tell_of_new_scale(scale, slots.weight_scale())
+            slots.policy.report_new_scale(scale, slots.weight_scale())
         if sharded is not None:
             sharded.accept()
         if self._cycle.steps is not None:

@@ -77,5 +77,6 @@ class Measurement:
         noted = self._state.job.microbatches
         if noted is None or not noted.known:
             return False
-        inputs = (slot.fqn for sync in self._state.syncs for slot in sync.recorded() if slot.role == Role.INPUT)
+        seen = [sync.measured for sync in self._state.syncs if sync.measured is not None]
+        inputs = (slot.fqn for each in seen for slot in each.recorded() if slot.role == Role.INPUT)
         return all(fqn in noted.called or fqn not in self._state.precisions.by_fqn for fqn in inputs)

@@ -79,8 +79,8 @@ def check(
             tensor was good.
         policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
             "repair": copy from the majority, raise if there is none.
-        buffers: compare buffers, which are replicated like plain parameters. If a forward changes buffers, as BatchNorm
-            does, ranks differ by design until the next forward: DDP then copies the buffers of its first rank.
+        buffers: compare buffers, which are replicated like plain parameters. Buffers that a forward changes, as
+            BatchNorm does, differ until the next forward, in which DDP copies those of its first rank to the others.
         max_repairs: as for ``StateManager.check``. The module remembers which tensors were repaired.
 
     Returns:

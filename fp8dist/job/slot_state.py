@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.cycle import StepCycle
+from fp8dist.state import overwrites
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.recipe import Gemm, Recipe
@@ -90,7 +91,7 @@ class SlotState:
                 f"{self.fqn}: set_scale() is for delayed scaling; {type(arena.recipe).__name__} computes a scale from "
                 "each tensor"
             )
-        arena.set_scale(row, scale)
+        overwrites.set_scale(arena, row, scale)
         self._cycle.job.invalidate_casts()
 
     def record(self, x: Tensor) -> None:

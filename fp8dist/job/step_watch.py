@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fp8dist.common.optimizer_hooks import found_inf, has_closure, is_real_step, retire_with, step_frames, untraced
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.changes import Gradients, Masters, WeightLoads
+from fp8dist.job.changes import Gradients, LoadWatch, Masters
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.parts import Part, fp8_parts
@@ -67,7 +67,7 @@ class StepWatch:
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: Masters | None = None
         self._gradients = Gradients()
-        self._loads = WeightLoads()
+        self._loads = LoadWatch()
         self._warned_of_eval = False
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)

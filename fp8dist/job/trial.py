@@ -17,6 +17,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_experts import fp8_experts
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
 from fp8dist.modules.linear_slots import refusal
+from fp8dist.modules.main_grad import fuses
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.wrappers import multiplied_shape
 from fp8dist_kernels import BLOCK, ops
@@ -51,7 +52,8 @@ def try_products(model: nn.Module, resharded: set[nn.Module]) -> None:
             continue
         _require_fp8(slots.fqn, slots.job.backend, device)
         shape, dtype = multiplied_shape(linear, linear in resharded), stored[0].dtype
-        kind = (*shape, slots.recipe, dtype, linear.bias is None, linear.in_features, linear.transposed, device)
+        of = linear.bias is None, linear.in_features, linear.transposed, fuses(linear)
+        kind = (*shape, slots.recipe, dtype, *of, device)
         if kind in seen:
             continue
         seen.add(kind)
@@ -97,7 +99,7 @@ def _products_of(
     for of in _dtypes(dtype, device):
         how = slots.recipe, of, dtype, bias, linear.transposed, slots.job.backend
         for tokens in TOKENS:
-            for each in linear_computations(shape, *how, tokens, sideways=slots.job.gathers):
+            for each in linear_computations(shape, *how, tokens, slots.job.gathers, fuses(linear)):
                 if isinstance(each, ProductOf):
                     yield each._replace(exact=True)
 

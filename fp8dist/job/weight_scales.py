@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8dist.modules.model_state import ModelState
 from fp8dist.parallel.fsdp2 import ShardedWeights
 from fp8dist.parallel.sharded_weight import ShardedWeight
+from fp8dist.state import overwrites
 from fp8dist.state.arena_sync import ArenaSync, all_reduce_max
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
@@ -109,6 +110,6 @@ def _set_scales(sync: ArenaSync, bits: Tensor, which: Literal["cold", "unfit", "
     elif which == "cold":
         where &= arena.cold
     forget = where & ~arena.cold if which == "unfit" else where
-    arena.derive_scales(amax, where)
+    overwrites.derive_scales(arena, amax, where)
     if which != "cold":
         sync.forget(forget)

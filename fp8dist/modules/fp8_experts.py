@@ -90,7 +90,7 @@ class FP8Experts(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load as nn.Module does. Also marks the weights as written, because FSDP may have replaced the parameters."""
         for slots in self.fp8_products.values():
-            slots.note_load(self)
+            slots.note.sample_before_load(self, slots.job.loads)
         super()._load_from_state_dict(*args, **kwargs)
         for slots in self.fp8_products.values():
             slots.note.mark_written()

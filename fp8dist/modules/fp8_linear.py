@@ -15,18 +15,21 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.casters import Cast, Request
 from fp8dist.modules.foreign import gathered_input, is_parallel, is_transposed, linear_base
 from fp8dist.modules.fp8_weight import FP8Weight, dequantised
-from fp8dist.modules.linear_slots import Cast, LinearSlots, States
+from fp8dist.modules.linear_slots import LinearSlots, States
+from fp8dist.modules.main_grad import MainGrad
 from fp8dist.modules.modes import Mode
 from fp8dist.modules.needed_gradients import needed_gradients
+from fp8dist.modules.observe_gradient import observe_gradient
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Linear, parallel_linear
 from fp8dist.modules.unsupported import FLOATING, differentiable_once, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
-from fp8dist.state.arena import SlotState
 from fp8dist.state.groups import is_dtensor
 from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist_kernels.formats import Role
@@ -55,13 +58,14 @@ class _FP8LinearFunction(torch.autograd.Function):
         slots: LinearSlots,
         states: States,
         record: bool,
-        wants_weight_grad: bool,
+        weight_grad: tuple[bool, MainGrad | None],  # if it is wanted; where it goes, if not to autograd
         high: tuple[Gemm, ...],
         outgrown: Outgrown,
     ) -> Tensor:
         input_state, ctx.weight_state, ctx.grad_state = states
+        wants_weight_grad, ctx.main_grad = weight_grad  # One argument: each costs ``apply`` two calls.
         columns = wants_weight_grad and "wgrad" not in high
-        cast = slots.input_cast(x, input_state, record, "fprop" not in high, columns, outgrown)
+        cast = slots.caster.cast(x, Request(input_state, Role.INPUT, "fprop" not in high, columns, record, outgrown))
         later = "dgrad" in high or slots.casts_in_backward(weight)
         if weight_columns_inv_scale is None:
             weight_columns_inv_scale = weight_rows_inv_scale
@@ -87,6 +91,7 @@ class _FP8LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x = ctx.saved_tensors
         slots: LinearSlots = ctx.slots
+        main_grad: MainGrad | None = ctx.main_grad
         slots.settle()  # There may have been a boundary since the forward.
         wants_input_grad, wants_bias_grad, wants_weight_grad = needed_gradients(ctx)
         fp8_input_grad = wants_input_grad and "dgrad" not in ctx.high
@@ -96,7 +101,9 @@ class _FP8LinearFunction(torch.autograd.Function):
             copies = fp8_input_grad, fp8_weight_grad
             if wants_bias_grad and slots.adds_in_cast and (fp8_input_grad or fp8_weight_grad):
                 grad_bias = grad_output.new_empty(grad_output.shape[1], dtype=ctx.bias_dtype)
-            cast = slots.gradient_cast(grad_output, ctx.grad_state, ctx.record, *copies, ctx.outgrown, grad_bias)
+            limits = slots.policy.limits_in_backward(ctx.outgrown)
+            request = Request(ctx.grad_state, Role.GRAD_OUTPUT, *copies, ctx.record, limits, sums=grad_bias)
+            cast = slots.caster.cast(grad_output, request)
         if fp8_input_grad:
             if weight is not None:
                 weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
@@ -106,29 +113,19 @@ class _FP8LinearFunction(torch.autograd.Function):
         elif wants_input_grad:
             grad_input = (grad_output @ weight.to(grad_output.dtype)).to(ctx.input_dtype)
         if fp8_weight_grad:
-            inv_scales = cast.columns_inv_scale, x_inv_scale
-            grad_weight = slots.matmul(cast.columns, x_columns, *inv_scales, ctx.weight_dtype, "wgrad")
+            operands = cast.columns, x_columns, cast.columns_inv_scale, x_inv_scale
+            if main_grad is None:
+                grad_weight = slots.matmul(*operands, ctx.weight_dtype, "wgrad")
+            else:
+                slots.matmul_into(*operands, main_grad.total, "wgrad")
+                grad_weight = main_grad.added()
         elif wants_weight_grad:
             grad_weight = (grad_output.t() @ x.to(grad_output.dtype)).to(ctx.weight_dtype)
+            grad_weight = grad_weight if main_grad is None else main_grad.add(grad_weight)
         if wants_bias_grad and grad_bias is None:
             grad_bias = slots.bias_gradient(grad_output, ctx.bias_dtype)
-        slots.count_backward(ctx.record)
+        slots.monitor.count_backward(ctx.record)
         return (grad_input, grad_bias, grad_weight, *[None] * 10)
-
-
-class _ObserveGradient(torch.autograd.Function):
-    """Identity that records the amax of the gradient in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, slots: LinearSlots, state: SlotState) -> Tensor:
-        ctx.slots, ctx.state = slots, state
-        return torch.ops.aten._unsafe_view(y, y.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        ctx.slots.note_backward()
-        ctx.slots.observe(grad_output, ctx.state)
-        return grad_output, None, None
 
 
 class FP8Linear(nn.Linear):
@@ -156,8 +153,12 @@ class FP8Linear(nn.Linear):
             return F.linear(input, self.weight.t() if self.transposed else self.weight, self.bias)
         return self._multiply(input, self.bias)
 
-    def _multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x Wᵀ + ``bias`` as the state of the job wants it. Local; commits a pending sync."""
+    def _multiply(self, input: Tensor, bias: Tensor | None, main_grad: MainGrad | None = None) -> Tensor:
+        """Return x Wᵀ + ``bias`` as the state of the job wants it. Local; commits a pending sync.
+
+        Args:
+            main_grad: where the weight's gradient goes. None: to autograd.
+        """
         slots = self.fp8_slots
         if slots.job.awaits_attach:
             raise ConfigurationError(
@@ -166,7 +167,7 @@ class FP8Linear(nn.Linear):
         if input.dtype not in FLOATING:
             require_floating(input, slots.fqn)
         weight = self.weight  # Read once: a parametrization recomputes it at each access.
-        compute = self._computation(input, weight)
+        compute = self._computation(input, weight, main_grad)
         weight = weight.t() if self.transposed else weight
         if is_dtensor(weight):
             return parallel_linear(compute, input, weight, bias, slots.fqn)
@@ -176,33 +177,42 @@ class FP8Linear(nn.Linear):
             )
         return compute(input, weight, bias)
 
-    def _computation(self, input: Tensor, weight: Tensor) -> Linear:
+    def _computation(self, input: Tensor, weight: Tensor, main_grad: MainGrad | None) -> Linear:
         """Return the function for this forward: in FP8, or in high precision with or without recording amaxes."""
         slots = self.fp8_slots
         high = slots.precision.high
         mode, record = slots.mode(self, input, weight, high, high == GEMMS)
         if mode.casts:
-            return functools.partial(self._in_fp8, weight, mode, record)
-        return self._observed if mode.recording or (mode.observes and record) else _in_high_precision
+            return functools.partial(self._in_fp8, weight, mode, record, main_grad)
+        compute = self._observed if mode.recording or (mode.observes and record) else _in_high_precision
+        return compute if main_grad is None else lambda x, w, bias: compute(x, main_grad.through(w), bias)
 
     def _in_fp8(
-        self, parameter: Tensor, mode: Mode, record: bool, input: Tensor, weight: Tensor, bias: Tensor | None
+        self,
+        parameter: Tensor,
+        mode: Mode,
+        record: bool,
+        main_grad: MainGrad | None,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         """Compute the output with FP8 GEMMs. ``weight``: this rank's local tensor of ``parameter``."""
         slots = self.fp8_slots
         out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
         self._require_features(input, in_features)
         high, states = mode.high, slots.states(weight.device)
-        outgrown = slots.of_parts(mode.outgrown, weight, parameter)
+        outgrown = slots.policy.limits_of_parts(mode.outgrown, weight, parameter, states[1])
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, in_features)
         fprop, dgrad = "fprop" not in high, "dgrad" not in high
-        cast = slots.weight_cast(weight, parameter, states[1], record, fprop, dgrad, outgrown)
-        wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
+        request = Request(states[1], Role.WEIGHT, fprop, dgrad, record, outgrown)
+        cast = slots.weight_cast(weight, parameter, request)
+        weight_grad = torch.is_grad_enabled() and weight.requires_grad, main_grad
         output = _FP8LinearFunction.apply(
-            tokens, bias, weight, *_each_once(cast), slots, states, record, wants_weight_grad, high, outgrown
+            tokens, bias, weight, *_each_once(cast), slots, states, record, weight_grad, high, outgrown
         )
         # Like F.linear's output, this is no view to autograd: FSDP2 warns about modules that return views.
         return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
@@ -214,11 +224,11 @@ class FP8Linear(nn.Linear):
         input_state, weight_state, grad_state = slots.states(weight.device)
         if not slots.sync.every_step:
             return _in_high_precision(input, weight, bias)
-        slots.observe(input, input_state)
+        slots.caster.observe(input.detach(), input_state)
         if not isinstance(weight, FP8Weight):  # Otherwise its shards were recorded before the gather.
-            slots.observe(weight, weight_state)
+            slots.caster.observe(weight.detach(), weight_state)
         output = _in_high_precision(input, weight, bias)
-        return _ObserveGradient.apply(output, slots, grad_state) if output.requires_grad else output
+        return observe_gradient(output, slots, grad_state) if output.requires_grad else output
 
     def _require_features(self, input: Tensor, in_features: int) -> None:
         if input.ndim == 0 or input.shape[-1] != in_features:
@@ -226,7 +236,7 @@ class FP8Linear(nn.Linear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load as nn.Module does. Also marks the weight as written, because FSDP may have replaced the parameter."""
-        self.fp8_slots.note_load(self)
+        self.fp8_slots.note.sample_before_load(self, self.fp8_slots.job.loads)
         super()._load_from_state_dict(*args, **kwargs)
         self.fp8_slots.note.mark_written()
 
@@ -249,7 +259,7 @@ class FP8Linear(nn.Linear):
 
 def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
     """Return the tensors of ``cast``, repeats as None: Dynamo rejects autograd functions that get a tensor twice."""
-    rows, inv_scale, columns, columns_inv_scale = cast  # Compared one by one: this runs in every forward.
+    rows, inv_scale, columns, columns_inv_scale = cast[:4]  # Compared one by one: this runs in every forward.
     if columns is rows or columns is inv_scale:
         columns = None  # type: ignore[assignment]
     if columns_inv_scale is inv_scale or columns_inv_scale is columns or columns_inv_scale is rows:
@@ -322,23 +332,38 @@ def _parallel_forward(
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     tp_group: Any,
+    gradient_accumulation_fusion: bool = False,
     **options: Any,
 ) -> Tensor:
     """``_forward_impl`` of Megatron-Core's parallel Linears: x Wᵀ + b with this rank's part of the weight. COLLECTIVE,
     see ``gathered_input``.
 
-    ``options``: about the weight's gradient. Megatron's DDP adds gradients that are not fused to ``main_grad``.
+    Args:
+        gradient_accumulation_fusion: add the weight's gradient to ``main_grad``, if there is one. torch.compile leaves
+            such a module out of its graphs: a compiled backward cannot mark the weight.
+        options: what Megatron-Core calls it with beside that.
     """
     slots = self.fp8_slots
     if not slots.job.enabled:
         linked = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel, "tp_group": tp_group}
+        linked["gradient_accumulation_fusion"] = gradient_accumulation_fusion
         return self.converted_from._forward_impl(self, input, weight, bias, **linked, **options)  # type: ignore[attr-defined]
     if weight is not self.weight:
         raise ConfigurationError(
             f"{slots.slots[Role.INPUT].fqn}: it was called with the weight of another module, for which it has no "
             "scale: name it in skip="
         )
-    return self._multiply(gathered_input(input, allreduce_dgrad, sequence_parallel, tp_group), bias)
+    input = gathered_input(input, allreduce_dgrad, sequence_parallel, tp_group)
+    if not gradient_accumulation_fusion:
+        return self._multiply(input, bias)
+    return (_multiply_in_eager if torch.compiler.is_compiling() else _multiply_fused)(self, input, bias)
+
+
+def _multiply_fused(linear: FP8Linear, input: Tensor, bias: Tensor | None) -> Tensor:
+    return linear._multiply(input, bias, MainGrad.of(linear.weight))
+
+
+_multiply_in_eager = _disable_dynamo(_multiply_fused)
 
 
 def _without_init(original: type[nn.Module]) -> FP8Linear:

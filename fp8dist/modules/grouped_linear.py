@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.casters import ExpertMask, Request, count_tokens
 from fp8dist.modules.fp8_weight import FP8Weight, dequantised
-from fp8dist.modules.grouped_slots import Choice, GroupedSlots, Some
+from fp8dist.modules.grouped_slots import Choice, GroupedSlots
 from fp8dist.modules.linear_slots import States
 from fp8dist.modules.needed_gradients import needed_gradients
+from fp8dist.modules.observe_gradient import observe_gradient
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.unsupported import differentiable_once, require_floating
-from fp8dist.state.arena import SlotState
 from fp8dist.state.groups import is_dtensor
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows
@@ -32,7 +33,7 @@ class _Call(NamedTuple):
     states: States
     choice: Choice
     record: bool
-    recorded: Mapping[Role, Some]
+    recorded: Mapping[Role, ExpertMask]
     wants_weight_grad: bool
     outgrown: Outgrown
 
@@ -61,10 +62,8 @@ class _GroupedFunction(torch.autograd.Function):
         slots, high = call.slots, call.choice.high
         fprop, wgrad = high["fprop"], high["wgrad"]
         columns = call.wants_weight_grad and wgrad is not True
-        recorded = call.recorded[Role.INPUT]
-        cast = slots.rows_cast(
-            x, offsets, call.states[0], call.record, recorded, fprop is not True, columns, call.outgrown, Role.INPUT
-        )
+        copies, recorded = (fprop is not True, columns), call.recorded[Role.INPUT]
+        cast = slots.caster.cast(x, Request(call.states[0], Role.INPUT, *copies, recorded, call.outgrown, offsets))
         later = high["dgrad"] is not False or slots.casts_in_backward(weight)
         if weight_columns_inv_scale is None:
             weight_columns_inv_scale = weight_rows_inv_scale
@@ -100,8 +99,12 @@ class _GroupedFunction(torch.autograd.Function):
         fp8_weight_grad = wants_weight_grad and high["wgrad"] is not True
         grad_input = grad_weight = in_fp8 = in_high = None
         if wants_input_grad or wants_weight_grad:  # Otherwise only the bias needs a gradient.
-            how = call.record, call.recorded[Role.GRAD_OUTPUT], fp8_input_grad, fp8_weight_grad
-            cast = slots.rows_cast(grad_output, offsets, call.states[2], *how, call.outgrown, Role.GRAD_OUTPUT)
+            if call.record and slots.job.measuring:
+                count_tokens(offsets, call.states[2])
+            how = fp8_input_grad, fp8_weight_grad, call.recorded[Role.GRAD_OUTPUT]
+            limits = slots.policy.limits_in_backward(call.outgrown)
+            request = Request(call.states[2], Role.GRAD_OUTPUT, *how, limits, offsets)
+            cast = slots.caster.cast(grad_output, request)
         if fp8_input_grad:
             if weight is not None and slots.casts_in_backward(weight):
                 weight_columns, weight_inv_scale = slots.backward_cast(weight, call.states[1], call.outgrown)
@@ -121,26 +124,8 @@ class _GroupedFunction(torch.autograd.Function):
                 in_high = _weight_grad(grad_output, x.to(grad_output.dtype), offsets).to(ctx.weight_dtype)
             grad_weight = _chosen(in_fp8, in_high, high["wgrad"], lambda mask: mask[:, None, None])
         grad_bias = _sums(grad_output, offsets).to(ctx.bias_dtype) if wants_bias_grad else None
-        slots.count_backward(call.record)
+        slots.monitor.count_backward(call.record)
         return (grad_input, grad_bias, grad_weight, *[None] * 6)
-
-
-class _ObserveGradient(torch.autograd.Function):
-    """Identity that records the experts' amaxes of the gradient in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, offsets: Tensor, slots: GroupedSlots, state: SlotState, recorded: Some) -> Tensor:
-        ctx.slots, ctx.state, ctx.recorded = slots, state, recorded
-        ctx.save_for_backward(offsets)
-        return torch.ops.aten._unsafe_view(y, y.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (offsets,) = ctx.saved_tensors
-        ctx.slots.note_backward()
-        ctx.slots.count_tokens(offsets, ctx.state)
-        ctx.slots.observe_rows(grad_output, offsets, ctx.state, ctx.recorded)
-        return grad_output, None, None, None, None
 
 
 def grouped_linear(
@@ -174,35 +159,30 @@ def grouped_linear(
         raise ConfigurationError(f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward")
     states, choice = slots.states(weight.device), slots.choice(weight.device)
     mode, record = slots.mode(owner, x, weight, choice, choice.all_high)
-    recorded = {role: record and (mode.recording or mode.high.records[role]) for role in Role}
+    recorded: Mapping[Role, ExpertMask] = mode.high.records
+    if mode.recording or not record:
+        recorded = {Role.INPUT: record, Role.WEIGHT: record, Role.GRAD_OUTPUT: record}
     if mode.casts:
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         call = _Call(slots, states, mode.high, record, recorded, wants_weight_grad, mode.outgrown)
         return _in_fp8(x, weight, offsets, bias, owner, call)
     if not slots.sync.every_step or not (mode.recording or (mode.observes and record)):
         return _in_high_precision(x, weight, offsets, bias)
-    slots.observe_rows(x, offsets, states[0], recorded[Role.INPUT])
+    slots.caster.observe(x.detach(), states[0], recorded[Role.INPUT], offsets)
     slots.record_weight(weight, None, offsets, states[1], recorded[Role.WEIGHT])
     output = _in_high_precision(x, weight, offsets, bias)
     if not output.requires_grad or recorded[Role.GRAD_OUTPUT] is False:
         return output
-    observed: Tensor = _ObserveGradient.apply(output, offsets, slots, states[2], recorded[Role.GRAD_OUTPUT])
-    return observed
+    return observe_gradient(output, slots, states[2], recorded[Role.GRAD_OUTPUT], offsets)
 
 
 def _in_fp8(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, owner: nn.Module, call: _Call) -> Tensor:
     slots, high = call.slots, call.choice.high
     x = x.to(_compute_dtype(x))
     parameter = owner._parameters.get(slots.name)
-    cast = slots.weight_cast(
-        weight,
-        weight if parameter is None else parameter,
-        call.states[1],
-        call.record,
-        high["fprop"] is not True,
-        high["dgrad"] is not True,
-        call.outgrown,
-    )
+    copies = high["fprop"] is not True, high["dgrad"] is not True
+    request = Request(call.states[1], Role.WEIGHT, *copies, call.record, call.outgrown)
+    cast = slots.weight_cast(weight, weight if parameter is None else parameter, request)
     if call.record:
         slots.record_weight(weight, cast, offsets, call.states[1], call.recorded[Role.WEIGHT])
     scales = cast.rows_inv_scale, None if cast.columns_inv_scale is cast.rows_inv_scale else cast.columns_inv_scale
@@ -274,7 +254,7 @@ def _of_experts(tokens: int, offsets: Tensor) -> Tensor:
     return (torch.arange(tokens, device=offsets.device) < offsets[-1])[:, None]
 
 
-def _by_rows(in_fp8: Tensor | None, in_high: Tensor | None, high: Some, offsets: Tensor) -> Tensor:
+def _by_rows(in_fp8: Tensor | None, in_high: Tensor | None, high: ExpertMask, offsets: Tensor) -> Tensor:
     """Choose rows by their experts."""
 
     def rows(mask: Tensor) -> Tensor:
@@ -284,7 +264,7 @@ def _by_rows(in_fp8: Tensor | None, in_high: Tensor | None, high: Some, offsets:
     return _chosen(in_fp8, in_high, high, rows)
 
 
-def _chosen(in_fp8: Tensor | None, in_high: Tensor | None, high: Some, spread: Any) -> Tensor:
+def _chosen(in_fp8: Tensor | None, in_high: Tensor | None, high: ExpertMask, spread: Any) -> Tensor:
     """Return the product of each expert in its precision. ``spread``: gives a mask the product's shape."""
     if in_high is None or in_fp8 is None:
         made = in_high if in_fp8 is None else in_fp8

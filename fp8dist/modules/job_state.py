@@ -81,7 +81,7 @@ class JobState:
     microbatches: Microbatches | None = None
     """Counts the microbatches of this step if it is measured."""
     tap: Tensor | None = None
-    """Hears what casts and products compute; see ``fp8dist_kernels.taps``. None: nobody listens."""
+    """Gets to see what casts and products compute; see ``fp8dist_kernels.taps``. None: there is no tap."""
     step: int = 0
     """Number of training steps that have ended, as the run counts them: a resumed run goes on from its checkpoint."""
     called: weakref.ref[nn.Module] | None = None
@@ -90,9 +90,9 @@ class JobState:
     """``step`` as the last ``attach`` or load found it."""
     stepping: bool = False
     """True while an optimizer's step runs."""
-    said_unbounded: bool = False
+    warned_unbounded: bool = False
     """True once the warning about steps without a boundary was logged."""
-    said_unsynced: bool = False
+    warned_unsynced: bool = False
     """True once the warning about steps without attach() was logged."""
 
     # Set by contexts that the user enters.
@@ -114,14 +114,14 @@ class JobState:
     loads: dict[WeightNote, Tensor] = field(default_factory=dict)
     """Samples of the first weights that were loaded since the last step of an attached optimizer, from before."""
     growth: Growth | None = None
-    """Tells which written weights have outgrown their scales."""
+    """Which written weights have outgrown their scales."""
     eval_growth: Growth | None = None
-    """Tells which weights have outgrown their scales, as eval forwards found."""
+    """Which weights have outgrown their scales, as eval forwards found."""
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("enabled", "backend", "eval_precision", "gathers", "shared", "boundaries", "generation")
         fresh = JobState(*(getattr(self, name) for name in kept[:5]))
-        fresh.said_unsynced = self.attached or self.said_unsynced  # Otherwise a copied part of a model would warn.
+        fresh.warned_unsynced = self.attached or self.warned_unsynced  # Otherwise a copied part of a model would warn.
         return {**fresh.__dict__, **{name: getattr(self, name) for name in kept}}
 
     @property
@@ -153,7 +153,7 @@ class JobState:
     @property
     def unsynced(self) -> bool:
         """True if ranks that are meant to share state do not, and no warning was logged."""
-        return self.shared and not self.attached and not self.said_unsynced
+        return self.shared and not self.attached and not self.warned_unsynced
 
     def attach(self, by_optimizer: bool, scaled: bool, reuse_casts: bool) -> None:
         """PREPARED, ATTACHED or DETACHED → ATTACHED."""
@@ -170,7 +170,7 @@ class JobState:
         if self.attached:
             self.tie = Tie.DETACHED
         self.release()
-        self.scaled = self.launches_early = self.measuring = self.said_unsynced = False
+        self.scaled = self.launches_early = self.measuring = self.warned_unsynced = False
         self.microbatches = self.tap = None
 
     def restore(self) -> None:

@@ -1,96 +1,53 @@
-"""LinearSlots: an FP8Linear's access to the FP8 state, and the casts of its tensors by the recipe."""
+"""LinearSlots: an FP8Linear's access to the FP8 state, the casts of its weight, and its products.
+
+What belongs to one module is kept beside: its caster (``casters.py``), the policy of written weights
+(``write_policy.py``), the cache of its weight's cast (``weight_cache.py``), the monitor of its backwards
+(``loop_monitor.py``).
+"""
 
 from __future__ import annotations
 
-import functools
-import logging
-import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.casters import SITES, Cast, Request, caster_for
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
+from fp8dist.modules.loop_monitor import LoopMonitor
 from fp8dist.modules.modes import Mode, Modes
-from fp8dist.modules.outgrown import (
-    OUTGROWN,
-    Growth,
-    Outgrown,
-    amax_of,
-    either,
-    limits_of,
-    scale_for,
-    shrunk,
-    unfit_for,
-)
+from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.unsupported import require_eager
-from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of, stored_parameters
-from fp8dist.state.arena import SlotState
+from fp8dist.modules.weight_cache import WeightCache
+from fp8dist.modules.weight_notes import WeightNote
+from fp8dist.modules.write_policy import WritePolicy
+from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.groups import is_dtensor, largest_of_parts, local_part
+from fp8dist.state.groups import local_part
+from fp8dist.state.microbatches import Microbatches
 from fp8dist.state.precision import Precision
-from fp8dist.state.recipe import GEMMS, Gemm, Recipe
+from fp8dist.state.recipe import Gemm, Recipe
 from fp8dist.state.slots import Slot
 from fp8dist_kernels import direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.multipliers import ProductError
-from fp8dist_kernels.reference.blocks import BLOCK
 
 __all__ = ["SITES", "Cast", "LinearSlots", "States", "refusal"]
 
-logger = logging.getLogger("fp8dist")
-
-FIRST_LOOK = 64
-"""Number of backwards without a boundary after which a module's weight is first compared, with its value half as many
-backwards ago."""
-
-
-SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
-"""The casts and products of a module, in the order of their sites."""
-
-States = tuple[SlotState, SlotState, SlotState]
+States = tuple[SlotViews, SlotViews, SlotViews]
 """The states of a module's input, weight and grad_output slots."""
-
-
-class Cast(NamedTuple):
-    """A tensor in FP8: row-major, transposed, and the inverse scales of each. A copy that was not requested is empty.
-
-    The inverse scales have the shapes that ``ops.matmul`` takes: one element, one per row, or one per block.
-    """
-
-    rows: Tensor
-    rows_inv_scale: Tensor
-    columns: Tensor
-    columns_inv_scale: Tensor
-
-
-@dataclass(frozen=True)
-class WeightCast:
-    """A cached cast of a weight."""
-
-    cast: Cast
-    weight: weakref.ref[Tensor]
-    key: tuple[int, int, int]
-    recorded: bool
-
-    def serves(self, weight: Tensor, key: tuple[int, int, int], record: bool) -> bool:
-        """True if it can replace a cast of ``weight`` now. Compares the object: another tensor may have the same
-        address, such as a temporary of functional_call or of a parametrization."""
-        return self.weight() is weight and self.key == key and (self.recorded or not record)
 
 
 class LinearSlots:
     """An FP8Linear's access to the FP8 state: its three slots and how it may use them.
 
-    ``precision``: which GEMMs run in high precision. ``site``: number of its first site; see ``SITES``. ``note``: of
-    the weight. If the note says that FSDP frees the weight between forward and backward, its casts are not cached,
-    because they would take the memory that sharding saves.
+    ``precision``: which GEMMs run in high precision. ``caster``: casts its tensors. ``note``: of the weight. If the
+    note says that FSDP frees the weight between forward and backward, its casts are not cached, because they would take
+    the memory that sharding saves.
     """
 
     def __init__(
@@ -109,22 +66,27 @@ class LinearSlots:
         self.recipe = recipe
         self.slots = slots
         self.precision = Precision(slots, recipe.high_precision)
-        self.site = 0
+        self.caster = caster_for(recipe, job, sync, self.precision)
         self.name = name
         self.note = WeightNote(name)
-        self._backwards = self._boundary = self._changes = 0
-        self._look_at = FIRST_LOOK // 2
-        self._sample: Tensor | None = None
-        self._modes = Modes(self.fqn)
-        self.limit: float | None
-        self.eval_limit: float | None
-        self.limit, self.eval_limit = limits_of(recipe)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what a copy does not take over, and what refers to the note, of which a copy has its own."""
         self._states: States | None = None
-        self._cast: WeightCast | None = None
+        self._modes = Modes(self.fqn)
+        self.policy = WritePolicy(self.recipe, self.job, self.note, self.weight_sync)
+        self.cache = WeightCache(self.job)
+        self.monitor = LoopMonitor(self.sync, self.job, self.note, self.fqn)
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_states": None, "_cast": None, "_sample": None, "_modes": Modes(self.fqn)}
-        return {**self.__dict__, **fresh, "note": self.note.copied()}
+        fresh = ("_states", "_modes", "policy", "cache", "monitor")
+        kept = {name: value for name, value in self.__dict__.items() if name not in fresh}
+        return {**kept, "note": self.note.copied()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     @property
     def fqn(self) -> str:
@@ -145,11 +107,6 @@ class LinearSlots:
     def weight_slots(self) -> tuple[Slot, ...]:
         """The slots of the weight: one, or one for each expert."""
         return (self.slots[Role.WEIGHT],)
-
-    @property
-    def weight_casts(self) -> int:
-        """How many calls of ops cast the weight, if both copies are made."""
-        return 1
 
     @property
     def weight_place(self) -> int | slice:
@@ -194,22 +151,13 @@ class LinearSlots:
             self._states = (input_, weight, grad)
         return self._states
 
-    def _state_of(self, role: Role, sync: ArenaSync) -> SlotState:
+    def _state_of(self, role: Role, sync: ArenaSync) -> SlotViews:
         return sync.arena.state_of(self.slots[role])
 
     def forget_views(self) -> None:
         """Drop the views of an arena that was rebuilt. The next use creates new ones."""
-        self._states = self._cast = None
-
-    @property
-    def wanted(self) -> bool:
-        """True if this step's sync or a watch needs amaxes."""
-        return self.sync.every_step or self.job.measuring
-
-    @property
-    def observing(self) -> bool:
-        """True if forwards in high precision record amaxes in training. Compiled forwards guard on it: read it late."""
-        return self.precision.observing
+        self._states = None
+        self.cache.clear()
 
     def mode(self, module: nn.Module, x: Tensor, weight: Tensor, high: Any, all_high: bool) -> tuple[Mode, bool]:
         """Return how this forward of ``module`` computes, and True if it records amaxes. Takes the notes of it. A
@@ -226,24 +174,22 @@ class LinearSlots:
         job, training = self.job, module.training
         in_fp8, recording = job.in_fp8, job.recording
         casts = in_fp8 and not all_high and (training or job.eval_precision == "fp8")
-        observes = in_fp8 and not casts and self.observing
+        # A compiled forward guards on what it reads here: read it late.
+        observes = in_fp8 and not casts and (self.caster.grouped or self.precision.observing)
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         repeated = None if compiling else self._modes.repeated(grad)
         if repeated is not None:
             casts, _, recording, training, *_ = repeated
-        record = self.wanted and (recording or (training and grad))
+        record = (self.sync.every_step or job.measuring) and (recording or (training and grad))
         if compiling:
-            limit = self.limit if training else self.eval_limit
+            limit = self.policy.limit if training else self.policy.eval_limit
             return Mode(casts, observes, recording, training, high, Outgrown(limit)), record
         if casts or recording or (observes and record):
             require_eager(x, weight, module, self.fqn)
         if job.microbatches is not None:
-            if record:
-                job.microbatches.forward(*self.fqns)
-            elif training and repeated is None:
-                job.microbatches.unrecorded_forward()
+            self._count_forward(job.microbatches, record, training and repeated is None)
         if casts:
-            outgrown = self.outgrown(module, record, training)
+            outgrown = self.policy.limits(module, record, training)
         else:
             outgrown = Outgrown(None)
             self.note.idle_in(job.boundaries)
@@ -253,140 +199,11 @@ class LinearSlots:
         self._modes.calls.add(mode, grad)
         return mode, record
 
-    def quantize(
-        self,
-        x: Tensor,
-        state: SlotState,
-        record: bool,
-        rows: bool,
-        columns: bool,
-        pending: Tensor | None = None,
-        square: bool = False,
-        outgrown: float | None = None,
-        unfit: Tensor | None = None,
-        role: Role | None = None,
-        scale: Tensor | None = None,
-        sums: Tensor | None = None,
-    ) -> Cast:
-        """Cast x [tokens, features] by the recipe. If neither copy is requested, only record the amax of x, and only
-        inside ``recording()`` or if the module soon returns to FP8.
-
-        Args:
-            pending: where to record the amax. None: in the slot's own element.
-            square: True if x is a weight, with blocks of 128 x 128.
-            outgrown: the overflow ratio above which x is cast with its own amax. None: never.
-            unfit: 0-d bool: if True, x is cast with its own amax in any case.
-            role: of the cast whose tap is told. None: none is.
-            scale: what to cast x with, because x may be a part of a tensor that shares a scale. None: the slot's scale,
-                or that of the amax of x. Ignored by recipes whose scales cover less than a tensor.
-            sums: [features], for the sums of the columns of x; see ``adds_in_cast``.
-        """
-        place = state.pending if pending is None else pending
-        if not (rows or columns):
-            return self._uncast(x, place, record)
-        block = [0, 0]
-        if self.recipe.by == "tensor":
-            cast = self._by_tensor(x, state, place, record, rows, columns, square, outgrown, unfit, role, scale, sums)
-        else:
-            if record:
-                direct.observe(x, place, backend=self.job.backend)
-            cast, block = self._by_parts(x, state.format.dtype, rows, columns, square, role)
-        if record and (self.job.measuring or self.sync.arena.lanes):
-            self._measure(x if rows else x.t(), cast.rows_inv_scale if rows else cast.columns_inv_scale, state, block)
-        return cast
-
-    def _uncast(self, x: Tensor, place: Tensor, record: bool) -> Cast:
-        if record and (self.precision.observing or self.job.recording):
-            direct.observe(x, place, backend=self.job.backend)
-        nothing = x.new_empty(0)
-        return Cast(nothing, nothing, nothing, nothing)
-
-    def _by_tensor(
-        self,
-        x: Tensor,
-        state: SlotState,
-        place: Tensor,
-        record: bool,
-        rows: bool,
-        columns: bool,
-        of_weight: bool,
-        outgrown: float | None,
-        unfit: Tensor | None,
-        role: Role | None,
-        scale: Tensor | None,
-        sums: Tensor | None,
-    ) -> Cast:
-        """Cast x with ``scale``, or with one from the slot or its own amax. Records the amax."""
-        recipe, given = self.recipe, scale is not None
-        cold = state.cold if recipe.delayed or given else state.always
-        warm_up = not given and recipe.warmup == "current" and not self._known_hot(state)
-        if given:
-            outgrown = unfit = None
-        if unfit is not None:  # Rare. Treat the slot as cold.
-            cold, warm_up = (cold & warm_up) | unfit, True
-        also: dict[str, Any] = {} if sums is None else {"sums": sums}
-        if warm_up and recipe.delayed and outgrown is None and direct.is_eager():
-            also["scratch"] = state.arena.scratch()  # Few slots are cold: no launch of its own looks for these.
-        fp8, fp8_t, inv_scale = _caller(of_weight).quantize(
-            x,
-            state.scale if scale is None else scale,
-            cold,
-            place,
-            state.format.dtype,
-            record=record,
-            just_in_time=warm_up,
-            margin=recipe.margin,
-            power_of_two=recipe.power_of_two,
-            rows=rows,
-            columns=columns,
-            outgrown=outgrown,
-            backend=self.job.backend,
-            **also,
-            **({} if self.job.tap is None else self._tap_of(role)),
-        )
-        return Cast(fp8, inv_scale, fp8_t, inv_scale)
-
-    def _tap_of(self, work: Role | Gemm | None) -> dict[str, Any]:
-        """Return the arguments by which a cast or a product tells the tap; none if it has no site. Callers look for a
-        tap themselves, because most jobs have none."""
-        # What is exported or traced outlives the listener.
-        if work is None or torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return {}
-        return {"site": self.site + SITES.index(work), "tap": self.job.tap}
-
-    def _known_hot(self, state: SlotState) -> bool:
-        """True if the host knows that the slot is hot, so that its cast need not look. Graphs outlive that knowledge:
-        state may be loaded. Their casts look on the device."""
-        if not direct.is_eager():  # First: torch.compile must not guard on the rest.
-            return False
-        return state.arena.known_hot and self.recipe.delayed and not capturing(state.arena.device)
-
-    def _by_parts(
-        self, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, square: bool, role: Role | None
-    ) -> tuple[Cast, list[int]]:
-        """Cast x with its own scale for each row or block. Also return the shape of a group that shares a scale."""
-        copies = {
-            "power_of_two": self.recipe.power_of_two,
-            "rows": rows,
-            "columns": columns,
-            "backend": self.job.backend,
-            **({} if self.job.tap is None else self._tap_of(role)),
-        }
-        if self.recipe.by == "row":
-            return Cast(*_caller(square).quantize_rowwise(x, dtype, **copies)), [
-                1,
-                max(1, x.shape[1] if rows else x.shape[0]),
-            ]
-        block = [BLOCK if square else 1, BLOCK]
-        return Cast(*direct.quantize_blocks(x, dtype, block=block, **copies)), block
-
-    def _measure(self, x: Tensor, inv_scale: Tensor, state: SlotState, block: list[int]) -> None:
-        dtype, backend = state.format.dtype, self.job.backend
-        direct.measure(x, inv_scale, dtype, state.saturated, state.underflow, block=block, backend=backend)
-
-    def observe(self, x: Tensor, state: SlotState) -> None:
-        """Call ``ops.observe`` with this manager's backend."""
-        direct.observe(x.detach(), state.pending, backend=self.job.backend)
+    def _count_forward(self, microbatches: Microbatches, record: bool, in_training: bool) -> None:
+        if record:
+            microbatches.forward(*self.fqns)
+        elif in_training:
+            microbatches.unrecorded_forward()
 
     def matmul(
         self,
@@ -414,61 +231,28 @@ class LinearSlots:
                 bias=bias,
                 fast_accumulation=fast,
                 backend=self.job.backend,
-                **({} if self.job.tap is None else self._tap_of(gemm)),
+                **({} if self.job.tap is None else self.caster.tap_of(gemm)),
             )
         except ProductError as error:
             raise refusal(self.fqn, gemm, error) from error
 
-    def outgrown(self, linear: nn.Module, record: bool, training: bool) -> Outgrown:
-        """Return the overflow ratios above which a forward's tensors are cast with their own amaxes. Notes that the
-        weight is used.
-
-        The result is the same on each shard of a weight, and on one rank alone. Captured forwards do not look for
-        writes, nor do compiled ones: a version counter would become a constant of the graph, or a guard.
-
-        Args:
-            record: True if this forward records amaxes. Loaded FP8 state is right for the weight that such a
-                forward finds. A reentrant checkpoint records when it repeats its forward.
-            training: False in eval mode.
-        """
-        if not self.recipe.delayed or capturing(self.weight_sync.arena.device):
-            return Outgrown(self.limit if training else self.eval_limit)
-        note = self.note
-        note.cast_at(self.job.boundaries)
-        if record and note.awaited:
-            note.take(linear)
-        limits = self._limits(linear, training)
-        if record:
-            note.was_recorded()
-        return limits
-
-    def _limits(self, linear: nn.Module, training: bool) -> Outgrown:
-        limit, written = self.limit, self.note.written(linear) or self.note.written_in_place
-        others = limit if written and self.note.copy_written else None
-        return Outgrown(
-            limit if training else self.eval_limit, others, written, self._upstream(not training), not training
-        )
-
-    def _upstream(self, in_eval: bool) -> Tensor | None:
-        """Return 0-d bool: True if another module's weight has outgrown its scale; see ``Growth``. None: nobody looked.
-        What eval forwards found is for eval forwards: an evaluation leaves no trace in training."""
-        found: Tensor | None = None
-        for growth in (self.job.growth, self.job.eval_growth if in_eval else None):
-            if growth is not None and growth.boundaries == self.job.boundaries:
-                of_others = growth.of_others(id(self))
-                found = found if of_others is None else either(found, of_others)
-        return found
-
-    def _tell_of_growth(self, cast: Cast, state: SlotState, outgrown: Outgrown) -> None:
-        """Report to other modules whether a weight, which was just cast, has outgrown its scale."""
-        inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
-        self._add_growth((inv_scale * state.scale > OUTGROWN) & ~state.cold, in_eval=not outgrown.written)
-
-    def note_load(self, module: nn.Module) -> None:
-        """Keep a sample of the weight as it is before other values are loaded into it, for ``StepWatch``. Local."""
-        loads, stored = self.job.loads, stored_parameters(module, self.name)
-        if len(loads) < SAMPLED_WEIGHTS and stored and not stored[0].is_meta:
-            loads.setdefault(self.note, sample_of(stored[0]))
+    def matmul_into(
+        self, a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, total: Tensor, gemm: Gemm
+    ) -> None:
+        """Call ``ops.matmul_into``, as ``matmul`` does ``ops.matmul``: add the product to ``total``."""
+        try:
+            direct.matmul_into(
+                a,
+                b,
+                inv_scale_a,
+                inv_scale_b,
+                total,
+                fast_accumulation=gemm in self.recipe.fast_accumulation,
+                backend=self.job.backend,
+                **({} if self.job.tap is None else self.caster.tap_of(gemm)),
+            )
+        except ProductError as error:
+            raise refusal(self.fqn, gemm, error) from error
 
     def weight_scale(self) -> Tensor:
         """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is
@@ -476,52 +260,10 @@ class LinearSlots:
         arena, place = self.weight_sync.arena, self.weight_place
         return torch.where(arena.cold[place], torch.nan, arena.scale[place])
 
-    def tell_of_new_scale(self, before: Tensor, scale: Tensor) -> None:
-        """Report to other modules whether the weight has outgrown the scale ``before``, and so gets this scale."""
-        if self.recipe.delayed:
-            self._add_growth(before > OUTGROWN * scale)
-
-    def _add_growth(self, grown: Tensor, in_eval: bool = False) -> None:
-        """Report ``grown``, 0-d bool, to all forwards until the next boundary, or to eval forwards only."""
-        job = self.job
-        growth = job.eval_growth if in_eval else job.growth
-        if growth is None or growth.boundaries != job.boundaries:
-            growth = Growth(job.boundaries)
-            if in_eval:
-                job.eval_growth = growth
-            else:
-                job.growth = growth
-        growth.add(id(self), grown)
-
-    def input_cast(
-        self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
-    ) -> Cast:
-        """Call ``quantize`` for an input."""
-        unfit = unfit_for(functools.partial(amax_of, x), state, self.recipe, outgrown.upstream)
-        return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.INPUT)
-
-    def gradient_cast(
-        self,
-        gradient: Tensor,
-        state: SlotState,
-        record: bool,
-        rows: bool,
-        columns: bool,
-        outgrown: Outgrown,
-        sums: Tensor | None,
-    ) -> Cast:
-        """Call ``quantize`` for a gradient. By now, later modules have cast their weights, too."""
-        upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream(outgrown.once)
-        unfit = unfit_for(functools.partial(amax_of, gradient), state, self.recipe, upstream)
-        return self.quantize(
-            gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.GRAD_OUTPUT,
-            sums=sums,
-        )  # fmt: skip
-
     @property
     def adds_in_cast(self) -> bool:
-        """True if ``gradient_cast`` can add up columns. Otherwise ``bias_gradient`` reads the gradient again: for
-        scales by parts, and in compiled graphs, where Inductor makes the casts."""
+        """True if the cast of a gradient can add up its columns. Otherwise ``bias_gradient`` reads the gradient again:
+        for scales by parts, and in compiled graphs, where Inductor makes the casts."""
         return self.recipe.by == "tensor" and not torch.compiler.is_compiling()
 
     def bias_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -529,79 +271,58 @@ class LinearSlots:
         total: Tensor = direct.add_up(gradient, dtype, backend=self.job.backend)
         return total
 
-    def weight_cast(
-        self,
-        weight: Tensor,
-        parameter: Tensor,
-        state: SlotState,
-        record: bool,
-        rows: bool,
-        columns: bool,
-        outgrown: Outgrown,
-    ) -> Cast:
+    def weight_cast(self, weight: Tensor, parameter: Tensor, request: Request) -> Cast:
         """Return the weight in FP8: as gathered, cast now, or cached from an earlier microbatch of this step. Columns
         are empty if ``backward_cast`` will compute them.
 
         Casts are not reused for weights that FSDP frees, with grad disabled (an eval may swap weights unnoticed), or if
-        ``_reuse_key`` returns None.
+        ``WeightCache.key_of`` returns None.
 
         Args:
-            rows, columns: True if fprop and dgrad run in FP8.
-            outgrown: the ``outgrown`` of this forward.
+            weight: as the forward multiplies with it: [out_features, in_features] on this rank, or [E, …].
+            parameter: the parameter of which ``weight`` is a view, or a part.
+            request: with the copies that the forward and its backward need.
         """
+        limits = request.limits
         if isinstance(weight, FP8Weight):
-            return self._gathered_cast(weight, state, outgrown)
+            return self._gathered_cast(weight, request.state, limits)
         for_backward = torch.is_grad_enabled() and not self.note.resharded
-        columns = columns and for_backward
         owner = local_part(parameter)  # Not ``weight``: DTensor.to_local() returns a new view at each call.
-        key = self._reuse_key(weight, parameter) if for_backward else None
-        if key is not None and self._cast is not None and self._cast.serves(owner, key, record):
-            return self._cast.cast
-        cast = self._cast_weight(weight, state, record, rows, columns, outgrown)
-        if (outgrown.written or outgrown.once) and (rows or columns):
-            self._tell_of_growth(cast, state, outgrown)
+        key = self.cache.key_of(weight, parameter) if for_backward else None
+        found = None if key is None else self.cache.find(owner, key, request.record is not False)
+        if found is not None:
+            return found
+        request.columns = request.columns and for_backward
+        cast = self._cast_weight(weight, request)
+        if (limits.written or limits.once) and (request.rows or request.columns):
+            inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
+            self.policy.report_cast(inv_scale, request.state, in_eval=not limits.written)
         if key is not None:
-            self._cast = WeightCast(cast, weakref.ref(owner), key, record)
+            self.cache.keep(cast, owner, key, request.record is not False)
         return cast
 
-    def _gathered_cast(self, weight: FP8Weight, state: SlotState, outgrown: Outgrown) -> Cast:
+    def _gathered_cast(self, weight: FP8Weight, state: SlotViews, limits: Outgrown) -> Cast:
         """Return the weight as it was gathered in FP8."""
-        if outgrown.written:  # A scale that did not fit was derived anew, without a history.
-            self._add_growth((self.weight_sync.arena.amax[self.weight_place] == 0) & ~state.cold)
-        if outgrown.once:
-            self._add_growth((weight.inv_scale * state.scale > OUTGROWN) & ~state.cold, in_eval=True)
+        if limits.written:  # A scale that did not fit was derived anew, without a history.
+            self.policy.report((self.weight_sync.arena.amax[self.weight_place] == 0) & ~state.cold)
+        if limits.once:
+            self.policy.report_cast(weight.inv_scale, state, in_eval=True)
         nothing = weight.rows.new_empty(0)
         return Cast(weight.rows.contiguous(), weight.inv_scale.contiguous(), nothing, nothing)
 
-    def of_parts(self, limits: Outgrown, weight: Tensor, parameter: Tensor) -> Outgrown:
-        """In eval mode, let all ranks that tensor parallelism gives a part of the weight cast with one scale, as an
-        export does. COLLECTIVE over these ranks: they all run this forward.
-
-        Args:
-            weight: this rank's part.
-            parameter: the weight; a DTensor if it has parts.
-        """
-        if not (limits.once and is_dtensor(parameter)) or isinstance(weight, FP8Weight):
-            return limits
-        cuts = [(parameter.device_mesh, axis) for axis, each in enumerate(parameter.placements) if each.is_shard()]
-        if not cuts:
-            return limits
-        amax = largest_of_parts(amax_of(weight), cuts)
-        state = self.states(weight.device)[1]
-        return limits._replace(scale=scale_for(amax, state, self.recipe, limits.weight))
-
     def eval_cast(self, linear: nn.Module, weight: Tensor, parameter: Tensor | None = None) -> Cast:
         """Return the row-major cast with which an eval forward of ``linear`` multiplies now. Local, but see
-        ``of_parts``; commits a pending sync. Records nothing, and leaves no note of a forward.
+        ``limits_of_parts``; commits a pending sync. Records nothing, and leaves no note of a forward.
 
         Args:
             weight: as the forward multiplies with it: [out_features, in_features] on this rank.
-            parameter: see ``of_parts``. None: the weight has no parts.
+            parameter: see ``limits_of_parts``. None: the weight has no parts.
         """
         state = self.states(weight.device)[1]
-        limits = self._limits(linear, training=False) if self.recipe.delayed else Outgrown(None)
-        limits = limits if parameter is None else self.of_parts(limits, weight, parameter)
-        return self._cast_weight(weight, state, False, True, False, limits, role=None)
+        limits = self.policy.limits_now(linear, training=False) if self.recipe.delayed else Outgrown(None)
+        if parameter is not None:
+            limits = self.policy.limits_of_parts(limits, weight, parameter, state)
+        return self._cast_weight(weight, Request(state, Role.WEIGHT, True, False, False, limits, tapped=False))
 
     def shard_cast(
         self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, role: Role | None = None
@@ -613,41 +334,18 @@ class LinearSlots:
             scale: 0-d float32, or [E] of all experts.
             first: of the experts that have a part in the shard.
             amax: where to record: 0-d float32, or [E] of all experts.
-            role: of the cast whose tap is told.
+            role: of the cast that the tap gets to see. None: it sees none.
         """
-        return self.quantize(
-            shard,
-            self.states(self.weight_sync.arena.device)[1],
-            record,
-            rows=True,
-            columns=False,
-            pending=amax,
-            square=True,
-            role=role,
-            scale=scale,
+        state, limits = self.states(self.weight_sync.arena.device)[1], Outgrown(None, scale=scale)
+        return self.caster.cast(
+            shard, Request(state, Role.WEIGHT, True, False, record, limits, place=amax, tapped=role is not None)
         )
-
-    def _reuse_key(self, weight: Tensor, parameter: Tensor) -> tuple[int, int, int] | None:
-        """Return a key that stays equal while a cast can be reused. None under torch.compile (a guard on the cast would
-        break), under a dispatch mode (selective checkpointing counts ops by position), during capture (the graph must
-        contain the cast), for a weight made under inference_mode, whose writes torch does not count, and where torch
-        swaps the contents of parameters to move them: it refuses those that have weak references, as a cast has."""
-        if (
-            not self.job.reuse_casts
-            or torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack() > 0
-            or capturing(weight.device)
-            or parameter.is_inference()
-            or torch.__future__.get_swap_module_params_on_conversion()
-        ):
-            return None
-        return self.job.generation, weight.data_ptr(), parameter._version
 
     def casts_in_backward(self, weight: Tensor) -> bool:
         """True if the backward makes its own FP8 copy of the weight."""
         return self.note.resharded or isinstance(weight, FP8Weight)
 
-    def backward_cast(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
+    def backward_cast(self, weight: Tensor, state: SlotViews, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
         """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again.
         Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
@@ -659,113 +357,20 @@ class LinearSlots:
                 turned = direct.transpose(rows, backend=self.job.backend)
             return turned, inv_scale
         # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
-        nowhere = torch.empty_like(state.scale)
-        cast = self._cast_weight(weight, state, False, False, True, outgrown, nowhere)
+        nowhere = None if self.caster.grouped else torch.empty_like(state.scale)
+        cast = self._cast_weight(weight, Request(state, Role.WEIGHT, False, True, False, outgrown, place=nowhere))
         return cast.columns, cast.columns_inv_scale
 
-    def _cast_weight(
-        self,
-        weight: Tensor,
-        state: SlotState,
-        record: bool,
-        rows: bool,
-        columns: bool,
-        outgrown: Outgrown,
-        pending: Tensor | None = None,
-        role: Role | None = Role.WEIGHT,
-    ) -> Cast:
-        unfit = shrunk(amax_of(weight), state, self.recipe) if outgrown.written and outgrown.scale is None else None
-        stored, transposed = weight.detach(), not weight.is_contiguous() and weight.t().is_contiguous()
-        if transposed:  # Cast the weight as it lies in memory: its rows are the columns of the product's weight.
-            stored, rows, columns = stored.t(), columns, rows
-        cast = self.quantize(
-            stored,
-            state,
-            record,
-            rows,
-            columns,
-            pending=pending,
-            square=True,
-            outgrown=outgrown.weight,
-            unfit=unfit,
-            role=role,
-            scale=outgrown.scale,
-        )
-        return Cast(cast.columns, cast.columns_inv_scale, cast.rows, cast.rows_inv_scale) if transposed else cast
-
-    def count_backward(self, recorded: bool) -> None:
-        """Warn once if the weight changes between backwards without a boundary. Raise if ``attach`` is missing.
-
-        ``StepWatch`` checks torch optimizers at their steps; this check is for updates without such a step. Version
-        counters show most of these at the second change. For the others, the weight itself is compared after 64, 128,
-        256, … recorded backwards, which waits for the device.
-        """
-        if torch.compiler.is_compiling():
-            return
-        if not recorded:
-            if self.sync.every_step:
-                self.note.backward_at = self.job.boundaries
-            return
-        self.note.backward_at = self.note.recorded_at = self.job.boundaries
-        if self.job.microbatches is not None:
-            self.job.microbatches.backward()
-        if self.job.unsynced:
-            self.job.said_unsynced = True
-            logger.warning(
-                "%s is trained, but attach() was not called: FP8 state is not synchronised, and scales do not follow",
-                self.slots[Role.INPUT].fqn,
-            )
-        if self._boundary != self.job.boundaries:
-            self._boundary, self._backwards, self._changes, self._sample = self.job.boundaries, 0, 0, None
-        if self.job.shared and not self.job.attached:
-            self._require_attached()
-            return
-        self._backwards += 1
-        if self.job.said_unbounded or self.job.stepping or not self.sync.every_step:
-            return
-        self._changes += self.note.changed_between_backwards()
-        look = self._backwards == self._look_at
-        self._look_at *= 2 if look else 1
-        if self._changes > 1 or (look and self._changed_unseen()):
-            self.job.said_unbounded = True
-            logger.warning(
-                "fp8dist: the weight of %s changes from backward to backward, but no step of FP8 state ends: its scale "
-                "stands still. It is not updated by a torch optimizer that attach(optimizer=…) knows: call "
-                "manager.step() once per optimizer step",
-                self.slots[Role.INPUT].fqn,
-            )
-
-    def _require_attached(self) -> None:
-        """Raise ConfigurationError if the weight has changed twice. For models that await ``attach``, and whose
-        optimizer steps copies of their weights, as ZeRO's does: ``StepWatch`` sees the others. Waits for the device."""
-        self._changes += self._changed_unseen()
-        if self._changes > 1:
-            raise ConfigurationError(
-                f"{self.slots[Role.INPUT].fqn} is trained, but attach() was not called: FP8 state is not synchronised, "
-                "and scales do not follow: call manager.attach(…) before the training (with DeepSpeed, "
-                "fp8dist.integrations.deepspeed.attach(manager, engine))"
-            )
-
-    def note_backward(self) -> None:
-        """Tell the microbatches of a measured step that this module runs a backward. Local."""
-        if not torch.compiler.is_compiling() and self.job.microbatches is not None:
-            self.job.microbatches.backward()
-
-    def _changed_unseen(self) -> bool:
-        """True if the weight differs from its last sample, taken since the last boundary. Waits for the device."""
-        stored = self.note.stored
-        if not stored or capturing(self.sync.arena.device):
-            return False
-        before, self._sample = self._sample, sample_of(stored[0])
-        return before is not None and before.shape == self._sample.shape and not torch.equal(before, self._sample)
+    def _cast_weight(self, weight: Tensor, request: Request) -> Cast:
+        """Cast the weight as it lies in memory. Changes the request."""
+        stored = weight.detach()
+        if weight.is_contiguous() or not weight.mT.is_contiguous():
+            return self.caster.cast(stored, request)
+        # The rows in memory are the columns of the product's weight.
+        request.rows, request.columns = request.columns, request.rows
+        return self.caster.cast(stored.mT, request).transposed()
 
 
 def refusal(fqn: str, gemm: Gemm, error: ProductError) -> ConfigurationError:
     """Return the error of a user whose machine cannot compute a product of this module."""
     return ConfigurationError(f"{fqn}: {gemm}: {error}")
-
-
-def _caller(of_weight: bool) -> ModuleType:
-    """Return the module whose casts to call. A compiled graph casts weights with one op: nothing in the graph computes
-    them, so there is nothing to fuse the cast with."""
-    return ops if of_weight and torch.compiler.is_compiling() else direct

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8dist.state.arena import SlotState
+from fp8dist.state.arena import SlotViews
 from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.magnitude import amax_bits
@@ -27,8 +26,6 @@ __all__ = [
     "shrunk",
     "unfit_for",
 ]
-
-Amax = Callable[[], Tensor]
 
 OUTGROWN = 1.25
 """Overflow ratio above which a weight is cast with its own amax, whoever changed it. A saturated weight that grew by
@@ -111,19 +108,17 @@ def meant_to_saturate(recipe: Recipe) -> float:
     return float(2.0 ** max(0, -recipe.margin))
 
 
-def unfit_for(amax: Amax, state: SlotState, recipe: Recipe, upstream: Tensor | None) -> Tensor | None:
-    """Return bool: True if ``upstream`` is, and a tensor exceeds its scale by more than a quarter. None: never True.
+def unfit_for(amax: Tensor, state: SlotViews, recipe: Recipe, upstream: Tensor) -> Tensor:
+    """Return bool: True if ``upstream`` is, and a tensor exceeds its scale by more than a quarter.
 
     Args:
-        amax: returns the float32 amax of a slot's tensor, 0-d, or those of a run of slots, [E].
+        amax: float32, of a slot's tensor, 0-d, or those of a run of slots, [E].
     """
-    if upstream is None or not recipe.delayed:
-        return None
-    used, counts = _used(amax(), state)
+    used, counts = _used(amax, state)
     return upstream & counts & (used > OUTGROWN * meant_to_saturate(recipe))
 
 
-def scale_for(amax: Tensor, state: SlotState, recipe: Recipe, limit: float | None) -> Tensor:
+def scale_for(amax: Tensor, state: SlotViews, recipe: Recipe, limit: float | None) -> Tensor:
     """Return the scale with which to cast a weight, as the cast of a whole weight chooses it: its slot's, or that of
     its amax, if the slot is cold or the weight has outgrown its scale. Float32, 0-d or [E].
 
@@ -141,7 +136,7 @@ def scale_for(amax: Tensor, state: SlotState, recipe: Recipe, limit: float | Non
     return torch.where(state.cold | beyond, own, scale)
 
 
-def shrunk(amax: Tensor, state: SlotState, recipe: Recipe) -> Tensor:
+def shrunk(amax: Tensor, state: SlotViews, recipe: Recipe) -> Tensor:
     """Return bool: True if a weight with this amax is so far below its scale that the cast would flush it to zero."""
     used, counts = _used(amax, state)
     return counts & (used < SHRUNK * 2.0 ** -max(0, recipe.margin))
@@ -152,7 +147,7 @@ def amax_of(x: Tensor) -> Tensor:
     return amax_bits(x.detach()).view(torch.float32)
 
 
-def _used(amax: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
+def _used(amax: Tensor, state: SlotViews) -> tuple[Tensor, Tensor]:
     """Return the share of the format's range that a tensor uses with its slot's scale; True if the tensor is neither
     zero nor infinite and the slot is hot."""
     amax = amax.to(state.scale.device)

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Collection
 
 from fp8dist.modules.model_state import ModelState
+from fp8dist.state import overwrites
 from fp8dist.state.manifest import digest_word, manifest_digest
 from fp8dist.state.recipe import Gemm
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
+from fp8dist_kernels.header import WORD_MANIFEST
 
 __all__ = ["PrecisionControl"]
 
@@ -63,7 +65,7 @@ class PrecisionControl:
             same = [other.arena.index for other, of in zip(self._state.syncs, self._state.groups) if of is group]
             here = {fqn: each.high for fqn, each in high if any(each.slots[Role.INPUT] in index for index in same)}
             digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": here})
-            sync.arena.set_manifest_word(digest_word(digest))
+            sync.arena.words[WORD_MANIFEST] = digest_word(digest)
 
     def wake(self, slots: Collection[Slot]) -> int:
         """Apply a change of precisions. Make ``slots`` cold, which are cast again but have no recent amax, and return
@@ -79,7 +81,7 @@ class PrecisionControl:
             places = [arena.index[slot] for slot in slots if slot in arena.index]
             places = [place for place in places if place not in gathered]
             if places and arena.recipe.delayed:
-                arena.make_cold(places)
+                overwrites.make_cold(arena, places)
                 cold += len(places)
         self._state.job.invalidate_casts()
         return cold

@@ -104,6 +104,12 @@ class WeightNote:
             self._look_at(linear)
             self._versions = self._read()
 
+    def sample_before_load(self, linear: nn.Module, loads: dict[WeightNote, Tensor]) -> None:
+        """Keep a sample of the weight as it is before other values are loaded into it, for ``StepWatch``. Local."""
+        stored = stored_parameters(linear, self.name)
+        if len(loads) < SAMPLED_WEIGHTS and stored and not stored[0].is_meta:
+            loads.setdefault(self, sample_of(stored[0]))
+
     @property
     def linear(self) -> nn.Module | None:
         """The Linear whose weight this is; None if it is gone."""

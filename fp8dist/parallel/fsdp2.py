@@ -25,6 +25,7 @@ from fp8dist.parallel.wrappers import (
     reshard,
     resharded_modules,
 )
+from fp8dist.state import overwrites
 from fp8dist.state.accord import Votes
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
@@ -145,7 +146,7 @@ class ShardedWeights:
             yield
         finally:
             for arena, state in before:
-                arena.put_back_slots(state, arena.arrays.shard_slots)
+                overwrites.put_back_slots(arena, state, arena.arrays.shard_slots)
             for weight, changed, trusted in known:
                 weight.accept(written=changed, trusted=trusted)
                 weight.forget_choice()
@@ -214,7 +215,7 @@ class ShardedWeights:
                 weight.choose(None, once=False)
         if written:
             for weight in trained:
-                weight.tell_of_growth()
+                weight.report_growth()
 
     def _written_in_place(self, weights: Sequence[ShardedWeight]) -> bool:
         """True if a shard of these weights was written to in place since the last call."""

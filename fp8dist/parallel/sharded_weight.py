@@ -253,7 +253,7 @@ class ShardedWeight:
             return None
         slots = self.slots
         state = slots.states(slots.weight_sync.arena.device)[1]
-        limit = slots.eval_limit if once else slots.limit
+        limit = slots.policy.eval_limit if once else slots.policy.limit
         return scale_for(amaxes.view_as(state.scale), state, slots.recipe, limit)
 
     def starts_small(self) -> bool:
@@ -271,7 +271,7 @@ class ShardedWeight:
         slots = self.slots
         state = slots.states(slots.weight_sync.arena.device)[1]
         amax = amaxes.view_as(state.scale)
-        return bool((scale_for(amax, state, slots.recipe, slots.limit or OUTGROWN) < state.scale).any())
+        return bool((scale_for(amax, state, slots.recipe, slots.policy.limit or OUTGROWN) < state.scale).any())
 
     def choose(self, scale: Tensor | None, once: bool) -> None:
         """Set the scale of the casts from now on: until the next boundary, or in an evaluation (``once``), until the
@@ -289,11 +289,11 @@ class ShardedWeight:
         """True if the scale was chosen for an evaluation, and a backward of a training forward may follow."""
         return self.chosen_in is None and self._trained_in == self.slots.job.boundaries
 
-    def tell_of_growth(self) -> None:
+    def report_growth(self) -> None:
         """Report to other modules whether the weight has outgrown its slot's scale, if another was chosen. Local."""
         slots = self.slots
         if self._chosen is not None:
-            slots.tell_of_new_scale(slots.weight_scale(), self._chosen)
+            slots.policy.report_new_scale(slots.weight_scale(), self._chosen)
 
     def forget_choice(self) -> None:
         """Note that the weight or its slot's scale may have changed since the last choice."""
@@ -375,9 +375,9 @@ class ShardedWeight:
 
     def _records(self) -> bool:
         """True if this gather records the amax. Clears the recorded amax at the first such gather of a step."""
-        if in_backward() or not self.slots.wanted:
-            return False  # The backward gathers the same weight again.
         job = self.slots.job
+        if in_backward() or not (self.slots.sync.every_step or job.measuring):
+            return False  # The backward gathers the same weight again.
         recorded = self._step == job.boundaries
         if job.recording or (self.training and self._forward.grad_enabled):
             self._step = job.boundaries

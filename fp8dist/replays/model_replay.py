@@ -30,7 +30,7 @@ from fp8dist.parallel.wrappers import compute_devices, require_replicas
 from fp8dist.replays.kept_model import KeptModel, require_replayable
 from fp8dist.replays.kept_state import kept_fp8_state
 from fp8dist.replays.neighbours import copy_of, from_next, require_sendable
-from fp8dist.replays.replay_report import ReplayReport, Told, judge
+from fp8dist.replays.replay_report import RankResult, ReplayReport, judge
 from fp8dist.state.accord import Accord
 from fp8dist.state.groups import GroupLike, SyncGroup, is_dtensor, local_part, own_rank, world_size
 from fp8dist.state.roll_call import failing_by_name
@@ -161,60 +161,62 @@ class _Replay:
         skipped = self._unsteady()
         run, again = self._run("the first run", self._batch, state), self._run("the second run", self._batch, state)
         first = run.taken()
-        told = Told(own_rank(), own_rank(), compared=len(first.places))
+        result = RankResult(own_rank(), own_rank(), compared=len(first.places))
         unsteady = first.first_difference(again.taken())
-        told = changed(told, unsteady=_at(first, unsteady), nonfinite=_at(first, first.first_nonfinite))
-        told = changed(told, spoilt="" if told.nonfinite is None else _spoilt(self._model))
+        result = changed(result, unsteady=_at(first, unsteady), nonfinite=_at(first, first.first_nonfinite))
+        result = changed(result, spoilt="" if result.nonfinite is None else _spoilt(self._model))
         if group is None:
-            return judge([self._with_ops(told, [told], state)])
+            return judge([self._with_ops(result, [result], state)])
         place = list(group.ranks).index(own_rank())
-        told = changed(told, next=group.ranks[(place + 1) % group.size])
+        result = changed(result, next=group.ranks[(place + 1) % group.size])
         theirs: Any = None
         if not skipped:
             theirs = from_next((self._batch, state), group, self._device)
-            other = self._run(f"the run with the batch of rank {told.next}", *theirs).taken()
+            other = self._run(f"the run with the batch of rank {result.next}", *theirs).taken()
             expected = Taken.of_message(from_next(first.message(), group, self._device))
-            told = changed(told, differs=_at(expected, expected.first_difference(other)))
-            told = changed(told, here=_here(other, told.differs))
-        everyone = group.gather(told)
-        told = self._with_ops(told, everyone, state)
-        told = self._with_element(told, everyone, state, theirs)
-        return judge(group.gather(told), skipped)
+            result = changed(result, differs=_at(expected, expected.first_difference(other)))
+            result = changed(result, here=_here(other, result.differs))
+        everyone = group.gather(result)
+        result = self._with_ops(result, everyone, state)
+        result = self._with_element(result, everyone, state, theirs)
+        return judge(group.gather(result), skipped)
 
-    def _with_ops(self, told: Told, everyone: list[Told], state: RandomState) -> Told:
+    def _with_ops(self, result: RankResult, everyone: list[RankResult], state: RandomState) -> RankResult:
         """Name the ops at this rank's first place that differs from run to run. Another run on all ranks, if any has
         one."""
         if not self._any(one.unsteady is not None for one in everyone):
-            return told
+            return result
         with warnings.catch_warnings(record=True) as caught, _only_warning():
             warnings.simplefilter("always")
             run = self._run("the run that looks for ops", self._batch, state, mark=lambda: len(caught))
-        if told.unsteady is None:
-            return told
-        taken, index = run.taken(), told.unsteady[0]
+        if result.unsteady is None:
+            return result
+        taken, index = run.taken(), result.unsteady[0]
         window = _window(taken, index)
-        if told.unsteady[1].what == "gradient" and not _ops(caught[window]):
+        if result.unsteady[1].what == "gradient" and not _ops(caught[window]):
             # GPUs run the backward on a thread of its own, which tells its warnings at the end.
             window = slice(window.start, None)
-        return changed(told, ops=_ops(caught[window]))
+        return changed(result, ops=_ops(caught[window]))
 
-    def _with_element(self, told: Told, everyone: list[Told], state: RandomState, theirs: Any) -> Told:
+    def _with_element(
+        self, result: RankResult, everyone: list[RankResult], state: RandomState, theirs: Any
+    ) -> RankResult:
         """Find the first element that differs. Two more runs on all ranks, if any has found a difference."""
         group = self._group
         assert group is not None
         if not self._any(one.differs is not None for one in everyone):
-            return told
-        asking = next(one for one in everyone if one.next == told.rank)
+            return result
+        asking = next(one for one in everyone if one.next == result.rank)
         own = self._run("the run for the elements", self._batch, state, keep=_index(asking.differs)).kept
-        other = self._run("the run for the elements", theirs[0], theirs[1], keep=_index(told.differs)).kept
+        other = self._run("the run for the elements", theirs[0], theirs[1], keep=_index(result.differs)).kept
         expected = from_next((own, self._like()), group, self._device)
-        if told.differs is None:
-            return told
+        if result.differs is None:
+            return result
         found = None
-        if other is not None and expected[0] is not None and told.here == told.differs[1]:
+        if other is not None and expected[0] is not None and result.here == result.differs[1]:
             found = _first_element(other, expected[0], self._digester)
-        note = _note(told, self._like(), expected[1], _how(told, found))
-        return changed(told, difference=found, note=note)
+        note = _note(result, self._like(), expected[1], _how(result, found))
+        return changed(result, difference=found, note=note)
 
     def _any(self, ours: Iterable[bool]) -> bool:
         """True if this group has any, or another whose ranks hold other parts of the model: its runs communicate with
@@ -273,11 +275,11 @@ class _Replay:
             error = raised
         if error is not None and not self._accords:
             raise error
-        told = None if error is None else _told(error, what)
+        failure = None if error is None else _as_json(error, what)
         for accord in self._accords:
-            told = accord.reach(told)
-        if told is not None:
-            raise _error(*json.loads(told)) from error
+            failure = accord.reach(failure)
+        if failure is not None:
+            raise _error(*json.loads(failure)) from error
 
     def _failing_by_name(self, what: str) -> contextlib.AbstractContextManager[None]:
         if self._group is None:
@@ -328,17 +330,17 @@ def _first_element(mine: Tensor, theirs: Tensor, digester: Digester) -> Differen
     return first_difference(mine, theirs, digester.leaves(mine), digester.leaves(theirs))
 
 
-def _how(told: Told, found: Difference | None) -> str:
+def _how(result: RankResult, found: Difference | None) -> str:
     """Return how this rank's result differs from the next one's, if not in an element."""
-    assert told.differs is not None
-    expected, here = told.differs[1], told.here
+    assert result.differs is not None
+    expected, here = result.differs[1], result.here
     if here is None or here[:4] != expected[:4]:
         if here is None:
-            return f"the run on rank {told.rank} ends before"
+            return f"the run on rank {result.rank} ends before"
         module = f"module '{here.module}'" if here.module else "the model's own forward"
-        return f"rank {told.rank} has {module}, {here.what} there"
+        return f"rank {result.rank} has {module}, {here.what} there"
     if here != expected:
-        return f"{_kind(here)} on rank {told.rank}, {_kind(expected)} on rank {told.next}"
+        return f"{_kind(here)} on rank {result.rank}, {_kind(expected)} on rank {result.next}"
     return "" if found is not None else "transient: repeated, both got the same"
 
 
@@ -352,20 +354,20 @@ def _spoilt(model: nn.Module) -> str:
     return next((clean_fqn(name) for name, part in parts if any_nonfinite(part)), "")
 
 
-def _note(told: Told, mine: str, theirs: str, how: str) -> str:
-    """Return what else to say of a difference: how it shows but in an element, and in what the ranks are not alike."""
+def _note(result: RankResult, mine: str, theirs: str, how: str) -> str:
+    """Return notes on a difference: ``how`` it shows if no element differs, and how the ranks' settings differ."""
     notes = [how] if how else []
     ours, others = mine.split("; "), theirs.split("; ")
     here, there = [text for text in ours if text not in others], [text for text in others if text not in ours]
     unlike = [
-        f"{', '.join(texts[:3])} on rank {rank}" for texts, rank in ((here, told.rank), (there, told.next)) if texts
+        f"{', '.join(texts[:3])} on rank {rank}" for texts, rank in ((here, result.rank), (there, result.next)) if texts
     ]
     if unlike:
         notes.append(f"the ranks are not alike: {' against '.join(unlike)}")
     return "; ".join(notes)
 
 
-def _told(error: Exception, what: str) -> str:
+def _as_json(error: Exception, what: str) -> str:
     rank, refused = f"rank {own_rank()}", isinstance(error, ConfigurationError) or not what
     if refused:
         return json.dumps([True, f"{error} ({rank})"])

@@ -11,7 +11,7 @@ from fp8dist.checks.outputs import Place
 from fp8dist.common.divergence import plain_values, word_for
 from fp8dist.common.text import aligned, ranks_text
 
-__all__ = ["ReplayFinding", "ReplayReport", "Replayed", "Told", "judge"]
+__all__ = ["RankResult", "ReplayFinding", "ReplayReport", "Replayed", "judge"]
 
 Kind = Literal["not deterministic", "ranks differ", "nonfinite"]
 
@@ -115,20 +115,8 @@ class ReplayReport:
     def __str__(self) -> str:
         lines = [self.sentence]
         if self.findings:
-            head = [
-                "kind",
-                "ranks",
-                "reference",
-                "module",
-                "what",
-                "call",
-                "place",
-                "index",
-                "value",
-                "expected",
-                "ULP",
-            ]
-            lines += aligned([head, *(_row(finding) for finding in self.findings)])
+            rows = [_row(finding) for finding in self.findings]
+            lines += aligned([[*rows[0]], *([*row.values()] for row in rows)])
         return "\n".join([*lines, *(f"not compared: {text}" for text in self.skipped)])
 
 
@@ -151,25 +139,26 @@ class Replayed(NamedTuple):
         return {**place, **who, "sentence": self.report.sentence, "replay": self.report.to_json()}
 
 
-def _row(f: ReplayFinding) -> list[str]:
+def _row(f: ReplayFinding) -> dict[str, str]:
+    """Return a row of the table, by column."""
     located = f.index is not None
-    return [
-        f.kind,
-        ranks_text(f.ranks),
-        "-" if f.reference_rank is None else str(f.reference_rank),
-        f.module or "(the model)",
-        f.what,
-        str(f.call + 1),
-        str(f.place),
-        ", ".join(map(str, f.index or ())),
-        word_for(f.value) if located else "",
-        word_for(f.expected) if located else "",
-        "" if f.ulp is None else str(f.ulp),
-    ]
+    return {
+        "kind": f.kind,
+        "ranks": ranks_text(f.ranks),
+        "reference": "-" if f.reference_rank is None else str(f.reference_rank),
+        "module": f.module or "(the model)",
+        "what": f.what,
+        "call": str(f.call + 1),
+        "place": str(f.place),
+        "index": ", ".join(map(str, f.index or ())),
+        "value": word_for(f.value) if located else "",
+        "expected": word_for(f.expected) if located else "",
+        "ULP": "" if f.ulp is None else str(f.ulp),
+    }
 
 
 @dataclass(frozen=True)
-class Told:
+class RankResult:
     """What one rank has found. Places are those of its own batch, but ``differs``, of the next rank's batch.
 
     ``here``: this rank's own place there; None if its run was shorter. ``difference``: the first element; None if a
@@ -190,15 +179,15 @@ class Told:
     compared: int = 0
 
 
-def judge(everyone: Sequence[Told], skipped: Sequence[str] = ()) -> ReplayReport:
-    """Return the report from what all ranks have told. Pure."""
-    unsteady = [_unsteady(told) for told in everyone if told.unsteady is not None]
-    odd = {told.rank for told in everyone if told.unsteady is not None}
-    from_data = [told for told in everyone if told.nonfinite is not None and _is_of_data(told, everyone)]
+def judge(everyone: Sequence[RankResult], skipped: Sequence[str] = ()) -> ReplayReport:
+    """Return the report from the results of all ranks. Pure."""
+    unsteady = [_unsteady(result) for result in everyone if result.unsteady is not None]
+    odd = {result.rank for result in everyone if result.unsteady is not None}
+    from_data = [result for result in everyone if result.nonfinite is not None and _is_of_data(result, everyone)]
     findings = [*sorted(unsteady, key=_order), *sorted(_differing(everyone, odd), key=_order)]
     findings += _nonfinite(from_data, len(everyone))
     return ReplayReport(
-        tuple(findings), tuple(sorted(told.rank for told in everyone)), everyone[0].compared, tuple(skipped)
+        tuple(findings), tuple(sorted(result.rank for result in everyone)), everyone[0].compared, tuple(skipped)
     )
 
 
@@ -206,41 +195,43 @@ def _order(finding: ReplayFinding) -> tuple[int, tuple[int, ...]]:
     return finding.place, finding.ranks
 
 
-def _unsteady(told: Told) -> ReplayFinding:
-    assert told.unsteady is not None
-    index, place = told.unsteady
+def _unsteady(result: RankResult) -> ReplayFinding:
+    assert result.unsteady is not None
+    index, place = result.unsteady
     detail = (
         "no op there is known to torch as non-deterministic; a module with state in Python, or another thread that "
         "draws random numbers, looks the same"
     )
-    if told.ops:
-        detail = f"torch.use_deterministic_algorithms(True) would forbid {', '.join(told.ops)}"
-    return ReplayFinding("not deterministic", (told.rank,), place.module, place.what, place.call, index, detail=detail)
+    if result.ops:
+        detail = f"torch.use_deterministic_algorithms(True) would forbid {', '.join(result.ops)}"
+    return ReplayFinding(
+        "not deterministic", (result.rank,), place.module, place.what, place.call, index, detail=detail
+    )
 
 
-def _is_of_data(told: Told, everyone: Sequence[Told]) -> bool:
+def _is_of_data(result: RankResult, everyone: Sequence[RankResult]) -> bool:
     """True if the rank's first non-finite value came again, also on the rank that repeated its batch."""
-    assert told.nonfinite is not None
-    repeated = [told.unsteady, *(other.differs for other in everyone if other.next == told.rank)]
-    return all(found is None or found[0] > told.nonfinite[0] for found in repeated)
+    assert result.nonfinite is not None
+    repeated = [result.unsteady, *(other.differs for other in everyone if other.next == result.rank)]
+    return all(found is None or found[0] > result.nonfinite[0] for found in repeated)
 
 
-def _nonfinite(told: Sequence[Told], ranks: int) -> list[ReplayFinding]:
+def _nonfinite(results: Sequence[RankResult], ranks: int) -> list[ReplayFinding]:
     """Return one finding for each first place, the earliest first.
 
     Args:
         ranks: number of ranks that took part.
     """
     by_place: dict[tuple[int, Place], list[int]] = {}
-    for one in told:
+    for one in results:
         assert one.nonfinite is not None
         index, place = one.nonfinite
         by_place.setdefault((index, place._replace(shape=())), []).append(one.rank)
-    spoilt = next((one.spoilt for one in told if one.spoilt), "")
+    spoilt = next((one.spoilt for one in results if one.spoilt), "")
     found = []
     for (index, place), at in sorted(by_place.items(), key=lambda item: item[0][0]):
         # A parameter shows on all ranks at the same place, unless data of a rank shows earlier.
-        of_data = len(told) == ranks and index < max(one.nonfinite[0] for one in told if one.nonfinite)
+        of_data = len(results) == ranks and index < max(one.nonfinite[0] for one in results if one.nonfinite)
         detail = _EVERYWHERE if len(at) == ranks > 1 else ""
         if spoilt and not of_data:
             detail = f"the parameter {spoilt} is not finite"
@@ -248,7 +239,7 @@ def _nonfinite(told: Sequence[Told], ranks: int) -> list[ReplayFinding]:
     return found
 
 
-def _differing(everyone: Sequence[Told], odd: Set[int]) -> list[ReplayFinding]:
+def _differing(everyone: Sequence[RankResult], odd: Set[int]) -> list[ReplayFinding]:
     """Return findings from the pairs of neighbours that differ on one batch.
 
     A rank that differs from both neighbours is to blame, if one of them agrees with its other neighbour.
@@ -256,35 +247,35 @@ def _differing(everyone: Sequence[Told], odd: Set[int]) -> list[ReplayFinding]:
     Args:
         odd: ranks that do not repeat themselves, so they differ from any other.
     """
-    pairs = [told for told in everyone if told.differs is not None and not {told.rank, told.next} & odd]
-    agreeing = {rank for told in everyone if told.differs is None for rank in (told.rank, told.next)} - odd
-    both = {told.rank for told in pairs} & {told.next for told in pairs}
+    pairs = [result for result in everyone if result.differs is not None and not {result.rank, result.next} & odd]
+    agreeing = {rank for result in everyone if result.differs is None for rank in (result.rank, result.next)} - odd
+    both = {result.rank for result in pairs} & {result.next for result in pairs}
     found: dict[tuple[int, ...], ReplayFinding] = {}
     blamed: set[int] = set()
-    for told in pairs:
-        for rank, other in ((told.rank, told.next), (told.next, told.rank)):
-            if rank in both and other in agreeing and (rank == told.rank or rank not in blamed):
+    for result in pairs:
+        for rank, other in ((result.rank, result.next), (result.next, result.rank)):
+            if rank in both and other in agreeing and (rank == result.rank or rank not in blamed):
                 blamed.add(rank)
-                found[(rank,)] = _difference(told, rank)
-    for told in pairs:
-        if not {told.rank, told.next} & blamed:
-            finding = _difference(told, None)
+                found[(rank,)] = _difference(result, rank)
+    for result in pairs:
+        if not {result.rank, result.next} & blamed:
+            finding = _difference(result, None)
             earlier = found.get(finding.ranks)
             if earlier is None or finding.place < earlier.place:
                 found[finding.ranks] = finding
     return list(found.values())
 
 
-def _difference(told: Told, blamed: int | None) -> ReplayFinding:
-    assert told.differs is not None
-    index, place = told.differs
-    reference = None if blamed is None else told.next if blamed == told.rank else told.rank
-    both = tuple(sorted((told.rank, told.next))) if blamed is None else (blamed,)
+def _difference(result: RankResult, blamed: int | None) -> ReplayFinding:
+    assert result.differs is not None
+    index, place = result.differs
+    reference = None if blamed is None else result.next if blamed == result.rank else result.rank
+    both = tuple(sorted((result.rank, result.next))) if blamed is None else (blamed,)
     finding = ReplayFinding("ranks differ", both, place.module, place.what, place.call, index, reference)
-    finding = replace(finding, detail=told.note)
-    if told.difference is None:
+    finding = replace(finding, detail=result.note)
+    if result.difference is None:
         return finding
-    values = told.difference.value, told.difference.expected
-    value, expected = values if both[0] == told.rank else values[::-1]
-    at = unravel(told.difference.place, place.shape)
-    return replace(finding, index=at, value=value, expected=expected, ulp=told.difference.ulp)
+    values = result.difference.value, result.difference.expected
+    value, expected = values if both[0] == result.rank else values[::-1]
+    at = unravel(result.difference.place, place.shape)
+    return replace(finding, index=at, value=value, expected=expected, ulp=result.difference.ulp)

@@ -100,7 +100,7 @@ def replay_on(
         recorder: keeps the batches.
         step: runs forward and backward of a batch, as the training does, with its own autocast. See
             ``fp8dist.replay``.
-        events: which events. Those that nobody sends never come.
+        events: kinds of events to replay after. A kind needs its source, such as ``guard`` for "spike".
         at_most_every: least number of steps from one replay to the next.
         guard: the ``LossGuard`` of the run, for "spike" and losses that are not finite.
         group: see ``fp8dist.replay``. None: the ranks that share the FP8 state, or all ranks of the job, which also
@@ -149,19 +149,19 @@ class _Replays:
         self._given, self._scaler, self._callback = group, scaler, callback
         self._wishes: dict[str, _Wish] = {}
         self._rest = 0  # Steps until the next replay may begin.
-        self._said: set[str] = set()  # Warnings that are not repeated.
+        self._warned: set[str] = set()  # Warnings that are not repeated.
 
     def begin(self) -> None:
         """Register for the events. Local."""
         if self._manager is not None:
-            self._manager.on_event(self._hear)
+            self._manager.on_event(self._on_event)
             Internals(self._manager).cycle.listeners.append(self._end_step)
         if self._guard is not None:
             self._guard.on_observe(self._judge)
 
     # Events --------------------------------------------------------------------------------------
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         assert self._manager is not None
         cause = event.cause
         if event.kind == "jump" and cause is None and "jump" in self._events:
@@ -198,8 +198,8 @@ class _Replays:
             self._wishes.clear()
             return
         now = self._manager.run_step
-        told = self._wishes.get("nonfinite")
-        if told is not None and told.step < now:  # The event of an earlier step, which had its replay there.
+        noted = self._wishes.get("nonfinite")
+        if noted is not None and noted.step < now:  # The event of an earlier step, which had its replay there.
             del self._wishes["nonfinite"]
         if "nonfinite" in self._events and Internals(self._manager).cycle.found_nonfinite():
             cause = Internals(self._manager).cycle.checker.cause_of_nonfinite()
@@ -279,7 +279,7 @@ class _Replays:
             found = min((one for one in reports if one.findings), key=_first_place, default=reports[0])
             if found.findings:
                 break
-        self._tell(Replayed(wish.kind, wish.step, microbatch, found))
+        self._notify(Replayed(wish.kind, wish.step, microbatch, found))
 
     def _replay_one(self, kept: KeptBatch) -> ReplayReport:
         batch, failed = None, None
@@ -298,7 +298,7 @@ class _Replays:
             return self._given
         return self._ranks.mesh or self._ranks.process_group
 
-    def _tell(self, replayed: Replayed) -> None:
+    def _notify(self, replayed: Replayed) -> None:
         event = Event("replayed", self._now(replayed.step), replay=replayed)
         self._warn(
             f"after a {replayed.trigger!r}, microbatch {replayed.microbatch} of step {replayed.step} was replayed: "
@@ -318,6 +318,6 @@ class _Replays:
         return self._recorder.steps[-1] if self._recorder.steps else otherwise
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             self._warn(message)

@@ -108,7 +108,7 @@ class LossGuard:
         self._streak: tuple[AlarmKind, int] | None = None
         self._step = 0
         self._guarded = None if optimizer is None else GuardedSteps(optimizer, drops=action == "skip")
-        self._told_late = False
+        self._warned_late = False
         self._listeners: list[Callable[[LossAlarm | None], None]] = []
 
     def on_observe(self, callback: Callable[[LossAlarm | None], None]) -> None:
@@ -219,7 +219,7 @@ class LossGuard:
                 "LossGuard cannot skip the updates of an optimizer that no longer exists: make a new guard with the "
                 "new optimizer=, and load this one's state_dict()"
             )
-        if not late or self._told_late:
+        if not late or self._warned_late:
             return
         message = (
             "observe() came after optimizer.step(): the update with this loss's gradients is made already. Call it "
@@ -227,7 +227,7 @@ class LossGuard:
         )
         if skips:
             raise ConfigurationError(f"LossGuard: {message}")
-        self._told_late = True
+        self._warned_late = True
         self._warn(f"LossGuard: {message}")
 
     def _reduced(self, loss: float | Tensor) -> tuple[float, bool]:

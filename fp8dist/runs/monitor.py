@@ -62,11 +62,11 @@ class Monitor:
             raise ConfigurationError(f"jump must be a factor above 1, or None for no alarms, got {jump!r}")
         self._jump, self._writes = jump, writes
         self._scales: dict[Slot, float] = {}
-        self._sinks: list[_JsonLines | _TensorBoard] = []
+        self._sinks: list[_JsonLines | _Scalars] = []
         if writes and path is not None:
             self._sinks.append(_JsonLines(Path(path), resume_after))
         if writes and tensorboard is not None and (writer := _summary_writer(tensorboard, resume_after)) is not None:
-            self._sinks.append(_TensorBoard(writer))
+            self._sinks.append(_Scalars(writer))
 
     def __enter__(self) -> Monitor:
         return self
@@ -89,13 +89,13 @@ class Monitor:
                     sink.close()
         jumps = [] if self._jump is None else self._jumps(step, statistics, self._jump)
         if jumps and self._writes:
-            told = first_few([f"{jump.slot} from {jump.before:.4g} to {jump.after:.4g}" for jump in jumps], _NAMED)
+            shown = first_few([f"{jump.slot} from {jump.before:.4g} to {jump.after:.4g}" for jump in jumps], _NAMED)
             logger.warning(
                 "fp8dist: step %d: %d scale(s) jumped by a factor of %g or more: %s",
                 step,
                 len(jumps),
                 self._jump,
-                told,
+                shown,
             )
         return jumps
 
@@ -139,7 +139,7 @@ class _JsonLines:
         self._file.close()
 
 
-class _TensorBoard:
+class _Scalars:
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 

@@ -22,6 +22,7 @@ from fp8dist.runs.exporter import Exporter
 from fp8dist.runs.run_files import RunFiles
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 from fp8dist.runs.run_header import header
+from fp8dist.runs.run_numbers import TABLE, Source
 from fp8dist.runs.watching import describe, watch
 from fp8dist.state.expert_loads import idle_numbers
 from fp8dist.state.groups import is_dtensor, own_rank, world_size
@@ -30,12 +31,6 @@ from fp8dist.state.watch import Observation
 __all__ = ["Recorder"]
 
 logger = logging.getLogger("fp8dist")
-
-_COUNTS = (
-    *("cold_slots", "nonfinite_amaxes", "saturated_amaxes", "high_precision_modules", "fallbacks"),
-    *("compared_parameters", "compared_slots", "compared_bytes"),
-)
-"""Metrics of the manager that a due line has, without their prefix."""
 
 _OF_STEP = ("loss", "grad_norm")
 """Numbers that say whether a step was sound, unless the scaler skipped it."""
@@ -91,11 +86,7 @@ class Recorder:
         peaks: Mapping[str, float] | None = None,
     ) -> None:
         require_int("every", every, 0, what="a number of steps, or 0 for no watch,")
-        known = None if resume_after == "state" else resume_after
-        if resume_after == "state" and manager is None:
-            raise ConfigurationError('resume_after="state" needs the manager, whose state knows the step')
-        if known is not None:
-            require_int("resume_after", known, 0, what='the number of a step, "state" or None,')
+        known = _known_step(resume_after, manager)
         self.folder = Path(folder)
         self.writes = own_rank() == 0 if manager is None else bool(describe(manager)["writes"])
         self._manager, self._every = manager, every
@@ -119,9 +110,9 @@ class Recorder:
         self._skipped_at = -1  # That at which the loss scaler skipped a step last.
         self._synced = 0, 0.0  # Step and fp8/sync_wait_ms of the last due line.
         self._checked: Checked | None = None
-        self._said_ahead = self._said_back = False
+        self._warned_ahead = self._warned_back = False
         if manager is not None and self.writes:
-            manager.on_event(self._hear)
+            manager.on_event(self._on_event)
             Internals(manager).cycle.listeners.append(self._step_ended)
         self._awaits_state = resume_after == "state"
         if not self._awaits_state:
@@ -173,9 +164,11 @@ class Recorder:
         for name, value in values.items():
             _require_number(name, value)
         self._begin_by_state(step)
-        if self._files is None:
-            return
-        self._describe()
+        if self._files is not None:
+            self._describe()
+            self._log(self._files, step, values)
+
+    def _log(self, files: RunFiles, step: int, values: dict[str, Any]) -> None:
         at = None if self._manager is None else self._manager.run_step
         stays = step == at == self._logged_at  # As after a step that the scaler skipped.
         if step < self._last_step or (step == self._last_step and not stays and not math.isnan(self._last_log)):
@@ -190,16 +183,19 @@ class Recorder:
         if self._every and step % self._every == 0 and self._manager is not None:
             line = {**line, **dict(self._fp8(step)), **line}  # What is given comes first.
         self._last_step, self._last_log, self._logged_at = step, now, -1 if at is None else at
-        self._files.add(METRICS, [line])
-        known = {name: value for name, value in line.items() if name not in ("step", "time")}
-        numbers = {name: math.nan if value is None else float(value) for name, value in known.items()}
+        files.add(METRICS, [line])
+        numbers = {
+            name: math.nan if value is None else float(value)
+            for name, value in line.items()
+            if name not in ("step", "time")
+        }
         self._export("write", step, numbers, ())
-        self._tell_checked()
+        self._log_checked()
 
     def _go_back(self, step: int) -> None:
         """Note that ``step`` is not after the last one. An earlier one undoes what was recorded since, as a resume."""
-        if not self._said_back:
-            self._said_back = True
+        if not self._warned_back:
+            self._warned_back = True
             logger.warning(
                 "fp8dist: the recorder is given step %d after step %d. Readers merge lines of the same step, and the "
                 "newer number counts. An earlier step undoes all that was recorded from it on. Give each step once and "
@@ -244,13 +240,13 @@ class Recorder:
             self._files = None
             return
         self._describe()
-        self._tell_checked()
+        self._log_checked()
         self.event("end", self._last_step, **({} if error is None else {"error": error}))
         self._export("close")
         self._files.close()
         self._files = None
 
-    # What the manager tells --------------------------------------------------------------------------
+    # What the manager reports --------------------------------------------------------------------------
 
     def _observe(self, seen: Observation) -> None:
         """Record what the watch collected. Called inside the step, so it must not raise."""
@@ -273,7 +269,7 @@ class Recorder:
         if not took_place:
             self._skipped_at = self._manager.run_step
 
-    def _hear(self, event: Any) -> None:
+    def _on_event(self, event: Any) -> None:
         """Record an Event of the manager, at the step of the run that ended last. An audit is of the one that ends."""
         step, slots = self._manager.run_step, [str(slot) for slot in event.slots]
         fields: dict[str, Any] = {"slots": slots} if slots else {}
@@ -289,8 +285,8 @@ class Recorder:
         self.event(event.kind, step, **fields)
 
     def _fp8(self, step: int) -> Iterator[tuple[str, float | None]]:
-        if step > self._manager.run_step + 1 and not self._said_ahead:  # A loop may log before its step ends.
-            self._said_ahead = True
+        if step > self._manager.run_step + 1 and not self._warned_ahead:  # A loop may log before its step ends.
+            self._warned_ahead = True
             logger.warning(
                 "fp8dist: the recorder is given step %d, and the optimizer has taken %d: scales, events and proven "
                 "steps are counted by the optimizer's steps, which a GradScaler may skip. Log manager.run_step",
@@ -300,14 +296,14 @@ class Recorder:
         metrics = self._manager.metrics()
         yield "proven", self._manager.verified.proven_step
         yield "checked", self._manager.verified.checked_step
-        for name in _COUNTS:
+        for name in TABLE[Source.STATE]:
             yield name, int(metrics[f"fp8/{name}"])
         (before, waited), self._synced = self._synced, (step, metrics["fp8/sync_wait_ms"])
         yield from self._idle.items()
         if step > before:
             yield "sync_ms", (metrics["fp8/sync_wait_ms"] - waited) / (step - before)
 
-    def _tell_checked(self) -> None:
+    def _log_checked(self) -> None:
         """Write an event if a check has found no difference since the last call."""
         checked = None if self._manager is None else self._manager.verified.last_check
         if checked is not None and checked != self._checked:
@@ -333,6 +329,17 @@ class Recorder:
                 self._exporters.remove(exporter)
                 what = f"{type(exporter).__name__}.{call}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 logger.warning("fp8dist: an exporter is left out from now on: %s", what)
+
+
+def _known_step(resume_after: int | Literal["state"] | None, manager: Any) -> int | None:
+    """Return the step that the run continues from; None if it is new, or if the state will know."""
+    if resume_after == "state":
+        if manager is None:
+            raise ConfigurationError('resume_after="state" needs the manager, whose state knows the step')
+        return None
+    if resume_after is not None:
+        require_int("resume_after", resume_after, 0, what='the number of a step, "state" or None,')
+    return resume_after
 
 
 def _require_number(name: str, value: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 __all__ = [
     "EVENTS",
     "EXPERTS",
@@ -13,7 +11,6 @@ __all__ = [
     "RANKS",
     "SCALES",
     "VERSION",
-    "was_repaired",
 ]
 
 FORMAT, VERSION = "fp8dist run", 1
@@ -36,10 +33,3 @@ RANKS = "ranks.jsonl"
 
 EVENTS = "events.jsonl"
 """One line per event."""
-
-
-def was_repaired(report: Any) -> bool:
-    """True if the report of an event says that all differences were repaired. Older versions write no "diverged"."""
-    if not isinstance(report, dict):
-        return False
-    return report["diverged"] is False if "diverged" in report else report.get("consistent") is True

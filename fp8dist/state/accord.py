@@ -63,13 +63,13 @@ class Accord:
         except (dist.DistStoreError, RuntimeError) as error:
             late = error
             self._store.compare_set(point, "", _VAIN)
-        told: str = self._store.get(point).decode()
-        if told == _VAIN:
+        outcome: str = self._store.get(point).decode()
+        if outcome == _VAIN:
             raise SyncError(
                 f"rank {self._group.rank}: {self._call} was not reached by all ranks within {seconds}: it is "
                 f"collective. {roll_call(self._group.ranks, where=self._call)}"
             ) from late
-        return None if told == _WELL else told
+        return None if outcome == _WELL else outcome
 
 
 def meet(group: SyncGroup, call: str) -> None:

@@ -23,11 +23,11 @@ from fp8dist_kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays, Upd
 from fp8dist_kernels.formats import Format
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_STEP
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
-from fp8dist_kernels.reference.rings import RingShape, ordered_window, write_window
+from fp8dist_kernels.reference.rings import RingShape, ordered_window
 from fp8dist_kernels.reference.update import give_back
 from fp8dist_kernels.scaling import scale_from_amax
 
-__all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotState", "fitted", "unchanged_on_failure"]
+__all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotViews", "fitted", "unchanged_on_failure"]
 
 SHARES = 2
 """Number of shares per cast: of elements that saturate, and of elements that become 0."""
@@ -56,7 +56,7 @@ def fitted(history: Tensor, length: int) -> Tensor:
     return history[:, -length:] if missing <= 0 else torch.nn.functional.pad(history, (missing, 0))
 
 
-class SlotState:
+class SlotViews:
     """The state of one slot: 0-d views into its arena, valid while the arena lives. Of a run of E slots with
     one format: views [E]."""
 
@@ -127,7 +127,7 @@ class Arena:
     def _allocate(self, device: torch.device) -> None:
         formats = [spec.format for spec in self.specs]
         self.device = device
-        self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
+        self._states: weakref.WeakValueDictionary[object, SlotViews] = weakref.WeakValueDictionary()
         arrays = StateArrays.allocate([f.max for f in formats], [f.rounds_to_max for f in formats], self.ring, device)
         n = len(formats)
         self.message = torch.zeros(HEADER + (1 + self.lanes) * n, dtype=torch.int32, device=device)
@@ -223,10 +223,6 @@ class Arena:
 
     # The step ------------------------------------------------------------------------------------
 
-    def set_manifest_word(self, word: int) -> None:
-        """Set the manifest word of the header, an int32."""
-        self.words[WORD_MANIFEST] = word
-
     def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """Fill ``message`` with this rank's live state: the header, ``pending`` and the shares. See ``ops.launch``."""
         self._updates.launch(hold, drop_nonfinite)
@@ -257,7 +253,7 @@ class Arena:
         """
         outcome = self._updates.commit(reduced, hold)
         if callable(self.recipe.amax_algo):
-            self._rescale(self.window_amax(), self.flags[TAKEN])
+            self.rescale(self.window_amax(), self.flags[TAKEN])
         if self.fallback is not None:
             self._trip(self.fallback, reduced, hold)
         return outcome
@@ -283,17 +279,12 @@ class Arena:
                     over = share > limit
                     self.tripped.logical_or_(over if hold is None else over & (hold.reshape(()) == 0))
 
-    def _rescale(self, amax: Tensor, where: Tensor) -> None:
+    def rescale(self, amax: Tensor, where: Tensor) -> None:
+        """Recompute the scales from ``amax`` (float32[n]), where ``where`` (bool[n]) is True and the amax positive and
+        finite."""
         recipe = self.recipe
         scale_from_amax(amax, self.scale, self.fp8_max, recipe.margin, recipe.power_of_two, where, out=self.scale)
         torch.reciprocal(self.scale, out=self.inv_scale)
-
-    def derive_scales(self, amax: Tensor, where: Tensor) -> None:
-        """Set scales from ``amax`` (float32[n]) alone, where ``where`` (bool[n]) is True and the amax is positive and
-        finite. These slots are no longer cold. Changes neither history nor step."""
-        usable = where & (amax > 0) & (amax < torch.inf)
-        self._rescale(amax, usable)
-        self.cold.bitwise_and_(~usable)
 
     def forget_history(self, where: Tensor) -> None:
         """Empty the windows of the slots where ``where`` (bool[n]) is True."""
@@ -301,24 +292,11 @@ class Arena:
         self.block_max.masked_fill_(where[:, None], 0)
         self.amax.masked_fill_(where, 0)
 
-    def adopt_untaken_scales(self, scales: Tensor, taken: Tensor) -> None:
-        """Take scale and inv_scale (float32[2, n]) for the slots that took an amax neither in the last commit nor in
-        ``taken`` (bool[n], the flags of another commit)."""
-        torch.where(taken | self.flags[TAKEN], self.scales, scales, out=self.scales)
-
     def mask(self, places: Sequence[int]) -> Tensor:
         """Return bool[n], True at these indices."""
         where = torch.zeros(len(self), dtype=torch.bool, device=self.device)
         where[torch.tensor(places, dtype=torch.int64, device=self.device)] = True
         return where
-
-    def make_cold(self, places: Sequence[int]) -> None:
-        """Reset the scales and windows of these slots to cold. Counters stay: they give the position in a ring."""
-        where = self.mask(places)
-        self.forget_history(where)
-        self.scales.masked_fill_(where, 1)
-        self.cold.logical_or_(where)
-        self.cold_written()
 
     def cold_written(self) -> None:
         """Note that slots may be cold again, whatever a sync in flight will show."""
@@ -332,12 +310,6 @@ class Arena:
         """
         self._scratch = (self._scratch + 1) % _SCRATCHES
         return self.scratches[self._scratch]
-
-    def set_scale(self, index: int, scale: float) -> None:
-        """Set the scale of one slot, which is then no longer cold."""
-        self.scale[index] = scale
-        torch.reciprocal(self.scale, out=self.inv_scale)
-        self.cold[index] = False
 
     # Reading and writing -------------------------------------------------------------------------
 
@@ -369,40 +341,6 @@ class Arena:
         cold = self.cold.view(torch.uint8)
         return [self.scales, self.history, self.block_max, self.amax, cold, self.counters, self.words]
 
-    def load_slots(
-        self, index: Tensor, scale: Tensor, amax: Tensor, cold: Tensor, counters: Tensor, history: Tensor
-    ) -> None:
-        """Replace the state of the slots ``index`` (int64[m]).
-
-        Args:
-            scale: float32[m].
-            amax: float32[m], the newest.
-            cold: bool[m].
-            counters: int64[3, m]. They determine where a window starts in its ring.
-            history: float32[m, any length], oldest first. The newest ``history_len`` entries are kept; a shorter one
-                gets zeros in front.
-        """
-        self.scale[index] = scale
-        torch.reciprocal(self.scale, out=self.inv_scale)
-        self.amax[index] = amax
-        self.cold[index] = cold
-        self.cold_written()
-        self.counters[:, index] = counters
-        windows = self.ordered_history()
-        windows[index] = fitted(history, self.ring.length)
-        write_window(self.history, self.block_max, self.taken, self.ring, windows)
-
-    def convert_scales(self, where: Tensor, stood_for: Tensor) -> None:
-        """Recompute scales by this recipe from ``window_amax``, where ``where`` (bool[n]) is True.
-
-        If the window gives no scale (a weight whose scale came from ``attach``, or a window of zeros), use
-        ``stood_for`` (float32[n]), the amax that the old scale stands for. Cold slots, which have no scale of their
-        own, are skipped.
-        """
-        amax = self.window_amax()
-        tells = (amax > 0) & (amax < torch.inf)
-        self.derive_scales(torch.where(tells, amax, stood_for), where & ~self.cold)
-
     def reset(self) -> None:
         """Reset the arena to its initial state. The manifest stays."""
         self.cold_written()
@@ -425,21 +363,14 @@ class Arena:
             getattr(self, name).copy_(value)
         self.cold_written()
 
-    def put_back_slots(self, state: Mapping[str, Tensor], index: Tensor) -> None:
-        """Restore scales and windows of the slots ``index`` (int64[m]) from a ``copied_state``, in place."""
-        for name in ("history", "block_max", "amax", "cold"):
-            getattr(self, name)[index] = state[name][index]
-        self.scales[:, index] = state["scales"][:, index]
-        self.cold_written()
-
     # Copying and pickling rebuild the views ---------------------------------------------------------
 
-    def state_of(self, slot: Slot) -> SlotState:
+    def state_of(self, slot: Slot) -> SlotViews:
         """Return the state of a slot: the same object to all who hold it, such as modules that share a weight."""
         index = self.index[slot]
         state = self._states.get(index)
         if state is None:
-            state = self._states[index] = SlotState(self, index)
+            state = self._states[index] = SlotViews(self, index)
         return state
 
     def run_of(self, slots: Sequence[Slot]) -> slice:
@@ -448,13 +379,13 @@ class Arena:
         assert all(self.index[slot] == first + expert for expert, slot in enumerate(slots))
         return slice(first, first + len(slots))
 
-    def state_of_run(self, slots: Sequence[Slot]) -> SlotState:
+    def state_of_run(self, slots: Sequence[Slot]) -> SlotViews:
         """Return the state of several experts' slots, one role of all of them: see ``run_of``."""
         run = self.run_of(slots)
         key = run.start, run.stop
         state = self._states.get(key)
         if state is None:
-            state = self._states[key] = SlotState(self, run)
+            state = self._states[key] = SlotViews(self, run)
         return state
 
     def __getstate__(self) -> dict[str, Any]:

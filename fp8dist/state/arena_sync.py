@@ -29,9 +29,9 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.state.arena import Arena
 from fp8dist.state.groups import SyncGroup
 from fp8dist.state.lookout import Lookout
+from fp8dist.state.measured_step import MeasuredStep
 from fp8dist.state.precision import Precision
 from fp8dist.state.roll_call import failing_by_name
-from fp8dist.state.slots import Slot
 from fp8dist.state.waits import Waits, clock_of
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_SCALE_LOW, WORD_STEP, WORDS
@@ -141,13 +141,13 @@ class ArenaSync:
     """An arena, the group that shares it, and its sync in flight.
 
     ``group`` None: the state is not shared, and there is no collective (one rank, or ``amax_sync=False``).
-    ``patterns``: the patterns of ``prepare(groups=…)`` that select its modules; empty for the default group. ``owner``:
-    name of the manager in errors. ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such
-    graphs that the host has seen. ``watched``: what this rank saw in a step is kept for ``take_seen``, with the
-    ``microbatch`` that held each maximum. ``waits``: shared by all arenas of the manager. ``experts``: the
-    precision of each expert, by the fqn of a product. ``fitted``: this step compared sharded weights with their scales
-    before it cast them. ``outgrown``: a verdict found a sharded weight beyond its scale. ``lookout``: set by ``share``
-    where the wait for a sync does not block the host.
+    ``patterns``: the patterns of ``prepare(groups=…)`` that select its modules; empty for the default group.
+    ``owner``: name of the manager in errors. ``graphed``: a step was captured into a CUDA graph. ``replays``: commits
+    in such graphs that the host has seen. ``waits``: shared by all arenas of the manager. ``experts``: the precision
+    of each expert, by the fqn of a product. ``measured``: what this rank records in a step that is measured; otherwise
+    None. ``fitted``: this step compared sharded weights with their scales before it cast them. ``outgrown``: a verdict
+    found a sharded weight beyond its scale. ``lookout``: set by ``share`` where the wait for a sync does not block the
+    host.
     """
 
     arena: Arena
@@ -159,15 +159,12 @@ class ArenaSync:
     verdict: Verdict | None = None
     graphed: bool = False
     replays: int = 0
-    watched: bool = False
-    microbatch: int = 0
     waits: Waits = field(default_factory=Waits)
     experts: dict[str, tuple[Precision, ...]] = field(default_factory=dict)
     fitted: bool = False
     outgrown: bool = False
     lookout: Lookout | None = None
-    _seen: Tensor | None = None
-    _held: Tensor | None = None  # int32[3, n], with ``_seen``: the first microbatch that saw the value.
+    measured: MeasuredStep | None = None
     _work: dist.Work | None = None
     _launched_by: int = 0  # Id of the process that launched ``_work``.
     _merged: Tensor | None = None
@@ -203,73 +200,30 @@ class ArenaSync:
 
     def step_alone(self, hold: Tensor | None = None) -> None:
         """End a step of an arena that has nothing to launch. Local."""
-        if self.watched:  # Otherwise nothing was recorded.
-            self._keep_seen()
+        if self.measured is not None:  # Otherwise nothing was recorded.
+            self.measured.keep()
             self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.step.add_(1 if hold is None else hold.reshape(()) == 0)
 
     def watch(self, on: bool) -> None:
-        """Start or stop keeping what this rank sees for ``take_seen``."""
-        self.watched, self.microbatch = on, 0
-        self._seen = self._held = None
+        """Start to measure a step, or measure none."""
+        self.measured = MeasuredStep(self.arena) if on else None
         if on and self.experts:
             self.arena.tokens.zero_()
-
-    def _keep_seen(self) -> None:
-        if self.watched:
-            self._look()
-            if not self.arena.lanes:  # With lanes, the launch sends and clears them.
-                self.arena.shares.fill_(DID_NOT_RUN)
-
-    def end_microbatch(self) -> None:
-        """Note that what is recorded from now on is of the next microbatch. Local."""
-        if self.watched and not capturing(self.arena.device):  # A captured step is not watched.
-            self._look()
-            self.microbatch += 1
-
-    def _look(self) -> None:
-        """Merge what was recorded so far into ``_seen``. What has risen since the last look is this microbatch's."""
-        amaxes = self.arena.pending
-        if len(self.arena.shards):
-            amaxes = amaxes.index_copy(0, self.arena.shard_slots, self.arena.shards)
-        seen = torch.cat([amaxes[None], self.arena.shares])
-        if self._seen is None or self._held is None:
-            self._seen, self._held = seen, torch.full_like(seen, self.microbatch, dtype=torch.int32)
-        else:
-            self._held.masked_fill_(seen.view(torch.int32) > self._seen.view(torch.int32), self.microbatch)
-            self._seen = larger(self._seen, seen)
 
     def kept_records(self) -> Callable[[], None]:
         """Return a function that puts back what this rank has recorded in this step so far. Local."""
         arena = self.arena
         tensors = [(tensor, tensor.clone()) for tensor in (arena.pending, arena.shares, arena.shards, arena.tokens)]
-        before = self.microbatch, self._seen, None if self._held is None else self._held.clone()
+        put_back_measured = None if self.measured is None else self.measured.kept()
 
         def put_back() -> None:
             for tensor, value in tensors:
                 tensor.copy_(value)
-            self.microbatch, self._seen, held = before
-            self._held = None if held is None else held.clone()
+            if put_back_measured is not None:
+                put_back_measured()
 
         return put_back
-
-    def recorded(self) -> Iterator[Slot]:
-        """Iterate over the slots that this rank recorded an amax for in this measured step. Reads the device."""
-        amaxes = [] if self._seen is None else self._seen[0].tolist()
-        return (spec.slot for spec, amax in zip(self.arena.specs, amaxes) if amax != DID_NOT_RUN)
-
-    def take_seen(self) -> tuple[Tensor, Tensor]:
-        """Return what this rank saw in the step that ends, and forget it.
-
-        Returns:
-            float32[3, n] of amaxes, shares of saturated elements, and shares of underflows, -1 where nothing was seen;
-            and int32[3, n]: the first microbatch that saw the value.
-        """
-        seen, held = self._seen, self._held
-        assert seen is not None
-        assert held is not None
-        self._seen = self._held = None
-        return seen, held
 
     def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """Snapshot the arena and start its all-reduce. COLLECTIVE if ``communicates``.
@@ -284,7 +238,8 @@ class ArenaSync:
             self._in_graph = True
         elif self.verdict is not None and self.verdict.evidence is None:
             self.verdict.evidence = self.evidence()
-        self._keep_seen()
+        if self.measured is not None:
+            self.measured.keep()
         self.arena.launch(hold, drop_nonfinite)
         self._reduce()
 
@@ -489,7 +444,9 @@ class ArenaSync:
         self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.shares.fill_(DID_NOT_RUN)
         self.arena.tripped.zero_()
-        self._merged = self._hold = self._seen = self._held = self.verdict = None
+        self._merged = self._hold = self.verdict = None
+        if self.measured is not None:
+            self.measured.forget()
         self.phase, self._in_graph = Phase.IDLE, False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -497,19 +454,14 @@ class ArenaSync:
         self._collect()
         state = dict(self.__dict__)
         state.update(phase=Phase.IDLE, verdict=None, graphed=False, replays=0, counters=SyncCounters())
-        state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None, watched=False, _seen=None)
-        state.update(waits=Waits(), microbatch=0, _held=None, lookout=None)
+        state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None)
+        state.update(waits=Waits(), lookout=None, measured=None)
         return state
 
 
 def waits_on_the_device(device: torch.device) -> bool:
     """True if the wait for a collective blocks the device's stream and not the host, so that no time-out is raised."""
     return device.type == "cuda"
-
-
-def larger(a: Tensor, b: Tensor) -> Tensor:
-    """Return the elementwise maximum of amaxes or shares in float32. NaN is the largest."""
-    return torch.maximum(a.view(torch.int32), b.view(torch.int32)).view(torch.float32)
 
 
 def all_reduce_sum(tensor: Tensor, group: SyncGroup, counters: SyncCounters) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist_kernels.formats import Role
 
-__all__ = ["ExpertLoad", "Loads", "idle_numbers"]
+__all__ = ["ExpertLoad", "LoadCounts", "idle_numbers"]
 
 
 class ExpertLoad(NamedTuple):
@@ -41,11 +41,11 @@ class _Before(NamedTuple):
     turns: Tensor | None = None
 
 
-class Loads:
+class LoadCounts:
     """Follows counters of amaxes and tokens from one observation to the next. Local; reads the device.
 
-    A slot whose counter stands still has not renewed its scale. Between two observations the counter tells how often
-    it did, but not when; so what is not certain counts as none, and numbers are lower bounds.
+    A slot whose counter stands still has not renewed its scale. Between two observations the counter shows how
+    many renewals there were, but not when, so ages are lower bounds.
     """
 
     def __init__(self) -> None:

@@ -396,30 +396,30 @@ def agree_on_manifests(publications: Sequence[Publication], rounds: int, timeout
     failures = [text for p in in_order if (text := _agree(p, timeout, deadline)) is not None]
     for round_ in range(rounds):
         for publication in publications:
-            _tell(publication, round_, failures)
+            _publish_outcome(publication, round_, failures)
         for publication in publications:
             if not failures:  # One failure is enough.
-                failures += _told(publication, round_, timeout * 3)
+                failures += _read_outcome(publication, round_, timeout * 3)
     if failures:
         raise ManifestMismatchError(failures[0])
 
 
-def _tell(publication: Publication, round_: int, failures: Sequence[str]) -> None:
-    """Tell the group of a failure, or that this rank knows of none. The last rank without a failure writes that all
+def _publish_outcome(publication: Publication, round_: int, failures: Sequence[str]) -> None:
+    """Publish a failure to the group, or that this rank knows of none. The last rank without a failure writes that all
     agree."""
     if failures:
-        _write_once(publication, f"told-{round_}", failures[0])
+        _write_once(publication, f"outcome-{round_}", failures[0])
     elif publication.store.add(_key(publication, f"well-{round_}"), 1) == publication.group.size:
-        _write_once(publication, f"told-{round_}", _AGREED)
+        _write_once(publication, f"outcome-{round_}", _AGREED)
 
 
-def _told(publication: Publication, round_: int, timeout: timedelta) -> list[str]:
-    told = _get(publication, f"told-{round_}", timeout)
-    if told is None:
+def _read_outcome(publication: Publication, round_: int, timeout: timedelta) -> list[str]:
+    outcome = _get(publication, f"outcome-{round_}", timeout)
+    if outcome is None:
         size, seconds = publication.group.size, timeout.total_seconds()
         gone = f"the end of attach() was not reached within {seconds:.0f} s by all of {size} ranks"
-        told = _write_once(publication, f"told-{round_}", gone)
-    return [] if told == _AGREED else [told]
+        outcome = _write_once(publication, f"outcome-{round_}", gone)
+    return [] if outcome == _AGREED else [outcome]
 
 
 def _agree(publication: Publication, timeout: timedelta, deadline: float) -> str | None:
@@ -463,10 +463,10 @@ def _compare(publication: Publication, timeout: timedelta, deadline: float, late
 def _differences(publication: Publication, mine: str, deadline: float) -> str:
     """Return which ranks differ from this one, and in what, after all have published."""
     group, store = publication.group, publication.store
-    told = store.multi_get([_key(publication, "digest", rank) for rank in group.ranks])
+    published = store.multi_get([_key(publication, "digest", rank) for rank in group.ranks])
     hosts: dict[int, str] = {}
     odd: dict[str, list[int]] = {}
-    for rank, text in zip(group.ranks, told):
+    for rank, text in zip(group.ranks, published):
         digest, _, hosts[rank] = text.decode().partition(" ")
         if digest != mine:
             odd.setdefault(digest, []).append(rank)

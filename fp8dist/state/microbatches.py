@@ -1,4 +1,4 @@
-"""Microbatches: counts the microbatches of a step that a watch measures, and tells them to the syncs."""
+"""Microbatches: counts the microbatches of a step that a watch measures, and notifies the syncs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Microbatches:
     def _begin(self) -> None:
         if self._tasks:
             for sync in self._syncs:
-                sync.end_microbatch()
+                if sync.measured is not None:
+                    sync.measured.end_microbatch()
             self._tasks.clear()
             self._recomputed = False
 

@@ -138,7 +138,7 @@ class Roll:
     def _linger(self, call: str) -> None:
         """Stay, for LINGER at most, until all ranks that came have read the verdict."""
         store, known, deadline = self._store, f"{call}/known", time.monotonic() + LINGER
-        if store.add(f"{call}/heard", 1) >= store.add(f"{call}/came", 0):
+        if store.add(f"{call}/read", 1) >= store.add(f"{call}/came", 0):
             store.set(known, "1")
             return
         while not store.check([known]) and time.monotonic() < deadline:
@@ -157,17 +157,17 @@ class Roll:
     def _apart(self, present: str) -> list[tuple[str, list[int]]]:
         """Return ranks by what they wait for; nothing if that is the same."""
         places: dict[str, list[int]] = {}
-        told = self._store.multi_get([f"{present}/{rank}" for rank in self._ranks])
-        for rank, place in zip(self._ranks, told):
+        waited_at = self._store.multi_get([f"{present}/{rank}" for rank in self._ranks])
+        for rank, place in zip(self._ranks, waited_at):
             places.setdefault(place.decode(), []).append(rank)
         return list(places.items()) if len(places) > 1 else []
 
     def _read(self, verdict: bytes) -> Attendance:
-        said = json.loads(verdict)
-        missing = tuple(rank for rank in said["missing"] if rank != self._rank)  # This rank came late.
-        hosts = tuple((rank, host) for rank, host in said["hosts"])
-        apart = tuple((place, tuple(ranks)) for place, ranks in said.get("apart", ()))
-        return Attendance(len(self._ranks), missing, said["more"], hosts, word=said.get("word"), apart=apart)
+        found = json.loads(verdict)
+        missing = tuple(rank for rank in found["missing"] if rank != self._rank)  # This rank came late.
+        hosts = tuple((rank, host) for rank, host in found["hosts"])
+        apart = tuple((place, tuple(ranks)) for place, ranks in found.get("apart", ()))
+        return Attendance(len(self._ranks), missing, found["more"], hosts, word=found.get("word"), apart=apart)
 
 
 def enrol() -> None:
@@ -254,8 +254,8 @@ def _is_of_communication(error: RuntimeError) -> bool:
     """True for errors of NCCL and gloo. A rank with an error of its own must not say that others are missing."""
     if isinstance(error, dist.DistError):
         return True
-    said = str(error).lower()
-    return type(error) is RuntimeError and any(word in said for word in _OF_COMMUNICATION)
+    message = str(error).lower()
+    return type(error) is RuntimeError and any(word in message for word in _OF_COMMUNICATION)
 
 
 def _timed_out(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync, all_reduce_max, all_reduce_sum
 from fp8dist.state.cause import Cause, earliest
-from fp8dist.state.expert_loads import ExpertLoad, Loads
+from fp8dist.state.expert_loads import ExpertLoad, LoadCounts
 from fp8dist.state.groups import SyncGroup, own_rank
 from fp8dist.state.slots import Slot
 from fp8dist.state.statistics import ScaleJump, SlotStatistics, StatisticsSink
@@ -133,14 +133,14 @@ class Watch:
         """Time steps from now on. ``step``: number of steps that have ended."""
         self._since = step, time.perf_counter()
         self.seen = self._before = None
-        self._loads = Loads()
+        self._loads = LoadCounts()
 
     def is_due(self, step: int) -> bool:
         """True if the casts of this step are measured."""
         return any(step % view.every == 0 for view in self._views)
 
     def collect(
-        self, step: int, syncs: Sequence[ArenaSync], sync_wait: float = math.nan, told_apart: bool = False
+        self, step: int, syncs: Sequence[ArenaSync], sync_wait: float = math.nan, microbatches_known: bool = False
     ) -> list[ScaleJump]:
         """Reduce the ranks' statistics, write them, and return the scales that jumped. COLLECTIVE: one all-reduce for
         each group that has arenas, and one for each that has experts. Reads the device.
@@ -149,7 +149,7 @@ class Watch:
 
         Args:
             sync_wait: this rank's mean wait in syncs, ms per step.
-            told_apart: True if this rank knows its microbatches.
+            microbatches_known: True if this rank knows which microbatch recorded what.
         """
         own = RankTimes(sync_wait, self._step_ms(step))
         by_group: dict[Sequence[int], list[ArenaSync]] = {}
@@ -160,7 +160,7 @@ class Watch:
         experts: list[ExpertLoad] = []
         times = {own_rank(): own} if self.ranks else {}
         for together in by_group.values():
-            reduced, held, of_ranks = self._reduce(together, own, told_apart)
+            reduced, held, of_ranks = self._reduce(together, own, microbatches_known)
             times |= of_ranks
             start = 0
             for sync in together:
@@ -218,18 +218,18 @@ class Watch:
         return 1e3 * (now - start) / (step - before) if step > before else math.nan
 
     def _reduce(
-        self, together: Sequence[ArenaSync], own: RankTimes, told_apart: bool
+        self, together: Sequence[ArenaSync], own: RankTimes, microbatches_known: bool
     ) -> tuple[Tensor, Tensor | None, dict[int, RankTimes]]:
         """Return the maxima (float32[3, n]), who held them (int64[2, 3, n] of rank and microbatch, or None), both on
         the CPU, and the times of the group's ranks."""
         first = together[0]
         group = first.group if first.communicates else None
-        taken = [sync.take_seen() for sync in together]
+        taken = [sync.measured.take() for sync in together if sync.measured is not None]
         bits = torch.cat([seen for seen, _ in taken], 1).view(torch.int32)
         sent = bits.view(-1)
         if self.ranks:
             microbatches = torch.cat([held for _, held in taken], 1).clamp(max=_UNKNOWN)
-            if not told_apart:
+            if not microbatches_known:
                 microbatches.fill_(_UNKNOWN)
             sent = torch.cat([_packed(bits, microbatches), _columns(own, group).to(bits.device)])
         if group is not None:

@@ -28,6 +28,7 @@ __all__ = [
     "matmul",
     "matmul_grouped",
     "matmul_grouped_columns",
+    "matmul_into",
     "measure",
     "observe",
     "quantize",
@@ -88,6 +89,7 @@ transpose = _directly(ops.transpose)
 observe = _directly(ops.observe, traced.observe)
 measure = _directly(ops.measure)
 matmul = _directly(ops.matmul)
+matmul_into = _directly(ops.matmul_into)
 quantize_grouped = _directly(grouped_ops.quantize_grouped)
 quantize_grouped_lines = _directly(grouped_ops.quantize_grouped_lines)
 matmul_grouped = _directly(grouped_ops.matmul_grouped)

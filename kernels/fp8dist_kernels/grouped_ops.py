@@ -29,7 +29,7 @@ from fp8dist_kernels.reference import grouped_casts, grouped_matmuls, scaled_gro
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
 from fp8dist_kernels.reference.matmuls import Scaling
-from fp8dist_kernels.taps import tell
+from fp8dist_kernels.taps import notify
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -86,7 +86,7 @@ def _cast(
     cast = getattr(version_of_backend(backend, x.device, grouped_casts), name)
     results: tuple[Tensor, ...] = cast(x, *rest, **options)
     if tap is not None:
-        tell(tap, name, site, (x, *rest), {**options, "backend": backend}, *results)
+        notify(tap, name, site, (x, *rest), {**options, "backend": backend}, *results)
     return results
 
 
@@ -104,7 +104,7 @@ def _multiply(
     else:
         product = multiply(a, *rest, **options)
     if tap is not None:
-        tell(tap, name, site, (a, *rest), {**options, "backend": backend}, product)
+        notify(tap, name, site, (a, *rest), {**options, "backend": backend}, product)
     return product
 
 

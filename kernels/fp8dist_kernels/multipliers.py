@@ -78,6 +78,7 @@ class Product(NamedTuple):
     b: torch.dtype
     out: torch.dtype
     bias: torch.dtype | None = None
+    into: bool = False  # added to what a buffer holds
 
 
 class Detour(Enum):
@@ -87,6 +88,7 @@ class Detour(Enum):
     SCALES_AFTER = "the product of one scale per tensor in float32, then the scales of rows, the bias, and the rounding"
     SCALES_OF_ROWS = "the only block of a weight's row has the scale of the row"
     PADDED_ROWS = "rows of zeros, which are cut off"
+    ADDED_AFTER = "the product in float32, then the addition"
 
 
 class Row(NamedTuple):
@@ -145,6 +147,10 @@ def _odd_rows(product: Product, machine: Machine) -> bool:
     return product.scaling.in_blocks and product.m % ROW_MULTIPLE != 0
 
 
+def _into_buffer(product: Product, machine: Machine) -> bool:
+    return product.into  # cuBLASLt could, but torch gives it nothing to add to.
+
+
 ROWS: tuple[Row, ...] = (
     Row("a GPU without FP8", _without_fp8, None),
     Row("blocks: k below one block", _single_block, Detour.SCALES_OF_ROWS),
@@ -154,6 +160,7 @@ ROWS: tuple[Row, ...] = (
     Row("a bias of another dtype than the result, or in float32", _other_bias, Detour.BIAS_AFTER),
     Row("scales of rows, CUTLASS: a result that it cannot write", _cutlass_result, Detour.SCALES_AFTER),
     Row("blocks: rows not in multiples of 8", _odd_rows, Detour.PADDED_ROWS),
+    Row("a sum with what a buffer holds", _into_buffer, Detour.ADDED_AFTER),  # In ``ops.matmul_into``.
 )
 """What torch does not multiply. The first row that applies counts; a detour leads to a product with fewer of them."""
 

@@ -9,10 +9,11 @@
 ``fp8dist::observe``           record the amax only
 ``fp8dist::measure``           record the shares of elements that a cast saturates and flushes to zero
 ``fp8dist::matmul``            scaled FP8 matrix product, NT layout
+``fp8dist::matmul_into``       the same, added to what a buffer holds
 ``fp8dist::launch``            write an arena's state into the message of its collective
 ``fp8dist::commit``            update the arena from the collective's result
 
-Casts and products take a ``tap``, which they tell what they compute, and the ``site`` of the call (``taps.py``).
+Casts and products take a ``tap``, which they notify of what they compute, and the ``site`` of the call (``taps.py``).
 
 Each op mutates only the arguments that its schema marks. Inside the op, device memory says if a slot is cold and if
 ranks agree: a flag on the host would be baked into compiled and captured graphs.
@@ -38,7 +39,8 @@ from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.multipliers import Product, machine_of, reads_sideways, row_of
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, torch_matmuls, update
-from fp8dist_kernels.taps import tell
+from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.taps import notify
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -48,6 +50,7 @@ __all__ = [
     "implementer",
     "launch",
     "matmul",
+    "matmul_into",
     "measure",
     "multiplier_name",
     "observe",
@@ -90,6 +93,10 @@ _LIBRARY.define(
     "matmul(Tensor a, Tensor b, Tensor inv_scale_a, Tensor inv_scale_b, ScalarType out_dtype, *, Tensor? bias=None, "
     "bool fast_accumulation, str backend='auto', int site=-1, Tensor? tap=None) -> Tensor"
 )
+_LIBRARY.define(
+    "matmul_into(Tensor a, Tensor b, Tensor inv_scale_a, Tensor inv_scale_b, Tensor(a!) total, *, "
+    "bool fast_accumulation, str backend='auto', int site=-1, Tensor? tap=None) -> ()"
+)
 _LIBRARY.define("launch(Tensor(a!)[] arrays, Tensor? hold, *, bool drop_nonfinite, str backend='auto') -> ()")
 _LIBRARY.define(
     "commit(Tensor(a!)[] arrays, Tensor reduced, Tensor? hold, *, int length, int margin, bool power_of_two, "
@@ -106,7 +113,7 @@ def register_flops() -> None:
     def flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * a[0] * a[1] * b[0]
 
-    register_flop_formula(torch.ops.fp8dist.matmul)(flops)
+    register_flop_formula([torch.ops.fp8dist.matmul, torch.ops.fp8dist.matmul_into])(flops)
 
 
 def require_backend(backend: str, device: torch.device) -> None:
@@ -140,7 +147,7 @@ def _quantize(
     version = version_of_backend(backend, x.device, casts)
     results: tuple[Tensor, Tensor, Tensor] = version.quantize(x, *slot, sums=sums, scratch=scratch, **options)
     if tap is not None:
-        tell(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
+        notify(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
     return results
 
 
@@ -160,7 +167,7 @@ def _quantize_rowwise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     results = version_of_backend(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
     if tap is not None:
-        tell(tap, "quantize_rowwise", site, (x, dtype), {**options, "backend": backend}, *results)
+        notify(tap, "quantize_rowwise", site, (x, dtype), {**options, "backend": backend}, *results)
     return results
 
 
@@ -176,8 +183,8 @@ def _quantize_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     results = version_of_backend(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
     if tap is not None:
-        told = {**options, "block": tuple(block), "backend": backend}
-        tell(tap, "quantize_blocks", site, (x, dtype), told, *results)
+        shown = {**options, "block": tuple(block), "backend": backend}
+        notify(tap, "quantize_blocks", site, (x, dtype), shown, *results)
     return results
 
 
@@ -219,8 +226,38 @@ def _matmul(a: Tensor, *rest: Any, site: int = -1, tap: Tensor | None = None, **
     else:
         product = _product(a, *rest, **options)
     if tap is not None:
-        tell(tap, "matmul", site, (a, *rest), options, product)
+        notify(tap, "matmul", site, (a, *rest), options, product)
     return product
+
+
+def _matmul_into(
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    total: Tensor,
+    *,
+    fast_accumulation: bool,
+    backend: str = "auto",
+    site: int = -1,
+    tap: Tensor | None = None,
+) -> None:
+    scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b)
+    (m, k), n = a.shape, b.shape[0]
+    if total.shape != (m, n):
+        raise ValueError(f"a product [{m}, {n}] cannot be added to a total of shape {tuple(total.shape)}")
+    product = Product(scaling, m, n, k, a.dtype, b.dtype, torch.float32, into=True)
+    if multiplier_name(product, fast_accumulation, backend, a.device) == "Triton":
+        if tap is None:
+            from fp8dist_kernels.triton import matmuls as fused_matmuls
+
+            if not b.is_contiguous():
+                b = _readable(b, scaling, backend)
+            fused_matmuls.multiply_into(scaling, a, b, inv_scale_a, inv_scale_b, fast_accumulation, total)
+            return
+        backend = "triton"  # A listener gets the product, with the bits that are added without one.
+    options = {"fast_accumulation": fast_accumulation, "backend": backend}
+    total.add_(_matmul(a, b, inv_scale_a, inv_scale_b, torch.float32, site=site, tap=tap, **options))
 
 
 def _product(
@@ -237,11 +274,19 @@ def _product(
     scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
     of_bias = None if bias is None else bias.dtype
     (m, k), n = a.shape, b.shape[0]
-    if not (b.is_contiguous() or reads_sideways(scaling, machine_of(a.device))):
-        b = version_of_backend(backend, b.device, casts).transpose(b.t())
+    if not b.is_contiguous():
+        b = _readable(b, scaling, backend)
     product = Product(scaling, m, n, k, a.dtype, b.dtype, out_dtype, of_bias)
     multiply = _multiplier(product, fast_accumulation, backend, a.device)
     return multiply(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+
+
+def _readable(b: Tensor, scaling: Scaling, backend: str) -> Tensor:
+    """Return ``b``, which lies sideways, as products read it: see ``reads_sideways``."""
+    if reads_sideways(scaling, machine_of(b.device)):
+        return b
+    transposed: Tensor = version_of_backend(backend, b.device, casts).transpose(b.t())
+    return transposed
 
 
 @functools.lru_cache(512)
@@ -385,6 +430,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "observe": _observe,
         "measure": _measure,
         "matmul": _matmul,
+        "matmul_into": _matmul_into,
         "launch": _launch,
         "commit": _commit,
     }
@@ -453,6 +499,12 @@ matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
 of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``. ``b`` may be a transposed
 view of contiguous memory, which is transposed if the device does not read it so: see ``reads_sideways``."""
+
+matmul_into = torch.ops.fp8dist.matmul_into.default
+"""``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, total[m, n], …)``: add ``a @ b.T`` to ``total``, which has any float
+dtype and strides. The product is computed and added in float32, and the sum is rounded once. Triton adds within the
+product, if TMA can write to ``total``; else the addition is a pass of its own. A tap gets the product, as that of a
+``matmul``."""
 
 launch = torch.ops.fp8dist.launch.default
 """``(arrays, hold, …)``: see ``launch`` in ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""

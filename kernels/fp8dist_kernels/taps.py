@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Listener", "listener_of", "tap_on", "tell"]
+__all__ = ["Listener", "listener_of", "notify", "tap_on"]
 
 Listener = Callable[[str, int, tuple[Any, ...], dict[str, Any], tuple[Tensor, ...]], None]
 """Called with the op's name, the site, the positional and the named arguments, and the results. It may change the
@@ -32,6 +32,6 @@ def listener_of(tap: Tensor) -> Listener:
     return listener
 
 
-def tell(tap: Tensor, op: str, site: int, args: tuple[Any, ...], options: dict[str, Any], *results: Tensor) -> None:
+def notify(tap: Tensor, op: str, site: int, args: tuple[Any, ...], options: dict[str, Any], *results: Tensor) -> None:
     """Tell the tap's listener of a call of ``op``."""
     listener_of(tap)(op, site, args, options, results)

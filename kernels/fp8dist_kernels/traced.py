@@ -3,7 +3,7 @@
 Inductor cannot look into an op. Written like this, a cast and its amax become part of the kernels that compute ``x``:
 ``x`` is not read again for its amax, and often never stored. Given the same ``x``, the results equal those of the ops
 bit for bit. Divisions, which a GPU may round otherwise, are left to ``ops.choose_scale``, or done in float64.
-Casts that become part of other kernels tell their tap nothing.
+Casts that become part of other kernels do not notify their tap.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch import Tensor
 from fp8dist.checks.audit import Audits
 from fp8dist.modules.linear_slots import SITES
 from fp8dist.state.settings import AUDIT_BYTES
-from fp8dist_kernels.taps import tell
+from fp8dist_kernels.taps import notify
 from scripts import results_files
 from scripts.benchmarks.audit_faults import faults, run_ranks
 from scripts.benchmarks.example_job import Job, in_turns
@@ -106,7 +106,7 @@ def _keep(part: str, found: Any) -> None:
 
 def _told() -> None:
     """Tell a listener that wants nothing of a call."""
-    tell(_TAP, "matmul", 0, (), {}, _TAP)
+    notify(_TAP, "matmul", 0, (), {}, _TAP)
 
 
 _TAP = torch.empty(0)

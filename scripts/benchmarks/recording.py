@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from fp8dist.job.measurement import Measurement
-from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist.modules.casters import Caster
 from fp8dist.runs.recorder import Recorder
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.microbatches import Microbatches
@@ -30,7 +30,7 @@ EVERY = 10
 INSIDE = (
     (Recorder, "log"),
     (Watch, "collect"),
-    (LinearSlots, "_measure"),
+    (Caster, "_measured"),
     (Microbatches, "forward"),
     (Microbatches, "backward"),
     (ArenaSync, "_keep_seen"),

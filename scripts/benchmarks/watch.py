@@ -11,7 +11,6 @@ import contextlib
 import cProfile
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.job.step_watch import StepWatch
-from fp8dist.modules.linear_slots import Cast, LinearSlots
+from fp8dist.modules.casters import Cast, Caster, Request
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.weight_notes import WeightNote
+from fp8dist.modules.write_policy import WritePolicy
 from fp8dist_kernels.formats import Role
 from launch.train_gpt.model import GPT, VOCABULARY
 from scripts.benchmarks.markdown import table
@@ -42,7 +42,7 @@ def unchecked() -> Iterator[None]:
     with (  # Functions: a Mock would add calls of its own.
         patched(StepWatch, "_before", lambda *_: None),
         patched(StepWatch, "_after", lambda *_: None),
-        patched(LinearSlots, "outgrown", lambda *_: Outgrown(None)),
+        patched(WritePolicy, "limits", lambda *_: Outgrown(None)),
         patched(WeightNote, "changed_between_backwards", lambda *_: False),
     ):
         yield
@@ -105,21 +105,18 @@ def changed_casts(learning_rate: float, zeros: bool) -> tuple[int, int]:
     manager = fp8dist.prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     manager.attach(model, optimizer=optimizer)
-    quantize = LinearSlots.quantize
+    original = Caster.cast
     casts = changed = 0
 
-    def counting(self: LinearSlots, x: Tensor, state: Any, *args: Any, **kwargs: Any) -> Cast:
+    def counting(self: Caster, x: Tensor, request: Request) -> Cast:
         nonlocal casts, changed
-        cast = quantize(self, x, state, *args, **kwargs)
-        if kwargs.get("outgrown") is not None:
-            place = self.weight_sync.arena.index[self.slots[Role.WEIGHT]]
+        state, cast = request.state, original(self, x, request)
+        if request.role is Role.WEIGHT:
             casts += 1
-            changed += bool(~state.cold) and not torch.equal(
-                cast.rows_inv_scale, self.weight_sync.arena.inv_scale[place]
-            )
+            changed += bool(~state.cold) and not torch.equal(cast.rows_inv_scale, 1 / state.scale)
         return cast
 
-    with mock.patch.object(LinearSlots, "quantize", counting):
+    with mock.patch.object(Caster, "cast", counting):
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(0, 64, (8, 65), generator=generator).cumsum(1) % VOCABULARY

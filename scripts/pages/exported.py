@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fp8dist.runs.exporters.numbers import KNOWN, Number
 from fp8dist.runs.exporters.opentelemetry import NONFINITE, instrument_name
 from fp8dist.runs.exporters.prometheus import metric_name
 from fp8dist.runs.exporters.samples import ACTIVE, EVENTS, LAST_STEP, LAST_STEP_TIME, OF_ONE_SLOT, OF_SLOTS
+from fp8dist.runs.run_numbers import KNOWN, Number
 from scripts.benchmarks.markdown import table
 
 

@@ -19,7 +19,7 @@ from fp8dist.checks.computations import ProductOf
 from fp8dist.cli import burn as burning
 from fp8dist.cli import doctor, main
 from fp8dist.cli.burn import Burned, burn, burned_across_ranks, computations_on
-from fp8dist.cli.doctor import Observation
+from fp8dist.cli.doctor import Probe
 from tests.support.answers import flipping
 from tests.support.ranks import RankPool
 
@@ -128,9 +128,9 @@ def test_all_gpus_are_burned_that_have_fp8(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(doctor, "burn", lambda device, seconds: Burned(device, 34, 68, seconds))
     text = "68 casts and products of 34 kinds in 2.0 s, 34 per s, none wrong"
     assert list(doctor._burned({}, 2.0)) == [
-        Observation("burn on cuda:1", "absent", "it has no FP8 tensor cores"),
-        Observation("burn on cuda:0", "ok", text),
-        Observation("burn on cuda:2", "ok", text),
+        Probe("burn on cuda:1", "absent", "it has no FP8 tensor cores"),
+        Probe("burn on cuda:0", "ok", text),
+        Probe("burn on cuda:2", "ok", text),
     ]
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert [seen.name for seen in doctor._burned({"WORLD_SIZE": "8"}, 2.0)] == ["burn on cuda:2"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fp8dist.cli import doctor
-from fp8dist.cli.doctor import Examination, Observation, examine
+from fp8dist.cli.doctor import Examination, Probe, examine
 from fp8dist_kernels.backends import why_not_triton
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_all_reduces", lambda *_: [])
 
 
-def _by_name(examination: Examination) -> dict[str, Observation]:
+def _by_name(examination: Examination) -> dict[str, Probe]:
     return {line.name: line for line in examination.observations}
 
 
@@ -56,7 +56,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     _quiet(monkeypatch)
     given = {"FP8DIST_BACKEND": "torhc", "FP8DIST_CHECK_POLICY": "warn", "FP8DIST_CHECK_POLCY": "warn", "PATH": "x"}
     found = _by_name(examine(given))
-    assert found["FP8DIST_CHECK_POLICY"] == Observation("FP8DIST_CHECK_POLICY", "ok", "warn")
+    assert found["FP8DIST_CHECK_POLICY"] == Probe("FP8DIST_CHECK_POLICY", "ok", "warn")
     assert found["FP8DIST_BACKEND"].outcome == "failed"
     assert "torhc" in found["FP8DIST_BACKEND"].detail
     assert "no such setting (did you mean 'FP8DIST_CHECK_POLICY'?)" in found["FP8DIST_CHECK_POLCY"].detail
@@ -71,8 +71,8 @@ def test_triton_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     examination = examine({})
     why_not_triton.cache_clear()
     found = _by_name(examination)
-    assert found["triton"] == Observation("triton", "absent", "not installed")
-    assert found["Triton kernels"] == Observation("Triton kernels", "absent", "Triton is not installed")
+    assert found["triton"] == Probe("triton", "absent", "not installed")
+    assert found["Triton kernels"] == Probe("Triton kernels", "absent", "Triton is not installed")
     assert examination.healthy
 
 
@@ -111,8 +111,8 @@ def test_trainers_are_those_that_were_tested(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     first, second, *_ = doctor._trainers()
-    assert first == Observation("transformers", "absent", "tested with 5.23.0")
-    assert second == Observation("accelerate", "ok", "5.23.0, tested with 1.15.0")
+    assert first == Probe("transformers", "absent", "tested with 5.23.0")
+    assert second == Probe("accelerate", "ok", "5.23.0, tested with 1.15.0")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_trainers_are_those_that_were_tested(monkeypatch: pytest.MonkeyPatch) ->
 def test_it_never_raises(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     _quiet(monkeypatch)
 
-    def breaks(*_: object) -> Iterable[Observation]:
-        yield Observation("first", "ok", "seen before")
+    def breaks(*_: object) -> Iterable[Probe]:
+        yield Probe("first", "ok", "seen before")
         raise RuntimeError("CUDA error:\n  out of luck")
 
     monkeypatch.setattr(doctor, name, breaks)
@@ -153,7 +153,7 @@ def test_wrong_casts_and_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["matmul e5m2 x e4m3"].detail.endswith(f": 1 of {32 * 48} are wrong")
 
 
-def _reduce(monkeypatch: pytest.MonkeyPatch, program: str, timeout: float) -> tuple[Observation, float]:
+def _reduce(monkeypatch: pytest.MonkeyPatch, program: str, timeout: float) -> tuple[Probe, float]:
     monkeypatch.setattr(doctor, "_RANK_PROGRAM", program)
     start = time.monotonic()
     (found,) = doctor._all_reduces({"PATH": os.environ["PATH"]}, timeout)
@@ -164,7 +164,7 @@ def _reduce(monkeypatch: pytest.MonkeyPatch, program: str, timeout: float) -> tu
 def test_an_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = f"import os, time; open('{tmp_path}/' + str(os.getpid()), 'w'); time.sleep(600)"
     found, seconds = _reduce(monkeypatch, program, 1.0)
-    assert found == Observation("all-reduce, 2 local ranks", "failed", "no answer within 1 s")
+    assert found == Probe("all-reduce, 2 local ranks", "failed", "no answer within 1 s")
     assert seconds < 10
     for pid in os.listdir(tmp_path):
         with pytest.raises(ProcessLookupError):
@@ -174,7 +174,7 @@ def test_an_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_a_rank_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import sys, time\nif sys.argv[2] == '1': raise OSError('no network')\ntime.sleep(600)"
     found, seconds = _reduce(monkeypatch, program, 60.0)
-    assert found == Observation("all-reduce, 2 local ranks", "failed", "OSError: no network")
+    assert found == Probe("all-reduce, 2 local ranks", "failed", "OSError: no network")
     assert seconds < 20
     found, _ = _reduce(monkeypatch, "import os; os.abort()", 60.0)
     assert found.detail == "ended with exit code -6"

@@ -154,7 +154,7 @@ def test_a_pipe_gets_a_line_per_update_until_the_end(tmp_path: Path) -> None:
     assert "worst slot model.blocks.11.fc:input: 53.6 % of 448, rank 1, microbatch 0" in first
     assert second.startswith("step 4  loss 1  7 ms")
     assert rest.count("\n") == 1
-    assert rest.endswith("end in step 4  the run has ended\n")
+    assert rest.endswith("end in step 4: the run ends  the run has ended\n")
 
 
 def heeds_sigint() -> None:

@@ -175,9 +175,17 @@ def test_names_tell_all_computations_apart() -> None:
         for bias in (False, True)
         for transposed in (False, True)
         for backend in ("reference", "triton")
-        for one in linear_computations((48, 32), recipe, dtype, torch.float32, bias, transposed, backend)
+        for how in ({}, {"sideways": True}, {"into": True})
+        for one in linear_computations((48, 32), recipe, dtype, torch.float32, bias, transposed, backend, **how)
     }
     assert len({one.name(CPU) for one in found}) == len(found)
+
+
+def test_a_wgrad_into_a_buffer_is_that_product() -> None:
+    how = (OUT, IN), DelayedScaling(), torch.bfloat16, torch.float32
+    plain, fused = (linear_computations(*how, backend="triton", into=into)[-1] for into in (False, True))
+    assert plain.name(CPU).replace(" float32,", " float32, into a buffer,") == fused.name(CPU)
+    assert torch.equal(plain.prepared(CPU)()[""], fused.prepared(CPU)()[""])
 
 
 def test_likeness_names_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8dist.checks.outputs import Place
-from fp8dist.replays.replay_report import ReplayReport, Told, judge
+from fp8dist.replays.replay_report import RankResult, ReplayReport, judge
 
 PLACE = Place("blocks.1", "output", 0, 0, (4,), "float32")
 
@@ -15,7 +15,7 @@ def _judged(faults: list[str], unsteady: tuple[int, ...] = ()) -> ReplayReport:
     size = len(faults)
     return judge(
         [
-            Told(
+            RankResult(
                 rank,
                 (rank + 1) % size,
                 unsteady=(1, PLACE) if rank in unsteady else None,
@@ -59,9 +59,9 @@ def test_ranks_that_do_not_repeat_themselves_vouch_for_none() -> None:
 def _with_nonfinite(places: list[int | None], spoilt: str = "") -> list[str]:
     """Return the sentences for ranks whose first non-finite value is at a place, or nowhere."""
     told = [
-        Told(rank, (rank + 1) % len(places), nonfinite=(place, PLACE), spoilt=spoilt)
+        RankResult(rank, (rank + 1) % len(places), nonfinite=(place, PLACE), spoilt=spoilt)
         if place is not None
-        else Told(rank, (rank + 1) % len(places))
+        else RankResult(rank, (rank + 1) % len(places))
         for rank, place in enumerate(places)
     ]
     return [finding.sentence for finding in judge(told).findings]

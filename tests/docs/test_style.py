@@ -1,11 +1,10 @@
-"""The style of the pages: README's order, lengths, and the phrases that CONTRIBUTING replaces."""
+"""The style of the pages: README's order, lengths, and quotes of messages."""
 
 from __future__ import annotations
 
 import ast
 import fnmatch
 import re
-import subprocess
 from typing import TypeGuard
 
 import pytest
@@ -68,35 +67,6 @@ def test_lines_are_at_most_100_characters(page: str) -> None:
     text = re.sub(r"```text\n.*?```", "", _written(PAGES[page]), flags=re.S)
     long = [line for line in text.splitlines() if len(line) > limit]
     assert [line for line in long if not re.match(r" *\||!?\[[^]]*\]\([^)]*\)$| *<!--|::: ", line)] == []
-
-
-def _rows_of_style() -> list[tuple[str, str]]:
-    """Return the (before, after) rows of the style table in CONTRIBUTING."""
-    table = PAGES["CONTRIBUTING.md"].split("| not | but |\n|---|---|\n")[1].split("\n\n")[0]
-    return [tuple(cell.strip() for cell in row.strip("|").split(" | ")) for row in table.splitlines()]  # type: ignore[misc]
-
-
-def _tracked() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
-    if listed.returncode:
-        return [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if ".venv" not in path.parts]
-    return listed.stdout.splitlines()
-
-
-def test_phrases_that_style_replaces_stand_nowhere() -> None:
-    pairs = _rows_of_style()
-    assert len(pairs) >= 20
-    phrases = [before.strip('"`.').lower() for before, _ in pairs]
-    found = []
-    for name in _tracked():
-        path = ROOT / name
-        if path.suffix in (".py", ".md", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".sbatch", "") and path.is_file():
-            text = " ".join(path.read_text(errors="ignore").replace("# ", "").split()).lower()
-            if name != "CONTRIBUTING.md":
-                found += [(name, phrase) for phrase in phrases if phrase in text]
-    assert found == []
 
 
 def test_quoted_messages_stand_in_the_code() -> None:

@@ -14,10 +14,10 @@ from torch import nn
 import fp8dist
 from fp8dist import Exporter, Slot, SlotStatistics, exporters
 from fp8dist.errors import ConfigurationError
-from fp8dist.runs.exporters.numbers import KNOWN, UNITS, Kind, Number, number_of
 from fp8dist.runs.exporters.opentelemetry import instrument_name
 from fp8dist.runs.exporters.prometheus import metric_name
 from fp8dist.runs.exporters.slots import by_role, headroom
+from fp8dist.runs.run_numbers import KNOWN, UNITS, Kind, Number, number_of
 from tests.support.exported import E4M3, INF, NAN, slots
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from fp8dist.exporters import Prometheus, PrometheusTextfile
-from fp8dist.runs.exporters.numbers import KNOWN
+from fp8dist.runs.run_numbers import KNOWN
 from tests.support.exported import FIRST, RESUMED, slots
 from tests.support.exporting import ROOT, found, needs_prometheus, run
 from tests.support.main_job import TORCHRUN

@@ -248,17 +248,26 @@ def _trained_by_hand(layout: Layout, accumulate: int) -> tuple[list[float], Any]
     return losses, (manager.state_dict(), [parameter.detach() for parameter in parameters])
 
 
+def _fuse(job: Job) -> None:
+    """Let FP8Linears add their weights' gradients to main_grad. Megatron's own layers need a kernel of Apex for that,
+    which is not installed."""
+    for chunk in job.chunks:
+        for linear in fp8_linears(chunk):
+            linear.gradient_accumulation_fusion = True
+
+
 @with_stand_ins
 def _as_by_hand(layout: Layout, accumulate: int, optimizer: dict[str, Any]) -> None:
     initialize(layout.tp, expert_model_parallel_size=layout.ep)
     job = _job(gpt(sequence_parallel=layout.sequence_parallel, experts=layout.experts), **optimizer)
     linears = list(fp8_linears(job.chunks[0]))
     assert len(linears) == (12 if layout.experts else 8)
-    for linear in linears:
-        linear.gradient_accumulation_fusion = True  # Its kernel is not installed: the gradient must not be fused.
+    _fuse(job)
     before = job.manager.metrics()["fp8/collectives"]
     losses = _train(job, range(STEPS), accumulate)
     assert job.manager.metrics()["fp8/collectives"] - before == STEPS  # An expert has one rank.
+    added = [linear.weight.grad_added_to_main_grad for linear in linears]
+    assert all(added) if not layout.experts else any(added)  # An expert may get no tokens.
     expected, kept = _trained_by_hand(layout, accumulate)
     assert losses == expected
     assert losses[-1] < losses[0]
@@ -483,9 +492,11 @@ def test_a_step_that_megatron_skips_is_no_boundary(two_ranks: RankPool) -> None:
 
 
 @with_stand_ins
-def _in_bfloat16(optimizer: dict[str, Any]) -> tuple[list[float], Any, list[float]]:
+def _in_bfloat16(optimizer: dict[str, Any], fused: bool = False) -> tuple[list[float], Any, list[float]]:
     initialize()
     job = _job(gpt(**BFLOAT16), bf16=True, **optimizer)
+    if fused:
+        _fuse(job)
     model, manager = job.chunks[0], job.manager
     losses = _train(job, range(STEPS))
     fits = []
@@ -498,6 +509,10 @@ def _in_bfloat16(optimizer: dict[str, Any]) -> tuple[list[float], Any, list[floa
 def test_scales_follow_weights_that_main_parameters_are_copied_to(two_ranks: RankPool) -> None:
     whole = two_ranks.run(_in_bfloat16, {})
     distributed = two_ranks.run(_in_bfloat16, DISTRIBUTED)
+    fused = [losses for losses, *_ in two_ranks.run(_in_bfloat16, DISTRIBUTED, True)]
+    assert fused != [losses for losses, *_ in whole], "gradients are not rounded to bfloat16 before they are added"
+    for losses, (others, *_) in zip(fused, whole, strict=True):
+        assert losses == pytest.approx(others, rel=0.05)
     for (losses, kept, fits), (others, theirs, _) in zip(whole, distributed, strict=True):
         assert losses[-1] < losses[0]
         assert losses == others
@@ -526,6 +541,7 @@ def _overlapped() -> None:
     expected = _train(plain, range(STEPS), 2)
     job = _job(wraps={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}, **DISTRIBUTED)
     assert len(job.chunks[0].bucket_groups) > 2
+    _fuse(job)  # Reductions begin in hooks on weights, whose gradients the layers have added.
     assert _train(job, range(STEPS), 2) == expected
     job.chunks[0].disable_forward_pre_hook()  # Gathers what the next forward would.
     assert _equal(_kept(job), _kept(plain))

@@ -13,7 +13,7 @@ import torch
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import TESTED, RunLog, caller
+from fp8dist.integrations.stacks import TESTED, FP8Steps, RunLog, caller
 from tests.support.training import batch, make_net
 
 
@@ -98,3 +98,42 @@ def test_no_trainer_is_imported_unasked() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+class Engine:
+    """A trainer's engine: ``update`` is False in steps that it skips."""
+
+    def step(self, update: bool) -> bool:
+        return update
+
+
+class EngineSteps(FP8Steps):
+    def step(self: Any, update: bool) -> bool:
+        updated = bool(super().step(update))  # type: ignore[misc]
+        self.end_fp8_step(updated)
+        return updated
+
+
+def test_steps_of_an_engine_end_fp8_steps_until_it_is_detached(caplog: pytest.LogCaptureFixture) -> None:
+    net, engine = make_net(), Engine()
+    manager = fp8dist.prepare(net)
+    manager.attach(boundary="manual")
+    EngineSteps.add_to(engine, manager)
+    kind = type(engine)
+    EngineSteps.add_to(engine, manager)
+    assert type(engine) is kind
+    assert kind.__name__ == "FP8Engine"
+    for update, steps in ((True, 1), (False, 1), (True, 2)):
+        net(batch(0, 0)[0]).sum().backward()
+        assert engine.step(update) is update
+        assert manager.steps == steps
+    saved: Any = manager.state_dict()
+    manager.detach()
+    assert engine.step(True)
+    assert manager.steps == 2
+    loaded: Any = engine
+    loaded.load_fp8({}, "a checkpoint")
+    assert manager.steps == 0
+    assert "a checkpoint has no FP8 state: scales begin anew" in caplog.text
+    loaded.load_fp8(saved, "a checkpoint")
+    assert manager.steps == 2

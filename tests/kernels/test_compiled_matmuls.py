@@ -10,7 +10,7 @@ from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled,
 
 pytestmark = [pytest.mark.long, pytest.mark.compiled]
 
-MODULE = "tests.kernels.compiled.matmuls"
+MODULE, INTO = "tests.kernels.compiled.matmuls", "tests.kernels.compiled.matmuls_into"
 ALL_FOR_HOPPER = 40
 
 CONSUMER_SHARED_MEMORY_LIMIT = 101_376
@@ -80,3 +80,21 @@ def test_consumer_gpus(capability: int, record_property: Callable[[str, object],
     for one in kernels:
         _assert_fits(one, CONSUMER_SHARED_MEMORY_LIMIT)
         assert one.count("QMMA") > 0, one.case
+
+
+@pytest.mark.parametrize(("capability", "count"), [(90, 27), (100, 24), (89, 5), (120, 5)])
+def test_sums_with_a_buffer(capability: int, count: int, record_property: Callable[[str, object], None]) -> None:
+    """They spill nothing and keep the pipeline of the product. Scaling and addition are two roundings: no FFMA."""
+    kernels = compiled(INTO, capability)
+    record_property("compiled", table(kernels))
+    assert len(kernels) == count
+    for one in kernels:
+        _assert_fits(one, SHARED_MEMORY_LIMIT if capability in (90, 100) else CONSUMER_SHARED_MEMORY_LIMIT)
+        if "block" not in one.case:
+            assert one.count(r"\bFFMA2?\b") == 0, one.case
+            assert one.count(r"\bFADD2?\b") > 0, one.case
+        if capability == 90:
+            groups = one.count(r"wgmma\.commit_group", of="ptx")
+            assert one.count(r"QGMMA[^;]*gsb0") == groups, one.case
+            assert one.count("QGMMA") >= 4 * groups > 0, one.case
+            assert one.count("UTMALDG") > 2, one.case

@@ -95,7 +95,7 @@ def test_the_run_folder_tells_of_an_audit(tmp_path: Path) -> None:
     flags = ["--inject", f"product:1:{WGRAD_STEP}", "--check-policy", "warn", "--check-every", "2", *AUDITS]
     run = finish(tmp_path, RANKS, *TINY, *flags)
     assert run.summary["divergences"] == 1
-    (event,) = [line for line in RunFolder(tmp_path).events().new() if line["kind"] == "diverged"]
+    (event,) = [line for line in RunFolder(tmp_path).lines("events.jsonl").new() if line["kind"] == "diverged"]
     assert (event["step"], event["report"]["findings"][0]["kind"]) == (WGRAD_STEP, "audit")
     verdict = facts.verdict(read_run(tmp_path))
     assert verdict.text.startswith(f"Not sound: in step {WGRAD_STEP} a result of {LAST}: wgrad is wrong: transient on")

@@ -14,11 +14,15 @@ from tests.support.main_job import ALONE, RANKS, TINY, assert_refused, finish, s
 
 
 def events(out: Path) -> list[tuple[str, int]]:
-    return [(event["kind"], event["step"]) for event in RunFolder(out).events().new()]
+    return [(event["kind"], event["step"]) for event in RunFolder(out).lines("events.jsonl").new()]
 
 
 def digests(out: Path) -> dict[int, str]:
-    return {event["step"]: event["digest"] for event in RunFolder(out).events().new() if event["kind"] == "saved"}
+    return {
+        event["step"]: event["digest"]
+        for event in RunFolder(out).lines("events.jsonl").new()
+        if event["kind"] == "saved"
+    }
 
 
 @pytest.mark.slow
@@ -34,7 +38,7 @@ def test_a_resumed_run_has_one_history(tmp_path: Path) -> None:
         *[("start", 0), ("saved", 4), ("saved", 6), ("end", 6)],
         *[("start", 6), ("saved", 8), ("saved", 12), ("end", 12)],
     ]
-    steps = [line["step"] for line in RunFolder(tmp_path).ranks().new()]
+    steps = [line["step"] for line in RunFolder(tmp_path).lines("ranks.jsonl").new()]
     assert steps == [3, 6, 9, 12]
     finish(tmp_path / "whole", RANKS, *flags)
     assert [digests(tmp_path)[step] for step in (4, 8, 12)] == [*digests(tmp_path / "whole").values()]
@@ -55,7 +59,7 @@ def test_alarms_and_faults_are_events(tmp_path: Path) -> None:
         "spike:1:11",
     )
     finish(tmp_path, RANKS, *TINY, *flags, "--loss-guard", "warn", "--loss-factor", "1.5")
-    lines: list[dict[str, Any]] = list(RunFolder(tmp_path).events().new())
+    lines: list[dict[str, Any]] = list(RunFolder(tmp_path).lines("events.jsonl").new())
     (nan,) = [line for line in lines if line["kind"] == "nonfinite"]
     assert (nan["step"], nan["rank"], nan["role"]) == (8, 1, "grad_output")
     assert [f"{nan['module']}:{nan['role']}"] == nan["slots"]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.casters import Cast, Caster, Request
 from fp8dist.modules.fp8_linear import FP8Linear
-from fp8dist.modules.linear_slots import LinearSlots
 from tests.support.training import Net, batch, bits, gradient_bits, make_net, parameter_bits, state_bits
 
 MICROBATCHES = 3
@@ -69,14 +69,14 @@ def count_weight_casts(net: nn.Module, patch: pytest.MonkeyPatch) -> list[int]:
     """Record the addresses of the weights that are cast from now on, in order."""
     addresses = {m.weight.data_ptr() for m in net.modules() if isinstance(m, FP8Linear)}
     seen: list[int] = []
-    original = LinearSlots.quantize
+    original = Caster.cast
 
-    def quantize(self: LinearSlots, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def cast(self: Caster, x: Tensor, request: Request) -> Cast:
         if x.data_ptr() in addresses:
             seen.append(x.data_ptr())
-        return original(self, x, *args, **kwargs)
+        return original(self, x, request)
 
-    patch.setattr(LinearSlots, "quantize", quantize)
+    patch.setattr(Caster, "cast", cast)
     return seen
 
 

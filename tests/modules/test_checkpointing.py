@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fp8dist
 from fp8dist import DelayedScaling
-from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist.modules.casters import Caster
 from fp8dist_kernels import ops
 from tests.support.experts import Experts
 from tests.support.training import batch, bits, gradient_bits, histories, parameter_bits, state_bits
@@ -196,14 +196,14 @@ def _run_that_must_recompute(kind: str, monkeypatch: pytest.MonkeyPatch) -> int:
     manager = fp8dist.prepare(stack)
     manager.attach(stack)
     casts = 0
-    original = LinearSlots.quantize
+    original = Caster.cast
 
-    def counting(self: LinearSlots, *args: Any, **kwargs: Any) -> Any:
+    def counting(self: Caster, *args: Any, **kwargs: Any) -> Any:
         nonlocal casts
         casts += 1
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(LinearSlots, "quantize", counting)
+    monkeypatch.setattr(Caster, "cast", counting)
     stack(batch(0, 0)[0]).sum().backward()
     return casts
 

@@ -399,6 +399,33 @@ def test_opcheck_matmul(backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck_matmul_into(backend: str) -> None:
+    one = torch.tensor(1.0)
+    torch.library.opcheck(
+        ops.matmul_into,
+        (inputs(16, 32).to(E5M2), inputs(16, 32).to(E4M3), one, one, inputs(16, 16)),
+        {"fast_accumulation": False, "backend": backend},
+        test_utils=WITHOUT_FP8_COMPARISON,
+    )
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_adds_to_a_buffer() -> None:
+    one, total = torch.tensor(1.0), inputs(16, 16)
+    a, b = inputs(16, 32).to(E5M2), inputs(16, 32).to(E4M3)
+
+    def added(total: Tensor) -> Tensor:
+        ops.matmul_into(a, b, one, one, total, fast_accumulation=False)
+        return 2 * total
+
+    expected = total.clone()
+    twice = added(expected)
+    assert torch.equal(torch.compile(added, fullgraph=True, backend="aot_eager")(total), twice)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.slow
 def test_opcheck_casts_with_many_scales() -> None:
     for columns in (False, True):
         keywords = {"power_of_two": False, "rows": True, "columns": columns}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist.modules.casters import Cast, Request
 from fp8dist.state.recipe import GEMMS
 from tests.support.gemms import Gemms
 from tests.support.training import bits
@@ -126,16 +127,16 @@ def test_the_formulas() -> None:
 
 def copies_that_are_cast(linear: nn.Linear) -> dict[str, tuple[bool, bool]]:
     """Return, per tensor of a forward and a backward, (plain copy is cast, transposed copy is cast)."""
-    slots, seen = linear.fp8_slots, {}
-    original = slots.quantize
+    caster, seen = linear.fp8_slots.caster, {}
+    original = caster.cast
 
-    def quantize(x: Tensor, state: Any, record: bool, rows: bool, columns: bool, **options: Any) -> Any:
+    def casting(x: Tensor, request: Request) -> Cast:
         role = {(21, 144): "input", (48, 144): "weight", (21, 48): "grad_output"}[tuple(x.shape)]
-        cast = original(x, state, record, rows, columns, **options)
+        cast = original(x, request)
         seen[role] = (cast.rows.numel() > 0, cast.columns.numel() > 0)
         return cast
 
-    slots.quantize = quantize  # type: ignore[method-assign]
+    caster.cast = casting  # type: ignore[method-assign]
     run(linear, Case())
     return seen
 

@@ -29,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.linear_slots import Cast, LinearSlots
+from fp8dist.modules.casters import Cast, Caster, Request
+from fp8dist_kernels.formats import Role
 from tests.support.ranks import RankPool
 from tests.support.serving import watched_products
 from tests.support.tensor_parallel import Layout, parallel_pair, x_of
@@ -51,15 +52,15 @@ def error_of(net: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tens
 def casts_in(action: Callable[[], object]) -> list[float]:
     """Record the inverse scales of weight casts inside."""
     seen: list[float] = []
-    quantize = LinearSlots.quantize
+    original = Caster.cast
 
-    def noting(self: LinearSlots, x: Tensor, *args: Any, **kwargs: Any) -> Cast:
-        cast = quantize(self, x, *args, **kwargs)
-        if kwargs.get("square"):
+    def noting(self: Caster, x: Tensor, request: Request) -> Cast:
+        cast = original(self, x, request)
+        if request.role is Role.WEIGHT:
             seen.append(float(cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale))
         return cast
 
-    with mock.patch.object(LinearSlots, "quantize", noting):
+    with mock.patch.object(Caster, "cast", noting):
         action()
     return seen
 

@@ -90,12 +90,12 @@ def test_a_run_without_fp8_is_a_run(tmp_path: Path) -> None:
             recorder.log(step, loss=torch.tensor(math.nan if step == 2 else 1.5 / step), tokens=64, tries=step)
         recorder.event("saved", 3, path=Path("somewhere"))
     run = RunFolder(tmp_path / "new" / "run")
-    lines = list(run.metrics().new())
+    lines = list(run.lines("metrics.jsonl").new())
     assert [line["loss"] for line in lines] == [1.5, "NaN", 0.5]
     assert [(line["step"], line["tokens"], line["tries"]) for line in lines] == [(1, 64, 1), (2, 64, 2), (3, 64, 3)]
     assert [line.get("step_ms", 0.0) > 0 for line in lines] == [False, True, True]
     assert all(abs(line["time"] - time.time()) < 60 for line in lines)
-    events = list(run.events().new())
+    events = list(run.lines("events.jsonl").new())
     assert [(event["kind"], event["step"]) for event in events] == [("start", 0), ("saved", 3), ("end", 3)]
     assert events[0] | {"time": 0} == {"step": 0, "time": 0, "kind": "start", "resumed_after": None, "ranks": 1}
     assert events[1]["path"] == "somewhere"
@@ -177,7 +177,7 @@ def test_a_resume_drops_later_numbers_and_keeps_all_events(tmp_path: Path) -> No
     assert [line["step"] for line in read(part, "metrics")] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in read(part, "ranks")] == [3, 6]
     assert [line["step"] for line in read(part, "scales")] == [3] * SLOTS + [6] * SLOTS
-    events = list(RunFolder(part).events().new())
+    events = list(RunFolder(part).lines("events.jsonl").new())
     assert [(event["kind"], event["step"]) for event in events] == [("start", 0), ("end", 5), ("start", 3), ("end", 6)]
     assert events[2]["resumed_after"] == 3
 
@@ -369,7 +369,7 @@ def test_killed_between_two_writes_it_loses_at_most_one_line_and_the_lock(tmp_pa
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    lines = RunFolder(tmp_path).metrics()
+    lines = RunFolder(tmp_path).lines("metrics.jsonl")
     steps = [line["step"] for line in lines.new()]
     assert steps == list(range(1, len(steps) + 1))
     assert lines.left_out == 0

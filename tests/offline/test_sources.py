@@ -38,7 +38,7 @@ from fp8dist import DelayedScaling
 from fp8dist.errors import CheckpointError
 from fp8dist.files import failures, slices, values
 from fp8dist.files.dcp import tiles
-from fp8dist.files.entries import Entry, Source
+from fp8dist.files.entries import SavedEntry, Source
 from fp8dist.files.sources import open_source
 from tests.support.ranks import RankPool
 from tests.support.states import saved_of
@@ -69,7 +69,7 @@ def _all(path: Path | str) -> dict[str, Tensor]:
         assert list(source.entries) == sorted(source.entries)
         for index, entry in enumerate(source.entries):
             tensor = source.read(index)
-            assert entry == Entry(entry.name, entry.kind, tuple(tensor.shape), str(tensor.dtype).split(".")[1])
+            assert entry == SavedEntry(entry.name, entry.kind, tuple(tensor.shape), str(tensor.dtype).split(".")[1])
             assert type(tensor) is Tensor
             assert not tensor.requires_grad
             found[entry.name if source.family == "parameters" else f"{entry.name}/{entry.kind}"] = tensor

@@ -121,8 +121,8 @@ def _saved_fp8(strategy: str) -> tuple[list[int], int, float]:
         output = built.module(torch.cat([x, x, x]))  # 48 tokens: no activation is as large as a weight.
     weights = sum(1 for tensor in kept if tensor.numel() == 32 * 64)
     loss_of(output[:2], target).backward()
-    held = [linear.fp8_slots._cast for linear in built.net.modules() if isinstance(linear, FP8Linear)]
-    assert (held == [None] * 4) is bool(strategy)
+    held = [not linear.fp8_slots.cache.empty for linear in built.net.modules() if isinstance(linear, FP8Linear)]
+    assert (held == [False] * 4) is bool(strategy)
     return sorted(tensor.numel() for tensor in kept), weights, loss
 
 

@@ -172,7 +172,7 @@ def _kept(fp8_all_gather: bool) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = called(routed_batch(0, 0, 4))
     output.sum().backward()
-    assert all(slots._cast is None for slots in model.experts.fp8_products.values())
+    assert all(slots.cache.empty for slots in model.experts.fp8_products.values())
     return sizes[0]
 
 

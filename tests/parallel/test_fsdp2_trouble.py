@@ -388,14 +388,14 @@ def _casts(microbatches: int) -> tuple[int, int]:
         manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         casts = 0
         for linear in fp8_linears(model).values():
-            slots, original = linear.fp8_slots, linear.fp8_slots.quantize
+            slots, caster = linear.fp8_slots, linear.fp8_slots.caster
 
-            def counting(x: Any, state: Any, *args: Any, of: Any = slots, quantize: Any = original, **kw: Any) -> Any:
+            def counting(x: Any, request: Any, of: Any = slots, original: Any = caster.cast) -> Any:
                 nonlocal casts
-                casts += state is of._states[1]
-                return quantize(x, state, *args, **kw)
+                casts += request.state is of._states[1]
+                return original(x, request)
 
-            slots.quantize = counting  # type: ignore[method-assign]
+            caster.cast = counting  # type: ignore[method-assign]
         for index in range(microbatches):
             model(batch(0, index)[0]).sum().backward()
         counts.append(casts)

@@ -119,7 +119,7 @@ def test_the_slot_has_the_numbers_of_the_file(opened: Any, files: dict[str, Path
     )
     rows = [
         line
-        for line in read_run(files["made"].with_suffix("")).folder.scales().new()
+        for line in read_run(files["made"].with_suffix("")).folder.lines("scales.jsonl").new()
         if line["slot"] == "blocks.1.down:input"
     ]
     assert drawn["step"] == [line["step"] for line in rows]

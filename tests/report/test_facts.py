@@ -14,7 +14,7 @@ import pytest
 
 from fp8dist.runs.report import facts
 from fp8dist.runs.report.cards import bits_of, checkpoint_table
-from fp8dist.runs.report.numbers import Run, read_run
+from fp8dist.runs.report.numbers import RunNumbers, read_run
 from fp8dist.runs.report.parting import Digests, Parting, part
 from fp8dist.runs.report.precision import use_of
 from tests.support.runs import header, lines, made_run
@@ -46,7 +46,7 @@ def test_the_error_that_ended_a_run_is_told(tmp_path: Path) -> None:
 SAVED = [{"step": step, "kind": "saved", "path": f"step{step}"} for step in (3, 6, 8)]
 
 
-def _run(folder: Path, metrics: list[dict[str, Any]], events: list[dict[str, Any]] = [], **more: Any) -> Run:  # noqa: B006
+def _run(folder: Path, metrics: list[dict[str, Any]], events: list[dict[str, Any]] = [], **more: Any) -> RunNumbers:  # noqa: B006
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps(header(["a"], **more)))
     lines(folder / "metrics.jsonl", metrics)
@@ -117,7 +117,7 @@ AUDIT = {"step": 4, "kind": "diverged", "report": {"consistent": False, "finding
         ([*GOOD, {"step": 10, "loss": None}, {"step": 11, "loss": []}], [], "sound", "steps 9 to 11 are unproven"),
         (GOOD[:1], [{"step": 9, "kind": "checked"}, {"step": 0, "kind": "start"}], "unknown", "Not known: nothing"),
         (GOOD, [_diverged(6), {"step": 0, "kind": "start"}], "sound", "Sound as far as"),
-        (GOOD, [{"step": 6, "kind": "diverged", "report": "no report"}], "unsound", "ranks differ in step 6."),
+        (GOOD, [{"step": 6, "kind": "diverged", "report": "no report"}], "unsound", "in step 6 ranks differ."),
     ],
 )
 def test_soundness(metrics: list[Any], events: list[Any], state: str, text: str, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_run_without_a_header_is_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(_line(1, loss=1.0))
     run = RunFolder(tmp_path)
     assert run.header == {}
-    assert [line["loss"] for line in run.metrics().new()] == [1.0]
+    assert [line["loss"] for line in run.lines("metrics.jsonl").new()] == [1.0]
     with pytest.raises(ConfigurationError, match="is not a folder"):
         RunFolder(tmp_path / "metrics.jsonl")
 

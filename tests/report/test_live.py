@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from fp8dist.common.text import shortened
 from fp8dist.runs.report import live
-from fp8dist.runs.report.live import LiveRun, RankWait, clean, middle_cut
+from fp8dist.runs.report.live import LiveRun, RankWait, clean
 from fp8dist.runs.report.screen import one_line, screen, sparkline, stuck
 
 
@@ -79,8 +80,8 @@ def test_the_state_is_that_of_the_whole_files(seed: int, tmp_path: Path) -> None
     assert [repr(loss) for loss in run.losses] == [repr(float(line["loss"])) for line in steps]
     assert run.check is not None
     assert (run.proven, run.check.step, run.step_ms) == (26, 21, steps[-1]["step_ms"])
-    assert [event.text for event in run.events] == [f"path /{step}" for step in range(4, 29, 4)]
-    assert run.waits == [RankWait(rank, wait, None) for rank, wait in enumerate(waits)]
+    assert [event.text for event in run.events] == [f"a checkpoint is saved, /{step}" for step in range(4, 29, 4)]
+    assert run.waits == [RankWait(rank, wait) for rank, wait in enumerate(waits)]
     expected = sorted(seen, key=_severity)[:10]
     found = run.nearest(10)
     assert [_severity({**s, "amax": "x"} if isinstance(s["amax"], str) else s)[0] for s in expected] == [
@@ -149,7 +150,12 @@ SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
         ([{"step": 4, "kind": "checked"}, {"step": 0, "kind": "start"}], {}, None, "unproven"),
         ([{"step": 4, "kind": "checked"}, {"step": 3, "kind": "start", "resumed_after": 3}], {}, None, "unproven"),
         ([{"step": 4, "kind": "checked"}, {"step": 4, "kind": "start", "resumed_after": 4}], {}, True, "to step 4"),
-        ([{"step": 6, **DIVERGED}], {"proven": 8, "checked": 5}, False, "DIVERGED in step 6: scale 'a:input' on rank"),
+        (
+            [{"step": 6, **DIVERGED}],
+            {"proven": 8, "checked": 5},
+            False,
+            "DIVERGED in step 6: scale a:input differs on ranks 1, 2, no majority",
+        ),
         ([{"step": 6, **DIVERGED}], {"checked": 9}, True, "ranks differed in step 6, and are equal again"),
         ([{"step": 6, **DIVERGED}, {"step": 5, "kind": "start", "resumed_after": 5}], {"proven": 7}, True, "proven to"),
         ([{"step": 6, **DIVERGED}, {"step": 6, "kind": "start", "resumed_after": 6}], {"proven": 7}, False, "DIVERGED"),
@@ -163,10 +169,10 @@ SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
             [{"step": 6, **AUDIT}],
             {"checked": 9},
             False,
-            "WRONG RESULT in step 6: 'a: wgrad': rank 1 computes wrong rep",
+            "WRONG RESULT in step 6: a result of a: wgrad is wrong: rank 1 computes wrong rep",
         ),
         ([{"step": 6, **AUDIT}, {"step": 5, "kind": "start", "resumed_after": 5}], {"proven": 7}, True, "proven to"),
-        ([{"step": 6, "kind": "diverged", "report": 7}], {"proven": 7}, False, "DIVERGED in step 6: no findings"),
+        ([{"step": 6, "kind": "diverged", "report": 7}], {"proven": 7}, False, "DIVERGED in step 6: ranks differ"),
     ],
 )
 def test_it_says_if_the_run_is_sound(
@@ -185,7 +191,7 @@ def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
     _write(tmp_path / "events.jsonl", {"step": 9, "kind": "checked"}, {"step": 10, "kind": "diverged"})
     _write(tmp_path / "events.jsonl", {"step": 10, "kind": "diverged", "report": audited}, {"step": 10, "kind": "end"})
     assert run.read()
-    heard = run.heard
+    before = run.event_count
     for name, line in (
         ("metrics", {"step": 3, "loss": 5.0}),
         ("scales", {"step": 3, "slot": "b:input", "amax": 1.0}),
@@ -200,7 +206,7 @@ def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
     assert run.title[-1] == "4 ranks"
     assert [event.kind for event in run.events] == ["saved"]
     assert (run.ended, run.check, run.diverged, run.wrong) == (False, None, None, None)
-    assert one_line(run, heard).endswith("saved in step 3")
+    assert one_line(run, before).endswith("saved in step 3: a checkpoint is saved")
     assert not run.read()
     (tmp_path / "run.json").write_text("{")
     run.read()
@@ -303,9 +309,9 @@ def test_sparklines() -> None:
 
 
 def test_long_names_lose_their_middle() -> None:
-    assert middle_cut("abcdefghij", 10) == "abcdefghij"
-    assert middle_cut("abcdefghij", 6) == "ab…hij"
-    assert [middle_cut("abcdef", width) for width in (0, 1, 2)] == ["", "…", "…f"]
+    assert shortened("abcdefghij", 10) == "abcdefghij"
+    assert shortened("abcdefghij", 6) == "ab…hij"
+    assert [shortened("abcdef", width) for width in (0, 1, 2)] == ["", "…", "…f"]
     assert len(clean("\x1b" * 10_000)) == 1_000
 
 

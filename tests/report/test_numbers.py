@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import defaultdict
@@ -13,9 +14,10 @@ import pytest
 
 from fp8dist.runs.report import binned, columns, numbers
 from fp8dist.runs.report.columns import scale_columns
+from fp8dist.runs.report.events import Events
 from fp8dist.runs.report.folder import Lines
 from fp8dist.runs.report.live import LiveRun
-from fp8dist.runs.report.numbers import Run, read_run
+from fp8dist.runs.report.numbers import RunNumbers, read_run
 from tests.support.runs import lines, made_run
 
 
@@ -145,7 +147,7 @@ def test_slots_beyond_the_bound_are_left_out(tmp_path: Path, monkeypatch: pytest
     assert run.left_out == {"scales.jsonl": 8}
 
 
-def _with(tmp_path: Path, **files: list[dict[str, Any]]) -> Run:
+def _with(tmp_path: Path, **files: list[dict[str, Any]]) -> RunNumbers:
     (tmp_path / "metrics.jsonl").touch()
     for name, objects in files.items():
         lines(tmp_path / f"{name}.jsonl", objects)
@@ -205,7 +207,7 @@ def test_an_earlier_run_in_the_folder_is_not_of_the_run(tmp_path: Path) -> None:
 
 
 def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbers, "MOST_EVENTS", 10)
+    monkeypatch.setattr(numbers, "Events", functools.partial(Events, 10))
     found = [{"step": step, "kind": "jump", "slots": ["x" * 9_000] * 99} for step in range(50)]
     found += [{"step": 1, "kind": f"kind {i}"} for i in range(100)] + [{"step": 2, "kind": ["list"]}]
     run = _with(tmp_path, events=found)

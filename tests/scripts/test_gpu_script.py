@@ -369,7 +369,7 @@ def test_a_timed_layer_records_its_amaxes(monkeypatch: pytest.MonkeyPatch) -> No
     arenas = [sync.arena for one in models for sync in fp8dist.get_manager(one.model)._syncs]
     assert all(arena.known_hot for arena in arenas), "as after the first steps of training"
     assert len(stopwatch.pending) == len(models) == 4
-    reusing = [one.model[0].fp8_slots._cast is not None for one in models]  # type: ignore[index]
+    reusing = [not one.model[0].fp8_slots.cache.empty for one in models]  # type: ignore[index]
     assert reusing == [False, False, False, True], "the last is in a later microbatch of an attached manager"
     assert set(stopwatch.noted) == {DID_NOT_RUN}
     assert by_the_host[-2:] == [DID_NOT_RUN] * 2, "one of each model in a row"

@@ -54,7 +54,7 @@ def test_launches_and_bytes(name: str) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_graph_takes_no_launch_more(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its casts look on the device if a slot is cold: each input and gradient took an amax launch for that."""
-    monkeypatch.setattr("fp8dist.modules.linear_slots.capturing", lambda device: True)
+    monkeypatch.setattr("fp8dist.modules.casters.capturing", lambda device: True)
     with without_launches("triton") as launched:
         assert _counted(launched, RECIPES["delayed"], bias)[0] == LAUNCHES["delayed"][bias]
 

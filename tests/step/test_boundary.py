@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.linear_slots import FIRST_LOOK
+from fp8dist.modules.loop_monitor import FIRST_LOOK
 from tests.support.collectives import counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.training import (

@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_LOOKING = ("casters", "linear_slots", "loop_monitor", "weight_cache", "write_policy")
+"""Files of ``fp8dist.modules`` that ask whether a graph is captured."""
+
 
 class EmulatedGraph(TorchDispatchMode):
     """Records inside ``capture()``; ``replay()`` may run any number of times."""
@@ -42,7 +45,7 @@ class EmulatedGraph(TorchDispatchMode):
         """Record inside. The library sees a capture."""
         with ExitStack() as stack:
             stack.enter_context(mock.patch("fp8dist.state.arena_sync.all_reduce_max", self._all_reduce_max))
-            for module in ("state.arena_sync", "modules.model_state", "modules.linear_slots"):
+            for module in ("state.arena_sync", "modules.model_state", *(f"modules.{name}" for name in _LOOKING)):
                 stack.enter_context(mock.patch(f"fp8dist.{module}.capturing", return_value=True))
             stack.enter_context(mock.patch.object(Tensor, "tolist", self._tolist(Tensor.tolist)))
             stack.enter_context(self)

@@ -16,7 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp8dist.state.groups import Publication, SyncGroup, _agree, _tell, publish_manifest
+from fp8dist.state.groups import Publication, SyncGroup, _agree, _publish_outcome, publish_manifest
 
 SIZE = 16_384
 RANKS = (0, 1, 8_191, 16_383)
@@ -141,4 +141,4 @@ class Crowd:
                 assert _agree(publication, timeout, time.monotonic() + timeout.total_seconds()) is None
         for round_ in range(rounds):
             for publication in self._published:
-                _tell(publication, round_, [])
+                _publish_outcome(publication, round_, [])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fp8dist
 from fp8dist.cli.main import main
-from fp8dist.runs.report.numbers import Run, read_run
+from fp8dist.runs.report.numbers import RunNumbers, read_run
 from tests.support.ranks import RankPool, RanksFailed
 
 __all__ = ["die", "fingerprint", "recorder", "require_readable", "require_resumed", "require_run"]
@@ -25,7 +25,7 @@ def recorder(folder: str) -> Callable[[fp8dist.StateManager], fp8dist.Recorder]:
     return lambda manager: fp8dist.Recorder(folder, manager, every=4, resume_after="state")
 
 
-def require_run(folder: Path, losses: Mapping[int, float], slots: int) -> Run:
+def require_run(folder: Path, losses: Mapping[int, float], slots: int) -> RunNumbers:
     """Read a run that was recorded every 4 steps, and compare it with what the trainer logged.
 
     Args:
@@ -35,7 +35,7 @@ def require_run(folder: Path, losses: Mapping[int, float], slots: int) -> Run:
     run = read_run(folder)
     assert dict(zip(run.metrics.step.tolist(), run.metrics.columns["loss"].tolist())) == losses
     assert not run.left_out
-    lines = list(run.folder.scales().new())
+    lines = list(run.folder.lines("scales.jsonl").new())
     due = [step for step in range(1, max(losses) + 1) if step % 4 == 0]
     assert [line["step"] for line in lines] == [step for step in due for _ in range(slots)]
     assert {line["slot"] for line in lines} == {slot["slot"] for slot in run.folder.header["slots"]}
@@ -90,7 +90,7 @@ def require_resumed(
 
 def _same_numbers(one: Path, other: Path, *names: str) -> None:
     """Require equal lines for equal steps. ``names``: fields of metrics.jsonl, beside the loss."""
-    lines = [list(read_run(folder).folder.metrics().new()) for folder in (one, other)]
+    lines = [list(read_run(folder).folder.lines("metrics.jsonl").new()) for folder in (one, other)]
     kept = ("step", "loss", "proven", *names)
     first, second = ([{name: line.get(name) for name in kept} for line in each] for each in lines)
     assert first == second

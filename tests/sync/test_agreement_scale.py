@@ -126,7 +126,7 @@ def _publish_all(store: CountingStore, manifest: Callable[[int], dict[str, Any] 
     return {rank: publish_manifest(Member(everyone, rank), m) for rank, m in made if m is not None}
 
 
-def _told(publication: Any, timeout: timedelta = SECOND) -> str:
+def _agree_of(publication: Any, timeout: timedelta = SECOND) -> str:
     try:
         agree_on_manifests([publication], 0, timeout)
     except ManifestMismatchError as error:
@@ -142,7 +142,7 @@ def test_thousands_of_ranks_agree() -> None:
         assert store.total == 5 * MANY + 1
         for rank in (0, 1, 2_047, MANY - 1):
             before, moved = store.total, store.bytes
-            assert _told(publications[rank]) == "agreed"
+            assert _agree_of(publications[rank]) == "agreed"
             assert store.total - before <= 5
             assert store.bytes - moved < 1_000
 
@@ -153,11 +153,11 @@ def test_one_of_thousands_that_never_comes_is_named() -> None:
     with world(0, MANY, store):
         publications = _publish_all(store, lambda rank: None if rank == 2_047 else MANIFEST)
         before = store.total
-        told = _told(publications[0])
-        assert f"within 1 s by rank(s) 2047 of {MANY}" in told
+        outcome = _agree_of(publications[0])
+        assert f"within 1 s by rank(s) 2047 of {MANY}" in outcome
         assert store.total - before <= 2 * 12 + 5  # The missing rank is found by bisection,
         before = store.total
-        assert _told(publications[MANY - 1]) == told
+        assert _agree_of(publications[MANY - 1]) == outcome
         assert store.total - before <= 4  # and by the lowest rank only.
 
 
@@ -167,11 +167,11 @@ def test_one_of_thousands_that_differs_is_named() -> None:
     with world(0, MANY, store):
         publications = _publish_all(store, lambda rank: other(int(rank == 2_047)))
         with ThreadPoolExecutor(1) as thread:
-            theirs = thread.submit(_told, publications[2_047], LIMIT)
-            told = _told(publications[0])
-            assert theirs.result() == told
-        assert "against rank(s) 2047 " in told
-        assert "settings.margin: 0 here, 1 there" in told
+            theirs = thread.submit(_agree_of, publications[2_047], LIMIT)
+            outcome = _agree_of(publications[0])
+            assert theirs.result() == outcome
+        assert "against rank(s) 2047 " in outcome
+        assert "settings.margin: 0 here, 1 there" in outcome
         assert store.operations["multi_get"] == 1
 
 
@@ -183,8 +183,8 @@ def test_thousands_of_ranks_that_all_differ_are_told_in_a_few_lines() -> None:
         for rank in range(1, 9):  # If they were here, they would show their manifests.
             store.set(f"fp8dist/{publications[0].group.identity}/1/manifest/{rank}", b'{"numerics_version": 2}')
         before = store.total
-        told = _told(publications[0])
-        assert "against rank(s) 8 " in told
-        assert f"rank(s) 9, 10, 11, 12, 13, 14, 15, 16 and {MANY - 17} more have {MANY - 9} other manifests" in told
-        assert len(told) < 2_000
+        outcome = _agree_of(publications[0])
+        assert "against rank(s) 8 " in outcome
+        assert f"rank(s) 9, 10, 11, 12, 13, 14, 15, 16 and {MANY - 17} more have {MANY - 9} other manifests" in outcome
+        assert len(outcome) < 2_000
         assert store.total - before <= 2 * 8 + 6

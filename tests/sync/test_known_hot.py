@@ -12,6 +12,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist import StateManager
+from fp8dist.state import overwrites
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist_kernels.reference import casts
 
@@ -77,7 +78,7 @@ def _loaded(manager: StateManager) -> None:
 
 
 def _cooled(manager: StateManager) -> None:
-    sync_of(manager).arena.make_cold([0])
+    overwrites.make_cold(sync_of(manager).arena, [0])
 
 
 def _put_back(manager: StateManager) -> None:
@@ -87,7 +88,7 @@ def _put_back(manager: StateManager) -> None:
 
 def _put_back_slots(manager: StateManager) -> None:
     arena = sync_of(manager).arena
-    arena.put_back_slots(arena.copied_state(), torch.tensor([0]))
+    overwrites.put_back_slots(arena, arena.copied_state(), torch.tensor([0]))
 
 
 def _shared(manager: StateManager) -> None:
@@ -122,7 +123,7 @@ def test_a_verdict_from_before_such_a_call_says_nothing() -> None:
     manager.metrics()  # Reading commits the sync that is due.
     sync = sync_of(manager)
     assert sync.verdict is not None
-    sync.arena.make_cold([0])
+    overwrites.make_cold(sync.arena, [0])
     assert sync.read_verdict()[0].hot
     assert not sync.arena.known_hot
 
@@ -172,7 +173,7 @@ def test_a_graph_keeps_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """State may be loaded after its capture. ``test_roofline.py`` counts its launches."""
     model, manager, _ = trained()
     assert sync_of(manager).arena.known_hot
-    monkeypatch.setattr("fp8dist.modules.linear_slots.capturing", lambda device: True)
+    monkeypatch.setattr("fp8dist.modules.casters.capturing", lambda device: True)
     assert just_in_time(model, monkeypatch) == [True] * 6
 
 

@@ -109,7 +109,7 @@ def addresses() -> dict[str, str]:
 
 def _resolved(host: str, patience: float) -> str:
     deadline = time.monotonic() + patience
-    told = False
+    notified = False
     while True:
         try:
             return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
@@ -119,9 +119,9 @@ def _resolved(host: str, patience: float) -> str:
             why = f"MASTER_ADDR {host}: {error.strerror or error}"
             if time.monotonic() >= deadline:
                 raise Unreachable(why) from None
-        if not told:
+        if not notified:
             print(f"{why}; retrying for up to {patience:g} s", file=sys.stderr, flush=True)
-            told = True
+            notified = True
         time.sleep(1.0)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8dist.runs.exporters.extras import imported
-from fp8dist.runs.exporters.numbers import KNOWN, UNITS, Kind, Number
 from fp8dist.runs.exporters.samples import Sample, event_samples, no_events, step_samples
+from fp8dist.runs.run_numbers import KNOWN, UNITS, Kind, Number
 from fp8dist.state.statistics import SlotStatistics
 
 __all__ = ["OpenTelemetry", "instrument_name"]

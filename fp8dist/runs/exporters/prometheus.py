@@ -14,8 +14,8 @@ from typing import Any
 from fp8dist.common.names import require_int
 from fp8dist.errors import ConfigurationError
 from fp8dist.runs.exporters.extras import imported
-from fp8dist.runs.exporters.numbers import UNITS, Kind, Number
 from fp8dist.runs.exporters.samples import Sample, event_samples, no_events, slot_samples, step_samples
+from fp8dist.runs.run_numbers import UNITS, Kind, Number
 from fp8dist.state.statistics import SlotStatistics
 
 __all__ = ["Prometheus", "PrometheusTextfile", "metric_name"]

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fp8dist.runs.exporters.numbers import Kind, Number, number_of
 from fp8dist.runs.exporters.slots import by_role, headroom
+from fp8dist.runs.run_numbers import Kind, Number, number_of
 from fp8dist.state.statistics import SlotStatistics
 
 __all__ = [

@@ -11,9 +11,10 @@ import numpy as np
 
 from fp8dist.checks.checked import Checked
 from fp8dist.common.numbers import from_json
-from fp8dist.common.text import first_few
-from fp8dist.runs.report.facts import checks, diverged_text, findings, repaired, shortened
-from fp8dist.runs.report.numbers import Event, Metrics, Run
+from fp8dist.common.text import first_few, shortened
+from fp8dist.runs.report.events import RunEvent
+from fp8dist.runs.report.facts import checks
+from fp8dist.runs.report.numbers import Metrics, RunNumbers
 
 __all__ = ["bits_of", "checkpoint_table", "divergence_cards", "table"]
 
@@ -42,7 +43,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Containe
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">{whole}</div>'
 
 
-def checkpoint_table(run: Run) -> Iterator[str]:
+def checkpoint_table(run: RunNumbers) -> Iterator[str]:
     """Yield a sentence about the newest good checkpoint, and the saved ones with their states."""
     saved = [event for event in run.events if event.kind == "saved" and not event.undone]
     if not saved:
@@ -73,7 +74,7 @@ GOOD, DIVERGED, NOT_FINITE, UNCHECKED = "good", "after a divergence", "not finit
 NOT_VERIFIABLE, NOT_RECORDED = "saved, not verifiable", "checked, not recorded what"
 
 
-def _state(step: int, run: Run, found: Sequence[Checked]) -> str:
+def _state(step: int, run: RunNumbers, found: Sequence[Checked]) -> str:
     """Return the state of a checkpoint without a divergence. ``found``: the run's checks, by step.
 
     A check after the checkpoint vouches for it, because ranks that differ stay so, and so do weights that are not
@@ -94,12 +95,16 @@ def _state(step: int, run: Run, found: Sequence[Checked]) -> str:
         return f"good as far as compared: {part}"
     if known is not None:
         return NOT_VERIFIABLE
-    finite = max((one.step for one in found if one.finite), default=-1)
-    bad = [one for one in (*run.metrics.bad_losses, *run.metrics.bad_norms) if finite < one <= step]
-    bad += [one.step for one in found if one.nonfinite and finite < one.step <= step]
-    if bad:
-        return f"after NaN or infinity in step {min(bad):,}"
+    if (bad := _first_bad(step, run.metrics, found)) is not None:
+        return f"after NaN or infinity in step {bad:,}"
     return NOT_RECORDED if later else UNCHECKED
+
+
+def _first_bad(step: int, metrics: Metrics, found: Sequence[Checked]) -> int | None:
+    """Return the first step up to ``step`` with NaN or infinity, after the last check that found all finite."""
+    finite = max((one.step for one in found if one.finite), default=-1)
+    bad = (*metrics.bad_losses, *metrics.bad_norms, *(one.step for one in found if one.nonfinite))
+    return min((one for one in bad if finite < one <= step), default=None)
 
 
 def _spanned(step: int, metrics: Metrics) -> int:
@@ -109,7 +114,7 @@ def _spanned(step: int, metrics: Metrics) -> int:
     return around[0] if len(around) == 2 and set(around) <= set(metrics.bad_losses) else 0
 
 
-def _since(event: Event, found: Sequence[Checked]) -> str:
+def _since(event: RunEvent, found: Sequence[Checked]) -> str:
     check = next(one for one in found if one.verified and one.step >= event.step)
     return escape(f"After step {check.step:,} a check found {shortened(check.text, 200)}.")
 
@@ -123,67 +128,54 @@ def _why_none(states: Iterable[str], found: Sequence[Checked]) -> str:
     return about or "no check came after one and found parameters equal and finite"
 
 
-def _suspect(run: Run) -> set[int]:
+def _suspect(run: RunNumbers) -> set[int]:
     """Return the ids of the saved events that may hold a divergence: those after its last good step, up to the repair
     or the resume that has ended it."""
     saved = [(place, event) for place, event in enumerate(run.events) if event.kind == "saved"]
     found = set()
     for place, event in enumerate(run.events):
         if event.kind == "diverged":
-            least, over = min(_good_steps(event)), event.undone or repaired(event)
+            least, over = min(_good_steps(event)), event.undone or event.repaired
             found |= {id(one) for at, one in saved if one.step > least and (at < place or not over)}
     return found
 
 
-def _good_steps(event: Any) -> list[int]:
+def _good_steps(event: RunEvent) -> list[int]:
     """Return the last good steps of a divergence; the step before it if they are not known."""
-    known = [one.get("last_good_step") for one in findings(event)]
+    known = [one.get("last_good_step") for one in event.findings]
     return [step for step in known if type(step) is int] or [event.step - 1]
 
 
-def divergence_cards(run: Run) -> Iterator[str]:
+def divergence_cards(run: RunNumbers) -> Iterator[str]:
     """Yield a card for each of the first divergences."""
     found = [event for event in run.events if event.kind == "diverged"]
     for event in found[:MOST_CARDS]:
         undone = " (undone by a resume)" if event.undone else ""
-        yield f"<h3>Divergence{undone}: {escape(diverged_text(event))}</h3>"
-        rows = [_row(one) for one in findings(event)]
-        heads = (
-            "kind",
-            "name",
-            "ranks",
-            "hosts",
-            "reference",
-            "field",
-            "index",
-            "value",
-            "expected",
-            "bits of both",
-            "ULP",
-        )
+        yield f"<h3>Divergence{undone}: {escape(event.sentence)}</h3>"
+        rows = [_row(one) for one in event.findings]
         if rows:
-            yield table(heads, rows, numbers=(7, 8, 10))
+            yield table([*rows[0]], [[*row.values()] for row in rows], numbers=(7, 8, 10))
     if len(found) > MOST_CARDS:
         yield f'<p class="note">and {len(found) - MOST_CARDS} more divergences.</p>'
 
 
-def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(one: Mapping[str, Any]) -> dict[str, str]:
+    """Return a row of the table, by column."""
     value, expected, ulp = (one.get(name) for name in ("value", "expected", "ulp"))
     reference = one.get("reference_rank")
-    bits = bits_of(value, expected, ulp if type(ulp) is int else None)
-    return (
-        _text(one.get("kind")),
-        _text(one.get("name")),
-        _few(one.get("ranks")),
-        _few(one.get("hosts")),
-        "no majority" if reference is None else _text(reference),
-        _text(one.get("field")),
-        _few(one.get("index")),
-        _text(value),
-        _text(expected),
-        bits or _text(one.get("detail")),
-        _text(ulp),
-    )
+    return {
+        "kind": _text(one.get("kind")),
+        "name": _text(one.get("name")),
+        "ranks": _few(one.get("ranks")),
+        "hosts": _few(one.get("hosts")),
+        "reference": "no majority" if reference is None else _text(reference),
+        "field": _text(one.get("field")),
+        "index": _few(one.get("index")),
+        "value": _text(value),
+        "expected": _text(expected),
+        "bits of both": bits_of(value, expected, ulp if type(ulp) is int else None) or _text(one.get("detail")),
+        "ULP": _text(ulp),
+    }
 
 
 def bits_of(value: Any, expected: Any, ulp: int | None) -> str:
@@ -197,12 +189,8 @@ def bits_of(value: Any, expected: Any, ulp: int | None) -> str:
     if any(one != one for one in pair):
         return ""
     for dtype, number, word, dropped in _FORMATS:
-        try:
-            patterns = [struct.unpack(word, struct.pack(number, one))[0] for one in pair]
-            exact = all(struct.unpack(number, struct.pack(number, one))[0] == one for one in pair)
-        except OverflowError:
-            continue
-        if not exact or any(pattern & ((1 << dropped) - 1) for pattern in patterns):
+        patterns = _patterns(pair, number, word)
+        if not patterns or any(pattern & ((1 << dropped) - 1) for pattern in patterns):
             continue
         size = struct.calcsize(number) * 8 - dropped
         short = [pattern >> dropped for pattern in patterns]
@@ -210,6 +198,16 @@ def bits_of(value: Any, expected: Any, ulp: int | None) -> str:
         if ulp is None or abs(ordered[0] - ordered[1]) == abs(ulp):
             return f"{dtype} {short[0]:0{size // 4}x} against {short[1]:0{size // 4}x}"
     return ""
+
+
+def _patterns(values: Sequence[float], number: str, word: str) -> list[int]:
+    """Return the bits of the values in a format of ``struct``; nothing if it does not hold them exactly."""
+    try:
+        packed = [struct.pack(number, one) for one in values]
+    except OverflowError:
+        return []
+    exact = [struct.unpack(number, one)[0] for one in packed] == [*values]
+    return [struct.unpack(word, one)[0] for one in packed] if exact else []
 
 
 def _text(value: Any) -> str:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8dist.checks.checked import Checked
-from fp8dist.common.text import first_few
-from fp8dist.runs.report.numbers import Event, Run
-from fp8dist.runs.run_format import was_repaired
+from fp8dist.common.text import shortened
+from fp8dist.runs.report.events import RunEvent
+from fp8dist.runs.report.numbers import RunNumbers
 
 __all__ = [
     "TROUBLE",
     "OddRank",
     "Point",
-    "Verdict",
+    "Soundness",
     "checks",
-    "diverged_text",
-    "findings",
     "goals",
     "odd_rank",
-    "repaired",
     "replayed_text",
-    "shortened",
     "story",
     "straggler",
     "verdict",
@@ -36,22 +31,6 @@ __all__ = [
 TROUBLE = ("nonfinite", "saturated", "fallback", "jump", "spike", "nonfinite_loss", "diverged")
 """Kinds of events that a sound run may not have, in the order in which they usually follow each other."""
 
-_WHAT: Mapping[str, str] = MappingProxyType(
-    {
-        "nonfinite": "an amax is not finite",
-        "saturated": "amaxes beyond the range of their scale",
-        "fallback": "modules fall back to high precision",
-        "jump": "a scale jumps",
-        "spike": "the loss spikes",
-        "nonfinite_loss": "the loss is not finite",
-        "diverged": "ranks differ",
-        "replayed": "a replay",
-        "start": "the run starts",
-        "saved": "a checkpoint is saved",
-        "end": "the run ends",
-    }
-)
-
 ODD = 2.0
 """A rank is odd if it holds this many times its even share of the maxima."""
 
@@ -59,7 +38,7 @@ BEHIND = 0.5
 """The others wait for a rank that waits less than this share of the median wait."""
 
 
-class Verdict(NamedTuple):
+class Soundness(NamedTuple):
     """``state``: "sound", "unsound" or "unknown"."""
 
     state: str
@@ -75,6 +54,11 @@ class Point(NamedTuple):
     text: str
     undone: bool = False
 
+    @classmethod
+    def of(cls, event: RunEvent) -> Point:
+        """Return what an event says."""
+        return cls(event.step, event.kind, event.text, event.undone)
+
 
 class OddRank(NamedTuple):
     """``shares``: float64[slots, ranks], how often each rank held the maximum of each of ``slots``."""
@@ -84,13 +68,7 @@ class OddRank(NamedTuple):
     text: str
 
 
-def shortened(name: str, most: int = 60) -> str:
-    """Return the name with its middle left out if it is longer than ``most``."""
-    half = (most - 1) // 2
-    return name if len(name) <= most else f"{name[: most - 1 - half]}…{name[-half:]}"
-
-
-def goals(run: Run) -> dict[str, int | None]:
+def goals(run: RunNumbers) -> dict[str, int | None]:
     """Return the newest steps that are proven, checked and done. None: there is none. A step is checked if parameters
     were compared, and are finite; of older runs what was compared is not known."""
     last = [int(run.metrics.step[-1])] if len(run.metrics.step) else []
@@ -103,7 +81,7 @@ def goals(run: Run) -> dict[str, int | None]:
     }
 
 
-def checks(run: Run) -> list[Checked]:
+def checks(run: RunNumbers) -> list[Checked]:
     """Return the checks that found no difference, by step."""
     events = [event for event in run.events if event.kind == "checked" and not event.undone]
     found = [Checked.read(event.data) for event in events]
@@ -113,22 +91,22 @@ def checks(run: Run) -> list[Checked]:
     return sorted(found, key=lambda one: one.step)
 
 
-def verdict(run: Run) -> Verdict:
+def verdict(run: RunNumbers) -> Soundness:
     """Return one sentence about the soundness of the run, and further ones."""
     remarks, proof = tuple(_remarks(run)), _proof(run)
     for event in _divergences(run):
-        if not event.undone and not repaired(event):
-            return Verdict("unsound", f"Not sound: {diverged_text(event)}", (f"Proven: {proof}", *remarks))
+        if not event.undone and not event.repaired:
+            return Soundness("unsound", f"Not sound: {event.sentence}", (f"Proven: {proof}", *remarks))
     if run.metrics.bad_losses:
         text = f"Not sound: the loss is not finite in step {run.metrics.bad_losses[0]}."
-        return Verdict("unsound", text, (f"Proven: {proof}", *remarks))
+        return Soundness("unsound", text, (f"Proven: {proof}", *remarks))
     last = next(reversed(checks(run)), None)
     if last is not None and last.nonfinite:
         text = f"Not sound: a check after step {last.step} found {last.text}."
-        return Verdict("unsound", text, (f"Proven: {proof}", *remarks))
+        return Soundness("unsound", text, (f"Proven: {proof}", *remarks))
     at = goals(run)
     if at["last"] is None or at["proven"] is None is at["checked"]:
-        return Verdict("unknown", f"Not known: {proof}", remarks)
+        return Soundness("unknown", f"Not known: {proof}", remarks)
     if at["checked"] is None:
         hint = "No check has compared parameters and optimizer: set check_every= of prepare (--check-every)."
         if last is not None and last.part:
@@ -136,10 +114,10 @@ def verdict(run: Run) -> Verdict:
         elif last is not None:
             hint = f"No check has compared parameters: {last.unverified.get('parameter', 'the run does not say why')}."
         remarks = (hint, *remarks)
-    return Verdict("sound", f"Sound as far as it is proven: {proof}", remarks)
+    return Soundness("sound", f"Sound as far as it is proven: {proof}", remarks)
 
 
-def _proof(run: Run) -> str:
+def _proof(run: RunNumbers) -> str:
     """Return what is proven up to which step."""
     at = goals(run)
     last, proven, checked = at["last"], at["proven"], at["checked"]
@@ -164,13 +142,12 @@ def _proof(run: Run) -> str:
     return f"{', '.join(parts)}; {rest}."
 
 
-def _remarks(run: Run) -> Iterator[str]:
-    undone = [event for event in _divergences(run) if event.undone]
-    if undone:
-        yield f"Before the run resumed from an earlier step: {diverged_text(undone[0])}"
-    over = [event for event in _divergences(run) if not event.undone and repaired(event)]
-    if over:
-        yield f"Repaired {len(over)} time(s), first: {diverged_text(over[0])}"
+def _remarks(run: RunNumbers) -> Iterator[str]:
+    found = _divergences(run)
+    if undone := [event for event in found if event.undone]:
+        yield f"Before the run resumed from an earlier step: {undone[0].sentence}"
+    if over := [event for event in found if not event.undone and event.repaired]:
+        yield f"Repaired {len(over)} time(s), first: {over[0].sentence}"
     newest = next((event for event in reversed(run.events) if event.kind in ("start", "end")), None)
     if run.metrics.step.size and run.events and (newest is None or newest.kind == "start"):
         yield "The run has not ended: it goes on, or was killed."
@@ -180,107 +157,36 @@ def _remarks(run: Run) -> Iterator[str]:
         yield f"{count} damaged line(s) of {name} are left out."
 
 
-def _divergences(run: Run) -> list[Event]:
+def _divergences(run: RunNumbers) -> list[RunEvent]:
     return [event for event in run.events if event.kind == "diverged"]
 
 
-def findings(event: Event) -> list[Mapping[str, Any]]:
-    """Return the findings of a divergence, as far as they are objects."""
-    report = event.data.get("report")
-    found = report.get("findings") if isinstance(report, dict) else None
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-
-
-def repaired(event: Event) -> bool:
-    """True if the divergence was repaired, and checked again."""
-    return was_repaired(event.data.get("report"))
-
-
-def diverged_text(event: Event) -> str:
-    """Return since when, where and who, of a divergence."""
-    found = findings(event)
-    if not found:
-        return f"ranks differ in step {event.step}."
-    one, more = found[0], f", and {len(found) - 1} more" if len(found) > 1 else ""
-    if one.get("kind") == "audit":  # The detail says who, and how sure that is.
-        name, verdict = shortened(str(one.get("name") or "")), shortened(str(one.get("detail") or ""), 200)
-        return f"in step {event.step} a result of {name} is wrong: {verdict}{more}."
-    ranks, hosts = (_listed(one.get(name)) for name in ("ranks", "hosts"))
-    host = f" (host {shortened(str(hosts[0]))})" if hosts and hosts[0] else ""
-    reference = one.get("reference_rank")
-    against = "no majority" if reference is None else f"against rank {reference}"
-    good = [f.get("last_good_step") for f in found]
-    known = [step for step in good if type(step) is int]
-    since = f"; equal up to step {min(known)}" if known else ""
-    name = " ".join(shortened(str(one.get(key) or "")) for key in ("kind", "name"))
-    who = f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks, 8)}{host}, {against}"
-    return f"in step {event.step} {name} differs on {who}{more}{since}."
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def story(run: Run) -> list[Point]:
+def story(run: RunNumbers) -> list[Point]:
     """Return what happened, in the order of steps. What events.jsonl does not tell comes from the other files."""
-    points = [Point(event.step, event.kind, _told(event), event.undone) for event in run.events]
+    points = [Point.of(event) for event in run.events]
     kinds = {point.kind for point in points}
     if "nonfinite_loss" not in kinds:
-        points += [Point(step, "nonfinite_loss", _WHAT["nonfinite_loss"]) for step in run.metrics.bad_losses[:1000]]
+        points += [Point.of(RunEvent(step, "nonfinite_loss")) for step in run.metrics.bad_losses[:1000]]
     if "fallback" not in kinds:
-        points += [Point(step, "fallback", _WHAT["fallback"]) for step in _increments(run, "fallbacks")]
+        points += [Point.of(RunEvent(step, "fallback")) for step in _increments(run, "fallbacks")]
     if "nonfinite" not in kinds:
         points += _nonfinite(run)
     return sorted(points, key=lambda point: point.step)
 
 
-def replayed_text(run: Run, step: int) -> str:
+def replayed_text(run: RunNumbers, step: int) -> str:
     """Return what a replay of the trouble of a step found; "" if there was none."""
     about = [event for event in run.events if event.kind == "replayed" and not event.undone and event.step == step]
-    return _told(about[0]) if about else ""
+    return about[0].text if about else ""
 
 
-def _told_replay(data: Mapping[str, Any]) -> str:
-    """Return which batch was replayed after what, and the sentence of the replay."""
-    trigger, step, microbatch = (shortened(str(data.get(key))) for key in ("trigger", "replayed_step", "microbatch"))
-    sentence = shortened(str(data.get("sentence") or "nothing is known of its result"), 400).rstrip(".")
-    return f"replay of step {step}, microbatch {microbatch}, after {trigger}: {sentence}"
-
-
-def _told(event: Event) -> str:
-    data = event.data
-    if event.kind == "replayed":
-        return _told_replay(data)
-    if event.kind == "checked":
-        return shortened(f"a check found {Checked.read(data).text}", 400)
-    parts = [_WHAT.get(event.kind, shortened(event.kind, 40))]
-    if event.kind == "diverged":
-        return diverged_text(event).rstrip(".")
-    if event.kind == "start" and type(data.get("resumed_after")) is int:
-        parts = [f"the run resumes after step {data['resumed_after']}"]
-    slots = data.get("slots")
-    if isinstance(slots, list) and slots:
-        named = first_few([shortened(str(slot)) for slot in slots[:3]], 3)
-        parts.append(named + (f" and {data['slots_count'] - 3} more" if data["slots_count"] > 3 else ""))
-    about = type(data.get("cause_step")) is int and data["cause_step"] != event.step
-    first = "first in " if isinstance(slots, list) else ""
-    keys = [("module", first), ("role", ""), ("rank", "rank "), ("microbatch", "microbatch "), ("path", "")]
-    for key, text in [*keys, ("cause_step", "of step ")] if about else keys:
-        if isinstance(data.get(key), (int, str)):
-            parts.append(f"{text}{shortened(str(data[key]), 100)}")
-    for key in ("loss", "median", "digest", "error"):
-        if isinstance(data.get(key), (int, float, str)):
-            parts.append(f"{key} {shortened(str(data[key]), 40)}")
-    return ", ".join(parts)
-
-
-def _increments(run: Run, field: str) -> list[int]:
+def _increments(run: RunNumbers, field: str) -> list[int]:
     values = run.metrics.columns[field]
     known = ~np.isnan(values)
     return [int(step) for step in run.metrics.step[known][np.diff(values[known], prepend=0.0) > 0]][:1000]
 
 
-def _nonfinite(run: Run) -> Iterator[Point]:
+def _nonfinite(run: RunNumbers) -> Iterator[Point]:
     slots = run.slots
     names = list(slots.names)
     for row, place in np.argwhere(np.isinf(slots.arrays["amax"]))[:1000].tolist():
@@ -292,10 +198,10 @@ def _nonfinite(run: Run) -> Iterator[Point]:
         )
         step = slots.start + place * slots.width
         about = "" if slots.width == 1 else f" (in the {slots.width} steps from here)"
-        yield Point(step, "nonfinite", f"{_WHAT['nonfinite']}, {shortened(names[row])}{who}{about}")
+        yield Point(step, "nonfinite", f"{RunEvent(step, 'nonfinite').text}, {shortened(names[row])}{who}{about}")
 
 
-def odd_rank(run: Run) -> OddRank | None:
+def odd_rank(run: RunNumbers) -> OddRank | None:
     """Return how often each rank held the maxima; None if that was not recorded.
 
     Weights are left out: ranks hold equal ones, and of equal maxima the lowest rank is named.
@@ -317,7 +223,7 @@ def odd_rank(run: Run) -> OddRank | None:
     return OddRank(names, shares, text)
 
 
-def straggler(run: Run) -> str:
+def straggler(run: RunNumbers) -> str:
     """Return a sentence about the rank that the others wait for."""
     waits = run.waits
     if waits is None or len(waits.ranks) < 2 or np.isnan(waits.sync_wait_ms).all():
@@ -338,7 +244,7 @@ def _step(value: float | None) -> int:
     return int(value) if value is not None and math.isfinite(value) else 0
 
 
-def worst_slots(run: Run, most: int = 10) -> Sequence[tuple[str, float, float]]:
+def worst_slots(run: RunNumbers, most: int = 10) -> Sequence[tuple[str, float, float]]:
     """Return (slot, mean share underflow, mean share saturated) of the slots that lose most, the worst first."""
     with np.errstate(invalid="ignore", divide="ignore"):
         saturated, underflow = (run.slots.sums[:, :2] / run.slots.sums[:, 2:]).T

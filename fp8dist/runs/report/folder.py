@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.runs.run_format import EVENTS, EXPERTS, FORMAT, HEADER, METRICS, RANKS, SCALES, VERSION
+from fp8dist.runs.run_format import FORMAT, HEADER, METRICS, VERSION
+from fp8dist_kernels.formats import FORMATS, Format
 
 __all__ = ["Lines", "RunFolder", "objects_in", "whole_object"]
 
@@ -39,25 +40,16 @@ class RunFolder:
         if not self.header and not (path / METRICS).is_file():
             raise ConfigurationError(f"{path} holds no run: neither {HEADER} nor {METRICS} is there")
 
-    def metrics(self) -> Lines:
-        """Return a reader of the numbers of each step."""
-        return Lines(self.path / METRICS)
+    def formats(self) -> dict[str, Format]:
+        """Return the format of each slot that the header lists."""
+        listed = self.header.get("slots")
+        slots = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        named = {one["slot"]: one.get("format") for one in slots if isinstance(one.get("slot"), str)}
+        return {slot: FORMATS[name] for slot, name in named.items() if isinstance(name, str) and name in FORMATS}
 
-    def scales(self) -> Lines:
-        """Return a reader of the statistics of each slot."""
-        return Lines(self.path / SCALES)
-
-    def ranks(self) -> Lines:
-        """Return a reader of the numbers of each rank."""
-        return Lines(self.path / RANKS)
-
-    def experts(self) -> Lines:
-        """Return a reader of the tokens of experts."""
-        return Lines(self.path / EXPERTS)
-
-    def events(self) -> Lines:
-        """Return a reader of the events."""
-        return Lines(self.path / EVENTS)
+    def lines(self, name: str) -> Lines:
+        """Return a reader of one of its files."""
+        return Lines(self.path / name)
 
 
 class Lines:
@@ -68,7 +60,7 @@ class Lines:
 
     Args:
         path: the file. It may be missing.
-        tail: the first call of ``new`` skips what is more than so many bytes before the end; None: skip nothing.
+        tail: bytes at the end of the file that the first call of ``new`` reads; None: all.
     """
 
     def __init__(self, path: Path, tail: int | None = None) -> None:

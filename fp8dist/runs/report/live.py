@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8dist.checks.checked import Checked
 from fp8dist.common.divergence import compared_text
-from fp8dist.common.numbers import from_json
-from fp8dist.common.text import plural, printable
+from fp8dist.common.numbers import number_or_none
+from fp8dist.common.text import printable, shortened
 from fp8dist.errors import ConfigurationError
+from fp8dist.runs.report.events import Events, RunEvent
 from fp8dist.runs.report.folder import Lines, RunFolder
-from fp8dist.runs.run_format import EVENTS, HEADER, METRICS, RANKS, SCALES, was_repaired
+from fp8dist.runs.run_format import EVENTS, HEADER, METRICS, RANKS, SCALES
 
-__all__ = ["Happening", "LiveRun", "RankWait", "SlotState", "Trouble", "middle_cut"]
+__all__ = ["LiveRun", "NewestOfSlot", "RankWait", "Trouble"]
 
 KEPT_LOSSES = 400
 """Losses of the last steps, for the sparkline."""
 
 KEPT_EVENTS = 100
-"""Events, as short texts."""
+"""Events: the last ones, and as many of each kind to judge the run by."""
 
 MAX_SLOTS = 200_000
 """Slots whose newest values are kept."""
@@ -32,7 +36,7 @@ MAX_NAME = 1_000
 """Characters of a name that are kept. The middle of a longer one is left out."""
 
 MAX_TEXT = 300
-"""Characters of an event's text."""
+"""Characters of a text about a check or an event."""
 
 TAILS = MappingProxyType({METRICS: 1 << 23, SCALES: 1 << 26, RANKS: 1 << 24, EVENTS: 1 << 26})
 """Bytes at the end of each file that are read at the start. What a long run wrote before does not matter now."""
@@ -49,7 +53,7 @@ class Trouble(NamedTuple):
     room: float
 
 
-class SlotState(NamedTuple):
+class NewestOfSlot(NamedTuple):
     """Newest values of one slot. None: not measured, or unknown."""
 
     observation: int
@@ -99,19 +103,10 @@ class SlotState(NamedTuple):
 
 
 class RankWait(NamedTuple):
-    """Numbers of one rank in ms. A straggler waits least, because the others wait for it."""
+    """What one rank waits in syncs, ms per step. A straggler waits least, because the others wait for it."""
 
     rank: int
     wait: float | None
-    step: float | None
-
-
-class Happening(NamedTuple):
-    """One event as text."""
-
-    step: int
-    kind: str
-    text: str
 
 
 class LiveRun:
@@ -128,14 +123,12 @@ class LiveRun:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header: dict[str, Any] = RunFolder(path).header
-        self._header_time = _modified(path / HEADER)
+        self._read_header()
         self._files = {name: Lines(path / name, tail) for name, tail in TAILS.items()}
-        self.heard = 0
+        self.event_count = 0
         """Number of events so far, of all files that were there."""
-        self.news = 0
+        self.line_count = 0
         """Number of lines of all files so far, for a reader that shows only what is new."""
-        self._largest = _largest_values(self.header)
         self._clear_steps()
         self._clear_slots()
         self._clear_events()
@@ -155,23 +148,19 @@ class LiveRun:
         self._seen: float | None = None  # Monotonic time of the newest step.
 
     def _clear_slots(self) -> None:
-        self._slots: dict[str, SlotState] = {}
+        self._slots: dict[str, NewestOfSlot] = {}
         self._observation, self._observed = 0, None
 
     def _clear_events(self) -> None:
-        self.events: deque[Happening] = deque(maxlen=KEPT_EVENTS)
-        self.ended = False
-        self._check: Checked | None = None  # By an event. They are not in the files' common order with the steps.
-        self.diverged: Happening | None = None
-        self.wrong: Happening | None = None  # What an audit found last. No check can show that the damage is gone.
+        self._events = Events(KEPT_EVENTS)
+        self._judge_events()
 
     def read(self) -> bool:
         """Take in what was added to the files. Return True if anything was."""
-        before = self.news
-        modified = _modified(self.path / HEADER)
-        if modified != self._header_time:
-            self._header_time = modified
-            self._read_header()
+        before = self.line_count
+        if _modified(self.path / HEADER) != self._header_time:
+            with contextlib.suppress(ConfigurationError):  # It is being replaced, or gone: keep the last one.
+                self._read_header()
         for name, take, clear in (
             (METRICS, self._take_step, self._clear_steps),
             (SCALES, self._take_slot, self._clear_slots),
@@ -181,18 +170,30 @@ class LiveRun:
             lines = self._files[name]
             if lines.replaced():
                 clear()
-                self.news += 1
+                self.line_count += 1
             for line in lines.new():
                 take(line)
-                self.news += 1
-        return self.news > before
+                self.line_count += 1
+        if self.line_count > before:
+            self._judge_events()
+        return self.line_count > before
 
     def _read_header(self) -> None:
-        try:
-            self.header = RunFolder(self.path).header
-        except ConfigurationError:  # It is being replaced, or gone: keep the last one.
-            return
-        self._largest = _largest_values(self.header)
+        self._header_time = _modified(self.path / HEADER)
+        folder = RunFolder(self.path)
+        self.header, self._formats = folder.header, folder.formats()
+
+    def _judge_events(self) -> None:
+        kept = self._events.kept()
+        self.events: Sequence[RunEvent] = kept[-KEPT_EVENTS:]
+        self.ended = bool(kept) and kept[-1].kind == "end"
+        checked = [event for event in kept if event.kind == "checked" and not event.undone]
+        # By an event. They are not in the files' common order with the steps.
+        self._check = Checked.read({**checked[-1].data, "step": checked[-1].step}) if checked else None
+        stays = [event for event in kept[::-1] if event.kind == "diverged" and not (event.undone or event.repaired)]
+        self.diverged = next((event for event in stays if not event.audited), None)
+        # What an audit found last. No check can show that the damage is gone.
+        self.wrong = next((event for event in stays if event.audited), None)
 
     # What is shown ---------------------------------------------------------------------------------
 
@@ -224,9 +225,9 @@ class LiveRun:
         if check is not None and check.step:
             known.append(_checked_text(check))
         if self.wrong is not None:
-            return False, f"WRONG RESULT in step {self.wrong.step}: {self.wrong.text}"
+            return False, f"WRONG RESULT in step {self.wrong.step}: {clean(self.wrong.text, MAX_TEXT)}"
         if self.diverged is not None and (check is None or check.step < self.diverged.step):
-            return False, f"DIVERGED in step {self.diverged.step}: {self.diverged.text}"
+            return False, f"DIVERGED in step {self.diverged.step}: {clean(self.diverged.text, MAX_TEXT)}"
         if check is not None and check.nonfinite:
             return False, f"NOT FINITE after step {check.step}: {clean(check.text, MAX_TEXT)}"
         if self._bad_since is not None:
@@ -237,7 +238,7 @@ class LiveRun:
             return None, "unproven: nothing has compared the ranks yet"
         return True, ", ".join(known)
 
-    def nearest(self, count: int) -> list[SlotState]:
+    def nearest(self, count: int) -> list[NewestOfSlot]:
         """Return the slots nearest to trouble, of the last two observations: the newest may still be incomplete."""
         recent = (slot for slot in self._slots.values() if slot.observation >= self._observation - 1)
         return sorted(recent, key=lambda slot: slot.trouble)[:count]
@@ -251,25 +252,26 @@ class LiveRun:
         parts += [f"{ranks} rank{'s' * (ranks > 1)}"] if type(ranks) is int else []
         return [clean(part) for part in parts if part]
 
-    # What the files tell ---------------------------------------------------------------------------
+    # What the files hold ---------------------------------------------------------------------------
 
     def _take_step(self, line: dict[str, Any]) -> None:
         age = 0.0 if self._seen is not None else max(0.0, time.time() - self._written())
         self._seen = time.monotonic() - age
-        loss = _number(line, "loss")
+        loss = number_or_none(line.get("loss"))
         if line["step"] != self.step:
             self.step, self.loss, self.grad_norm, self.step_ms = line["step"], None, None, None
         elif self.loss is not None and loss is not None and self.losses:
             self.losses.pop()  # Of a step that is there twice the newer number counts.
         for name in ("loss", "grad_norm", "step_ms"):
-            if (number := _number(line, name)) is not None:
+            if (number := number_or_none(line.get(name))) is not None:
                 setattr(self, name, number)
         if loss is not None:
             self.losses.append(loss)
             finite = math.isfinite(loss)
             self._bad_since = None if finite else self.step if self._bad_since is None else self._bad_since
         if "idle_experts" in line:
-            self._idle_experts, self._longest_idle = _number(line, "idle_experts"), _number(line, "longest_idle_steps")
+            self._idle_experts = number_or_none(line["idle_experts"])
+            self._longest_idle = number_or_none(line.get("longest_idle_steps"))
         for name, place in (("proven", "proven"), ("checked", "_logged_checked")):
             if name in line:
                 setattr(self, place, line[name] if type(line[name]) is int else None)
@@ -290,45 +292,22 @@ class LiveRun:
             self._observation += 1
         if len(self._slots) > MAX_SLOTS:
             del self._slots[next(iter(self._slots))]
-        amax, scale, saturated, underflow = (_number(line, key) for key in ("amax", "scale", "saturated", "underflow"))
-        largest = self._largest.get(name)
-        slot = SlotState(self._observation, clean(name), amax, scale, saturated, underflow, (None, None), largest)
+        keys = ("amax", "scale", "saturated", "underflow")
+        amax, scale, saturated, underflow = (number_or_none(line.get(key)) for key in keys)
+        largest = self._formats[name].max if name in self._formats else None
+        slot = NewestOfSlot(self._observation, clean(name), amax, scale, saturated, underflow, (None, None), largest)
         of = ("amax", "saturated", "underflow", "amax")[slot.trouble.rank_of_kind]
         place = tuple(n if type(n := line.get(f"{of}_{unit}")) is int else None for unit in ("rank", "microbatch"))
         self._slots.pop(slot.name, None)  # The newest are last.
         self._slots[slot.name] = slot._replace(place=(place[0], place[1]))
 
     def _take_ranks(self, line: dict[str, Any]) -> None:
-        ranks, waits, steps = (
-            list(value) if isinstance(value := line.get(key), list) else []
-            for key in ("ranks", "sync_wait_ms", "step_ms")
-        )
-        waits += [None] * (len(ranks) - len(waits))
-        steps += [None] * (len(ranks) - len(steps))
-        found = zip(ranks, waits, steps)
-        self.waits[:] = [RankWait(r, _value(wait), _value(step)) for r, wait, step in found if type(r) is int]
+        ranks, waits = (value if isinstance(value := line.get(key), list) else [] for key in ("ranks", "sync_wait_ms"))
+        found = itertools.zip_longest(ranks, waits)
+        self.waits[:] = [RankWait(rank, number_or_none(wait)) for rank, wait in found if type(rank) is int]
 
     def _take_event(self, line: dict[str, Any]) -> None:
-        kind = clean(line["kind"]) if isinstance(line.get("kind"), str) else "unknown"
-        event = Happening(line["step"], kind, clean(_event_text(kind, line), MAX_TEXT))
-        self.events.append(event)
-        self.heard += 1
-        self.ended = kind == "end"
-        if kind == "checked":
-            self._check = Checked.read(line)
-        if kind == "start":  # A new run, or one that goes back: what came after that step is undone.
-            after = line["resumed_after"] if type(line.get("resumed_after")) is int else -1
-            if self._check is not None and self._check.step > after:
-                self._check = None
-            if self.diverged is not None and self.diverged.step > after:
-                self.diverged = None
-            if self.wrong is not None and self.wrong.step > after:
-                self.wrong = None
-        if kind == "diverged" and not was_repaired(line.get("report")):
-            if any(finding.get("kind") == "audit" for finding in _findings(line.get("report"))):
-                self.wrong = event
-            else:
-                self.diverged = event
+        self.event_count += self._events.add(line)
 
 
 def _checked_text(check: Checked) -> str:
@@ -343,27 +322,9 @@ def _checked_text(check: Checked) -> str:
     return clean(text, MAX_TEXT)
 
 
-def middle_cut(text: str, width: int) -> str:
-    """Return the text, with its middle replaced by "…" if it is longer than ``width`` characters."""
-    if len(text) <= width:
-        return text
-    head = (width - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}" if width > 0 else ""
-
-
 def clean(text: str, most: int = MAX_NAME) -> str:
     """Return a text from a file without control characters, with at most ``most`` characters."""
-    return middle_cut(printable(middle_cut(text, most)), most)
-
-
-def _number(line: dict[str, Any], key: str) -> float | None:
-    return _value(line.get(key))
-
-
-def _value(value: Any) -> float | None:
-    """Return a number of a file, which may be NaN; None for anything else."""
-    number = from_json(value)
-    return None if math.isnan(number) and value != "NaN" and not isinstance(value, float) else number
+    return shortened(printable(shortened(text, most)), most)
 
 
 def _percent(share: float) -> str:
@@ -376,65 +337,3 @@ def _modified(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_ino
-
-
-def _largest_values(header: dict[str, Any]) -> dict[str, float]:
-    slots = header.get("slots")
-    found: dict[str, float] = {}
-    for slot in slots if isinstance(slots, list) else []:
-        if isinstance(slot, dict) and isinstance(slot.get("slot"), str):
-            largest = _number(slot, "max")
-            if largest is not None and 0 < largest < math.inf:
-                found[slot["slot"]] = largest
-    return found
-
-
-def _event_text(kind: str, line: dict[str, Any]) -> str:
-    """Return what happened, without step and kind."""
-    if kind == "diverged":
-        return _divergence(line.get("report"))
-    if kind == "checked":
-        return f"a check found {Checked.read(line).text}"
-    if kind == "replayed":
-        return f"after {line.get('trigger')}: {line.get('sentence')}"[:MAX_TEXT]
-    slots = line.get("slots")
-    names = [name for name in slots if isinstance(name, str)] if isinstance(slots, list) else []
-    if kind == "start":
-        after = line.get("resumed_after")
-        return "" if after is None else f"resumed after step {str(after)[:20]}"
-    parts = _first(names, "slot") if names else []
-    if isinstance(line.get("module"), str):
-        parts.append(f"{'first in ' * bool(names)}{line['module']} ({line.get('role')})"[:MAX_TEXT])
-    parts += [f"{unit} {line[unit]}" for unit in ("rank", "microbatch") if type(line.get(unit)) is int]
-    for name in ("loss", "median"):
-        number = _number(line, name)
-        if number is not None:
-            parts.append(f"{name} {number:.4g}")
-    parts += [f"{name} {line[name]}" for name in ("path", "digest", "error") if isinstance(line.get(name), str)]
-    return ", ".join(parts)
-
-
-def _divergence(report: Any) -> str:
-    texts = []
-    for finding in _findings(report):
-        ranks = finding.get("ranks")
-        shown = ", ".join(str(r) for r in ranks[:8] if type(r) is int) if isinstance(ranks, list) else "?"
-        name = clean(str(finding.get("name")), MAX_TEXT // 2)
-        if finding.get("kind") == "audit":  # The detail says who, and how sure that is.
-            texts.append(f"'{name}': {clean(str(finding.get('detail')), MAX_TEXT // 2)}")
-        else:
-            texts.append(f"{str(finding.get('kind'))[:40]} '{name}' on rank {shown}")
-    repaired = isinstance(report, dict) and bool(report.get("repaired"))
-    return "; ".join([*_first(texts, "finding"), *(["repaired"] if repaired else [])]) or "no findings"
-
-
-def _findings(report: Any) -> list[dict[str, Any]]:
-    """Return the findings of a report, as far as they are objects."""
-    found = report.get("findings") if isinstance(report, dict) else None
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-
-
-def _first(texts: list[str], noun: str) -> list[str]:
-    """Return the first text, and the number of others."""
-    more = len(texts) - 1
-    return texts[:1] + ([f"and {more} more {noun if more == 1 else plural(noun)}"] if more > 0 else [])

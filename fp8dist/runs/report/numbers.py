@@ -11,26 +11,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8dist.common.numbers import from_json
+from fp8dist.common.numbers import from_json, number_or_none
 from fp8dist.runs.report.binned import SlotBins
 from fp8dist.runs.report.columns import Columns, Floats, Ints, scale_columns
+from fp8dist.runs.report.events import Events, RunEvent, cut
 from fp8dist.runs.report.experts import MixtureTokens, mixtures_of
 from fp8dist.runs.report.folder import Lines, RunFolder, whole_object
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 
-__all__ = ["Event", "Metrics", "Run", "Waits", "read_run"]
+__all__ = ["Metrics", "RankWaits", "RunNumbers", "read_run"]
 
-FIELDS = (
-    *("time", "loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_per_s", "proven", "checked"),
-    *("cold_slots", "nonfinite_amaxes", "saturated_amaxes", "high_precision_modules", "fallbacks"),
-)
-"""Fields of metrics.jsonl that are read."""
-
-MOST_EVENTS = 2_000
-"""Events of one kind that are kept: of more, the first and the last."""
-
-MOST_KINDS, MOST_ITEMS, MOST_CHARACTERS, DEEPEST = 64, 32, 2_000, 6
-"""Bounds of what is kept of an event: kinds, items of a list, characters of a text, depth."""
+FIELDS = ("loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_per_s", "proven", "checked", "fallbacks")
+"""Fields of metrics.jsonl that a report shows."""
 
 ROWS = 256
 """Rows of waits at which each two become their mean."""
@@ -55,19 +47,7 @@ class Metrics(NamedTuple):
         return float(known[-1]) if len(known) else None
 
 
-class Event(NamedTuple):
-    """A line of events.jsonl. ``undone``: the run resumed later from an earlier step.
-
-    ``data``: the line, with long lists and texts cut, and ``slots_count``, the number of its slots.
-    """
-
-    step: int
-    kind: str
-    data: Mapping[str, Any]
-    undone: bool = False
-
-
-class Waits(NamedTuple):
+class RankWaits(NamedTuple):
     """``rows``: float64[n, ranks], mean ms per step that a rank waited in syncs. ``steps``: the last step of each row.
 
     ``sync_wait_ms``, ``step_ms``: float64[ranks], means over the run.
@@ -80,38 +60,39 @@ class Waits(NamedTuple):
     step_ms: Floats
 
 
-class Run(NamedTuple):
+class RunNumbers(NamedTuple):
     """All that a report needs. ``left_out``: damaged lines by file."""
 
     name: str
     folder: RunFolder
     metrics: Metrics
     slots: SlotBins
-    waits: Waits | None
-    events: tuple[Event, ...]
+    waits: RankWaits | None
+    events: tuple[RunEvent, ...]
     left_out: Mapping[str, int]
     mixtures: tuple[MixtureTokens, ...] = ()
 
 
-def read_run(path: Path, also: Callable[[Columns], None] | None = None) -> Run:
+def read_run(path: Path, also: Callable[[Columns], None] | None = None) -> RunNumbers:
     """Read a run. ``also`` gets the columns of scales.jsonl.
 
     Raises:
         ConfigurationError: the folder is not that of a run.
     """
     folder = RunFolder(path)
-    files = {METRICS: folder.metrics(), SCALES: folder.scales(), RANKS: folder.ranks(), EVENTS: folder.events()}
-    files[EXPERTS] = folder.experts()
+    files = {name: folder.lines(name) for name in (METRICS, SCALES, RANKS, EVENTS, EXPERTS)}
     slots = SlotBins()
     for columns in scale_columns(files[SCALES], slots.names):
         slots.add(columns)
         if also is not None:
             also(columns)
     mixtures = mixtures_of(files[EXPERTS])
-    metrics, waits, events = _metrics(files[METRICS]), _waits(files[RANKS]), _events(files[EVENTS])
-    events = events or _divergence(path / "divergence.json")
+    metrics, waits, events = _metrics(files[METRICS]), _waits(files[RANKS]), Events()
+    for line in files[EVENTS].new():
+        files[EVENTS].left_out += not events.add(line)
+    found = events.kept() or _divergence(path / "divergence.json")
     left_out = {name: lines.left_out for name, lines in files.items() if lines.left_out}
-    return Run(path.name or str(path.resolve()), folder, metrics, slots, waits, events, left_out, mixtures)
+    return RunNumbers(path.name or str(path.resolve()), folder, metrics, slots, waits, found, left_out, mixtures)
 
 
 def _metrics(lines: Lines) -> Metrics:
@@ -134,69 +115,28 @@ def _metrics(lines: Lines) -> Metrics:
             for numbers in columns.values():
                 numbers.append(math.nan)
         for field, numbers in columns.items():
-            number = from_json(line.get(field))
-            is_bad = _is_bad(line.get(field))
-            if math.isnan(number) and not is_bad:
-                continue  # It says nothing.
+            number = number_or_none(line.get(field))
+            if number is None:
+                continue
             numbers[-1] = number
             if field in bad:
                 del bad[field][bisect_left(bad[field], step) :]
-                bad[field] += [step] * is_bad
+                bad[field] += [step] * (not math.isfinite(number))
     floats = {field: np.array(values, dtype=np.float64) for field, values in columns.items()}
     return Metrics(np.array(steps, dtype=np.int64), floats, tuple(bad["loss"]), tuple(bad["grad_norm"]))
 
 
-def _is_bad(number: Any) -> bool:
-    """True if it is a number that is not finite. What is null or no number is not known."""
-    known = isinstance(number, float) or (isinstance(number, str) and number in ("NaN", "Infinity", "-Infinity"))
-    return known and not np.isfinite(float(number))
-
-
-def _events(lines: Lines) -> tuple[Event, ...]:
-    kinds: dict[str, list[tuple[int, Event]]] = {}
-    for place, line in enumerate(lines.new()):
-        kind = line.get("kind")
-        if not isinstance(kind, str) or abs(line["step"]) >= _LARGEST or len({*kinds, kind}) > MOST_KINDS:
-            lines.left_out += 1
-            continue
-        after = line.get("resumed_after")
-        if kind == "start" and not isinstance(after, int):
-            kinds.clear()  # A new run, which keeps the events of an earlier one in the file.
-        elif kind == "start" and isinstance(after, int):
-            for events in kinds.values():
-                events[:] = [(i, e._replace(undone=e.undone or e.step > after)) for i, e in events]
-        kept = kinds.setdefault(kind, [])
-        slots = line.get("slots")
-        data = {**_cut(line), "slots_count": len(slots) if isinstance(slots, list) else 0}
-        kept.append((place, Event(line["step"], kind, data)))
-        if len(kept) > MOST_EVENTS:
-            del kept[MOST_EVENTS // 2]
-    return tuple(event for _, event in sorted((one for kept in kinds.values() for one in kept), key=lambda one: one[0]))
-
-
-def _divergence(path: Path) -> tuple[Event, ...]:
+def _divergence(path: Path) -> tuple[RunEvent, ...]:
     """Return the divergence that the example job wrote, for a folder without events."""
     try:
-        report = _cut(whole_object(path))
+        report = cut(whole_object(path))
         step = report["findings"][0]["step"]
     except (OSError, LookupError, TypeError):
         return ()
-    return (Event(step, "diverged", {"report": report, "slots_count": 0}),) if type(step) is int else ()
+    return (RunEvent(step, "diverged", {"report": report}),) if type(step) is int else ()
 
 
-def _cut(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, str):
-        return value[:MOST_CHARACTERS]
-    if not isinstance(value, (dict, list)):
-        return value
-    if depth > DEEPEST:
-        return None
-    if isinstance(value, list):
-        return [_cut(one, depth + 1) for one in value[:MOST_ITEMS]]
-    return {str(key)[:MOST_CHARACTERS]: _cut(one, depth + 1) for key, one in list(value.items())[:MOST_ITEMS]}
-
-
-def _waits(lines: Lines) -> Waits | None:
+def _waits(lines: Lines) -> RankWaits | None:
     ranks: tuple[int, ...] = ()
     steps: list[int] = []
     rows: list[Floats] = []
@@ -224,7 +164,7 @@ def _waits(lines: Lines) -> Waits | None:
         return None
     with np.errstate(invalid="ignore"):
         means = sums[:2] / np.where(sums[2:] > 0, sums[2:], np.nan)
-    return Waits(ranks, np.array(steps, dtype=object), np.array(rows), means[0], means[1])
+    return RankWaits(ranks, np.array(steps, dtype=object), np.array(rows), means[0], means[1])
 
 
 def _of_ranks(values: Any, count: int) -> Floats:

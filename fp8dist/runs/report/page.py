@@ -12,8 +12,8 @@ from bokeh.embed import components
 from bokeh.models import CustomJS
 from bokeh.resources import Resources
 
-from fp8dist.runs.report.facts import shortened
-from fp8dist.runs.report.numbers import Run
+from fp8dist.common.text import shortened
+from fp8dist.runs.report.numbers import RunNumbers
 from fp8dist.runs.report.panels import Panel, Plot, panels_of
 from fp8dist.runs.report.parting import Parting
 
@@ -49,7 +49,7 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def page_of(run: Run, other: Run | None = None, parting: Parting | None = None) -> str:
+def page_of(run: RunNumbers, other: RunNumbers | None = None, parting: Parting | None = None) -> str:
     """Return the report as HTML.
 
     Args:
@@ -96,7 +96,7 @@ def _section(panel: Panel, divs: Mapping[str, str]) -> str:
     return f'<section id="{panel.anchor}" aria-labelledby="{panel.anchor}-h">{heading}\n{"".join(parts)}\n</section>'
 
 
-def _about(run: Run) -> str:
+def _about(run: RunNumbers) -> str:
     header = run.folder.header
     if not header:
         return "run.json is missing: formats, hosts, recipe and precision of this run are not known."

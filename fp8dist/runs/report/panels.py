@@ -10,19 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8dist.checks.checked import Checked
+from fp8dist.common.text import shortened
 from fp8dist.runs.report import facts, plots
 from fp8dist.runs.report.cards import checkpoint_table, divergence_cards, table
 from fp8dist.runs.report.experts import idle_experts, relative_loads
-from fp8dist.runs.report.facts import Point, shortened
+from fp8dist.runs.report.facts import Point
 from fp8dist.runs.report.heat import heat_of, picture
-from fp8dist.runs.report.numbers import Run
+from fp8dist.runs.report.numbers import RunNumbers
 from fp8dist.runs.report.parting import Parting
 from fp8dist.runs.report.precision import FORMULA, GEMMS, modules_of, use_of
 from fp8dist.runs.report.rows import QUANTITIES, Rows, rows_of
 
 __all__ = ["Panel", "Plot", "panels_of"]
 
-MOST_TOLD, MOST_MODULES, MOST_RANKS = 24, 512, 256
+MOST_ROWS, MOST_MODULES, MOST_RANKS = 24, 512, 256
 """Rows of the table of events; modules and columns of ranks that are drawn."""
 
 
@@ -43,7 +44,7 @@ class Panel(NamedTuple):
     arguments: Mapping[str, Any] = {}
 
 
-def panels_of(run: Run, other: Run | None, parting: Parting | None) -> list[Panel]:
+def panels_of(run: RunNumbers, other: RunNumbers | None, parting: Parting | None) -> list[Panel]:
     """Return all panels. The last one compares with ``other``."""
     found = [
         Panel("sound", "Is this run sound?", list(_sound(run))),
@@ -68,7 +69,7 @@ def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def _sound(run: Run) -> Iterator[str | Plot]:
+def _sound(run: RunNumbers) -> Iterator[str | Plot]:
     found = facts.verdict(run)
     yield f'<p class="verdict {found.state}" role="status">{escape(found.text)}</p>'
     yield "".join(f"<p>{escape(text)}</p>" for text in found.more)
@@ -77,7 +78,7 @@ def _sound(run: Run) -> Iterator[str | Plot]:
 # Which layer is losing numbers? -----------------------------------------------------------------------
 
 
-def _losing(run: Run) -> Panel:
+def _losing(run: RunNumbers) -> Panel:
     anchor, question = "losing", "Which layer is losing numbers?"
     rows = rows_of(run)
     if rows is None:
@@ -114,7 +115,7 @@ _HOW_TO_READ = (
 )
 
 
-def _about_rows(run: Run, rows: Rows) -> str:
+def _about_rows(run: RunNumbers, rows: Rows) -> str:
     text = f"{run.slots.observations:,} observations of {len(run.slots.names):,} slots. "
     if rows.width > 1:
         text += f"A column has {rows.width:,} steps, and shows the worst of them; below, that with the largest amax. "
@@ -162,7 +163,7 @@ def _pictures(rows: Rows) -> Iterator[str]:
 # What came first? -------------------------------------------------------------------------------------
 
 
-def _first(run: Run) -> Iterator[str | Plot]:
+def _first(run: RunNumbers) -> Iterator[str | Plot]:
     points, metrics = facts.story(run), run.metrics
     trouble = [point for point in points if point.kind in facts.TROUBLE and not point.undone]
     if trouble:
@@ -171,29 +172,29 @@ def _first(run: Run) -> Iterator[str | Plot]:
         yield f"<p><strong>{escape(replayed[0].upper() + replayed[1:])}.</strong></p>" if replayed else ""
     else:
         yield "<p>No trouble is recorded: all values are finite; no fallback, jump, spike or divergence.</p>"
-    share = None
+    share: dict[str, Any] = {}
     for field, title in (("loss", "loss"), ("grad_norm", "gradient norm")):
         if np.isnan(metrics.columns[field]).all():
             yield _empty(f"No {title} is recorded. Log it: recorder.log(step, {field}=…).")
             continue
         named = {title: (metrics.step, metrics.columns[field])}
-        if field == "loss" and not np.isnan(metrics.columns["validation_loss"]).all():
-            known = ~np.isnan(metrics.columns["validation_loss"])
+        known = ~np.isnan(metrics.columns["validation_loss"])
+        if field == "loss" and known.any():
             named["validation loss"] = (metrics.step[known], metrics.columns["validation_loss"][known])
-        made = plots.curves(named, 240, title, **({} if share is None else {"x_range": share}))
-        share = made.x_range
+        made = plots.curves(named, 240, title, **share)
+        share = {"x_range": made.x_range}
         yield Plot(field, f"{title} by step", made)
     if points:
         kinds = {plots.plain(kind): kind for kind in sorted({point.kind for point in points}, key=_lane)[:16]}
-        made = plots.lanes(points, list(kinds.values()), **({} if share is None else {"x_range": share}))
+        made = plots.lanes(points, list(kinds.values()), **share)
         yield Plot("events", "events by step, a lane for each kind", made)
         rows = [
             (f"{one.step:,}", one.kind, one.text + (" (undone by a resume)" if one.undone else "")) for one in points
         ]
         interesting = [row for row, one in zip(rows, points) if one.kind not in ("checked", "saved")]
-        yield table(("step", "kind", "what"), interesting[:MOST_TOLD], numbers=(0,))
-        if len(interesting) > MOST_TOLD:
-            yield _note(f"and {len(interesting) - MOST_TOLD:,} more.")
+        yield table(("step", "kind", "what"), interesting[:MOST_ROWS], numbers=(0,))
+        if len(interesting) > MOST_ROWS:
+            yield _note(f"and {len(interesting) - MOST_ROWS:,} more.")
     if not run.events:
         yield _empty("events.jsonl is missing or empty. fp8dist.Recorder writes it, with a LossGuard also spikes.")
 
@@ -206,7 +207,7 @@ def _lane(kind: str) -> tuple[int, str]:
 # Is one rank odd? -------------------------------------------------------------------------------------
 
 
-def _odd(run: Run) -> Iterator[str | Plot]:
+def _odd(run: RunNumbers) -> Iterator[str | Plot]:
     held = facts.odd_rank(run)
     if held is None:
         yield _empty("Who held the maxima is not recorded: watch with ranks=True (the example job: --watch-ranks).")
@@ -235,7 +236,7 @@ def _odd(run: Run) -> Iterator[str | Plot]:
         waits.rows.T, rows, [str(step) for step in waits.steps], plots.mapper_of(0, top), "ms in the sync", "step"
     )
     yield Plot("waits", "milliseconds that each rank waited in the sync, ranks by steps", made)
-    order = np.argsort(np.nan_to_num(waits.sync_wait_ms, nan=np.inf))[:MOST_TOLD]
+    order = np.argsort(np.nan_to_num(waits.sync_wait_ms, nan=np.inf))[:MOST_ROWS]
     lines = [(str(waits.ranks[i]), f"{waits.sync_wait_ms[i]:.3f}", f"{waits.step_ms[i]:.1f}") for i in order]
     yield table(("rank", "waits, ms per step", "step, ms"), lines, numbers=(0, 1, 2))
 
@@ -243,7 +244,7 @@ def _odd(run: Run) -> Iterator[str | Plot]:
 # What can I go back to? -------------------------------------------------------------------------------
 
 
-def _back(run: Run) -> Iterator[str | Plot]:
+def _back(run: RunNumbers) -> Iterator[str | Plot]:
     at = facts.goals(run)
     shown = [
         one for one in run.events if one.kind in _STATES and (one.kind != "checked" or Checked.read(one.data).covers)
@@ -271,7 +272,7 @@ def _digest(data: Mapping[str, Any]) -> str:
 # Am I getting my FP8? ---------------------------------------------------------------------------------
 
 
-def _fp8(run: Run) -> Iterator[str | Plot]:
+def _fp8(run: RunNumbers) -> Iterator[str | Plot]:
     modules, use = modules_of(run.folder.header), use_of(run)
     share = "not known" if use.share is None else f"{use.share:.1%}"
     mfu = f"N/A: {use.why}" if use.mfu is None else f"{use.mfu:.1%}"
@@ -292,22 +293,22 @@ def _fp8(run: Run) -> Iterator[str | Plot]:
     if high:
         lines = [
             (one.name, ", ".join(gemm for gemm, kind in zip(GEMMS, one.gemms) if kind == "high"), one.reason)
-            for one in high[:MOST_TOLD]
+            for one in high[:MOST_ROWS]
         ]
         yield "<h3>In high precision</h3>"
         yield table(("module", "GEMMs", "reason"), lines)
-        yield _note(f"and {len(high) - MOST_TOLD:,} more.") if len(high) > MOST_TOLD else ""
+        yield _note(f"and {len(high) - MOST_ROWS:,} more.") if len(high) > MOST_ROWS else ""
 
 
 # Do all experts get tokens? ---------------------------------------------------------------------------
 
 
-def _experts(run: Run) -> Iterator[str | Plot]:
+def _experts(run: RunNumbers) -> Iterator[str | Plot]:
     mixtures, idle = run.mixtures, idle_experts(run.mixtures)
     count = sum(len(one.shares) for one in mixtures)
     if idle:
-        told = escape(shortened(str(idle[0]), 300))
-        yield f"<p>{len(idle):,} of {count:,} experts had no token when last observed: <strong>{told}</strong>.</p>"
+        longest = escape(shortened(str(idle[0]), 300))
+        yield f"<p>{len(idle):,} of {count:,} experts had no token when last observed: <strong>{longest}</strong>.</p>"
         rows = [
             (
                 one.module,
@@ -316,11 +317,11 @@ def _experts(run: Run) -> Iterator[str | Plot]:
                 "" if one.age is None else f"{one.age:,}",
                 f"{one.share:.3%}",
             )
-            for one in idle[:MOST_TOLD]
+            for one in idle[:MOST_ROWS]
         ]
         heads = ("mixture", "expert", "steps without a token", "age of its scale, steps", "share of tokens in the run")
         yield table(heads, rows, numbers=(1, 2, 3, 4))
-        yield _note(f"and {len(idle) - MOST_TOLD:,} more.") if len(idle) > MOST_TOLD else ""
+        yield _note(f"and {len(idle) - MOST_ROWS:,} more.") if len(idle) > MOST_ROWS else ""
         yield _note("Steps and ages are lower bounds: what happened between two observations is not known.")
     else:
         yield f"<p>All {count:,} experts had tokens when last observed.</p>"
@@ -334,7 +335,7 @@ def _experts(run: Run) -> Iterator[str | Plot]:
 # Where did these two runs part? -----------------------------------------------------------------------
 
 
-def _parted(run: Run, other: Run, found: Parting) -> Iterator[str | Plot]:
+def _parted(run: RunNumbers, other: RunNumbers, found: Parting) -> Iterator[str | Plot]:
     names = ["first run: " + shortened(run.name, 30), "second run: " + shortened(other.name, 30)]
     if not found.compared:
         yield _empty("The runs have no observed step in common: watch both with the same every=.")

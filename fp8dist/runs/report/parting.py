@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from fp8dist.runs.report.columns import Columns, scale_columns
 from fp8dist.runs.report.folder import Lines
-from fp8dist.runs.report.numbers import Metrics, Run
+from fp8dist.runs.report.numbers import Metrics, RunNumbers
+from fp8dist.runs.run_format import SCALES
 
-__all__ = ["Difference", "Digests", "Parting", "part"]
+__all__ = ["Digests", "Parting", "SlotDifference", "part"]
 
 Words = npt.NDArray[np.uint64]
 
@@ -21,7 +22,7 @@ STATE = ("amax", "scale")
 """The fields that are compared."""
 
 
-class Difference(NamedTuple):
+class SlotDifference(NamedTuple):
     """A number of a slot that differs. ``bits``: of both, as float64."""
 
     slot: str
@@ -40,7 +41,7 @@ class Parting(NamedTuple):
     step: int | None
     before: int | None
     slots: int
-    first: Difference | None
+    first: SlotDifference | None
     losses_compared: int
     loss_step: int | None
     losses: tuple[float, float] | None
@@ -84,7 +85,7 @@ def _mix(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def part(runs: tuple[Run, Run], digests: tuple[Digests, Digests]) -> Parting:
+def part(runs: tuple[RunNumbers, RunNumbers], digests: tuple[Digests, Digests]) -> Parting:
     """Return where the runs part. Reads scales.jsonl of both again, up to the step in which they do."""
     first, second = (each.by_step for each in digests)
     common = sorted(first.keys() & second.keys())
@@ -101,15 +102,15 @@ def part(runs: tuple[Run, Run], digests: tuple[Digests, Digests]) -> Parting:
     )
 
 
-def _differences(runs: tuple[Run, Run], step: int) -> list[Difference]:
-    first, second = (_observation(run.folder.scales().path, step) for run in runs)
+def _differences(runs: tuple[RunNumbers, RunNumbers], step: int) -> list[SlotDifference]:
+    first, second = (_observation(run.folder.path / SCALES, step) for run in runs)
     absent = (float("nan"),) * len(STATE)
     found = []
     for slot in dict.fromkeys((*first, *second)):
         pairs = zip(STATE, first.get(slot, absent), second.get(slot, absent))
         missing = (slot in first) != (slot in second)
         found += [
-            Difference(slot, field, (one, other))
+            SlotDifference(slot, field, (one, other))
             for field, one, other in pairs
             if missing or _bits(np.array([one]))[0] != _bits(np.array([other]))[0]
         ]

@@ -22,7 +22,8 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from fp8dist.runs.report.facts import Point, shortened
+from fp8dist.common.text import shortened
+from fp8dist.runs.report.facts import Point
 from fp8dist.runs.report.raster import PALETTE
 
 __all__ = ["COLOURS", "curves", "figure_of", "image", "lanes", "mapper_of", "matrix", "plain", "two_colours"]

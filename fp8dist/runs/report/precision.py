@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8dist.common.numbers import from_json
-from fp8dist.runs.report.numbers import Run
+from fp8dist.runs.report.numbers import RunNumbers
 
 __all__ = ["FORMULA", "GEMMS", "Module", "Use", "modules_of", "use_of"]
 
@@ -59,17 +59,14 @@ def modules_of(header: Mapping[str, Any]) -> list[Module]:
     return found
 
 
-def use_of(run: Run) -> Use:
+def use_of(run: RunNumbers) -> Use:
     """Return the share of FLOPs in FP8 and the MFU."""
-    flops = dict.fromkeys(("fp8", "high", ""), 0.0)
-    visited = _visited(run)
-    for module in modules_of(run.folder.header):
-        if module.experts and module.name not in visited:
-            known = "watch the run" if "fp8" in module.gemms else "they are in high precision, which counts no tokens"
-            return Use(None, None, f"how many experts of {module.name} a token visits is not known: {known}")
-        part = min(visited[module.name] / module.experts, 1) if module.experts else 1
-        for gemm in module.gemms:
-            flops[gemm] += module.flops * part
+    modules, visited = modules_of(run.folder.header), _visited(run)
+    unknown = next((one for one in modules if one.experts and one.name not in visited), None)
+    if unknown is not None:
+        known = "watch the run" if "fp8" in unknown.gemms else "they are in high precision, which counts no tokens"
+        return Use(None, None, f"how many experts of {unknown.name} a token visits is not known: {known}")
+    flops = _flops(modules, visited)
     total = sum(flops.values())
     if not 0 < total < math.inf or flops[""]:
         return Use(None, None, "run.json does not list the FLOPs and the precision of each module")
@@ -90,7 +87,17 @@ def use_of(run: Run) -> Use:
     return Use(share, rate * seconds / ranks, "")
 
 
-def _visited(run: Run) -> dict[str, float]:
+def _flops(modules: Sequence[Module], visited: Mapping[str, float]) -> dict[str, float]:
+    """Return the FLOPs per token by precision: "fp8", "high", "" if it is unknown."""
+    flops = dict.fromkeys(("fp8", "high", ""), 0.0)
+    for module in modules:
+        part = min(visited[module.name] / module.experts, 1) if module.experts else 1
+        for gemm in module.gemms:
+            flops[gemm] += module.flops * part
+    return flops
+
+
+def _visited(run: RunNumbers) -> dict[str, float]:
     """Return how many experts of each mixture a token visits."""
     tokens = run.metrics.columns["tokens"]
     known = tokens[np.isfinite(tokens) & (tokens > 0)]
@@ -104,7 +111,7 @@ def _visited(run: Run) -> dict[str, float]:
     return {one.module: one.tokens / (of_step * part(one.ranks)) for one in run.mixtures if len(known)}
 
 
-def _tokens_per_second(run: Run) -> float | None:
+def _tokens_per_second(run: RunNumbers) -> float | None:
     """Return the median over the steps, which leaves out the first steps and those that save."""
     columns = run.metrics.columns
     with np.errstate(invalid="ignore", divide="ignore"):

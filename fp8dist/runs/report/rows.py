@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fp8dist.runs.report.binned import Singles, paired
-from fp8dist.runs.report.numbers import Run
-from fp8dist_kernels.formats import FORMATS, Role
+from fp8dist.runs.report.numbers import RunNumbers
+from fp8dist_kernels.formats import Format, Role
 
-__all__ = ["QUANTITIES", "Quantity", "Row", "Rows", "rows_of"]
+__all__ = ["QUANTITIES", "Quantity", "Rows", "SlotRow", "rows_of"]
 
 MOST_ROWS, MOST_CELLS = 1 << 10, 1 << 17
 """Rows and cells of a page. Each cell takes 40 bytes of it."""
@@ -36,7 +37,7 @@ QUANTITIES = (
 )
 
 
-class Row(NamedTuple):
+class SlotRow(NamedTuple):
     """A slot. ``largest``, ``normal``, ``subnormal``: largest and smallest values of its format; NaN: unknown."""
 
     name: str
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
     from ``start``. ``left_out``: slots that lose less than those that are here.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[SlotRow, ...]
     arrays: dict[str, Singles]
     start: int
     width: int
@@ -68,10 +69,10 @@ class Rows(NamedTuple):
         return list(dict.fromkeys(row.role for row in self.rows))
 
 
-def rows_of(run: Run) -> Rows | None:
+def rows_of(run: RunNumbers) -> Rows | None:
     """Return the rows; None if no slot was recorded."""
     slots = run.slots
-    known = _formats(run.folder.header)
+    known = run.folder.formats()
     every = [_row(name, known) for name in slots.names]
     arrays = slots.arrays
     if not every or not slots.width:
@@ -107,26 +108,17 @@ def _worst(arrays: dict[str, Singles]) -> list[int]:
     return [int(place) for place in np.argsort(-(loss + 2.0 * bad), kind="stable")[:MOST_ROWS]]
 
 
-def _formats(header: Any) -> dict[str, tuple[str, float]]:
-    listed = header.get("slots")
-    found = {}
-    for one in listed if isinstance(listed, list) else ():
-        if isinstance(one, dict) and isinstance(one.get("slot"), str) and one.get("format") in [*FORMATS]:
-            found[one["slot"]] = (one["format"], FORMATS[one["format"]].max)
-    return found
-
-
-def _row(name: str, known: dict[str, tuple[str, float]]) -> Row:
+def _row(name: str, known: Mapping[str, Format]) -> SlotRow:
     role = name.rpartition(":")[2]
     role = role if role in [str(one) for one in Role] else "other"
     if name not in known:
-        return Row(name, role, "", np.nan, np.nan, np.nan)
-    kind, largest = known[name]
-    info = torch.finfo(FORMATS[kind].dtype)
-    return Row(name, role, kind, largest, info.smallest_normal, info.smallest_normal * info.eps)
+        return SlotRow(name, role, "", np.nan, np.nan, np.nan)
+    format = known[name]
+    info = torch.finfo(format.dtype)
+    return SlotRow(name, role, format.name, format.max, info.smallest_normal, info.smallest_normal * info.eps)
 
 
-def _key(row: Row) -> tuple[Any, ...]:
+def _key(row: SlotRow) -> tuple[Any, ...]:
     """Sort by role, then so that layer 2 comes before layer 10."""
     roles = [*(str(role) for role in Role), "other"]
     parts = re.split(r"(\d{1,18})", row.name[:1000], maxsplit=50)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fp8dist.runs.report.live import LiveRun, RankWait, SlotState, middle_cut
+from fp8dist.common.text import shortened
+from fp8dist.runs.report.live import MAX_TEXT, LiveRun, NewestOfSlot, RankWait, clean
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -50,9 +51,9 @@ def one_line(run: LiveRun, since: int = 0) -> str:
     parts.append(run.idle_experts)
     worst = run.nearest(1)
     if worst:
-        parts.append(f"worst slot {middle_cut(worst[0].name, 60)}: {worst[0].what}{_at(worst[0])}")
-    new = list(run.events)[-(run.heard - since) :] if run.heard > since else []
-    parts += [f"{event.kind} in step {_count(event.step)}{': ' * bool(event.text)}{event.text}" for event in new[-3:]]
+        parts.append(f"worst slot {shortened(worst[0].name, 60)}: {worst[0].what}{_at(worst[0])}")
+    new = list(run.events)[-(run.event_count - since) :] if run.event_count > since else []
+    parts += [f"{clean(event.kind)} in step {_count(event.step)}: {clean(event.text, MAX_TEXT)}" for event in new[-3:]]
     return "  ".join(part for part in (*parts, stuck(run)) if part)
 
 
@@ -76,7 +77,7 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
             (f"loss {_number(run.loss)}", "bold"), "  ", (sparkline(run.losses, max(10, width - 14)), "cyan")
         ),
         Text.assemble((sound, style), "   ", (run.idle_experts, "yellow")),
-        _rule(f"nearest to trouble{' in ' * bool(inside)}{middle_cut(inside, max(8, width - 30))}", width),
+        _rule(f"nearest to trouble{' in ' * bool(inside)}{shortened(inside, max(8, width - 30))}", width),
         *_slot_lines(slots, len(inside) + bool(inside), width),
     ]
     if len(lines) == 5:
@@ -112,7 +113,7 @@ def _common_module(modules: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def _slot_lines(slots: Sequence[SlotState], skip: int, width: int) -> list[Text]:
+def _slot_lines(slots: Sequence[NewestOfSlot], skip: int, width: int) -> list[Text]:
     """Return a line per slot: name, role, trouble, and where if there is room. Long names lose their middle.
 
     ``skip``: characters at the start of all names that are left out.
@@ -123,14 +124,14 @@ def _slot_lines(slots: Sequence[SlotState], skip: int, width: int) -> list[Text]
     cells = []
     for slot in slots:
         module, _, role = slot.name.rpartition(":")
-        cells.append((module[skip:], middle_cut(role, 12), middle_cut(slot.what, 20), _at(slot).removeprefix(", ")))
+        cells.append((module[skip:], shortened(role, 12), shortened(slot.what, 20), _at(slot).removeprefix(", ")))
     widths = [max((len(cell[i]) for cell in cells), default=0) for i in range(4)]
     place = widths[3] if width - sum(widths[1:]) - 6 >= 20 else 0
     room = max(8, min(widths[0], width - widths[1] - widths[2] - place - 6))
     styles = ("bold red", "red", "yellow", "default")
     return [
         Text.assemble(
-            set_cell_size(middle_cut(module, room), room) + "  ",
+            set_cell_size(shortened(module, room), room) + "  ",
             (f"{role:<{widths[1]}}  ", "dim"),
             (f"{what:<{widths[2]}}  ", styles[slot.trouble.rank_of_kind]),
             (where if place else "", "dim"),
@@ -144,8 +145,8 @@ def _event_line(run: LiveRun, place: int) -> Text:
 
     event = run.events[place]
     bad = event.kind in ("diverged", "nonfinite", "nonfinite_loss")
-    kind = (event.kind, "bold red" if bad else "bold")
-    return Text.assemble(f"step {_count(event.step)}  ", kind, f"  {event.text}")
+    kind = (clean(event.kind), "bold red" if bad else "bold")
+    return Text.assemble(f"step {_count(event.step)}  ", kind, f"  {clean(event.text, MAX_TEXT)}")
 
 
 def _waits(waits: Sequence[RankWait]) -> Iterator[str]:
@@ -172,7 +173,7 @@ def _in_columns(texts: Sequence[str], width: int) -> list[str]:
     return ["".join(f"{text:<{wide}}" for text in texts[i : i + each]).rstrip() for i in range(0, len(texts), each)]
 
 
-def _at(slot: SlotState) -> str:
+def _at(slot: NewestOfSlot) -> str:
     rank, microbatch = slot.place
     return "".join(
         f", {name} {_count(number)}"
@@ -186,4 +187,4 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _count(number: int | None) -> str:
-    return "-" if number is None else middle_cut(str(number), 20)
+    return "-" if number is None else shortened(str(number), 20)

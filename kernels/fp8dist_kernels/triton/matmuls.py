@@ -15,13 +15,16 @@ from fp8dist_kernels.triton.products import block_scaled_kernel, scaled_kernel, 
 from fp8dist_kernels.triton.tables import Tile
 from fp8dist_kernels.triton.tiles import Problem, tile_for
 
-__all__ = ["matmul", "matmul_with", "require_pair"]
+__all__ = ["matmul", "matmul_with", "multiply", "multiply_into", "require_pair"]
 
 _PAIRS = (
     (torch.float8_e4m3fn, torch.float8_e4m3fn),
     (torch.float8_e5m2, torch.float8_e4m3fn),
     (torch.float8_e4m3fn, torch.float8_e5m2),
 )
+
+_TOTALS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of memory to which the kernels add."""
 
 _STAGING_BYTES = 1 << 15
 """Shared memory through which the result is written piece by piece. More would cost a stage of operands."""
@@ -68,10 +71,38 @@ def multiply(
     require_pair(a, b)
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
-    dtypes = a.dtype, b.dtype, out_dtype
+    dtypes, added = (a.dtype, b.dtype, out_dtype), "nothing" if bias is None else "bias"
     sideways = not b.is_contiguous()
-    plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, bias is not None, sideways, a.device)
-    return _run(plan, a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
+    plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, added, out_dtype, sideways, a.device)
+    out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    return _run(plan, a, b, inv_scale_a, inv_scale_b, out, bias)
+
+
+def multiply_into(
+    scaling: Scaling,
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    fast_accumulation: bool,
+    total: Tensor,
+) -> None:
+    """Add to ``total`` [m, n] what ``multiply`` returns in float32. The sum is rounded to the total's dtype once.
+
+    The bits are those of ``total.add_(multiply(…))``, because the tile is the same. That is what runs where TMA cannot
+    write to ``total``, and with scales of 128 x 128: no gradient of weights has such, and a wide tile has no registers
+    left for the addition.
+    """
+    if a.numel() == 0 or b.numel() == 0:
+        return
+    writable = total.is_contiguous() and aligned(total) is total and total.dtype in _TOTALS
+    if scaling is Scaling.BLOCKWISE or not writable:
+        total.add_(multiply(scaling, a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation, None))
+        return
+    require_pair(a, b)
+    dtypes, sideways = (a.dtype, b.dtype, torch.float32), not b.is_contiguous()
+    plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, "total", total.dtype, sideways, a.device)
+    _run(plan, a, b, inv_scale_a, inv_scale_b, total, None)
 
 
 def require_pair(a: Tensor, b: Tensor) -> None:
@@ -89,15 +120,19 @@ def matmul_with(
     out_dtype: torch.dtype,
     fast_accumulation: bool,
     bias: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
-    """Run ``matmul`` with the given tile. The operands must be valid for ``matmul``, and not empty."""
+    """Run ``matmul`` with the given tile, or ``multiply_into`` if there is a ``total``, which is returned then. The
+    operands must be valid for ``matmul``, and not empty."""
     scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
+    added = "total" if total is not None else "nothing" if bias is None else "bias"
+    out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device) if total is None else total
     sideways = not b.is_contiguous()
-    plan = _plan(tile, a.shape, b.shape, scaling, fast_accumulation, out_dtype, bias is not None, sideways, a.device)
-    return _run(plan, a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
+    plan = _plan(tile, a.shape, b.shape, scaling, fast_accumulation, added, out.dtype, sideways, a.device)
+    return _run(plan, a, b, inv_scale_a, inv_scale_b, out, bias)
 
 
-class _Plan(NamedTuple):
+class _ProductPlan(NamedTuple):
     """What a product needs beside addresses. All fields are on the host."""
 
     kernel: Any
@@ -116,12 +151,14 @@ def _plan_for(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     scaling: Scaling,
     fast_accumulation: bool,
-    biased: bool,
+    added: str,
+    out_dtype: torch.dtype,
     sideways: bool,
     device: torch.device,
-) -> _Plan:
+) -> _ProductPlan:
+    """Return the plan of a product with ``dtypes``, whose result goes to memory of ``out_dtype``."""
     tile = tile_for(Problem(shape_a[0], shape_b[0], shape_a[1], scaling, fast_accumulation, *dtypes), device)
-    return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, dtypes[2], biased, sideways, device)
+    return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, added, out_dtype, sideways, device)
 
 
 def _plan(
@@ -130,14 +167,15 @@ def _plan(
     shape_b: torch.Size,
     scaling: Scaling,
     fast_accumulation: bool,
+    added: str,
     out_dtype: torch.dtype,
-    biased: bool,
     sideways: bool,
     device: torch.device,
-) -> _Plan:
+) -> _ProductPlan:
     parts = _parts(tile, scaling, fast_accumulation)
     columns = tile.columns // parts
-    row_bytes = _PART_ROW_BYTES if parts > 1 else _STAGING_BYTES // tile.rows
+    pieces = 2 if added == "total" else 1  # One is read while another is written.
+    row_bytes = _PART_ROW_BYTES if parts > 1 else _STAGING_BYTES // pieces // tile.rows
     piece = min(columns, row_bytes // out_dtype.itemsize)
     constants = {
         "m": shape_a[0],
@@ -148,7 +186,7 @@ def _plan(
         "TILE_K": tile.depth,
         "PIECE": piece,
         "GROUP": tile.group,
-        "BIASED": biased,
+        "ADDED": added,
         "SIDEWAYS": sideways,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -156,6 +194,8 @@ def _plan(
     kernel = scaled_kernel
     if not scaling.in_blocks:
         constants |= {"ROWWISE": scaling is Scaling.ROWWISE, "FAST": fast_accumulation, "HALVED": parts == 2}
+        if added == "total":  # Scaling and addition in one instruction would round once: bits would differ.
+            constants["enable_fp_fusion"] = False
     elif parts == 1:
         kernel = block_scaled_kernel
         constants |= {"LINES": scaling is Scaling.BLOCKWISE_1D}
@@ -164,21 +204,20 @@ def _plan(
     tiles = ceil_div(shape_a[0], tile.rows) * ceil_div(shape_b[0], tile.columns)
     block_b = [tile.depth, columns] if sideways else [columns, tile.depth]
     blocks = [tile.rows, tile.depth], block_b, [tile.rows, piece]
-    return _Plan(kernel, scaling, (min(tiles, processors(device)),), *blocks, constants)
+    return _ProductPlan(kernel, scaling, (min(tiles, processors(device)),), *blocks, constants)
 
 
 def _run(
-    plan: _Plan,
+    plan: _ProductPlan,
     a: Tensor,
     b: Tensor,
     inv_scale_a: Tensor,
     inv_scale_b: Tensor,
-    out_dtype: torch.dtype,
+    out: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     b = b.t() if plan.constants["SIDEWAYS"] else b
-    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     scales: dict[str, Any] = {}
     if plan.scaling.in_blocks:
         if plan.scaling is Scaling.BLOCKWISE_1D:

@@ -56,7 +56,7 @@ def _write_piece(
     n,
     PIECE: tl.constexpr,
     SCALES: tl.constexpr,  # "lines", "one" or "none"
-    BIASED: tl.constexpr,
+    ADDED: tl.constexpr,  # "nothing", "bias", or "total": what ``out`` holds
 ):
     place = column + tl.arange(0, PIECE)
     # One scale after the other: their product may leave the range of float32 where neither does. Load the second scale
@@ -65,8 +65,10 @@ def _write_piece(
         product = product * row_scale[:, None] * tl.load(column_scale + place, mask=place < n, other=0.0)[None, :]
     elif SCALES == "one":
         product = product * row_scale * tl.load(column_scale)
-    if BIASED:
+    if ADDED == "bias":
         product = product + tl.load(bias + place, mask=place < n, other=0.0).to(tl.float32)[None, :]
+    elif ADDED == "total":
+        product = product + out.load([row, column]).to(tl.float32)
     out.store([row, column], product.to(out.dtype))
 
 
@@ -79,26 +81,16 @@ def _halves(product, COLUMNS: tl.constexpr):
 @triton.jit
 def _write(
     out, product, row_scale, column_scale, bias, row, column, n,
-    COLUMNS: tl.constexpr, PIECE: tl.constexpr, SCALES: tl.constexpr, BIASED: tl.constexpr,
+    COLUMNS: tl.constexpr, PIECE: tl.constexpr, SCALES: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """Write [rows, COLUMNS] in pieces of PIECE columns, which take turns in a small buffer of shared memory."""
     if COLUMNS == PIECE:
-        _write_piece(out, product, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, BIASED)
+        _write_piece(out, product, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, ADDED)
     else:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = _halves(product, COLUMNS)
-        if HALF == PIECE:
-            _write_piece(out, left, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, BIASED)
-            _write_piece(out, right, row_scale, column_scale, bias, row, column + HALF, n, PIECE, SCALES, BIASED)
-        else:
-            tl.static_assert(HALF == 2 * PIECE)
-            first, second = _halves(left, HALF)
-            _write_piece(out, first, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, BIASED)
-            _write_piece(out, second, row_scale, column_scale, bias, row, column + PIECE, n, PIECE, SCALES, BIASED)
-            third, fourth = _halves(right, HALF)
-            column += HALF
-            _write_piece(out, third, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, BIASED)
-            _write_piece(out, fourth, row_scale, column_scale, bias, row, column + PIECE, n, PIECE, SCALES, BIASED)
+        _write(out, left, row_scale, column_scale, bias, row, column, n, HALF, PIECE, SCALES, ADDED)
+        _write(out, right, row_scale, column_scale, bias, row, column + HALF, n, HALF, PIECE, SCALES, ADDED)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -108,7 +100,7 @@ def scaled_kernel(
     out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
     inv_scale_a,  # float32[1], or ROWWISE float32[m]
     inv_scale_b,  # float32[1], or ROWWISE float32[n]
-    bias,  # [n]; unused if not BIASED
+    bias,  # [n]; unused unless ADDED is "bias"
     m,
     n,
     k,
@@ -119,7 +111,7 @@ def scaled_kernel(
     GROUP: tl.constexpr,
     SIDEWAYS: tl.constexpr,
     ROWWISE: tl.constexpr,
-    BIASED: tl.constexpr,
+    ADDED: tl.constexpr,
     FAST: tl.constexpr,
     HALVED: tl.constexpr,
 ):
@@ -154,10 +146,10 @@ def scaled_kernel(
             product = product * scale_a * scale_b
             right = right * scale_a * scale_b
         if HALVED:
-            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, HALF, PIECE, SCALES, BIASED)
-            _write(out, right, row_scale, inv_scale_b, bias, row, column + HALF, n, HALF, PIECE, SCALES, BIASED)
+            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, HALF, PIECE, SCALES, ADDED)
+            _write(out, right, row_scale, inv_scale_b, bias, row, column + HALF, n, HALF, PIECE, SCALES, ADDED)
         else:
-            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, TILE_N, PIECE, SCALES, BIASED)
+            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, TILE_N, PIECE, SCALES, ADDED)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -167,7 +159,7 @@ def block_scaled_kernel(
     out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
     inv_scale_a,  # float32[m, blocks], any strides; loads are wide if rows are adjacent
     inv_scale_b,  # float32[ceil(n / TILE_K), blocks], any strides; LINES float32[n, blocks], columns contiguous
-    bias,  # [n]; unused if not BIASED
+    bias,  # [n]; unused unless ADDED is "bias"
     m,
     n,
     k,
@@ -181,7 +173,7 @@ def block_scaled_kernel(
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
     SIDEWAYS: tl.constexpr,
-    BIASED: tl.constexpr,
+    ADDED: tl.constexpr,
     LINES: tl.constexpr,
 ):
     """Product with 1 x 128 by 128 x 128 scales, or LINES 1 x 128 by 1 x 128. Scales each step, then adds it in float32.
@@ -211,7 +203,7 @@ def block_scaled_kernel(
                 product += tl.dot(x, y) * (scale_a * scale_b)[:, None]
             scales_a += a_block_stride
             scales_b += b_block_stride
-        _write(out, product, 0.0, inv_scale_b, bias, row, column, n, TILE_N, PIECE, "none", BIASED)
+        _write(out, product, 0.0, inv_scale_b, bias, row, column, n, TILE_N, PIECE, "none", ADDED)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -235,7 +227,7 @@ def wide_block_scaled_kernel(
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
     SIDEWAYS: tl.constexpr,
-    BIASED: tl.constexpr,
+    ADDED: tl.constexpr,
 ):
     """The same for tiles with two scales of ``b`` per step, in quarters."""
     tl.static_assert(TILE_N == 2 * TILE_K)
@@ -268,10 +260,10 @@ def wide_block_scaled_kernel(
             fourth_quarter += tl.dot(x, y3) * right
             scales_a += a_block_stride
             scales_b += b_block_stride
-        _write(out, first_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", BIASED)
+        _write(out, first_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", ADDED)
         column += PART
-        _write(out, second_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", BIASED)
+        _write(out, second_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", ADDED)
         column += PART
-        _write(out, third_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", BIASED)
+        _write(out, third_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", ADDED)
         column += PART
-        _write(out, fourth_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", BIASED)
+        _write(out, fourth_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", ADDED)

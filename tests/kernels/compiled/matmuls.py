@@ -24,7 +24,7 @@ def launch(compiler: Compiler) -> None:
     for scaling, fast in product(Scaling, (True, False)):
         if scaling.in_blocks and fast:
             continue  # the same kernel
-        tiles = _tiles(scaling, fast, capability)
+        tiles = tiles_of(scaling, fast, capability)
         for tile in tiles:
             _compile(compiler, tile, scaling, fast, torch.bfloat16, True)
             if compiler.capability == BLACKWELL and scaling in (Scaling.TENSORWISE, Scaling.BLOCKWISE):
@@ -32,18 +32,19 @@ def launch(compiler: Compiler) -> None:
         if compiler.capability == HOPPER:  # float32 output with the largest tile needs the most registers.
             _compile(compiler, tiles[0], scaling, fast, torch.float32, False)
     if compiler.capability == HOPPER:
-        best = _tiles(Scaling.TENSORWISE, True, capability)[0]
+        best = tiles_of(Scaling.TENSORWISE, True, capability)[0]
         _compile(compiler, best, Scaling.TENSORWISE, True, torch.float16, False)
         for scaling in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D):
-            best = _tiles(scaling, False, capability)[0]
+            best = tiles_of(scaling, False, capability)[0]
             _compile(compiler, best, scaling, False, torch.bfloat16, False, m=M - 1)
         kinds = ((Scaling.TENSORWISE, True), (Scaling.ROWWISE, False), (Scaling.BLOCKWISE_1D, False))
         for (a_dtype, b_dtype), (scaling, fast) in product(((E5M2, E4M3), (E4M3, E5M2)), kinds):
-            best = _tiles(scaling, fast, capability)[0]
+            best = tiles_of(scaling, fast, capability)[0]
             _compile(compiler, best, scaling, fast, torch.bfloat16, False, a_dtype, b_dtype)
 
 
-def _tiles(scaling: Scaling, fast: bool, capability: tuple[int, int]) -> tuple[Tile, ...]:
+def tiles_of(scaling: Scaling, fast: bool, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """Return the candidate tiles on a GPU of this compute capability."""
     return candidates(Problem(M, N, K, scaling, fast, E4M3, E4M3, torch.bfloat16), capability)
 
 
@@ -67,10 +68,11 @@ def _compile(
     size = f"{tile.rows}x{tile.columns}x{tile.depth}"
     ragged = " sideways" if sideways else "" if m == M else " ragged"
     with compiler.naming(f"{speed}{scaling.value} {size} {_short(out_dtype)}{' bias' if biased else ''}{pair}{ragged}"):
-        matmul_with(tile, a, b, *_scales(scaling, m), out_dtype, fast, bias)
+        matmul_with(tile, a, b, *scales_of(scaling, m), out_dtype, fast, bias)
 
 
-def _scales(scaling: Scaling, m: int) -> tuple[Tensor, Tensor]:
+def scales_of(scaling: Scaling, m: int) -> tuple[Tensor, Tensor]:
+    """Return inverse scales of [m, K] and [N, K]."""
     if scaling is Scaling.TENSORWISE:
         return torch.empty(()), torch.empty(())
     if scaling is Scaling.ROWWISE:

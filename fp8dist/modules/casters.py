@@ -1,0 +1,374 @@
+"""Casters: one for each recipe. A caster makes FP8 tensors, with inverse scales as its recipe has them.
+
+Two modules use it alike: a Linear, whose tensors have one slot each, and a grouped product, whose tensors have a slot
+for each expert.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8dist.modules.job_state import JobState
+from fp8dist.modules.outgrown import Outgrown, amax_of, shrunk, unfit_for
+from fp8dist.state.arena import SlotViews
+from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.precision import Precision
+from fp8dist.state.recipe import GEMMS, Gemm, Recipe
+from fp8dist_kernels import direct, ops
+from fp8dist_kernels.formats import Role
+from fp8dist_kernels.graphs import capturing
+from fp8dist_kernels.reference.blocks import BLOCK
+from fp8dist_kernels.reference.grouped_shares import expert_of_rows, measure_grouped
+from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
+
+__all__ = ["SITES", "Cast", "Caster", "ExpertMask", "Request", "caster_for", "count_tokens", "record_experts"]
+
+SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
+"""The casts and products of a module, in the order of their sites."""
+
+ExpertMask = bool | Tensor
+"""True: all experts. False: none. A bool[E] on the device: these."""
+
+
+class Cast(NamedTuple):
+    """A tensor in FP8: row-major, transposed, and the inverse scales of each. A copy that was not requested is empty.
+
+    The inverse scales have the shapes that ``ops.matmul`` takes: one element, one per row, or one per block.
+
+    ``amaxes``: of experts' weights, float32[E], if the cast has found them. ``shares``: of experts' weights, the shares
+    of saturated and of flushed elements, float32[E] each, if they were measured. All other amaxes and shares are
+    recorded by the cast itself.
+    """
+
+    rows: Tensor
+    rows_inv_scale: Tensor
+    columns: Tensor
+    columns_inv_scale: Tensor
+    amaxes: Tensor | None = None
+    shares: tuple[Tensor, Tensor] | None = None
+
+    def transposed(self) -> Cast:
+        """Return the cast of the transposed tensor."""
+        return Cast(*self[2:4], *self[:2], *self[4:])
+
+
+@dataclass(eq=False)  # Not frozen: that would cost a call for each field.
+class Request:
+    """Which copies a cast makes of a tensor, and what it records.
+
+    Attributes:
+        state: of the tensor's slot, or of the run of slots of experts.
+        role: decides the shape of blocks, and which of the limits hold.
+        rows, columns: the copies. If neither is requested, the amax of a Linear's tensor is recorded only inside
+            ``recording()``, or if the module soon returns to FP8.
+        record: True if the amax is recorded. For experts: the experts whose amaxes are recorded.
+        limits: conditions under which the tensor is cast with its own amax. Their ``scale`` is for weights. Recipes
+            whose scales cover less than a tensor ignore it.
+        offsets: int32[E], the ends of the experts' rows in an input or gradient. None: for all other tensors.
+        place: where to record the amax of a Linear's tensor, 0-d float32. None: in the slot's own element.
+        sums: [features], written by the cast: the sums of the columns of a Linear's gradient. None: do not add up.
+        tapped: True if the cast is shown to the tap, if there is one.
+    """
+
+    state: SlotViews
+    role: Role
+    rows: bool
+    columns: bool
+    record: ExpertMask
+    limits: Outgrown
+    offsets: Tensor | None = None
+    place: Tensor | None = None
+    sums: Tensor | None = None
+    tapped: bool = True
+
+
+class Caster(ABC):
+    """Casts the tensors of one module by its recipe, and records their amaxes.
+
+    Args:
+        sync: of the arena that has the module's input slots.
+        precision: of a Linear. None: the module is a grouped product, whose experts have a precision each. Its
+            requests name the experts to record.
+    """
+
+    records_in_cast: ClassVar[bool] = False
+    """True if the kernel that casts also records the amax."""
+
+    def __init__(self, recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precision | None) -> None:
+        self.recipe, self.job, self.sync, self.precision = recipe, job, sync, precision
+        self.grouped = precision is None
+        self.site = 0
+        """Number of the module's first site; see ``SITES``."""
+
+    @property
+    def calls_per_weight(self) -> int:
+        """How many calls of ops cast the weight, if both copies are made."""
+        return 1
+
+    def cast(self, x: Tensor, request: Request) -> Cast:
+        """Return x in FP8: x [tokens, features], a Linear's weight [m, n], or experts' weights [E, m, n]. Local."""
+        rows, columns, record = request.rows, request.columns, request.record
+        if not (rows or columns):
+            if self.precision is None or self.precision.observing or self.job.recording:
+                self.observe(x, request.state, record, request.offsets, request.place)
+            nothing = x.new_empty(0)
+            return Cast(nothing, nothing, nothing, nothing)
+        if not self.records_in_cast and record is not False:
+            self.observe(x, request.state, record, request.offsets, request.place)
+        how: dict[str, Any] = {
+            "power_of_two": self.recipe.power_of_two,
+            "rows": rows,
+            "columns": columns,
+            "backend": self.job.backend,
+        }
+        if self.job.tap is not None and request.tapped:
+            how |= self.tap_of(request.role)
+        cast = self._copies(x, request, how)
+        if record is not False and (self.job.measuring or self.sync.arena.lanes):
+            return self._measured(x, request, cast)
+        return cast
+
+    @abstractmethod
+    def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
+        """Call the op that casts. ``how``: its options."""
+
+    def observe(
+        self,
+        x: Tensor,
+        state: SlotViews,
+        record: ExpertMask = True,
+        offsets: Tensor | None = None,
+        place: Tensor | None = None,
+    ) -> None:
+        """Record the amax of x, which is as in ``cast``. Not of experts' weights: ``GroupedSlots.record_weight`` does
+        that, when it is known which experts have rows. For the other arguments see ``Request``."""
+        if not self.grouped:
+            if record is not False:
+                direct.observe(x, state.pending if place is None else place, backend=self.job.backend)
+        elif offsets is not None and record is not False:
+            record_experts(self.amaxes(x, offsets, state), state.pending, record)
+
+    def amaxes(self, x: Tensor, offsets: Tensor | None, state: SlotViews) -> Tensor:
+        """Return the amaxes of the experts' rows, or of their weights [E, m, n]: float32[E], -1 for experts without
+        rows."""
+        place = torch.full_like(state.pending, DID_NOT_RUN)
+        direct.quantize_grouped(
+            x,
+            offsets,
+            state.scale,
+            state.cold,
+            place,
+            state.format.dtype,
+            record=True,
+            just_in_time=False,
+            margin=self.recipe.margin,
+            power_of_two=self.recipe.power_of_two,
+            rows=False,
+            columns=False,
+            outgrown=None,
+            backend=self.job.backend,
+        )
+        return place
+
+    def tap_of(self, work: Role | Gemm) -> dict[str, Any]:
+        """Return the arguments by which a cast or a product shows its operands to the tap. Callers look for a tap
+        themselves, because most jobs have none."""
+        # An exported or traced program outlives the tap.
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return {}
+        return {"site": self.site + SITES.index(work), "tap": self.job.tap}
+
+    # Shares of saturated and flushed elements ------------------------------------------------------
+
+    def _measured(self, x: Tensor, request: Request, cast: Cast) -> Cast:
+        """Record the shares of a cast, or of experts' weights, put them into the result."""
+        state, offsets, rows = request.state, request.offsets, request.rows
+        inv_scale = cast.rows_inv_scale if rows else cast.columns_inv_scale
+        dtype, shares = state.format.dtype, (state.saturated, state.underflow)
+        if not self.grouped:
+            stored, backend = x if rows else x.t(), self.job.backend
+            block = self._block(stored, request.role)
+            direct.measure(stored, inv_scale, dtype, *shares, block=block, backend=backend)
+        elif offsets is not None:
+            measure_grouped(x, offsets, self._spread(x, offsets, inv_scale, rows), dtype, *shares)
+        else:
+            shares = torch.full_like(shares[0], DID_NOT_RUN), torch.full_like(shares[1], DID_NOT_RUN)
+            measure_grouped(x, None, self._spread_weight(x, inv_scale, rows), dtype, *shares)
+            return cast._replace(shares=shares)
+        return cast
+
+    @abstractmethod
+    def _block(self, stored: Tensor, role: Role) -> list[int]:
+        """Return the shape of what shares a scale. [0, 0]: the tensor."""
+
+    def _spread(self, x: Tensor, offsets: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
+        """Return inverse scales in a shape that broadcasts to x [tokens, features]: here one for each expert, or one
+        for each expert and feature."""
+        return inv_scale.reshape(len(inv_scale), -1)[_experts_of(x, offsets)]
+
+    @abstractmethod
+    def _spread_weight(self, weight: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
+        """Return inverse scales in a shape that broadcasts to ``weight`` [E, m, n]."""
+
+
+class TensorCaster(Caster):
+    """Casts a tensor, or the part of each expert, with one scale: that of its slot, or one of its own amax."""
+
+    records_in_cast = True
+
+    def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
+        recipe, state, limits, offsets, record = (
+            self.recipe, request.state, request.limits, request.offsets, request.record
+        )  # fmt: skip
+        of_weight = request.role is Role.WEIGHT
+        scale = limits.scale if of_weight else None
+        cold, warm_up, outgrown = state.cold, False, None
+        if scale is None:
+            scale, outgrown = state.scale, limits.weight if of_weight else limits.others
+            cold = state.cold if recipe.delayed else state.always
+            warm_up = recipe.warmup == "current" and not self._known_hot(state)
+            if limits.written if of_weight else limits.upstream is not None:
+                unfit = self._unfit(x, request)
+                if unfit is not None:  # Rare. Treat the slot as cold.
+                    cold, warm_up = (cold & warm_up) | unfit, True
+        place = state.pending if request.place is None else request.place
+        how |= {"record": record is not False, "just_in_time": warm_up, "margin": recipe.margin, "outgrown": outgrown}
+        if self.grouped:
+            # Amaxes of experts that are not recorded, or perhaps did not run, must not enter the slots.
+            apart = offsets is None or isinstance(record, Tensor)
+            place = torch.full_like(state.pending, DID_NOT_RUN) if apart else place
+            rows, columns, inv_scale = direct.quantize_grouped(
+                x, offsets, scale, cold, place, state.format.dtype, **how
+            )
+            if offsets is None:
+                return Cast(rows, inv_scale, columns, inv_scale, None if record is False else place)
+            if apart:
+                record_experts(place, state.pending, record)
+            return Cast(rows, inv_scale, columns, inv_scale)
+        if request.sums is not None:
+            how["sums"] = request.sums
+        if warm_up and recipe.delayed and outgrown is None and direct.is_eager():
+            how["scratch"] = state.arena.scratch()  # Few slots are cold: no launch of its own looks for these.
+        # A compiled graph casts weights with one op: nothing in it computes them that the cast could fuse with.
+        caller = ops if of_weight and torch.compiler.is_compiling() else direct
+        rows, columns, inv_scale = caller.quantize(x, scale, cold, place, state.format.dtype, **how)
+        return Cast(rows, inv_scale, columns, inv_scale)
+
+    def _unfit(self, x: Tensor, request: Request) -> Tensor | None:
+        """Return bool, 0-d or [E]: True if x does not fit its scale, so that it is cast with its own amax."""
+        if not self.recipe.delayed:
+            return None
+        state, limits = request.state, request.limits
+        amax = self.amaxes(x, request.offsets, state) if self.grouped else amax_of(x)
+        if request.role is Role.WEIGHT:
+            return shrunk(amax, state, self.recipe)
+        assert limits.upstream is not None
+        return unfit_for(amax, state, self.recipe, limits.upstream)
+
+    def _known_hot(self, state: SlotViews) -> bool:
+        """True if the host knows that the slot is hot, so that its cast need not look. Graphs outlive that knowledge:
+        state may be loaded. Their casts look on the device."""
+        if not direct.is_eager():  # First: torch.compile must not guard on the rest.
+            return False
+        return state.arena.known_hot and self.recipe.delayed and not capturing(state.arena.device)
+
+    def _block(self, stored: Tensor, role: Role) -> list[int]:
+        return [0, 0]
+
+    def _spread_weight(self, weight: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
+        return inv_scale[:, None, None]
+
+
+class RowCaster(Caster):
+    """Casts each row with its own amax, and for the transposed copy each column."""
+
+    @property
+    def calls_per_weight(self) -> int:
+        return 2 if self.grouped else 1
+
+    def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
+        dtype, of_weight = request.state.format.dtype, request.role is Role.WEIGHT
+        if not self.grouped:
+            caller = ops if of_weight and torch.compiler.is_compiling() else direct
+            return Cast(*caller.quantize_rowwise(x, dtype, **how))
+        if not of_weight:
+            return Cast(*direct.quantize_grouped_lines(x, request.offsets, dtype, in_blocks=False, **how))
+        # The experts' rows, one below the other; likewise their columns.
+        experts, n, k = x.shape
+        if not (request.rows and request.columns):
+            rows = row_scales = columns = column_scales = x.new_empty(0)
+        how |= {"rows": True, "columns": False}
+        if request.rows:
+            flat = direct.quantize_rowwise(x.reshape(-1, k), dtype, **how)
+            rows, row_scales = flat[0].view(experts, n, k), flat[1].view(experts, n, 1)
+        if request.columns:
+            flat = direct.quantize_rowwise(x.mT.reshape(-1, n), dtype, **how)
+            columns, column_scales = flat[0].view(experts, k, n), flat[1].view(experts, k, 1)
+        return Cast(rows, row_scales, columns, column_scales)
+
+    def _block(self, stored: Tensor, role: Role) -> list[int]:
+        return [1, max(1, stored.shape[1])]
+
+    def _spread(self, x: Tensor, offsets: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
+        return inv_scale if rows else super()._spread(x, offsets, inv_scale, rows)
+
+    def _spread_weight(self, weight: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
+        return inv_scale if rows else inv_scale.mT
+
+
+class BlockCaster(Caster):
+    """Casts each block with its own amax: 1 x 128, of weights 128 x 128."""
+
+    def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
+        dtype, block = request.state.format.dtype, [BLOCK if request.role is Role.WEIGHT else 1, BLOCK]
+        if request.offsets is not None:
+            return Cast(*direct.quantize_grouped_lines(x, request.offsets, dtype, in_blocks=True, **how))
+        return Cast(*direct.quantize_blocks(x, dtype, block=block, **how))
+
+    def _block(self, stored: Tensor, role: Role) -> list[int]:
+        return [BLOCK if role is Role.WEIGHT else 1, BLOCK]
+
+    def _spread(self, x: Tensor, offsets: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
+        if rows:
+            return inv_scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+        expert, ends = _experts_of(x, offsets), offsets.long()
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        blocks = (counts + BLOCK - 1) // BLOCK
+        within = torch.arange(len(x), device=x.device) - (ends - counts)[expert]
+        block = (blocks.cumsum(0) - blocks)[expert] + within // BLOCK
+        return inv_scale.t()[block.clamp_(max=inv_scale.shape[1] - 1)]
+
+    def _spread_weight(self, weight: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
+        each = inv_scale if rows else inv_scale.mT
+        each = each.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+        return each.repeat_interleave(BLOCK, 2)[:, :, : weight.shape[2]]
+
+
+def caster_for(recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precision | None) -> Caster:
+    """Return the caster of a recipe. See ``Caster`` for the arguments."""
+    casters: dict[str, type[Caster]] = {"tensor": TensorCaster, "row": RowCaster, "block": BlockCaster}
+    return casters[recipe.by](recipe, job, sync, precision)
+
+
+def record_experts(values: Tensor, place: Tensor, recorded: ExpertMask) -> None:
+    """Record amaxes or shares (float32[E], -1: none) of these experts as running maxima."""
+    bits, into = values.view(torch.int32), place.view(torch.int32)
+    if isinstance(recorded, Tensor):
+        bits = torch.where(recorded, bits, DID_NOT_RUN_BITS)
+    into.copy_(torch.maximum(into, bits))
+
+
+def count_tokens(offsets: Tensor, state: SlotViews) -> None:
+    """Count the tokens of experts in a backward of a measured step: recomputation repeats forwards, not backwards.
+    ``state``: of the output gradients."""
+    state.tokens.add_(torch.diff(offsets, prepend=offsets.new_zeros(1)))
+
+
+def _experts_of(x: Tensor, offsets: Tensor) -> Tensor:
+    """Return the expert of each row. Rows of nobody do not count: they may have any expert's number."""
+    return expert_of_rows(len(x), offsets).clamp_(max=len(offsets) - 1)

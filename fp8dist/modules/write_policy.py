@@ -1,0 +1,119 @@
+"""WritePolicy: decides when a module's tensors are cast with their own amaxes, because a weight was written to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fp8dist.modules.fp8_weight import FP8Weight
+from fp8dist.modules.job_state import JobState
+from fp8dist.modules.outgrown import OUTGROWN, Growth, Outgrown, amax_of, either, limits_of, scale_for
+from fp8dist.modules.weight_notes import WeightNote
+from fp8dist.state.arena import SlotViews
+from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.groups import is_dtensor, largest_of_parts
+from fp8dist.state.recipe import Recipe
+from fp8dist_kernels.graphs import capturing
+
+__all__ = ["WritePolicy"]
+
+
+class WritePolicy:
+    """The limits of one module's scales, and its reports to other modules that its weight has outgrown its scale.
+
+    ``limit``, ``eval_limit``: overflow ratios above which the weight is cast with its own amax, in training and in eval
+    mode; see ``limits_of``.
+    """
+
+    def __init__(self, recipe: Recipe, job: JobState, note: WeightNote, sync: ArenaSync) -> None:
+        """``note``: of the weight. ``sync``: of the arena of its slot."""
+        self._recipe, self._job, self._note, self._sync = recipe, job, note, sync
+        self.limit, self.eval_limit = limits_of(recipe)
+
+    def limits(self, module: nn.Module, record: bool, training: bool) -> Outgrown:
+        """Return the limits for a forward of ``module``. Notes that the weight is used.
+
+        The result is the same on each shard of a weight, and on one rank alone. Captured forwards do not look for
+        writes, nor do compiled ones: a version counter would become a constant of the graph, or a guard.
+
+        Args:
+            record: True if this forward records amaxes. Loaded FP8 state is right for the weight that such a
+                forward finds. A reentrant checkpoint records when it repeats its forward.
+            training: False in eval mode.
+        """
+        if not self._recipe.delayed or capturing(self._sync.arena.device):
+            return Outgrown(self.limit if training else self.eval_limit)
+        note = self._note
+        note.cast_at(self._job.boundaries)
+        if record and note.awaited:
+            note.take(module)
+        limits = self.limits_now(module, training)
+        if record:
+            note.was_recorded()
+        return limits
+
+    def limits_now(self, module: nn.Module, training: bool) -> Outgrown:
+        """Return the limits for a forward of ``module``, without a note of it. For delayed scales."""
+        limit, note = self.limit, self._note
+        written = note.written(module) or note.written_in_place
+        others = limit if written and note.copy_written else None
+        upstream = self._upstream(not training)
+        return Outgrown(limit if training else self.eval_limit, others, written, upstream, not training)
+
+    def limits_in_backward(self, limits: Outgrown) -> Outgrown:
+        """Return the limits for a gradient from those of the forward. By now, later modules have cast their weights,
+        too."""
+        if not self._recipe.delayed or torch.compiler.is_compiling():
+            return limits
+        upstream = self._upstream(limits.once)
+        return limits if upstream is limits.upstream else limits._replace(upstream=upstream)
+
+    def limits_of_parts(self, limits: Outgrown, weight: Tensor, parameter: Tensor, state: SlotViews) -> Outgrown:
+        """In eval mode, let all ranks that tensor parallelism gives a part of the weight cast with one scale, as an
+        export does. COLLECTIVE over these ranks: they all run this forward.
+
+        Args:
+            weight: this rank's part.
+            parameter: the weight; a DTensor if it has parts.
+            state: of the weight's slot.
+        """
+        if not (limits.once and is_dtensor(parameter)) or isinstance(weight, FP8Weight):
+            return limits
+        cuts = [(parameter.device_mesh, axis) for axis, each in enumerate(parameter.placements) if each.is_shard()]
+        if not cuts:
+            return limits
+        amax = largest_of_parts(amax_of(weight), cuts)
+        return limits._replace(scale=scale_for(amax, state, self._recipe, limits.weight))
+
+    def _upstream(self, in_eval: bool) -> Tensor | None:
+        """Return 0-d bool: True if another module's weight has outgrown its scale; see ``Growth``. None: nobody looked.
+        What eval forwards found is for eval forwards: an evaluation leaves no trace in training."""
+        found: Tensor | None = None
+        for growth in (self._job.growth, self._job.eval_growth if in_eval else None):
+            if growth is not None and growth.boundaries == self._job.boundaries:
+                of_others = growth.of_others(id(self))
+                found = found if of_others is None else either(found, of_others)
+        return found
+
+    def report_new_scale(self, before: Tensor, scale: Tensor) -> None:
+        """Report to other modules whether the weight has outgrown the scale ``before``, and so gets this scale."""
+        if self._recipe.delayed:
+            self.report(before > OUTGROWN * scale)
+
+    def report_cast(self, inv_scale: Tensor, state: SlotViews, in_eval: bool) -> None:
+        """Report to other modules whether the weight, which was cast with this inverse scale, has outgrown its
+        slot's."""
+        self.report((inv_scale * state.scale > OUTGROWN) & ~state.cold, in_eval)
+
+    def report(self, grown: Tensor, in_eval: bool = False) -> None:
+        """Report ``grown``, 0-d bool, or [E] of experts, to all forwards until the next boundary, or to eval forwards
+        only."""
+        job, grown = self._job, grown.any() if grown.ndim else grown
+        growth = job.eval_growth if in_eval else job.growth
+        if growth is None or growth.boundaries != job.boundaries:
+            growth = Growth(job.boundaries)
+            if in_eval:
+                job.eval_growth = growth
+            else:
+                job.growth = growth
+        growth.add(id(self), grown)

@@ -1,0 +1,189 @@
+"""The events of a run: read from events.jsonl in bounded memory, and one sentence about each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fp8dist.checks.checked import Checked
+from fp8dist.common.numbers import number_or_none
+from fp8dist.common.text import first_few, shortened
+
+__all__ = ["Events", "RunEvent", "cut", "objects"]
+
+MOST_KINDS, MOST_ITEMS, MOST_CHARACTERS, DEEPEST = 64, 32, 2_000, 6
+"""Bounds of what is kept of an event: kinds, items of a list, characters of a text, depth."""
+
+_LARGEST = 1 << 53
+
+_WHAT: Mapping[str, str] = MappingProxyType(
+    {
+        "nonfinite": "an amax is not finite",
+        "saturated": "amaxes beyond the range of their scale",
+        "fallback": "modules fall back to high precision",
+        "jump": "a scale jumps",
+        "spike": "the loss spikes",
+        "nonfinite_loss": "the loss is not finite",
+        "start": "the run starts",
+        "saved": "a checkpoint is saved",
+        "end": "the run ends",
+    }
+)
+
+
+class RunEvent(NamedTuple):
+    """A line of events.jsonl. ``undone``: the run resumed later from an earlier step.
+
+    ``data``: the line, with long lists and texts cut, and ``slots_count``, the number of its slots.
+    """
+
+    step: int
+    kind: str
+    data: Mapping[str, Any] = MappingProxyType({})
+    undone: bool = False
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """The findings of a divergence, as far as they are objects."""
+        report = self.data.get("report")
+        return objects(report.get("findings")) if isinstance(report, dict) else []
+
+    @property
+    def audited(self) -> bool:
+        """True if an audit found a wrong result."""
+        return any(one.get("kind") == "audit" for one in self.findings)
+
+    @property
+    def repaired(self) -> bool:
+        """True if a divergence was repaired, and checked again. Older versions write no "diverged"."""
+        report = self.data.get("report")
+        if not isinstance(report, dict):
+            return False
+        return report["diverged"] is False if "diverged" in report else report.get("consistent") is True
+
+    @property
+    def sentence(self) -> str:
+        """``text`` with the step, for a sentence or a heading."""
+        return f"in step {self.step} {self.text}."
+
+    @property
+    def text(self) -> str:
+        """What happened, where and who, without the step."""
+        data = self.data
+        if self.kind == "diverged":
+            return _divergence(self) + ("; repaired" if self.repaired else "")
+        if self.kind == "replayed":
+            return _replay(data)
+        if self.kind == "checked":
+            return shortened(f"a check found {Checked.read({**data, 'step': self.step}).text}", 400)
+        parts = [_WHAT.get(self.kind, shortened(self.kind, 40))]
+        if self.kind == "start" and type(data.get("resumed_after")) is int:
+            parts = [f"the run resumes after step {data['resumed_after']}"]
+        slots = data.get("slots")
+        if isinstance(slots, list) and slots:
+            named = first_few([shortened(str(slot)) for slot in slots[:3]], 3)
+            parts.append(named + (f" and {data['slots_count'] - 3} more" if data["slots_count"] > 3 else ""))
+        parts += _cause(self)
+        for key in ("loss", "median"):
+            if (number := number_or_none(data.get(key))) is not None:
+                parts.append(f"{key} {number:.4g}")
+        parts += [f"{key} {shortened(data[key], 40)}" for key in ("digest", "error") if isinstance(data.get(key), str)]
+        return ", ".join(parts)
+
+
+class Events:
+    """Collects the events of a run. A new run voids those before it in the file; a resume marks them as undone.
+
+    Args:
+        most: events of one kind that are kept: of more, the first and the last.
+    """
+
+    def __init__(self, most: int = 2_000) -> None:
+        self._most = most
+        self._kinds: dict[str, list[tuple[int, RunEvent]]] = {}
+        self._count = 0
+
+    def add(self, line: Mapping[str, Any]) -> bool:
+        """Add a line with an integer ``step``. False: it is left out, because it is no event."""
+        kind, after, slots = line.get("kind"), line.get("resumed_after"), line.get("slots")
+        if not isinstance(kind, str) or abs(line["step"]) >= _LARGEST or len({*self._kinds, kind}) > MOST_KINDS:
+            return False
+        if kind == "start" and not isinstance(after, int):
+            self._kinds.clear()
+        elif kind == "start" and isinstance(after, int):
+            for events in self._kinds.values():
+                events[:] = [(i, e._replace(undone=e.undone or e.step > after)) for i, e in events]
+        kept = self._kinds.setdefault(kind, [])
+        data = {**cut(line), "slots_count": len(_listed(slots))}
+        kept.append((self._count, RunEvent(line["step"], kind, data)))
+        self._count += 1
+        if len(kept) > self._most:
+            del kept[self._most // 2]
+        return True
+
+    def kept(self) -> tuple[RunEvent, ...]:
+        """Return the events in the order of the file."""
+        every = (one for kept in self._kinds.values() for one in kept)
+        return tuple(event for _, event in sorted(every, key=lambda one: one[0]))
+
+
+def objects(values: Any) -> list[dict[str, Any]]:
+    """Return the JSON objects of a list; nothing of anything else."""
+    return [one for one in _listed(values) if isinstance(one, dict)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def cut(value: Any, depth: int = 0) -> Any:
+    """Return a JSON value with long texts and lists cut."""
+    if isinstance(value, str):
+        return value[:MOST_CHARACTERS]
+    if not isinstance(value, (dict, list)):
+        return value
+    if depth > DEEPEST:
+        return None
+    if isinstance(value, list):
+        return [cut(one, depth + 1) for one in value[:MOST_ITEMS]]
+    return {str(key)[:MOST_CHARACTERS]: cut(one, depth + 1) for key, one in list(value.items())[:MOST_ITEMS]}
+
+
+def _cause(event: RunEvent) -> Iterator[str]:
+    """Yield module, rank and file of an event, as far as they are known."""
+    data = event.data
+    first = "first in " if isinstance(data.get("slots"), list) else ""
+    words = {"module": first, "role": "", "rank": "rank ", "microbatch": "microbatch ", "path": ""}
+    if type(data.get("cause_step")) is int and data["cause_step"] != event.step:
+        words["cause_step"] = "of step "
+    for key, text in words.items():
+        if isinstance(data.get(key), (int, str)):
+            yield f"{text}{shortened(str(data[key]), 100)}"
+
+
+def _divergence(event: RunEvent) -> str:
+    """Return what differs, who, and since when."""
+    found = event.findings
+    if not found:
+        return "ranks differ"
+    one, more = found[0], f", and {len(found) - 1} more" if len(found) > 1 else ""
+    if one.get("kind") == "audit":  # The detail says who, and how sure that is.
+        name, verdict = shortened(str(one.get("name") or "")), shortened(str(one.get("detail") or ""), 200)
+        return f"a result of {name} is wrong: {verdict}{more}"
+    ranks, hosts = ([shortened(str(value)) for value in _listed(one.get(name))] for name in ("ranks", "hosts"))
+    host = f" (host {hosts[0]})" if hosts and hosts[0] not in ("", "None") else ""
+    reference = one.get("reference_rank")
+    against = "no majority" if reference is None else f"against rank {shortened(str(reference))}"
+    known = [step for finding in found if type(step := finding.get("last_good_step")) is int]
+    since = f"; equal up to step {min(known)}" if known else ""
+    name = " ".join(shortened(str(one.get(key) or "")) for key in ("kind", "name"))
+    who = f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks, 8)}"
+    return f"{name} differs on {who}{host}, {against}{more}{since}"
+
+
+def _replay(data: Mapping[str, Any]) -> str:
+    """Return which batch was replayed after what, and the sentence of the replay."""
+    trigger, step, microbatch = (shortened(str(data.get(key))) for key in ("trigger", "replayed_step", "microbatch"))
+    sentence = shortened(str(data.get("sentence") or "nothing is known of its result"), 400).rstrip(".")
+    return f"replay of step {step}, microbatch {microbatch}, after {trigger}: {sentence}"
