@@ -108,8 +108,6 @@ class RunLog:
 class FP8Steps:
     """Added to the class of a trainer's engine or optimizer, whose steps drive ``fp8_manager``."""
 
-    __slots__ = ()  # With a dict of its own, a class derived from ABC could not become one with this base.
-
     fp8_manager: fp8dist.StateManager
 
     @classmethod
