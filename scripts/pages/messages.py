@@ -25,7 +25,7 @@ _ELSEWHERE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         "LossDiverged": (("errors.py", "__str__"),),
         "ManifestMismatchError": (
             *(("state/groups.py", "_differences"), ("state/groups.py", "_absent")),
-            ("state/groups.py", "_told"),
+            ("state/groups.py", "_read_outcome"),
         ),
     }
 )
@@ -95,7 +95,10 @@ def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.FunctionDef) and node.name in wanted:
                 known = _texts_in(list(ast.walk(node)))
                 values = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
-                for value in [*values, *(each for texts in known.values() for each in texts if node.name == "_told")]:
+                for value in [
+                    *values,
+                    *(each for texts in known.values() for each in texts if node.name == "_read_outcome"),
+                ]:
                     for text in _templates(value, known, {}):
                         if re.search(r"[a-z]{3} ", text):
                             yield kind, " ".join(text.split())

@@ -7,11 +7,13 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.runs.run_format import FORMAT, HEADER, METRICS, VERSION
-from fp8dist_kernels.formats import FORMATS, Format
+
+if TYPE_CHECKING:
+    from fp8dist_kernels.formats import Format
 
 __all__ = ["Lines", "RunFolder", "objects_in", "whole_object"]
 
@@ -42,6 +44,8 @@ class RunFolder:
 
     def formats(self) -> dict[str, Format]:
         """Return the format of each slot that the header lists."""
+        from fp8dist_kernels.formats import FORMATS  # Here, because it imports torch, which --help does not need.
+
         listed = self.header.get("slots")
         slots = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         named = {one["slot"]: one.get("format") for one in slots if isinstance(one.get("slot"), str)}
