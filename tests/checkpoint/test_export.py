@@ -556,6 +556,7 @@ def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 
 KILLED = """
 import os, signal, sys
+import fp8dist
 from pathlib import Path
 from fp8dist.files import export_files
 from fp8dist.files.export import Export, export_of
