@@ -66,7 +66,7 @@ def cost(rank: int) -> None:
     logging.getLogger("fp8dist").setLevel(logging.ERROR)
     dist.init_process_group("gloo")
     # Before `attach`, which keeps the listener.
-    with timed_inside(((Audits, "hear"), (Audits, "settle")), time.process_time) as spent, gathered() as sizes:
+    with timed_inside(((Audits, "take_down"), (Audits, "settle")), time.process_time) as spent, gathered() as sizes:
         plain, audited = (Job(group=dist.group.WORLD, audit_every=every) for every in (0, 1))
         linears = len(audited.manager.slots) // 3
         for job in (plain, audited):
@@ -74,11 +74,11 @@ def cost(rank: int) -> None:
         for noted in (*spent.values(), sizes):
             noted.clear()
         found = in_turns(plain, audited, linears * len(SITES) // TURN, TURN)
-    hears, settles = spent["Audits.hear"], spent["Audits.settle"]
+    taken, settles = spent["Audits.take_down"], spent["Audits.settle"]
     audits = len(settles)
-    calls = len(hears) / audits
+    calls = len(taken) / audits
     listening = 1e3 * timeit.timeit(_told, number=10_000) / 10_000 * calls
-    each = (sum(hears) + sum(settles)) / audits
+    each = (sum(taken) + sum(settles)) / audits
     if rank == 0:
         results = {
             "machine": environment.facts(torch.device("cpu"))["device"]["name"],
@@ -110,7 +110,7 @@ def _told() -> None:
 
 
 _TAP = torch.empty(0)
-_TAP.listener = Audits({0: [("", 0)]}, EVERY, AUDIT_BYTES).hear  # type: ignore[attr-defined]
+_TAP.listener = Audits({0: [("", 0)]}, EVERY, AUDIT_BYTES).take_down  # type: ignore[attr-defined]
 
 
 def main(words: list[str]) -> None:

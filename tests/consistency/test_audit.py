@@ -261,15 +261,15 @@ def _audits_until_found(p: float, limit: int) -> Any:
     audits, tap = manager._cycle.audits, manager._job.tap
     assert audits is not None
     assert tap is not None
-    original = audits.hear
+    original = audits.take_down
 
-    def hear(op: str, *rest: Any) -> None:
+    def counting(op: str, *rest: Any) -> None:
         before = len(audits._taken)
         original(op, *rest)
         if len(audits._taken) > before and op == "matmul":
             heard.append(audits._taken[0].share)
 
-    tap.listener = hear
+    tap.listener = counting
     x, index = torch.randn(WIDE, WIDE, requires_grad=True), 0
     with captured_log():
         for _ in range(TRIALS):

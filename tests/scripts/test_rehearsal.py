@@ -77,6 +77,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+@pytest.mark.timeout(600)
 def test_check(tree: Path, tmp_path: Path) -> None:
     lines = _run(tree, tmp_path / "out", "check", "--smoke", "--", *ALONE)
     data = results.read(tmp_path / "out" / FILE)

@@ -41,7 +41,19 @@ def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 @triton.jit
 def _columns_of(b, column, start, SIDEWAYS: tl.constexpr):
     """Return [TILE_K, columns]: a tile of ``b``, transposed."""
-    return b.load([start, column]) if SIDEWAYS else b.load([column, start]).T
+    return _upright(_tile_of(b, column, start, SIDEWAYS), SIDEWAYS)
+
+
+@triton.jit
+def _tile_of(b, column, start, SIDEWAYS: tl.constexpr):
+    """Return a tile of ``b`` as it lies: [columns, TILE_K], or SIDEWAYS [TILE_K, columns]."""
+    return b.load([start, column]) if SIDEWAYS else b.load([column, start])
+
+
+@triton.jit
+def _upright(tile, SIDEWAYS: tl.constexpr):
+    """Return [TILE_K, columns]."""
+    return tile if SIDEWAYS else tile.T
 
 
 @triton.jit
@@ -246,18 +258,19 @@ def wide_block_scaled_kernel(
         fourth_quarter = tl.zeros((TILE_M, PART), tl.float32)
         for start in range(0, k, TILE_K):
             x = a.load([row, start])
-            y0 = _columns_of(b, column, start, SIDEWAYS)
-            y1 = _columns_of(b, column + PART, start, SIDEWAYS)
-            y2 = _columns_of(b, column + 2 * PART, start, SIDEWAYS)
-            y3 = _columns_of(b, column + 3 * PART, start, SIDEWAYS)
-            # Loaded after the operands: ptxas then keeps one quarter's product in registers at a time, not all four.
+            y0 = _tile_of(b, column, start, SIDEWAYS)
+            y1 = _tile_of(b, column + PART, start, SIDEWAYS)
+            y2 = _tile_of(b, column + 2 * PART, start, SIDEWAYS)
+            y3 = _tile_of(b, column + 3 * PART, start, SIDEWAYS)
+            # Loaded after the operands, which are transposed later still: ptxas then keeps one quarter's product in
+            # registers at a time, not all four.
             scale = tl.load(scales_a, mask=place < m, other=0.0)
             left = (scale * tl.load(scales_b))[:, None]
             right = (scale * tl.load(scales_b + second))[:, None]
-            first_quarter += tl.dot(x, y0) * left
-            second_quarter += tl.dot(x, y1) * left
-            third_quarter += tl.dot(x, y2) * right
-            fourth_quarter += tl.dot(x, y3) * right
+            first_quarter += tl.dot(x, _upright(y0, SIDEWAYS)) * left
+            second_quarter += tl.dot(x, _upright(y1, SIDEWAYS)) * left
+            third_quarter += tl.dot(x, _upright(y2, SIDEWAYS)) * right
+            fourth_quarter += tl.dot(x, _upright(y3, SIDEWAYS)) * right
             scales_a += a_block_stride
             scales_b += b_block_stride
         _write(out, first_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", ADDED)
