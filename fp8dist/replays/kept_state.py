@@ -26,8 +26,8 @@ def kept_fp8_state(cycle: StepCycle, modules: Sequence[LinearSlots]) -> Callable
     tensors = [sync.kept_records() for sync in cycle.syncs]
     weights = () if cycle.scales.sharded is None else cycle.scales.sharded.weights
     kept: list[tuple[Any, dict[str, Any]]] = [(thing, dict(thing.__dict__)) for thing in (cycle.job, *weights)]
-    kept += [(slots, dict(slots.__dict__)) for slots in modules]
-    kept += [(slots.note, dict(slots.note.__dict__)) for slots in modules]
+    for slots in modules:
+        kept += [(thing, dict(thing.__dict__)) for thing in (slots, slots.note, slots.cache, slots.monitor)]
     noted = None if cycle.job.microbatches is None else copy.deepcopy(_sets(cycle.job.microbatches))
     taken = None if cycle.audits is None else cycle.audits.kept()
 

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8dist
 from fp8dist import Fp8DistError
+from fp8dist.modules.parts import fp8_parts
 from fp8dist.replays import model_replay
 from fp8dist.state.groups import local_part
 from tests.support.answers import flipping
@@ -72,6 +73,27 @@ def test_training_goes_on_as_if_there_had_been_no_replay(kind: str, two_ranks: R
         assert same_names
         assert same_gradients
         assert [name for name in expected if expected[name] != after[name]] == []
+
+
+def _replayed_between_steps(replays: bool) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return everything after a step that a replay comes before, and what its modules have counted then."""
+    training = Training()
+    training.train(3)
+    if replays:
+        training.replay(6)
+    monitors = [part.slots.monitor for part in fp8_parts(training.net)]
+    counted = {str(i): (each._backwards, each._changes, each._look_at) for i, each in enumerate(monitors)}
+    training.train(2)
+    return training.everything(), counted
+
+
+def test_a_replay_before_the_first_forward_of_a_step_leaves_no_cast_and_no_count(two_ranks: RankPool) -> None:
+    """A cast of a weight that the replay keeps would have its amax recorded, but the record is put back."""
+    for found, expected in zip(
+        two_ranks.run(_replayed_between_steps, True), two_ranks.run(_replayed_between_steps, False)
+    ):
+        assert [name for name in expected[0] if expected[0][name] != found[0][name]] == []
+        assert found[1] == expected[1]
 
 
 # Causes -------------------------------------------------------------------------------------------------
