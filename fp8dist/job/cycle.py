@@ -295,9 +295,8 @@ class StepCycle:
         self.job.invalidate_casts()
         if self._unseen_forwards():
             self.state.settle()
-        self._renews = (
-            self.scales.sharded is not None
-        )  # Read by ``after_step``, which runs after the optimizer's own hooks.
+        # Read by ``after_step``, which runs after the optimizer's own hooks.
+        self._renews = self.scales.sharded is not None
 
     def reuse_casts(self, allowed: bool) -> None:
         """Allow or forbid reuse of weight casts until the next call. Local."""

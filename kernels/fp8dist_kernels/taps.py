@@ -33,5 +33,5 @@ def listener_of(tap: Tensor) -> Listener:
 
 
 def notify(tap: Tensor, op: str, site: int, args: tuple[Any, ...], options: dict[str, Any], *results: Tensor) -> None:
-    """Tell the tap's listener of a call of ``op``."""
+    """Call the tap's listener with a call of ``op``: its site, arguments, options and results."""
     listener_of(tap)(op, site, args, options, results)

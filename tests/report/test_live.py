@@ -51,6 +51,25 @@ def _slot(chance: random.Random, step: int, place: int) -> dict[str, Any]:
     return {"step": step, "slot": f"m.{place}:input", "amax": amax, "scale": 16.0, **shares, **places}
 
 
+def test_the_line_of_an_event_says_the_kind_once_and_the_rank_on_80_columns(tmp_path: Path) -> None:
+    run = _run(tmp_path, {"step": 236})
+    slots = ["model.blocks.2.mlp.up:grad_output"]
+    _write(
+        tmp_path / "events.jsonl",
+        {"step": 200, "kind": "saved", "path": "checkpoints/step200"},
+        {"step": 236, "kind": "nonfinite", "slots": slots, "rank": 5, "microbatch": 3},
+        {"step": 240, "kind": "end"},
+    )
+    run.read()
+    lines = [line.plain for line in screen(run, 80, 40) if line.plain.startswith("step 2")]
+    assert lines[-3:] == [
+        "step 200  saved  checkpoints/step200",
+        f"step 236  nonfinite  {slots[0]}, rank 5, microbatch 3",
+        "step 240  end  the run ends",
+    ]
+    assert f"nonfinite in step 236: {slots[0]}, rank 5, microbatch 3" in one_line(run)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_state_is_that_of_the_whole_files(seed: int, tmp_path: Path) -> None:
     """Files grow in random pieces, some torn inside a line."""

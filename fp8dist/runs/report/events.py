@@ -31,6 +31,9 @@ _WHAT: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_WORDED = ("diverged", "replayed", "checked")
+"""Kinds whose details are a sentence that needs no other word for what happened."""
+
 
 class RunEvent(NamedTuple):
     """A line of events.jsonl. ``undone``: the run resumed later from an earlier step.
@@ -70,6 +73,23 @@ class RunEvent(NamedTuple):
     @property
     def text(self) -> str:
         """What happened, where and who, without the step."""
+        details = self._details
+        return details if self.kind in _WORDED else ", ".join(part for part in (self._what, details) if part)
+
+    @property
+    def beside_kind(self) -> str:
+        """``text`` for a line that already shows the kind: only what the kind does not say."""
+        return self._details or self._what
+
+    @property
+    def _what(self) -> str:
+        after = self.data.get("resumed_after")
+        if self.kind == "start" and type(after) is int:
+            return f"the run resumes after step {after}"
+        return _WHAT.get(self.kind, shortened(self.kind, 40))
+
+    @property
+    def _details(self) -> str:
         data = self.data
         if self.kind == "diverged":
             return _divergence(self) + ("; repaired" if self.repaired else "")
@@ -77,9 +97,7 @@ class RunEvent(NamedTuple):
             return _replay(data)
         if self.kind == "checked":
             return shortened(f"a check found {Checked.read({**data, 'step': self.step}).text}", 400)
-        parts = [_WHAT.get(self.kind, shortened(self.kind, 40))]
-        if self.kind == "start" and type(data.get("resumed_after")) is int:
-            parts = [f"the run resumes after step {data['resumed_after']}"]
+        parts = []
         slots = data.get("slots")
         if isinstance(slots, list) and slots:
             named = first_few([shortened(str(slot)) for slot in slots[:3]], 3)

@@ -53,7 +53,9 @@ def one_line(run: LiveRun, since: int = 0) -> str:
     if worst:
         parts.append(f"worst slot {shortened(worst[0].name, 60)}: {worst[0].what}{_at(worst[0])}")
     new = list(run.events)[-(run.event_count - since) :] if run.event_count > since else []
-    parts += [f"{clean(event.kind)} in step {_count(event.step)}: {clean(event.text, MAX_TEXT)}" for event in new[-3:]]
+    parts += [
+        f"{clean(event.kind)} in step {_count(event.step)}: {clean(event.beside_kind, MAX_TEXT)}" for event in new[-3:]
+    ]
     return "  ".join(part for part in (*parts, stuck(run)) if part)
 
 
@@ -146,7 +148,7 @@ def _event_line(run: LiveRun, place: int) -> Text:
     event = run.events[place]
     bad = event.kind in ("diverged", "nonfinite", "nonfinite_loss")
     kind = (clean(event.kind), "bold red" if bad else "bold")
-    return Text.assemble(f"step {_count(event.step)}  ", kind, f"  {clean(event.text, MAX_TEXT)}")
+    return Text.assemble(f"step {_count(event.step)}  ", kind, f"  {clean(event.beside_kind, MAX_TEXT)}")
 
 
 def _waits(waits: Sequence[RankWait]) -> Iterator[str]:
