@@ -120,7 +120,7 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
     _OptimizerSteps.add_to(optimizer, manager)
 
 
-class _OptimizerSteps(MegatronOptimizer, FP8Steps):  # In this order: Python compares the layout of first bases.
+class _OptimizerSteps(MegatronOptimizer, FP8Steps):
     """Added to the class of an optimizer. ``fp8_watched``: the wrapped model that its checks compare; empty unless the
     optimizer is distributed."""
 

@@ -106,7 +106,11 @@ class RunLog:
 
 
 class FP8Steps:
-    """Added to the class of a trainer's engine or optimizer, whose steps drive ``fp8_manager``."""
+    """Added to the class of a trainer's engine or optimizer, whose steps drive ``fp8_manager``.
+
+    A subclass that derives from a class of the trainer names that class first: Python lets an object change its class
+    only if the first bases have one layout.
+    """
 
     fp8_manager: fp8dist.StateManager
 
