@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
@@ -211,8 +212,11 @@ def _convert(
     grouped_ops.register_flops()
     for fqn, linear in surveyed.chosen.items():
         convert(linear, slots[fqn])
-    for module in surveyed.experts.values():
-        convert_experts(module, {of.name: grouped[of.fqn] for of in products if of.module is module})
+    of_module: dict[nn.Module, dict[str, GroupedSlots]] = defaultdict(dict)
+    for of in products:
+        of_module[of.module][of.name] = grouped[of.fqn]
+    for module, its in of_module.items():
+        convert_experts(module, its)
 
 
 @contextlib.contextmanager
