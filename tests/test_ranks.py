@@ -64,6 +64,26 @@ def test_processes_that_end_before_they_are_connected_start_again(times: int, tm
         pool.close()
 
 
+def _aborts() -> None:
+    if dist.get_rank() == 1:
+        os.write(2, b"terminate called\n")
+        os.abort()
+    dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.slow
+def test_the_status_and_the_last_words_of_a_rank_that_dies_are_shown() -> None:
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RanksFailed) as failure:
+            pool.run(_aborts)
+        text = str(failure.value)
+        assert "rank 1: ended with status -6\nterminate called\n" in text
+        assert "in _aborts" in text
+    finally:
+        pool.close()
+
+
 @pytest.mark.slow
 def test_failure_shows_all_tracebacks_and_pool_recovers() -> None:
     pool = RankPool(2)

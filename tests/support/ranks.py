@@ -1,8 +1,8 @@
 """Real ranks for tests: processes that stay alive between tests, connected by gloo.
 
 ``RankPool.run(function, *args)`` calls ``function(*args)`` on every rank and returns the results in rank
-order. ``function`` must be a module-level function. If a rank fails or the time is up, the error contains each rank's
-traceback, and the pool restarts for the next test.
+order. ``function`` must be a module-level function. If a rank fails, dies or the time is up, the error contains each
+rank's traceback, or exit status and last words, and the pool restarts for the next test.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ CONNECT_SECONDS = 60
 MOST_THREADS = 96
 """Largest number of threads per rank. Each gloo group adds threads that poll as long as the process lives, and the
 groups of a thousand tests keep a core busy. A pool beyond the limit restarts."""
+
+LAST_WORDS = 20_000
+"""Characters of a rank's stderr in an error."""
 
 
 class RanksFailed(AssertionError):
@@ -123,13 +126,15 @@ class RankPool:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
         lines = [f"{self.world_size} ranks: {what}"]
-        for rank in range(self.world_size):
+        for rank, process in enumerate(self._processes):
             if rank in results:
                 ok, value = results[rank]
                 lines.append(f"--- rank {rank}: " + ("returned" if ok else f"raised\n{value}"))
-            else:
-                stack = Path(self._folder.name, f"stack-{rank}").read_text()
-                lines.append(f"--- rank {rank}: was here\n{stack}")
+            else:  # What gloo or the C++ runtime wrote before an abort is there too.
+                written = Path(self._folder.name, f"stderr-{rank}").read_text(errors="replace")[-LAST_WORDS:]
+                status = process.exitcode
+                where = "was here" if status is None else f"ended with status {status}"
+                lines.append(f"--- rank {rank}: {where}\n{written}")
         self.close()
         raise RanksFailed("\n".join(lines))
 
@@ -149,22 +154,24 @@ def serve(rank: int, world_size: int, folder: str, pipe: Connection, backend: st
     import torch
     import torch.distributed as dist
 
-    with open(Path(folder, f"stack-{rank}"), "w") as stack:
-        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
-        torch.set_num_threads(1)
-        store = dist.FileStore(str(Path(folder, "store")), world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        pipe.send("connected")
-        while True:
-            try:
-                module, name, args = pipe.recv()
-            except EOFError:
-                return
-            try:
-                torch._dynamo.utils.counters["stats"]["unique_graphs"] = 0  # Forget compilations of earlier tests.
-                function: Any = importlib.import_module(module)
-                for part in name.split("."):
-                    function = getattr(function, part)
-                pipe.send((True, function(*args)))
-            except BaseException:
-                pipe.send((False, traceback.format_exc()))
+    stderr = os.open(Path(folder, f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stderr, 2)
+    faulthandler.enable(stderr)
+    faulthandler.register(signal.SIGUSR1, stderr, all_threads=True)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    pipe.send("connected")
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch._dynamo.utils.counters["stats"]["unique_graphs"] = 0  # Forget compilations of earlier tests.
+            function: Any = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
