@@ -23,9 +23,8 @@ _ELSEWHERE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
         "DivergenceError": (("divergence.py", "_headline"), ("divergence.py", "_sentence")),
         "LossDiverged": (("errors.py", "__str__"),),
-        "ManifestMismatchError": (
-            *(("state/groups.py", "_differences"), ("state/groups.py", "_absent")),
-            ("state/groups.py", "_read_outcome"),
+        "ManifestMismatchError": tuple(
+            ("state/publications.py", name) for name in ("_differences", "_absent", "_read_outcome")
         ),
     }
 )
