@@ -6,7 +6,7 @@ JSON, then the tensors. If the tensors take more than the limit, a work is a par
 =========================== =============================================== ==========================================
 op                          what is taken                                   what is compared
 =========================== =============================================== ==========================================
-a cast                      lines of x, along the dim in which no scale      the same lines of each copy and its scales
+a cast                      lines of x, along the dim in which no scale     the same lines of each copy and its scales
                             reaches across lines; of weights that are cast
                             together, those of one expert
 matmul,                     some rows of a and some rows of b                a block of the result, or of each expert's
