@@ -213,16 +213,17 @@ def _explain(group: SyncGroup, s: ReplicaSet, differing: Sequence[Differing], un
         return [named_only(thing, errors[0]) for thing in differing]
     firsts = _first_blocks(group.rank, few, leaves, _from_references(group, few, leaves))
     wants = sorted({want for part in group.gather(list(firsts)) for want in part})
-    blocks: dict[int, dict[_Want, Tensor]] = {
-        t: {want: block_of(as_bytes(fields[want.field].tensor), want.block).cpu() for want in wants if want.thing == t}
-        for t, fields in own.items()
-    }
+    blocks: dict[int, dict[_Want, Tensor]] = {t: {} for t in own}
+    for want in wants:
+        if want in firsts or reference_of(few[want.thing]) == group.rank:
+            block = block_of(as_bytes(own[want.thing][want.field].tensor), want.block)
+            blocks[want.thing][want] = block.cpu().clone()  # A view would be sent with all that it is a view of.
     right = _from_references(group, few, blocks)
     mine = []
     for want, differ in firsts.items():
-        t, j, block = want
+        t, j, place = want
         field, of_blocks = own[t][j], len(leaves[t][j])
-        difference = compare_block(blocks[t][want], right[t][want], field.tensor.dtype, block, differ, of_blocks)
+        difference = compare_block(blocks[t][want], right[t][want], field.tensor.dtype, place, differ, of_blocks)
         if difference is not None:
             mine.append(Seen(t, j, field.at(difference.place), difference, field.name, field.kind))
     seen = dict(zip(group.ranks, group.gather(mine)))
