@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8dist.checks.computations import ProductOf, linear_computations
-from fp8dist.checks.grouped_computations import GroupedProductOf, product_computations
+from fp8dist.checks.computations import linear_computations, product_computations
+from fp8dist.checks.known_calls import GroupedProductOf, ProductOf
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_experts import fp8_experts
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
