@@ -13,119 +13,22 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.casters import Cast, Request
 from fp8dist.modules.foreign import gathered_input, is_parallel, is_transposed, linear_base
-from fp8dist.modules.fp8_weight import FP8Weight, dequantised
-from fp8dist.modules.linear_slots import LinearSlots, States
+from fp8dist.modules.fp8_product import product_of
+from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.main_grad import MainGrad
-from fp8dist.modules.modes import Mode
-from fp8dist.modules.needed_gradients import needed_gradients
-from fp8dist.modules.observe_gradient import observe_gradient
-from fp8dist.modules.outgrown import Outgrown
-from fp8dist.modules.tensor_parallel import Linear, parallel_linear
-from fp8dist.modules.unsupported import FLOATING, differentiable_once, require_floating
+from fp8dist.modules.modes import CHOICES
+from fp8dist.modules.tensor_parallel import parallel_linear
+from fp8dist.modules.unsupported import FLOATING, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.state.groups import is_dtensor
-from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist_kernels.formats import Role
 
 __all__ = ["FP8Linear", "convert", "fp8_linears", "require_revertible", "revert"]
-
-
-class _FP8LinearFunction(torch.autograd.Function):
-    """y = x Wᵀ + b, dx = dy W, dW = dyᵀ x. Each product runs in FP8 unless ``high`` names it; the bias is added before
-    y is rounded.
-
-    The state of the grad_output slot is an attribute of ctx: its ``pending`` is changed in place, so it must not be
-    saved with save_for_backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # [tokens, in_features]
-        bias: Tensor | None,  # [out_features]; before the weight, so that gradients come in nn.Linear's order
-        weight: Tensor,  # [out_features, in_features]; for its gradient, high-precision GEMMs, casts in backward
-        weight_rows: Tensor,  # FP8 [out_features, in_features], empty if fprop is in high precision
-        weight_rows_inv_scale: Tensor,
-        weight_columns: Tensor,  # FP8 [in_features, out_features], empty with grad off or if cast in backward
-        weight_columns_inv_scale: Tensor | None,  # None: the same tensor as for the rows; see _each_once
-        slots: LinearSlots,
-        states: States,
-        record: bool,
-        weight_grad: tuple[bool, MainGrad | None],  # if it is wanted; where it goes, if not to autograd
-        high: tuple[Gemm, ...],
-        outgrown: Outgrown,
-    ) -> Tensor:
-        input_state, ctx.weight_state, ctx.grad_state = states
-        wants_weight_grad, ctx.main_grad = weight_grad  # One argument: each costs ``apply`` two calls.
-        columns = wants_weight_grad and "wgrad" not in high
-        cast = slots.caster.cast(x, Request(input_state, Role.INPUT, "fprop" not in high, columns, record, outgrown))
-        later = "dgrad" in high or slots.casts_in_backward(weight)
-        if weight_columns_inv_scale is None:
-            weight_columns_inv_scale = weight_rows_inv_scale
-        ctx.save_for_backward(
-            cast.columns,
-            cast.columns_inv_scale,
-            weight_columns,
-            weight_columns_inv_scale,
-            weight if later else None,
-            x if wants_weight_grad and "wgrad" in high else None,
-        )
-        ctx.slots, ctx.record, ctx.high, ctx.outgrown = slots, record, high, outgrown
-        ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        bias = None if bias is None else bias.to(x.dtype)  # As autocast does. cuBLASLt can add a bias of this dtype.
-        if "fprop" in high:
-            return F.linear(x, weight.to(x.dtype), bias)
-        inv_scales = cast.rows_inv_scale, weight_rows_inv_scale
-        return slots.matmul(cast.rows, weight_rows, *inv_scales, x.dtype, "fprop", bias)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x = ctx.saved_tensors
-        slots: LinearSlots = ctx.slots
-        main_grad: MainGrad | None = ctx.main_grad
-        slots.settle()  # There may have been a boundary since the forward.
-        wants_input_grad, wants_bias_grad, wants_weight_grad = needed_gradients(ctx)
-        fp8_input_grad = wants_input_grad and "dgrad" not in ctx.high
-        fp8_weight_grad = wants_weight_grad and "wgrad" not in ctx.high
-        grad_input = grad_weight = grad_bias = None
-        if wants_input_grad or wants_weight_grad:  # Otherwise only the bias needs a gradient.
-            copies = fp8_input_grad, fp8_weight_grad
-            if wants_bias_grad and slots.adds_in_cast and (fp8_input_grad or fp8_weight_grad):
-                grad_bias = grad_output.new_empty(grad_output.shape[1], dtype=ctx.bias_dtype)
-            limits = slots.policy.limits_in_backward(ctx.outgrown)
-            request = Request(ctx.grad_state, Role.GRAD_OUTPUT, *copies, ctx.record, limits, sums=grad_bias)
-            cast = slots.caster.cast(grad_output, request)
-        if fp8_input_grad:
-            if weight is not None:
-                weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
-            inv_scales = cast.rows_inv_scale, weight_inv_scale
-            grad_input = slots.matmul(cast.rows, weight_columns, *inv_scales, ctx.input_dtype, "dgrad")
-            del weight_columns  # It may be a copy as large as the weight gradient, which comes next.
-        elif wants_input_grad:
-            grad_input = (grad_output @ weight.to(grad_output.dtype)).to(ctx.input_dtype)
-        if fp8_weight_grad:
-            operands = cast.columns, x_columns, cast.columns_inv_scale, x_inv_scale
-            if main_grad is None:
-                grad_weight = slots.matmul(*operands, ctx.weight_dtype, "wgrad")
-            else:
-                slots.matmul_into(*operands, main_grad.total, "wgrad")
-                grad_weight = main_grad.added()
-        elif wants_weight_grad:
-            grad_weight = (grad_output.t() @ x.to(grad_output.dtype)).to(ctx.weight_dtype)
-            grad_weight = grad_weight if main_grad is None else main_grad.add(grad_weight)
-        if wants_bias_grad and grad_bias is None:
-            grad_bias = slots.bias_gradient(grad_output, ctx.bias_dtype)
-        slots.monitor.count_backward(ctx.record)
-        return (grad_input, grad_bias, grad_weight, *[None] * 10)
 
 
 class FP8Linear(nn.Linear):
@@ -167,7 +70,7 @@ class FP8Linear(nn.Linear):
         if input.dtype not in FLOATING:
             require_floating(input, slots.fqn)
         weight = self.weight  # Read once: a parametrization recomputes it at each access.
-        compute = self._computation(input, weight, main_grad)
+        compute = product_of(self, slots, input, weight, CHOICES[slots.precision.high], main_grad=main_grad)
         weight = weight.t() if self.transposed else weight
         if is_dtensor(weight):
             return parallel_linear(compute, input, weight, bias, slots.fqn)
@@ -176,63 +79,6 @@ class FP8Linear(nn.Linear):
                 f"{slots.fqn}: its input is a DTensor, its weight is not: parallelize the Linear, too"
             )
         return compute(input, weight, bias)
-
-    def _computation(self, input: Tensor, weight: Tensor, main_grad: MainGrad | None) -> Linear:
-        """Return the function for this forward: in FP8, or in high precision with or without recording amaxes."""
-        slots = self.fp8_slots
-        high = slots.precision.high
-        mode, record = slots.mode(self, input, weight, high, high == GEMMS)
-        if mode.casts:
-            return functools.partial(self._in_fp8, weight, mode, record, main_grad)
-        compute = self._observed if mode.recording or (mode.observes and record) else _in_high_precision
-        return compute if main_grad is None else lambda x, w, bias: compute(x, main_grad.through(w), bias)
-
-    def _in_fp8(
-        self,
-        parameter: Tensor,
-        mode: Mode,
-        record: bool,
-        main_grad: MainGrad | None,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """Compute the output with FP8 GEMMs. ``weight``: this rank's local tensor of ``parameter``."""
-        slots = self.fp8_slots
-        out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
-        self._require_features(input, in_features)
-        high, states = mode.high, slots.states(weight.device)
-        outgrown = slots.policy.limits_of_parts(mode.outgrown, weight, parameter, states[1])
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            input = input.to(torch.get_autocast_dtype(kind))
-        tokens = input.reshape(-1, in_features)
-        fprop, dgrad = "fprop" not in high, "dgrad" not in high
-        request = Request(states[1], Role.WEIGHT, fprop, dgrad, record, outgrown)
-        cast = slots.weight_cast(weight, parameter, request)
-        weight_grad = torch.is_grad_enabled() and weight.requires_grad, main_grad
-        output = _FP8LinearFunction.apply(
-            tokens, bias, weight, *_each_once(cast), slots, states, record, weight_grad, high, outgrown
-        )
-        # Like F.linear's output, this is no view to autograd: FSDP2 warns about modules that return views.
-        return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
-
-    def _observed(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute in high precision, and record the amaxes of the tensors that FP8 would cast, if steps sync amaxes."""
-        self._require_features(input, weight.shape[1])
-        slots = self.fp8_slots
-        input_state, weight_state, grad_state = slots.states(weight.device)
-        if not slots.sync.every_step:
-            return _in_high_precision(input, weight, bias)
-        slots.caster.observe(input.detach(), input_state)
-        if not isinstance(weight, FP8Weight):  # Otherwise its shards were recorded before the gather.
-            slots.caster.observe(weight.detach(), weight_state)
-        output = _in_high_precision(input, weight, bias)
-        return observe_gradient(output, slots, grad_state) if output.requires_grad else output
-
-    def _require_features(self, input: Tensor, in_features: int) -> None:
-        if input.ndim == 0 or input.shape[-1] != in_features:
-            raise ConfigurationError(f"{self.fp8_slots.fqn}: expected [..., {in_features}], got {tuple(input.shape)}")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load as nn.Module does. Also marks the weight as written, because FSDP may have replaced the parameter."""
@@ -255,36 +101,6 @@ class FP8Linear(nn.Linear):
         """Same as nn.Module.train. Also invalidates cached weight casts."""
         self.fp8_slots.job.invalidate_casts()
         return super().train(mode)
-
-
-def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
-    """Return the tensors of ``cast``, repeats as None: Dynamo rejects autograd functions that get a tensor twice."""
-    rows, inv_scale, columns, columns_inv_scale = cast[:4]  # Compared one by one: this runs in every forward.
-    if columns is rows or columns is inv_scale:
-        columns = None  # type: ignore[assignment]
-    if columns_inv_scale is inv_scale or columns_inv_scale is columns or columns_inv_scale is rows:
-        columns_inv_scale = None  # type: ignore[assignment]
-    return rows, None if inv_scale is rows else inv_scale, columns, columns_inv_scale
-
-
-def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not isinstance(weight, FP8Weight):
-        return _linear(input, weight, bias)
-    # Recompute the dequantised weight in backward: saved for all layers, these would be a whole unsharded model.
-    return torch.utils.checkpoint.checkpoint(
-        _dequantising, input, weight, bias, use_reentrant=False, preserve_rng_state=False
-    )
-
-
-def _dequantising(input: Tensor, weight: FP8Weight, bias: Tensor | None) -> Tensor:
-    return _linear(input, dequantised(weight), bias)
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear in the input's dtype, whatever the weight's dtype, as in FP8: a fallback must accept mixed dtypes."""
-    if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
-        weight, bias = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
-    return F.linear(input, weight, bias)
 
 
 def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +13,17 @@ from torch import Tensor, nn
 from fp8dist.modules.casters import Cast, ExpertMask, Request, caster_for, record_experts
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
-from fp8dist.modules.linear_slots import LinearSlots, States, refusal
+from fp8dist.modules.linear_slots import LinearSlots, States
+from fp8dist.modules.modes import ByGemm, Choice
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Changes, Precision
-from fp8dist.state.recipe import GEMMS, Gemm, Recipe
+from fp8dist.state.recipe import GEMMS, Recipe
 from fp8dist.state.slots import Slot
-from fp8dist_kernels import direct
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.multipliers import ProductError
 
-__all__ = ["Choice", "GroupedSlots", "slot_names"]
-
-
-class Choice(NamedTuple):
-    """Which experts compute in high precision now, and the tensors of which experts are recorded."""
-
-    high: Mapping[Gemm, ExpertMask]
-    records: Mapping[Role, ExpertMask]
-
-    @property
-    def all_high(self) -> bool:
-        """True if no expert computes anything in FP8."""
-        return all(of is True for of in self.high.values())
+__all__ = ["GroupedSlots", "slot_names"]
 
 
 def slot_names(fqn: str, experts: int) -> tuple[dict[Role, Slot], ...]:
@@ -109,10 +96,11 @@ class GroupedSlots(LinearSlots):
         """Return what ``set_precision`` and fallbacks say now. Made anew only when they change something."""
         changes = self._precision_changes.count
         if self._choice is None or self._choice[:2] != (changes, device):
-            high = {gemm: _mask([gemm in each.high for each in self._precisions], device) for gemm in GEMMS}
+            high = ByGemm(*(_mask([gemm in each.high for each in self._precisions], device) for gemm in GEMMS))
             seen = [each.recorded for each in self._precisions]
-            records = {role: _mask([role in roles for roles in seen], device) for role in Role}
-            self._choice = changes, device, Choice(high, records)
+            of_input, weight, grad_output = (_mask([role in roles for roles in seen], device) for role in Role)
+            all_high = all(of is True for of in high)
+            self._choice = changes, device, Choice(high, (of_input, weight, grad_output), all_high)
         return self._choice[2]
 
     # Casts -----------------------------------------------------------------------------------------
@@ -159,32 +147,6 @@ class GroupedSlots(LinearSlots):
             record_experts(cast.shares[0], state.saturated, True)
             record_experts(cast.shares[1], state.underflow, True)
         return cast._replace(rows_inv_scale=inv_scales) if by_tensor else cast
-
-    # Products --------------------------------------------------------------------------------------
-
-    def grouped_matmul(
-        self,
-        a: Tensor,
-        b: Tensor,
-        inv_scale_a: Tensor,
-        inv_scale_b: Tensor,
-        offsets: Tensor,
-        dtype: torch.dtype,
-        gemm: Gemm,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Return the product of each expert's rows, or for wgrad, of their transposed copies. See the kernels."""
-        how: dict[str, Any] = {"fast_accumulation": gemm in self.recipe.fast_accumulation, "backend": self.job.backend}
-        if self.job.tap is not None:
-            how |= self.caster.tap_of(gemm)
-        if gemm == "wgrad":
-            product: Tensor = direct.matmul_grouped_columns(a, b, inv_scale_a, inv_scale_b, offsets, dtype, **how)
-            return product
-        try:
-            product = direct.matmul_grouped(a, b, inv_scale_a, inv_scale_b, offsets, dtype, bias=bias, **how)
-        except ProductError as error:
-            raise refusal(self.fqn, gemm, error) from error
-        return product
 
 
 def _renew_choice(reference: weakref.ref[GroupedSlots]) -> None:

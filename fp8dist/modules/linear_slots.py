@@ -18,7 +18,7 @@ from fp8dist.modules.casters import SITES, Cast, Request, caster_for
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.loop_monitor import LoopMonitor
-from fp8dist.modules.modes import Mode, Modes
+from fp8dist.modules.modes import Choice, Mode, Modes
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.unsupported import require_eager
 from fp8dist.modules.weight_cache import WeightCache
@@ -40,6 +40,9 @@ __all__ = ["SITES", "Cast", "LinearSlots", "States", "refusal"]
 
 States = tuple[SlotViews, SlotViews, SlotViews]
 """The states of a module's input, weight and grad_output slots."""
+
+Operand = tuple[Tensor, Tensor]
+"""A factor of a product: FP8, and its inverse scales."""
 
 
 class LinearSlots:
@@ -159,21 +162,20 @@ class LinearSlots:
         self._states = None
         self.cache.clear()
 
-    def mode(self, module: nn.Module, x: Tensor, weight: Tensor, high: Any, all_high: bool) -> tuple[Mode, bool]:
+    def mode(self, module: nn.Module, x: Tensor, weight: Tensor, choice: Choice) -> tuple[Mode, bool]:
         """Return how this forward of ``module`` computes, and True if it records amaxes. Takes the notes of it. A
         forward that a backward repeats computes as it did before, whatever has changed since: see ``Modes``. Compiled
         forwards read the mode anew.
 
         Args:
-            high: the GEMMs that are in high precision now, as in ``Mode``.
-            all_high: True if these are all.
+            choice: what is in high precision now.
 
         Raises:
             ConfigurationError: FP8 supports neither ``x`` nor the transform that calls the module. No note was taken.
         """
         job, training = self.job, module.training
         in_fp8, recording = job.in_fp8, job.recording
-        casts = in_fp8 and not all_high and (training or job.eval_precision == "fp8")
+        casts = in_fp8 and not choice.all_high and (training or job.eval_precision == "fp8")
         # A compiled forward guards on what it reads here: read it late.
         observes = in_fp8 and not casts and (self.caster.grouped or self.precision.observing)
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
@@ -183,7 +185,7 @@ class LinearSlots:
         record = (self.sync.every_step or job.measuring) and (recording or (training and grad))
         if compiling:
             limit = self.policy.limit if training else self.policy.eval_limit
-            return Mode(casts, observes, recording, training, high, Outgrown(limit)), record
+            return Mode(casts, observes, recording, training, choice, Outgrown(limit)), record
         if casts or recording or (observes and record):
             require_eager(x, weight, module, self.fqn)
         if job.microbatches is not None:
@@ -195,7 +197,7 @@ class LinearSlots:
             self.note.idle_in(job.boundaries)
         if repeated is not None:
             return repeated, record
-        mode = Mode(casts, observes, recording, training, high, outgrown)
+        mode = Mode(casts, observes, recording, training, choice, outgrown)
         self._modes.calls.add(mode, grad)
         return mode, record
 
@@ -207,52 +209,41 @@ class LinearSlots:
 
     def matmul(
         self,
-        a: Tensor,
-        b: Tensor,
-        inv_scale_a: Tensor,
-        inv_scale_b: Tensor,
+        a: Operand,
+        b: Operand,
         dtype: torch.dtype,
         gemm: Gemm,
+        offsets: Tensor | None = None,
         bias: Tensor | None = None,
-    ) -> Tensor:
-        """Call ``ops.matmul`` with this manager's backend, and the accumulation that the recipe has for ``gemm``.
+        into: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the product a bᵀ + bias in FP8, with this manager's backend, and the accumulation that the recipe has
+        for ``gemm``. See the ops in ``fp8dist_kernels``.
+
+        Args:
+            offsets: int32[E], the ends of the experts' rows: the product of each. None: of a Linear.
+            into: a buffer of the result's shape, to which a Linear's product is added. Then nothing is returned.
 
         Raises:
             ConfigurationError: torch refuses the product. In compiled code the ``ProductError`` itself.
         """
-        fast = gemm in self.recipe.fast_accumulation
+        operands = a[0], b[0], a[1], b[1]
+        how: dict[str, Any] = {"fast_accumulation": gemm in self.recipe.fast_accumulation, "backend": self.job.backend}
+        if self.job.tap is not None:
+            how |= self.caster.tap_of(gemm)
+        product: Tensor | None = None
         try:
-            return direct.matmul(
-                a,
-                b,
-                inv_scale_a,
-                inv_scale_b,
-                dtype,
-                bias=bias,
-                fast_accumulation=fast,
-                backend=self.job.backend,
-                **({} if self.job.tap is None else self.caster.tap_of(gemm)),
-            )
+            if into is not None:
+                direct.matmul_into(*operands, into, **how)
+            elif offsets is None:
+                product = direct.matmul(*operands, dtype, bias=bias, **how)
+            elif gemm == "wgrad":
+                product = direct.matmul_grouped_columns(*operands, offsets, dtype, **how)
+            else:
+                product = direct.matmul_grouped(*operands, offsets, dtype, bias=bias, **how)
         except ProductError as error:
             raise refusal(self.fqn, gemm, error) from error
-
-    def matmul_into(
-        self, a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, total: Tensor, gemm: Gemm
-    ) -> None:
-        """Call ``ops.matmul_into``, as ``matmul`` does ``ops.matmul``: add the product to ``total``."""
-        try:
-            direct.matmul_into(
-                a,
-                b,
-                inv_scale_a,
-                inv_scale_b,
-                total,
-                fast_accumulation=gemm in self.recipe.fast_accumulation,
-                backend=self.job.backend,
-                **({} if self.job.tap is None else self.caster.tap_of(gemm)),
-            )
-        except ProductError as error:
-            raise refusal(self.fqn, gemm, error) from error
+        return product
 
     def weight_scale(self) -> Tensor:
         """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is
@@ -263,13 +254,24 @@ class LinearSlots:
     @property
     def adds_in_cast(self) -> bool:
         """True if the cast of a gradient can add up its columns. Otherwise ``bias_gradient`` reads the gradient again:
-        for scales by parts, and in compiled graphs, where Inductor makes the casts."""
-        return self.recipe.by == "tensor" and not torch.compiler.is_compiling()
+        for experts, for scales by parts, and in compiled graphs, where Inductor makes the casts."""
+        return self.recipe.by == "tensor" and not self.caster.grouped and not torch.compiler.is_compiling()
 
-    def bias_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of a bias [out_features]. The order of the additions is the same on all backends."""
-        total: Tensor = direct.add_up(gradient, dtype, backend=self.job.backend)
+    def bias_gradient(self, gradient: Tensor, dtype: torch.dtype, offsets: Tensor | None) -> Tensor:
+        """Return the gradient of a bias [out_features], or [E, out_features]. The order of a Linear's additions is the
+        same on all backends."""
+        total: Tensor
+        if offsets is None:
+            total = direct.add_up(gradient, dtype, backend=self.job.backend)
+        else:
+            bounds = torch.cat([offsets.new_zeros(1), offsets]).long()
+            total = torch.segment_reduce(gradient.float(), "sum", offsets=bounds, axis=0, unsafe=True).to(dtype)
         return total
+
+    def record_weight(self, weight: Tensor, cast: Cast | None, offsets: Any, state: SlotViews, recorded: Any) -> None:
+        """Record the amax of a weight, of which there may be a cast. FSDP's gather records its shards itself."""
+        if not isinstance(weight, FP8Weight):
+            self.caster.observe(weight.detach(), state, recorded)
 
     def weight_cast(self, weight: Tensor, parameter: Tensor, request: Request) -> Cast:
         """Return the weight in FP8: as gathered, cast now, or cached from an earlier microbatch of this step. Columns
@@ -345,7 +347,7 @@ class LinearSlots:
         """True if the backward makes its own FP8 copy of the weight."""
         return self.note.resharded or isinstance(weight, FP8Weight)
 
-    def backward_cast(self, weight: Tensor, state: SlotViews, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
+    def backward_cast(self, weight: Tensor, state: SlotViews, outgrown: Outgrown) -> Operand:
         """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again.
         Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
