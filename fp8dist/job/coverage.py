@@ -13,10 +13,8 @@ from fp8dist.common.text import aligned, first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.eligibility import LeftOut, ModelFacts, Selection, experts_of, matmul_parameters, why_not
 from fp8dist.modules.foreign import expert_products
-from fp8dist.modules.fp8_experts import FP8Experts
-from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.fp8_module import FP8Module
 from fp8dist.modules.job_state import JobState
-from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.state.groups import is_dtensor
 from fp8dist.state.recipe import GEMMS, Gemm
@@ -232,7 +230,7 @@ def survey(model: nn.Module, selection: Selection) -> Survey:
         parameters = matmul_parameters(module)
         if parameters is None:
             continue
-        if isinstance(module, (FP8Linear, FP8Experts)):
+        if isinstance(module, FP8Module):
             raise ConfigurationError(f"{fqn or 'the model'} is prepared already: call fp8dist.restore(model) first")
         left_out = why_not(module, fqn, selection, facts)
         if left_out is None:
@@ -254,7 +252,8 @@ def survey_again(model: nn.Module, selection: Selection, before: Coverage, job: 
     found = []
     for one in again:
         if one is not None:
-            converted, left_out = _slots_of(one.module), one.left_out
+            converted = one.module.fp8_weights if isinstance(one.module, FP8Module) else ()
+            left_out = one.left_out
             if any(slots.job is not job for slots in converted):
                 left_out = LeftOut("copy", "it is a copy of a converted module: no step updates its FP8 state")
             high = [precision.high for slots in converted for precision in slots.precisions]
@@ -266,8 +265,8 @@ def _found_again(
     fqn: str, module: nn.Module, row: CoverageRow | None, selection: Selection, facts: ModelFacts
 ) -> _Found | None:
     """Return a module with matmul weights as it is now; None: it has none. ``row``: its row after ``prepare``."""
-    converted = bool(_slots_of(module))
-    kind = (module.converted_from if isinstance(module, (FP8Linear, FP8Experts)) else type(module)).__name__
+    converted = isinstance(module, FP8Module)
+    kind = (module.converted_from if isinstance(module, FP8Module) else type(module)).__name__
     parameters = matmul_parameters(module)
     if row is not None and (converted or not row.fp8) and _is_still(module, row, kind, parameters):
         left_out = None if converted else LeftOut("", row.reason)
@@ -277,13 +276,6 @@ def _found_again(
     tied_to = facts.owner(module, fqn)
     left_out = None if converted else why_not(module, fqn, selection, facts) or LeftOut(_LATER, _LATER_REASON)
     return _Found(fqn, module, kind, parameters, tied_to, left_out)
-
-
-def _slots_of(module: nn.Module) -> tuple[LinearSlots, ...]:
-    """Return the slots of a converted module; () for other modules."""
-    if isinstance(module, FP8Linear):
-        return (module.fp8_slots,)
-    return tuple(module.fp8_products.values()) if isinstance(module, FP8Experts) else ()
 
 
 def _is_still(module: nn.Module, row: CoverageRow, kind: str, parameters: int | None) -> bool:

@@ -167,55 +167,79 @@ class _FP8Product(torch.autograd.Function):
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(x.dtype)  # As autocast does. cuBLASLt can add a bias of this dtype.
-        output = None
-        if high.fprop is not True:
-            of_weight = weight_rows, weight_rows_inv_scale
-            output = slots.matmul(cast[:2], of_weight, x.dtype, "fprop", offsets, bias)
-        if high.fprop is not False:
-            output = _mixed(output, product(x, weight, bias, offsets), high.fprop, offsets)
+        if high.fprop is True:
+            return product(x, weight, bias, offsets)
+        output = slots.matmul(cast[:2], (weight_rows, weight_rows_inv_scale), x.dtype, "fprop", offsets, bias)
         assert output is not None
-        return output
+        return output if high.fprop is False else _mixed(output, product(x, weight, bias, offsets), high.fprop, offsets)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x, offsets = ctx.saved_tensors
         call: _Call = ctx.call
-        slots, (high, *_), main_grad = call.slots, call.mode.choice, call.main_grad
+        slots, (high, *_) = call.slots, call.mode.choice
         slots.settle()  # There may have been a boundary since the forward.
         wants_input_grad, wants_bias_grad, wants_weight_grad = needed_gradients(ctx)
-        fp8_input_grad = wants_input_grad and high.dgrad is not True
-        fp8_weight_grad = wants_weight_grad and high.wgrad is not True
+        copies = wants_input_grad and high.dgrad is not True, wants_weight_grad and high.wgrad is not True
         grad_input = grad_weight = grad_bias = None
         if wants_input_grad or wants_weight_grad:  # Otherwise only the bias needs a gradient.
             if offsets is not None and call.record and slots.job.measuring:
                 count_tokens(offsets, call.states[2])
-            if wants_bias_grad and slots.adds_in_cast and (fp8_input_grad or fp8_weight_grad):
+            if wants_bias_grad and slots.adds_in_cast and True in copies:
                 grad_bias = grad_output.new_empty(grad_output.shape[1], dtype=ctx.bias_dtype)
-            how = fp8_input_grad, fp8_weight_grad, call.recorded[2], slots.policy.limits_in_backward(ctx.outgrown)
-            request = Request(call.states[2], Role.GRAD_OUTPUT, *how, offsets, sums=grad_bias)
+            limits = slots.policy.limits_in_backward(ctx.outgrown)
+            request = Request(
+                call.states[2], Role.GRAD_OUTPUT, *copies, call.recorded[2], limits, offsets, sums=grad_bias
+            )
             cast = slots.caster.cast(grad_output, request)
-        if fp8_input_grad:
-            if ctx.casts_again:
-                weight_columns, weight_inv_scale = slots.backward_cast(weight, call.states[1], ctx.outgrown)
-            of_weight = weight_columns, weight_inv_scale
-            grad_input = slots.matmul(cast[:2], of_weight, ctx.input_dtype, "dgrad", offsets)
-            del weight_columns, of_weight  # It may be a copy as large as the weight gradient, which comes next.
-        if wants_input_grad and high.dgrad is not False:
-            in_high = product(grad_output, weight.mT, None, offsets).to(ctx.input_dtype)
-            grad_input = _mixed(grad_input, in_high, high.dgrad, offsets)
-        if fp8_weight_grad:
-            of_x, into = (x_columns, x_inv_scale), None if main_grad is None else main_grad.total
-            grad_weight = slots.matmul(cast[2:4], of_x, ctx.weight_dtype, "wgrad", offsets, None, into)
-        if wants_weight_grad and high.wgrad is not False:
-            in_high = weight_gradient(grad_output, x.to(grad_output.dtype), offsets).to(ctx.weight_dtype)
-            grad_weight = _mixed(grad_weight, in_high, high.wgrad, offsets)
-        if wants_weight_grad and main_grad is not None:
-            grad_weight = main_grad.added() if grad_weight is None else main_grad.add(grad_weight)
+        if wants_input_grad:
+            of_weight = weight, weight_columns, weight_inv_scale
+            grad_input = _input_gradient(ctx, grad_output, cast, of_weight, offsets)
+        if wants_weight_grad:
+            grad_weight = _weight_gradient(ctx, grad_output, cast, (x, x_columns, x_inv_scale), offsets)
         if wants_bias_grad and grad_bias is None:
             grad_bias = slots.bias_gradient(grad_output, ctx.bias_dtype, offsets)
         slots.monitor.count_backward(call.record)
         return (grad_input, grad_bias, grad_weight, *[None] * 6)
+
+
+Factor = tuple[Tensor | None, Tensor, Tensor]
+"""What the forward has kept of a tensor: itself, if it is needed; its columns in FP8, and their inverse scales."""
+
+
+def _input_gradient(ctx: Any, grad_output: Tensor, cast: Cast, of_weight: Factor, offsets: Tensor | None) -> Tensor:
+    slots, high = ctx.slots, ctx.call.mode.choice.high.dgrad
+    weight, *columns = of_weight
+    grad_input: Tensor | None = None
+    if high is not True:
+        # The copy may be as large as the weight's gradient: it is freed before that.
+        operand = slots.backward_cast(weight, ctx.call.states[1], ctx.outgrown) if ctx.casts_again else columns
+        grad_input = slots.matmul(cast[:2], operand, ctx.input_dtype, "dgrad", offsets)
+    if high is not False:
+        assert weight is not None
+        in_high = product(grad_output, weight.mT, None, offsets).to(ctx.input_dtype)
+        grad_input = _mixed(grad_input, in_high, high, offsets)
+    assert grad_input is not None
+    return grad_input
+
+
+def _weight_gradient(
+    ctx: Any, grad_output: Tensor, cast: Cast, of_input: Factor, offsets: Tensor | None
+) -> Tensor | None:
+    slots, high, main_grad = ctx.slots, ctx.call.mode.choice.high.wgrad, ctx.call.main_grad
+    x, *columns = of_input
+    grad_weight: Tensor | None = None
+    if high is not True:
+        into = None if main_grad is None else main_grad.total
+        grad_weight = slots.matmul(cast[2:4], columns, ctx.weight_dtype, "wgrad", offsets, None, into)
+    if high is not False:
+        assert x is not None
+        in_high = weight_gradient(grad_output, x.to(grad_output.dtype), offsets).to(ctx.weight_dtype)
+        grad_weight = _mixed(grad_weight, in_high, high, offsets)
+    if main_grad is not None:
+        grad_weight = main_grad.added() if grad_weight is None else main_grad.add(grad_weight)
+    return grad_weight
 
 
 def _mixed(in_fp8: Tensor | None, in_high: Tensor, high: ExpertMask, offsets: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ What belongs to one module is kept beside: its caster (``casters.py``), the poli
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import local_part
 from fp8dist.state.microbatches import Microbatches
-from fp8dist.state.precision import Precision
+from fp8dist.state.precision import Changes, Precision
 from fp8dist.state.recipe import Gemm, Recipe
 from fp8dist.state.slots import Slot
 from fp8dist_kernels import direct, ops
@@ -48,10 +48,14 @@ Operand = tuple[Tensor, Tensor]
 class LinearSlots:
     """An FP8Linear's access to the FP8 state: its three slots and how it may use them.
 
-    ``precision``: which GEMMs run in high precision. ``caster``: casts its tensors. ``note``: of the weight. If the
-    note says that FSDP frees the weight between forward and backward, its casts are not cached, because they would take
-    the memory that sharding saves.
+    ``experts``: the slots of each expert; of a Linear, its own. ``precisions``: which GEMMs of each run in high
+    precision, as ``set_precision`` changes it; ``precision``: that of a Linear. ``caster``: casts its tensors.
+    ``note``: of the weight. If the note says that FSDP frees the weight between forward and backward, its casts are not
+    cached, because they would take the memory that sharding saves.
     """
+
+    grouped: ClassVar[bool] = False
+    """True if the module is a grouped product, with a slot for each expert."""
 
     def __init__(
         self,
@@ -61,15 +65,19 @@ class LinearSlots:
         recipe: Recipe,
         slots: dict[Role, Slot],
         name: str = "weight",
+        experts: tuple[dict[Role, Slot], ...] = (),
     ) -> None:
-        """``name``: of the module's parameter."""
+        """``name``: of the module's parameter. ``experts``: the slots of each expert. Empty: the module is a Linear."""
         self.sync = sync
         self.weight_sync = weight_sync
         self.job = job
         self.recipe = recipe
         self.slots = slots
-        self.precision = Precision(slots, recipe.high_precision)
-        self.caster = caster_for(recipe, job, sync, self.precision)
+        self.experts = experts or (slots,)
+        changes = Changes()
+        self.precisions = tuple(Precision(each, recipe.high_precision, changes) for each in self.experts)
+        self.precision = self.precisions[0]
+        self.caster = caster_for(recipe, job, sync, None if self.grouped else self.precision)
         self.name = name
         self.note = WeightNote(name)
         self._begin()
@@ -83,13 +91,17 @@ class LinearSlots:
         self.monitor = LoopMonitor(self.sync, self.job, self.note, self.fqn)
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = ("_states", "_modes", "policy", "cache", "monitor")
+        fresh = ("_states", "_modes", "policy", "cache", "monitor", "owner", "_choice")
         kept = {name: value for name, value in self.__dict__.items() if name not in fresh}
         return {**kept, "note": self.note.copied()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
+
+    def belong_to(self, owner: nn.Module) -> None:
+        """Note which module has the weight, a new one or a copy."""
+        self.note.belong_to(owner)
 
     @property
     def fqn(self) -> str:
@@ -99,17 +111,12 @@ class LinearSlots:
     @property
     def fqns(self) -> tuple[str, ...]:
         """The fqns of the module's input slots: one, or one for each expert."""
-        return (self.fqn,)
-
-    @property
-    def precisions(self) -> tuple[Precision, ...]:
-        """What ``set_precision`` changes: one for the module, or one for each expert."""
-        return (self.precision,)
+        return tuple([slots[Role.INPUT].fqn for slots in self.experts])
 
     @property
     def weight_slots(self) -> tuple[Slot, ...]:
         """The slots of the weight: one, or one for each expert."""
-        return (self.slots[Role.WEIGHT],)
+        return tuple([slots[Role.WEIGHT] for slots in self.experts])
 
     @property
     def weight_place(self) -> int | slice:
@@ -177,7 +184,7 @@ class LinearSlots:
         in_fp8, recording = job.in_fp8, job.recording
         casts = in_fp8 and not choice.all_high and (training or job.eval_precision == "fp8")
         # A compiled forward guards on what it reads here: read it late.
-        observes = in_fp8 and not casts and (self.caster.grouped or self.precision.observing)
+        observes = in_fp8 and not casts and (self.grouped or self.precision.observing)
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         repeated = None if compiling else self._modes.repeated(grad)
         if repeated is not None:
@@ -255,7 +262,7 @@ class LinearSlots:
     def adds_in_cast(self) -> bool:
         """True if the cast of a gradient can add up its columns. Otherwise ``bias_gradient`` reads the gradient again:
         for experts, for scales by parts, and in compiled graphs, where Inductor makes the casts."""
-        return self.recipe.by == "tensor" and not self.caster.grouped and not torch.compiler.is_compiling()
+        return self.recipe.by == "tensor" and not self.grouped and not torch.compiler.is_compiling()
 
     def bias_gradient(self, gradient: Tensor, dtype: torch.dtype, offsets: Tensor | None) -> Tensor:
         """Return the gradient of a bias [out_features], or [E, out_features]. The order of a Linear's additions is the
@@ -327,7 +334,7 @@ class LinearSlots:
         return self._cast_weight(weight, Request(state, Role.WEIGHT, True, False, False, limits, tapped=False))
 
     def shard_cast(
-        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, role: Role | None = None
+        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, tapped: bool = False
     ) -> Cast:
         """Return this rank's shard of the weight in FP8, row-major, with the scale that all ranks share. Local; commits
         a pending sync.
@@ -336,12 +343,11 @@ class LinearSlots:
             scale: 0-d float32, or [E] of all experts.
             first: of the experts that have a part in the shard.
             amax: where to record: 0-d float32, or [E] of all experts.
-            role: of the cast that the tap gets to see. None: it sees none.
+            tapped: True if the tap gets to see the cast.
         """
         state, limits = self.states(self.weight_sync.arena.device)[1], Outgrown(None, scale=scale)
-        return self.caster.cast(
-            shard, Request(state, Role.WEIGHT, True, False, record, limits, place=amax, tapped=role is not None)
-        )
+        request = Request(state, Role.WEIGHT, True, False, record, limits, place=amax, tapped=tapped)
+        return self.caster.cast(shard, request)
 
     def casts_in_backward(self, weight: Tensor) -> bool:
         """True if the backward makes its own FP8 copy of the weight."""
@@ -359,7 +365,7 @@ class LinearSlots:
                 turned = direct.transpose(rows, backend=self.job.backend)
             return turned, inv_scale
         # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
-        nowhere = None if self.caster.grouped else torch.empty_like(state.scale)
+        nowhere = None if self.grouped else torch.empty_like(state.scale)
         cast = self._cast_weight(weight, Request(state, Role.WEIGHT, False, True, False, outgrown, place=nowhere))
         return cast.columns, cast.columns_inv_scale
 
