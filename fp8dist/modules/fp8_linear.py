@@ -6,6 +6,7 @@ keys, hooks and references to the module stay valid.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from fp8dist.modules.fp8_product import product_of
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.main_grad import MainGrad
 from fp8dist.modules.modes import CHOICES
-from fp8dist.modules.tensor_parallel import parallel_linear
+from fp8dist.modules.tensor_parallel import Linear, parallel_linear
 from fp8dist.modules.unsupported import FLOATING, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.state.groups import is_dtensor
@@ -70,10 +71,12 @@ class FP8Linear(FP8Module, nn.Linear):
         """
         if not self.fp8_slots.job.enabled:
             return F.linear(input, self.weight.t() if self.transposed else self.weight, self.bias)
-        return self._multiply(input, self.bias)
+        multiply, weight = self._product(input)
+        return multiply(input, weight, self.bias)
 
-    def _multiply(self, input: Tensor, bias: Tensor | None, main_grad: MainGrad | None = None) -> Tensor:
-        """Return x Wᵀ + ``bias`` as the state of the job wants it. Local; commits a pending sync.
+    def _product(self, input: Tensor, main_grad: MainGrad | None = None) -> tuple[Linear, Tensor]:
+        """Return the function that computes this forward from the input, the weight and the bias, and the weight
+        [out_features, in_features]. Local; commits a pending sync.
 
         Args:
             main_grad: where the weight's gradient goes. None: to autograd.
@@ -86,15 +89,14 @@ class FP8Linear(FP8Module, nn.Linear):
         if input.dtype not in FLOATING:
             require_floating(input, slots.fqn)
         weight = self.weight  # Read once: a parametrization recomputes it at each access.
-        compute = product_of(self, slots, input, weight, CHOICES[slots.precision.high], main_grad=main_grad)
-        weight = weight.t() if self.transposed else weight
+        multiply = product_of(self, slots, input, weight, CHOICES[slots.precision.high], main_grad=main_grad)
         if is_dtensor(weight):
-            return parallel_linear(compute, input, weight, bias, slots.fqn)
-        if is_dtensor(input):
+            multiply = functools.partial(parallel_linear, multiply, slots.fqn)
+        elif is_dtensor(input):
             raise ConfigurationError(
                 f"{slots.fqn}: its input is a DTensor, its weight is not: parallelize the Linear, too"
             )
-        return compute(input, weight, bias)
+        return multiply, weight.t() if self.transposed else weight
 
 
 def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
@@ -136,12 +138,14 @@ def _parallel_forward(
         )
     input = gathered_input(input, given["allreduce_dgrad"], given["sequence_parallel"], given["tp_group"])
     if not given.get("gradient_accumulation_fusion", False):
-        return self._multiply(input, bias)
+        multiply, weight = self._product(input)
+        return multiply(input, weight, bias)
     return (_multiply_in_eager if torch.compiler.is_compiling() else _multiply_fused)(self, input, bias)
 
 
 def _multiply_fused(linear: FP8Linear, input: Tensor, bias: Tensor | None) -> Tensor:
-    return linear._multiply(input, bias, MainGrad.of(linear.weight))
+    multiply, weight = linear._product(input, MainGrad.of(linear.weight))
+    return multiply(input, weight, bias)
 
 
 _multiply_in_eager = _disable_dynamo(_multiply_fused)

@@ -96,14 +96,16 @@ class GroupedSlots(LinearSlots):
         """
         if recorded is False or isinstance(weight, FP8Weight):  # FSDP's gather records its shards.
             return
-        found, shares = (None, None) if cast is None else cast[4:]
-        amaxes = self.caster.amaxes(weight.detach(), None, state) if found is None else found
         used = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
-        used = used if recorded is True else used & recorded
-        record_experts(amaxes, state.pending, used)
-        if shares is not None:
-            record_experts(shares[0], state.saturated, used)
-            record_experts(shares[1], state.underflow, used)
+        self._record(weight.detach(), cast, state, state.pending, used if recorded is True else used & recorded)
+
+    def _record(self, weight: Tensor, cast: Cast | None, state: SlotViews, place: Tensor, recorded: ExpertMask) -> None:
+        """Record the amaxes of a weight at ``place``, and the shares of its cast if it has any."""
+        amaxes = None if cast is None else cast.amaxes
+        record_experts(self.caster.amaxes(weight, None, state) if amaxes is None else amaxes, place, recorded)
+        if cast is not None and cast.shares is not None:
+            record_experts(cast.shares[0], state.saturated, recorded)
+            record_experts(cast.shares[1], state.underflow, recorded)
 
     def shard_cast(
         self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, tapped: bool = False
@@ -121,11 +123,7 @@ class GroupedSlots(LinearSlots):
         request = Request(state, Role.WEIGHT, True, False, record, limits, tapped=tapped)
         cast = self.caster.cast(shard, request)
         if record:
-            amaxes = self.caster.amaxes(shard, None, state) if cast.amaxes is None else cast.amaxes
-            record_experts(amaxes, amax[own], True)
-        if cast.shares is not None:
-            record_experts(cast.shares[0], state.saturated, True)
-            record_experts(cast.shares[1], state.underflow, True)
+            self._record(shard, cast, state, amax[own], True)
         return cast._replace(rows_inv_scale=inv_scales) if by_tensor else cast
 
 

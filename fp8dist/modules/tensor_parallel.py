@@ -34,7 +34,7 @@ __all__ = ["parallel_linear"]
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def parallel_linear(linear: Linear, input: Tensor, weight: DTensor, bias: Tensor | None, fqn: str) -> DTensor:
+def parallel_linear(linear: Linear, fqn: str, input: Tensor, weight: DTensor, bias: Tensor | None) -> DTensor:
     """Apply ``linear`` (input, weight, bias) to this rank's tensors. Local: the consumer reduces a partial result.
 
     Raises:
