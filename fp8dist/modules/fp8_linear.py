@@ -22,7 +22,7 @@ from fp8dist.modules.fp8_product import product_of
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.main_grad import MainGrad
 from fp8dist.modules.modes import CHOICES
-from fp8dist.modules.tensor_parallel import Linear, parallel_linear
+from fp8dist.modules.tensor_parallel import Multiply, parallel_linear
 from fp8dist.modules.unsupported import FLOATING, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.state.groups import is_dtensor
@@ -74,7 +74,7 @@ class FP8Linear(FP8Module, nn.Linear):
         multiply, weight = self._product(input)
         return multiply(input, weight, self.bias)
 
-    def _product(self, input: Tensor, main_grad: MainGrad | None = None) -> tuple[Linear, Tensor]:
+    def _product(self, input: Tensor, main_grad: MainGrad | None = None) -> tuple[Multiply, Tensor]:
         """Return the function that computes this forward from the input, the weight and the bias, and the weight
         [out_features, in_features]. Local; commits a pending sync.
 
@@ -82,10 +82,6 @@ class FP8Linear(FP8Module, nn.Linear):
             main_grad: where the weight's gradient goes. None: to autograd.
         """
         slots = self.fp8_slots
-        if slots.job.awaits_attach:
-            raise ConfigurationError(
-                f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward"
-            )
         if input.dtype not in FLOATING:
             require_floating(input, slots.fqn)
         weight = self.weight  # Read once: a parametrization recomputes it at each access.

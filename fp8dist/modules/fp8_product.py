@@ -19,7 +19,7 @@ from fp8dist.modules.main_grad import MainGrad
 from fp8dist.modules.modes import Choice, Mode, Records
 from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
-from fp8dist.modules.tensor_parallel import Linear
+from fp8dist.modules.tensor_parallel import Multiply
 from fp8dist.modules.unsupported import differentiable_once
 from fp8dist_kernels.formats import Role
 
@@ -27,15 +27,13 @@ __all__ = ["product_of"]
 
 
 class _Call(NamedTuple):
-    """What one forward of a module computes with, beside its tensors.
+    """How one forward of a module computes, and its backward, which keeps this: it must not hold the weight.
 
-    ``parameter``: stores the weight, which is a view or a part of it. ``record``: True if the forward records amaxes;
-    of experts, those of ``recorded``.
+    ``record``: True if the forward records amaxes; of experts, those of ``recorded``.
     """
 
     slots: LinearSlots
     mode: Mode
-    parameter: Tensor
     states: States
     record: bool
     recorded: Records
@@ -50,7 +48,7 @@ def product_of(
     choice: Choice,
     offsets: Tensor | None = None,
     main_grad: MainGrad | None = None,
-) -> Linear:
+) -> Multiply:
     """Return the function that computes this forward of ``module`` from x, the weight and the bias on this rank: see
     ``in_high_precision`` for their shapes. Takes the notes of the forward. Local; commits a pending sync.
 
@@ -60,24 +58,27 @@ def product_of(
         choice: what is in high precision now.
         offsets: int32[E], the ends of the experts' rows. None: of a Linear.
         main_grad: where a Linear's weight gradient goes. None: to autograd.
+
+    Raises:
+        ConfigurationError: ``attach`` must be called first, or FP8 does not support what calls the module.
     """
+    if slots.job.awaits_attach:
+        raise ConfigurationError(f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward")
     mode, record = slots.mode(module, x, parameter, choice)
     if not (mode.casts or mode.recording or (mode.observes and record)):
-        compute = functools.partial(_unobserved, offsets)
+        compute = functools.partial(in_high_precision, offsets=offsets)
     else:
         recorded: Records = mode.choice.records if record and not mode.recording else (record, record, record)
-        call = _Call(slots, mode, parameter, slots.states(parameter.device), record, recorded, main_grad)
-        compute = functools.partial(_in_fp8 if mode.casts else _observed, call, offsets)
+        call = _Call(slots, mode, slots.states(parameter.device), record, recorded, main_grad)
+        compute = functools.partial(_in_fp8 if mode.casts else _observed, call, parameter, offsets)
     if main_grad is None or mode.casts:
         return compute
     return lambda x, weight, bias: compute(x, main_grad.through(weight), bias)
 
 
-def _unobserved(offsets: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return in_high_precision(x, weight, bias, offsets)
-
-
-def _observed(call: _Call, offsets: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _observed(
+    call: _Call, parameter: Tensor, offsets: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """Compute in high precision, and record the amaxes of the tensors that FP8 would cast, if steps sync amaxes."""
     slots, states, recorded = call.slots, call.states, call.recorded
     _require_features(slots, x, weight)
@@ -91,15 +92,17 @@ def _observed(call: _Call, offsets: Tensor | None, x: Tensor, weight: Tensor, bi
     return output
 
 
-def _in_fp8(call: _Call, offsets: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _in_fp8(
+    call: _Call, parameter: Tensor, offsets: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     slots, (high, *_) = call.slots, call.mode.choice
     _require_features(slots, x, weight)
     state, outgrown = call.states[1], call.mode.outgrown
     if outgrown.once and offsets is None:
-        outgrown = slots.policy.limits_of_parts(outgrown, weight, call.parameter, state)
+        outgrown = slots.policy.limits_of_parts(outgrown, weight, parameter, state)
     x = in_autocast(x)
     copies = high.fprop is not True, high.dgrad is not True
-    cast = slots.weight_cast(weight, call.parameter, Request(state, Role.WEIGHT, *copies, call.record, outgrown))
+    cast = slots.weight_cast(weight, parameter, Request(state, Role.WEIGHT, *copies, call.record, outgrown))
     if offsets is not None and call.record:
         slots.record_weight(weight, cast, offsets, state, call.recorded[1])
     rows = x.reshape(-1, x.shape[-1]) if offsets is None else x
@@ -264,9 +267,9 @@ class _ObserveGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        (offsets,), (slots, _, _, states, _, recorded, _) = ctx.saved_tensors, ctx.call
-        slots.monitor.note_backward()
-        if offsets is not None and slots.job.measuring:
-            count_tokens(offsets, states[2])
-        slots.caster.observe(grad_output.detach(), states[2], recorded[2], offsets)
+        (offsets,), call = ctx.saved_tensors, ctx.call
+        call.slots.monitor.note_backward()
+        if offsets is not None and call.slots.job.measuring:
+            count_tokens(offsets, call.states[2])
+        call.slots.caster.observe(grad_output.detach(), call.states[2], call.recorded[2], offsets)
         return grad_output, None, None

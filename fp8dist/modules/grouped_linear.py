@@ -37,13 +37,11 @@ def grouped_linear(
             ``attach`` must be called first.
     """
     _require_shapes(x, weight, offsets, slots, bias)
-    job, owner = slots.job, None if slots.owner is None else slots.owner()
+    owner = None if slots.owner is None else slots.owner()
     if owner is None:
         raise ConfigurationError(f"{slots.fqn}: its FP8Experts module does not exist any more")
-    if not job.enabled:
+    if not slots.job.enabled:
         return in_high_precision(x, weight, bias, offsets)
-    if job.awaits_attach:
-        raise ConfigurationError(f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward")
     parameter = owner._parameters.get(slots.name)
     stored = weight if parameter is None else parameter
     return product_of(owner, slots, x, stored, slots.choice(weight.device), offsets)(x, weight, bias)
