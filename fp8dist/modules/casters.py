@@ -199,8 +199,8 @@ class Caster(ABC):
             measure_grouped(x, offsets, self._spread(x, offsets, inv_scale, rows), dtype, *shares)
         else:
             shares = torch.full_like(shares[0], DID_NOT_RUN), torch.full_like(shares[1], DID_NOT_RUN)
-            inv_scale = inv_scale if rows or inv_scale.ndim < 3 else inv_scale.mT
-            measure_grouped(x, None, spread(inv_scale, x.shape), dtype, *shares)
+            each = spread(inv_scale, x.shape) if rows else spread(inv_scale, x.mT.shape).mT
+            measure_grouped(x, None, each, dtype, *shares)
             return cast._replace(shares=shares)
         return cast
 
