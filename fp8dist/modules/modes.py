@@ -65,9 +65,12 @@ class Choice(NamedTuple):
     all_high: bool
 
 
-_SUBSETS = [tuple(itertools.compress(GEMMS, kept)) for kept in itertools.product((True, False), repeat=len(GEMMS))]
 CHOICES: Mapping[tuple[Gemm, ...], Choice] = MappingProxyType(
-    {high: Choice(ByGemm(*(gemm in high for gemm in GEMMS)), (True,) * 3, high == GEMMS) for high in _SUBSETS}
+    {
+        high: Choice(ByGemm(*(gemm in high for gemm in GEMMS)), (True,) * 3, high == GEMMS)
+        for count in range(len(GEMMS) + 1)
+        for high in itertools.combinations(GEMMS, count)
+    }
 )
 """The choice of a Linear, by the GEMMs that run in high precision."""
 
