@@ -22,8 +22,7 @@ from fp8dist.job.cycle import StepCycle
 from fp8dist.job.fitting import require_fitting, warn_of_padding, warn_of_unheld
 from fp8dist.job.joining import EarlyLauncher
 from fp8dist.job.trial import try_products
-from fp8dist.modules.fp8_experts import fp8_experts, require_revertible_experts, revert_experts
-from fp8dist.modules.fp8_linear import fp8_linears, require_revertible, revert
+from fp8dist.modules.fp8_module import FP8Module, require_revertible, revert
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.ddp import JoinLink, find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, shard_weights
@@ -231,20 +230,16 @@ class Attachment:
                 "restore() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
                 "fp8_all_gather"
             )
-        linears, experts = list(fp8_linears(model)), list(fp8_experts(model))
-        for linear in linears:
-            require_revertible(linear)
-        for module in experts:
-            require_revertible_experts(module)
+        converted = [module for module in model.modules() if isinstance(module, FP8Module)]
+        for module in converted:
+            require_revertible(module)
         cycle.state.settle()
         if cycle.measurement.watch is not None:
             cycle.measurement.watch.close()
         self._untie()
         cycle.job.restore()
-        for linear in linears:
-            revert(linear)
-        for module in experts:
-            revert_experts(module)
+        for module in converted:
+            revert(module)
         cycle.steps.remove()
 
     def _untie(self) -> None:

@@ -12,10 +12,8 @@ from torch import nn
 from fp8dist.common.text import aligned, first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.eligibility import Candidate, LeftOut, ModelFacts, Selection, why_not
-from fp8dist.modules.fp8_experts import FP8Experts
-from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.fp8_module import FP8Module
 from fp8dist.modules.job_state import JobState
-from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.state.groups import is_dtensor
 from fp8dist.state.recipe import GEMMS, Gemm
@@ -233,7 +231,7 @@ def survey(model: nn.Module, selection: Selection) -> Survey:
         parameters = of.parameters
         if parameters is None:
             continue
-        if isinstance(of.module, (FP8Linear, FP8Experts)):
+        if isinstance(of.module, FP8Module):
             raise ConfigurationError(f"{of.fqn or 'the model'} is prepared already: call fp8dist.restore(model) first")
         left_out = why_not(of)
         if left_out is None:
@@ -252,7 +250,7 @@ def survey_again(model: nn.Module, selection: Selection, before: Coverage, job: 
     """
     known, found = {row.fqn: row for row in before}, []
     for of in ModelFacts(model, selection):
-        converted = _slots_of(of.module)
+        converted = of.module.fp8_weights if isinstance(of.module, FP8Module) else ()
         one = _found_again(of, known.get(of.fqn), bool(converted))
         if one is not None:
             if any(slots.job is not job for slots in converted):
@@ -265,7 +263,7 @@ def survey_again(model: nn.Module, selection: Selection, before: Coverage, job: 
 
 def _found_again(of: Candidate, row: CoverageRow | None, converted: bool) -> _Found | None:
     """Return a module with matmul weights as it is now; None: it has none. ``row``: its row after ``prepare``."""
-    kind = (of.module.converted_from if converted else type(of.module)).__name__
+    kind = (of.module.converted_from if isinstance(of.module, FP8Module) else type(of.module)).__name__
     parameters = of.parameters
     if row is not None and (converted or not row.fp8) and _is_still(of.module, row, kind, parameters):
         left_out = None if converted else LeftOut("", row.reason)
@@ -275,13 +273,6 @@ def _found_again(of: Candidate, row: CoverageRow | None, converted: bool) -> _Fo
     tied_to = of.model.owner(of.module, of.fqn)
     left_out = None if converted else why_not(of) or LeftOut(_LATER, _LATER_REASON)
     return _Found(of, kind, parameters, tied_to, left_out)
-
-
-def _slots_of(module: nn.Module) -> tuple[LinearSlots, ...]:
-    """Return the slots of a converted module; () for other modules."""
-    if isinstance(module, FP8Linear):
-        return (module.fp8_slots,)
-    return tuple(module.fp8_products.values()) if isinstance(module, FP8Experts) else ()
 
 
 def _is_still(module: nn.Module, row: CoverageRow, kind: str, parameters: int | None) -> bool:
