@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fp8dist.errors import ManifestMismatchError
-from fp8dist.state.groups import _absent
+from fp8dist.state.publications import _absent
 from launch.train_gpt.ranks import most_restarts
 from tests.support.lab.failures import CollectiveFailed, Whereabouts
 from tests.support.main_job import ALONE, RANKS, STEPS, TINY, TORCHRUN, Run, Runs, assert_refused, finish, start
