@@ -1,4 +1,4 @@
-"""Statistics of slots in a step, and jumps of their scales."""
+"""What a watch (``watch.py``) collects about each slot in a step, and jumps of scales between two such steps."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from fp8dist_kernels.scaling import scale_from_amax
 __all__ = ["Observation", "Observer", "RankTimes", "Watch"]
 
 _FOR_MICROBATCH = 12
-"""Bits of a holder that tell the microbatch. The 20 above them tell the rank."""
+"""A holder is a rank and its microbatch, packed into 32 bits: the microbatch in the lowest 12, the rank above."""
 
 _LAST_RANK = (1 << 20) - 1
 _UNKNOWN = (1 << _FOR_MICROBATCH) - 1
-"""A microbatch that is not known, or too large to be told."""
+"""Stands for a microbatch that is not known, or whose number has more than 12 bits."""
 
 _LOW = (1 << 32) - 1
 _NOTHING = torch.iinfo(torch.int64).min
@@ -74,16 +74,16 @@ class Watch:
     experts are sums, and take an all-reduce of their own.
 
     ``resume_after``: the step number to count from, until a step has ended. None: count from the step counter of the
-    FP8 state, which includes calibrations, but not steps without FP8. ``order``: place of each module in the model, by
-    fqn.
+    FP8 state, which includes calibrations, but not steps without FP8. ``order``: index of each module in the model, by
+    fqn. ``seen``: the last observation; None: there is none yet.
     """
 
     def __init__(self, order: Mapping[str, int] = MappingProxyType({})) -> None:
         self.resume_after: int | None = None
         self._views: list[_View] = []
         self._order = order
-        self.seen: Observation | None = None  # The last one, and the one before it.
-        self._before: Observation | None = None
+        self.seen: Observation | None = None
+        self._before: Observation | None = None  # The observation before ``seen``.
         self.start(0)
 
     def add(

@@ -67,10 +67,10 @@ def _read_all(content: Content, marker: Path | None = None) -> bool:
             for name, data in content.items():
                 (path / name).write_bytes(data)
         try:
-            with open_source(path) as source:
-                for index, entry in enumerate(source.entries):
-                    tensor = source.read(index)
-                    assert tuple(tensor.shape) == entry.shape
+            source = open_source(path)
+            for index, entry in enumerate(source.entries):
+                tensor = source.read(index)
+                assert tuple(tensor.shape) == entry.shape
             return True
         except CheckpointError as error:
             text = str(error)
@@ -179,6 +179,7 @@ def test_damaged_files(valid: dict[str, Content], data: st.DataObject) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(4))  # Split, so that two workers can share the test.
 @settings(_UNHURRIED, max_examples=7_500 // 4)
