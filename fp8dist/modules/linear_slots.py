@@ -201,7 +201,7 @@ class LinearSlots:
             outgrown = self.policy.limits(module, record, training)
         else:
             outgrown = Outgrown(None)
-            self.note.idle_in(job.boundaries)
+            self.note.idle_at = job.boundaries
         if repeated is not None:
             return repeated, record
         mode = Mode(casts, observes, recording, training, choice, outgrown)
