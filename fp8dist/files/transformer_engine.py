@@ -85,8 +85,8 @@ def load_transformer_engine(
 
     Raises:
         ConfigurationError: ``name_map`` is invalid, or names a module, entry or GEMM that does not exist.
-        CheckpointError: an entry that is needed is damaged, or contains more than data.
-        In both cases nothing was changed.
+        CheckpointError: an entry that is needed is damaged, or contains more than data. Nothing was changed then, nor
+            after a ConfigurationError.
     """
     cycle = Internals(manager).cycle
     cycle.require("loading state")

@@ -52,9 +52,11 @@ class Monitor(SlotOutputs):
     """Old: a ``Recorder`` writes the statistics of slots, and ``watch(jump=…)`` finds jumps of scales. Local.
 
     Args:
-        path, tensorboard, resume_after: files to write, as ``fp8dist.watch`` had them.
+        path: the file of JSON lines to write; None: none.
+        tensorboard: the folder of TensorBoard's files; None: none.
         jump: see ``fp8dist.watch``.
         writes: False on all ranks but one: return the same jumps, but write and log nothing.
+        resume_after: the step that the run resumes from. Lines of later steps are dropped.
 
     Raises:
         ConfigurationError: ``jump`` is not a finite factor above 1.
