@@ -72,28 +72,19 @@ def _aborts() -> None:
 
 
 @pytest.mark.slow
-def test_the_status_and_the_last_words_of_a_rank_that_dies_are_shown() -> None:
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        (_one_rank_raises, ["ValueError: planted", "rank 0: was here", "all_reduce"]),
+        (_aborts, ["rank 1: ended with status -6\nterminate called\n", "in _aborts"]),
+    ],
+)
+def test_a_failure_shows_what_each_rank_did_and_the_pool_recovers(function: Any, shown: list[str]) -> None:
     pool = RankPool(2)
     try:
         with pytest.raises(RanksFailed) as failure:
-            pool.run(_aborts)
-        text = str(failure.value)
-        assert "rank 1: ended with status -6\nterminate called\n" in text
-        assert "in _aborts" in text
-    finally:
-        pool.close()
-
-
-@pytest.mark.slow
-def test_failure_shows_all_tracebacks_and_pool_recovers() -> None:
-    pool = RankPool(2)
-    try:
-        with pytest.raises(RanksFailed) as failure:
-            pool.run(_one_rank_raises)
-        text = str(failure.value)
-        assert "ValueError: planted" in text
-        assert "rank 0: was here" in text
-        assert "all_reduce" in text
+            pool.run(function)
+        assert [text for text in shown if text not in str(failure.value)] == []
         assert pool.run(_sum_of_ranks) == [(0, 1), (1, 1)]
     finally:
         pool.close()

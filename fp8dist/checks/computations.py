@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8dist.checks.contents import Content, Digester, Field, Key, on_device
-from fp8dist.checks.known_calls import TOKENS, CastOf, Computation, GroupedProductOf, ProductOf, for_casts
+from fp8dist.checks.known_calls import SCALINGS, TOKENS, CastOf, Computation, GroupedProductOf, ProductOf, for_casts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.main_grad import fuses
 from fp8dist.modules.parts import Part
@@ -18,21 +17,23 @@ from fp8dist.parallel.wrappers import multiplied_shape
 from fp8dist.state.recipe import GEMMS, Recipe
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import blocks_along
-from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling
+from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
-__all__ = ["KIND", "ComputedContent", "computations_of", "linear_computations", "product_computations"]
+__all__ = [
+    "KIND",
+    "ComputedContent",
+    "Factors",
+    "computations_of",
+    "factors_of",
+    "linear_computations",
+    "product_computations",
+]
 
 KIND = "computation"
 """Kind of the things that are computed, and of findings about them."""
 
 LARGEST = 8192
 """Largest number of features: bounds the memory that a check needs."""
-
-_OF_BLOCKS = (Scaling.BLOCKWISE_1D, Scaling.BLOCKWISE)
-_SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
-    {"tensor": (Scaling.TENSORWISE,) * 2, "row": (Scaling.ROWWISE,) * 2, "block": _OF_BLOCKS}
-)
-"""By the part of a tensor that has a scale: the scaling of a product without a weight, and with one."""
 
 
 def computations_of(parts: Iterable[Part]) -> dict[torch.device, tuple[Computation, ...]]:
@@ -48,21 +49,39 @@ def computations_of(parts: Iterable[Part]) -> dict[torch.device, tuple[Computati
         if not stored or not slots.job.enabled:
             continue
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else stored[0].dtype
-        how = slots.recipe, dtype, stored[0].dtype
+        shape, bias, transposed = factors_of(part, slots.note.resharded)
+        how = slots.recipe, dtype, stored[0].dtype, bias, transposed, slots.job.backend
         more: Sequence[Computation]
         if isinstance(module, FP8Linear):
-            shape = multiplied_shape(module, slots.note.resharded)
-            # A row-wise parallel Linear adds its bias after the product.
-            bias = module.bias is not None and shape[1] == module.in_features
-            of_linear = bias, module.transposed, slots.job.backend
-            more = linear_computations(shape, *how, *of_linear, sideways=slots.job.gathers, into=fuses(module))
+            more = linear_computations(shape, *how, sideways=slots.job.gathers, into=fuses(module))
         else:
-            experts, *sizes = stored[0].shape
-            transposed, biased = bool(module.is_transposed), bool(module.has_bias)
-            sizes = sizes[::-1] if transposed else sizes
-            more = product_computations((experts, *sizes), *how, biased, transposed, slots.job.backend)
+            more = product_computations(shape, *how)
         found.setdefault(device, {}).update(dict.fromkeys(more))
     return {device: tuple(computations) for device, computations in found.items()}
+
+
+class Factors(NamedTuple):
+    """What this rank multiplies in the products of a part.
+
+    ``shape``: of the weight, [(E,) out_features, in_features]. ``bias``: True if the product adds one. ``transposed``:
+    True if the weight is stored, and cast, transposed.
+    """
+
+    shape: tuple[int, ...]
+    bias: bool
+    transposed: bool
+
+
+def factors_of(part: Part, resharded: bool) -> Factors:
+    """Return the factors of a part with a stored weight. ``resharded``: FSDP frees the weight."""
+    module = part.module
+    if isinstance(module, FP8Linear):
+        shape = tuple(multiplied_shape(module, resharded))
+        # A row-wise parallel Linear adds its bias after the product.
+        return Factors(shape, module.bias is not None and shape[1] == module.in_features, module.transposed)
+    experts, *sizes = part.stored[0].shape
+    transposed = bool(module.is_transposed)
+    return Factors((experts, *(reversed(sizes) if transposed else sizes)), bool(module.has_bias), transposed)
 
 
 def linear_computations(
@@ -89,7 +108,7 @@ def linear_computations(
     """
     out, features = (min(size, LARGEST) for size in shape)
     x, w, grad = (recipe.format_of(role).name for role in Role)
-    lines, squares = _SCALINGS[recipe.by]
+    lines, squares = SCALINGS[recipe.by]
     along = blocks_along(tokens, ALIGNMENT) * ALIGNMENT  # Casts pad the rows of transposed copies.
     how: list[dict[str, Any]] = [
         {"gemm": gemm, "fast_accumulation": gemm in recipe.fast_accumulation, "backend": backend} for gemm in GEMMS

@@ -32,7 +32,7 @@ from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, rows_o
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.reference.operands import integers, inverse_scales, operand
 
-__all__ = ["TOKENS", "CastOf", "Computation", "GroupedProductOf", "ProductOf", "ends_of", "for_casts"]
+__all__ = ["SCALINGS", "TOKENS", "CastOf", "Computation", "GroupedProductOf", "ProductOf", "ends_of", "for_casts"]
 
 TOKENS = 256
 """Rows of the inputs and gradients. Few are enough: more rows only repeat the same tiles, and users choose their own
@@ -43,6 +43,12 @@ _SCALE = 60.0
 
 _OPERANDS = ("input", "weight", "grad_output", "a", "b", "inv_scale_a", "inv_scale_b", "bias")
 _SEEDS: Mapping[str, int] = MappingProxyType({name: i for i, name in enumerate(_OPERANDS)})
+
+_OF_BLOCKS = (Scaling.BLOCKWISE_1D, Scaling.BLOCKWISE)
+SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
+    {"tensor": (Scaling.TENSORWISE,) * 2, "row": (Scaling.ROWWISE,) * 2, "block": _OF_BLOCKS}
+)
+"""By the part of a tensor that has a scale: the scaling of a product without a weight, and with one."""
 
 _BEYOND = 8
 """Rows that belong to no expert."""
@@ -87,8 +93,7 @@ class CastOf(NamedTuple):
         slots = [each[self.role] for each in slot_names("known answers", max(1, self.experts))]
         arena = Arena([SlotSpec(slot, self.recipe.format_of(self.role)) for slot in slots], self.recipe, self.backend)
         arena.place(device)
-        for place in range(len(slots)):
-            overwrites.set_scale(arena, place, _SCALE)
+        overwrites.set_scale(arena, slice(None), _SCALE)
         arena.known_hot = True  # Most steps of a training know it, and need no look at the amax before the cast.
         precision = None if self.experts else Precision({self.role: slots[0]}, ())
         caster = caster_for(self.recipe, JobState(True, self.backend, "fp8"), ArenaSync(arena), precision)
@@ -217,7 +222,7 @@ class GroupedProductOf(NamedTuple):
         by = ops.implementer(self.backend, device)
         if self.gemm != "wgrad":
             a, b = (FORMATS[name].dtype for name in self.formats)
-            scaling = {"tensor": Scaling.TENSORWISE, "row": Scaling.ROWWISE, "block": Scaling.BLOCKWISE}[self.by]
+            scaling = SCALINGS[self.by][1]
             shape = self.experts, self.n, self.k
             by = grouped_ops.multiplier_name((a, b, self.dtype), scaling, shape, self.bias, self.backend, device)
         return f"grouped {self.gemm} {TOKENS}x{self.n}x{self.k} of {self.experts} experts {how}, {by}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
+from fp8dist.common.names import warn_moved
 from fp8dist.errors import NotAModelError
 
 __all__ = ["MOVED", "FormerNames"]
@@ -90,8 +90,7 @@ class FormerNames:
             if name not in MOVED:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             new, of = MOVED[name]
-            text = f"manager.{name} is now {new}; the old name goes with the next version"
-            warnings.warn(text, FutureWarning, stacklevel=2)  # Python shows it once for each line.
+            warn_moved(f"manager.{name}", new)
             return of(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

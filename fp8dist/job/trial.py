@@ -6,21 +6,21 @@ Kernels of Triton are not tried. Compiling them takes seconds, and each shape ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8dist.checks.computations import linear_computations, product_computations
+from fp8dist.checks.computations import Factors, factors_of, linear_computations, product_computations
 from fp8dist.checks.known_calls import GroupedProductOf, ProductOf
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_experts import fp8_experts
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
 from fp8dist.modules.linear_slots import refusal
 from fp8dist.modules.main_grad import fuses
+from fp8dist.modules.parts import Part
 from fp8dist.modules.weight_notes import stored_parameters
-from fp8dist.parallel.wrappers import multiplied_shape
 from fp8dist_kernels import BLOCK, ops
 from fp8dist_kernels.multipliers import ProductError, machine_of, refused, row_of
 
@@ -52,13 +52,12 @@ def try_products(model: nn.Module, resharded: set[nn.Module]) -> None:
         if not stored:
             continue
         _require_fp8(slots.fqn, slots.job.backend, device)
-        shape, dtype = multiplied_shape(linear, linear in resharded), stored[0].dtype
-        of = linear.bias is None, linear.in_features, linear.transposed, fuses(linear)
-        kind = (*shape, slots.recipe, dtype, *of, device)
+        factors, dtype = factors_of(Part(linear, slots), linear in resharded), stored[0].dtype
+        kind = (factors, slots.recipe, dtype, fuses(linear), device)
         if kind in seen:
             continue
         seen.add(kind)
-        for product in _products_of(linear, shape, dtype, device):
+        for product in _products_of(linear, factors, dtype, device):
             if (product, device) not in tried:
                 _try(slots.fqn, product, device)
                 tried.add((product, device))
@@ -68,11 +67,9 @@ def try_products(model: nn.Module, resharded: set[nn.Module]) -> None:
             if not stored:
                 continue
             _require_fp8(grouped.fqn, grouped.job.backend, device)
-            experts, *sizes = stored[0].shape
-            transposed = bool(module.is_transposed)
-            out, into = map(_cut, reversed(sizes) if transposed else sizes)
-            shape = min(experts, _MOST_EXPERTS), out, into
-            how = bool(module.has_bias), transposed, grouped.job.backend
+            (experts, *sizes), bias, transposed = factors_of(Part(module, grouped), module in resharded)
+            shape = min(experts, _MOST_EXPERTS), *map(_cut, sizes)
+            how = bias, transposed, grouped.job.backend
             for dtype in _dtypes(stored[0].dtype, device):
                 for each in product_computations(shape, grouped.recipe, dtype, stored[0].dtype, *how):
                     if isinstance(each, GroupedProductOf) and (each, device) not in tried:
@@ -89,16 +86,11 @@ def _require_fp8(fqn: str, backend: str, device: torch.device) -> None:
         )
 
 
-def _products_of(
-    linear: FP8Linear, whole: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Iterator[ProductOf]:
-    """Iterate over the products of a Linear whose weight is multiplied in this shape."""
-    slots = linear.fp8_slots
-    # A row-wise parallel Linear adds its bias after the product.
-    bias = linear.bias is not None and whole[1] == linear.in_features
-    shape = [_cut(size) for size in whole]
+def _products_of(linear: FP8Linear, factors: Factors, dtype: torch.dtype, device: torch.device) -> Iterator[ProductOf]:
+    """Iterate over the products of a Linear."""
+    slots, shape = linear.fp8_slots, [_cut(size) for size in factors.shape]
     for of in _dtypes(dtype, device):
-        how = slots.recipe, of, dtype, bias, linear.transposed, slots.job.backend
+        how = slots.recipe, of, dtype, factors.bias, factors.transposed, slots.job.backend
         for tokens in TOKENS:
             for each in linear_computations(shape, *how, tokens, slots.job.gathers, fuses(linear)):
                 if isinstance(each, ProductOf):

@@ -48,8 +48,8 @@ def make_cold(arena: Arena, places: Sequence[int]) -> None:
     arena.cold_written()
 
 
-def set_scale(arena: Arena, index: int, scale: float) -> None:
-    """Set the scale of one slot, which is then no longer cold."""
+def set_scale(arena: Arena, index: int | slice, scale: float) -> None:
+    """Set the scale of one slot or of several, which are then no longer cold."""
     arena.scale[index] = scale
     torch.reciprocal(arena.scale, out=arena.inv_scale)
     arena.cold[index] = False

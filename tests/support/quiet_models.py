@@ -39,6 +39,11 @@ SCENARIOS = Scenarios()
 program, variants, cases = SCENARIOS.program, SCENARIOS.variants, SCENARIOS.cases
 
 
+def _weights_and_biases(trial: Trial) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    weights, biases = ([p for p in trial.parameters() if p.ndim == n] for n in (2, 1))
+    return weights, biases
+
+
 # Several optimizers ------------------------------------------------------------------------------
 
 
@@ -46,7 +51,7 @@ program, variants, cases = SCENARIOS.program, SCENARIOS.variants, SCENARIOS.case
 def optimizers_of_disjoint_parameters(order: str) -> None:
     """Bitwise equal to one optimizer with two groups."""
     split = Trial()
-    weights, biases = ([p for p in split.parameters() if p.ndim == n] for n in (2, 1))
+    weights, biases = _weights_and_biases(split)
     optimizers = [AdamW(weights, lr=0.01), AdamW(biases, lr=0.02)]
     split.manager.attach(optimizer=optimizers)
     for index in range(STEPS):
@@ -54,7 +59,7 @@ def optimizers_of_disjoint_parameters(order: str) -> None:
         take(*(optimizers if order == "as attached" else reversed(optimizers)))
     split.right(STEPS)
     whole = Trial()
-    weights, biases = ([p for p in whole.parameters() if p.ndim == n] for n in (2, 1))
+    weights, biases = _weights_and_biases(whole)
     one = AdamW([{"params": weights, "lr": 0.01}, {"params": biases, "lr": 0.02}])
     whole.manager.attach(optimizer=one)
     whole.train(one, STEPS)
@@ -141,7 +146,7 @@ def alternating_optimizers_on_the_same_weights(given: str) -> None:
 @program
 def muon_and_adamw() -> None:
     trial = Trial()
-    weights, biases = ([p for p in trial.parameters() if p.ndim == n] for n in (2, 1))
+    weights, biases = _weights_and_biases(trial)
     optimizers = [Muon(weights, lr=0.01), AdamW(biases, lr=0.01)]
     trial.manager.attach(optimizer=optimizers)
     for index in range(STEPS):
