@@ -119,7 +119,7 @@ def test_no_test_of_the_gpu_is_forgotten() -> None:
     assert said - files - only_spoken_of == set(WITHOUT_A_GPU)
     kernels = ("grouped_casts", "grouped_matmuls", "scaled_grouped", "fused_casts", "fused_matmuls", "gpu_kernels")
     wanted = {f"tests/kernels/test_{name}.py" for name in kernels}
-    wanted |= {"tests/sync/test_gpu_one_rank.py", "tests/modules/test_gpu_tokens.py", "tests/sync/test_gpu_ranks.py"}
+    wanted |= {"tests/state/test_gpu_one_rank.py", "tests/modules/test_gpu_tokens.py", "tests/state/test_gpu_ranks.py"}
     assert wanted <= files
     assert all((ROOT / path).exists() for path in files)
 
@@ -133,7 +133,7 @@ def _looks_for_a_gpu(path: str) -> bool:
 
 def test_the_tests_of_the_gpu_run_in_order() -> None:
     names = ["tests/kernels/test_fused_casts.py::test_x", f"{check.KERNELS}::test_casts[medium]"]
-    names += ["tests/sync/test_gpu_ranks.py::test_nccl_alone", "tests/step/test_gpu_graphs.py::test_x[small]"]
+    names += ["tests/state/test_gpu_ranks.py::test_nccl_alone", "tests/job/test_gpu_graphs.py::test_x[small]"]
     names += ["tests/modules/test_gpu_linear.py::test_x", f"{check.KERNELS}::test_casts[small-wide]"]
     assert sorted(names, key=check.order) == names[::-1]
 

@@ -89,8 +89,8 @@ def test_check(tree: Path, tmp_path: Path) -> None:
     assert lines[-3].endswith(f" was asked for {sum(tests['collectives'].values())} collectives")
     assert lines[-1] == f"gpu: a rehearsal: its figures in {tmp_path / 'out' / FILE} mean nothing"
     order = [line.split("::")[0] for line in lines if " PASSED " in line]
-    files = ("kernels/test_gpu_kernels", "modules/test_gpu_linear", "step/test_gpu_graphs")
-    files += ("sync/test_gpu_one_rank", "sync/test_gpu_ranks")
+    files = ("kernels/test_gpu_kernels", "modules/test_gpu_linear", "job/test_gpu_graphs")
+    files += ("state/test_gpu_one_rank", "state/test_gpu_ranks")
     assert list(dict.fromkeys(order)) == [f"tests/{file}.py" for file in files]
 
 

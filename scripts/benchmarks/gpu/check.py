@@ -35,11 +35,11 @@ ORDER = (
     f"{KERNELS}::{SMALL}",
     "tests/modules/test_gpu_tokens.py",
     "tests/modules/test_gpu_linear.py",
-    "tests/step/test_gpu_graphs.py",
+    "tests/job/test_gpu_graphs.py",
     "tests/modules/test_gpu_compile.py",
-    "tests/sync/test_gpu_one_rank.py",
-    "tests/sync/test_gpu_ranks.py",
-    "tests/consistency/test_gpu_compute.py",
+    "tests/state/test_gpu_one_rank.py",
+    "tests/state/test_gpu_ranks.py",
+    "tests/checks/test_gpu_compute.py",
     KERNELS,
 )
 """What runs first; then the other tests that use ``MARK``."""

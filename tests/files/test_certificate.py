@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist.cli.main import main
-from tests.checkpoint.test_export import trained
+from tests.files.test_export import trained
 from tests.support.ranks import RankPool
 from tests.support.serving import NATIVE, RECIPES, read
 from tests.support.sharded import shard, wide

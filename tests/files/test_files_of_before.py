@@ -16,7 +16,7 @@ from torch import nn
 import fp8dist
 from fp8dist.cli.main import main
 
-BEFORE = Path(__file__).parent / "data" / "before"
+BEFORE = Path(__file__).parents[1] / "data" / "before"
 
 
 def _model() -> nn.Module:

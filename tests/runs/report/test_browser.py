@@ -11,7 +11,7 @@ import pytest
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.runs.report.page import page_of
 from fp8dist.runs.report.parting import Digests, part
-from tests.report.test_page import hostile
+from tests.runs.report.test_page import hostile
 from tests.support.browser import needs_chromium, opened_browser
 from tests.support.runs import made_run
 

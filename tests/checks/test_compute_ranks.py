@@ -23,7 +23,7 @@ from fp8dist.checks.computations import ComputedContent
 from fp8dist.checks.contents import Digester
 from fp8dist.errors import ConfigurationError, DivergenceError, ManifestMismatchError
 from fp8dist_kernels import direct
-from tests.consistency.test_compute import RECIPES
+from tests.checks.test_compute import RECIPES
 from tests.support.answers import flipping
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
