@@ -561,7 +561,7 @@ import fp8dist
 from pathlib import Path
 from fp8dist.files import export_files
 from fp8dist.files.export import Export, export_of
-from tests.checkpoint.test_export import trained
+from tests.files.test_export import trained
 
 place, out = sys.argv[1:]
 counted = [0]
