@@ -108,11 +108,13 @@ class Checker:
 
     ``callbacks`` are called with each ``Event``. ``last``: what the newest check of parameters that found no difference
     has compared; None: none. ``checked``: the newest step after which such a check is ``Checked.verified``; None: none.
-    ``amaxes``: the watch that knows which cast went wrong first; None: there is none.
+    ``on_checked``: called when ``last`` has a new value. ``amaxes``: the watch that knows which cast went wrong first;
+    None: there is none.
     """
 
     def __init__(self, state: ModelState, control: PrecisionControl) -> None:
         self.callbacks: list[Callable[[Event], None]] = []
+        self.on_checked: list[Callable[[], None]] = []
         self.amaxes: Watch | None = None
         self.checks = 0
         self.seconds = 0.0
@@ -248,14 +250,16 @@ class Checker:
 
     def _handle_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
         """Queue a "nonfinite" event on all ranks. One rank warns once: ``attach`` may lack the job's loss scaler."""
-        self._queued.append(Event("nonfinite", step, slots, cause=self.cause_of_nonfinite()))
+        cause = self.cause_of_nonfinite()
+        self._queued.append(Event("nonfinite", step, slots, cause=cause))
         if not self._warned_nonfinite and sync.speaks:
             self._warned_nonfinite = True
             logger.warning(
-                "fp8dist: step %d: the amaxes of %s were not finite: their scales stay as they are. If a loss scaler "
+                "fp8dist: step %d: the amaxes of %s were not finite%s: their scales stay as they are. If a loss scaler "
                 "skips such steps, attach(scaler=…) keeps them out of the FP8 state",
                 step,
                 first_few(slots),
+                "" if cause is None else f", first in {cause}",
             )
 
     def cause_of_nonfinite(self) -> Cause | None:

@@ -76,4 +76,6 @@ class PeriodicChecks:
             self._checker.last = Checked.of(job.step if enabled else done, report)
             if self._checker.last.verified:
                 self._checker.checked = self._checker.last.step
+            for listener in self._checker.on_checked:
+                listener()
         return report

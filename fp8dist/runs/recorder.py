@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fp8dist.checks.checked import Checked
 from fp8dist.common.names import check_keywords, require_int
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.manager import Internals
@@ -126,11 +125,12 @@ class Recorder:
         self._logged_at = -1  # The manager's ``run_step`` at the last line.
         self._skipped_at = -1  # That at which the loss scaler skipped a step last.
         self._synced = 0, 0.0  # Step and fp8/sync_wait_ms of the last due line.
-        self._checked: Checked | None = None
         self._warned_ahead = self._warned_back = False
         if manager is not None and self.writes:
             manager.on_event(self._on_event)
-            Internals(manager).cycle.listeners.append(self._step_ended)
+            inside = Internals(manager)
+            inside.cycle.listeners.append(self._step_ended)
+            inside.cycle.checker.on_checked.append(self._log_checked)
         self._awaits_state = resume_after == "state"
         if not self._awaits_state:
             self._begin(known)
@@ -146,6 +146,7 @@ class Recorder:
         self._files.begin(after, names, {SCALES, EXPERTS}.difference(names))  # Those of a run that had them.
         self._last_step, self._synced = after or 0, (after or 0, 0.0)
         self.event("start", self._last_step, resumed_after=after, ranks=world_size())
+        self._log_checked()
         self._describe()
 
     def _begin_by_state(self, step: int) -> None:
@@ -207,7 +208,6 @@ class Recorder:
             if name not in ("step", "time")
         }
         self._exporters.call("write", step, numbers, ())
-        self._log_checked()
 
     def _go_back(self, step: int) -> None:
         """Note that ``step`` is not after the last one. An earlier one undoes what was recorded since, as a resume."""
@@ -257,7 +257,6 @@ class Recorder:
             self._files = None
             return
         self._describe()
-        self._log_checked()
         self.event("end", self._last_step, **({} if error is None else {"error": error}))
         self._exporters.close()
         self._files.close()
@@ -320,11 +319,11 @@ class Recorder:
             yield "sync_ms", (metrics["fp8/sync_wait_ms"] - waited) / (step - before)
 
     def _log_checked(self) -> None:
-        """Write an event if a check has found no difference since the last call."""
+        """Write an event of the newest check that has found no difference. While the state is awaited, ``_begin``
+        does: the step would begin the run, and drop the lines of the one that is resumed."""
         checked = None if self._manager is None else self._manager.verified.last_check
-        if checked is not None and checked != self._checked:
+        if checked is not None and not self._awaits_state:
             self.event("checked", checked.step, **checked.fields())
-        self._checked = checked
 
     # Writing -----------------------------------------------------------------------------------------
 

@@ -25,6 +25,11 @@ class Cause(NamedTuple):
     module: str
     role: str
 
+    def __str__(self) -> str:
+        known = ((name, number) for name, number in (("rank", self.rank), ("microbatch", self.microbatch)))
+        places = "".join(f", {name} {number}" for name, number in known if number is not None)
+        return f"{self.module}, {self.role}{places}"
+
 
 def earliest(step: int, slots: Iterable[SlotStatistics], order: Mapping[str, int]) -> Cause | None:
     """Return the slot whose amax was probably recorded first: in the earliest microbatch, forwards before backwards, in

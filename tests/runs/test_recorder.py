@@ -458,15 +458,15 @@ def test_peaks_are_those_of_the_exact_device() -> None:
 # Ranks -------------------------------------------------------------------------------------------
 
 
-def _recorded(folder: str, every: int, ranks: bool) -> tuple[list[int], dict[str, float]]:
-    with counted_collectives() as calls:
+def _recorded(folder: str, every: int, ranks: bool) -> tuple[list[int], dict[str, float], list[str]]:
+    with counted_collectives() as calls, captured_log() as log:
         manager = train(Path(folder), 6, dist.group.WORLD, every=every, ranks=ranks, planted={6: math.nan})
-    return calls.sizes, manager.metrics()
+    return calls.sizes, manager.metrics(), [text for _, text in log]
 
 
 @pytest.mark.parametrize(("every", "ranks"), [(3, True), (3, False), (0, True)])
 def test_collectives_are_the_watchs_and_no_others(two_ranks: RankPool, tmp_path: Path, every: int, ranks: bool) -> None:
-    (sizes, metrics), (there, _) = two_ranks.run(_recorded, str(tmp_path), every, ranks)
+    (sizes, metrics, log), (there, _, _) = two_ranks.run(_recorded, str(tmp_path), every, ranks)
     watch = 8 * (3 * SLOTS + 2 * 2) if ranks else 4 * 3 * SLOTS
     weights, sync = 4 * SLOTS, 4 * (8 + SLOTS)
     assert sizes == there
@@ -481,6 +481,10 @@ def test_collectives_are_the_watchs_and_no_others(two_ranks: RankPool, tmp_path:
     assert event["step"] == 6
     assert event.get("module") == ("first" if every else None)
     assert (event.get("rank"), event.get("microbatch")) == ((1, 0) if every and ranks else (None, None))
+    # The log names the same culprit.
+    (text,) = [text for text in log if "were not finite" in text]
+    place = ", rank 1, microbatch 0" if ranks else ""
+    assert (f"not finite, first in first, input{place}: their" if every else "not finite: their") in text
     if every:
         due = next(line for line in read(tmp_path, "metrics") if line["step"] == 6)
         assert (due["proven"], due["nonfinite_amaxes"]) == (6, metrics["fp8/nonfinite_amaxes"])
@@ -538,6 +542,51 @@ def test_proven_and_checked_steps(two_ranks: RankPool, ddp: bool, tmp_path: Path
         assert (event["compared"], event["nonfinite"]) == (kinds, [])
         assert event["unverified"] == ({} if ddp else {"parameter": why})
         assert event["compared_bytes"].get("parameter", 0) == sizes
+
+
+def test_a_check_is_recorded_when_it_ends(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Not with the next line of the log: a job may save its checkpoint in between, and be killed."""
+    two_ranks.run(_checked_and_saved, str(tmp_path))
+    assert kinds(tmp_path) == ["start", "checked", "saved", "checked", "end"]
+    assert [event["step"] for event in read(tmp_path, "events")] == [0, 1, 1, 1, 1]
+
+
+def _checked_and_saved(folder: str) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+    recorder = Recorder(folder, manager)
+    called = DistributedDataParallel(net)
+    manager.attach(called, optimizer=optimizer)
+    called(batch(dist.get_rank(), 0)[0]).sum().backward()
+    optimizer.step()
+    recorder.log(1, loss=0.0)
+    manager.check()
+    recorder.event("saved", 1, path="here")
+    manager.check()
+    recorder.close()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_check_before_the_state_is_loaded_leaves_the_folder_alone(tmp_path: Path, early: bool) -> None:
+    train(tmp_path, 5)
+    state = train(tmp_path / "other", 3).state_dict()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    if early:
+        manager.load_state_dict(state)
+    recorder = Recorder(tmp_path, manager, resume_after="state")
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+    manager.attach(optimizer=optimizer)
+    manager.check(policy="warn")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    manager.load_state_dict(state)
+    net(batch(0, 4)[0]).sum().backward()
+    optimizer.step()
+    recorder.log(4, loss=0.0)
+    recorder.close()
+    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
