@@ -27,7 +27,7 @@ _NO_RICH = "fp8dist watch: for a screen in place of lines: pip install 'fp8dist[
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("path", metavar="RUN", help="folder of the run (--out of the example job)")
+    parser.add_argument("path", metavar="RUN", help="folder of the run, which fp8dist.Recorder writes")
     parser.add_argument("--once", action="store_true", help="print the present state, and end")
     parser.add_argument("--wait", action="store_true", help="wait for a run that has not started yet")
     parser.add_argument(

@@ -135,14 +135,16 @@ class Training:
                 if options.saves_at(step):
                     self.save(step)
                 self.check(step)
-        seconds, after, count = time.perf_counter() - start, self.metrics(), max(1, len(steps))
+            seconds, after, count = time.perf_counter() - start, self.metrics(), max(1, len(steps))
+            validation_loss = self.validation_loss()
+            self.recorder.event("evaluated", options.last_step, validation_loss=validation_loss)
         spent = {name: (after[name] - before[name]) / count for name in after}
         return {
             "ranks": self.ranks.size,
             "steps": options.last_step,
             "resumed_after_step": self.done,
             "final_training_loss": sum(losses) / len(losses) if losses else None,
-            "validation_loss": self.validation_loss(),
+            "validation_loss": validation_loss,
             "tokens_per_s": round(len(steps) * tokens / seconds, 1),
             "fp8_collectives_per_step": spent.get("fp8/collectives", 0.0),
             "exposed_sync_ms_per_step": round(spent.get("fp8/sync_wait_ms", 0.0), 4),

@@ -17,7 +17,7 @@ STEPS = 240
 def watch_screen() -> str:
     """Return a code block with the screen at 80 columns and 24 lines."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run-17"
+        path = Path(folder) / "runs" / "run-17"
         _write_run(path)
         run = LiveRun(path)
         run.read()
@@ -26,7 +26,7 @@ def watch_screen() -> str:
 
 
 def _write_run(path: Path) -> None:
-    path.mkdir()
+    path.mkdir(parents=True)
     places = {
         "2.mlp.up:grad_output": {"amax": "Infinity", "amax_rank": 5, "amax_microbatch": 3},
         "3.mlp.down:weight": {"saturated": 0.0012, "saturated_rank": 1, "saturated_microbatch": 0},

@@ -47,7 +47,7 @@ def checkpoint_table(run: RunNumbers) -> Iterator[str]:
     """Yield a sentence about the newest good checkpoint, and the saved ones with their states."""
     saved = [event for event in run.events if event.kind == "saved" and not event.undone]
     if not saved:
-        yield '<p class="empty">No checkpoint is recorded: Recorder notes each one that a job saves (--save-every).</p>'
+        yield '<p class="empty">No checkpoint is recorded. Note each: recorder.event("saved", step, path=…).</p>'
         return
     suspect, found = _suspect(run), checks(run)
     states = [DIVERGED if id(event) in suspect else _state(event.step, run, found) for event in saved]

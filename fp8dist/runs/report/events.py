@@ -16,6 +16,9 @@ __all__ = ["Events", "RunEvent", "checks_in", "cut", "objects"]
 MOST_KINDS, MOST_ITEMS, MOST_CHARACTERS, DEEPEST = 64, 32, 2_000, 6
 """Bounds of what is kept of an event: kinds, items of a list, characters of a text, depth."""
 
+MOST_NAME, MOST_FIELDS = 200, 6
+"""Characters of a name in a sentence, so that a search finds the whole name. Fields of an event of another kind."""
+
 _WHAT: Mapping[str, str] = MappingProxyType(
     {
         "nonfinite": "an amax is not finite",
@@ -24,6 +27,7 @@ _WHAT: Mapping[str, str] = MappingProxyType(
         "jump": "a scale jumps",
         "spike": "the loss spikes",
         "nonfinite_loss": "the loss is not finite",
+        "evaluated": "the model is evaluated",
         "start": "the run starts",
         "saved": "a checkpoint is saved",
         "end": "the run ends",
@@ -32,6 +36,14 @@ _WHAT: Mapping[str, str] = MappingProxyType(
 
 _WORDED = ("diverged", "replayed", "checked")
 """Kinds whose details are a sentence that needs no other word for what happened."""
+
+
+_OF_CAUSE: Mapping[str, str] = MappingProxyType(
+    {"module": "", "role": "", "rank": "rank ", "microbatch": "microbatch ", "path": ""}
+)
+"""Fields that say where something happened, with the word before each."""
+
+_NO_DETAIL = ("step", "time", "kind", "slots", "slots_count", "cause_step", *_OF_CAUSE)
 
 
 class RunEvent(NamedTuple):
@@ -63,6 +75,11 @@ class RunEvent(NamedTuple):
         if not isinstance(report, dict):
             return False
         return report["diverged"] is False if "diverged" in report else report.get("consistent") is True
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The number of an event "evaluated"; None: another event, or there is none."""
+        return number_or_none(self.data.get("validation_loss")) if self.kind == "evaluated" else None
 
     @property
     def sentence(self) -> str:
@@ -99,13 +116,16 @@ class RunEvent(NamedTuple):
         parts = []
         slots = data.get("slots")
         if isinstance(slots, list) and slots:
-            named = first_few([shortened(str(slot)) for slot in slots[:3]], 3)
+            named = first_few([shortened(str(slot), MOST_NAME) for slot in slots[:3]], 3)
             parts.append(named + (f" and {data['slots_count'] - 3} more" if data["slots_count"] > 3 else ""))
         parts += _cause(self)
-        for key in ("loss", "median"):
-            if (number := number_or_none(data.get(key))) is not None:
-                parts.append(f"{key} {number:.4g}")
-        parts += [f"{key} {shortened(data[key], 40)}" for key in ("digest", "error") if isinstance(data.get(key), str)]
+        known = self.kind in _WHAT and self.kind != "evaluated"
+        own = [key for key in data if key not in _NO_DETAIL]  # Of "evaluated", and of kinds that a program makes up.
+        for key in ("loss", "median", "digest", "error") if known else own[:MOST_FIELDS]:
+            value, number = data.get(key), number_or_none(data.get(key))
+            if number is not None or isinstance(value, str):
+                text = shortened(str(value), 40) if number is None else f"{number:.4g}"
+                parts.append(f"{shortened(key, 40)} {text}")
         return ", ".join(parts)
 
 
@@ -183,13 +203,12 @@ def cut(value: Any, depth: int = 0) -> Any:
 def _cause(event: RunEvent) -> Iterator[str]:
     """Yield module, rank and file of an event, as far as they are known."""
     data = event.data
-    first = "first in " if isinstance(data.get("slots"), list) else ""
-    words = {"module": first, "role": "", "rank": "rank ", "microbatch": "microbatch ", "path": ""}
+    words = {**_OF_CAUSE, "module": "first in " if isinstance(data.get("slots"), list) else ""}
     if type(data.get("cause_step")) is int and data["cause_step"] != event.step:
         words["cause_step"] = "of step "
     for key, text in words.items():
         if isinstance(data.get(key), (int, str)):
-            yield f"{text}{shortened(str(data[key]), 100)}"
+            yield f"{text}{shortened(str(data[key]), MOST_NAME)}"
 
 
 def _divergence(event: RunEvent) -> str:
@@ -207,7 +226,7 @@ def _divergence(event: RunEvent) -> str:
     against = "no majority" if reference is None else f"against rank {shortened(str(reference))}"
     known = [step for finding in found if type(step := finding.get("last_good_step")) is int]
     since = f"; equal up to step {min(known)}" if known else ""
-    name = " ".join(shortened(str(one.get(key) or "")) for key in ("kind", "name"))
+    name = " ".join(shortened(str(one.get(key) or ""), MOST_NAME) for key in ("kind", "name"))
     who = f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks, 8)}"
     return f"{name} differs on {who}{host}, {against}{more}{since}"
 

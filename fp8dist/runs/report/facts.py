@@ -24,6 +24,7 @@ __all__ = [
     "replayed_text",
     "story",
     "straggler",
+    "validation_losses",
     "verdict",
     "worst_slots",
 ]
@@ -96,7 +97,7 @@ def verdict(run: RunNumbers) -> Soundness:
     if at["last"] is None or at["proven"] is None is at["checked"]:
         return Soundness("unknown", f"Not known: {proof}", remarks)
     if at["checked"] is None:
-        hint = "No check has compared parameters and optimizer: set check_every= of prepare (--check-every)."
+        hint = "No check has compared parameters and optimizer: set check_every= of prepare."
         if last is not None and last.part:
             hint = f"No check has compared all parameters: the last one compared {last.part}."
         elif last is not None:
@@ -123,7 +124,7 @@ def _proof(run: RunNumbers) -> str:
     found = checks(run)
     if proven is None and not found:
         text = f"nothing in this folder proves that ranks agreed in any of its steps up to {last}"
-        return f"{text}. Record with fp8dist.Recorder, and compare with check_every= of prepare (--check-every)."
+        return f"{text}. Record with fp8dist.Recorder, and compare with check_every= of prepare."
     parts = []
     if proven is not None:
         parts.append(f"the sync has proven the FP8 state equal on all ranks up to step {proven}")
@@ -169,6 +170,16 @@ def story(run: RunNumbers) -> list[Point]:
     if "nonfinite" not in kinds:
         points += _nonfinite(run)
     return sorted(points, key=lambda point: point.step)
+
+
+def validation_losses(run: RunNumbers) -> dict[int, float]:
+    """Return the validation losses by step, which grows. A run logs them as a number, or as an event "evaluated"."""
+    steps, numbers = run.metrics.step, run.metrics.columns["validation_loss"]
+    found = {step: number for step, number in zip(steps.tolist(), numbers.tolist()) if not math.isnan(number)}
+    for event in run.events:
+        if not event.undone and (number := event.validation_loss) is not None:
+            found[event.step] = number
+    return dict(sorted(found.items()))
 
 
 def replayed_text(run: RunNumbers, step: int) -> str:

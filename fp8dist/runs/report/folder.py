@@ -37,10 +37,16 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_dir():
-            raise ConfigurationError(f"{path} is not a folder: give the folder of a run (--out of the example job)")
+            raise ConfigurationError(f"{path} is not a folder: give the folder that fp8dist.Recorder writes")
         self.header = _header(path / HEADER)
         if not self.header and not (path / METRICS).is_file():
             raise ConfigurationError(f"{path} holds no run: neither {HEADER} nor {METRICS} is there")
+
+    @property
+    def name(self) -> str:
+        """The folder and its parent: of "runs/a/fp8" and "runs/b/fp8" the folder alone says too little."""
+        path = self.path.resolve()
+        return str(Path(path.parent.name, path.name))
 
     def formats(self) -> dict[str, Format]:
         """Return the format of each slot that the header lists."""

@@ -37,20 +37,25 @@ MAX_NAME = 1_000
 MAX_TEXT = 300
 """Characters of a text about a check or an event."""
 
-NUMBERS = ("loss", "grad_norm", "step_ms", "proven", "checked", "idle_experts", "longest_idle_steps")
+NUMBERS = ("loss", "validation_loss", "grad_norm", "step_ms", "proven", "checked", "idle_experts", "longest_idle_steps")
 """Fields of metrics.jsonl that are shown."""
 
 TAILS = MappingProxyType({METRICS: 1 << 23, SCALES: 1 << 26, RANKS: 1 << 24, EVENTS: 1 << 26})
 """Bytes at the end of each file that are read at the start. What a long run wrote before does not matter now."""
 
 
+SATURATED, UNDERFLOW, BEYOND = 1e-3, 1e-2, 2.0
+"""From which share of saturated elements on, share of elements that become zero, and from which multiple of the
+format's largest value on a slot is in trouble. Delayed scaling cuts off single elements of a sound run."""
+
+
 class Trouble(NamedTuple):
-    """What is wrong with a slot, or nearly. Sorts by severity: the worst first.
+    """What is wrong with a slot. Sorts by severity: the worst first.
 
     ``share``: negative share of saturated or flushed elements; ``room``: factor left to the format's largest value.
     """
 
-    rank_of_kind: int  # 0: not finite, 1: saturated, 2: underflow, 3: headroom.
+    rank_of_kind: int  # 0: not finite, 1: saturated, 2: underflow, 3: beyond the format's largest value, 4: nothing.
     share: float
     room: float
 
@@ -69,13 +74,15 @@ class NewestOfSlot(NamedTuple):
 
     @property
     def trouble(self) -> Trouble:
-        """How near the slot is to trouble."""
+        """What is wrong with the slot, or that nothing is."""
         room = math.inf if self.headroom is None else self.headroom
         if self._not_finite is not None:
             return Trouble(0, 0.0, 0.0)
-        if self.saturated:
+        if self.saturated is not None and self.saturated >= SATURATED:
             return Trouble(1, -self.saturated, room)
-        return Trouble(2, -self.underflow, room) if self.underflow else Trouble(3, 0.0, room)
+        if self.underflow is not None and self.underflow >= UNDERFLOW:
+            return Trouble(2, -self.underflow, room)
+        return Trouble(3 if room * BEYOND <= 1 else 4, 0.0, room)
 
     @property
     def _not_finite(self) -> float | None:
@@ -92,15 +99,13 @@ class NewestOfSlot(NamedTuple):
 
     @property
     def what(self) -> str:
-        """The trouble as text."""
-        kind = self.trouble.rank_of_kind
+        """The trouble as text; "" if there is none."""
+        kind, share, room = self.trouble
         if kind == 0:
             return f"amax is {self._not_finite}"
         if kind < 3:
-            return f"{_percent(-self.trouble.share)} {('saturated', 'underflow')[kind - 1]}"
-        if self.headroom is None:
-            return "never cast" if self.amax is None else "headroom unknown"
-        return f"{_percent(1 / self.headroom)} of {self.largest:g}"
+            return f"{_percent(-share)} {('saturated', 'underflow')[kind - 1]}"
+        return f"{_percent(1 / room)} of {self.largest:g}" if kind == 3 else ""
 
 
 class RankWait(NamedTuple):
@@ -145,6 +150,7 @@ class LiveRun:
         self._newest: dict[str, float] = {}  # Of each field the newest number.
         self._bad_since: int | None = None  # The step from which on no loss is finite.
         self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
+        self._validated: tuple[int, float] | None = None
         self._seen: float | None = None  # Monotonic time of the newest step.
 
     def _clear_slots(self) -> None:
@@ -181,7 +187,7 @@ class LiveRun:
     def _read_header(self) -> None:
         self._header_time = _modified(self.path / HEADER)
         folder = RunFolder(self.path)
-        self.header, self._formats = folder.header, folder.formats()
+        self.header, self._formats, self._name = folder.header, folder.formats(), folder.name
 
     def _judge_events(self) -> None:
         kept = self._events.kept()
@@ -198,6 +204,12 @@ class LiveRun:
     def idle(self) -> float:
         """Return the seconds since the newest step."""
         return 0.0 if self._seen is None else max(0.0, time.monotonic() - self._seen)
+
+    @property
+    def validation(self) -> tuple[int, float] | None:
+        """Step and number of the newest validation loss."""
+        found = ((e.step, n) for e in self.events if not e.undone and (n := e.validation_loss) is not None)
+        return max((*found, *([] if self._validated is None else [self._validated])), default=None)
 
     @property
     def idle_experts(self) -> str:
@@ -229,17 +241,26 @@ class LiveRun:
             return None, "unproven: nothing has compared the ranks yet"
         return True, ", ".join(known)
 
-    def nearest(self, count: int) -> list[NewestOfSlot]:
-        """Return the slots nearest to trouble, of the last two observations: the newest may still be incomplete."""
-        recent = (slot for slot in self._slots.values() if slot.observation >= self._observation - 1)
-        return sorted(recent, key=lambda slot: slot.trouble)[:count]
+    def observed(self) -> list[NewestOfSlot]:
+        """Return the slots of the last two observations: the newest may still be incomplete."""
+        return [slot for slot in self._slots.values() if slot.observation >= self._observation - 1]
+
+    def troubled(self, count: int) -> list[NewestOfSlot]:
+        """Return observed slots that are in trouble, at most ``count``, the worst first."""
+        found = (slot for slot in self.observed() if slot.trouble.rank_of_kind < 4)
+        return sorted(found, key=lambda slot: slot.trouble)[:count]
 
     @property
     def title(self) -> list[str]:
         """What the run is, in short texts."""
         header, ranks = self.header, self.header.get("ranks")
-        parts = [self.path.resolve().name]
-        parts += [str(header[name]) for name in ("precision", "recipe", "device") if isinstance(header.get(name), str)]
+        parts = [self._name]
+        # Of a recipe the name alone, because its settings are longer than a line.
+        parts += [
+            header[name].partition("(")[0]
+            for name in ("precision", "recipe", "device")
+            if type(header.get(name)) is str
+        ]
         parts += [f"{ranks} rank{'s' * (ranks > 1)}"] if type(ranks) is int else []
         return [clean(part) for part in parts if part]
 
@@ -258,6 +279,8 @@ class LiveRun:
         self._newest |= numbers
         self.loss, self.grad_norm, self.step_ms = map(self._of_step.get, ("loss", "grad_norm", "step_ms"))
         self.proven = self._newest_step("proven")
+        if "validation_loss" in numbers:
+            self._validated = line["step"], numbers["validation_loss"]
         if loss is not None:
             self.losses.append(loss)
             finite = math.isfinite(loss)
@@ -287,7 +310,7 @@ class LiveRun:
         amax, scale, saturated, underflow = map(numbers_in(line, fields).get, fields)
         largest = self._formats[name].max if name in self._formats else None
         slot = NewestOfSlot(self._observation, clean(name), amax, scale, saturated, underflow, (None, None), largest)
-        of = ("amax", "saturated", "underflow", "amax")[slot.trouble.rank_of_kind]
+        of = ("amax", "saturated", "underflow", "amax", "amax")[slot.trouble.rank_of_kind]
         place = tuple(n if type(n := line.get(f"{of}_{unit}")) is int else None for unit in ("rank", "microbatch"))
         self._slots.pop(slot.name, None)  # The newest are last.
         self._slots[slot.name] = slot._replace(place=(place[0], place[1]))

@@ -90,7 +90,7 @@ def read_run(path: Path, also: Callable[[Columns], None] | None = None) -> RunNu
         files[EVENTS].left_out += not events.add(line)
     found = events.kept() or _divergence(path / "divergence.json")
     left_out = {name: lines.left_out for name, lines in files.items() if lines.left_out}
-    return RunNumbers(path.name or str(path.resolve()), folder, metrics, slots, waits, found, left_out, mixtures)
+    return RunNumbers(folder.name, folder, metrics, slots, waits, found, left_out, mixtures)
 
 
 def _metrics(lines: Lines) -> Metrics:

@@ -82,8 +82,7 @@ def _losing(run: RunNumbers) -> Panel:
     anchor, question = "losing", "Which layer is losing numbers?"
     rows = rows_of(run)
     if rows is None:
-        text = "scales.jsonl has no observation. Record with fp8dist.Recorder(folder, manager, every=10)"
-        hint = f"{text} (the example job: --watch-every 10)."
+        hint = "scales.jsonl has no observation. Record with fp8dist.Recorder(folder, manager, every=10)."
         return Panel(anchor, question, [_empty(hint)])
     heat = heat_of(rows)
     parts: list[str | Plot] = [_about_rows(run, rows), _controls(), '<div class="maps">']
@@ -140,11 +139,13 @@ def _chooser(rows: Rows) -> str:
     for role in rows.roles():
         part = rows.of_role(role)
         options = "".join(
-            f'<option value="{place}">{escape(shortened(rows.rows[place].name, 80))}</option>'
+            f'<option value="{place}">{escape(shortened(rows.rows[place].name, 200))}</option>'
             for place in range(part.start, part.stop)
         )
         groups.append(f'<optgroup label="{escape(role)}">{options}</optgroup>')
-    return f'<p class="controls"><label for="slot">Slot</label> <select id="slot">{"".join(groups)}</select></p>'
+    return (
+        f'<p class="controls chooser"><label for="slot">Slot</label> <select id="slot">{"".join(groups)}</select></p>'
+    )
 
 
 def _pictures(rows: Rows) -> Iterator[str]:
@@ -178,9 +179,8 @@ def _first(run: RunNumbers) -> Iterator[str | Plot]:
             yield _empty(f"No {title} is recorded. Log it: recorder.log(step, {field}=…).")
             continue
         named = {title: (metrics.step, metrics.columns[field])}
-        known = ~np.isnan(metrics.columns["validation_loss"])
-        if field == "loss" and known.any():
-            named["validation loss"] = (metrics.step[known], metrics.columns["validation_loss"][known])
+        if field == "loss" and (validation := facts.validation_losses(run)):
+            named["validation loss"] = (np.array([*validation]), np.array([*validation.values()]))
         made = plots.curves(named, 240, title, **share)
         share = {"x_range": made.x_range}
         yield Plot(field, f"{title} by step", made)
@@ -191,7 +191,8 @@ def _first(run: RunNumbers) -> Iterator[str | Plot]:
         rows = [
             (f"{one.step:,}", one.kind, one.text + (" (undone by a resume)" if one.undone else "")) for one in points
         ]
-        interesting = [row for row, one in zip(rows, points) if one.kind not in ("checked", "saved")]
+        drawn = ("checked", "saved", *(("evaluated",) if len(points) > MOST_ROWS else ()))
+        interesting = [row for row, one in zip(rows, points) if one.kind not in drawn]
         yield table(("step", "kind", "what"), interesting[:MOST_ROWS], numbers=(0,))
         if len(interesting) > MOST_ROWS:
             yield _note(f"and {len(interesting) - MOST_ROWS:,} more.")
@@ -210,7 +211,7 @@ def _lane(kind: str) -> tuple[int, str]:
 def _odd(run: RunNumbers) -> Iterator[str | Plot]:
     held = facts.odd_rank(run)
     if held is None:
-        yield _empty("Who held the maxima is not recorded: watch with ranks=True (the example job: --watch-ranks).")
+        yield _empty("Who held the maxima is not recorded: record with fp8dist.Recorder(…, every=10, ranks=True).")
     else:
         yield f"<p>{escape(held.text)}</p>"
         slots, shares, columns = held.slots, held.shares, [str(rank) for rank in range(held.shares.shape[1])]
@@ -257,8 +258,10 @@ def _back(run: RunNumbers) -> Iterator[str | Plot]:
         kinds = [kind for kind in _STATES if any(point.kind == kind for point in points)]
         yield Plot("back", "proven, checked and saved steps", plots.lanes(points, kinds, spans))
     else:
-        hint = "No step is proven, checked or saved. fp8dist.Recorder records them; check_every= of prepare"
-        yield _empty(f"{hint} (--check-every) compares, and the example job saves with --save-every.")
+        yield _empty(
+            "No step is proven, checked or saved. Record with fp8dist.Recorder, compare with check_every= of prepare, "
+            'and note what you save: recorder.event("saved", step, path=…).'
+        )
     yield from divergence_cards(run)
 
 

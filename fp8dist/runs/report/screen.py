@@ -49,11 +49,10 @@ def stuck(run: LiveRun) -> str:
 def one_line(run: LiveRun, since: int = 0) -> str:
     """Return the present state as one line. ``since``: events before, which are not shown again."""
     _, sound = run.sound
-    parts = [f"step {_count(run.step)}", f"loss {_number(run.loss)}", f"{_number(run.step_ms)} ms", sound]
+    parts = [f"step {_count(run.step)}", f"loss {_number(run.loss)}", _validation(run)]
+    parts += [f"{_number(run.step_ms)} ms", sound]
     parts.append(run.idle_experts)
-    worst = run.nearest(1)
-    if worst:
-        parts.append(f"worst slot {shortened(worst[0].name, 60)}: {worst[0].what}{_at(worst[0])}")
+    parts += [f"worst slot {slot.name}: {slot.what}{_at(slot)}" for slot in run.troubled(1)]
     new = list(run.events)[-(run.event_count - since) :] if run.event_count > since else []
     parts += [
         f"{clean(event.kind)} in step {_count(event.step)}: {clean(event.beside_kind, MAX_TEXT)}" for event in new[-3:]
@@ -68,8 +67,9 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
     known, sound = run.sound
     style = {True: "green", False: "bold red", None: "yellow"}[known]
     held_up, waits = stuck(run), list(_waits(run.waits))
-    slots = run.nearest(min(MOST_SLOTS, max(LEAST_SLOTS, height - 12)))
+    slots = run.troubled(min(MOST_SLOTS, max(LEAST_SLOTS, height - 12)))
     inside = _common_module([slot.name.rpartition(":")[0] for slot in slots])
+    losses = "  ".join(part for part in (f"loss {_number(run.loss)}", _validation(run)) if part)
     lines = [
         Text("  ".join(run.title), "bold"),
         Text.assemble(
@@ -77,14 +77,15 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
             (f"{held_up}   " if held_up else "", "bold yellow"),
             f"{_number(run.step_ms)} ms per step   gradient norm {_number(run.grad_norm)}",
         ),
-        Text.assemble(
-            (f"loss {_number(run.loss)}", "bold"), "  ", (sparkline(run.losses, max(10, width - 14)), "cyan")
-        ),
+        Text.assemble((losses, "bold"), "  ", (sparkline(run.losses, max(10, width - len(losses) - 2)), "cyan")),
         Text.assemble((sound, style), "   ", (run.idle_experts, "yellow")),
-        _rule(f"nearest to trouble{' in ' * bool(inside)}{shortened(inside, max(8, width - 30))}", width),
-        *_slot_lines(slots, len(inside) + bool(inside), width),
     ]
-    if len(lines) == 5:
+    if slots:
+        lines += [_rule(f"slots in trouble{' in ' * bool(inside)}{shortened(inside, max(8, width - 30))}", width)]
+        lines += _slot_lines(slots, len(inside) + bool(inside), width)
+    elif observed := len(run.observed()):
+        lines.append(Text(f"no slot is in trouble, of {observed:,} observed", "dim"))
+    else:
         lines.append(Text("no slots yet: fp8dist.Recorder(folder, manager, every=…) writes scales.jsonl", "dim"))
     if waits:
         lines += [_rule("waits in the sync, ms per step: who waits least is waited for", width)]
@@ -92,7 +93,7 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
     room = height - len(lines) - 2
     if room > 0 and run.events:
         lines.append(_rule("events", width))
-        lines += map(_event_line, run.events[-room:])
+        lines += [_event_line(event, width) for event in run.events[-room:]]
     lines = [*lines[: max(1, height - 1)], Text("Ctrl-C ends the view, not the run", "dim")]
     for line in lines:
         line.rstrip()
@@ -130,7 +131,7 @@ def _slot_lines(slots: Sequence[NewestOfSlot], skip: int, width: int) -> list[Te
     widths = [max((len(cell[i]) for cell in cells), default=0) for i in range(4)]
     place = widths[3] if width - sum(widths[1:]) - 6 >= 20 else 0
     room = max(8, min(widths[0], width - widths[1] - widths[2] - place - 6))
-    styles = ("bold red", "red", "yellow", "default")
+    styles = ("bold red", "red", "yellow", "yellow")
     return [
         Text.assemble(
             set_cell_size(shortened(module, room), room) + "  ",
@@ -142,12 +143,14 @@ def _slot_lines(slots: Sequence[NewestOfSlot], skip: int, width: int) -> list[Te
     ]
 
 
-def _event_line(event: RunEvent) -> Text:
+def _event_line(event: RunEvent, width: int) -> Text:
+    """Return a line whose text loses its middle, because a rank or a step stands at the end."""
     from rich.text import Text
 
     bad = event.kind in ("diverged", "nonfinite", "nonfinite_loss")
-    kind = (clean(event.kind), "bold red" if bad else "bold")
-    return Text.assemble(f"step {_count(event.step)}  ", kind, f"  {clean(event.beside_kind, MAX_TEXT)}")
+    step, kind = f"step {_count(event.step)}  ", clean(event.kind)
+    text = shortened(clean(event.beside_kind, MAX_TEXT), max(20, width - len(step) - len(kind) - 2))
+    return Text.assemble(step, (kind, "bold red" if bad else "bold"), f"  {text}")
 
 
 def _waits(waits: Sequence[RankWait]) -> Iterator[str]:
@@ -177,6 +180,11 @@ def _at(slot: NewestOfSlot) -> str:
         for name, number in (("rank", rank), ("microbatch", microbatch))
         if number is not None
     )
+
+
+def _validation(run: LiveRun) -> str:
+    found = run.validation
+    return "" if found is None else f"validation loss {_number(found[1])} (step {_count(found[0])})"
 
 
 def _number(value: float | None, digits: int = 4) -> str:

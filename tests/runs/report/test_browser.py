@@ -149,6 +149,16 @@ def test_keys_alone_reach_everything(opened: Any) -> None:
     opened.wait_for_function("document.getElementById('slot-name').textContent == 'blocks.0.down:input'")
 
 
+@pytest.mark.parametrize("opened", WIDTHS, indirect=True)
+def test_the_list_of_slots_stays_beside_its_label(opened: Any) -> None:
+    """Also with a name that is longer than the page is wide."""
+    label, choice = (opened.locator(one).bounding_box() for one in ("label[for=slot]", "#slot"))
+    assert choice["x"] > label["x"] + label["width"]
+    assert choice["y"] < label["y"] + label["height"]
+    assert label["height"] < 40
+    assert choice["x"] + choice["width"] <= opened.viewport_size["width"]
+
+
 @pytest.mark.parametrize("opened", [("made", {"color_scheme": "dark"})], indirect=True)
 def test_the_plots_follow_the_colours_of_the_page(opened: Any) -> None:
     ink = "Bokeh.documents[0].roots()[6].below[0].axis_label_text_color"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fp8dist.common.text import shortened
-from fp8dist.runs.report import live
+from fp8dist.runs.report import facts, live
 from fp8dist.runs.report.live import LiveRun, RankWait, clean
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.runs.report.screen import one_line, screen, sparkline, stuck
@@ -35,19 +35,22 @@ def _run(folder: Path, *steps: dict[str, Any], **header: Any) -> LiveRun:
 
 
 def _severity(slot: dict[str, Any]) -> tuple[Any, ...]:
-    """Sort as the issue says: not finite, saturated share, underflow share, headroom."""
+    """Sort as the issue says: not finite, saturated share, underflow share, beyond the format; 4: no trouble."""
     if isinstance(slot["amax"], str):
         return (0,)
-    if slot["saturated"]:
+    if slot["saturated"] >= 1e-3:
         return 1, -slot["saturated"]
-    if slot["underflow"]:
+    if slot["underflow"] >= 1e-2:
         return 2, -slot["underflow"]
-    return 3, -slot["amax"] * slot["scale"]
+    return 3 if slot["amax"] * slot["scale"] >= 2 * 448 else 4, -slot["amax"] * slot["scale"]
 
 
 def _slot(chance: random.Random, step: int, place: int) -> dict[str, Any]:
-    amax = chance.choice(["NaN", "Infinity", *[chance.uniform(0.1, 4.0) for _ in range(8)]])
-    shares = {name: chance.choice([0.0, 0.0, 0.0, chance.random()]) for name in ("saturated", "underflow")}
+    amax = chance.choice(["NaN", "Infinity", *[chance.uniform(0.1, 100.0) for _ in range(8)]])
+    shares = {
+        name: chance.choice([0.0, 0.0, chance.uniform(0.0, 0.02), chance.random()])
+        for name in ("saturated", "underflow")
+    }
     places = {f"{n}_{unit}": chance.randrange(9) for n in ("amax", *shares) for unit in ("rank", "microbatch")}
     return {"step": step, "slot": f"m.{place}:input", "amax": amax, "scale": 16.0, **shares, **places}
 
@@ -102,8 +105,8 @@ def test_the_state_is_that_of_the_whole_files(seed: int, tmp_path: Path) -> None
     assert (run.proven, run.check.step, run.step_ms) == (26, 21, steps[-1]["step_ms"])
     assert [event.text for event in run.events] == [f"a checkpoint is saved, /{step}" for step in range(4, 29, 4)]
     assert run.waits == [RankWait(rank, wait) for rank, wait in enumerate(waits)]
-    expected = sorted(seen, key=_severity)[:10]
-    found = run.nearest(10)
+    expected = sorted((slot for slot in seen if _severity(slot)[0] < 4), key=_severity)
+    found = run.troubled(40)
     assert [_severity({**s, "amax": "x"} if isinstance(s["amax"], str) else s)[0] for s in expected] == [
         slot.trouble.rank_of_kind for slot in found
     ]
@@ -111,6 +114,7 @@ def test_the_state_is_that_of_the_whole_files(seed: int, tmp_path: Path) -> None
     for slot, line in finite:
         assert slot.name == line["slot"]
         of = ("saturated", "underflow", "amax")[slot.trouble.rank_of_kind - 1]
+        assert slot.what
         assert slot.place == (line[f"{of}_rank"], line[f"{of}_microbatch"])
 
 
@@ -121,7 +125,47 @@ def test_a_slot_that_is_no_longer_watched_is_not_shown(tmp_path: Path) -> None:
         if step == 1:
             _write(tmp_path / "scales.jsonl", {"step": step, "slot": "goes:input", "amax": "NaN"})
     run.read()
-    assert [slot.name for slot in run.nearest(10)] == ["stays:input"]
+    assert [slot.name for slot in run.observed()] == ["stays:input"]
+    assert run.troubled(10) == []
+
+
+def test_only_slots_in_trouble_are_named(tmp_path: Path) -> None:
+    """Not one that fills its format, as delayed scaling wants it, nor one that cuts off a single element."""
+    run = _run(tmp_path, {"step": 1}, slots=[{"slot": "full:input", "format": "e4m3"}])
+    sound = {"step": 1, "slot": "full:input", "amax": 1.1, "scale": 448.0, "saturated": 1e-6, "underflow": 2e-3}
+    _write(tmp_path / "scales.jsonl", sound)
+    run.read()
+    text = "\n".join(line.plain for line in screen(run, 80, 40))
+    assert "no slot is in trouble, of 1 observed" in text
+    assert "full" not in text
+    assert "worst" not in one_line(run)
+    name = "model.layers.31.block_sparse_moe.experts.down_proj.127:grad_output"  # Whole, so that grep finds it.
+    _write(tmp_path / "scales.jsonl", {**sound, "slot": name, "underflow": 0.02, "underflow_rank": 3})
+    run.read()
+    assert f"worst slot {name}: 2 % underflow, rank 3" in one_line(run)
+    assert "slots in trouble" in "\n".join(line.plain for line in screen(run, 80, 40))
+
+
+def test_the_title_has_the_parent_folder(tmp_path: Path) -> None:
+    """Runs of two experiments are often called the same."""
+    (tmp_path / "larger").mkdir()
+    run = _run(tmp_path / "larger" / "fp8", {"step": 1}, recipe="DelayedScaling(history_len=1024)", device="cpu")
+    assert run.title == ["larger/fp8", "DelayedScaling", "cpu"]
+    assert read_run(tmp_path / "larger" / "fp8").name == "larger/fp8"
+
+
+def test_validation_loss_is_shown(tmp_path: Path) -> None:
+    run = _run(tmp_path, {"step": 1, "loss": 3.0, "validation_loss": 3.5}, {"step": 2, "loss": 2.0})
+    assert "validation loss 3.5 (step 1)" in one_line(run)
+    _write(tmp_path / "events.jsonl", {"step": 2, "kind": "evaluated", "validation_loss": 2.25, "perplexity": 9.488})
+    run.read()
+    lines = [line.plain for line in screen(run, 80, 40)]
+    assert lines[2].startswith("loss 2  validation loss 2.25 (step 2)  █▁")
+    assert "step 2  evaluated  validation_loss 2.25, perplexity 9.488" in lines
+    numbers = read_run(tmp_path)
+    assert facts.validation_losses(numbers) == {1: 3.5, 2: 2.25}
+    _write(tmp_path / "events.jsonl", {"step": 1, "kind": "start", "resumed_after": 1})
+    assert facts.validation_losses(read_run(tmp_path)) == {1: 3.5}
 
 
 @pytest.mark.parametrize("ranks", [None, [], ["0", 1], "01"])
@@ -235,7 +279,7 @@ def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"format": "fp8dist run", "version": 1, "ranks": 4}))
     assert run.read()
     assert (run.step, list(run.losses)) == (3, [5.0])
-    assert [slot.name for slot in run.nearest(9)] == ["b:input"]
+    assert [slot.name for slot in run.observed()] == ["b:input"]
     assert run.title[-1] == "4 ranks"
     assert [event.kind for event in run.events] == ["saved"]
     assert (run.ended, run.check, run.diverged, run.wrong) == (False, None, None, None)

@@ -79,15 +79,16 @@ def test_empty_panels_say_what_to_switch_on(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     body = _body(page_of(read_run(tmp_path)))
     for text in (
-        "--watch-every",
-        "--watch-ranks",
-        "--check-every",
-        "--save-every",
+        "every=10",
+        "ranks=True",
+        "check_every=",
+        "recorder.event(&quot;saved&quot;, step, path=…)",
         "Recorder",
         "run.json",
         "grad_norm=",
     ):
         assert text in body, text
+    assert not re.search("--[a-z]|example job", body)  # A job of another program has no such flags.
     assert body.count('class="empty"') >= 6
 
 
