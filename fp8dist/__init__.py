@@ -33,7 +33,12 @@ else:
             if name in public.__all__:
                 globals()[name] = getattr(public, name)
                 return globals()[name]
-        raise AttributeError(f"module 'fp8dist' has no attribute {name!r}", name=name)
+        advice = ""
+        if rooms:
+            from fp8dist.common.foreign_names import advice_on
+
+            advice = advice_on(name, __getattr__("__all__"))
+        raise AttributeError(f"module 'fp8dist' has no attribute {name!r}{advice}", name=name)
 
     def _names_of(room: str) -> Any:
         return importlib.import_module(f"fp8dist.{room}.public")

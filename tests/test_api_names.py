@@ -14,6 +14,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist import errors
+from fp8dist.common.foreign_names import INSTEAD
 from fp8dist.exporters import TensorBoard
 from fp8dist.job.manager import StateManager
 from fp8dist.job.moved import MOVED
@@ -66,6 +67,35 @@ def test_old_names_fail_and_new_ones_work(old: str, new: str) -> None:
     with pytest.raises((TypeError, AttributeError)):
         eval(old, _names())
     assert eval(new, _names()) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("fp8_autocast", "fp8dist.prepare(model, recipe, group=…) once"),
+        ("Linear", "keep torch.nn.Linear"),
+        ("LayerNormLinear", "of torch.nn modules"),
+        ("fp8_model_init", "fp8_all_gather=True"),
+        ("convert_to_float8_training", "fp8dist.prepare(model, recipe, group=…) once"),
+        ("Float8LinearConfig", "fp8dist.CurrentScaling()"),
+        ("DelayedScalling", "(did you mean 'DelayedScaling'?)"),
+        ("qwertz", "no attribute 'qwertz'"),
+    ],
+)
+def test_names_of_other_libraries_are_answered(name: str, advice: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(fp8dist, name)
+    assert str(caught.value).startswith(f"module 'fp8dist' has no attribute '{name}'")
+    assert advice in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_answers_name_what_exists() -> None:
+    assert not INSTEAD.keys() & {*fp8dist.__all__}
+    said = {name for text in INSTEAD.values() for name in re.findall(r"fp8dist\.(\w+)", text)}
+    assert said <= {*fp8dist.__all__}
+    of_manager = {name for text in INSTEAD.values() for name in re.findall(r"manager\.(\w+)", text)}
+    assert of_manager <= {*METHODS.split()}
 
 
 def test_every_renamed_name_has_a_line() -> None:
