@@ -5,7 +5,7 @@
 #     NPROC=2 launch/torchrun.sh -m package.module --its-flags
 #
 # Without arguments, or if the first argument is a flag other than -m, it starts the example job, launch/train_gpt. All
-# arguments are then flags of that job; --help lists them:
+# arguments are then flags of that job; --help prints this text and lists them:
 #
 #     NPROC=2 launch/torchrun.sh --precision fp8 --steps 200
 #     MAX_RESTARTS=3 launch/torchrun.sh --save-every 50 --timeout 120
@@ -28,6 +28,8 @@ export PYTHONPATH=$root:$root/kernels${PYTHONPATH:+:$PYTHONPATH}
 
 if [[ $# == 0 || ($1 == -* && $1 != -m) ]]; then
     if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+        sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"
+        printf '\nFlags of the example job:\n\n'
         exec "$python" -m launch.train_gpt.options --help
     fi
     export PYTHONSAFEPATH=1 # Do not import a launch.py or fp8dist of the current folder (Python 3.11 and newer).

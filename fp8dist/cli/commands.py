@@ -10,8 +10,10 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,11 +26,13 @@ from fp8dist.checks.report import DivergenceReport
 from fp8dist.cli.doctor import examine
 from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE
 from fp8dist.cli.export import export
+from fp8dist.cli.good import good
 from fp8dist.cli.report import report as write_report
 from fp8dist.cli.verify import verify
 from fp8dist.cli.watch import watch
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.files.comparison import SourceContent, bytes_in, compare_sources
+from fp8dist.files.comparison import SourceContent, bytes_in, compare_sources, only_of
+from fp8dist.files.entries import Source
 from fp8dist.files.inspection import inspect_source
 from fp8dist.files.partings import compare_traces, compare_traces_of_ranks, traces_text
 from fp8dist.files.sources import open_source
@@ -65,8 +69,8 @@ def _check(options: argparse.Namespace) -> int:
     if len(paths) < 2:
         raise ConfigurationError("needs at least two paths to compare")
     if any(is_trace(path) for path in paths):
-        return _check_traces(paths, options.json)
-    sources = [open_source(path) for path in paths]
+        return _check_traces(paths, options)
+    sources = [_opened(path, options) for path in paths]
     families = {source.family: source.path for source in sources}
     if len(families) > 1:
         state, parameters = families["state"], families["parameters"]
@@ -74,16 +78,36 @@ def _check(options: argparse.Namespace) -> int:
     with _bar(sum(map(bytes_in, sources)), options.json) as bar:
         report = compare_sources(sources, bar.update)
     _require_compared(report)
-    _print(options.json, {**report.to_json(), "files": paths}, str(report))
+    _print(options.json, {**report.to_json(), "files": paths}, _summary(report) if options.summary else str(report))
     return _outcome(report)
 
 
-def _check_traces(paths: list[str], as_json: bool) -> int:
+def _opened(path: str, options: argparse.Namespace) -> Source:
+    """Open a checkpoint, of which ``--only`` may leave a part out."""
+    source = open_source(path)
+    return source if options.only is None else only_of(source, options.only)
+
+
+def _summary(report: DivergenceReport) -> str:
+    """Return a report as one line: the number of findings by kind, and the first one."""
+    counts = Counter(finding.kind for finding in report.findings)
+    first = replace(report, findings=report.findings[:1]).summary().partition("\n")[0]
+    return f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}; first: {first}" if counts else first
+
+
+def _require_no_kind(options: argparse.Namespace) -> None:
+    if options.only is not None:
+        raise ConfigurationError("--only is for checkpoints: a trace has no such kinds")
+
+
+def _check_traces(paths: list[str], options: argparse.Namespace) -> int:
+    _require_no_kind(options)
     for path in paths:
         _require_trace(path)
     report = compare_traces(paths)
     _require_compared(report)
-    _print(as_json, {**report.to_json(), "files": paths}, traces_text(report))
+    text = traces_text(report)
+    _print(options.json, {**report.to_json(), "files": paths}, text.partition("\n")[0] if options.summary else text)
     return _outcome(report)
 
 
@@ -128,11 +152,11 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
         anchor = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
         path = options.paths[0].replace("{rank}", str(anchor.rank))
         if any(anchor.gather(_seems_trace(path))):
-            return _check_traces_across_ranks(path, anchor, options.json)
+            return _check_traces_across_ranks(path, anchor, options)
         with ExitStack() as stack:
 
             def build() -> Holdings:
-                source = open_source(path)
+                source = _opened(path, options)
                 hidden = options.json or anchor.rank > 0
                 bar = stack.enter_context(_bar(bytes_in(source), hidden))
                 return Holdings((ReplicaSet("", anchor, (SourceContent(source, bar.update),)),))
@@ -145,7 +169,7 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
                 for finding in report.findings:
                     print(f"fp8dist check: rank {finding.ranks[0]}: {finding.detail}", file=sys.stderr)
             else:
-                _print(options.json, report.to_json(), str(report))
+                _print(options.json, report.to_json(), _summary(report) if options.summary else str(report))
         dist.barrier()  # A launcher kills all ranks as soon as one fails, so wait until the report is printed.
         return code
     finally:
@@ -158,8 +182,9 @@ def _seems_trace(path: str) -> bool:
     return False
 
 
-def _check_traces_across_ranks(path: str, group: SyncGroup, as_json: bool) -> int:
+def _check_traces_across_ranks(path: str, group: SyncGroup, options: argparse.Namespace) -> int:
     """Compare one trace per rank. COLLECTIVE."""
+    _require_no_kind(options)
     usage = ""
     try:
         _require_trace(path)
@@ -179,7 +204,8 @@ def _check_traces_across_ranks(path: str, group: SyncGroup, as_json: bool) -> in
         return UNREADABLE
     _require_compared(report)
     if group.rank == 0:
-        _print(as_json, report.to_json(), traces_text(report))
+        text = traces_text(report)
+        _print(options.json, report.to_json(), text.partition("\n")[0] if options.summary else text)
     dist.barrier()
     return _outcome(report)
 
@@ -196,7 +222,7 @@ def _outcome(report: DivergenceReport) -> int:
     return DIVERGED if report.diverged else CONSISTENT
 
 
-# inspect, doctor, report, export, verify, watch -------------------------------------------------------
+# The other commands -------------------------------------------------------------------------------------
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -226,6 +252,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int | None]] = MappingPro
         "doctor": _doctor,
         "report": write_report,
         "export": lambda options: _print(False, None, export(options)),
+        "good": good,
         "verify": _verify,
         "watch": watch,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import glob
 import json
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,9 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import fp8dist
-from fp8dist.common.text import first_few
+from fp8dist.common.text import first_few, shortened
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.certificate import Origin
-from fp8dist.files.dcp import METADATA
 from fp8dist.files.entries import Source
 from fp8dist.files.export import Export, listed, write_folder
 from fp8dist.files.export_casts import Stored
@@ -44,7 +42,7 @@ Shapes = Mapping[str, tuple[int, tuple[int, ...]]]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a DCP checkpoint with FP8 state")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="DCP folder or torch.save file with FP8 state")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write; it must be new")
     parser.add_argument(
         "--format", choices=tuple(FORMATS), default="compressed-tensors", help="how servers read weights and scales"
@@ -73,8 +71,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gathered-in",
         choices=_DTYPES,
-        help="param_dtype of FSDP's mixed precision, from which weights are cast; default: what the example job noted, "
-        "else the stored dtype",
+        help="param_dtype of FSDP's mixed precision, from which weights are cast; default: what the "
+        "checkpoint says in its key run.gathered_in, else the stored dtype",
     )
 
 
@@ -105,8 +103,6 @@ def exported(path: str, format: str, options: argparse.Namespace, config: Mappin
         CheckpointError: the checkpoint cannot be read, or has no FP8 state that all ranks share.
         ConfigurationError: the format does not fit.
     """
-    if not os.path.isfile(os.path.join(path, METADATA)):
-        raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, with {METADATA}")
     source = open_source(path)
     state, info = _shared_state(source)
     shapes = _parameters(source, options.model)
@@ -162,7 +158,11 @@ def _parameters(source: Source, key: str) -> Shapes:
             raise CheckpointError(f"{source.path}: has {name} twice, also under {entry.name}")
         found[name] = place, entry.shape
     if not found:
-        raise CheckpointError(f"{source.path}: has no tensors of {key!r}: --model names the key of the model")
+        keys = dict.fromkeys(e.name.partition(".")[0] for e in source.entries if e.kind == "parameter")
+        there = first_few([repr(shortened(key)) for key in keys], 8)
+        raise CheckpointError(
+            f"{source.path}: has no tensors of {key!r}, its keys are {there}: --model names the key of the model"
+        )
     return found
 
 
@@ -258,7 +258,7 @@ def _restored(skeleton: nn.Module, state: Mapping[str, Any], data: bytes) -> fp8
 
 
 def _noted(source: Source) -> str | None:
-    """Return the dtype in which the example job notes that FSDP gathers weights."""
+    """Return the dtype in which FSDP gathers weights, if the job has noted it, as the example job does."""
     place = next((i for i, entry in enumerate(source.entries) if entry.name == "run.gathered_in"), None)
     text = "" if place is None else bytes(source.read(place).tolist()).decode(errors="replace")
     return text if text in _DTYPES else None

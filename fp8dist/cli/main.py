@@ -19,8 +19,8 @@ from fp8dist.errors import CheckpointError, ConfigurationError
 
 __all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE", "main"]
 
-_EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: a check failed), 2 wrong usage or nothing
-to compare, 3 input cannot be read; "fp8dist launch --help" lists those of launch
+_EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: a check failed / good: no checkpoint is),
+2 wrong usage or nothing to compare, 3 input cannot be read; "fp8dist launch --help" lists those of launch
 
 Under torchrun, each rank of "fp8dist check" reads one path, with {rank} replaced by its rank:
     torchrun --nproc-per-node=8 -m fp8dist check '/local/dump-{rank}.safetensors'
@@ -36,6 +36,11 @@ _COMMANDS: Mapping[str, dict[str, Any]] = MappingProxyType(
             "formatter_class": argparse.RawDescriptionHelpFormatter,
         },
         "inspect": {"help": "print a file's slots, scales and amaxes, or tensors and digests"},
+        "good": {
+            "help": "print the checkpoint to resume from, the newest that is known to be good",
+            "description": "Print the path of the newest checkpoint that is known to be good and is still there, alone "
+            "on stdout. If there is none, say why on stderr, and exit with 1.",
+        },
         "doctor": {"help": "test this machine: FP8 casts and matmuls, Triton, an all-reduce"},
         "report": {
             "help": "draw a run's folder as one HTML file, or say where two runs part",
@@ -44,8 +49,8 @@ _COMMANDS: Mapping[str, dict[str, Any]] = MappingProxyType(
         },
         "export": {
             "help": "write a checkpoint's FP8 weights and scales as inference servers read them",
-            "description": "Write the model of a DCP checkpoint with the FP8 bytes and scales that the job would "
-            "multiply with in eval() after a resume on one rank. Nothing in the checkpoint is executed.",
+            "description": "Write the model of a DCP folder or a torch.save file with the FP8 bytes and scales that "
+            "the job would multiply with in eval() after a resume on one rank. Nothing in the checkpoint is executed.",
         },
         "verify": {
             "help": "compare a served model with the checkpoint or the certificate that it comes from",
@@ -69,9 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fp8dist.cli.launch import launch
 
         return launch(words[1:])
-    if words[:1] == ["simulate"]:
-        print("fp8dist simulate: moved; in a checkout of fp8dist, run python -m scripts.simulation", file=sys.stderr)
-        return USAGE
     options = _parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)
     # Errors are printed below, on one line each, so they must not be logged as well.
     logging.getLogger("fp8dist").setLevel(logging.CRITICAL)
@@ -111,9 +113,11 @@ def _parser(command: str | None = None) -> argparse.ArgumentParser:
         help="then repeat casts and products for so long; compare the results with the first ones, with plain torch "
         "and, under torchrun, across ranks",
     )
-    for name in ("report", "export", "verify", "watch"):
+    for name in ("report", "export", "good", "verify", "watch"):
         if command in (None, name):
             importlib.import_module(f"fp8dist.cli.{name}").add_flags(its[name])
+    add("--only", choices=("parameter", "scale", "history", "step"), help="compare things of this kind alone")
+    add("--summary", action="store_true", help="print one line: counts and the first difference")
     for name in ("check", "inspect", "doctor", "verify"):
         its[name].add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from fp8dist.checks.report import DivergenceReport, sides_of
 from fp8dist.common.divergence import Finding, Participant
 from fp8dist.files.entries import SavedEntry, Source
 
-__all__ = ["Progress", "SourceContent", "bytes_in", "compare_sources"]
+__all__ = ["Progress", "SourceContent", "bytes_in", "compare_sources", "only_of"]
 
 MAX_EXPLAINED = 64
 """Differing tensors whose first differing element is searched for."""
@@ -47,6 +48,12 @@ class SourceContent(Content):
         """See ``Content``. Reads the tensor again."""
         entry = self._source.entries[index]
         return [field_of(entry, self._source.read(index))]
+
+
+def only_of(source: Source, kind: str) -> Source:
+    """Return a checkpoint with the entries alone of which findings have this kind."""
+    kept = (i for i, entry in enumerate(source.entries) if FINDING_KINDS.get(entry.kind, entry.kind) == kind)
+    return Source(source.path, source.family, [(source.entries[i], partial(source.read, i)) for i in kept])
 
 
 def bytes_in(source: Source) -> int:

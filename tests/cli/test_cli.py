@@ -322,14 +322,6 @@ def test_bad_usage_exits_with_2(capsys: Capture) -> None:
         assert "usage: fp8dist" in capsys.readouterr().err
 
 
-def test_the_simulation_says_where_it_went(capsys: Capture) -> None:
-    assert main(["simulate", "--ranks", "8"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert "python -m scripts.simulation" in captured.err
-
-
 def test_one_path_or_two_kinds_of_paths_are_usage_errors(tmp_path: Path, capsys: Capture) -> None:
     path = write(weights(), tmp_path / "w")
     assert main(["check", path]) == 2
@@ -435,6 +427,51 @@ def test_the_installed_command(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as left:
         command.load()(["--version"])
     assert (left.value.code, capsys.readouterr().out) == (0, f"fp8dist {fp8dist.__version__}\n")
+
+
+def _of_two_steps(folder: Path, how: str) -> list[str]:
+    """Write two checkpoints of a model with FP8 state, which differ in one weight and in some scales."""
+    paths = []
+    for scaled in (1.0, 2.0):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
+        model(scaled * torch.ones(4, 16)).sum().backward()
+        manager.step()
+        with torch.no_grad():
+            model[0].bias[3] = scaled
+        path = folder / f"{how}{scaled}"
+        WRITERS[how]({"model": model.state_dict(), "fp8": manager.state_dict()}, path)  # type: ignore[dict-item]
+        paths.append(str(path))
+    return paths
+
+
+@pytest.mark.parametrize("how", ["torch", "dcp"])
+def test_one_kind_alone(how: str, tmp_path: Path, capsys: Capture) -> None:
+    paths = _of_two_steps(tmp_path, how)
+    kinds = {kind: check(capsys, "--only", kind, *paths) for kind in ("parameter", "scale", "history", "step")}
+    assert {kind: code for kind, (code, _) in kinds.items()} == {"parameter": 1, "scale": 1, "history": 1, "step": 0}
+    for kind, (_, report) in kinds.items():
+        assert {finding["kind"] for finding in report["findings"]} <= {kind}
+    assert [finding["name"] for finding in kinds["parameter"][1]["findings"]] == ["model.0.bias"]
+    assert kinds["step"][1]["compared"] == [["step", 1]]
+    whole = check(capsys, *paths)[1]["findings"]
+    assert len(whole) == sum(len(report["findings"]) for _, report in kinds.values())
+    only = [write(weights(), tmp_path / name) for name in "ab"]
+    assert main(["check", "--only", "scale", *only]) == 2
+    assert "nothing to compare" in capsys.readouterr().err
+
+
+def test_a_summary_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    paths = _of_two_steps(tmp_path, "torch")
+    assert main(["check", "--summary", *paths]) == 1
+    text = capsys.readouterr().out
+    assert text.count("\n") == 1
+    assert re.fullmatch(r"\d+ scale, \d+ history, 1 parameter; first: .* differ.*\n|.*1 parameter.*; first: .*\n", text)
+    assert main(["check", "--summary", "--only", "parameter", *paths]) == 1
+    assert "1 parameter; first: parameters differ between files: parameter 'model.0.bias'" in capsys.readouterr().out
+    assert main(["check", "--summary", "--only", "step", *paths]) == 0
+    assert capsys.readouterr().out == "consistent (1 step)\n"
 
 
 # Regressions -----------------------------------------------------------------------------------------------

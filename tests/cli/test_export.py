@@ -176,7 +176,12 @@ def test_modules_that_the_job_had_in_high_precision(tmp_path: Path) -> None:
     [
         (["--precision", "fp32"], [], UNREADABLE, "expected one FP8 state that all ranks share, found none"),
         (["--recipe", "rowwise"], ["--format", "block"], USAGE, "formats that fit: compressed-tensors"),
-        ([], ["--model", "weights"], UNREADABLE, "has no tensors of 'weights': --model names the key of the model"),
+        (
+            [],
+            ["--model", "weights"],
+            UNREADABLE,
+            "has no tensors of 'weights', its keys are 'model', 'optimizer', 'run': --model names",
+        ),
         ([], ["--config", "/nowhere"], USAGE, "--config /nowhere cannot be read"),
     ],
 )
@@ -191,4 +196,20 @@ def test_what_cannot_be_exported(
 
 def test_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "out")]) == UNREADABLE
-    assert "expected a folder of torch.distributed.checkpoint" in capsys.readouterr().err
+    assert "no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_file_of_torch_save(tmp_path: Path, capsys: pytest.CaptureFixture[str], legacy: bool) -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+    manager = fp8dist.prepare(model)
+    manager.attach()
+    model(torch.randn(4, 32)).sum().backward()
+    manager.step()
+    state = {"net": model.state_dict(), "fp8": manager.state_dict(), "step": 1}
+    torch.save(state, tmp_path / "saved.pt", _use_new_zipfile_serialization=not legacy)
+    words = ["export", str(tmp_path / "saved.pt"), "--out", str(tmp_path / "out")]
+    assert main(words) == UNREADABLE
+    assert "has no tensors of 'model', its keys are 'net', 'step': --model names the key" in capsys.readouterr().err
+    assert main([*words, "--model", "net"]) == 0
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(manager)))

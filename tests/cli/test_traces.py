@@ -44,6 +44,10 @@ def test_the_first_difference_is_one_sentence(tmp_path: Path, capsys: Capture) -
     )
     assert start.startswith("parameters and buffers at the start: ")
     assert files == [f"file {i}: {path}" for i, path in enumerate(paths)]
+    assert main(["check", "--summary", *paths]) == 1
+    assert capsys.readouterr().out == f"{sentence}\n"
+    assert main(["check", "--only", "parameter", *paths]) == 2
+    assert "--only is for checkpoints" in capsys.readouterr().err
     assert main(["check", "--json", *paths]) == 1
     report = json.loads(capsys.readouterr().out)
     (finding,) = report["findings"]

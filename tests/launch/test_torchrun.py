@@ -349,3 +349,14 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--steps", "3", "--help"]])
+def test_the_scripts_help_has_both_of_its_lives(words: list[str]) -> None:
+    """It starts programs, and without one the example job."""
+    done = subprocess.run([ROOT / "launch/torchrun.sh", *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Start a training program on every rank of this node")
+    for text in ("torchrun.sh train.py --its-flags", "-m package.module", "example job", "PYTHON ", "--save-every N"):
+        assert text in done.stdout, text
+    assert not re.search("^#|^set -", done.stdout, re.M)

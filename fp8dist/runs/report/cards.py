@@ -7,14 +7,13 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-import numpy as np
-
 from fp8dist.checks.checked import Checked
 from fp8dist.common.numbers import from_json
 from fp8dist.common.text import first_few, shortened
+from fp8dist.runs.report.checkpoints import GOOD, saved_checkpoints, why_none
 from fp8dist.runs.report.events import RunEvent
 from fp8dist.runs.report.facts import checks
-from fp8dist.runs.report.numbers import Metrics, RunNumbers
+from fp8dist.runs.report.numbers import RunNumbers
 
 __all__ = ["bits_of", "checkpoint_table", "divergence_cards", "table"]
 
@@ -45,99 +44,28 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Containe
 
 def checkpoint_table(run: RunNumbers) -> Iterator[str]:
     """Yield a sentence about the newest good checkpoint, and the saved ones with their states."""
-    saved = [event for event in run.events if event.kind == "saved" and not event.undone]
+    saved = saved_checkpoints(run)
     if not saved:
-        yield '<p class="empty">No checkpoint is recorded. Note each: recorder.event("saved", step, path=…).</p>'
+        yield f'<p class="empty">{escape(why_none(run, saved))}.</p>'
         return
-    suspect, found = _suspect(run), checks(run)
-    states = [DIVERGED if id(event) in suspect else _state(event.step, run, found) for event in saved]
-    good = [event for event, state in zip(saved, states) if state == GOOD]
+    good = [one.event for one in saved if one.state == GOOD]
     if good:
         path = escape(shortened(str(good[-1].data.get("path") or ""), 200))
         step = f"<strong>step {good[-1].step:,}</strong>"
-        yield f"<p>The newest checkpoint that is known to be good is of {step} {path}. {_since(good[-1], found)}</p>"
+        since = _since(good[-1], checks(run))
+        yield f"<p>The newest checkpoint that is known to be good is of {step} {path}. {since}</p>"
     else:
-        yield f"<p>No checkpoint is known to be good: {escape(_why_none(states[-1], found))}.</p>"
+        yield f"<p>No checkpoint is known to be good: {escape(why_none(run, saved))}.</p>"
     rows = [
         (f"{event.step:,}", state, *(str(event.data.get(name) or "") for name in ("path", "digest")))
-        for event, state in [*zip(saved, states)][: -MOST_SAVED - 1 : -1]
+        for event, state in saved[: -MOST_SAVED - 1 : -1]
     ]
     yield table(("step", "state", "path", "digest"), rows, numbers=(0,))
-
-
-GOOD, DIVERGED, NOT_FINITE, UNCHECKED = "good", "after a divergence", "not finite", "unchecked"
-NOT_VERIFIABLE, NOT_RECORDED = "saved, not verifiable", "checked, not recorded what"
-
-
-def _state(step: int, run: RunNumbers, found: Sequence[Checked]) -> str:
-    """Return the state of a checkpoint without a divergence. ``found``: the run's checks, by step.
-
-    A check after the checkpoint vouches for it, because ranks that differ stay so, and so do weights that are not
-    finite. A loss or gradient norm that is not finite counts until a check finds the weights finite: a loss scaler may
-    have skipped that step. If the losses before and after a checkpoint are not finite, no later check vouches for it:
-    the job may have loaded other weights since.
-    """
-    later = [one for one in found if one.step >= step]
-    known = next((one for one in later if one.compared is not None), None)
-    if known is not None and known.nonfinite:
-        return NOT_FINITE
-    spanned = _spanned(step, run.metrics)
-    if spanned and not (known is not None and known.step == step):
-        return f"after NaN or infinity in step {spanned:,}"
-    if any(one.verified for one in later):
-        return GOOD
-    if part := next((one.part for one in later if one.part), ""):
-        return f"good as far as compared: {part}"
-    if known is not None:
-        return NOT_VERIFIABLE
-    if (bad := _first_bad(step, run.metrics, found)) is not None:
-        return f"after NaN or infinity in step {bad:,}"
-    return NOT_RECORDED if later else UNCHECKED
-
-
-def _first_bad(step: int, metrics: Metrics, found: Sequence[Checked]) -> int | None:
-    """Return the first step up to ``step`` with NaN or infinity, after the last check that found all finite."""
-    finite = max((one.step for one in found if one.finite), default=-1)
-    bad = (*metrics.bad_losses, *metrics.bad_norms, *(one.step for one in found if one.nonfinite))
-    return min((one for one in bad if finite < one <= step), default=None)
-
-
-def _spanned(step: int, metrics: Metrics) -> int:
-    """Return the last step up to ``step`` if its loss, and that of the next step, is not finite; else 0."""
-    place = int(np.searchsorted(metrics.step, step, side="right"))
-    around = [int(one) for one in metrics.step[max(0, place - 1) : place + 1]]
-    return around[0] if len(around) == 2 and set(around) <= set(metrics.bad_losses) else 0
 
 
 def _since(event: RunEvent, found: Sequence[Checked]) -> str:
     check = next(one for one in found if one.verified and one.step >= event.step)
     return escape(f"After step {check.step:,} a check found {shortened(check.text, 200)}.")
-
-
-def _why_none(newest: str, found: Sequence[Checked]) -> str:
-    """Return why no checkpoint is good. ``newest``: the state of the newest."""
-    about = f"after step {found[-1].step:,} a check found {shortened(found[-1].text, 200)}" if found else ""
-    if newest == NOT_VERIFIABLE:
-        return f"they are saved, not verifiable, because {about}"
-    return about or "no check came after one and found parameters equal and finite"
-
-
-def _suspect(run: RunNumbers) -> set[int]:
-    """Return the ids of the saved events that may hold a divergence: those after its last good step, up to the repair
-    or the resume that has ended it."""
-    saved = [(place, event) for place, event in enumerate(run.events) if event.kind == "saved"]
-    found = set()
-    for place, event in enumerate(run.events):
-        if event.kind == "diverged":
-            least, over = min(_good_steps(event)), event.undone or event.repaired
-            found |= {id(one) for at, one in saved if one.step > least and (at < place or not over)}
-    return found
-
-
-def _good_steps(event: RunEvent) -> list[int]:
-    """Return the last good steps of a divergence; the step before it if they are not known."""
-    known = [one.get("last_good_step") for one in event.findings]
-    return [step for step in known if type(step) is int] or [event.step - 1]
 
 
 def divergence_cards(run: RunNumbers) -> Iterator[str]:

@@ -19,7 +19,7 @@ from fp8dist.runs.report.folder import Lines, RunFolder, whole_object
 from fp8dist.runs.report.records import LARGEST, numbers_in, rank_record
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 
-__all__ = ["Metrics", "RankWaits", "RunNumbers", "read_run"]
+__all__ = ["Metrics", "RankWaits", "RunNumbers", "read_run", "read_steps"]
 
 FIELDS = ("loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_per_s", "proven", "checked", "fallbacks")
 """Fields of metrics.jsonl that a report shows."""
@@ -77,20 +77,34 @@ def read_run(path: Path, also: Callable[[Columns], None] | None = None) -> RunNu
     Raises:
         ConfigurationError: the folder is not that of a run.
     """
-    folder = RunFolder(path)
-    files = {name: folder.lines(name) for name in (METRICS, SCALES, RANKS, EVENTS, EXPERTS)}
-    slots = SlotBins()
+    run, slots = read_steps(path), SlotBins()
+    files = {name: run.folder.lines(name) for name in (SCALES, RANKS, EXPERTS)}
     for columns in scale_columns(files[SCALES], slots.names):
         slots.add(columns)
         if also is not None:
             also(columns)
-    mixtures = mixtures_of(files[EXPERTS])
-    metrics, waits, events = _metrics(files[METRICS]), _waits(files[RANKS]), Events()
+    waits, mixtures = _waits(files[RANKS]), mixtures_of(files[EXPERTS])
+    left_out = {**run.left_out, **_left_out(files)}
+    return run._replace(slots=slots, waits=waits, mixtures=mixtures, left_out=left_out)
+
+
+def read_steps(path: Path) -> RunNumbers:
+    """Read the numbers of steps and the events of a run, not those of slots, ranks and experts, which take long.
+
+    Raises:
+        ConfigurationError: the folder is not that of a run.
+    """
+    folder = RunFolder(path)
+    files = {name: folder.lines(name) for name in (METRICS, EVENTS)}
+    metrics, events = _metrics(files[METRICS]), Events()
     for line in files[EVENTS].new():
         files[EVENTS].left_out += not events.add(line)
     found = events.kept() or _divergence(path / "divergence.json")
-    left_out = {name: lines.left_out for name, lines in files.items() if lines.left_out}
-    return RunNumbers(folder.name, folder, metrics, slots, waits, found, left_out, mixtures)
+    return RunNumbers(folder.name, folder, metrics, SlotBins(), None, found, _left_out(files))
+
+
+def _left_out(files: Mapping[str, Lines]) -> dict[str, int]:
+    return {name: lines.left_out for name, lines in files.items() if lines.left_out}
 
 
 def _metrics(lines: Lines) -> Metrics:

@@ -193,6 +193,27 @@ def test_the_command_writes_the_file_whole(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("browser", [True, False])
+def test_it_can_be_opened_at_once(
+    browser: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or browser)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = made_run(tmp_path / "run", steps=20, layers=1)
+    assert main(["report", str(folder), "--open"]) == 0
+    out, err = capsys.readouterr()
+    file = Path(out.removesuffix("\n"))
+    assert opened == [file.as_uri()]
+    assert file.is_relative_to(tmp_path)
+    assert "Is this run sound?" in file.read_text()
+    assert err == ("" if browser else "fp8dist report: found no browser: open this file yourself\n")
+    assert main(["report", str(folder), "--open", "--out", str(tmp_path / "a.html")]) == 0
+    assert opened[1:] == [(tmp_path / "a.html").as_uri()]
+    assert main(["report", str(folder)]) == 2
+    assert "give --out FILE for the HTML file, or --open" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "out", "said"),
     [

@@ -1,0 +1,102 @@
+"""The saved checkpoints of a run, and which of them are good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8dist.checks.checked import Checked
+from fp8dist.common.text import shortened
+from fp8dist.runs.report.events import RunEvent
+from fp8dist.runs.report.facts import checks
+from fp8dist.runs.report.numbers import Metrics, RunNumbers
+
+__all__ = ["GOOD", "SavedCheckpoint", "saved_checkpoints", "why_none"]
+
+GOOD, DIVERGED, NOT_FINITE, UNCHECKED = "good", "after a divergence", "not finite", "unchecked"
+NOT_VERIFIABLE, NOT_RECORDED = "saved, not verifiable", "checked, not recorded what"
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint that no resume has undone. ``state``: GOOD, or why it is not known to be good."""
+
+    event: RunEvent
+    state: str
+
+
+def saved_checkpoints(run: RunNumbers) -> list[SavedCheckpoint]:
+    """Return the checkpoints of a run, in the order in which they were saved."""
+    suspect, found = _suspect(run), checks(run)
+    saved = [event for event in run.events if event.kind == "saved" and not event.undone]
+    return [SavedCheckpoint(e, DIVERGED if id(e) in suspect else _state(e.step, run, found)) for e in saved]
+
+
+def why_none(run: RunNumbers, saved: Sequence[SavedCheckpoint]) -> str:
+    """Return why no checkpoint of a run is good."""
+    if not saved:
+        return 'no checkpoint is recorded. Note each: recorder.event("saved", step, path=…)'
+    newest = next(reversed(checks(run)), None)
+    about = "" if newest is None else f"after step {newest.step:,} a check found {shortened(newest.text, 200)}"
+    if saved[-1].state == NOT_VERIFIABLE:
+        return f"they are saved, not verifiable, because {about}"
+    return about or "no check came after one and found parameters equal and finite"
+
+
+def _state(step: int, run: RunNumbers, found: Sequence[Checked]) -> str:
+    """Return the state of a checkpoint without a divergence. ``found``: the run's checks, by step.
+
+    A check after the checkpoint vouches for it, because ranks that differ stay so, and so do weights that are not
+    finite. A loss or gradient norm that is not finite counts until a check finds the weights finite: a loss scaler may
+    have skipped that step. If the losses before and after a checkpoint are not finite, no later check vouches for it:
+    the job may have loaded other weights since.
+    """
+    later = [one for one in found if one.step >= step]
+    known = next((one for one in later if one.compared is not None), None)
+    if known is not None and known.nonfinite:
+        return NOT_FINITE
+    spanned = _spanned(step, run.metrics)
+    if spanned and not (known is not None and known.step == step):
+        return f"after NaN or infinity in step {spanned:,}"
+    if any(one.verified for one in later):
+        return GOOD
+    if part := next((one.part for one in later if one.part), ""):
+        return f"good as far as compared: {part}"
+    if known is not None:
+        return NOT_VERIFIABLE
+    if (bad := _first_bad(step, run.metrics, found)) is not None:
+        return f"after NaN or infinity in step {bad:,}"
+    return NOT_RECORDED if later else UNCHECKED
+
+
+def _first_bad(step: int, metrics: Metrics, found: Sequence[Checked]) -> int | None:
+    """Return the first step up to ``step`` with NaN or infinity, after the last check that found all finite."""
+    finite = max((one.step for one in found if one.finite), default=-1)
+    bad = (*metrics.bad_losses, *metrics.bad_norms, *(one.step for one in found if one.nonfinite))
+    return min((one for one in bad if finite < one <= step), default=None)
+
+
+def _spanned(step: int, metrics: Metrics) -> int:
+    """Return the last step up to ``step`` if its loss, and that of the next step, is not finite; else 0."""
+    place = int(np.searchsorted(metrics.step, step, side="right"))
+    around = [int(one) for one in metrics.step[max(0, place - 1) : place + 1]]
+    return around[0] if len(around) == 2 and set(around) <= set(metrics.bad_losses) else 0
+
+
+def _suspect(run: RunNumbers) -> set[int]:
+    """Return the ids of the saved events that may hold a divergence: those after its last good step, up to the repair
+    or the resume that has ended it."""
+    saved = [(place, event) for place, event in enumerate(run.events) if event.kind == "saved"]
+    found = set()
+    for place, event in enumerate(run.events):
+        if event.kind == "diverged":
+            least, over = min(_good_steps(event)), event.undone or event.repaired
+            found |= {id(one) for at, one in saved if one.step > least and (at < place or not over)}
+    return found
+
+
+def _good_steps(event: RunEvent) -> list[int]:
+    """Return the last good steps of a divergence; the step before it if they are not known."""
+    known = [one.get("last_good_step") for one in event.findings]
+    return [step for step in known if type(step) is int] or [event.step - 1]
