@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Container, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
+
+import numpy as np
 
 from fp8dist.checks.checked import Checked
 from fp8dist.common.numbers import from_json
@@ -19,13 +20,8 @@ __all__ = ["bits_of", "checkpoint_table", "divergence_cards", "table"]
 
 MOST_CARDS, MOST_SAVED = 4, 20
 
-_FORMATS = (
-    ("float32", ">f", ">I", 0),
-    ("bfloat16", ">f", ">I", 16),
-    ("float16", ">e", ">H", 0),
-    ("float64", ">d", ">Q", 0),
-)
-"""(dtype, format of the number, format of its bits, bits that are left out at the end), as ``struct`` has them."""
+_FORMATS = (("float32", np.float32, 0), ("bfloat16", np.float32, 16), ("float16", np.float16, 0), ("float64", float, 0))
+"""(dtype, numpy's type that holds it, bits that are left out at the end)."""
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> str:
@@ -110,26 +106,18 @@ def bits_of(value: Any, expected: Any, ulp: int | None) -> str:
     pair = [from_json(one) for one in (value, expected)]
     if any(one != one for one in pair):
         return ""
-    for dtype, number, word, dropped in _FORMATS:
-        patterns = _patterns(pair, number, word)
-        if not patterns or any(pattern & ((1 << dropped) - 1) for pattern in patterns):
+    for dtype, number, dropped in _FORMATS:
+        with np.errstate(over="ignore"):
+            held = np.array(pair).astype(number)
+        patterns = held.view(f"u{held.itemsize}").tolist()
+        if held.tolist() != pair or any(pattern & ((1 << dropped) - 1) for pattern in patterns):
             continue
-        size = struct.calcsize(number) * 8 - dropped
+        size = held.itemsize * 8 - dropped
         short = [pattern >> dropped for pattern in patterns]
         ordered = [one if not one >> (size - 1) else (1 << (size - 1)) - one for one in short]
         if ulp is None or abs(ordered[0] - ordered[1]) == abs(ulp):
             return f"{dtype} {short[0]:0{size // 4}x} against {short[1]:0{size // 4}x}"
     return ""
-
-
-def _patterns(values: Sequence[float], number: str, word: str) -> list[int]:
-    """Return the bits of the values in a format of ``struct``; nothing if it does not hold them exactly."""
-    try:
-        packed = [struct.pack(number, one) for one in values]
-    except OverflowError:
-        return []
-    exact = [struct.unpack(number, one)[0] for one in packed] == [*values]
-    return [struct.unpack(word, one)[0] for one in packed] if exact else []
 
 
 def _text(value: Any) -> str:

@@ -11,7 +11,7 @@ from fp8dist.common.numbers import number_or_none
 from fp8dist.common.text import first_few, shortened
 from fp8dist.runs.report.records import LARGEST
 
-__all__ = ["Events", "RunEvent", "checks_in", "cut", "objects"]
+__all__ = ["Events", "RunEvent", "checks_in"]
 
 MOST_KINDS, MOST_ITEMS, MOST_CHARACTERS, DEEPEST = 64, 32, 2_000, 6
 """Bounds of what is kept of an event: kinds, items of a list, characters of a text, depth."""
@@ -61,7 +61,8 @@ class RunEvent(NamedTuple):
     def findings(self) -> list[dict[str, Any]]:
         """The findings of a divergence, as far as they are objects."""
         report = self.data.get("report")
-        return objects(report.get("findings")) if isinstance(report, dict) else []
+        found = _listed(report.get("findings")) if isinstance(report, dict) else []
+        return [one for one in found if isinstance(one, dict)]
 
     @property
     def audited(self) -> bool:
@@ -165,7 +166,7 @@ class Events:
             for events in self._kinds.values():
                 events[:] = [(i, e._replace(undone=e.undone or e.step > after)) for i, e in events]
         kept = self._kinds.setdefault(kind, [])
-        data = {**cut(line), "slots_count": len(_listed(slots))}
+        data = {**_cut(line), "slots_count": len(_listed(slots))}
         kept.append((self._count, RunEvent(line["step"], kind, data)))
         self._count += 1
         if len(kept) > self._most:
@@ -178,16 +179,11 @@ class Events:
         return tuple(event for _, event in sorted(every, key=lambda one: one[0]))
 
 
-def objects(values: Any) -> list[dict[str, Any]]:
-    """Return the JSON objects of a list; nothing of anything else."""
-    return [one for one in _listed(values) if isinstance(one, dict)]
-
-
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def cut(value: Any, depth: int = 0) -> Any:
+def _cut(value: Any, depth: int = 0) -> Any:
     """Return a JSON value with long texts and lists cut."""
     if isinstance(value, str):
         return value[:MOST_CHARACTERS]
@@ -196,8 +192,8 @@ def cut(value: Any, depth: int = 0) -> Any:
     if depth > DEEPEST:
         return None
     if isinstance(value, list):
-        return [cut(one, depth + 1) for one in value[:MOST_ITEMS]]
-    return {str(key)[:MOST_CHARACTERS]: cut(one, depth + 1) for key, one in list(value.items())[:MOST_ITEMS]}
+        return [_cut(one, depth + 1) for one in value[:MOST_ITEMS]]
+    return {str(key)[:MOST_CHARACTERS]: _cut(one, depth + 1) for key, one in list(value.items())[:MOST_ITEMS]}
 
 
 def _cause(event: RunEvent) -> Iterator[str]:

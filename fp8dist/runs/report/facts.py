@@ -16,7 +16,6 @@ from fp8dist.runs.report.numbers import RunNumbers
 __all__ = [
     "TROUBLE",
     "OddRank",
-    "Point",
     "Soundness",
     "checks",
     "goals",
@@ -45,20 +44,6 @@ class Soundness(NamedTuple):
     state: str
     text: str
     more: tuple[str, ...] = ()
-
-
-class Point(NamedTuple):
-    """Something that happened. ``text``: what, where, who."""
-
-    step: int
-    kind: str
-    text: str
-    undone: bool = False
-
-    @classmethod
-    def of(cls, event: RunEvent) -> Point:
-        """Return what an event says."""
-        return cls(event.step, event.kind, event.text, event.undone)
 
 
 class OddRank(NamedTuple):
@@ -159,17 +144,12 @@ def _divergences(run: RunNumbers) -> list[RunEvent]:
     return [event for event in run.events if event.kind == "diverged"]
 
 
-def story(run: RunNumbers) -> list[Point]:
-    """Return what happened, in the order of steps. What events.jsonl does not tell comes from the other files."""
-    points = [Point.of(event) for event in run.events]
-    kinds = {point.kind for point in points}
-    if "nonfinite_loss" not in kinds:
-        points += [Point.of(RunEvent(step, "nonfinite_loss")) for step in run.metrics.bad_losses[:1000]]
-    if "fallback" not in kinds:
-        points += [Point.of(RunEvent(step, "fallback")) for step in _increments(run, "fallbacks")]
-    if "nonfinite" not in kinds:
-        points += _nonfinite(run)
-    return sorted(points, key=lambda point: point.step)
+def story(run: RunNumbers) -> list[RunEvent]:
+    """Return what happened, in the order of steps. Of a run without a loss guard, losses that are not finite, too."""
+    events = list(run.events)
+    if all(event.kind != "nonfinite_loss" for event in events):
+        events += [RunEvent(step, "nonfinite_loss") for step in run.metrics.bad_losses[:1000]]
+    return sorted(events, key=lambda event: event.step)
 
 
 def validation_losses(run: RunNumbers) -> dict[int, float]:
@@ -186,27 +166,6 @@ def replayed_text(run: RunNumbers, step: int) -> str:
     """Return what a replay of the trouble of a step found; "" if there was none."""
     about = [event for event in run.events if event.kind == "replayed" and not event.undone and event.step == step]
     return about[0].text if about else ""
-
-
-def _increments(run: RunNumbers, field: str) -> list[int]:
-    values = run.metrics.columns[field]
-    known = ~np.isnan(values)
-    return [int(step) for step in run.metrics.step[known][np.diff(values[known], prepend=0.0) > 0]][:1000]
-
-
-def _nonfinite(run: RunNumbers) -> Iterator[Point]:
-    slots = run.slots
-    names = list(slots.names)
-    for row, place in np.argwhere(np.isinf(slots.arrays["amax"]))[:1000].tolist():
-        rank, microbatch = (slots.arrays[name][row, place] for name in ("rank", "microbatch"))
-        who = "".join(
-            f", {name} {int(value)}"
-            for name, value in (("rank", rank), ("microbatch", microbatch))
-            if not math.isnan(value)
-        )
-        step = slots.start + place * slots.width
-        about = "" if slots.width == 1 else f" (in the {slots.width} steps from here)"
-        yield Point(step, "nonfinite", f"{RunEvent(step, 'nonfinite').text}, {shortened(names[row])}{who}{about}")
 
 
 def odd_rank(run: RunNumbers) -> OddRank | None:

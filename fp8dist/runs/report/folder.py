@@ -15,7 +15,7 @@ from fp8dist.runs.run_format import FORMAT, HEADER, METRICS, VERSION
 if TYPE_CHECKING:
     from fp8dist_kernels.formats import Format
 
-__all__ = ["Lines", "RunFolder", "objects_in", "whole_object"]
+__all__ = ["Lines", "RunFolder", "objects_in"]
 
 BLOCK = 1 << 22
 """Bytes that are read at once."""
@@ -167,7 +167,7 @@ def opened(path: Path) -> BinaryIO:
     return os.fdopen(file, "rb")
 
 
-def whole_object(path: Path) -> dict[str, Any] | None:
+def _whole_object(path: Path) -> dict[str, Any] | None:
     """Return the JSON object that is a file's content; None if it is something else, or too long.
 
     Raises:
@@ -182,7 +182,7 @@ def whole_object(path: Path) -> dict[str, Any] | None:
 def _header(path: Path) -> dict[str, Any]:
     """Return the header, or {} if there is none."""
     try:
-        header = whole_object(path)
+        header = _whole_object(path)
     except OSError:
         return {}
     if header is None:

@@ -13,15 +13,15 @@ import numpy as np
 
 from fp8dist.runs.report.binned import SlotBins
 from fp8dist.runs.report.columns import Columns, Floats, Ints, scale_columns
-from fp8dist.runs.report.events import Events, RunEvent, cut
+from fp8dist.runs.report.events import Events, RunEvent
 from fp8dist.runs.report.experts import MixtureTokens, mixtures_of
-from fp8dist.runs.report.folder import Lines, RunFolder, whole_object
+from fp8dist.runs.report.folder import Lines, RunFolder
 from fp8dist.runs.report.records import LARGEST, numbers_in, rank_record
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 
 __all__ = ["Metrics", "RankWaits", "RunNumbers", "read_run", "read_steps"]
 
-FIELDS = ("loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_per_s", "proven", "checked", "fallbacks")
+FIELDS = ("loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_per_s", "proven", "checked")
 """Fields of metrics.jsonl that a report shows."""
 
 ROWS = 256
@@ -99,8 +99,7 @@ def read_steps(path: Path) -> RunNumbers:
     metrics, events = _metrics(files[METRICS]), Events()
     for line in files[EVENTS].new():
         files[EVENTS].left_out += not events.add(line)
-    found = events.kept() or _divergence(path / "divergence.json")
-    return RunNumbers(folder.name, folder, metrics, SlotBins(), None, found, _left_out(files))
+    return RunNumbers(folder.name, folder, metrics, SlotBins(), None, events.kept(), _left_out(files))
 
 
 def _left_out(files: Mapping[str, Lines]) -> dict[str, int]:
@@ -133,16 +132,6 @@ def _metrics(lines: Lines) -> Metrics:
                 bad[field] += [step] * (not math.isfinite(number))
     floats = {field: np.array(values, dtype=np.float64) for field, values in columns.items()}
     return Metrics(np.array(steps, dtype=np.int64), floats, tuple(bad["loss"]), tuple(bad["grad_norm"]))
-
-
-def _divergence(path: Path) -> tuple[RunEvent, ...]:
-    """Return the divergence that the example job wrote, for a folder without events."""
-    try:
-        report = cut(whole_object(path))
-        step = report["findings"][0]["step"]
-    except (OSError, LookupError, TypeError):
-        return ()
-    return (RunEvent(step, "diverged", {"report": report}),) if type(step) is int else ()
 
 
 def _waits(lines: Lines) -> RankWaits | None:

@@ -13,8 +13,8 @@ from fp8dist.checks.checked import Checked
 from fp8dist.common.text import shortened
 from fp8dist.runs.report import facts, plots
 from fp8dist.runs.report.cards import checkpoint_table, divergence_cards, table
+from fp8dist.runs.report.events import RunEvent
 from fp8dist.runs.report.experts import idle_experts, relative_loads
-from fp8dist.runs.report.facts import Point
 from fp8dist.runs.report.heat import heat_of, picture
 from fp8dist.runs.report.numbers import RunNumbers
 from fp8dist.runs.report.parting import Parting
@@ -247,12 +247,12 @@ def _odd(run: RunNumbers) -> Iterator[str | Plot]:
 
 def _back(run: RunNumbers) -> Iterator[str | Plot]:
     at = facts.goals(run)
-    shown = [
+    points = [
         one for one in run.events if one.kind in _STATES and (one.kind != "checked" or Checked.read(one.data).covers)
     ]
-    points = [Point(one.step, one.kind, _digest(one.data), one.undone) for one in shown]
     spans = [(kind, 0, last) for kind in _STATES if (last := at.get(kind)) is not None]
-    points += [Point(last, kind, f"up to step {last}") for kind, _, last in spans]
+    there = {(one.step, one.kind) for one in points if not one.undone}
+    points += [RunEvent(last, kind) for kind, _, last in spans if (last, kind) not in there]
     yield from checkpoint_table(run)
     if points:
         kinds = [kind for kind in _STATES if any(point.kind == kind for point in points)]
@@ -266,10 +266,6 @@ def _back(run: RunNumbers) -> Iterator[str | Plot]:
 
 
 _STATES = ("proven", "checked", "saved", "diverged")
-
-
-def _digest(data: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {shortened(str(data[key]), 80)}" for key in ("path", "digest") if data.get(key))
 
 
 # Am I getting my FP8? ---------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from bokeh.models import (
 from bokeh.plotting import figure
 
 from fp8dist.common.text import shortened
-from fp8dist.runs.report.facts import Point
+from fp8dist.runs.report.events import RunEvent
 from fp8dist.runs.report.raster import PALETTE
 
 __all__ = ["COLOURS", "curves", "figure_of", "image", "lanes", "mapper_of", "matrix", "plain", "two_colours"]
@@ -181,7 +181,7 @@ def _thinned(steps: Any, values: Any) -> dict[str, Any]:
 
 
 def lanes(
-    points: Sequence[Point], kinds: Sequence[str], spans: Sequence[tuple[str, int, int]] = (), **more: Any
+    points: Sequence[RunEvent], kinds: Sequence[str], spans: Sequence[tuple[str, int, int]] = (), **more: Any
 ) -> Any:
     """Return points and spans of steps in lanes, one for each kind, from top to bottom."""
     made = figure_of(

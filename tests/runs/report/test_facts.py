@@ -126,17 +126,6 @@ def test_soundness(metrics: list[Any], events: list[Any], state: str, text: str,
     assert text in found.text
 
 
-@pytest.mark.parametrize("damaged", [json.dumps(_diverged(0)["report"]), "[" * 99_999, "[]", '{"findings": 3}'])
-def test_a_divergence_that_only_the_job_wrote_counts(damaged: str, tmp_path: Path) -> None:
-    _run(tmp_path, GOOD)
-    (tmp_path / "divergence.json").write_text(damaged)
-    assert facts.verdict(read_run(tmp_path)).state == "sound"
-    report = _diverged(0)["report"]
-    report["findings"][0]["step"] = 7
-    (tmp_path / "divergence.json").write_text(json.dumps(report))
-    assert facts.verdict(read_run(tmp_path)).text.startswith("Not sound: in step 7 scale a:input differs")
-
-
 def test_mfu_is_the_time_at_the_peaks_over_the_measured_time(tmp_path: Path) -> None:
     """2e9 FLOPs per token in each of 3 FP8 GEMMs, 4e9 in each of 3 others; 1e4 tokens in 0.5 s on 4 ranks."""
     step = {"tokens": 10_000, "step_ms": 500.0}
@@ -319,9 +308,7 @@ def test_the_first_trouble_is_told_with_its_replay(tmp_path: Path) -> None:
     assert facts.replayed_text(_run(tmp_path / "again", [], [replayed, again]), 3) == ""
 
 
-def test_the_story_without_events_comes_from_the_numbers(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_told_without_a_loss_guard(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "run")
     (folder / "events.jsonl").unlink()
-    told = [(point.step, point.kind) for point in facts.story(read_run(folder))]
-    assert told == [(210, "nonfinite"), (213, "nonfinite_loss"), (220, "fallback")]
-    assert "blocks.2.qkv:grad_output, rank 3, microbatch 1" in facts.story(read_run(folder))[0].text
+    assert [(event.step, event.kind) for event in facts.story(read_run(folder))] == [(213, "nonfinite_loss")]

@@ -110,7 +110,7 @@ def test_a_tail_starts_with_a_whole_line(tail: int, tmp_path: Path) -> None:
     assert lines.left_out == 0
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "divergence.json"])
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "endless", "folder"])
 def test_what_is_no_file_is_not_read(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The opening of a pipe waits for its writer, and some devices have no end."""
