@@ -110,11 +110,10 @@ def _counters(contents: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "ranks"), [("CurrentScaling", 2), ("DelayedScaling", 3)])
-def test_a_ddp_job_resumes_bit_for_bit(recipe: str, ranks: int, tmp_path: Path) -> None:
-    """With the recipe of the page, and with one that has histories; on three ranks the order of sums counts."""
-    program = _program("docs/ddp-complete.md").replace("CurrentScaling", recipe)
-    assert f"fp8dist.{recipe}()" in program
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_ddp_job_resumes_bit_for_bit(ranks: int, tmp_path: Path) -> None:
+    """On three ranks the order of sums counts."""
+    program = _program("docs/ddp-complete.md")
     _run(program, tmp_path / "whole", ranks)
     _run(program, tmp_path / "killed", ranks, "kill")
     whole, killed = (tmp_path / name / "runs" / "ddp" for name in ("whole", "killed"))
@@ -127,8 +126,7 @@ def test_a_ddp_job_resumes_bit_for_bit(recipe: str, ranks: int, tmp_path: Path) 
     assert main(["check", *map(str, folders)]) == 0
     assert _losses(whole) == _losses(killed)
     assert len(_losses(whole)) == LAST
-    history = load(one["fp8/shared/"])["history"]
-    assert history.any() == (recipe == "DelayedScaling")
+    assert load(one["fp8/shared/"])["history"].any()
     page = tmp_path / "report.html"
     assert main(["report", str(killed), "--out", str(page)]) == 0
     assert f"step-{LAST:06d}" in page.read_text()
