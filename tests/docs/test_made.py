@@ -42,7 +42,7 @@ def test_commands_still_print_what_is_shown(name: str) -> None:
         for run in ("damaged", "fp8"):
             page = (ROOT / "runs" / "demo" / f"{run}.html").read_text(encoding="utf-8")
             assert 'class="empty"' not in page  # Every panel has numbers.
-            assert "The newest checkpoint that is known to be good is of step" in page
+            assert "The newest checkpoint that is known to be good is of" in page
         assert part.strip("`\n").splitlines()[-1].split()[0] == "runs/demo/fp8.html"
 
 
