@@ -202,11 +202,12 @@ class Training:
     def settle_buckets(self) -> None:
         """Run a backward so that DDP orders its buckets as in an uninterrupted run. COLLECTIVE.
 
-        The order affects the rounding of sums over three or more ranks. High precision keeps amaxes from being
-        recorded.
+        The order affects the rounding of sums over three or more ranks. In high precision it may be another one, and
+        in ``eval()`` no amax is recorded.
         """
-        with self.manager.no_fp8() if self.manager is not None else nullcontext():
-            self.backward(*self.batch(self.done, 0))
+        self.module.eval()
+        self.backward(*self.batch(self.done, 0))
+        self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
 
     def batch(self, step: int, microbatch: int, stream: int = 0) -> tuple[Tensor, Tensor]:

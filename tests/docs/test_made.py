@@ -38,6 +38,12 @@ def test_commands_still_print_what_is_shown(name: str) -> None:
     part = shown.split(f"<!-- made: command {name} -->")[1].split(f"<!-- end of command {name} -->")[0]
     assert part.strip(), "it was never run"
     assert masked(name, part.strip()) == masked(name, block(name, brief=True))
+    if name == "demo":
+        for run in ("damaged", "fp8"):
+            page = (ROOT / "runs" / "demo" / f"{run}.html").read_text(encoding="utf-8")
+            assert 'class="empty"' not in page  # Every panel has numbers.
+            assert "The newest checkpoint that is known to be good is of" in page
+        assert part.strip("`\n").splitlines()[-1].split()[0] == "runs/demo/fp8.html"
 
 
 def test_a_part_goes_between_its_markers() -> None:

@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from launch.train_gpt import train
+from launch.train_gpt.data import read_text
+from launch.train_gpt.options import Options, parse
+from launch.train_gpt.ranks import Ranks
 from scripts import compare_runs
 from tests.support import forked
 from tests.support.main_job import (
@@ -26,6 +31,7 @@ from tests.support.main_job import (
     metrics,
     start,
 )
+from tests.support.ranks import RankPool
 
 
 @pytest.mark.slow
@@ -151,3 +157,29 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert compare_runs.main(str(tmp_path / "a"), str(tmp_path / "b")) == 0
     assert "gap between the final training losses: +1.50%" in capsys.readouterr().out
     assert compare_runs.main(str(tmp_path / "a"), str(tmp_path / "c")) == 1
+
+
+def _bucket_orders(folder: str) -> list[str]:
+    """Return the order of parameters in DDP's buckets, under autocast as on CUDA: of a run, and of one that resumes."""
+    options, found = parse([*SIZE, "--out", folder], Options), []
+    for resumes in (False, True):
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+        training = train.Training(options, ranks, read_text(None, options.context))
+        training.parallel.bf16 = True
+        before = training.manager.state_dict()
+        if resumes:
+            training.settle_buckets()
+            assert training.manager.state_dict() == before
+        for step in (1, 2, 3):
+            training.step(step)
+        found.append(training.module._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"])
+        training.recorder.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_buckets_of_the_first_run(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Else sums over three or more ranks round otherwise."""
+    for first, resumed in two_ranks.run(_bucket_orders, str(tmp_path)):
+        assert first == resumed
+        assert len(first.split()) > 8
