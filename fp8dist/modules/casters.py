@@ -386,5 +386,5 @@ def count_tokens(offsets: Tensor, state: SlotViews) -> None:
 
 
 def _experts_of(x: Tensor, offsets: Tensor) -> Tensor:
-    """Return the number of each row's expert. Rows after the last expert's get the last number: nobody reads them."""
+    """Return the number of each row's expert. Rows without an expert get the last number; callers ignore them."""
     return expert_of_rows(len(x), offsets).clamp_(max=len(offsets) - 1)
