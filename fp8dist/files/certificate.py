@@ -1,4 +1,4 @@
-"""The certificate of an export: what its writer says about tensors, recipes, the job and its sync."""
+"""The certificate of an export: a JSON file with the digests of its tensors, their recipes, and facts about the job."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ __all__ = ["Origin", "certificate_of"]
 
 
 class Origin(NamedTuple):
-    """Where an export comes from.
+    """Where an export comes from. None: not known.
 
-    ``step``: steps of the FP8 state. ``run``: a name of the user's. ``ranks``: number of ranks of the job. ``proven``,
-    ``checked``: ``proven_step`` and ``checked_step`` of the manager. ``last_check``: step of its last check that found
-    no difference, and what was compared. None: not known.
+    Attributes:
+        step: number of steps that the FP8 state has made.
+        run: the user's name for the run.
+        ranks: number of ranks of the job.
+        proven, checked: ``proven_step`` and ``checked_step`` of ``manager.verified``.
+        last_check: the last check that found no difference: its step, and what it compared.
     """
 
     step: int
@@ -45,11 +48,11 @@ def certificate_of(
     """Return the bytes of ``fp8dist-certificate.json``. docs/verify.md describes its fields.
 
     Args:
-        layout: format of the export.
-        recipes: by name, recipes of the modules whose weights are in FP8.
-        tied: as ``Export.tied``.
+        layout: the export's format.
+        recipes: the recipes of the modules whose weights are in FP8, by the module's name.
+        tied: see ``Export.tied``.
         config: the content of config.json.
-        digests: by name, SHA-256 of the bytes of each tensor.
+        digests: the SHA-256 of each tensor's bytes, by the tensor's name.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     certified = [Certified(t.name, dtype_text(t.dtype), t.shape, digests[t.name]) for t in ordered]

@@ -16,15 +16,18 @@ from fp8dist.files.failures import reading
 __all__ = ["PARAMETERS", "STATE", "Item", "SavedEntry", "Source", "States", "dtype_name"]
 
 STATE, PARAMETERS = "state", "parameters"
+"""The two families of checkpoints: files of FP8 state alone, and all others."""
 
 
 @dataclass(frozen=True, order=True)
 class SavedEntry:
     """One tensor of a checkpoint. Sorts by name, then kind.
 
-    ``kind`` is "parameter", or for FP8 state "scale", "amax", "cold", "counters", "history" or "step". FP8 state inside
-    another checkpoint has its key there in front of the slot: "fp8.shared.layers.0.fc:input".
-    ``dtype`` is torch's name without "torch.".
+    Attributes:
+        name: the tensor's name; of FP8 state, the name of its slot. If FP8 state is saved under a key of another
+            checkpoint, the key comes first: "fp8.shared.layers.0.fc:input".
+        kind: "parameter", or for FP8 state "scale", "amax", "cold", "counters", "history" or "step".
+        dtype: torch's name without "torch.".
     """
 
     name: str
@@ -36,14 +39,17 @@ class SavedEntry:
 Item = tuple[SavedEntry, Callable[[], Tensor]]
 
 States = dict[str, tuple[dict[str, Any], dict[str, Any]]]
-"""By key: FP8 states and their notes, as ``storage.from_bytes`` returns them."""
+"""{key: (FP8 state, values saved with it)}, as ``storage.from_bytes`` returns them."""
 
 
 class Source:
-    """A checkpoint. Entries are sorted and unique. Files are open only while a tensor is read, and no tensor is kept.
+    """A checkpoint. Its entries are sorted and unique. Files are open only while a tensor is read, and no tensor is
+    kept.
 
-    ``family`` is "state" (an fp8dist state file) or "parameters" (any other checkpoint). ``states``: the FP8 states in
-    it by key, whose slots are among the entries, too; that of a state file has the key "".
+    Attributes:
+        family: "state" (an fp8dist state file) or "parameters" (any other checkpoint).
+        states: the FP8 states in the checkpoint by key; a state file has one, with the key "". Their tensors are among
+            the entries, too.
     """
 
     def __init__(self, path: str, family: str, items: Iterable[Item], states: States | None = None) -> None:

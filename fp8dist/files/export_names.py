@@ -1,4 +1,4 @@
-"""What a name or a tensor must be, so that safetensors and the readers of ``quantization_config`` do not mistake it."""
+"""Checks of names and dtypes, so that safetensors can store an export, and servers do not misread the names in it."""
 
 from __future__ import annotations
 

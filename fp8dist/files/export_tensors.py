@@ -1,5 +1,5 @@
-"""ExportedTensor: one tensor of an exported model. ExportPart: several of them that come from one cast. Scheme: how a
-server multiplies with them."""
+"""ExportedTensor: one tensor of an exported model. ExportPart: several of them that come from one cast. Scheme: how an
+inference server multiplies with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Strategy = Literal["tensor", "channel", "block"]
 """Which part of a weight has a scale of its own: all of it, a row, or a block."""
 
 Inputs = Literal["static", "tensor", "token"]
-"""How inputs are cast: with a fixed scale, or with a scale from the amax of each tensor or token."""
+"""How a server casts inputs: with the fixed scale of the export, or with a scale from the amax of each tensor or each
+token."""
 
 
 class Scheme(NamedTuple):
@@ -32,8 +33,10 @@ class Scheme(NamedTuple):
 class ExportedTensor:
     """One tensor of an exported model.
 
-    ``role``: "weight" (FP8), "weight_scale" and "input_scale" (float32 factors by which a server multiplies), or "high"
-    (any other tensor, as it is stored). ``module``: name of the module that holds it.
+    Attributes:
+        role: "weight" (FP8), "weight_scale" or "input_scale" (float32 factors by which a server multiplies the FP8
+            numbers), or "high" (any other tensor, exported as the model stores it).
+        module: name of the module that the tensor belongs to.
     """
 
     name: str
@@ -53,9 +56,10 @@ class ExportPart:
     """Tensors that come from one cast.
 
     Args:
-        read: returns them in order. COLLECTIVE if they are sharded.
-        linears: names of the modules whose weights are among them, if these are in FP8 or of experts.
-        scheme, recipe: of these modules; None: they are in high precision.
+        tensors: the tensors, without their data.
+        read: returns their data in the same order. COLLECTIVE if they are sharded.
+        linears: names of the modules whose weights are among the tensors, if these are in FP8 or belong to experts.
+        scheme, recipe: those of these modules. None: the modules are in high precision.
     """
 
     tensors: tuple[ExportedTensor, ...]

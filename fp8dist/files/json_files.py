@@ -12,7 +12,7 @@ from fp8dist.files.slices import FileSlice
 __all__ = ["LARGEST_TEXT", "json_object", "read_text"]
 
 LARGEST_TEXT = 1 << 25
-"""Bytes of JSON that are parsed. The index of a model with 100,000 tensors has a third of them."""
+"""Largest size of a JSON file, in bytes. The index of a model with 100,000 tensors takes a third of it."""
 
 
 def read_text(path: str) -> bytes:
@@ -32,7 +32,8 @@ def json_object(data: bytes, path: str) -> dict[str, Any]:
     """Return the object that JSON text of the file ``path`` describes.
 
     Raises:
-        CheckpointError: it is not JSON, not an object, or has a key twice, of which readers take different ones.
+        CheckpointError: it is not JSON, not an object, or an object has a key twice. JSON readers differ in which of
+            the two values they take.
     """
     with reading(path):
         found = json.loads(data.decode(), object_pairs_hook=_without_duplicates)  # Servers read UTF-8 only.

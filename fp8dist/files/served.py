@@ -1,7 +1,7 @@
 """The folder of an exported model as a server finds it: config.json, the index, and the tensors of its files.
 
-Nothing in the folder is trusted. A name that is there twice, and an index that names files outside of the folder, are
-errors, because servers may read such a folder in other ways.
+Nothing in the folder is trusted. A name that occurs twice, and an index that names files outside of the folder, are
+errors, because different servers may read different tensors from such a folder.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _SINGLE = "model.safetensors"
 class Served:
     """An exported model.
 
-    ``tied``: by name, tensors that are left out: the name of the same tensor, as the files say. ``faults``: what is
-    wrong with the folder, whatever it should hold.
+    Attributes:
+        tied: tensors that the files leave out because they equal another one: {name: name of the other}, from the
+            files' metadata.
+        faults: contradictions within the folder, such as a missing file. They need no certificate to be found.
     """
 
     path: str
@@ -41,7 +43,14 @@ class Served:
 
 
 def mismatch(kind: str, name: str, detail: str, **fields: Any) -> Finding:
-    """Return a finding about file 1, what is served, against file 0, what should be served."""
+    """Return a finding of a difference between file 0, which says what should be served, and file 1, what is served.
+
+    Args:
+        kind: kind of the finding.
+        name: the tensor or file concerned.
+        detail: the rest of the sentence that begins with ``name``.
+        fields: other fields of ``Finding``.
+    """
     return Finding(0, kind, name, (1,), 0, detail=detail, sides=((0,), (1,)), **fields)
 
 
@@ -63,7 +72,7 @@ def served_model(path: str) -> Served:
 
 
 def _weight_map(path: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of the file of each tensor."""
+    """Return {name of a tensor: name of its file} from the index; from the file itself if there is only one."""
     index = os.path.join(path, INDEX)
     if not os.path.lexists(index) and _SINGLE in files:
         return dict.fromkeys(header_of(files[_SINGLE]).tensors, _SINGLE)

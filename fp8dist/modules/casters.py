@@ -1,7 +1,8 @@
-"""Casters: one for each recipe. A caster makes FP8 tensors, with inverse scales as its recipe has them.
+"""Casters convert tensors to FP8. There is one class per granularity of scales: by tensor, by row, by block.
 
-Two modules use it alike: a Linear, whose tensors have one slot each, and a grouped product, whose tensors have a slot
-for each expert.
+A *slot* is the FP8 state of one tensor: its scale, its recorded amax, and a flag that it is *cold* (it has no scale
+yet). A tensor of a Linear has one slot. A tensor of a grouped product (the rows or weights of E experts) has one slot
+per expert; its state has the shape [E].
 """
 
 from __future__ import annotations
@@ -30,20 +31,23 @@ from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
 __all__ = ["SITES", "Cast", "Caster", "ExpertMask", "Request", "caster_for", "count_tokens", "record_experts"]
 
 SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
-"""The casts and products of a module, in the order of their sites."""
+"""The casts and products of a module that a tap can observe. A site's number is the module's first plus its place."""
 
 ExpertMask = bool | Tensor
-"""True: all experts. False: none. A bool[E] on the device: these."""
+"""Selects experts. True: all. False: none. bool[E] on the device: those that are True. For a Linear: True or False."""
 
 
 class Cast(NamedTuple):
-    """A tensor in FP8: row-major, transposed, and the inverse scales of each. A copy that was not requested is empty.
+    """A tensor in FP8, as up to two copies with their inverse scales (float32). A copy not requested is empty.
 
-    The inverse scales have the shapes that ``ops.matmul`` takes: one element, one per row, or one per block.
-
-    ``amaxes``: of experts' weights, float32[E], if the cast has found them. ``shares``: of experts' weights, the shares
-    of saturated and of flushed elements, float32[E] each, if they were measured. All other amaxes and shares are
-    recorded by the cast itself.
+    Attributes:
+        rows: the tensor, row-major.
+        columns: its transpose, row-major.
+        rows_inv_scale, columns_inv_scale: shaped as ``ops.matmul`` takes them: one element, one per row of the copy, or
+            one per block.
+        amaxes: for experts' weights, float32[E], if the cast computed them. The cast does not record these: only
+            experts that have rows may be recorded. All other casts record their amaxes themselves.
+        shares: for experts' weights, the shares of saturated and of flushed elements, float32[E] each, if measured.
     """
 
     rows: Tensor
@@ -63,17 +67,16 @@ class Request:
     """Which copies a cast makes of a tensor, and what it records.
 
     Attributes:
-        state: of the tensor's slot, or of the run of slots of experts.
-        role: decides the shape of blocks, and which of the limits hold.
-        rows, columns: the copies. If neither is requested, the amax of a Linear's tensor is recorded only inside
-            ``recording()``, or if the module soon returns to FP8.
-        record: True if the amax is recorded. For experts: the experts whose amaxes are recorded.
-        limits: conditions under which the tensor is cast with its own amax. Their ``scale`` is for weights. Recipes
-            whose scales cover less than a tensor ignore it.
+        state: the state of the tensor's slot, or of its E slots.
+        role: the tensor's role. It decides the shape of blocks, and which of the limits apply.
+        rows, columns: which copies to make. If neither is requested, the amax of a Linear's tensor is recorded only
+            inside ``recording()``, or if the module returns to FP8 soon.
+        record: for which experts to record the amax.
+        limits: conditions under which the tensor is cast with a scale of its own amax. Only casts by tensor use them.
         offsets: int32[E], the ends of the experts' rows in an input or gradient. None: for all other tensors.
-        place: where to record the amax of a Linear's tensor, 0-d float32. None: in the slot's own element.
-        sums: [features], written by the cast: the sums of the columns of a Linear's gradient. None: do not add up.
-        tapped: True if the cast is shown to the tap, if there is one.
+        place: where to record the amax of a Linear's tensor, 0-d float32. None: in the slot.
+        sums: [features], filled by the cast with the column sums of a Linear's gradient. None: do not compute them.
+        tapped: False if the cast is not shown to the tap.
     """
 
     state: SlotViews
@@ -89,12 +92,12 @@ class Request:
 
 
 class Caster(ABC):
-    """Casts the tensors of one module by its recipe, and records their amaxes.
+    """Casts the tensors of one module as its recipe says, and records their amaxes.
 
     Args:
-        sync: of the arena that has the module's input slots.
-        precision: of a Linear. None: the module is a grouped product, whose experts have a precision each. Its
-            requests name the experts to record.
+        sync: the sync of the arena that holds the module's input slots.
+        precision: which GEMMs of a Linear are in high precision. None: the module is a grouped product, and each
+            request selects the experts to record.
     """
 
     records_in_cast: ClassVar[bool] = False
@@ -112,7 +115,11 @@ class Caster(ABC):
         return 1
 
     def cast(self, x: Tensor, request: Request) -> Cast:
-        """Return x in FP8: x [tokens, features], a Linear's weight [m, n], or experts' weights [E, m, n]. Local."""
+        """Return x in FP8, and record its amax. Local.
+
+        Args:
+            x: an input or gradient [tokens, features], a Linear's weight [m, n], or experts' weights [E, m, n].
+        """
         rows, columns, record = request.rows, request.columns, request.record
         if not (rows or columns):
             if self.precision is None or self.precision.observing or self.job.recording:
@@ -136,7 +143,7 @@ class Caster(ABC):
 
     @abstractmethod
     def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
-        """Call the op that casts. ``how``: its options."""
+        """Call the op that casts. ``how``: keyword arguments that all these ops have."""
 
     def observe(
         self,
@@ -146,8 +153,9 @@ class Caster(ABC):
         offsets: Tensor | None = None,
         place: Tensor | None = None,
     ) -> None:
-        """Record the amax of x, which is as in ``cast``. Not of experts' weights: ``GroupedSlots.record_weight`` does
-        that, when it is known which experts have rows. For the other arguments see ``Request``."""
+        """Record the amax of x (shaped as in ``cast``) without a cast. Does nothing for experts' weights:
+        ``GroupedSlots.record_weight`` records them, because it knows which experts have rows. For the other arguments
+        see ``Request``. Local."""
         if not self.grouped:
             if record is not False:
                 direct.observe(x, state.pending if place is None else place, backend=self.job.backend)
@@ -177,9 +185,9 @@ class Caster(ABC):
         return place
 
     def tap_of(self, work: Role | Gemm) -> dict[str, Any]:
-        """Return the arguments by which a cast or a product shows its operands to the tap. Callers look for a tap
-        themselves, because most jobs have none."""
-        # An exported or traced program outlives the tap.
+        """Return the keyword arguments with which an op shows its operands to the job's tap. Call it only if there is
+        one: most jobs have none, and callers save the call."""
+        # An exported or traced program outlives the tap's memory.
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return {}
         return {"site": self.site + SITES.index(work), "tap": self.job.tap}
@@ -187,7 +195,8 @@ class Caster(ABC):
     # Shares of saturated and flushed elements ------------------------------------------------------
 
     def _measured(self, x: Tensor, request: Request, cast: Cast) -> Cast:
-        """Record the shares of a cast, or of experts' weights, put them into the result."""
+        """Record the shares of saturated and of flushed elements. For experts' weights, return them in the cast
+        instead: only experts that have rows may be recorded."""
         state, offsets, rows = request.state, request.offsets, request.rows
         inv_scale = cast.rows_inv_scale if rows else cast.columns_inv_scale
         dtype, shares = state.format.dtype, (state.saturated, state.underflow)
@@ -206,16 +215,20 @@ class Caster(ABC):
 
     @abstractmethod
     def _block(self, stored: Tensor, role: Role) -> list[int]:
-        """Return the shape of what shares a scale. [0, 0]: the tensor."""
+        """Return the shape of a block of elements that share a scale. [0, 0]: the whole tensor."""
 
     def _spread(self, x: Tensor, offsets: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
-        """Return inverse scales in a shape that broadcasts to x [tokens, features]: here one for each expert, or one
-        for each expert and feature."""
+        """Return the inverse scales in a shape that broadcasts to x [tokens, features].
+
+        Args:
+            inv_scale: one per expert, or one per expert and feature. Subclasses take their own shapes, too.
+            rows: True if they belong to the row-major copy, False for the transposed one.
+        """
         return inv_scale.reshape(len(inv_scale), -1)[_experts_of(x, offsets)]
 
 
 class TensorCaster(Caster):
-    """Casts a tensor, or the part of each expert, with one scale: that of its slot, or one of its own amax."""
+    """Casts a tensor, or each expert's part, with one scale: its slot's, or one derived from its current amax."""
 
     records_in_cast = True
 
@@ -232,12 +245,12 @@ class TensorCaster(Caster):
             warm_up = recipe.warmup == "current" and not self._known_hot(state)
             if limits.written if of_weight else limits.upstream is not None:
                 unfit = self._unfit(x, request)
-                if unfit is not None:  # Rare. Treat the slot as cold.
+                if unfit is not None:  # Rare. A cast of a cold slot uses the current amax, so declare the slot cold.
                     cold, warm_up = (cold & warm_up) | unfit, True
         place = state.pending if request.place is None else request.place
         how |= {"record": record is not False, "just_in_time": warm_up, "margin": recipe.margin, "outgrown": outgrown}
         if self.grouped:
-            # Amaxes of experts that are not recorded, or perhaps did not run, must not enter the slots.
+            # The kernel records all experts. Where only some may be recorded, let it write apart, and filter after.
             apart = offsets is None or isinstance(record, Tensor)
             place = torch.full_like(state.pending, DID_NOT_RUN) if apart else place
             rows, columns, inv_scale = direct.quantize_grouped(
@@ -251,7 +264,8 @@ class TensorCaster(Caster):
         if request.sums is not None:
             how["sums"] = request.sums
         if warm_up and recipe.delayed and outgrown is None and direct.is_eager():
-            how["scratch"] = state.arena.scratch()  # Few slots are cold: no launch of its own looks for these.
+            # Few slots are cold. With this buffer, the cast itself checks for that, and needs no launch before it.
+            how["scratch"] = state.arena.scratch()
         # A compiled graph casts weights with one op: nothing in it computes them that the cast could fuse with.
         caller = ops if of_weight and torch.compiler.is_compiling() else direct
         rows, columns, inv_scale = caller.quantize(x, scale, cold, place, state.format.dtype, **how)
@@ -269,8 +283,8 @@ class TensorCaster(Caster):
         return unfit_for(amax, state, self.recipe, limits.upstream)
 
     def _known_hot(self, state: SlotViews) -> bool:
-        """True if the host knows that the slot is hot, so that its cast need not look. Graphs outlive that knowledge:
-        state may be loaded. Their casts look on the device."""
+        """True if the host knows that the slot has a scale, so that the cast need not check it on the device. Always
+        False in compiled and captured graphs: they may run again after other state was loaded."""
         if not direct.is_eager():  # First: torch.compile must not guard on the rest.
             return False
         return state.arena.known_hot and self.recipe.delayed and not capturing(state.arena.device)
@@ -280,7 +294,7 @@ class TensorCaster(Caster):
 
 
 class RowCaster(Caster):
-    """Casts each row with its own amax, and for the transposed copy each column."""
+    """Casts each row with a scale of its own amax. In the transposed copy, each column is such a row."""
 
     @property
     def calls_per_weight(self) -> int:
@@ -293,7 +307,7 @@ class RowCaster(Caster):
             return Cast(*caller.quantize_rowwise(x, dtype, **how))
         if not of_weight:
             return Cast(*direct.quantize_grouped_lines(x, request.offsets, dtype, in_blocks=False, **how))
-        # The experts' rows, one below the other; likewise their columns.
+        # A row's scale does not depend on its expert: cast all weights as one matrix [E n, k], and likewise columns.
         experts, n, k = x.shape
         if not (request.rows and request.columns):
             rows = row_scales = columns = column_scales = x.new_empty(0)
@@ -314,7 +328,7 @@ class RowCaster(Caster):
 
 
 class BlockCaster(Caster):
-    """Casts each block with its own amax: 1 x 128, of weights 128 x 128."""
+    """Casts each block with a scale of its own amax: 128 x 128 elements of a weight, 1 x 128 of other tensors."""
 
     def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
         dtype = request.state.format.dtype
@@ -330,6 +344,7 @@ class BlockCaster(Caster):
     def _spread(self, x: Tensor, offsets: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
         if rows:
             return inv_scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+        # Blocks of the transposed copy run along tokens, and begin anew at each expert.
         expert, ends = _experts_of(x, offsets), offsets.long()
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         blocks = (counts + BLOCK - 1) // BLOCK
@@ -345,7 +360,14 @@ def caster_for(recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precis
 
 
 def record_experts(values: Tensor, place: Tensor, recorded: ExpertMask) -> None:
-    """Record amaxes or shares (float32[E], -1: none) of these experts as running maxima."""
+    """Raise ``place`` to the maximum of itself and ``values``, in place. Local.
+
+    Args:
+        values: amaxes or shares, float32[E]; -1 for an expert without a value.
+        place: float32[E], the recorded maxima.
+        recorded: the experts to record.
+    """
+    # As int32, because non-negative floats compare as their bits do, and NaN then counts as the largest.
     bits, into = values.view(torch.int32), place.view(torch.int32)
     if isinstance(recorded, Tensor):
         bits = torch.where(recorded, bits, DID_NOT_RUN_BITS)
@@ -353,11 +375,16 @@ def record_experts(values: Tensor, place: Tensor, recorded: ExpertMask) -> None:
 
 
 def count_tokens(offsets: Tensor, state: SlotViews) -> None:
-    """Count the tokens of experts in a backward of a measured step: recomputation repeats forwards, not backwards.
-    ``state``: of the output gradients."""
+    """Add the number of each expert's tokens to ``state.tokens``. Called in backwards, because activation checkpointing
+    repeats forwards, but not backwards.
+
+    Args:
+        offsets: int32[E], the ends of the experts' rows.
+        state: the state of the grad_output slots.
+    """
     state.tokens.add_(torch.diff(offsets, prepend=offsets.new_zeros(1)))
 
 
 def _experts_of(x: Tensor, offsets: Tensor) -> Tensor:
-    """Return the expert of each row. Rows of nobody do not count: they may have any expert's number."""
+    """Return the number of each row's expert. Rows without an expert get the last number; callers ignore them."""
     return expert_of_rows(len(x), offsets).clamp_(max=len(offsets) - 1)

@@ -1,7 +1,7 @@
-"""What the tensors of a checkpoint do not show of its mixtures, and modules without memory made from both.
+"""Layouts of experts: the attributes of mixture-of-experts modules that a checkpoint's tensors do not show.
 
-The FP8 state of a model with mixtures has, beside it, ``model_type`` of the model's config, and for each mixture the
-attributes of Transformers' experts interface.
+Saved FP8 state of a model with such modules ("mixtures") contains these attributes, and the ``model_type`` of the
+model's config. From them and the shapes in the checkpoint, a reader can rebuild the modules on the meta device.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def model_type_of(model: nn.Module) -> str | None:
-    """Return what the model's config says, as Transformers' configs do. None: it has none."""
+    """Return ``model.config.model_type``, which Transformers' models have. None: there is no such string."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     return kind if isinstance(kind, str) else None
 
 
 def describe_experts(model: nn.Module | None) -> dict[str, Any]:
-    """Return what ``read_layouts`` reads, as plain JSON values. Empty if the model has no mixtures."""
+    """Return the model type and the layout of each mixture as JSON values, for ``read_layouts``. Empty if the model is
+    None or has no mixtures."""
     if model is None:
         return {}
     layouts = {
@@ -40,11 +41,15 @@ def describe_experts(model: nn.Module | None) -> dict[str, Any]:
 
 
 def read_layouts(info: Mapping[str, Any], path: str) -> tuple[str | None, dict[str, dict[str, bool]]]:
-    """Return (model type, attributes of each mixture by name) from the values beside an FP8 state. Nothing is known
-    of a state without such values.
+    """Return (model type, {name of a mixture: its attributes}). (None, {}) if ``info`` has no such values, as the state
+    of a model without mixtures.
+
+    Args:
+        info: the values saved with an FP8 state.
+        path: the file they come from, for the error.
 
     Raises:
-        CheckpointError: they are malformed.
+        CheckpointError: the values are malformed.
     """
     described = info.get("experts", {"model_type": None, "layouts": {}})
     if isinstance(described, dict):
@@ -60,11 +65,11 @@ def _fits(layout: Any) -> bool:
 
 
 def mixture_of(layout: Mapping[str, bool], shape_of: Callable[[str], tuple[int, ...]]) -> nn.Module | None:
-    """Return a mixture on the meta device, which ``prepare`` converts. None: the checkpoint lacks a tensor of it.
+    """Return a mixture on the meta device that ``prepare`` can convert. None: the checkpoint lacks one of its weights.
 
     Args:
-        layout: the attributes.
-        shape_of: returns the shape of a parameter by its name in the mixture; empty if there is none.
+        layout: the mixture's attributes, as ``read_layouts`` returns them.
+        shape_of: returns the shape of a parameter, given its name in the mixture; () if the checkpoint lacks it.
     """
     module = nn.Module()
     module.act_fn = nn.Identity()

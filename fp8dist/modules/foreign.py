@@ -1,5 +1,5 @@
-"""Modules of other libraries that compute what nn.Linear or FP8Experts computes. They are recognised without importing
-the libraries, which takes seconds."""
+"""Recognises modules of other libraries that compute what nn.Linear or FP8Experts computes: by the names of their
+classes or attributes, because importing the libraries takes seconds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PARALLEL = (
 
 
 def linear_base(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the class in the bases of ``kind`` whose product FP8Linear can stand for: nn.Linear, transformers' Conv1D,
-    or one of Megatron-Core's parallel Linears. None: there is none."""
+    """Return the base class of ``kind`` (or ``kind`` itself) that FP8Linear can replace: nn.Linear, Transformers'
+    Conv1D, or one of Megatron-Core's parallel Linears. None: there is none."""
     bases = kind.__mro__
     return next((base for base in bases if base is nn.Linear or is_transposed(base) or is_parallel(base)), None)
 
@@ -29,18 +29,19 @@ def is_transposed(base: type) -> bool:
 
 
 def is_parallel(base: type) -> bool:
-    """True if the class is one of Megatron-Core's parallel Linears. Their ``forward`` gives the input and this rank's
-    part of the weight to ``_forward_impl``, and reduces or gathers what that returns."""
+    """True if the class is one of Megatron-Core's parallel Linears. Their ``forward`` calls ``_forward_impl`` with the
+    input and this rank's part of the weight, and reduces or gathers the result."""
     return (base.__module__, base.__name__) in _PARALLEL
 
 
 def expert_products(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of a mixture's weights, first and second product, if the module has the attributes of
-    Transformers' experts interface; else None.
+    """Return the names of the weights of the first and the second product, if the module is a mixture-of-experts layer
+    ("mixture") with the attributes of Transformers' experts interface; else None.
 
-    These are ``has_gate``, ``has_bias`` and ``is_transposed``, parameters ``gate_up_proj`` (without a gate ``up_proj``)
-    and ``down_proj`` with three dims, and ``act_fn``, or ``_apply_gate`` with a gate. Attributes that may be missing:
-    ``is_concatenated`` (True), ``has_post_expert_norm`` (False), ``_apply_gate`` (act_fn(gate) * up).
+    Required are the bools ``has_gate``, ``has_bias`` and ``is_transposed``; the parameters ``gate_up_proj`` (without a
+    gate: ``up_proj``) and ``down_proj`` with three dims, and with ``has_bias`` their ``…_bias`` with two; ``act_fn``,
+    or with a gate ``_apply_gate``. Optional, with their defaults: ``is_concatenated`` (True), ``has_post_expert_norm``
+    (False), ``_apply_gate`` (act_fn(gate) * up).
     """
     given = [getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed")]
     if not all(isinstance(value, bool) for value in given):
@@ -57,19 +58,24 @@ def expert_products(module: nn.Module) -> tuple[str, str] | None:
 
 
 def gate_fits(module: Any) -> bool:
-    """True if the first product of a mixture makes what the second one takes: gate and up, each as wide, or up alone.
-    A mixture with an ``_apply_gate`` of its own need not."""
+    """True if the first product of a mixture is as wide as the second one's input; with a gate, twice as wide (gate and
+    up). A mixture whose own ``_apply_gate`` changes the width returns False here, and is valid nevertheless."""
     first, second = (module._parameters[name].shape for name in expert_products(module) or ())
     made, taken = (first[2], second[1]) if module.is_transposed else (first[1], second[2])
     return bool(made == (2 * taken if module.has_gate else taken))
 
 
 def gathered_input(input: Tensor, allreduce_dgrad: bool, sequence_parallel: bool, group: Any) -> Tensor:
-    """Return the input that ``_forward_impl`` multiplies: [tokens of all ranks, …, in_features]. COLLECTIVE over
-    ``group`` with ``sequence_parallel``, and in the backward, which reduces the input's gradient.
+    """Return the input that a Megatron-Core Linear multiplies: [tokens, …, in_features], with ``sequence_parallel``
+    gathered along dim 0.
+
+    COLLECTIVE over ``group``: with ``sequence_parallel`` one all-gather in the forward; with either flag the backward
+    reduces the input's gradient.
 
     Args:
-        allreduce_dgrad, sequence_parallel: how Megatron-Core calls ``_forward_impl``; at most one of them is true.
+        input: this rank's input.
+        allreduce_dgrad, sequence_parallel: arguments of ``_forward_impl``; at most one of them is True.
+        group: the tensor-parallel process group.
     """
     if not (sequence_parallel or allreduce_dgrad):
         return input

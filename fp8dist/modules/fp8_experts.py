@@ -1,4 +1,4 @@
-"""FP8Experts: the experts of a mixture, whose grouped products run in FP8, and the conversion of modules to it.
+"""FP8Experts: the experts of a mixture-of-experts layer, with products in FP8, and the conversion of modules to it.
 
 Conversion is in place: only the module's class changes, and a ``GroupedSlots`` per product is attached.
 """
@@ -21,15 +21,14 @@ __all__ = ["FP8Experts", "convert_experts", "fp8_experts"]
 
 
 class FP8Experts(FP8Module):
-    """The experts of a mixture. Their grouped products run in FP8, with state for each expert. Created by
-    ``fp8dist.prepare`` from a module that has the attributes of Transformers' experts interface; do not construct it
-    yourself.
+    """The E experts of a mixture-of-experts layer. Their grouped products run in FP8, with state for each expert.
 
-    The module's class inherits from this class and from the class that it had, ``converted_from``. Parameters and
-    state_dict keys stay the same.
+    ``fp8dist.prepare`` makes it from a module that has the attributes of Transformers' experts interface (see
+    ``foreign.expert_products``); do not construct it yourself. The converted module's class inherits from this class
+    and from the module's original class, ``converted_from``. Parameters and state_dict keys stay the same.
 
     Attributes:
-        fp8_products: the FP8 state by the name of the parameter, for ``fp8dist.grouped_linear``.
+        fp8_products: the FP8 state of each product, by the name of its weight. ``fp8dist.grouped_linear`` takes it.
     """
 
     fp8_products: dict[str, GroupedSlots]
@@ -56,15 +55,19 @@ class FP8Experts(FP8Module):
 
         Args:
             hidden_states: [tokens, hidden].
-            top_k_index: int64 [tokens, k], the experts of each token. Numbers from E on stand for experts of other
-                ranks, which add nothing here.
-            top_k_weights: [tokens, k].
+            top_k_index: int64 [tokens, k], the experts of each token. Numbers >= E stand for experts on other ranks,
+                which add nothing here.
+            top_k_weights: [tokens, k], the factors of the experts' outputs.
+
+        Raises:
+            ConfigurationError: see ``grouped_linear``.
         """
         up, down = self.fp8_products.values()
         if not self.fp8_enabled and self.converted_from.forward is not nn.Module.forward:
             return self.converted_from.forward(self, hidden_states, top_k_index, top_k_weights)
         module: Any = self
         tokens, k = top_k_index.shape
+        # Sort the (token, expert) pairs by expert. ``order``: the pair that each sorted row comes from.
         chosen, order = top_k_index.reshape(-1).sort(stable=True)
         experts = torch.arange(len(up.experts), device=chosen.device, dtype=chosen.dtype)
         offsets = torch.searchsorted(chosen, experts, right=True, out_int32=True)
@@ -73,7 +76,8 @@ class FP8Experts(FP8Module):
         rows = self._product(down, rows, offsets)
         if getattr(module, "has_post_expert_norm", False):
             ours = torch.arange(len(rows), device=rows.device) < offsets[-1]
-            rows = torch.where(ours[:, None], module.post_expert_norm(rows), 0)  # A norm's bias is not 0.
+            # A norm with a bias would turn the zero rows of other ranks' experts into its bias.
+            rows = torch.where(ours[:, None], module.post_expert_norm(rows), 0)
         rows = rows * top_k_weights.reshape(-1)[order, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
@@ -93,14 +97,19 @@ def fp8_experts(model: nn.Module) -> Iterator[FP8Experts]:
 
 
 def convert_experts(module: nn.Module, products: Mapping[str, GroupedSlots]) -> None:
-    """Convert a module that ``expert_products`` knows to an FP8Experts, in place."""
+    """Convert a module to an FP8Experts, in place.
+
+    Args:
+        module: has the attributes of Transformers' experts interface.
+        products: the FP8 state of each product, by the name of its weight, in the order of ``expert_products``.
+    """
     assert list(products) == list(expert_products(module) or ())
     module.fp8_products = dict(products)  # type: ignore[assignment]  # Before the class, as ``convert`` does.
     convert_to(FP8Experts, module)
 
 
 def _gate(self: Any, rows: Tensor) -> Tensor:
-    """Split rows into gate and up, concatenated or interleaved, and return act(gate) * up."""
+    """Split rows [tokens, 2 n] into gate and up, concatenated or interleaved, and return act(gate) * up [tokens, n]."""
     concatenated = getattr(self, "is_concatenated", True)
     gate, up = rows.chunk(2, -1) if concatenated else (rows[..., ::2], rows[..., 1::2])
     gated: Tensor = self.act_fn(gate) * up

@@ -37,8 +37,8 @@ class FP8Linear(FP8Module, nn.Linear):
     dtype). Accepts any number of tokens. The weight's gradient has the weight's dtype. Records no amaxes in ``eval()``
     or with grad disabled. Does not support double backward.
 
-    A module of another class than nn.Linear gets a class that inherits from both, so ``isinstance`` still holds.
-    ``transposed``: its weight is stored as [in_features, out_features].
+    A module of another class than nn.Linear gets a class that inherits from FP8Linear and from its original class, so
+    ``isinstance`` with either holds. ``transposed``: True if the weight is stored as [in_features, out_features].
     """
 
     fp8_slots: LinearSlots
@@ -64,7 +64,8 @@ class FP8Linear(FP8Module, nn.Linear):
         return members
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return x Wᵀ + b: [..., in_features] to [..., out_features]. Local; commits a pending sync.
+        """Return x Wᵀ + b: [..., in_features] to [..., out_features]. Commits a pending sync. Local, but COLLECTIVE in
+        eval mode under tensor parallelism: ranks with parts of one weight then agree on a scale.
 
         Raises:
             ConfigurationError: the input does not fit the weight, or ``attach`` must be called first. Names the module.
@@ -75,11 +76,11 @@ class FP8Linear(FP8Module, nn.Linear):
         return multiply(input, weight, self.bias)
 
     def _product(self, input: Tensor, main_grad: MainGrad | None = None) -> tuple[Multiply, Tensor]:
-        """Return the function that computes this forward from the input, the weight and the bias, and the weight
-        [out_features, in_features]. Local; commits a pending sync.
+        """Return (function f(input, weight, bias) that computes this forward, weight [out_features, in_features]).
+        Local; commits a pending sync.
 
         Args:
-            main_grad: where the weight's gradient goes. None: to autograd.
+            main_grad: the buffer to which the weight's gradient is added. None: autograd gets the gradient.
         """
         slots = self.fp8_slots
         if input.dtype not in FLOATING:
@@ -117,13 +118,16 @@ def _parallel_forward(
     bias: Tensor | None,
     **given: Any,
 ) -> Tensor:
-    """``_forward_impl`` of Megatron-Core's parallel Linears: x Wᵀ + b with this rank's part of the weight. COLLECTIVE,
-    see ``gathered_input``.
+    """Replacement for ``_forward_impl`` of Megatron-Core's parallel Linears: return x Wᵀ + b for this rank's part of
+    the weight. COLLECTIVE, see ``gathered_input``.
 
     Args:
-        given: what Megatron-Core calls it with beside. With ``gradient_accumulation_fusion`` the weight's gradient is
-            added to ``main_grad``, if there is one. torch.compile leaves such a module out of its graphs: a compiled
-            backward cannot mark the weight.
+        given: Megatron-Core's other keyword arguments. With ``gradient_accumulation_fusion`` the weight's gradient is
+            added to ``weight.main_grad``, if there is one. torch.compile leaves such a module out of its graphs,
+            because a compiled backward cannot set the mark on the weight.
+
+    Raises:
+        ConfigurationError: ``weight`` is not this module's own.
     """
     slots = self.fp8_slots
     if not slots.job.enabled:

@@ -1,4 +1,4 @@
-"""FP8Module: what FP8Linear and FP8Experts have in common, and the classes of converted modules."""
+"""FP8Module: base class of FP8Linear and FP8Experts, and the in-place conversion of modules to them and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["FP8Module", "convert_to", "require_revertible", "revert"]
 class FP8Module(nn.Module):
     """A module with weights whose products run in FP8: an FP8Linear or an FP8Experts.
 
-    ``converted_from`` is the class that it had. The names begin with fp8 where they may meet those of that class.
+    ``converted_from`` is the module's class before the conversion. A converted class inherits from it, too. So most
+    names here begin with ``fp8``, and cannot clash with names of that class.
     """
 
     converted_from: ClassVar[type[nn.Module]]
@@ -27,7 +28,7 @@ class FP8Module(nn.Module):
 
     @staticmethod
     def fp8_members(original: type[nn.Module]) -> dict[str, Any]:
-        """Return what the class of modules that are converted from ``original`` has of its own."""
+        """Return members (name: value) to put into the class of modules converted from ``original``."""
         raise NotImplementedError
 
     @property
@@ -44,7 +45,7 @@ class FP8Module(nn.Module):
             slots.note.mark_written()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save as nn.Module does. Also notes that the weights may be written to."""
+        """Save as nn.Module does. Also watches the saved tensors, which share memory with the weights, for writes."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for slots in () if keep_vars else self.fp8_weights:
             stored = set(map(id, stored_parameters(self, slots.name)))
@@ -64,7 +65,8 @@ class FP8Module(nn.Module):
 
 
 def convert_to(kind: type[FP8Module], module: nn.Module) -> None:
-    """Convert a module, which has the attributes of ``kind`` already, in place: another thread may look for it."""
+    """Convert a module to an FP8Linear or FP8Experts in place. The module must have the attributes of ``kind`` already:
+    another thread may find it as soon as its class has changed."""
     module.__class__ = _converted_class(kind, type(module))  # type: ignore[arg-type]
     assert isinstance(module, FP8Module)
     for slots in module.fp8_weights:
@@ -74,8 +76,8 @@ def convert_to(kind: type[FP8Module], module: nn.Module) -> None:
 
 @functools.cache
 def _converted_class(kind: type[FP8Module], original: type[nn.Module]) -> type[FP8Module]:
-    """Return the class of converted modules of a class, the same one for all of them. It inherits from this class and
-    from ``kind``, FP8Linear or FP8Experts."""
+    """Return the class for modules of class ``original`` that are converted to ``kind`` (FP8Linear or FP8Experts). It
+    inherits from both, and is made once per pair."""
     if kind.__dict__.get("converted_from") is original:
         return kind
 
@@ -102,7 +104,7 @@ def require_revertible(module: FP8Module) -> None:
 
 
 def revert(module: FP8Module) -> None:
-    """Convert a module back to the class that it had, in place."""
+    """Convert a module back to its original class, in place."""
     for name in module.fp8_added:
         delattr(module, name)
     module.__class__ = module.converted_from  # type: ignore[assignment]

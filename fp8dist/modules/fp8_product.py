@@ -1,6 +1,8 @@
-"""fp8_product: x Wᵀ + b of a Linear, or of the rows of each expert, in FP8 or as the state of the job wants it.
+"""fp8_product: x Wᵀ + b of a Linear, or of each expert with its own rows, in FP8 or in high precision.
 
-One autograd function computes both kinds of products, and their gradients.
+The state of the job decides which precision. One autograd function computes the FP8 products of both kinds, and their
+gradients. The three GEMMs of a module are *fprop* (x Wᵀ), *dgrad* (dy W, the input's gradient) and *wgrad* (dyᵀ x, the
+weight's gradient). "Rows" and "columns" of a cast are its row-major copy and its transposed copy.
 """
 
 from __future__ import annotations
@@ -28,9 +30,14 @@ __all__ = ["product_of"]
 
 
 class _Call(NamedTuple):
-    """How one forward of a module computes, and its backward, which keeps this: it must not hold the weight.
+    """How one forward of a module computes, and its backward. Autograd keeps it until then, so it must not hold the
+    weight, which FSDP frees in between.
 
-    ``record``: True if the forward records amaxes; of experts, those of ``recorded``.
+    Attributes:
+        states: the states of the (input, weight, grad_output) slots.
+        record: True if amaxes are recorded.
+        recorded: for each of these tensors, the experts whose amaxes are recorded; True or False for a Linear.
+        main_grad: the buffer to which the weight's gradient is added. None: autograd gets the gradient.
     """
 
     slots: LinearSlots
@@ -50,18 +57,22 @@ def product_of(
     offsets: Tensor | None = None,
     main_grad: MainGrad | None = None,
 ) -> Multiply:
-    """Return the function that computes this forward of ``module`` from x, the weight and the bias on this rank: see
-    ``in_high_precision`` for their shapes. Takes the notes of the forward. Local; commits a pending sync.
+    """Return a function f(x, weight, bias) that computes this forward of ``module`` on this rank. Local; commits a
+    pending sync. For the shapes of f's arguments see ``in_high_precision``.
+
+    The function is local, but COLLECTIVE in eval mode if ``parameter`` is a sharded DTensor: see
+    ``WritePolicy.limits_of_parts``.
 
     Args:
-        x: the input, from which the function's may be cut.
-        parameter: stores the weight. The function's may be a view or a part of it.
-        choice: what is in high precision now.
-        offsets: int32[E], the ends of the experts' rows. None: of a Linear.
-        main_grad: where a Linear's weight gradient goes. None: to autograd.
+        x: the module's input. With tensor parallelism, f gets this rank's part of it.
+        parameter: stores the weight. f gets a view, or this rank's part.
+        choice: which products run in high precision now.
+        offsets: int32[E], the ends of the experts' rows. None: the module is a Linear.
+        main_grad: the buffer to which a Linear's weight gradient is added. None: autograd gets the gradient.
 
     Raises:
-        ConfigurationError: ``attach`` must be called first, or FP8 does not support what calls the module.
+        ConfigurationError: ``attach`` must be called first, or FP8 does not support ``x`` or the transform that calls
+            the module. The function raises it for shapes that do not fit.
     """
     if slots.job.awaits_attach:
         raise ConfigurationError(f"{slots.fqn}: with fp8_all_gather=True attach() must come before the first forward")
@@ -80,7 +91,8 @@ def product_of(
 def _observed(
     call: _Call, parameter: Tensor, offsets: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute in high precision, and record the amaxes of the tensors that FP8 would cast, if steps sync amaxes."""
+    """Compute in high precision. Record the amaxes of the tensors that FP8 would cast, if the recipe uses amaxes of
+    earlier steps (``every_step``). ``parameter`` is unused: the signature is that of ``_in_fp8``."""
     slots: Any = call.slots  # GroupedSlots, if there are offsets.
     states, recorded = call.states, call.recorded
     if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
@@ -101,6 +113,8 @@ def _observed(
 def _in_fp8(
     call: _Call, parameter: Tensor, offsets: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
+    """Compute with at least one product in FP8. Casts the weight here, outside of the autograd function, so that the
+    function's arguments are the casts, which several microbatches may share."""
     slots: Any = call.slots  # GroupedSlots, if there are offsets.
     high = call.mode.choice.high
     if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
@@ -125,7 +139,8 @@ def _misfit(slots: LinearSlots, x: Tensor, weight: Tensor) -> ConfigurationError
 
 
 def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
-    """Return the tensors of ``cast``, repeats as None: Dynamo rejects autograd functions that get a tensor twice."""
+    """Return the four tensors of ``cast``, with None for a tensor that repeats an earlier one: Dynamo rejects autograd
+    functions that get a tensor twice."""
     rows, inv_scale, columns, columns_inv_scale = cast[:4]  # Compared one by one: this runs in every forward.
     if columns is rows or columns is inv_scale:
         columns = None  # type: ignore[assignment]
@@ -135,12 +150,14 @@ def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
 
 
 class _FP8Product(torch.autograd.Function):
-    """y = x Wᵀ + b, dx = dy W, dW = dyᵀ x, of a Linear or of the rows of each expert. Each product runs in FP8 unless
-    the call's choice has it in high precision. If only some experts do, it is computed both ways. The bias is added
-    before y is rounded.
+    """y = x Wᵀ + b, dx = dy W, dW = dyᵀ x, for a Linear or for the rows of each expert.
 
-    The call has the states of the slots: their ``pending`` is changed in place, so it must not be saved with
-    save_for_backward. Each argument costs ``apply`` two calls.
+    Each product runs in FP8 unless the call's choice puts it in high precision. If the choice does so for some experts
+    only, the product is computed both ways, and each expert's result is selected. The bias is added before y is
+    rounded.
+
+    The slots' states are passed in the call, not saved with ``save_for_backward``: their recorded amaxes change in
+    place, which autograd would reject. Arguments are bundled because each one costs ``apply`` two Python calls.
     """
 
     @staticmethod
@@ -148,13 +165,13 @@ class _FP8Product(torch.autograd.Function):
         ctx: Any,
         x: Tensor,  # [tokens, in_features]; of experts, sorted by expert
         bias: Tensor | None,  # [(E,) out_features]; before the weight, so that gradients come in nn.Linear's order
-        weight: Tensor,  # [(E,) out_features, in_features]; for its gradient, high precision, casts in backward
+        weight: Tensor,  # [(E,) out_features, in_features]; gets the gradient; used in high precision or to cast again
         weight_rows: Tensor,  # FP8 [(E,) out_features, in_features], empty if fprop is in high precision
         weight_rows_inv_scale: Tensor,
         weight_columns: Tensor,  # FP8 [(E,) in_features, out_features], empty with grad off or if cast in backward
         weight_columns_inv_scale: Tensor | None,  # None: the same tensor as for the rows; see _each_once
         offsets: Tensor | None,  # int32[E], the ends of the experts' rows
-        how: tuple[_Call, Outgrown, bool],  # True: the weight gets a gradient
+        how: tuple[_Call, Outgrown, bool],  # the call; limits of the casts; True if the weight gets a gradient
     ) -> Tensor:
         call, outgrown, wants_weight_grad = how
         slots, (high, *_) = call.slots, call.mode.choice
@@ -189,7 +206,7 @@ class _FP8Product(torch.autograd.Function):
         x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x, offsets = ctx.saved_tensors
         call: _Call = ctx.call
         slots, (high, *_) = call.slots, call.mode.choice
-        slots.settle()  # There may have been a boundary since the forward.
+        slots.settle()  # A step may have ended since the forward, whose sync is then still pending.
         wants_input_grad, wants_bias_grad, wants_weight_grad = needed_gradients(ctx)
         copies = wants_input_grad and high.dgrad is not True, wants_weight_grad and high.wgrad is not True
         grad_input = grad_weight = grad_bias = None
@@ -215,7 +232,8 @@ class _FP8Product(torch.autograd.Function):
 
 
 Factor = tuple[Tensor | None, Tensor, Tensor]
-"""What the forward has kept of a tensor: itself, if it is needed; its columns in FP8, and their inverse scales."""
+"""What the forward saved of x or of the weight: the tensor itself if a product in high precision (or a new cast) needs
+it, its transposed FP8 copy, and the copy's inverse scales."""
 
 
 def _input_gradient(ctx: Any, grad_output: Tensor, cast: Cast, of_weight: Factor, offsets: Tensor | None) -> Tensor:
@@ -223,7 +241,7 @@ def _input_gradient(ctx: Any, grad_output: Tensor, cast: Cast, of_weight: Factor
     weight, *columns = of_weight
     grad_input: Tensor | None = None
     if high is not True:
-        # The copy may be as large as the weight's gradient: it is freed before that.
+        # A new copy lives in this function only: freed before the weight's gradient, which is as large, is made.
         operand = slots.backward_cast(weight, ctx.call.states[1], ctx.outgrown) if ctx.casts_again else columns
         grad_input = slots.matmul(cast[:2], operand, ctx.input_dtype, "dgrad", offsets)
     if high is not False:
@@ -253,7 +271,13 @@ def _weight_gradient(
 
 
 def _mixed(in_fp8: Tensor | None, in_high: Tensor, high: ExpertMask, offsets: Tensor | None) -> Tensor:
-    """Return each expert's product in its precision: of rows [tokens, features], or of experts [E, m, n]."""
+    """Return each expert's result in its own precision.
+
+    Args:
+        in_fp8, in_high: both results: rows [tokens, features], or one matrix per expert [E, m, n]. ``in_fp8`` None: all
+            of the product is in high precision.
+        high: bool[E], True for experts in high precision.
+    """
     if in_fp8 is None:
         return in_high
     assert isinstance(high, Tensor)
@@ -264,7 +288,7 @@ def _mixed(in_fp8: Tensor | None, in_high: Tensor, high: ExpertMask, offsets: Te
 
 
 class _ObserveGradient(torch.autograd.Function):
-    """Identity whose backward records the amax of a gradient that no product in FP8 takes."""
+    """Identity whose backward records the amax of the gradient, for a module that computes in high precision."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, offsets: Tensor | None, call: _Call) -> Tensor:

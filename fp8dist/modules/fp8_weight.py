@@ -30,19 +30,20 @@ _SAME_TENSOR = frozenset(
 
 @dataclass
 class Gathered:
-    """Data shared by a weight and all views of it: autograd may keep a view past the next gather."""
+    """The data of an FP8Weight and of all its views. Shared, because autograd may keep a view past the next gather,
+    which must then show the new inverse scale."""
 
     rows: Tensor
     inv_scale: Tensor
 
 
 class FP8Weight(Tensor):
-    """A high-precision weight [out_features, in_features], or those of E experts [E, out_features, in_features], stored
-    as FP8 bytes and their inverse scale.
+    """A weight [out_features, in_features], or E experts' weights [E, out_features, in_features], that looks like a
+    tensor in high precision but is stored as FP8 bytes with an inverse scale.
 
-    FP8Linear and FP8Experts use the bytes. ``mT`` of experts' weights keeps them. Any other operation works on the
-    dequantised weight, a new tensor in ``dtype``. Writing to the weight raises ConfigurationError, because the bytes
-    are a copy that the next gather overwrites.
+    FP8Linear and FP8Experts read the bytes. Views of the same shape, and ``mT`` of experts' weights, are FP8Weights of
+    the same bytes. Any other operation gets the dequantised weight, a new tensor in ``dtype``. Writing to an FP8Weight
+    raises ConfigurationError, because the bytes are a copy that the next gather overwrites.
     """
 
     _gathered: Gathered
@@ -70,7 +71,8 @@ class FP8Weight(Tensor):
 
     @property
     def inv_scale(self) -> Tensor:
-        """Inverse scale of the bytes: 0-d float32, or one per block of 128 x 128; of experts, these of each expert."""
+        """Inverse scales of the bytes, float32: 0-d, or one per block of 128 x 128 [⌈m/128⌉, ⌈k/128⌉]; for experts with
+        a leading dim E."""
         inv_scale = self._gathered.inv_scale
         return inv_scale.mT if self._flipped and inv_scale.ndim > 1 else inv_scale
 
@@ -129,14 +131,19 @@ class _Dequantise(torch.autograd.Function):
 
 
 def dequantised(weight: FP8Weight) -> Tensor:
-    """Return the dequantised weight. Differentiable: the gradient passes through unchanged."""
+    """Return the dequantised weight in ``weight.dtype``. Differentiable: the gradient passes through unchanged."""
     made: Tensor = _Dequantise.apply(weight)
     return made
 
 
 def spread(inv_scale: Tensor, shape: torch.Size) -> Tensor:
-    """Return the inverse scale of a weight, or of experts' weights, in a shape that broadcasts to it: one of the
-    weight, or of each expert, row, or block."""
+    """Return inverse scales in a shape that broadcasts to a weight of this shape.
+
+    Args:
+        inv_scale: of a weight, 0-d, one per row [m, 1], or one per block of 128 x 128. Of E experts' weights, the same
+            with a leading dim E.
+        shape: [m, k], or [E, m, k].
+    """
     if inv_scale.ndim < len(shape):
         return inv_scale if len(shape) == 2 else inv_scale[:, None, None]
     if inv_scale.shape[-2:] == (shape[-2], 1):
@@ -154,6 +161,7 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _keeps_shape(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """True if a view op returns the weight with its own shape (and, for as_strided, its own strides and offset)."""
     weight = args[0]
     if function is _aten.as_strided.default:
         offset = args[3] if len(args) > 3 else 0

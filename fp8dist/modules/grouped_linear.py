@@ -1,4 +1,4 @@
-"""grouped_linear: the rows of each expert times the weight of that expert, in FP8, with state for each expert."""
+"""grouped_linear: multiplies the rows of each expert with the weight of that expert in FP8; each has its own state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GroupedSlots: a grouped product's access to the FP8 state of its experts, and the casts of its tensors."""
+"""GroupedSlots: gives a grouped product its FP8 state, one slot per expert and tensor, and casts its weights.
+
+A *grouped product* multiplies the rows of each of E experts with that expert's weight.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,15 @@ __all__ = ["GroupedSlots", "slot_names"]
 
 
 def slot_names(fqn: str, experts: int) -> tuple[dict[Role, Slot], ...]:
-    """Return the slots of each expert of a grouped product: ``"….experts.gate_up.3"`` for ``"….experts.gate_up"``."""
+    """Return the slots of each expert of the grouped product ``fqn``. Expert 3 of ``"experts.gate_up"`` has the slots
+    of ``"experts.gate_up.3"``."""
     return tuple({role: Slot(f"{fqn}.{expert}", role.value) for role in Role} for expert in range(experts))
 
 
 class GroupedSlots(LinearSlots):
-    """A grouped product's access to the FP8 state: the slots of its E experts, and how it may use them.
+    """The FP8 state of one grouped product: the slots of its E experts.
 
-    ``slots`` names the product itself and has no place in an arena.
+    ``slots`` are names of the product itself. The arena has no such slots, only those in ``experts``.
     """
 
     grouped = True
@@ -48,7 +52,7 @@ class GroupedSlots(LinearSlots):
         self._choice: tuple[int, torch.device, Choice] | None = None
 
     def belong_to(self, owner: nn.Module) -> None:
-        """See ``LinearSlots``. From now on, a change of precision renews the choice."""
+        """See ``LinearSlots``. Also registers a listener, so that each change of precision renews ``choice``."""
         super().belong_to(owner)
         self.owner = weakref.ref(owner)
         self.job.listeners = (*self.job.listeners, functools.partial(_renew_choice, weakref.ref(self)))
@@ -59,11 +63,11 @@ class GroupedSlots(LinearSlots):
         return self.weight_sync.arena.run_of(self.weight_slots)
 
     def weights_of(self, weight: Tensor, first: int = 0) -> Iterator[tuple[Slot, Tensor]]:
-        """See ``LinearSlots``: a slice for each expert."""
+        """See ``LinearSlots``: one matrix [n, k] for each expert from ``first`` on."""
         return zip(self.weight_slots[first:], weight)
 
     def states(self, device: torch.device) -> States:
-        """See ``LinearSlots``. The first call also makes the first choice."""
+        """See ``LinearSlots``. The first call also makes the first choice, because compiled code cannot."""
         states = super().states(device)
         if self._choice is None:
             self.choice(device)
@@ -73,7 +77,8 @@ class GroupedSlots(LinearSlots):
         return sync.arena.state_of_run([slots[role] for slots in self.experts])
 
     def choice(self, device: torch.device) -> Choice:
-        """Return what ``set_precision`` and fallbacks say now. Made anew only when they change something."""
+        """Return which experts' products are in high precision now, and whose amaxes are recorded. The masks are on
+        ``device``. They are built again only after ``set_precision`` or a fallback changed a precision."""
         changes = self.precisions[0].changes.count
         if self._choice is None or self._choice[:2] != (changes, device):
             high = ByGemm(*(_mask([gemm in each.high for each in self.precisions], device) for gemm in GEMMS))
@@ -88,11 +93,14 @@ class GroupedSlots(LinearSlots):
     def record_weight(
         self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotViews, recorded: ExpertMask
     ) -> None:
-        """Record the amaxes of a weight [E, n, k], any strides, of these experts, if they have rows: the others have
-        not run.
+        """Record the amaxes of a weight in its slots, for the experts that have rows. Experts without rows did not run.
 
         Args:
-            cast: of the weight, which may have found the amaxes. None: there is none.
+            weight: [E, n, k], any strides.
+            cast: the weight's cast. Its amaxes are used if it has any. None: there is no cast.
+            offsets: int32[E], the ends of the experts' rows.
+            state: the state of the weight's slots.
+            recorded: the experts to record.
         """
         if recorded is False or isinstance(weight, FP8Weight):  # FSDP's gather records its shards.
             return
@@ -100,7 +108,7 @@ class GroupedSlots(LinearSlots):
         self._record(weight.detach(), cast, state, state.pending, used if recorded is True else used & recorded)
 
     def _record(self, weight: Tensor, cast: Cast | None, state: SlotViews, place: Tensor, recorded: ExpertMask) -> None:
-        """Record the amaxes of a weight at ``place``, and the shares of its cast if it has any."""
+        """Record the amaxes of a weight in ``place`` [E], and the shares of its cast, if measured, in the state."""
         amaxes = None if cast is None else cast.amaxes
         record_experts(self.caster.amaxes(weight, None, state) if amaxes is None else amaxes, place, recorded)
         if cast is not None and cast.shares is not None:
@@ -110,8 +118,8 @@ class GroupedSlots(LinearSlots):
     def shard_cast(
         self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, tapped: bool = False
     ) -> Cast:
-        """See ``LinearSlots``: shard [experts from ``first`` on, n, k]. The inverse scales of a recipe by tensor are
-        those of all E experts."""
+        """See ``LinearSlots``. ``shard``: [experts on this rank, n, k], which are those from ``first`` on. With a
+        recipe by tensor, the result has the inverse scales of all E experts: the gathered weight needs these."""
         every = self.states(self.weight_sync.arena.device)[1]
         by_tensor, nothing = self.recipe.by == "tensor", shard.new_empty(0)
         inv_scales = torch.reciprocal(scale) if by_tensor else shard.new_empty(0, dtype=torch.float32)
@@ -128,7 +136,7 @@ class GroupedSlots(LinearSlots):
 
 
 def _renew_choice(reference: weakref.ref[GroupedSlots]) -> None:
-    """Make a choice anew that is in use: a compiled forward must find it, because making it is not traceable."""
+    """Make the choice again if there is one. Compiled forwards cannot make it: it is not traceable."""
     slots = reference()
     if slots is not None and slots._choice is not None:
         slots.choice(slots._choice[1])

@@ -1,4 +1,4 @@
-"""Products in high precision: of a Linear, or of the rows of each expert."""
+"""Products in high precision: of a Linear, or of each expert with its own rows."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def _of_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: None) ->
 
 def _of_experts(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     x = in_autocast(x)
-    # The gradient of rows of nobody is uninitialised otherwise.
-    return product(torch.where(_of_somebody(x, offsets), x, 0), weight, bias, offsets)
+    # Rows after the last expert's: grouped_mm leaves their gradient uninitialised, and torch.where makes it zero.
+    return product(torch.where(_has_expert(x, offsets), x, 0), weight, bias, offsets)
 
 
 def in_autocast(x: Tensor) -> Tensor:
-    """Return x in autocast's dtype, if it is enabled."""
+    """Return x in autocast's dtype if autocast is enabled for its device; else x itself."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -69,11 +69,17 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor | No
         output = F.grouped_mm(_dense(x), _dense(weight).mT, offs=offsets)
     if bias is not None:
         output = output + of_rows(bias.to(x.dtype), x, offsets)
-    return torch.where(_of_somebody(x, offsets), output, 0)
+    return torch.where(_has_expert(x, offsets), output, 0)
 
 
 def weight_gradient(grad_output: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
-    """Return dyᵀ x: [out_features, in_features], or of each expert [E, out_features, in_features]."""
+    """Return dyᵀ x: [out_features, in_features], or for experts [E, out_features, in_features].
+
+    Args:
+        grad_output: dy, [tokens, out_features].
+        x: [tokens, in_features], in the same dtype.
+        offsets: int32[E], the ends of the experts' rows. None: of a Linear.
+    """
     if offsets is None:
         return grad_output.t() @ x
     if x.dtype is torch.float64:
@@ -83,13 +89,14 @@ def weight_gradient(grad_output: Tensor, x: Tensor, offsets: Tensor | None) -> T
 
 
 def of_rows(of_experts: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """Return, for each row of x, what belongs to its expert. Rows of nobody get any expert's."""
+    """Return, for each row of x, the entry of ``of_experts`` [E, …] of its expert. Rows after the last expert's get the
+    last entry, which callers must not use."""
     return of_experts[expert_of_rows(len(x), offsets).clamp(max=len(offsets) - 1)]
 
 
 def _split(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of each expert, and those of nobody. Waits for the device: only for float64, which grouped_mm
-    does not compute."""
+    """Return the rows of each expert, and last the rows that belong to none. Waits for the device. Used for float64
+    only, which grouped_mm does not support."""
     return torch.tensor_split(x, offsets.tolist())
 
 
@@ -98,6 +105,6 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or x.mT.is_contiguous() else x.contiguous()
 
 
-def _of_somebody(x: Tensor, offsets: Tensor) -> Tensor:
-    """Return bool[tokens, 1]: True for rows of an expert."""
+def _has_expert(x: Tensor, offsets: Tensor) -> Tensor:
+    """Return bool[tokens, 1]: True for rows that belong to an expert, False for rows from ``offsets[-1]`` on."""
     return (torch.arange(len(x), device=offsets.device) < offsets[-1])[:, None]

@@ -1,6 +1,8 @@
-"""JobState: the current state of one manager, shared by its modules, syncs, hooks and checker.
+"""JobState: the current state of one manager. Its modules, syncs, hooks and checker share it.
 
 ``Tie`` and ``Activity`` together are a manager's phase. ``job/order.py`` lists the calls that each phase refuses.
+
+A *boundary* is the end of a training step of the FP8 state: amaxes are synchronised and scales change there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ __all__ = ["Activity", "JobState", "Tie"]
 
 
 class Tie(enum.Enum):
-    """How a manager is tied to its job. Error messages contain the values: "a step before attach()"."""
+    """Whether a manager is attached to a training job. Error messages contain the values: "a step before attach()"."""
 
     PREPARED = "before attach()"
     ATTACHED = "after attach()"
@@ -46,7 +48,9 @@ class JobState:
     """The current state of one manager. Fields that must change together are set by methods, others directly.
 
     Args:
-        enabled: False: FP8 is switched off permanently.
+        enabled: False if FP8 is switched off permanently.
+        backend: name of the kernels' backend, as ``fp8dist_kernels`` takes it.
+        eval_precision: ``"fp8"`` if modules in eval mode compute in FP8; otherwise they do not.
         gathers: True if FSDP2 gathers weights in FP8.
         shared: True if several ranks are meant to share the FP8 state.
     """
@@ -64,12 +68,13 @@ class JobState:
     scaled: bool = False
     """True if a loss scaler is in use: non-finite amaxes of steps that it skips are dropped."""
     launches_early: bool = False
-    """True if a communication hook launches syncs."""
+    """True if a DDP communication hook launches syncs, before the optimizer's step."""
     calibrating: bool = False
     replaying: bool = False
     join_config: _JoinConfig = field(default_factory=_JoinConfig.construct_disabled_join_config)
     join_hook: weakref.ref[JoinHook] | None = None
-    """The hook that the Join context holds. A context that ends with an exception calls no hook, but drops it."""
+    """The hook of the open Join context. A weak reference, because a context that ends with an exception does not call
+    the hook, but drops it."""
     compiled: bool = False
     """True once torch.compile has begun to trace."""
     captured: bool = False
@@ -81,13 +86,13 @@ class JobState:
     microbatches: Microbatches | None = None
     """Counts the microbatches of this step if it is measured."""
     tap: Tensor | None = None
-    """Gets to see what casts and products compute; see ``fp8dist_kernels.taps``. None: there is no tap."""
+    """Buffer in which casts and products record what they compute; see ``fp8dist_kernels.taps``. None: no tap."""
     step: int = 0
-    """Number of training steps that have ended, as the run counts them: a resumed run goes on from its checkpoint."""
+    """Number of training steps that have ended, with those before the checkpoint that the run resumed from."""
     called: weakref.ref[nn.Module] | None = None
     """The model as the training loop calls it, such as the DDP wrapper: shows how parameters are replicated."""
     began: int = 0
-    """``step`` as the last ``attach`` or load found it."""
+    """Value of ``step`` at the last ``attach`` or load."""
     stepping: bool = False
     """True while an optimizer's step runs."""
     warned_unbounded: bool = False
@@ -114,11 +119,12 @@ class JobState:
     listeners: tuple[Callable[[], Any], ...] = ()
     """Called after the precision of a module has changed, outside of compiled code."""
     loads: dict[WeightNote, Tensor] = field(default_factory=dict)
-    """Samples of the first weights that were loaded since the last step of an attached optimizer, from before."""
+    """Samples of weights, taken just before other values were loaded into them. Of the first weights loaded since the
+    last step of an attached optimizer."""
     growth: Growth | None = None
-    """Which written weights have outgrown their scales."""
+    """Whether written weights have outgrown their scales since the last boundary. None: no report."""
     eval_growth: Growth | None = None
-    """Which weights have outgrown their scales, as eval forwards found."""
+    """The same as eval forwards found it. Kept apart, so that an evaluation does not change training."""
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("enabled", "backend", "eval_precision", "gathers", "shared", "boundaries", "generation")
@@ -148,13 +154,13 @@ class JobState:
 
     @property
     def awaits_attach(self) -> bool:
-        """True if ``attach`` must come before the first forward: otherwise FSDP gathers weights in high precision, and
-        keeps its buffers for these."""
+        """True if a forward must wait for ``attach``. FSDP allocates its gather buffers at the first forward: before
+        ``attach`` they would be in high precision, and stay so."""
         return self.gathers and self.tie is Tie.PREPARED
 
     @property
     def unsynced(self) -> bool:
-        """True if ranks that are meant to share state do not, and no warning was logged."""
+        """True if ranks should share FP8 state, but ``attach`` is missing and no warning was logged yet."""
         return self.shared and not self.attached and not self.warned_unsynced
 
     def attach(self, by_optimizer: bool, scaled: bool, reuse_casts: bool) -> None:
@@ -164,7 +170,7 @@ class JobState:
         self.reuse_casts = reuse_casts
 
     def release(self) -> None:
-        """Note that all hooks were removed: steps and weight changes are no longer reported. The tie stays."""
+        """Record that all hooks were removed: nothing reports steps and weight changes any more. ``tie`` stays."""
         self.by_optimizer = self.reuse_casts = False
 
     def detach(self) -> None:
@@ -193,7 +199,7 @@ class JobState:
             self.recording = self.recording if recording is None else before[1]
 
     def leave_join(self) -> None:
-        """Note that the Join context has ended."""
+        """Record that the Join context has ended."""
         self.join_config = _JoinConfig.construct_disabled_join_config()
 
     def invalidate_casts(self) -> None:

@@ -1,7 +1,11 @@
-"""LinearSlots: an FP8Linear's access to the FP8 state, the casts of its weight, and its products.
+"""LinearSlots: gives an FP8Linear its FP8 state, casts its weight, and computes its products.
 
-What belongs to one module is kept beside: its caster (``casters.py``), the policy of written weights
-(``write_policy.py``), the cache of its weight's cast (``weight_cache.py``), the monitor of its backwards
+A *slot* is the FP8 state of one tensor (input, weight or grad_output): scale, amax history, and a flag that it is cold,
+without a scale. Slots lie in *arenas*, arrays over many modules. A *sync* all-reduces the amaxes of one arena; it is
+*pending* until its results are committed as new scales.
+
+A LinearSlots owns helpers for one job each: a caster (``casters.py``), the policy for written weights
+(``write_policy.py``), a cache of the weight's cast (``weight_cache.py``), and a monitor of its backwards
 (``loop_monitor.py``).
 """
 
@@ -42,16 +46,21 @@ States = tuple[SlotViews, SlotViews, SlotViews]
 """The states of a module's input, weight and grad_output slots."""
 
 Operand = tuple[Tensor, Tensor]
-"""A factor of a product: FP8, and its inverse scales."""
+"""One factor of a product: (FP8 tensor, its inverse scales)."""
 
 
 class LinearSlots:
-    """An FP8Linear's access to the FP8 state: its three slots and how it may use them.
+    """The FP8 state of one FP8Linear: its three slots, and what decides how they are used.
 
-    ``experts``: the slots of each expert; of a Linear, its own. ``precisions``: which GEMMs of each run in high
-    precision, as ``set_precision`` changes it; ``precision``: that of a Linear. ``caster``: casts its tensors.
-    ``note``: of the weight. If the note says that FSDP frees the weight between forward and backward, its casts are not
-    cached, because they would take the memory that sharding saves.
+    Attributes:
+        sync, weight_sync: the syncs of the arenas that have the slots of (input, grad_output), and of the weight.
+        slots: the module's slots by role.
+        experts: the slots of each expert. Of a Linear, one entry: its own slots.
+        precisions: per entry of ``experts``, which GEMMs run in high precision. ``set_precision`` changes it.
+        precision: the first of these; for a Linear, the only one.
+        caster: casts the module's tensors.
+        note: detects writes to the weight. ``note.resharded`` is True if FSDP frees the weight between forward and
+            backward. Its casts are then not cached, because they would take the memory that sharding saves.
     """
 
     grouped: ClassVar[bool] = False
@@ -67,7 +76,7 @@ class LinearSlots:
         name: str = "weight",
         experts: tuple[dict[Role, Slot], ...] = (),
     ) -> None:
-        """``name``: of the module's parameter. ``experts``: the slots of each expert. Empty: the module is a Linear."""
+        """``name``: the name of the weight's parameter. ``experts``: the slots of each expert; empty for a Linear."""
         self.sync = sync
         self.weight_sync = weight_sync
         self.job = job
@@ -83,7 +92,7 @@ class LinearSlots:
         self._begin()
 
     def _begin(self) -> None:
-        """Set what a copy does not take over, and what refers to the note, of which a copy has its own."""
+        """Create what a copy does not inherit, and the helpers that refer to the note: a copy has a note of its own."""
         self._states: States | None = None
         self._modes = Modes(self.fqn)
         self.policy = WritePolicy(self.recipe, self.job, self.note, self.weight_sync)
@@ -100,12 +109,12 @@ class LinearSlots:
         self._begin()
 
     def belong_to(self, owner: nn.Module) -> None:
-        """Note which module has the weight, a new one or a copy."""
+        """Set the module that has the weight: a converted module, or a copy of one."""
         self.note.belong_to(owner)
 
     @property
     def fqn(self) -> str:
-        """The module's fqn in its model. Of a grouped product, the fqn that the fqns of its experts begin with."""
+        """The module's fully qualified name in its model. Of a grouped product, the prefix of its experts' names."""
         return self.slots[Role.INPUT].fqn
 
     @property
@@ -120,20 +129,23 @@ class LinearSlots:
 
     @property
     def weight_place(self) -> int | slice:
-        """The place of the weight's slot in its arena, or the places of those of the experts."""
+        """The index of the weight's slot in its arena; for a grouped product, the slice of the experts' slots."""
         return self.weight_sync.arena.index[self.slots[Role.WEIGHT]]
 
     def weights_of(self, weight: Tensor, first: int = 0) -> Iterator[tuple[Slot, Tensor]]:
-        """Iterate over the parts of this rank's weight that have slots of their own, and these slots.
+        """Iterate over (slot, part of the weight that it scales). A Linear's weight is one part.
 
         Args:
-            first: of the experts that this rank holds.
+            weight: the weight as this rank holds it; of experts, [experts on this rank, n, k].
+            first: the number of the first expert that this rank holds.
         """
         yield self.slots[Role.WEIGHT], weight
 
     def settle(self) -> None:
-        """Commit a pending sync, before a scale is read. Graphs cannot; for them the optimizer's post-hook commits (see
-        ``StepCycle.weights_changed``)."""
+        """Commit a pending sync, before a scale is read. Local: may wait for a collective in flight, but starts none.
+
+        Compiled code cannot commit. For it, a hook after the optimizer's step does (``StepCycle.weights_changed``).
+        """
         if torch.compiler.is_compiling():
             return
         if capturing(self.sync.arena.device):
@@ -142,7 +154,8 @@ class LinearSlots:
         self.weight_sync.settle()
 
     def states(self, device: torch.device) -> States:
-        """Return the states of (input, weight, grad_output), after a pending commit. Places the arenas on first use.
+        """Return the states of (input, weight, grad_output). Commits a pending sync first, and moves the arenas to
+        ``device`` on first use. Local.
 
         Raises:
             ConfigurationError: the backend does not run on ``device``.
@@ -165,20 +178,23 @@ class LinearSlots:
         return sync.arena.state_of(self.slots[role])
 
     def forget_views(self) -> None:
-        """Drop the views of an arena that was rebuilt. The next use creates new ones."""
+        """Drop the views of an arena whose memory was replaced, and the cached cast. The next use makes new views."""
         self._states = None
         self.cache.clear()
 
     def mode(self, module: nn.Module, x: Tensor, weight: Tensor, choice: Choice) -> tuple[Mode, bool]:
-        """Return how this forward of ``module`` computes, and True if it records amaxes. Takes the notes of it. A
-        forward that a backward repeats computes as it did before, whatever has changed since: see ``Modes``. Compiled
-        forwards read the mode anew.
+        """Return (how this forward of ``module`` computes, True if it records amaxes), and record that it runs. Local.
+
+        A forward that activation checkpointing repeats inside a backward computes as it did before, whatever has
+        changed since: see ``Modes``. Except in compiled code, which reads the current settings.
 
         Args:
-            choice: what is in high precision now.
+            x: the input.
+            weight: the module's weight parameter.
+            choice: which products run in high precision now.
 
         Raises:
-            ConfigurationError: FP8 supports neither ``x`` nor the transform that calls the module. No note was taken.
+            ConfigurationError: FP8 does not support ``x``, or the transform that calls the module. Nothing is recorded.
         """
         job, training = self.job, module.training
         in_fp8, recording = job.in_fp8, job.recording
@@ -224,15 +240,17 @@ class LinearSlots:
         bias: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Tensor | None:
-        """Return the product a bᵀ + bias in FP8, with this manager's backend, and the accumulation that the recipe has
-        for ``gemm``. See the ops in ``fp8dist_kernels``.
+        """Return the product a bᵀ + bias in FP8, with the job's backend. ``fp8dist_kernels.ops`` has the shapes. Local.
 
         Args:
-            offsets: int32[E], the ends of the experts' rows: the product of each. None: of a Linear.
-            into: a buffer of the result's shape, to which a Linear's product is added. Then nothing is returned.
+            a, b: the factors, each row-major with inverse scales.
+            dtype: the result's dtype.
+            gemm: which of the three products it is. It decides the accumulation (see the recipe).
+            offsets: int32[E], the ends of the experts' rows: compute one product per expert. None: a Linear's product.
+            into: a buffer of the result's shape. A Linear's product is added to it, and None is returned.
 
         Raises:
-            ConfigurationError: torch refuses the product. In compiled code the ``ProductError`` itself.
+            ConfigurationError: the device or torch cannot compute the product. (Compiled code raises ``ProductError``.)
         """
         operands = a[0], b[0], a[1], b[1]
         how: dict[str, Any] = {"fast_accumulation": gemm in self.recipe.fast_accumulation, "backend": self.job.backend}
@@ -253,20 +271,26 @@ class LinearSlots:
         return product
 
     def weight_scale(self) -> Tensor:
-        """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is
-        cold."""
+        """Return a copy of the weight's scale, float32: 0-d, or [E] for experts. NaN where a slot is cold."""
         arena, place = self.weight_sync.arena, self.weight_place
         return torch.where(arena.cold[place], torch.nan, arena.scale[place])
 
     @property
     def adds_in_cast(self) -> bool:
-        """True if the cast of a gradient can add up its columns. Otherwise ``bias_gradient`` reads the gradient again:
-        for experts, for scales by parts, and in compiled graphs, where Inductor makes the casts."""
+        """True if the cast of grad_output also computes its column sums, the gradient of the bias. False for experts,
+        for scales by row or block, and in compiled graphs, where Inductor makes the casts: then ``bias_gradient`` reads
+        grad_output once more."""
         return self.recipe.by == "tensor" and not self.grouped and not torch.compiler.is_compiling()
 
     def bias_gradient(self, gradient: Tensor, dtype: torch.dtype, offsets: Tensor | None) -> Tensor:
-        """Return the gradient of a bias [out_features], or [E, out_features]. The order of a Linear's additions is the
-        same on all backends."""
+        """Return the gradient of the bias in ``dtype``: [out_features], or [E, out_features] for experts. Local.
+
+        A Linear's sums are added in the same order on all backends, so they are equal bit for bit.
+
+        Args:
+            gradient: grad_output [tokens, out_features].
+            offsets: int32[E], the ends of the experts' rows. None: of a Linear.
+        """
         total: Tensor
         if offsets is None:
             total = direct.add_up(gradient, dtype, backend=self.job.backend)
@@ -276,16 +300,16 @@ class LinearSlots:
         return total
 
     def weight_cast(self, weight: Tensor, parameter: Tensor, request: Request) -> Cast:
-        """Return the weight in FP8: as gathered, cast now, or cached from an earlier microbatch of this step. Columns
-        are empty if ``backward_cast`` will compute them.
+        """Return the weight in FP8: as FSDP gathered it, cast now, or cached from an earlier microbatch of this step.
+        Local. The transposed copy (``columns``) is empty if ``backward_cast`` will make it.
 
-        Casts are not reused for weights that FSDP frees, with grad disabled (an eval may swap weights unnoticed), or if
-        ``WeightCache.key_of`` returns None.
+        A cached cast is not used if FSDP frees the weight after the forward, with grad disabled (evaluation may swap
+        weights without notice), or if ``WeightCache.key_of`` returns None.
 
         Args:
             weight: as the forward multiplies with it: [out_features, in_features] on this rank, or [E, …].
             parameter: the parameter of which ``weight`` is a view, or a part.
-            request: with the copies that the forward and its backward need.
+            request: the copies that the forward and its backward need. Changed by this call.
         """
         limits = request.limits
         if isinstance(weight, FP8Weight):
@@ -307,7 +331,7 @@ class LinearSlots:
 
     def _gathered_cast(self, weight: FP8Weight, state: SlotViews, limits: Outgrown) -> Cast:
         """Return the weight as it was gathered in FP8."""
-        if limits.written:  # A scale that did not fit was derived anew, without a history.
+        if limits.written:  # The gather replaces a scale that does not fit, and clears its history: amax 0 shows that.
             self.policy.report((self.weight_sync.arena.amax[self.weight_place] == 0) & ~state.cold)
         if limits.once:
             self.policy.report_cast(weight.inv_scale, state, in_eval=True)
@@ -315,12 +339,14 @@ class LinearSlots:
         return Cast(weight.rows.contiguous(), weight.inv_scale.contiguous(), nothing, nothing)
 
     def eval_cast(self, linear: nn.Module, weight: Tensor, parameter: Tensor | None = None) -> Cast:
-        """Return the row-major cast with which an eval forward of ``linear`` multiplies now. Local, but see
-        ``limits_of_parts``; commits a pending sync. Records nothing, and leaves no note of a forward.
+        """Return the row-major cast that an eval forward of ``linear`` would use now. Records nothing, and does not
+        count as a forward. Commits a pending sync.
+
+        Local, but COLLECTIVE if ``parameter`` is a sharded DTensor: see ``WritePolicy.limits_of_parts``.
 
         Args:
-            weight: as the forward multiplies with it: [out_features, in_features] on this rank.
-            parameter: see ``limits_of_parts``. None: the weight has no parts.
+            weight: this rank's weight as the forward multiplies with it: [out_features, in_features].
+            parameter: the whole weight, if it may be in parts on several ranks. None: it is not.
         """
         state = self.states(weight.device)[1]
         limits = self.policy.limits_now(linear, training=False) if self.recipe.delayed else Outgrown(None)
@@ -335,10 +361,12 @@ class LinearSlots:
         a pending sync.
 
         Args:
-            scale: 0-d float32, or [E] of all experts.
-            first: of the experts that have a part in the shard.
-            amax: where to record: 0-d float32, or [E] of all experts.
-            tapped: True if the tap gets to see the cast.
+            shard: this rank's part of the weight.
+            first: the number of the first expert in the shard.
+            amax: where to record the shard's amax: 0-d float32, or [E] for all experts.
+            record: True if the amax is recorded.
+            scale: 0-d float32, or [E] for all experts.
+            tapped: True if the cast is shown to the job's tap.
         """
         state, limits = self.states(self.weight_sync.arena.device)[1], Outgrown(None, scale=scale)
         request = Request(state, Role.WEIGHT, True, False, record, limits, place=amax, tapped=tapped)
@@ -349,8 +377,13 @@ class LinearSlots:
         return self.note.resharded or isinstance(weight, FP8Weight)
 
     def backward_cast(self, weight: Tensor, state: SlotViews, outgrown: Outgrown) -> Operand:
-        """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again.
-        Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
+        """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP gathered again for the
+        backward. Local. Scales change at commits only, so the bytes are those of the forward's cast.
+
+        Args:
+            state: the state of the weight's slot.
+            outgrown: the limits of the forward.
+        """
         if isinstance(weight, FP8Weight):
             inv_scale = weight.inv_scale if weight.inv_scale.ndim < 2 else weight.inv_scale.mT.contiguous()
             rows = weight.rows
@@ -365,7 +398,7 @@ class LinearSlots:
         return cast.columns, cast.columns_inv_scale
 
     def _cast_weight(self, weight: Tensor, request: Request) -> Cast:
-        """Cast the weight as it lies in memory. Changes the request."""
+        """Cast the weight in the order in which it lies in memory, which is faster. Changes the request."""
         stored = weight.detach()
         if weight.is_contiguous() or not weight.mT.is_contiguous():
             return self.caster.cast(stored, request)
@@ -375,5 +408,5 @@ class LinearSlots:
 
 
 def refusal(fqn: str, gemm: Gemm, error: ProductError) -> ConfigurationError:
-    """Return the error of a user whose machine cannot compute a product of this module."""
+    """Return the error for a product of the module ``fqn`` that this machine cannot compute."""
     return ConfigurationError(f"{fqn}: {gemm}: {error}")

@@ -1,4 +1,7 @@
-"""LoopMonitor: notices training loops in which no step of FP8 state ends."""
+"""LoopMonitor: detects training loops that update weights without ending a step of the FP8 state.
+
+A *boundary* is the end of such a step. Without boundaries, scales never change, and no longer fit the weights.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +21,31 @@ __all__ = ["FIRST_LOOK", "LoopMonitor"]
 logger = logging.getLogger("fp8dist")
 
 FIRST_LOOK = 64
-"""Number of backwards without a boundary after which a module's weight is first compared, with its value half as many
-backwards ago."""
+"""After this many backwards without a boundary, a module's weight is first compared with its value at half of them."""
 
 
 class LoopMonitor:
-    """Counts the backwards of one module since the last boundary, and looks whether its weight changes meanwhile."""
+    """Counts the backwards of one module since the last boundary, and checks if its weight changes between them."""
 
     def __init__(self, sync: ArenaSync, job: JobState, note: WeightNote, fqn: str) -> None:
-        """``sync``: of the arena of the module's inputs. ``note``: of its weight."""
+        """``sync``: the sync of the arena that has the module's input slot. ``note``: the note of its weight."""
         self._sync, self._job, self._note, self._fqn = sync, job, note, fqn
         self._backwards = self._boundary = self._changes = 0
         self._look_at = FIRST_LOOK // 2
         self._sample: Tensor | None = None
 
     def count_backward(self, recorded: bool) -> None:
-        """Warn once if the weight changes between backwards without a boundary. Raise if ``attach`` is missing.
+        """Count a backward. Warn once if the weight changes between backwards without a boundary. Local.
 
-        ``StepWatch`` checks torch optimizers at their steps; this check is for updates without such a step. Version
-        counters show most of these at the second change. For the others, the weight itself is compared after 64, 128,
-        256, … recorded backwards, which waits for the device.
+        ``StepWatch`` checks torch optimizers at their steps; this check is for updates by other means. Version counters
+        show most of them, and two changes are enough for the warning. For the others, the weight's values are compared
+        after 64, 128, 256, … recorded backwards, which waits for the device.
+
+        Args:
+            recorded: True if the backward records amaxes.
+
+        Raises:
+            ConfigurationError: ranks should share FP8 state, ``attach`` is missing, and the weight changed twice.
         """
         if torch.compiler.is_compiling():
             return
@@ -81,8 +89,8 @@ class LoopMonitor:
             self._job.microbatches.backward()
 
     def _require_attached(self) -> None:
-        """Raise ConfigurationError if the weight has changed twice. For models that await ``attach``, and whose
-        optimizer steps copies of their weights, as ZeRO's does: ``StepWatch`` sees the others. Waits for the device."""
+        """Raise ConfigurationError if the weight has changed twice. For models without ``attach`` whose optimizer
+        updates copies of the weights, as ZeRO's does; ``StepWatch`` covers all others. Waits for the device."""
         self._changes += self._changed_unseen()
         if self._changes > 1:
             raise ConfigurationError(
@@ -92,7 +100,8 @@ class LoopMonitor:
             )
 
     def _changed_unseen(self) -> bool:
-        """True if the weight differs from its last sample, taken since the last boundary. Waits for the device."""
+        """Take a sample of the weight, and return True if it differs from the last one since the last boundary. Waits
+        for the device."""
         stored = self._note.stored
         if not stored or capturing(self._sync.arena.device):
             return False

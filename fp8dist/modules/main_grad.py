@@ -1,4 +1,4 @@
-"""MainGrad: the buffer to which a module of Megatron-Core adds the gradient of its weight."""
+"""MainGrad: adds a weight's gradient to the buffer ``weight.main_grad``, as modules of Megatron-Core do."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ __all__ = ["MainGrad", "fuses"]
 
 
 def fuses(module: nn.Module) -> bool:
-    """True if the module is one of Megatron-Core's that adds the gradient of its weight to ``main_grad``."""
+    """True if the module is a Megatron-Core module with ``gradient_accumulation_fusion``, which uses ``main_grad``."""
     return bool(getattr(module, "gradient_accumulation_fusion", False))
 
 
 class MainGrad:
-    """``main_grad`` of a weight, under ``gradient_accumulation_fusion``. Keeps the contract of Megatron-Core's layers:
+    """The ``main_grad`` buffer of a weight. Follows the contract of Megatron-Core's fused layers:
 
-    - The backward adds the gradient to ``main_grad``, and sets ``grad_added_to_main_grad``.
-    - Autograd gets a tensor of the weight's shape without a meaning, so the hooks on the weight run. Megatron's DDP
-      starts reductions in them, and does not add what is marked as added; with ``zero_out_wgrad`` it adds zeros.
+    - The backward adds the gradient to ``weight.main_grad``, and sets ``weight.grad_added_to_main_grad``.
+    - Autograd gets a tensor of the weight's shape whose values do not matter, so that the hooks on the weight run.
+      Megatron's DDP starts its reductions in these hooks, and ignores the tensor because of the mark. If the weight has
+      ``zero_out_wgrad`` set, DDP adds the tensor, which must then be zeros.
 
-    DDP takes the mark for all gradients of a step. So gradients of high precision are added here as well.
+    DDP reads the mark once for all gradients of a step. So gradients computed in high precision are added here, too.
     """
 
     def __init__(self, weight: Any) -> None:
@@ -31,7 +32,7 @@ class MainGrad:
 
     @staticmethod
     def of(weight: Tensor) -> MainGrad | None:
-        """Return the buffer of a weight that gets a gradient; None if it has no buffer."""
+        """Return the MainGrad of a weight. None: the weight gets no gradient in this forward, or has no buffer."""
         wanted = torch.is_grad_enabled() and weight.requires_grad and getattr(weight, "main_grad", None) is not None
         return MainGrad(weight) if wanted else None
 
@@ -42,7 +43,8 @@ class MainGrad:
         return total
 
     def added(self) -> Tensor | None:
-        """Mark the gradient as added, and return what autograd gets."""
+        """Mark the gradient as added, and return the tensor that autograd gets in its place. None: the weight has no
+        such mark."""
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
         self._weight.grad_added_to_main_grad = True
@@ -50,12 +52,12 @@ class MainGrad:
         return torch.zeros_like(self._weight) if zeros else torch.empty_like(self._weight)
 
     def add(self, gradient: Tensor) -> Tensor | None:
-        """Add a gradient, and return what autograd gets."""
+        """Add a gradient to the buffer, mark it as added, and return the tensor that autograd gets in its place."""
         self.total.add_(gradient)
         return self.added()
 
     def through(self, weight: Tensor) -> Tensor:
-        """Return the weight, for a computation whose gradient of it is added."""
+        """Return the weight as a view. Autograd then adds the view's gradient to the buffer."""
         result: Tensor = _Added.apply(weight, self)
         return result
 

@@ -1,4 +1,4 @@
-"""ModelState: what the manager of one model, its step cycle, its checker and its precision control share."""
+"""ModelState: the FP8 state of one model. Its manager, step cycle, checker and precision control share it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ __all__ = ["ModelState"]
 class ModelState:
     """The FP8 state of one model.
 
-    ``syncs``: the arenas with their syncs, sorted by the ranks of their groups. So ranks of several groups launch them
-    in one order, and cannot wait for each other in a circle. ``groups``: by place in ``syncs``, the group that an arena
-    was prepared for, attached or not; None: no group.
+    Attributes:
+        syncs: one per arena, sorted by the ranks of their groups. All ranks launch their all-reduces in this order.
+            Otherwise ranks that are in several groups could wait for each other in a circle.
+        groups: the process group that each arena was prepared for, in the order of ``syncs``, attached or not. None:
+            no group.
     """
 
     settings: Settings
@@ -45,6 +47,6 @@ class ModelState:
 
     @property
     def speaks(self) -> bool:
-        """True on the one rank that logs for all ranks."""
+        """True on the one rank that logs for its group: the lowest."""
         group = next((group for group in self.groups if group is not None), None)
         return group is None or group.rank == min(group.ranks)

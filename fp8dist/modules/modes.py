@@ -1,16 +1,18 @@
-"""Modes: how the forwards of a module computed, so that a backward that repeats one computes as it did.
+"""Modes: remember how each forward of a module computed, so that activation checkpointing can repeat it exactly.
 
-Activation checkpointing calls modules again inside the backward. By then the loop may have left ``no_fp8()`` or called
-``eval()``. As with autocast, the mode belongs to the forward that is repeated, and autograd's numbers of nodes find it:
-each thread numbers its nodes in the order in which it creates them.
+Activation checkpointing runs forwards again inside the backward. By then the loop may have left ``no_fp8()`` or called
+``eval()``. The repetition must compute in the mode of the original forward. To find that forward, this file uses
+autograd's sequence numbers: each thread numbers its autograd nodes in the order in which it creates them. Each call of
+a module is stored with the number that the next node had when the call began.
 
-- A reentrant checkpoint is one node, created before its forward runs, with grad off.
-- A non-reentrant one repeats a forward when a node of that forward asks for a saved tensor. Its hooks for saved tensors
-  are there during the forward and during the repetition. Other hooks say nothing, but all of the forward's calls of
-  modules before that node have numbers up to the node's.
+- A reentrant checkpoint is a single node, created before its forward runs, with grad off. So all calls of its forward
+  have numbers above the node's.
+- A non-reentrant checkpoint repeats a forward when a node of that forward needs a saved tensor. Its hooks for saved
+  tensors are active in the forward and in the repetition, and identify it. If the hooks are of another tool, the number
+  decides: the forward's calls before that node have numbers up to the node's.
 
-A forward may call a module in several modes, so the k-th call of the repetition is matched with the k-th call of the
-forward.
+A forward may call a module several times in different modes, so the k-th call of the repetition gets the mode of the
+k-th call of the forward.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from fp8dist.state.recipe import GEMMS, Gemm
 __all__ = ["CHOICES", "ByGemm", "Choice", "Mode", "Modes", "Records"]
 
 _MOST = 32
-"""Number of runs of calls in one mode that are kept for each module."""
+"""How many runs (consecutive calls in one mode) are kept for each module."""
 
 _TAIL = 16
-"""Number of last calls that are kept of each run."""
+"""How many of the last calls are kept of each run."""
 
 _UNPACKING = ("unpack_hook", "checkpoint_unpack")
-"""Functions of torch and of DeepSpeed that repeat a forward to get at a saved tensor."""
+"""Names of the functions of torch and of DeepSpeed that repeat a forward because a saved tensor is needed."""
 
 
 class ByGemm(NamedTuple):
@@ -53,12 +55,14 @@ class ByGemm(NamedTuple):
 
 
 Records = tuple[ExpertMask, ExpertMask, ExpertMask]
-"""The experts whose (input, weight, grad_output) are recorded. Of a Linear, True or False."""
+"""The experts whose amaxes of (input, weight, grad_output) are recorded. Of a Linear, True or False."""
 
 
 class Choice(NamedTuple):
-    """What computes in high precision now, and which tensors are recorded. ``all_high``: True if nothing computes in
-    FP8."""
+    """Which products of a module run in high precision now, and which of its amaxes are recorded.
+
+    ``all_high``: True if no product runs in FP8.
+    """
 
     high: ByGemm
     records: Records
@@ -72,7 +76,7 @@ CHOICES: Mapping[tuple[Gemm, ...], Choice] = MappingProxyType(
         for high in itertools.combinations(GEMMS, count)
     }
 )
-"""The choice of a Linear, by the GEMMs that run in high precision."""
+"""The choice of a Linear, by the GEMMs that run in high precision. Made once, because every forward looks one up."""
 
 
 class Mode(NamedTuple):
@@ -80,7 +84,7 @@ class Mode(NamedTuple):
 
     ``casts``: True if at least one product is in FP8. ``observes``: True if a forward in training also records amaxes
     of tensors that are not cast. ``recording``: True inside ``recording()``. ``training``: the module's flag.
-    ``outgrown``: which tensors are cast just in time.
+    ``outgrown``: the conditions under which tensors are cast with scales of their current amaxes.
     """
 
     casts: bool
@@ -91,7 +95,8 @@ class Mode(NamedTuple):
     outgrown: Outgrown = Outgrown(None)
 
     def equals(self, other: Mode) -> bool:
-        """True if both are the same. Compares tensors by identity: their values are on the device."""
+        """True if both are the same. Compares tensors by identity, because reading their values waits for the device.
+        Ignores ``outgrown.scale``."""
         if self[:4] != other[:4] or self.choice is not other.choice:
             return False
         return self.outgrown[:3] == other.outgrown[:3] and self.outgrown.upstream is other.outgrown.upstream
@@ -101,13 +106,16 @@ Regions = tuple[weakref.ref[Any], ...]
 """The non-reentrant checkpoints that a call was in."""
 
 Call = tuple[int, Regions]
-"""The number of the next node when a call of a module began, and the checkpoints that it was in."""
+"""The number of the next autograd node when a call of a module began, and the checkpoints that the call was in."""
 
 
 @dataclass
 class _Run:
-    """Consecutive calls of a module in one mode. ``first``: number of the next node when the first began. ``calls``:
-    the last ones, which suffice to count where a forward goes from one run to the next."""
+    """Consecutive calls of a module in one mode.
+
+    ``first``: number of the next node when the first call began. ``calls``: the last calls. These suffice: a forward
+    that goes on into the next run made the last calls of this one.
+    """
 
     first: int
     grad: bool
@@ -116,11 +124,11 @@ class _Run:
 
 
 class _Place(NamedTuple):
-    """Where the innermost repetition on the call stack is.
+    """Which repetition of a forward runs, as the Python call stack shows it: the innermost one.
 
-    ``of_node``: True if a checkpoint's own node repeats its forward. ``unpacks``: True if it is repeated for a saved
-    tensor of any node. ``region``: the checkpoint, if known. ``nested``: True if a node of an outer repetition runs the
-    backward that it belongs to.
+    ``of_node``: True if the node of a reentrant checkpoint repeats its forward. ``unpacks``: True if a forward is
+    repeated because a node needs a saved tensor. ``region``: the non-reentrant checkpoint, if known. ``nested``: True
+    if the backward around it runs inside the repetition of another checkpoint.
     """
 
     of_node: bool
@@ -130,7 +138,7 @@ class _Place(NamedTuple):
 
 
 class _Calls:
-    """The last calls of a module that one kind of thread made, in order."""
+    """The last calls of a module, in order, as runs of calls in one mode."""
 
     def __init__(self) -> None:
         self.runs: list[_Run] = []
@@ -145,15 +153,15 @@ class _Calls:
             self.runs.append(run)
             if len(self.runs) > _MOST:
                 self._lost = self.runs.pop(0).calls[-1]
-        run.mode = mode  # With the newest scale for the weight.
+        run.mode = mode  # An equal one, but with the newest ``outgrown.scale``.
         run.calls.append((number, regions))
 
     def of(self, place: _Place, number: int) -> list[Mode]:
-        """Return the modes of the calls of the forward that is repeated, in order, as far as they are known. More may
-        follow. Empty: find them by number.
+        """Return the modes of the calls of the forward that is repeated, in order. The forward may have made more calls
+        than are known. Empty: nothing identifies them; use ``by_number``.
 
         Args:
-            number: of the node that runs.
+            number: sequence number of the autograd node that runs.
         """
         if place.region is not None:
             return [run.mode for run in self.runs for _, regions in run.calls if place.region in regions]
@@ -161,12 +169,12 @@ class _Calls:
         for run in self.runs if place.of_node else ():
             later = [run.mode for at, _ in run.calls if at > number]
             found += later
-            if len(later) == _TAIL:  # Nobody knows how many there were: stay in this mode.
+            if len(later) == _TAIL:  # The run may have had more calls that are not kept: stay in its mode.
                 break
         return found
 
     def lacks(self, place: _Place, number: int) -> bool:
-        """True if the forward that is repeated began so long ago that its modes are no longer kept."""
+        """True if the forward that is repeated is so old that its modes were dropped. ``number``: see ``of``."""
         if self._lost is None:
             return False
         last, regions = self._lost
@@ -175,6 +183,8 @@ class _Calls:
         return place.unpacks and (place.region in regions or number < self.runs[0].first)
 
     def by_number(self, number: int, grad: bool) -> Mode | None:
+        """Return the mode of the last run with this ``grad`` that began before the node ``number`` was made. None:
+        there is no such run."""
         return next((run.mode for run in reversed(self.runs) if run.grad == grad and run.first <= number), None)
 
 
@@ -182,24 +192,28 @@ class Modes:
     """The modes of the last forwards of one module.
 
     Args:
-        fqn: of the module.
+        fqn: fully qualified name of the module, for errors.
     """
 
     def __init__(self, fqn: str) -> None:
         self._fqn = fqn
         self.calls = _Calls()
-        """Forwards that repeat no other. Whoever computes one adds it."""
+        """Calls that do not repeat another. The caller of ``repeated`` adds a call for which that returned None."""
         self._repeats = _Calls()
-        """Calls that a repetition made, of which checkpoints within it repeat some."""
+        """Calls made by repetitions. With nested checkpoints, an inner checkpoint repeats some of these."""
         self._running: dict[tuple[Any, ...], tuple[list[Mode], int]] = {}
-        """Of each repetition: modes of the calls, and how many calls it has made."""
+        """For each repetition, by (graph task, node, place): the modes of the forward's calls, and the number of calls
+        repeated so far."""
 
     def repeated(self, grad: bool) -> Mode | None:
-        """Return the mode of the forward that a backward repeats now. None: no backward runs on this thread, or no
-        forward was noted.
+        """Return the mode of the forward that a backward repeats now, and count the repetition's call. None: no
+        backward runs on this thread, or no forward was stored. Local.
+
+        Args:
+            grad: True if grad is enabled.
 
         Raises:
-            ConfigurationError: too many forwards in other modes came after it.
+            ConfigurationError: the mode changed more than 32 times since that forward.
         """
         task = torch._C._current_graph_task_id()
         if task == -1 or not self.calls.runs:
@@ -216,7 +230,9 @@ class Modes:
             return self.calls.runs[-1].mode
         number, place = node._sequence_nr(), _place()
         key = (task, number, place)
-        if key not in self._running and not place.nested:  # Those before have ended; this may be another thread.
+        if (
+            key not in self._running and not place.nested
+        ):  # An outermost repetition begins: all earlier ones have ended.
             self._running.clear()
             self._repeats = _Calls()
         calls = self._repeats if place.nested else self.calls
@@ -239,8 +255,8 @@ class Modes:
 
 
 def _regions() -> Regions:
-    """Return the non-reentrant checkpoints that run. Torch shows only the innermost hooks, so take them off and put
-    them back."""
+    """Return the non-reentrant checkpoints that this code runs in. Torch shows only the innermost hooks for saved
+    tensors, so pop all of them, and push them again."""
     if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         return ()
     taken: list[Any] = []
@@ -257,6 +273,7 @@ def _regions() -> Regions:
 
 
 def _place() -> _Place:
+    """Find the innermost repetition on the call stack, from the names of its frames. torch has no API for it."""
     innermost: tuple[bool, bool, weakref.ref[Any] | None] | None = None
     engine = False
     frame: Any = sys._getframe(1)

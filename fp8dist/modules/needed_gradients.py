@@ -12,9 +12,12 @@ __all__ = ["needed_gradients"]
 def needed_gradients(ctx: Any) -> tuple[bool, bool, bool]:
     """Return, for the first three inputs of an autograd function, True if the backward that runs now uses the gradient.
 
-    ``ctx.needs_input_grad`` is as the forward found it. A pipeline with split backward (zero bubble) runs each backward
-    twice: first for the gradients of inputs alone, later for those of weights. Each half must do its own work only.
-    Called in every backward, so the code makes few calls.
+    ``ctx.needs_input_grad`` shows what the forward knew. That is not enough for pipelines with split backward (zero
+    bubble): they run each backward twice, first for the gradients of inputs, later for those of weights, and each run
+    should compute its own part only. Every backward calls this, so the code makes few Python calls.
+
+    Args:
+        ctx: the autograd context, inside ``backward``.
     """
     needs: tuple[bool, bool, bool] = ctx.needs_input_grad[:3]
     if torch.compiler.is_compiling():

@@ -1,4 +1,8 @@
-"""Detection of tensors that no longer fit their slot's scale. They are cast with their own amax instead."""
+"""Detection of tensors that no longer fit their slot's scale. They are cast with their own amax instead.
+
+A tensor's *overflow ratio* is amax * scale / (largest number of the FP8 format): above 1, its cast saturates. A slot is
+*cold* while it has no scale, and *hot* afterwards.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +32,28 @@ __all__ = [
 ]
 
 OUTGROWN = 1.25
-"""Overflow ratio above which a weight is cast with its own amax, whoever changed it. A saturated weight that grew by
-1.3 makes the product 11 % wrong, one that grew by 8 makes it 82 % wrong. A weight that shrank does little harm."""
+"""Overflow ratio above which a weight is cast with its own amax, in training as well. Measured: a weight that grew by a
+factor of 1.3 and saturates makes the product 11 % wrong, a factor of 8 makes it 82 % wrong. A weight that shrank does
+little harm."""
 
 SHRUNK = 2.0**-17
-"""Ratio below which a written weight is cast with its own amax, too: E4M3 would flush it to zero. At 1e-4 it is 4 %
-wrong."""
+"""Overflow ratio below which a written weight is cast with its own amax, too: E4M3 would flush it to zero. Measured: at
+a ratio of 1e-4 the product is 4 % wrong."""
 
 
 class Outgrown(NamedTuple):
     """Conditions under which the tensors of a forward are cast with their own amaxes.
 
-    ``weight``: the overflow ratio for the weight; None: never. ``others``: the ratio for input and gradient, in a
-    written copy, for which no boundary will come at which their scales could follow. ``written``: True if the weight
-    was written to. ``upstream``: 0-d bool on the device: True if another module's weight has outgrown its scale, so
-    that the module's outputs may not fit scales either; None: nobody looked. ``once``: True in eval mode. ``scale``:
-    what the weight is cast with, chosen for all parts of it; None: the cast chooses.
+    Attributes:
+        weight: overflow ratio above which the weight is cast with its own amax. None: never.
+        others: the same for input and gradient. Set for a copied module whose weight was written to: a copy has no
+            boundaries at which the scales could follow. None: never.
+        written: True if the weight was written to.
+        upstream: 0-d bool on the device, True if another module's weight has outgrown its scale. This module's input
+            and gradient are computed from that module's results, so they may not fit their scales either. None: no
+            module has reported.
+        once: True in eval mode.
+        scale: cast the weight with this scale, chosen for the whole weight. None: the cast chooses.
     """
 
     weight: float | None
@@ -55,10 +65,10 @@ class Outgrown(NamedTuple):
 
 
 class Growth:
-    """Records which modules' weights have outgrown their scales since a boundary. Known on the device only.
+    """Records whether weights of modules have outgrown their scales since a boundary, as bools on the device.
 
-    The first module is kept apart from the rest, so that every module can ask about the others. Modules are identified
-    by the ids of their slots, because references would be cyclic: slots hold the job state that holds this.
+    Every module asks about all *other* modules. For that, two bools suffice: one of the first module that reported, one
+    of all the rest. Modules are identified by the id of their ``WritePolicy``; references to it would be cycles.
     """
 
     def __init__(self, boundaries: int) -> None:
@@ -67,24 +77,28 @@ class Growth:
         self._of_first: Tensor | None = None
         self._of_rest: Tensor | None = None
 
-    def add(self, slots: int, grown: Tensor) -> None:
-        """Record the cast, or a new scale, of a written weight. ``grown``: 0-d bool, ORed with earlier ones."""
-        if self._first is None or self._first == slots:
-            self._first, self._of_first = slots, either(self._of_first, grown)
+    def add(self, module: int, grown: Tensor) -> None:
+        """Add a report of a module. ``grown``: 0-d bool, ORed with the module's earlier reports."""
+        if self._first is None or self._first == module:
+            self._first, self._of_first = module, either(self._of_first, grown)
         else:
             self._of_rest = either(self._of_rest, grown)
 
-    def of_others(self, slots: int) -> Tensor | None:
-        """Return 0-d bool: True if another module's written weight has outgrown its scale. None: there is none."""
-        if self._first is None or self._first == slots:
+    def of_others(self, module: int) -> Tensor | None:
+        """Return 0-d bool: True if another module than this one reported a weight that outgrew its scale. None: no
+        other module has reported."""
+        if self._first is None or self._first == module:
             return self._of_rest
         assert self._of_first is not None
         return either(self._of_rest, self._of_first)
 
 
 def either(one: Tensor | None, other: Tensor) -> Tensor:
-    """Return ``one | other``, or ``other`` if there is no other. No dispatch mode sees it: selective checkpointing
-    counts operations, and which reports there are already depends on other modules."""
+    """Return ``one | other``; ``other`` if ``one`` is None.
+
+    Dispatch modes are switched off for it. Selective checkpointing is such a mode: it counts the operations of a
+    forward and of its repetition, and ``one`` may be None in only one of the two.
+    """
     if one is None:
         return other
     if torch._C._len_torch_dispatch_stack() == 0:
@@ -94,9 +108,9 @@ def either(one: Tensor | None, other: Tensor) -> Tensor:
 
 
 def limits_of(recipe: Recipe) -> tuple[float | None, float | None]:
-    """Return the overflow ratios above which a weight is cast with its own amax: in training, and in eval mode and for
-    an export. There no later step corrects a cast, so values beyond the format's range must round to its largest
-    number. None: the recipe has no delayed scales."""
+    """Return the overflow ratios above which a weight is cast with its own amax: (in training, in eval mode and for an
+    export). The second is lower, because no later step corrects such a cast: it allows only values that would round to
+    the format's largest number anyway. (None, None) if the recipe has no delayed scales."""
     if not recipe.delayed:
         return None, None
     format, saturating = recipe.format_of(Role.WEIGHT), meant_to_saturate(recipe)
@@ -104,15 +118,16 @@ def limits_of(recipe: Recipe) -> tuple[float | None, float | None]:
 
 
 def meant_to_saturate(recipe: Recipe) -> float:
-    """Return the factor by which a recipe with a negative margin saturates on purpose."""
+    """Return the overflow ratio of a tensor that fits its scale, if that is above 1: a recipe with a negative margin
+    chooses scales 2 ** -margin times too large on purpose. 1.0 for other recipes."""
     return float(2.0 ** max(0, -recipe.margin))
 
 
 def unfit_for(amax: Tensor, state: SlotViews, recipe: Recipe, upstream: Tensor) -> Tensor:
-    """Return bool: True if ``upstream`` is, and a tensor exceeds its scale by more than a quarter.
+    """Return bool (0-d or [E]): True if ``upstream`` is True and the tensor overflows its scale by more than a quarter.
 
     Args:
-        amax: float32, of a slot's tensor, 0-d, or those of a run of slots, [E].
+        amax: float32, 0-d for the tensor of one slot, or [E] for those of E slots.
     """
     used, counts = _used(amax, state)
     return upstream & counts & (used > OUTGROWN * meant_to_saturate(recipe))
@@ -123,8 +138,9 @@ def scale_for(amax: Tensor, state: SlotViews, recipe: Recipe, limit: float | Non
     its amax, if the slot is cold or the weight has outgrown its scale. Float32, 0-d or [E].
 
     Args:
-        amax: of the whole weight, also of parts on other ranks: float32, 0-d, or [E] of experts.
-        limit: the overflow ratio. None: take the scale of the amax in any case.
+        amax: the amax of the whole weight, with its parts on other ranks: float32, 0-d, or [E] for experts.
+        limit: the overflow ratio above which the weight has outgrown its scale. None: always derive the scale from
+            ``amax``.
     """
     scale = state.scale
     largest = torch.full_like(scale, state.format.max)
@@ -137,7 +153,11 @@ def scale_for(amax: Tensor, state: SlotViews, recipe: Recipe, limit: float | Non
 
 
 def shrunk(amax: Tensor, state: SlotViews, recipe: Recipe) -> Tensor:
-    """Return bool: True if a weight with this amax is so far below its scale that the cast would flush it to zero."""
+    """Return bool (0-d or [E]): True if a weight is so small for its slot's scale that the cast would flush it to zero.
+
+    Args:
+        amax: the weight's amax, float32, 0-d or [E].
+    """
     used, counts = _used(amax, state)
     return counts & (used < SHRUNK * 2.0 ** -max(0, recipe.margin))
 
@@ -148,7 +168,7 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def _used(amax: Tensor, state: SlotViews) -> tuple[Tensor, Tensor]:
-    """Return the share of the format's range that a tensor uses with its slot's scale; True if the tensor is neither
-    zero nor infinite and the slot is hot."""
+    """Return a tensor's overflow ratio, and a bool that is True if that ratio means something: the slot is hot, and the
+    amax is neither 0 nor infinite nor NaN. Both 0-d or [E]."""
     amax = amax.to(state.scale.device)
     return amax * state.scale / state.format.max, (amax > 0) & (amax < torch.inf) & ~state.cold

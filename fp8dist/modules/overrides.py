@@ -20,7 +20,8 @@ High = Literal["high"]
 
 
 class Overrides:
-    """``{pattern: recipe, or "high" for high precision}``; the first matching pattern (fnmatch) applies."""
+    """``{pattern: recipe, or "high" for high precision}``; the first pattern (fnmatch) that matches a fully qualified
+    name applies. The constructor raises ConfigurationError for other values."""
 
     def __init__(self, given: Mapping[str, Recipe | High]) -> None:
         if not isinstance(given, Mapping):
@@ -32,7 +33,7 @@ class Overrides:
         for pattern, recipe in given.items():
             if recipe != "high":
                 require_recipe(f"overrides[{pattern!r}]", recipe, 'a recipe, or "high" for high precision')
-        self.given: Mapping[str, Recipe | High] = dict(given)  # No proxy, which cannot be pickled.
+        self.given: Mapping[str, Recipe | High] = dict(given)  # Not a MappingProxyType, which cannot be pickled.
 
     def pattern_of(self, fqn: str) -> str | None:
         """Return the pattern that applies to a module; None: it has no override."""

@@ -1,4 +1,4 @@
-"""Parts: the weights of a model that are in FP8, each with the module that holds it and with its slots."""
+"""Part: one FP8 weight of a model, with the module that holds it and the object that has its FP8 state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Part", "fp8_parts"]
 
 
 class Part(NamedTuple):
-    """One weight in FP8: of an FP8Linear, or of a grouped product of an FP8Experts."""
+    """One FP8 weight: that of an FP8Linear, or one of the weights [E, …] of an FP8Experts."""
 
     module: nn.Module
     slots: LinearSlots
 
     @property
     def weight(self) -> Any:
-        """The weight as the module has it now."""
+        """The weight as the module shows it now. A parametrization computes it at each access."""
         return getattr(self.module, self.slots.name)
 
     @property
@@ -32,12 +32,12 @@ class Part(NamedTuple):
 
     @property
     def fqn(self) -> str:
-        """The fqn of the Linear or of the product."""
+        """The fully qualified name of the Linear, or of the product in the FP8Experts."""
         return self.slots.fqn
 
 
 def fp8_parts(model: nn.Module) -> Iterator[Part]:
-    """Iterate over the FP8 weights of a model, in the order of its modules."""
+    """Iterate over the FP8 weights of a model, in the order of ``model.modules()``."""
     for module in model.modules():
         if isinstance(module, FP8Module):
             for slots in module.fp8_weights:

@@ -28,7 +28,7 @@ class PrecisionControl:
         self._state = state
 
     def tie(self, manifests: dict[int, str]) -> None:
-        """Take the manifests that ranks have agreed on: digests, by id of an arena's sync. Local."""
+        """Set the digests of the manifests that ranks have agreed on, by id of the arena's sync. Local."""
         self._manifests = manifests
         self.announce()
 
@@ -37,11 +37,12 @@ class PrecisionControl:
         self._manifests, self._resumed = {}, False
 
     def training_resumes(self, resumed: bool) -> None:
-        """Note whether the optimizer has stepped before the first step. Local."""
+        """Set whether training resumes: True if the optimizer had made steps before this job's first step. Local."""
         self._resumed = resumed
 
     def change(self, pattern: str, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> list[str]:
-        """See ``StateManager.set_precision``. Commit pending syncs before. Local: call it on all ranks alike."""
+        """See ``StateManager.set_precision``. The caller commits pending syncs first. Local, but all ranks must make
+        the same call: the next sync compares their precisions."""
         fqns = self.precisions.matching(pattern)
         self._state.job.invalidate_casts()
         cold = self.wake(self.precisions.change(fqns, gemms, to_high, steps))
@@ -68,8 +69,8 @@ class PrecisionControl:
             sync.arena.words[WORD_MANIFEST] = digest_word(digest)
 
     def wake(self, slots: Collection[Slot]) -> int:
-        """Apply a change of precisions. Make ``slots`` cold, which are cast again but have no recent amax, and return
-        how many became cold. Local, the same on all ranks.
+        """Apply a change of precisions, and return how many slots became cold. ``slots`` are cast to FP8 again but have
+        no recent amax, so they become cold: they lose their scales. Local, the same on all ranks.
 
         Weights that are gathered in FP8 do not become cold: every gather takes their amax.
         """
@@ -109,8 +110,8 @@ class PrecisionControl:
             self.wake(woken)
 
     def _warn_of_cold_start(self) -> None:
-        """Warn once after ``attach`` if the optimizer has stepped before, but slots have no amax: FP8 state was not
-        loaded, or the run resumes from high precision."""
+        """Warn once after ``attach`` if training resumes, but slots have no amax: FP8 state was not loaded, or the run
+        was in high precision before."""
         if not self._resumed or self.precisions.idle:
             return
         self._resumed = False

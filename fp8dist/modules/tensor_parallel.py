@@ -11,7 +11,7 @@ Shard(1)      Shard(last)      Partial           row-wise; the bias is added by 
 Replicate     any but Partial  as the input      the weight's gradient is a partial sum if tokens are sharded
 ============= ================ ================= =============================================
 
-DTensor's own hooks reduce partial results. FP8 communicates nothing more: all ranks of the axis share the slots'
+DTensor's own hooks reduce partial results. FP8 adds no communication here, because all ranks of the axis have the same
 scales.
 """
 
@@ -32,11 +32,17 @@ if TYPE_CHECKING:
 __all__ = ["Multiply", "parallel_linear"]
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Returns x Wᵀ + b of (x, W, b), as F.linear does."""
+"""A function of (x, W, b) that returns x Wᵀ + b, as F.linear does."""
 
 
 def parallel_linear(multiply: Multiply, fqn: str, input: Tensor, weight: DTensor, bias: Tensor | None) -> DTensor:
-    """Apply ``multiply`` to this rank's tensors. Local: the consumer reduces a partial result.
+    """Apply ``multiply`` to this rank's tensors, and return the result as a DTensor [..., out_features]. Local itself:
+    a partial result is reduced by whoever uses it.
+
+    Args:
+        fqn: the Linear's fully qualified name, for errors.
+        input: a DTensor [..., in_features].
+        weight: [out_features, in_features].
 
     Raises:
         ConfigurationError: the placements are not in the table above.
@@ -86,7 +92,12 @@ def _placements(input: Tensor, weight: DTensor, fqn: str) -> tuple[Any, Any]:
 
 
 def _local_bias(bias: Tensor, weight: Tensor, grad_placements: Any, fqn: str) -> Tensor:
-    """Return this rank's part of the bias. ``weight``: this rank's part."""
+    """Return this rank's part of the bias.
+
+    Args:
+        weight: this rank's part of the weight.
+        grad_placements: placements of the bias's gradient; None: those of the bias.
+    """
     local = bias.to_local(grad_placements=grad_placements) if is_dtensor(bias) else bias
     if local.shape != weight.shape[:1]:
         raise ConfigurationError(
@@ -97,8 +108,8 @@ def _local_bias(bias: Tensor, weight: Tensor, grad_placements: Any, fqn: str) ->
 
 
 class _AddOnce(torch.autograd.Function):
-    """``y + bias`` on one rank of a partial sum, ``y`` on the others. Every rank gets the whole gradient of the sum,
-    and so of the bias."""
+    """``y + bias`` on one rank of a partial sum, ``y`` on the others, so that the sum contains the bias once. In the
+    backward each rank gets the gradient of the whole sum, and computes the bias's full gradient from it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, here: bool) -> Tensor:

@@ -1,4 +1,5 @@
-"""What FP8 modules refuse: dtypes and layouts of inputs, transforms of torch.func, double backward."""
+"""Checks for what FP8 modules do not support: dtypes and layouts of inputs, transforms of torch.func, double
+backward."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def require_floating(input: Tensor, fqn: str) -> None:
-    """Raise ConfigurationError for an input that nn.Linear refuses, too. autocast converts float8. Local."""
+    """Raise ConfigurationError if the dtype of an input is not in ``FLOATING``. Under autocast other floating dtypes
+    are accepted, because autocast converts them. Local."""
     dtype = input.dtype
     if dtype in FLOATING or (dtype.is_floating_point and torch.is_autocast_enabled(input.device.type)):
         return
@@ -31,8 +33,8 @@ def require_floating(input: Tensor, fqn: str) -> None:
 
 
 def require_eager(input: Tensor, weight: Tensor, module: nn.Module, fqn: str) -> None:
-    """Raise ConfigurationError for inputs and transforms that FP8 products do not support. Local. Not for compiled
-    code: Dynamo has errors of its own."""
+    """Raise ConfigurationError for inputs and transforms that FP8 products do not support. Local. Do not call it in
+    compiled code: Dynamo raises its own errors."""
     what = None
     if input.layout is not torch.strided or input.is_nested:
         what = f"inputs with layout {'nested' if input.is_nested else str(input.layout).removeprefix('torch.')}"
@@ -54,11 +56,12 @@ def _refusal(fqn: str, what: str) -> ConfigurationError:
 
 
 def differentiable_once(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Any:
-    """Decorate the backward of an autograd function so that it raises ConfigurationError if its result shall be
-    differentiable, or if it is vectorised. ``ctx.slots`` names the module.
+    """Decorate the backward of an autograd function so that it raises ConfigurationError if the caller wants to
+    differentiate its result again (``create_graph=True``), or runs it on a batch of gradients. ``ctx.slots.fqn`` is the
+    module's name in the error.
 
-    torch's ``once_differentiable`` raises later, and not at all where ``autograd.grad`` follows only the function's
-    inputs: their part of the result is missing then.
+    torch's ``once_differentiable`` raises only in the second backward. An ``autograd.grad`` for given inputs does not
+    even run the node that raises: a part of its result is then missing without an error.
     """
 
     @functools.wraps(backward)

@@ -1,4 +1,4 @@
-"""WeightCache: the FP8 cast of a weight, for the microbatches of a step to share."""
+"""WeightCache: keeps the FP8 cast of a weight, so that the microbatches of one step cast it once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fp8dist_kernels.graphs import capturing
 __all__ = ["WeightCache"]
 
 Key = tuple[int, int, int]
+"""(generation of the job's casts, address of the weight, version of the parameter): equal while a cast is valid."""
 
 
 class WeightCache:
@@ -21,7 +22,7 @@ class WeightCache:
 
     def __init__(self, job: JobState) -> None:
         self._job = job
-        self._kept: tuple[Cast, weakref.ref[Tensor], Key, bool] | None = None  # With its owner; if it was recorded.
+        self._kept: tuple[Cast, weakref.ref[Tensor], Key, bool] | None = None  # (cast, owner, key, recorded)
 
     @property
     def empty(self) -> bool:
@@ -33,10 +34,20 @@ class WeightCache:
         self._kept = None
 
     def key_of(self, weight: Tensor, parameter: Tensor) -> Key | None:
-        """Return a key that stays equal while a cast can be reused. None under torch.compile (a guard on the cast would
-        break), under a dispatch mode (selective checkpointing counts ops by position), during capture (the graph must
-        contain the cast), for a weight made under inference_mode, whose writes torch does not count, and where torch
-        swaps the contents of parameters to move them: it refuses those that have weak references, as a cast has."""
+        """Return a key that stays equal while a cast of ``weight`` can be reused. None: casts cannot be reused now.
+
+        None is returned
+        - if no hooks report weight changes;
+        - under torch.compile, where a guard on the cast would fail and recompile;
+        - under a dispatch mode: selective checkpointing counts ops by position, so the same ops must run each time;
+        - during CUDA graph capture, because the graph must contain the cast;
+        - for a parameter made under inference_mode, whose writes torch does not count;
+        - if torch swaps the contents of parameters to move them: it refuses parameters that have weak references, and
+          ``keep`` takes one.
+
+        Args:
+            parameter: stores the weight, which may be a view or a part of it.
+        """
         if (
             not self._job.reuse_casts
             or torch.compiler.is_compiling()
@@ -49,12 +60,12 @@ class WeightCache:
         return self._job.generation, weight.data_ptr(), parameter._version
 
     def find(self, owner: Tensor, key: Key, record: bool) -> Cast | None:
-        """Return the cast that can replace a cast of the weight now. None: there is none.
+        """Return the kept cast if it is that of the weight as it is now; else None.
 
         Args:
             owner: the tensor that stores the weight. Compared as an object: another tensor may have the same address,
                 such as a temporary of functional_call or of a parametrization.
-            record: True if the cast must have recorded the amax.
+            record: True if the caller must record the amax: then only a cast that recorded it will do.
         """
         if self._kept is None:
             return None

@@ -1,4 +1,9 @@
-"""WeightNote: detects writes to a weight, other than by an optimizer, since its scale last followed it."""
+"""WeightNote: detects that a weight was written to since its scale was last set to fit it.
+
+A note holds what torch shows of a weight at one moment: its identity, its version counters (``Tensor._version``, which
+each in-place operation increments) and its address. Later values that differ mean that somebody wrote to the weight,
+for example by loading a checkpoint. A *boundary* is the end of a training step of the FP8 state: scales change there.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +22,11 @@ from fp8dist.state.groups import is_dtensor, local_part
 __all__ = ["SAMPLED_WEIGHTS", "Held", "NoteList", "WeightNote", "sample_of", "stored_parameters"]
 
 SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
-"""Number of weights, and of elements of each, that are compared with what they were."""
+"""How many weights are compared by value with an earlier copy, and how many elements of each."""
 
 
 def sample_of(weight: Tensor) -> Tensor:
-    """Return a copy of the first elements of this rank's part of a weight, 1-d."""
+    """Return a copy of the first 4096 elements of this rank's part of a weight, 1-d."""
     return local_part(weight).detach().flatten()[:_SAMPLED].clone()
 
 
@@ -40,7 +45,7 @@ def stored_parameters(linear: nn.Module, name: str = "weight") -> tuple[Tensor, 
 _version_of = operator.attrgetter("_version")
 
 _KEPT_SHARDS = 8
-"""Number of local tensors, handed out by as many calls of state_dict, that are watched."""
+"""At most this many local tensors of one weight are watched. Each call of ``state_dict`` hands out a new one."""
 
 
 def _shards_of(weights: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
@@ -49,49 +54,52 @@ def _shards_of(weights: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
 
 
 class WeightNote:
-    """Tracks whether a Linear's weight was written to since its scale was last right for it.
+    """Tracks whether a module's weight was written to since its scale last fitted it.
 
-    Scales follow optimizer steps, so a new note is taken after each of them. Writes that torch does not count
-    (``.data``, numpy, fused optimizers) do not show here; the cast notices a weight that outgrew its scale.
+    The module ("linear" below) is an FP8Linear, or an FP8Experts with one note per weight. The optimizer's writes are
+    expected: scales follow them, so a new note is taken after each optimizer step. Writes that torch does not count
+    (``.data``, numpy, fused optimizers) stay unnoticed here; the cast notices a weight that outgrew its scale.
 
-    Notes are read in every forward, so the code makes few calls. They are taken in every step, for which ``NoteList``
-    has those of plain parameters in arrays.
+    Every forward reads notes, so the code makes few Python calls. Every step takes all notes again. To make that cheap,
+    ``NoteList`` keeps the values of ordinary notes in two lists for the whole model.
+
+    Times are numbers of boundaries passed, as counted by ``JobState.boundaries``.
     """
 
     def __init__(self, name: str = "weight") -> None:
-        """``name``: of the module's parameter."""
+        """``name``: the name of the module's parameter."""
         self.name = name
         self.resharded = False
-        """True if FSDP frees the weight between forward and backward. It shows gathered weights as other tensors, so
-        the note keeps the parameters found at ``attach``."""
+        """True if FSDP frees the gathered weight between forward and backward. FSDP then shows the module other tensors
+        than the sharded parameters, so the note keeps the parameters found at ``attach``."""
         self.awaited = True
-        """True: take the note at the next forward that records. FP8 state is new or loaded, and fits its weight.
-        Set by ``trust_next``."""
+        """True while FP8 state that is new, or was just loaded, counts as right for whatever weight comes: the next
+        forward that records amaxes takes the note. Set by ``trust_next``."""
         self.used_at = self.idle_at = -1
-        """Boundaries passed before the last forward that cast the weight to FP8, and before the last that did not."""
+        """Time of the last forward that cast the weight to FP8, and of the last that did not."""
         self.recorded_at = self.unrecorded_at = -2
-        """Boundaries passed before the last backward in FP8 that recorded amaxes, and before the last that did not,
-        although the recipe needs them."""
+        """Time of the last backward in FP8 that recorded amaxes, and of the last that did not although the recipe needs
+        them."""
         self.of_copy = False
-        """True if the Linear was copied or unpickled, and no note was taken since."""
+        """True if the module was copied or unpickled, and no note was taken since."""
         self._shards: list[tuple[Tensor, int]] = []
-        """Local tensors of the DTensor with their versions: its own, and those that a state_dict has handed out since
-        the note was taken. The standard loader writes to the latter, which no version of the parameter shows."""
+        """For a DTensor: its local tensor, and those that ``state_dict`` has handed out since the note was taken, each
+        with its version. torch's checkpoint loader writes to the latter, and no version of the parameter shows it."""
         self.stepped_at = -1
-        """Number of boundaries passed before the last optimizer step that changed the weight."""
+        """Time of the last optimizer step that changed the weight."""
         self.skipped: Tensor | None = None
-        """Non-zero (on the weight's device) if a loss scaler made that step change nothing."""
+        """On the weight's device: non-zero if a loss scaler skipped that optimizer step. None: no scaler."""
         self.stored: tuple[Tensor, ...] = ()
         """The stored parameters that the note describes; empty before the first note."""
-        self._counted: tuple[Tensor, ...] = ()  # ``stored`` and local tensors of DTensors: each has a version.
+        self._counted: tuple[Tensor, ...] = ()  # Tensors whose versions are compared: ``stored``, and local tensors.
         self._versions: list[int] = []
         self._address = 0  # 0: not compared, because FSDP or tensor parallelism moves the weight.
-        self._arrays: _Arrays | None = None  # Has the version and the address instead, at ``_place``.
+        self._arrays: _Arrays | None = None  # If set, it holds the version and the address instead, at ``_place``.
         self._place = 0
         self._plain: Tensor | None = None  # The weight, if its version, address and identity are all there is to note.
-        self._home: dict[str, nn.Parameter | None] = {}  # Where its Linear has it.
+        self._home: dict[str, nn.Parameter | None] = {}  # The ``_parameters`` dict of its module.
         self.marked = False  # Replaced in a way that versions do not show.
-        self._original_written = False  # The weight of which this one is a copy was, when the copy was made.
+        self._original_written = False  # This note's module is a copy, and the original was written to before that.
         self._linear: weakref.ref[nn.Module] | None = None
         self._now: list[int] | None = None  # Versions when ``written`` was last called.
         self._recorded: list[int] | None = None  # Versions at the last forward that recorded.
@@ -99,8 +107,8 @@ class WeightNote:
         self._remembered: list[weakref.ref[Tensor]] = []
 
     def copied(self) -> WeightNote:
-        """Return the note of a copy or pickle of the Linear, whose scale is right for its weight if this one's is.
-        ``belong_to`` completes it."""
+        """Return a note for a copy or pickle of the module. The copy's scale fits its weight if this one's does. Call
+        ``belong_to`` on the result once the copied module exists."""
         note = WeightNote(self.name)
         note.awaited, note.of_copy = False, True
         linear = self.linear
@@ -108,31 +116,34 @@ class WeightNote:
         return note
 
     def belong_to(self, linear: nn.Module) -> None:
-        """Note that ``linear`` was just copied or unpickled."""
-        if self.of_copy and not self.stored:  # Otherwise copy.copy() has shared the note.
+        """Bind the note of a copy to ``linear``, which was just copied or unpickled."""
+        if self.of_copy and not self.stored:  # copy.copy() shares the note with the original: leave that one alone.
             self._look_at(linear)
             self._versions = self._read()
 
     def sample_before_load(self, linear: nn.Module, loads: dict[WeightNote, Tensor]) -> None:
-        """Keep a sample of the weight as it is before other values are loaded into it, for ``StepWatch``. Local."""
+        """Add a sample of the weight to ``loads``, before other values are loaded into the weight. ``StepWatch``
+        compares it at the next optimizer step. Keeps the samples of the first 4 weights only. Local."""
         stored = stored_parameters(linear, self.name)
         if len(loads) < SAMPLED_WEIGHTS and stored and not stored[0].is_meta:
             loads.setdefault(self, sample_of(stored[0]))
 
     @property
     def linear(self) -> nn.Module | None:
-        """The Linear whose weight this is; None if it is gone."""
+        """The module that has the weight; None if it does not exist any more."""
         return None if self._linear is None else self._linear()
 
     def bind(self, linear: nn.Module) -> WeightNote:
-        """Note whose weight this is, and return the note."""
+        """Set the module that has the weight, and return the note."""
         self._linear = weakref.ref(linear)
         return self
 
     def remember(self, parameters: Iterable[Tensor]) -> None:
-        """Remember the parameters that store the weight: an optimizer may still hold them after others replace them.
+        """Keep weak references to the parameters that store the weight. An optimizer may still hold a parameter that
+        the module has replaced.
 
-        Not where torch swaps the contents of parameters to move them: it refuses those that have weak references.
+        Does nothing if torch swaps the contents of parameters (``set_swap_module_params_on_conversion``), because torch
+        refuses to swap tensors that have weak references.
         """
         if torch.__future__.get_swap_module_params_on_conversion():
             return
@@ -147,10 +158,10 @@ class WeightNote:
         return [parameter for known in self._remembered if (parameter := known()) is not None]
 
     def take(self, linear: nn.Module, attached: bool = False) -> None:
-        """Note that the scale is right for the weight as it is now.
+        """Take the note: from now on, the scale counts as right for the weight as it is at this call. Local.
 
         Args:
-            attached: True if called by ``attach``, when FSDP shows its shards.
+            attached: True if called by ``attach``, when the module's parameters are FSDP's shards.
         """
         self._leave_arrays()
         weight = linear._parameters.get(self.name)
@@ -168,21 +179,22 @@ class WeightNote:
         self._in_backward = None
 
     def hand_out(self, weights: Iterable[Tensor]) -> None:
-        """Note that a state_dict hands out ``weights``. Keeps no memory alive but that of the parameter's shard."""
+        """Watch the tensors that ``state_dict`` hands out for writes. They share memory with the parameter's shard, so
+        keeping them costs no memory."""
         self._shards += _shards_of(weights)
         del self._shards[1:-_KEPT_SHARDS]
 
     @property
     def written_in_place(self) -> bool:
-        """True if a local tensor of the weight was written to since the note was taken: maybe on this rank alone."""
+        """True if a local tensor of a DTensor weight was written to since the note was taken. Ranks may differ."""
         return any(shard._version != version for shard, version in self._shards)
 
     def follow_shards(self) -> None:
-        """Note that the scale is right for the weight as local writes have left it."""
+        """Accept the writes to local tensors: the scale now counts as right for the weight that they left."""
         self._shards = [(shard, shard._version) for shard, _ in self._shards]
 
     def trust_next(self) -> None:
-        """Note that FP8 state was loaded: the scale is right for the weight that the next forward finds."""
+        """Let the next forward that records take the note: FP8 state was loaded, and fits the weight found there."""
         self._leave_arrays()
         self.awaited = True
 
@@ -197,7 +209,7 @@ class WeightNote:
         self._counted = tuple(tensor for tensor in distinct.values() if not tensor.is_inference())
 
     def mark_written(self) -> None:
-        """Mark the weight as replaced in a way that versions do not show, and as not recorded since."""
+        """Mark the weight as written to where versions do not show it. No forward has recorded its new amax yet."""
         self._leave_arrays()
         self.marked, self._recorded = True, None
 
@@ -208,16 +220,18 @@ class WeightNote:
 
     @property
     def copy_written(self) -> bool:
-        """True if the Linear is a copy that may have been written to since it was made. Call ``written`` first."""
+        """True if the module is a copy whose weight was written to since the copy was made. Call ``written`` first: it
+        reads the versions that are compared here."""
         return self.of_copy and (self.written_in_place or self.marked or self._noted[0] != self._now)
 
     def was_recorded(self) -> None:
-        """Note that the forward that has just called ``written`` records the weight's amax."""
+        """Note that this forward records the weight's amax. Call ``written`` first: it reads the weight's versions."""
         self._recorded = self._now
 
     @property
     def unrecorded(self) -> bool:
-        """True if no forward has recorded the weight as ``written`` has just found it, so no scale will follow."""
+        """True if no forward recorded the amax of the weight as it was at the last call of ``written``. The next
+        boundary then cannot derive a scale for it."""
         return self._recorded != self._now
 
     def written(self, linear: nn.Module) -> bool:
@@ -232,17 +246,18 @@ class WeightNote:
             return False
         weight = linear._parameters.get(self.name)
         if weight is not self.stored[0]:
-            self._plain = None  # Its Linear may have another dict of parameters, too.
+            self._plain = None  # The module may have another ``_parameters`` dict, too: ``_home`` is out of date.
             return True
         # Under a dispatch mode, the weight may have no memory.
         return torch._C._len_torch_dispatch_stack() == 0 and weight.data_ptr() != address
 
     def holders(self, linear: nn.Module) -> tuple[Tensor, ...]:
-        """Return the parameters that an optimizer of the weight holds."""
+        """Return the parameters by which an optimizer that updates this weight can be recognised."""
         return self.stored if self.resharded and self.stored else stored_parameters(linear, self.name)
 
     def changed_between_backwards(self) -> bool:
-        """True if versions changed since the last call, without a note in between. Called in each recorded backward."""
+        """True if versions changed since the last call, and no note was taken in between. Each backward that records
+        amaxes calls this once."""
         before, takes = self._in_backward, 0 if self._arrays is None else self._arrays.takes
         self._in_backward = takes, self._read()
         return before is not None and before[0] == takes and before != self._in_backward
@@ -261,13 +276,14 @@ class WeightNote:
         return not special and self._plain is not None and self._home.get(self.name) is self._plain
 
     def _leave_arrays(self) -> None:
-        """Have what was noted in this note itself, because it is about to change alone."""
+        """Move the noted values from the arrays into this note, because only this note is about to change."""
         if self._arrays is not None:
             self._arrays.stale = True
             self._move(*self._noted, None)
 
     def _move(self, versions: list[int], address: int, arrays: _Arrays | None, place: int = 0) -> None:
-        """Have what was noted in these arrays from now on, or in this note."""
+        """Keep the noted values in ``arrays`` at ``place`` from now on; in this note if ``arrays`` is None."""
+        # ``changed_between_backwards`` compares counts of takes, and each holder of the values has its own count.
         takes, now = (0 if each is None else each.takes for each in (self._arrays, arrays))
         seen = self._in_backward
         self._in_backward = (now, seen[1]) if seen is not None and seen[0] == takes else None
@@ -275,19 +291,26 @@ class WeightNote:
 
 
 class _Arrays:
-    """Versions and addresses of the weights of many notes. Refers to no note, because notes refer to it."""
+    """Versions and addresses of the weights of many notes, by place. Has no references to notes: these would be
+    cycles."""
 
     def __init__(self, versions: list[int], addresses: list[int]) -> None:
         self.versions, self.addresses = versions, addresses
         self.takes = 0
-        """How often all notes were taken."""
+        """Number of times that all notes were taken at once."""
         self.stale = False
-        """True if a note has left, or may come back."""
+        """True if a note has left the arrays, or may be able to return to them."""
 
 
 class Held(NamedTuple):
-    """The notes of the weights that an optimizer holds. ``listed``: those with their values in ``arrays``, at
-    ``places``; None: at all places. ``weights``: theirs. ``others``: the rest."""
+    """The notes of the weights that one optimizer holds, or of all weights of a model.
+
+    Attributes:
+        listed: the notes whose values are in ``arrays``.
+        weights: their weights, in the same order.
+        places: their places in ``arrays``. None: all places, in order.
+        others: the notes that keep their values themselves.
+    """
 
     listed: list[WeightNote]
     weights: list[Tensor]
@@ -296,7 +319,11 @@ class Held(NamedTuple):
     others: list[WeightNote]
 
     def changed(self, versions: list[int], addresses: list[int]) -> list[WeightNote]:
-        """Return the listed notes whose weights have other versions or addresses in the arrays."""
+        """Return the listed notes whose weights have other versions or addresses than the arrays.
+
+        Args:
+            versions, addresses: current values of ``weights``.
+        """
         old = self.arrays
         if self.places is None and versions == old.versions and addresses == old.addresses:
             return []
@@ -306,34 +333,34 @@ class Held(NamedTuple):
 
 
 class NoteList:
-    """The notes of a model's weights, which a step compares and takes all at once.
+    """The notes of a model's weights. A step compares and takes all of them at once.
 
-    Ordinary notes have their versions and addresses in arrays. So a step makes no call for each of them, and writes to
-    none of them. Other notes (of a DTensor, a parametrization or a replaced parameter, or marked) are looked at one by
-    one. A note that changes alone leaves the arrays, and comes back once it has been taken.
+    Ordinary notes have their versions and addresses in arrays, so a step needs no Python call per note. Other notes (of
+    a DTensor, a parametrization or a replaced parameter, or marked as written) are read one by one. A note that changes
+    alone leaves the arrays, and returns to them after it was taken.
     """
 
     def __init__(self, notes: Sequence[WeightNote], lasts: bool = True) -> None:
-        """``lasts``: False for a list that is used once, for which arrays do not pay."""
+        """``lasts``: False for a list that is used once: building arrays would cost more than they save."""
         self.notes = notes
         self._lasts = lasts
         self._all = Held([], [], _Arrays([], []), None, [*notes])
         self._all.arrays.stale = lasts
-        self._homes: list[dict[str, nn.Parameter | None]] = []  # Where the Linears have them, and their names.
-        self._names: list[str] = []
-        # The ids of an optimizer's parameters, and which listed weights these are.
+        self._homes: list[dict[str, nn.Parameter | None]] = []  # The ``_parameters`` dicts of the listed weights, …
+        self._names: list[str] = []  # … and their names in these. With both, ``_sort`` finds replaced parameters.
+        # Per optimizer: the ids of its parameters, and the notes of those that are listed weights.
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], Held]] = weakref.WeakKeyDictionary()
 
     def take(self, held: Held | None = None, stepped_at: int | None = None) -> list[WeightNote]:
         """Take the notes, as ``WeightNote.take`` does one by one.
 
         Args:
-            held: those to take, without those that are awaited. None: all.
-            stepped_at: number of boundaries passed before an optimizer step that has ended. None: there was none.
+            held: take only these, except awaited ones (``WeightNote.awaited``). None: take all.
+            stepped_at: time of the optimizer step that has just ended, as a number of boundaries. None: there was none.
 
         Returns:
-            the notes of weights that were written to since that step; and of those that ``mark_written`` marked, and
-            that no forward has recorded since.
+            The notes of weights that were written to after this optimizer step, and of weights marked by
+            ``mark_written`` that no forward has recorded since.
         """
         self._sort()
         arrays, others = self._all.arrays, self._all.others
@@ -341,7 +368,7 @@ class NoteList:
             held = self._all
         else:
             others = held.others and [note for note in held.others if not note.awaited]
-        if held.arrays is not arrays:  # Notes have changed alone, inside the optimizer's step.
+        if held.arrays is not arrays:  # Notes left the arrays inside the optimizer's step: ``held`` has old places.
             return _take_each([*(note for note in held.listed if not note.awaited), *others], stepped_at)
         versions, addresses = list(map(_version_of, held.weights)), list(map(Tensor.data_ptr, held.weights))
         found = [] if stepped_at is None else held.changed(versions, addresses)
@@ -359,12 +386,12 @@ class NoteList:
         return found
 
     def find(self, optimizer: Optimizer | None = None) -> tuple[Held, list[WeightNote]]:
-        """Return the notes of the weights that an optimizer holds, or of all, and those for which ``written`` is
-        True."""
+        """Return the notes of the weights that ``optimizer`` holds (None: of all weights), and a list of those notes
+        among them whose weights were written to."""
         self._sort()
         held = self._all if optimizer is None else self._held_by(optimizer)
         if torch._C._len_torch_dispatch_stack():
-            suspects = held.listed  # ``written`` knows what not to look at.
+            suspects = held.listed  # Weights may have no memory here, so no address: ``written`` handles that.
         else:
             suspects = held.changed(list(map(_version_of, held.weights)), list(map(Tensor.data_ptr, held.weights)))
         living = ((note, note.linear) for note in (*suspects, *held.others))
@@ -388,7 +415,7 @@ class NoteList:
         return held._replace(others=[note for note, holders in stored if not distinct.isdisjoint(map(id, holders))])
 
     def _sort(self) -> None:
-        """Put all ordinary notes into the arrays, and no others, if this may have changed."""
+        """Put all ordinary notes into new arrays if notes may have become ordinary, or ceased to be."""
         same = all(map(operator.is_, map(dict.get, self._homes, self._names), self._all.weights))
         if (same and not self._all.arrays.stale) or not self._lasts:
             return
@@ -405,7 +432,7 @@ class NoteList:
 
 
 def _take_each(notes: Iterable[WeightNote], stepped_at: int | None) -> list[WeightNote]:
-    """Do what ``NoteList.take`` does, one by one."""
+    """Take each note by itself. For ``stepped_at`` and the result see ``NoteList.take``."""
     found = []
     for note in notes:
         linear = note.linear

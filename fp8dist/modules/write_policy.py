@@ -1,4 +1,9 @@
-"""WritePolicy: decides when a module's tensors are cast with their own amaxes, because a weight was written to."""
+"""WritePolicy: decides when a module's tensors are cast with their own amaxes, because a weight was written to.
+
+With delayed scaling, a tensor is cast with a scale from the amaxes of earlier steps. If somebody writes to a weight,
+that scale may be far too large, and the cast would saturate. The weight has then *outgrown* its scale. Its cast, and
+the casts of tensors computed from it, use the tensors' current amaxes instead.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +24,23 @@ __all__ = ["WritePolicy"]
 
 
 class WritePolicy:
-    """The limits of one module's scales, and its reports to other modules that its weight has outgrown its scale.
+    """Chooses the limits for the casts of one module, and reports to other modules that its weight outgrew its scale.
 
-    ``limit``, ``eval_limit``: overflow ratios above which the weight is cast with its own amax, in training and in eval
-    mode; see ``limits_of``.
+    ``limit``, ``eval_limit``: overflow ratios (amax * scale / largest number of the format) above which the weight is
+    cast with its own amax, in training and in eval mode; see ``limits_of``.
     """
 
     def __init__(self, recipe: Recipe, job: JobState, note: WeightNote, sync: ArenaSync) -> None:
-        """``note``: of the weight. ``sync``: of the arena of its slot."""
+        """``note``: the note of the weight. ``sync``: the sync of the arena that has the weight's slot."""
         self._recipe, self._job, self._note, self._sync = recipe, job, note, sync
         self.limit, self.eval_limit = limits_of(recipe)
 
     def limits(self, module: nn.Module, record: bool, training: bool) -> Outgrown:
-        """Return the limits for a forward of ``module``. Notes that the weight is used.
+        """Return the limits for a forward of ``module``, and update the weight's note: it is used now. Local.
 
-        The result is the same on each shard of a weight, and on one rank alone. Captured forwards do not look for
-        writes, nor do compiled ones: a version counter would become a constant of the graph, or a guard.
+        Ranks with shards of one weight get the same result as one rank with the whole weight. During CUDA graph capture
+        the weight's versions are not read, because the graph cannot read them again. (Compiled forwards do not call
+        this: a version counter would become a constant of the graph, or a guard.)
 
         Args:
             record: True if this forward records amaxes. Loaded FP8 state is right for the weight that such a
@@ -53,7 +59,7 @@ class WritePolicy:
         return limits
 
     def limits_now(self, module: nn.Module, training: bool) -> Outgrown:
-        """Return the limits for a forward of ``module``, without a note of it. For delayed scales."""
+        """Return the limits for a forward of ``module`` without recording that one runs. For delayed scaling only."""
         limit, note = self.limit, self._note
         written = note.written(module) or note.written_in_place
         others = limit if written and note.copy_written else None
@@ -61,21 +67,24 @@ class WritePolicy:
         return Outgrown(limit if training else self.eval_limit, others, written, upstream, not training)
 
     def limits_in_backward(self, limits: Outgrown) -> Outgrown:
-        """Return the limits for a gradient from those of the forward. By now, later modules have cast their weights,
-        too."""
+        """Return the limits for the output gradient: the forward's, with ``upstream`` read again. The gradient comes
+        from later modules, whose weights were cast after this module's forward."""
         if not self._recipe.delayed or torch.compiler.is_compiling():
             return limits
         upstream = self._upstream(limits.once)
         return limits if upstream is limits.upstream else limits._replace(upstream=upstream)
 
     def limits_of_parts(self, limits: Outgrown, weight: Tensor, parameter: Tensor, state: SlotViews) -> Outgrown:
-        """In eval mode, let all ranks that tensor parallelism gives a part of the weight cast with one scale, as an
-        export does. COLLECTIVE over these ranks: they all run this forward.
+        """Return limits with the scale of the whole weight, for an eval forward of a weight in parts (tensor
+        parallelism). So all ranks cast their parts with one scale, as an export does. Otherwise return ``limits``.
+
+        COLLECTIVE in eval mode for a sharded DTensor: one all-reduce (max) per sharded mesh axis, over the ranks that
+        have the parts. All of them run this forward.
 
         Args:
             weight: this rank's part.
-            parameter: the weight; a DTensor if it has parts.
-            state: of the weight's slot.
+            parameter: the whole weight; a DTensor if it has parts.
+            state: the state of the weight's slot.
         """
         if not (limits.once and is_dtensor(parameter)) or isinstance(weight, FP8Weight):
             return limits
@@ -86,8 +95,9 @@ class WritePolicy:
         return limits._replace(scale=scale_for(amax, state, self._recipe, limits.weight))
 
     def _upstream(self, in_eval: bool) -> Tensor | None:
-        """Return 0-d bool: True if another module's weight has outgrown its scale; see ``Growth``. None: nobody looked.
-        What eval forwards found is for eval forwards: an evaluation leaves no trace in training."""
+        """Return 0-d bool on the device: True if another module's weight has outgrown its scale since the last
+        boundary. None: no other module has reported. Reports of eval forwards count for eval forwards only, so that an
+        evaluation does not change training."""
         found: Tensor | None = None
         for growth in (self._job.growth, self._job.eval_growth if in_eval else None):
             if growth is not None and growth.boundaries == self._job.boundaries:
@@ -96,18 +106,23 @@ class WritePolicy:
         return found
 
     def report_new_scale(self, before: Tensor, scale: Tensor) -> None:
-        """Report to other modules whether the weight has outgrown the scale ``before``, and so gets this scale."""
+        """Report to other modules whether the weight outgrew its scale ``before``, and so got this smaller one: whether
+        ``before`` is more than 1.25 times ``scale``. Both float32, 0-d or [E]."""
         if self._recipe.delayed:
             self.report(before > OUTGROWN * scale)
 
     def report_cast(self, inv_scale: Tensor, state: SlotViews, in_eval: bool) -> None:
-        """Report to other modules whether the weight, which was cast with this inverse scale, has outgrown its
-        slot's."""
+        """Report to other modules whether the weight outgrew its scale: whether it was cast with an inverse scale more
+        than 1.25 times the slot's. A cold slot has no scale to outgrow."""
         self.report((inv_scale * state.scale > OUTGROWN) & ~state.cold, in_eval)
 
     def report(self, grown: Tensor, in_eval: bool = False) -> None:
-        """Report ``grown``, 0-d bool, or [E] of experts, to all forwards until the next boundary, or to eval forwards
-        only."""
+        """Report to the other modules, until the next boundary, that this module's weight outgrew its scale.
+
+        Args:
+            grown: bool on the device, 0-d, or [E] for experts.
+            in_eval: True: report to eval forwards only.
+        """
         job, grown = self._job, grown.any() if grown.ndim else grown
         growth = job.eval_growth if in_eval else job.growth
         if growth is None or growth.boundaries != job.boundaries:

@@ -1,4 +1,5 @@
-"""ReplayBuffer: the batches of the last steps, on the host, with the random numbers that their forwards began with."""
+"""ReplayBuffer: keeps the batches of the last steps on the host, each with the state of the random number generators
+at that time."""
 
 from __future__ import annotations
 
@@ -24,8 +25,14 @@ __all__ = ["KeptBatch", "ReplayBuffer"]
 
 
 class KeptBatch(NamedTuple):
-    """A batch on the host. ``leaves``: those of the pytree; tensors have a copy on the CPU. ``devices``: where they
-    were; None: not a tensor."""
+    """A batch on the host.
+
+    Attributes:
+        leaves: the leaves of the batch's pytree; tensors as copies on the CPU.
+        devices: for each leaf, the device where the tensor was. None: the leaf is not a tensor.
+        spec: the structure of the pytree.
+        random_state: the state of the random number generators when the batch was kept.
+    """
 
     leaves: list[Any]
     devices: list[torch.device | None]
@@ -33,12 +40,12 @@ class KeptBatch(NamedTuple):
     random_state: RandomState
 
     def batch(self) -> Any:
-        """Return a new copy of the batch, its tensors where they were. Local."""
+        """Return a new copy of the batch, with its tensors on their original devices. Local."""
         return tree_unflatten(list(map(_copied, self.leaves, self.devices)), self.spec)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes that the kept tensors take, with the random state."""
         tensors = [leaf for leaf in (*self.leaves, *self.random_state) if isinstance(leaf, Tensor)]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -51,14 +58,14 @@ class ReplayBuffer:
             recorder.keep(batch)
             loss = model(batch)
 
-    It holds at most ``last`` steps of this rank's batches, and some 20 kB for each microbatch, the state of the random
-    number generators. Each ``keep`` copies the batch. If it is on a GPU, the copy waits for the GPU; call ``keep``
-    before you move the batch there, and let the ``step`` of ``replay_on`` move it. Kept batches are not saved in
-    checkpoints.
+    It keeps this rank's batches of at most ``last`` steps, and about 20 kB per microbatch for the state of the random
+    number generators. Each ``keep`` copies the batch to the CPU. Copying a batch from a GPU waits for the GPU, so call
+    ``keep`` before you move the batch there, and move it in the ``step`` function that you pass to ``replay_on``. Kept
+    batches are not saved in checkpoints.
 
     Args:
         manager: the StateManager of the model, or a model that was not prepared.
-        last: number of steps, at least 1. Two are needed for jumps of delayed scales, which show one step later.
+        last: number of steps to keep, at least 1. A jump of a delayed scale is noticed one step later, so it needs 2.
     """
 
     def __init__(self, manager: StateManager | nn.Module, last: int = 2) -> None:
@@ -76,7 +83,7 @@ class ReplayBuffer:
 
     @functools.cached_property
     def _device(self) -> torch.device:
-        """The device that computes. Found at the first ``keep``, when the model is where it trains."""
+        """The device that computes. Read at the first ``keep``, because by then the model is on its final device."""
         model = self._owner if isinstance(self._owner, nn.Module) else Internals(self._owner).called_module
         parameter = next(model.parameters(), None)
         return torch.device("cpu") if parameter is None else compute_devices(model)(parameter)
@@ -128,11 +135,11 @@ class ReplayBuffer:
         self._steps[step].append(KeptBatch(copies, devices, spec, random_state(self._device)))
 
     def counts_for(self, manager: object) -> bool:
-        """True if this is the manager that counts the steps."""
+        """True if ``manager`` is the one whose steps this buffer counts."""
         return self._manager is manager
 
     def of(self, step: int) -> list[KeptBatch]:
-        """Return the kept batches of a step, in the order of its microbatches; none if it is not kept."""
+        """Return the kept batches of a step, in the order of its microbatches. Empty if the step is not kept."""
         return self._steps.get(step, [])
 
     @contextlib.contextmanager
@@ -145,7 +152,8 @@ class ReplayBuffer:
             self._paused = False
 
     def _begin(self, step: int) -> None:
-        self._steps.pop(step, None)  # Of a step that a loss scaler has skipped, or that is run again after a load.
+        # The number may be there already: a loss scaler skipped that step, or a checkpoint was loaded.
+        self._steps.pop(step, None)
         while len(self._steps) >= self._last:
             del self._steps[next(iter(self._steps))]
         self._steps[step], self._open = [], step
@@ -155,7 +163,7 @@ class ReplayBuffer:
 
 
 def _copied(leaf: Any, device: torch.device | None) -> Any:
-    """Return a copy of a leaf of a batch. ``device``: where a tensor goes."""
+    """Return a copy of a leaf of a batch. ``device``: where to put a tensor; ignored for other leaves."""
     if not isinstance(leaf, Tensor):
         return copy.deepcopy(leaf)
     return leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)

@@ -1,4 +1,4 @@
-"""Put back what a forward and a backward leave in a manager's FP8 state and its notes. Local."""
+"""Save a manager's FP8 state before extra forwards and backwards, and restore it after them. Local."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from fp8dist.modules.linear_slots import LinearSlots
 __all__ = ["kept_fp8_state"]
 
 _PERMANENT = ("_states", "replaying", "compiled", "graphed", "captured")
-"""Attributes that stay as a run leaves them: views of arenas, and what has been traced."""
+"""Attributes that are not restored: views of arenas, and facts that stay true, such as that a model was compiled."""
 
 
 def kept_fp8_state(cycle: StepCycle, modules: Sequence[LinearSlots]) -> Callable[[], None]:
-    """Return a function that puts everything back, as often as it is called. Commits a sync that is due first, which
-    the next forward would do.
+    """Save the FP8 state, and return a function that restores it. The function may be called several times.
+
+    Commits a pending sync first, as the next forward would.
 
     Args:
-        modules: all FP8Linears' slots of the manager.
+        cycle: the manager's step cycle.
+        modules: the LinearSlots of all FP8 weights of the manager.
     """
     cycle.state.settle()
     tensors = [sync.kept_records() for sync in cycle.syncs]
@@ -45,4 +47,5 @@ def kept_fp8_state(cycle: StepCycle, modules: Sequence[LinearSlots]) -> Callable
 
 
 def _sets(noted: Any) -> dict[str, Any]:
+    """Return the attributes of a ``Microbatches``, without its references to syncs."""
     return {name: value for name, value in noted.__dict__.items() if name != "_syncs"}

@@ -1,5 +1,10 @@
-"""``fp8dist.replay``: run a forward and a backward again, on this rank and on the next, and find the first module that
-differs."""
+"""``fp8dist.replay``: runs a forward and a backward again, on this rank and on the next one of its group, and finds the
+first module whose results differ.
+
+A *place* is one output of a module, or its gradient, in one call: runs are compared place by place, in order of
+execution. ``unsteady`` is the first place where this rank's two runs of its own batch differ. ``differs`` is the first
+place where this rank's run of the next rank's batch differs from the next rank's own run of it.
+"""
 
 from __future__ import annotations
 
@@ -55,24 +60,24 @@ def replay(
     """Run a forward and a backward again, and name the first module whose output or gradient is not the same.
     COLLECTIVE.
 
-    Each rank runs its own batch twice, then the next rank's batch, with that rank's random numbers. Of each module's
-    outputs and their gradients it takes digests, in execution order. If any differ, two or three more runs find the
-    first element, or the op. Works on any model, prepared or not: plain, in DDP, FSDP2 or tensor parallel, with
-    activation checkpointing, and with compiled blocks, which show as a whole. What cannot be replayed is refused with a
-    reason: see docs/replays.md.
+    Each rank runs its own batch twice, then the next rank's batch with that rank's random numbers. Digests of each
+    module's outputs, and of their gradients, are compared in order of execution. If any differ, up to three more runs
+    find the first element that differs, or the op. Works on any model, prepared or not: plain, in DDP, FSDP2 or tensor
+    parallel, with activation checkpointing, and with compiled blocks, each of which counts as one module. Other models
+    are refused with a reason: see docs/replays.md.
 
-    Afterwards everything is as before: gradients, buffers, FP8 state, random numbers, the scaler. State that a module
-    keeps in Python is not put back, but shows: its second run differs from its first. The memory that it takes is that
-    of one set of gradients and of the buffers.
+    Afterwards everything is restored: gradients, buffers, FP8 state, random numbers, the scaler. Not restored is state
+    that a module keeps in Python attributes. It is reported, because the second run then differs from the first. The
+    call needs extra memory for one copy of the gradients and of the buffers.
 
     Args:
         model: as the training loop calls it.
-        step: runs forward and backward on a batch, as the loop does, and no optimizer step. DDP reduces no gradients
-            in it, FSDP2 reduces them as always.
-        batch: of this rank: tensors and plain values, in tuples, lists and dicts.
-        group: the ranks that call this, each with whole copies and data of its own: a ProcessGroup or a DeviceMesh.
-            With tensor parallelism, the data-parallel axis. None: all ranks of the job.
-        random_state: what ``ReplayBuffer`` has kept with the batch. None: that of now.
+        step: runs forward and backward on a batch, as the training loop does, without the optimizer's step. DDP does
+            not reduce gradients in it, FSDP2 reduces them as always.
+        batch: this rank's batch: tensors and plain values, in tuples, lists and dicts.
+        group: a ProcessGroup or a DeviceMesh of the ranks that call this. Each has the whole model and its own data.
+            With tensor parallelism, pass the data-parallel axis. None: all ranks of the job.
+        random_state: the state that ``ReplayBuffer`` kept with the batch. None: the current state.
         scaler: a GradScaler that ``step`` uses.
         timeout: how long ranks wait for each other between the runs.
 
@@ -82,8 +87,8 @@ def replay(
     Raises:
         ConfigurationError: on all ranks: something cannot be replayed or sent, or ``step`` called an optimizer.
         Fp8DistError: on all ranks: ``step`` raised on one of them. The message has its text.
-        SyncError: a rank did not come. If ``step`` raises on one rank of a model that communicates in its forward, the
-            others time out there, and the message has the text.
+        SyncError: a rank did not make the call. Or ``step`` raised on one rank of a model that communicates in its
+            forward: the other ranks then time out there, and the message has the text of the error.
     """
     everyone = None if world_size() == 1 and group is None else SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     if everyone is not None and not everyone.communicates:
@@ -136,7 +141,7 @@ class _Replay:
             Internals(manager).settled().require("replay()")
 
     def _kept(self) -> Callable[[], None]:
-        """Take what is put back, and return a function that does it."""
+        """Save everything that a run changes, and return a function that restores it."""
         self._held = KeptModel(self._model)
         cycles = [Internals(manager).settled() for manager in managers_in(self._model)]
         slots = {id(c.job): [p.slots for p in fp8_parts(self._model) if p.slots.job is c.job] for c in cycles}
@@ -181,8 +186,8 @@ class _Replay:
         return judge(group.gather(result), skipped)
 
     def _with_ops(self, result: RankResult, everyone: list[RankResult], state: RandomState) -> RankResult:
-        """Name the ops at this rank's first place that differs from run to run. Another run on all ranks, if any has
-        one."""
+        """Add the names of the non-deterministic ops before the first place where this rank's own runs differ.
+        COLLECTIVE: if any rank has such a place, all ranks run the step once more."""
         if not self._any(one.unsteady is not None for one in everyone):
             return result
         with warnings.catch_warnings(record=True) as caught, _only_warning():
@@ -193,14 +198,15 @@ class _Replay:
         taken, index = run.taken(), result.unsteady[0]
         window = _window(taken, index)
         if result.unsteady[1].what == "gradient" and not _ops(caught[window]):
-            # GPUs run the backward on a thread of its own, which tells its warnings at the end.
+            # On GPUs the backward runs in another thread, and its warnings arrive after the backward.
             window = slice(window.start, None)
         return changed(result, ops=_ops(caught[window]))
 
     def _with_element(
         self, result: RankResult, everyone: list[RankResult], state: RandomState, theirs: Any
     ) -> RankResult:
-        """Find the first element that differs. Two more runs on all ranks, if any has found a difference."""
+        """Add the first element that differs from the next rank's. COLLECTIVE: if any rank found a difference, all
+        ranks run the step twice more, on their own batch and on ``theirs``, the next rank's (batch, random state)."""
         group = self._group
         assert group is not None
         if not self._any(one.differs is not None for one in everyone):
@@ -218,8 +224,8 @@ class _Replay:
         return changed(result, difference=found, note=note)
 
     def _any(self, ours: Iterable[bool]) -> bool:
-        """True if this group has any, or another whose ranks hold other parts of the model: its runs communicate with
-        ours. COLLECTIVE."""
+        """True if any of ``ours`` is True, on this rank or on a rank that holds another part of the same parameters.
+        These ranks must all run again, because their runs communicate. COLLECTIVE: one all-reduce per such group."""
         found = any(ours)
         for group in self._sharing:
             flag = torch.tensor(int(found), device=group.device)
@@ -231,7 +237,7 @@ class _Replay:
         return "; ".join([likeness(self._device), *(f"{name} {value}" for name, value in kernel_flags().items())])
 
     def _unsteady(self) -> list[str]:
-        """Return why ranks cannot be compared; the same on all ranks. COLLECTIVE."""
+        """Return reasons why the results of different ranks cannot be compared. Equal on all ranks. COLLECTIVE."""
         found = unsteady_settings(self._device, self._model)
         for group in (*self._sharing, self._group):
             if group is not None:
@@ -246,7 +252,14 @@ class _Replay:
         keep: int | None = None,
         mark: Callable[[], Any] | None = None,
     ) -> Outputs:
-        """Run ``step`` once from the kept state. COLLECTIVE: all ranks leave it, or all raise."""
+        """Restore the saved state and run ``step`` once. COLLECTIVE: it returns on all ranks or raises on all.
+
+        Args:
+            what: name of the run, for errors.
+            state: state of the random number generators to start from.
+            keep: index of the place whose tensor to keep. None: keep none.
+            mark: called at each place; the results are in ``Taken.marks``.
+        """
         outputs = Outputs(self._model, self._digester, keep, mark)
         for put in self._puts:
             put()
@@ -264,7 +277,7 @@ class _Replay:
         """Run ``act`` on all ranks. If it raises on one, raise on all. COLLECTIVE.
 
         Args:
-            what: the run, for the message. "": ``act`` only looks, and its message says all.
+            what: name of the run, for the message. "": ``act`` is a check, whose own message is enough.
         """
         error: Exception | None = None
         try:
@@ -287,17 +300,19 @@ class _Replay:
 
 
 def _at(taken: Taken, index: int | None) -> tuple[int, Place] | None:
-    """Return (index, place). A run that is longer than ``taken`` differs after its end."""
+    """Return (index, place) of ``taken``. If the index is after its end, because the other run was longer, the place is
+    the last one."""
     return None if index is None else (index, taken.places[min(index, len(taken.places) - 1)])
 
 
 def _here(taken: Taken, found: tuple[int, Place] | None) -> Place | None:
-    """Return what this rank has at the place; None if its run was shorter."""
+    """Return this rank's place at the index that was found. None: nothing was found, or this rank's run was shorter."""
     return None if found is None or found[0] >= len(taken.places) else taken.places[found[0]]
 
 
 def _sharing(model: nn.Module, group: SyncGroup | None) -> list[SyncGroup]:
-    """Return the groups that share out parameters and reach beyond ``group``, in the same order on all ranks. Local."""
+    """Return the process groups over which DTensor parameters are sharded or replicated, if they have ranks outside of
+    ``group``. In the same order on all ranks. Local."""
     found: dict[tuple[int, ...], Any] = {}
     for parameter in model.parameters():
         if is_dtensor(parameter):
@@ -312,7 +327,7 @@ def _index(found: tuple[int, Place] | None) -> int | None:
 
 
 def _window(taken: Taken, index: int) -> slice:
-    """Return which warnings came between the last place before ``index``, and ``index``."""
+    """Return the slice of those warnings that came between the place before ``index`` and the place at ``index``."""
     start = taken.marks[index - 1] if 0 < index <= len(taken.marks) else 0
     return slice(start, taken.marks[index] if index < len(taken.marks) else None)
 
@@ -330,7 +345,7 @@ def _first_element(mine: Tensor, theirs: Tensor, digester: Digester) -> Differen
 
 
 def _how(result: RankResult, found: Difference | None) -> str:
-    """Return how this rank's result differs from the next one's, if not in an element."""
+    """Return a note on how this rank's place differs from the next rank's, if not in an element; else ""."""
     assert result.differs is not None
     expected, here = result.differs[1], result.here
     if here is None or here[:4] != expected[:4]:
@@ -354,7 +369,11 @@ def _spoilt(model: nn.Module) -> str:
 
 
 def _note(result: RankResult, mine: str, theirs: str, how: str) -> str:
-    """Return notes on a difference: ``how`` it shows if no element differs, and how the ranks' settings differ."""
+    """Return a note on a difference: ``how`` (see ``_how``), and the settings in which the two ranks differ.
+
+    Args:
+        mine, theirs: settings of this rank and of the next, separated by "; ".
+    """
     notes = [how] if how else []
     ours, others = mine.split("; "), theirs.split("; ")
     here, there = [text for text in ours if text not in others], [text for text in others if text not in ours]
@@ -367,6 +386,7 @@ def _note(result: RankResult, mine: str, theirs: str, how: str) -> str:
 
 
 def _as_json(error: Exception, what: str) -> str:
+    """Return [True if the user's call was refused, message], as text that ranks can exchange. See ``_error``."""
     rank, refused = f"rank {own_rank()}", isinstance(error, ConfigurationError) or not what
     if refused:
         return json.dumps([True, f"{error} ({rank})"])
@@ -379,7 +399,7 @@ def _error(refused: bool, text: str) -> Fp8DistError:
 
 @contextlib.contextmanager
 def _only_warning() -> Iterator[None]:
-    """torch warns of non-deterministic ops in the block."""
+    """Context in which torch warns of non-deterministic ops. Inside it, ops with a deterministic version use that."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -404,7 +424,8 @@ def _refusing_optimizers() -> Iterator[None]:
 
 
 def _kept_scaler(scaler: Any) -> Callable[[], None]:
-    """Return a function that puts back a GradScaler's notes about its optimizers. update() alone changes its scale."""
+    """Return a function that restores what a GradScaler stores about each optimizer. Its scale needs no restoring: only
+    ``update()`` changes it, which a step without an optimizer does not call."""
     notes = {optimizer: dict(state) for optimizer, state in scaler._per_optimizer_states.items()}
 
     def put_back() -> None:

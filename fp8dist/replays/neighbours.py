@@ -1,4 +1,4 @@
-"""Exchange batches: each rank of a group gets what the next one has."""
+"""Exchange batches between ranks: each rank of a group gets a copy of the next rank's batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def require_sendable(batch: Any) -> None:
 
 
 def copy_of(batch: Any) -> Any:
-    """Return new containers and tensors, so that a step may write to them. The tensors have no graph."""
+    """Return a copy of a pytree, so that a step may write to its tensors. The copies are detached from autograd's graph
+    but keep ``requires_grad``. Other leaves are not copied."""
 
     def copied(tensor: Tensor) -> Tensor:
         plain = tensor.detach().resolve_conj().resolve_neg()
@@ -40,12 +41,13 @@ def copy_of(batch: Any) -> Any:
 
 
 def from_next(given: Any, group: SyncGroup, device: torch.device) -> Any:
-    """Return a copy of the next rank's ``given``, as ``copy_of`` makes it: a pytree of tensors and plain values. The
-    last rank gets the first one's.
-    COLLECTIVE: an all-gather of sizes, and an all-to-all in which each rank sends its copy to one other.
+    """Return a copy of the next rank's ``given``, as ``copy_of`` makes it. The last rank gets the first rank's.
+
+    COLLECTIVE over the group: an all-gather of sizes, and an all-to-all in which each rank sends to one other.
 
     Args:
-        device: where tensors go that are not on the CPU.
+        given: a pytree of tensors and plain values; see ``require_sendable``.
+        device: where to put received tensors that were not on the sender's CPU.
     """
     packed = io.BytesIO()
     torch.save(copy_of(given), packed)
@@ -63,5 +65,5 @@ def from_next(given: Any, group: SyncGroup, device: torch.device) -> Any:
     def placed(storage: Any, location: str) -> Any:
         return torch.serialization.default_restore_location(storage, location if location == "cpu" else str(device))
 
-    # Not ``weights_only``: it comes from a rank of this job, as the objects of ``all_gather_object`` do.
+    # ``weights_only`` is not needed: the data come from a rank of this job, which is trusted as in all_gather_object.
     return torch.load(io.BytesIO(received.cpu().numpy().tobytes()), placed, weights_only=False)

@@ -1,8 +1,9 @@
 """FP8 kernels. Each has a plain-torch version, which is the reference for the fused Triton version.
 
-All functions take and return plain tensors and know nothing about slots, groups or modules.
+All functions take and return plain tensors. Only the caller knows about modules and process groups. A *slot* here is
+one place in the arrays of FP8 state: the scale and the recorded amax of one tensor.
 
-This file does not import torch: code that checks flags reads these names before anything heavy is loaded.
+This file does not import torch, so that a command line can check its options before anything slow is loaded.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Literal
 __all__ = ["BACKENDS", "BLOCK", "GEMMS", "Gemm"]
 
 BACKENDS = ("auto", "triton", "torch", "reference")
+"""Names of the implementations. "auto": Triton on GPUs with FP8, else torch; see ``backends.runs_fused``."""
 
 BLOCK = 128
-"""Block size of block scaling: elements of a row that share a scale and, in square blocks, rows that share one."""
+"""Block size of block scaling: 128 consecutive elements of a row share a scale; in square blocks, of 128 rows."""
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")

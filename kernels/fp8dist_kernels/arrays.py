@@ -1,4 +1,8 @@
-"""The FP8 state of n slots as flat arrays, and the rule by which a step updates them."""
+"""The FP8 state of n slots as flat arrays, and the rule by which a step updates them.
+
+A *slot* is the state of one FP8 tensor. A *launch* moves the amaxes recorded since the last one (``pending``) into the
+message that ranks all-reduce; a *commit* puts the result into the history and computes new scales.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ TAKEN, NONFINITE, SATURATED = range(3)
 class UpdateRule(NamedTuple):
     """How a commit computes scales from amaxes."""
 
-    length: int  # Length of the amax window, in entries.
+    length: int  # How many of the last amaxes a scale depends on.
     margin: int
     power_of_two: bool
     just_in_time: bool  # True: cold slots are cast with their own amax.
@@ -83,7 +87,12 @@ class StateArrays(NamedTuple):
     def allocate(
         fp8_max: Sequence[float], rounds_to_max: Sequence[float], ring: RingShape, device: torch.device
     ) -> StateArrays:
-        """Return the initial state of slots with these formats. No weight is sharded."""
+        """Return the initial state of n slots. No weight is sharded.
+
+        Args:
+            fp8_max, rounds_to_max: the limits of each slot's format; see the table above.
+            ring: shape of the history of each slot.
+        """
         n = len(fp8_max)
 
         def full(*shape: int, value: float, dtype: torch.dtype) -> Tensor:
@@ -114,9 +123,13 @@ class StateArrays(NamedTuple):
         )
 
     def with_shards(self, slots: Sequence[int], users: Sequence[Sequence[int]]) -> StateArrays:
-        """Return the same arrays, with the weights at the indices ``slots`` sharded.
+        """Return the same arrays, set up for sharded weights.
 
-        ``users``: for each weight, the indices of its users' input slots, padded to equal length."""
+        Args:
+            slots: the indices of the sharded weights' slots.
+            users: for each of these weights, the indices of the input slots of all modules that multiply with it. All
+                of equal length: repeat an index to fill up.
+        """
         device = self.pending.device
         places = torch.tensor(slots, dtype=torch.int64, device=device)
         shard_of = torch.full_like(self.shard_of, -1)

@@ -17,8 +17,8 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def runs_fused(backend: str, device: torch.device) -> bool:
-    """True if ``fp8dist_kernels.triton`` handles tensors on ``device``: with "triton" always, with "auto" on GPUs with
-    FP8."""
+    """True if the Triton kernels handle tensors on ``device``: with backend "triton" always, with "auto" on GPUs that
+    support FP8."""
     return backend == "triton" or (backend == "auto" and device.type == "cuda" and why_not_triton(device) is None)
 
 
@@ -32,10 +32,10 @@ def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
 
 @functools.cache
 def why_not_triton(device: torch.device) -> str | None:
-    """Return why Triton's kernels cannot run on ``device``, or None if they can."""
+    """Return why the Triton kernels cannot run on ``device``, as a phrase for an error, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if device.type == "cpu":  # Triton reads it at import, so this result may be cached.
+    if device.type == "cpu":  # Triton reads TRITON_INTERPRET once, at import, so caching this result is safe.
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if interpreted:
             return None

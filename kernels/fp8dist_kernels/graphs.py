@@ -1,8 +1,8 @@
 """Checks for CUDA graph capture and torch.compile, whose forwards bypass Python.
 
-Host code runs once, when the graph is made; a replay repeats only operations on tensors. So code must not read from
-the device during capture, and the host's work at the end of a step waits for ``StateManager.poll``. A compiled forward
-cannot commit.
+Python code runs once, when a CUDA graph is captured; a replay repeats only operations on tensors. So code must not
+read values from the device during capture, and the work that the host does at the end of each step is done later, by
+``StateManager.poll``. A compiled forward cannot commit a pending sync either.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def compiled_any() -> bool:
     """True if torch.compile has made a graph in this process.
 
     A compiled module cannot report itself: Dynamo allows no side effects inside activation checkpointing. So read
-    Dynamo's counters and treat any graph as ours. A false positive makes a commit earlier than necessary, never later.
+    Dynamo's counters and treat any graph as ours. A wrong True only makes a commit happen earlier than necessary.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

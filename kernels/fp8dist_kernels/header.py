@@ -1,8 +1,8 @@
 """The header of a sync message: four words, then their bitwise complements.
 
-``send`` is int32[8 + n]: the header, then the bits of ``pending``. After an integer MAX over ranks,
-``reduced(w) == ~reduced(~w)`` iff all ranks sent the same ``w``: the left side is the largest w, the right side the
-smallest.
+A message is int32[8 + n]: the header, then the recorded amaxes of n slots as bits. The header lets one all-reduce also
+check that ranks agree. After an integer MAX over ranks, the reduced word is the largest ``w``, and the complement of
+the reduced complement is the smallest. So the two are equal if and only if all ranks sent the same ``w``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ __all__ = ["HEADER", "WORDS", "WORD_MANIFEST", "WORD_SCALE_HIGH", "WORD_SCALE_LO
 WORDS = 4
 HEADER = 2 * WORDS
 WORD_MANIFEST, WORD_STEP, WORD_SCALE_LOW, WORD_SCALE_HIGH = range(WORDS)
+"""Places of the words: a digest of the settings that ranks agreed on, the step counter, and a 64-bit digest of the
+scales in two halves."""
 
 
 def header_agreement(reduced: Tensor) -> Tensor:

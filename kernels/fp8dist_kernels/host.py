@@ -1,7 +1,8 @@
-"""Launch and commit on a CPU: ``reference/update.py`` in numpy, on the same memory.
+"""``launch`` and ``commit`` of a sync on a CPU: the functions of ``reference/update.py``, in numpy on the same memory.
 
-For a few hundred slots, the time goes into calls, and a call of numpy costs a fraction of one of torch.
-``reference/update.py`` says what is right, and tests compare all bits.
+A launch fills the message that ranks all-reduce; a commit computes new scales from the result. With a few hundred
+slots most of the time goes into calls, and a numpy call costs a fraction of a torch call. ``reference/update.py``
+defines the results; tests compare all bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 class HostArrays:
-    """numpy views of a ``StateArrays`` in CPU memory. Its field comments say where type or shape differ."""
+    """numpy views of a ``StateArrays`` in CPU memory, of the same names. Comments say where dtype or shape differ."""
 
     def __init__(self, arrays: StateArrays) -> None:
         self.pending = _bits(arrays.pending)  # int32
@@ -45,7 +46,7 @@ class HostArrays:
         slots, blocks = arrays.block_max.shape
         self.block = arrays.history.shape[1] // blocks  # Length of a block.
         self.nothing = np.full(slots, DID_NOT_RUN_BITS, dtype=np.int32)
-        # Tensors, because torch finds the maxima of short rows eight times faster.
+        # torch tensors, because torch computes the maxima of short rows eight times faster than numpy.
         self.row_maxima = arrays.block_max
         # Scratch: each slot's block that a commit writes to.
         self.entries = torch.empty(slots, self.block, dtype=torch.float32)
@@ -73,7 +74,7 @@ def launch(arrays: HostArrays, hold: Tensor | None, drop_nonfinite: bool) -> Non
 
 
 def commit(arrays: HostArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor | None) -> Tensor:
-    """See ``reference.update.commit``. ``reduced`` may be longer than the message."""
+    """See ``reference.update.commit``. ``reduced``, the all-reduced message, may have more elements after it."""
     a, message = arrays, reduced.numpy()
     header = message[:HEADER].tolist()
     differ = [word != ~complement for word, complement in zip(header[:WORDS], header[WORDS:])]
@@ -91,7 +92,8 @@ def commit(arrays: HostArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor |
 
 
 def _amax_bits(a: HostArrays, bits: Array) -> Array:
-    """Return the amaxes of a message, where a sharded weight's counts if one of its users ran."""
+    """Return the amaxes of a message, int32 bits [n]. A sharded weight's amax counts only if a module that uses the
+    weight ran on some rank."""
     if a.shards.size:
         bits = bits.copy()
         ran = bits[a.shard_users].max(1) >= 0
@@ -100,7 +102,7 @@ def _amax_bits(a: HostArrays, bits: Array) -> Array:
 
 
 def _update(a: HostArrays, rule: UpdateRule, bits: Array) -> None:
-    """Update flags, histories, counters and scales from amaxes."""
+    """Update flags, histories, counters and scales in place. ``bits``: the amaxes of all ranks, float32 as int32[n]."""
     amax, taken, saturated = bits.view(np.float32), a.taken, a.saturated
     np.less(bits.view(np.uint32), INFINITY_BITS, out=taken)  # Unsigned, DID_NOT_RUN is larger.
     np.greater_equal(bits, INFINITY_BITS, out=a.nonfinite)

@@ -22,10 +22,10 @@ def scale_from_amax(
 ) -> Tensor:
     """Return the scale to cast with, given the largest magnitude.
 
-    ``(fp8_max / amax) / 2**margin`` in float32, with IEEE divisions. An infinite result becomes float32's maximum. An
-    ``amax`` of 0, Inf or NaN keeps ``previous``. The results equal TransformerEngine's (``_default_sf_compute`` in its
-    ``pytorch/quantization.py``), except that results below float32's smallest normal number become that number, so that
-    1 / scale is finite. Elementwise; any shape.
+    It is ``(fp8_max / amax) / 2**margin`` in float32, with IEEE divisions. An infinite result becomes float32's
+    maximum. Where ``amax`` is 0, Inf or NaN, the result is ``previous``. The results equal TransformerEngine's
+    (``_default_sf_compute`` in its ``pytorch/quantization.py``), except that results below float32's smallest normal
+    number become that number, so that 1 / scale is finite. Elementwise; any shape.
 
     Args:
         amax: float32, >= 0 or NaN.
@@ -50,9 +50,8 @@ def scale_from_amax(
 
 
 def amax_behind_scale(scale: Tensor, fp8_max: Tensor, margin: int) -> Tensor:
-    """Return the amax that gives ``scale``. Approximate for power-of-two scales, which were rounded down.
-
-    float32, elementwise.
+    """Return the amax from which ``scale`` was computed. Approximate for power-of-two scales, which were rounded down.
+    Elementwise, float32.
 
     Args:
         margin: the margin of the recipe that computed the scale.

@@ -1,7 +1,7 @@
-"""Taps: a cast or product tells a listener what it was called with, and what it has computed.
+"""Taps: each cast or product calls a listener with its arguments and results.
 
-A tap is a tensor, because graphs of torch.compile hand tensors to an op, and nothing else that is not a constant. Its
-listener is an attribute of it, and the place of the call is a constant number.
+A tap is an empty tensor with the listener as an attribute. It is a tensor because a graph of torch.compile can pass
+only tensors and constants to an op. The *site* is a constant number of the caller's choice; it identifies the call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ results, and must copy what it keeps: callers free operands and results, or over
 
 
 def tap_on(device: torch.device, listener: Listener) -> Tensor:
-    """Return a tap for ops on ``device``."""
+    """Return a tap for ops on ``device``, which calls ``listener``."""
     tap = torch.empty(0, device=device)
     tap.listener = listener  # type: ignore[attr-defined]
     return tap
@@ -33,5 +33,5 @@ def listener_of(tap: Tensor) -> Listener:
 
 
 def notify(tap: Tensor, op: str, site: int, args: tuple[Any, ...], options: dict[str, Any], *results: Tensor) -> None:
-    """Call the tap's listener with a call of ``op``: its site, arguments, options and results."""
+    """Call the tap's listener. See ``Listener`` for the arguments."""
     listener_of(tap)(op, site, args, options, results)

@@ -1,9 +1,9 @@
 """Casts as plain torch operations, for torch.compile.
 
-Inductor cannot look into an op. Written like this, a cast and its amax become part of the kernels that compute ``x``:
-``x`` is not read again for its amax, and often never stored. Given the same ``x``, the results equal those of the ops
-bit for bit. Divisions, which a GPU may round otherwise, are left to ``ops.choose_scale``, or done in float64.
-Casts that become part of other kernels do not notify their tap.
+Inductor cannot look into a custom op. Written as torch operations, a cast and its amax become part of the kernels that
+compute ``x``: ``x`` is not read again for its amax, and often never stored. Given the same ``x``, the results equal
+those of the ops in ``ops.py`` bit for bit. A GPU's float32 divisions may round differently, so they are left to
+``ops.choose_scale``, or done in float64. Casts that become part of other kernels do not notify their tap (``taps.py``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def quantize(
             power_of_two=power_of_two, rows=rows, columns=columns, outgrown=outgrown, backend=backend,
             site=site, tap=tap,
         )  # fmt: skip
-    # The op is opaque, so its result is kept for the backward, where the slot may have another scale.
+    # Inductor may recompute torch operations in the backward, where the slot may have another scale. It keeps the
+    # result of an op, so the backward has the forward's scale.
     chosen = ops.choose_scale(
         _amax(x) if record or just_in_time or outgrown is not None else None,
         scale,
@@ -90,7 +91,8 @@ def quantize_rowwise(
 
 
 def _may_be_empty(x: Tensor) -> bool:
-    """True if x is empty, or has a size that only data decide (such as ``x[mask]``): then the op casts it."""
+    """True if x is empty, or has a size known only at run time (such as ``x[mask]``). Then the caller must use the op:
+    amax of an empty tensor raises."""
     # Imported here because it takes 0.3 seconds. A compiler has imported it already.
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
@@ -98,11 +100,12 @@ def _may_be_empty(x: Tensor) -> bool:
 
 
 def _amax(x: Tensor) -> Tensor:
-    return x.abs().amax()  # Keeps NaN.
+    return x.abs().amax()  # NaN if x contains one, as in the ops.
 
 
 def _scales(x: Tensor, dim: int, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Return scales along ``dim`` and their inverses, as ``scale_from_amax`` gives them with IEEE divisions.
+    """Return one scale per row (``dim`` 1) or column (``dim`` 0), and their inverses. They equal the results of
+    ``scale_from_amax`` with IEEE divisions.
 
     A GPU's float32 division may be inexact. A quotient of float32 numbers that is computed in float64 and then rounded
     has the same bits as a correctly rounded one (Figueroa, "When is double rounding innocuous?", 1995).
@@ -131,8 +134,11 @@ def _copies(
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what ``reference.casts.scaled`` returns. No clamp, because it propagates NaN, and no instruction that does
-    may stand near a transposed FP8 store (triton issue 11111)."""
+    """Return x * scale, limited to the format's range, in float32: the values of ``reference.casts.scaled``.
+
+    Comparisons in place of ``clamp``: Triton compiles clamp to an instruction that propagates NaN, and gives wrong
+    results if such an instruction is near a transposed FP8 store (triton issue 11111).
+    """
     limit = torch.finfo(dtype).max
     x = x.float()
     y = x * scale

@@ -12,14 +12,16 @@ __all__ = ["expert_of_rows", "measure_grouped"]
 
 
 def expert_of_rows(tokens: int, offsets: Tensor) -> Tensor:
-    """Return int64[tokens]: the expert of each row, E for rows of nobody. See ``groups``. Does not read the device."""
+    """Return int64[tokens]: the expert of each row, E for rows without one (see ``groups.py``). Does not wait for the
+    device."""
     return torch.bucketize(torch.arange(tokens, device=offsets.device), offsets, right=True)
 
 
 def measure_grouped(
     x: Tensor, offsets: Tensor | None, inv_scale: Tensor, dtype: torch.dtype, saturated: Tensor, underflow: Tensor
 ) -> None:
-    """Do ``shares.measure`` for each expert. An expert without elements records nothing.
+    """Record for each expert the shares of elements that a cast saturates and flushes to zero, as running maxima. See
+    ``shares.measure`` for what counts. An expert without elements records nothing.
 
     Args:
         x: [tokens, features], sorted by expert, with ``offsets``; or a weight [E, n, k] without.
@@ -45,7 +47,7 @@ def measure_grouped(
         by_row = counted.sum(-1)
         if offsets is None:
             count = by_row.sum(-1)
-        else:  # One more place takes the rows of nobody.
+        else:  # One more element counts the rows without an expert.
             count = torch.zeros(experts + 1, dtype=torch.int64, device=x.device)
             count = count.scatter_add_(0, expert_of_rows(len(x), offsets), by_row)[:experts]
         share = (count.float() / elements).view(torch.int32)

@@ -1,12 +1,16 @@
-"""Groups: rows of a matrix, sorted by expert. Where a group lies in the copies of a cast, and bounds for all groups.
+"""Groups: the rows of a matrix, sorted by expert. Where each group lies in the copies that a cast makes, and how large
+these copies must be.
 
 ``offsets`` is int32[E] on the device of the rows: the ends of the groups, never decreasing, the last at most the number
 of rows. Group ``e`` is the rows from ``offsets[e - 1]`` (0 for the first) up to ``offsets[e]``; it may be empty. Rows
-from ``offsets[-1]`` on belong to nobody: their memory may be uninitialised. No kernel reads them; outputs of a cast or
-a product are 0 there, and their inverse scales are 1. Of other offsets, the twins in plain torch raise ValueError; the
-kernels, which cannot, compute with what ``cut`` makes of them.
+from ``offsets[-1]`` on belong to no group: their memory may be uninitialised. No kernel reads them. Outputs of a cast
+or a product are 0 there, and their inverse scales are 1.
 
-Shapes must not depend on what the device holds, so buffers have room for the worst case.
+Offsets that decrease or exceed the number of rows are wrong. The plain-torch versions raise ValueError for them; the
+Triton kernels cannot raise, and use ``cut(offsets)``.
+
+The host does not know the offsets' values. So the shapes of results depend on the numbers of rows and groups only, and
+have room for the worst case.
 """
 
 from __future__ import annotations
@@ -31,12 +35,12 @@ def columns_bound(tokens: Any, groups: Any) -> Any:
 
 
 def blocks_bound(tokens: Any, groups: Any) -> Any:
-    """Return how many blocks of 128 tokens cover all groups at most, if each group starts a block of its own."""
+    """Return the largest number of blocks of 128 tokens that the groups can need. Each group starts a new block."""
     return (tokens + (BLOCK - 1) * groups) // BLOCK
 
 
 def require_groups(offsets: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless ``offsets`` may be the ends of groups. Their values are not read."""
+    """Raise ValueError unless dtype, shape and device of ``offsets`` are right. Does not read their values."""
     if offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) == 0 or not offsets.is_contiguous():
         raise ValueError(f"offsets must be contiguous int32 [experts], got {offsets.dtype} {tuple(offsets.shape)}")
     if offsets.device != device:
@@ -51,7 +55,7 @@ def cut(offsets: Tensor, tokens: int) -> Tensor:
 
 def rows_of(offsets: Tensor, tokens: int | None = None) -> list[tuple[slice, slice, slice]]:
     """Return, for each group: its rows, its columns in the transposed copy without padding, and its blocks of 128
-    tokens. Reads the device: for the twins in plain torch only.
+    tokens. Waits for the device, so only the plain-torch versions use it.
 
     Raises:
         ValueError: ``offsets`` decrease, or exceed ``tokens``, the number of rows.

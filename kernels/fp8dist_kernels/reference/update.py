@@ -1,4 +1,5 @@
-"""The two state updates of a step: launch (prepare the message for the collective) and commit."""
+"""The two updates of the FP8 state in a step. ``launch`` prepares the message that ranks all-reduce. ``commit`` takes
+the reduced amaxes into the history and computes new scales."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def give_back(message: Tensor, pending_bits: Tensor, hold: Tensor, drop_nonfinit
 
 
 def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor | None) -> Tensor:
-    """Roll the history, recompute the scales and increment the step counter.
+    """Put the reduced amaxes into the history, recompute the scales and increment the step counter, in place.
 
     If the ranks disagree about the manifest or the step, no amax is taken, because the amaxes may belong to another
     model or step. If they disagree only about scales, the amaxes are taken, and the commit makes the scales equal
@@ -104,8 +105,8 @@ def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor 
 
 
 def _judge(reduced: Tensor, hold: Tensor | None) -> tuple[Tensor | list[bool], Tensor | bool]:
-    """Return (agreement of the header words, True if the amaxes may be taken). Eight ints: a CPU compares them on the
-    host."""
+    """Return (agreement of the header words, True if the amaxes may be taken): tensors on CUDA, which are not waited
+    for. On a CPU plain values, because comparing eight ints in Python is faster than calling torch."""
     if reduced.is_cuda:
         agreement = header_agreement(reduced)
         same_step = agreement[: WORD_STEP + 1].all()
