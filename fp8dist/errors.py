@@ -46,26 +46,26 @@ class ConfigurationError(Fp8DistError, ValueError):
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """An unknown keyword argument. The message names the right one. A TypeError, as in plain Python."""
+    """An unknown keyword argument. The message suggests the right one. It is a TypeError, as in plain Python."""
 
 
 class NotAModelError(ConfigurationError, AttributeError):
-    """The manager that ``prepare`` returned was used as the model. An AttributeError, so that ``hasattr`` is False."""
+    """The manager that ``prepare`` returned was used as the model. It is an AttributeError, so ``hasattr`` is False."""
 
 
 class ManifestMismatchError(Fp8DistError):
     """Ranks of one group were prepared differently (model, recipe or settings).
 
-    Every rank of the group raises it with the same text, which names the ranks and the
-    first slot or setting that differs.
+    Every rank of the group raises it with the same text, which names the ranks, and the first slot or setting that
+    differs.
     """
 
 
 class DivergenceError(Fp8DistError):
     """FP8 state, or other compared data, differs between ranks that must hold the same.
 
-    Raised on every rank of the group at the same boundary. The message names the first differences; ``report`` has all
-    of them, and one rank has logged it as a table.
+    Raised on every rank of the group at the same point of the program. The message names the first differences.
+    ``report`` has all of them, and one rank has logged it as a table.
     """
 
     def __init__(self, report: Divergence) -> None:
@@ -78,10 +78,10 @@ class DivergenceError(Fp8DistError):
 
 @dataclass(frozen=True)
 class LossAlarm:
-    """A loss that triggered a guard.
+    """A loss that triggered a loss guard (``fp8dist.LossGuard``).
 
-    ``median``: the running median for comparison; None while there were too few losses. ``streak``: consecutive alarms
-    of this kind, including this one.
+    ``median``: the running median of earlier losses; None: there were too few. ``kind``: "spike" or "nonfinite".
+    ``streak``: number of consecutive alarms of this kind, including this one.
     """
 
     step: int
@@ -113,8 +113,8 @@ class LossDiverged(Fp8DistError):
 class SyncError(Fp8DistError, RuntimeError):
     """The collective of a step or of a check failed or timed out.
 
-    The message names its owner, the step, the ranks and the missing ranks, as far as the job's store knows them. The
-    communication library's own error is its cause. The process group can no longer be used.
+    The message names the manager, the step, the ranks that took part, and the missing ranks as far as the job's store
+    knows them. ``__cause__`` is the error of the communication library. The process group can no longer be used.
     """
 
 

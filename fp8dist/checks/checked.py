@@ -1,4 +1,4 @@
-"""What a check looked at that found no difference: kept by the manager, written to events.jsonl, read from there."""
+"""Checked: what a check without a difference compared. The manager keeps it, and a run's events.jsonl records it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from fp8dist.common.text import first_few, plural
 __all__ = ["Checked"]
 
 _NAMED = 4
-"""Tensors that are not finite, of which a sentence has the names."""
+"""The most tensors with NaN or infinity whose names are written."""
 
 
 class Checked(NamedTuple):
-    """A check after ``step`` that found no difference.
+    """A check that found no difference.
 
-    ``compared``: number of compared things by kind; None: the run's folder does not say it, because an older version
-    wrote it. ``compared_bytes``: their bytes by kind, as far as they are known. ``unverified``: kinds of which nothing
-    could be compared, with the reason. ``nonfinite``: names of tensors with NaN or infinity. ``partial``: kinds of
-    which only some were compared, with how many of how many.
+    Attributes:
+        step: number of optimizer steps before the check.
+        compared: number of compared things by kind, such as {"parameter": 72}. None: unknown, because an older version
+            of this library recorded the event.
+        compared_bytes: their bytes by kind, as far as they are known.
+        unverified: kinds of which nothing could be compared, with the reason.
+        nonfinite: names of tensors with NaN or infinity.
+        partial: kinds of which only a part was compared, with a text such as "1 of 6 parameters".
     """
 
     step: int
@@ -33,12 +37,13 @@ class Checked(NamedTuple):
 
     @classmethod
     def of(cls, step: int, report: Divergence) -> Checked:
-        """Return what the report of a check after ``step`` says."""
+        """Return what the report of a check after ``step`` compared."""
         return cls(step, report.compared, report.compared_bytes, report.unverified, report.nonfinite, report.partial)
 
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Checked:
-        """Return what an event of kind "checked" says. Malformed fields count as absent."""
+        """Return what an event of kind "checked" holds, a line of events.jsonl as a dict. Malformed fields count as
+        absent."""
         compared, sizes = (_counts(event.get(name)) for name in ("compared", "compared_bytes"))
         unverified, partial = (_texts(event.get(name)) for name in ("unverified", "partial"))
         names = event.get("nonfinite")
@@ -46,7 +51,7 @@ class Checked(NamedTuple):
         return cls(event["step"], compared, sizes or {}, unverified, nonfinite, partial)
 
     def fields(self) -> dict[str, Any]:
-        """Return all but the step, as JSON values."""
+        """Return the event's fields, as JSON values. Without the step, which each event has anyway."""
         return {
             "compared": None if self.compared is None else dict(self.compared),
             "compared_bytes": dict(self.compared_bytes),
@@ -57,32 +62,34 @@ class Checked(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """True if the check looked for values that are not finite, and found none."""
+        """True if the check looked for NaN and infinity, and found none."""
         return self.compared is not None and not self.nonfinite
 
     @property
     def verified(self) -> bool:
-        """True if all parameters were compared, and are finite: a checkpoint of this step is good. Of a model with
-        trainable parameters only these count."""
-        return self._some and "parameter" not in self.partial
+        """True if all parameters were compared, and are finite: a checkpoint of this step is good. Frozen parameters
+        beside trainable ones do not count."""
+        return self._compared_parameters and "parameter" not in self.partial
 
     @property
     def part(self) -> str:
-        """How many of the parameters were compared, and all are finite; "" if all or none were compared."""
-        return self.partial.get("parameter", "") if self._some else ""
+        """How many parameters were compared, such as "1 of 6 parameters", if all are finite; "" if all or none were
+        compared."""
+        return self.partial.get("parameter", "") if self._compared_parameters else ""
 
     @property
-    def _some(self) -> bool:
+    def _compared_parameters(self) -> bool:
+        """True if at least some parameters were compared, and all values are finite."""
         return self.finite and bool((self.compared or {}).get("parameter")) and "parameter" not in self.unverified
 
     @property
     def covers(self) -> bool:
-        """True if the check is ``verified``, or of an older run, which does not say what it compared."""
+        """True if the check is ``verified``, or if what it compared is unknown (an older version's event)."""
         return self.verified or self.compared is None
 
     @property
     def text(self) -> str:
-        """What was compared, in words that follow "a check found"."""
+        """What was compared, in words that complete "a check found"."""
         if self.compared is None:
             return "equal what it compared (the run does not say what)"
         parts = [f"{compared_text(self.compared, self.compared_bytes) or 'nothing'} equal"]
@@ -95,6 +102,7 @@ class Checked(NamedTuple):
 
 
 def _texts(value: Any) -> dict[str, str]:
+    """Return texts by name; empty if it is something else."""
     return {str(kind): str(text) for kind, text in value.items()} if isinstance(value, Mapping) else {}
 
 

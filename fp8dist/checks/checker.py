@@ -1,4 +1,9 @@
-"""Check that the ranks of a manager agree: act on the verdicts of syncs, and compare all other state on request."""
+"""Checker: compares what the ranks of one manager must hold alike, and acts on differences.
+
+There are two kinds of comparisons. The *sync* is the all-reduce of amaxes that ends each step. Its header compares the
+ranks' manifests (set-ups), step counters and scales, for each *arena* (the slots that one group of ranks shares). The
+result is the sync's *verdict*. A *check* compares everything else on request: FP8 state, parameters, optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -49,24 +54,29 @@ logger = logging.getLogger("fp8dist")
 
 
 class ReplayFacts(Protocol):
-    """What an event says of a replay that followed it; ``fp8dist.Replayed`` has more."""
+    """The part of ``fp8dist.Replayed`` that an event needs. A Protocol, because this room may not import replays."""
 
     def fields(self) -> dict[str, Any]:
-        """Return what a line of events.jsonl says, as JSON values."""
+        """Return the fields of the event's line in events.jsonl, as JSON values."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event for the callbacks of a monitor or a policy.
+    """Something that happened in step ``step``, for the callbacks of ``manager.on_event``.
 
-    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales did not change), "saturated" (weights that
-    are gathered in FP8 exceeded the range of their scale in ``slots``), "fallback" (the modules that cast ``slots`` run
-    in high precision for some steps), "jump" (the scales of ``slots`` jumped since the last watched step), "diverged"
-    (see ``report``) or "replayed" (``replay``: an ``fp8dist.Replayed``). Callbacks get events at boundaries and in
-    ``check()``, the same ones on all ranks.
+    ``kind`` is one of these:
 
-    ``cause``: of "nonfinite" and "jump", which cast recorded the first bad amax: its step, rank, microbatch, module and
-    role. None: the watch did not observe it.
+    - "nonfinite": ``slots`` had a NaN or Inf amax; their scales did not change.
+    - "saturated": weights that FSDP2 gathers in FP8 exceeded the range of their scale; ``slots`` are theirs.
+    - "fallback": the modules that cast ``slots`` run in high precision for some steps.
+    - "jump": the scales of ``slots`` jumped since the last watched step.
+    - "diverged": ranks differ, see ``report``.
+    - "replayed": a kept batch was replayed; ``replay`` is an ``fp8dist.Replayed``.
+
+    Callbacks get events at boundaries (the end of a step) and in ``check()``, the same ones on all ranks.
+
+    ``cause``, for "nonfinite" and "jump": the cast that recorded the first bad amax, with its step, rank, microbatch,
+    module and role. None: no watch (``fp8dist.watch``) observed it.
     """
 
     kind: Literal["nonfinite", "saturated", "fallback", "jump", "diverged", "replayed"]
@@ -92,8 +102,11 @@ FAR_BEYOND = 2.0
 
 
 class _Outcome(NamedTuple):
-    """What one sync proved. ``place``: of the sync among the manager's. ``evidence``: None: the arena still has it.
-    ``proves``, ``fitted``: see ``Verdict``."""
+    """What one sync proved.
+
+    ``place``: index of the sync in ``ModelState.syncs``. ``evidence``: what this rank sent; None: the arena still holds
+    it. ``proves``: False if no collective made the verdict. ``fitted``: see ``Checker._handle_saturated``.
+    """
 
     place: int
     sync: ArenaSync
@@ -104,12 +117,16 @@ class _Outcome(NamedTuple):
 
 
 class Checker:
-    """Consistency checker of one manager.
+    """The consistency checker of one manager.
 
-    ``callbacks`` are called with each ``Event``. ``last``: what the newest check of parameters that found no difference
-    has compared; None: none. ``checked``: the newest step after which such a check is ``Checked.verified``; None: none.
-    ``on_checked``: called when ``last`` has a new value. ``amaxes``: the watch that knows which cast went wrong first;
-    None: there is none.
+    Attributes:
+        callbacks: called with each ``Event``.
+        amaxes: the watch that knows which cast recorded the first bad amax; None: nothing is watched.
+        checks: number of checks so far. ``seconds``: their time on the host.
+        on_checked: called when ``last`` has a new value.
+        last: what the newest check of parameters without a difference compared; None: there was no such check.
+        checked: the newest step after which such a check compared all parameters, and all were finite
+            (``Checked.verified``); None: there was none.
     """
 
     def __init__(self, state: ModelState, control: PrecisionControl) -> None:
@@ -120,32 +137,35 @@ class Checker:
         self.seconds = 0.0
         self.last: Checked | None = None
         self.checked: int | None = None
-        self._proven: dict[int, int] = {}  # By place in ``syncs``.
+        self._proven: dict[int, int] = {}  # The newest proven step, by index in ``syncs``.
         self.state, self._control = state, control
         syncs, groups = state.syncs, state.groups
-        # The arena that all ranks have. Without it, for example if a pattern names the same group, the widest one.
+        # The default arena is the one of modules that no pattern of ``prepare(groups=…)`` matches: all ranks have it.
+        # If patterns match all modules, it is the arena that most ranks share.
         widest = max(range(len(syncs)), key=lambda i: 0 if (group := groups[i]) is None else group.size, default=0)
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), widest)
-        self._last_good: dict[str, int] = {}  # By kind of what was compared.
+        self._last_good: dict[str, int] = {}  # The newest step at which all ranks were equal, by kind of thing.
         self._queued: list[Event] = []
-        self.standing = Standing()
-        self._standing_of = {id(sync): Standing() for sync in syncs}  # Found by their headers.
-        self.repairs = Repairs()
-        self._repairs_of = {id(sync): Repairs() for sync in syncs}  # Of what their headers found.
+        # A check and a sync each know only their own findings, so each has its own memory of them.
+        self.standing, self.repairs = Standing(), Repairs()
+        self._standing_of = {id(sync): Standing() for sync in syncs}
+        self._repairs_of = {id(sync): Repairs() for sync in syncs}
         self._warned_skipped = self._warned_saturated = self._warned_nonfinite = False
 
     def watch(self, module: nn.Module) -> None:
-        """Set the module that shows how parameters are replicated, such as the DDP wrapper. Keeps a weak reference."""
+        """Set the model as the training loop calls it: its wrappers, such as DDP, show which ranks hold copies of a
+        parameter. Keeps a weak reference."""
         self.state.job.called = weakref.ref(module)
 
     @property
     def proven(self) -> int | None:
-        """The newest step at which every sync found that the ranks had cast with equal state; None: none."""
+        """The newest step at which the syncs of all arenas found equal manifests, steps and scales; None: there was
+        none."""
         shared = [i for i, sync in enumerate(self.state.syncs) if sync.communicates and sync.every_step]
         return min((self._proven.get(i, 0) for i in shared), default=0) or None
 
     def forget_steps(self) -> None:
-        """Forget which steps were proven and checked, because steps are counted anew."""
+        """Forget which steps were proven and checked. For callers that start to count steps anew."""
         self.last = self.checked = None
         self._proven.clear()
 
@@ -157,9 +177,13 @@ class Checker:
         Call only at boundaries, which all ranks reach together.
 
         Args:
-            joins: inside a Join context. Ranks without data would not take part, so nothing is localised.
+            joins: True inside a Join context. Ranks without data take no part there, so a difference is reported
+                without a search for the ranks and slots that differ.
             only_immediate: skip verdicts that are still on a GPU, and recipes that do not update in the same step.
-            raises: allow the policy to raise.
+            raises: False: only log and notify, whatever ``check_policy`` is.
+
+        Raises:
+            DivergenceError: on all ranks of the group, if ranks differ, ``raises``, and ``check_policy`` is not "warn".
         """
         outcomes = self._read_verdicts(only_immediate)
         differing = self._handle(outcomes, joins) if outcomes else []
@@ -171,7 +195,8 @@ class Checker:
             DivergenceReport(tuple(f for report in left for f in report.findings), notes=(*notes,)).raise_if_diverged()
 
     def known_findings(self) -> list[Finding]:
-        """Return the differences that the last syncs found, for a check. COLLECTIVE when a sync found a difference."""
+        """Return the differences that the last syncs found, so that a check reports them too. COLLECTIVE when a sync
+        found a difference."""
         differing = self._handle(self._read_verdicts(), joins=False)
         return [finding for _, report in differing for finding in report.findings]
 
@@ -190,8 +215,14 @@ class Checker:
         return outcomes
 
     def _handle(self, outcomes: Sequence[_Outcome], joins: bool) -> list[tuple[ArenaSync, DivergenceReport]]:
-        """Count proven steps, queue events, apply fallbacks, and localise differences. Return the reports of syncs that
-        found a difference. COLLECTIVE over their groups, unless ``joins``."""
+        """Handle what syncs proved: count proven steps, queue events, switch slots to high precision, and localise
+        differences.
+
+        COLLECTIVE over the group of each sync that found a difference, unless ``joins``.
+
+        Returns:
+            The syncs that found a difference, each with its report.
+        """
         differing: list[tuple[ArenaSync, DivergenceReport]] = []
         before = self.state.job.step
         for outcome in outcomes:
@@ -201,6 +232,7 @@ class Checker:
                 if outcome.proves:
                     self._proven[outcome.place] = before + proof.replays
                 equal = DivergenceReport()
+                # What an earlier header reported, and this one does not, is over.
                 _log_changes(sync.group, self._standing_of[id(sync)], equal, HEADER_KINDS)
                 self._repairs_of[id(sync)].observe(equal, HEADER_KINDS)
             if not (proof.differs or proof.nonfinite or proof.saturated or proof.tripped):
@@ -220,15 +252,16 @@ class Checker:
         return differing
 
     def _handle_saturated(self, sync: ArenaSync, step: int, evidence: Evidence, fitted: bool) -> None:
-        """Queue a "saturated" event. Warn once, on one rank, if a weight exceeds its scale by far.
+        """Queue a "saturated" event for weights that FSDP2 gathered in FP8. One rank warns once if a weight exceeds its
+        scale by far.
 
         Args:
-            fitted: True if the step cast weights that had outgrown their scales with others, so that nothing far beyond
-                was cut off.
+            fitted: True if the step cast each weight that had outgrown its slot's scale with a fitting scale instead.
+                Then only weights just beyond their scale, which kept it, were cut off.
         """
         arena = sync.arena
         places = arena.shard_slots[evidence.flags[SATURATED][arena.shard_slots]]
-        used = arena.amax * evidence.scales[0] / arena.fp8_max
+        used = arena.amax * evidence.scales[0] / arena.fp8_max  # Above 1: values were cut off.
         if fitted:
             limit, _ = limits_of(arena.recipe)
             places = places[used[places] <= (0 if limit is None else limit)]
@@ -249,7 +282,7 @@ class Checker:
                 )
 
     def _handle_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
-        """Queue a "nonfinite" event on all ranks. One rank warns once: ``attach`` may lack the job's loss scaler."""
+        """Queue a "nonfinite" event. One rank warns once, because the user may have forgotten ``attach(scaler=…)``."""
         cause = self.cause_of_nonfinite()
         self._queued.append(Event("nonfinite", step, slots, cause=cause))
         if not self._warned_nonfinite and sync.speaks:
@@ -263,11 +296,13 @@ class Checker:
             )
 
     def cause_of_nonfinite(self) -> Cause | None:
-        """Return the first non-finite amax of the step that ended last, if the watch observed it. Local."""
+        """Return which cast recorded the first non-finite amax of the step that ended last. None: no watch observed it.
+        Local."""
         return None if self.amaxes is None else self.amaxes.nonfinite(self.state.job.step)[0]
 
     def _fall_back(self, sync: ArenaSync, step: int) -> None:
-        """Switch the modules of tripped slots to high precision. All ranks take the tripped slots from the sync."""
+        """Switch the modules of slots that triggered a fallback to high precision, and queue an event. Local: the sync
+        gave all ranks the same slots."""
         slots = _slots_where(sync.arena, sync.take_tripped())
         modules = self._control.fall_back(slots)
         if not modules:
@@ -285,26 +320,32 @@ class Checker:
             )
 
     def _localise(self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...]) -> DivergenceReport:
+        """Find the ranks and slots behind a failed header, and make the ranks' scales and steps equal again. COLLECTIVE
+        over the sync's group."""
         with on_device(sync.arena.device):
             found = localise(sync, evidence, differs)
         arena, sent = sync.arena, evidence.scales
         save_evidence(
             found.report, self.state.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding)
         )
-        # All ranks continue from one state. Otherwise every later sync would report the step, and a scale that the
-        # commit left alone, because its slot did not run, would be reported again and again.
+        # The commit has made the scales of slots that ran equal. The step, and scales of slots that did not run, are
+        # made equal here. Otherwise every later sync would report the same differences.
         arena.step.fill_(found.step)
         if found.reference is not None:
             scales, saturated = found.reference
             overwrites.adopt_untaken_scales(arena, scales, evidence.flags[TAKEN])
-            # Ranks with a damaged scale had judged saturation by it, so their counters are wrong, too.
+            # Ranks with a damaged scale judged saturation by it, so their counters are wrong, too.
             arena.counters[SATURATED] = saturated
             self.state.job.invalidate_casts()
         return found.report
 
     def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> DivergenceReport:
-        """Repair if the policy says so, and log. Return the report of what was repaired or remains. COLLECTIVE unless
-        ``joins``."""
+        """Finish the report of a sync that found a difference: repair if the policy is "repair", log on one rank, and
+        queue an event. COLLECTIVE unless ``joins``.
+
+        Returns:
+            The report, with what was repaired and what remains.
+        """
         assert sync.group is not None
         standing = self._standing_of[id(sync)]
         if not joins:
@@ -319,7 +360,12 @@ class Checker:
         return report
 
     def _mend_arena(self, sync: ArenaSync, group: SyncGroup, report: DivergenceReport) -> DivergenceReport:
-        """Compare the arena, whose scales the commit and ``_localise`` have made equal, and repair it. COLLECTIVE."""
+        """Compare the whole state of the arena, whose scales are equal by now, and repair what differs. COLLECTIVE.
+
+        Returns:
+            ``report``, if a copy cannot repair all of it. Else the same findings as repaired, or what differs after the
+            repair.
+        """
         if any(f.kind != "scale" or f.reference_rank is None for f in report.findings):
             return report
 
@@ -335,8 +381,8 @@ class Checker:
         return replace(after, findings=report.findings, repaired=mended_texts(report) + after.repaired)
 
     def settle_audits(self, audits: Audits) -> None:
-        """Repeat what other ranks have computed in this step, if it is audited, and log what they got wrong. COLLECTIVE
-        over the groups of the audited arenas.
+        """If this step is audited, repeat casts and products of other ranks, and log results that were wrong.
+        COLLECTIVE over the group of each audited arena.
 
         Raises:
             DivergenceError: on all ranks, unless the policy is "warn".
@@ -356,16 +402,19 @@ class Checker:
     def check(
         self, done: int, step: int, scope: Scope, policy: Policy, max_repairs: int | None = None
     ) -> DivergenceReport:
-        """Compare the FP8 state, and what ``scope`` selects, across the ranks. COLLECTIVE.
+        """Compare the FP8 state, and what ``scope`` selects, across the ranks. COLLECTIVE over ``anchor()``. Without
+        other ranks, it only looks for values that are not finite.
 
         Args:
             done: number of optimizer steps that the state is the result of.
             step: number of the step in progress, else ``done``.
-            max_repairs: see ``StateManager.check``. None: that of the settings.
+            policy: "warn", "raise" or "repair".
+            max_repairs: number of consecutive checks that may repair the same tensor. None: as in the settings.
 
         Raises:
-            DivergenceError: ranks differ, and ``policy`` is "raise", or "repair" and the repair failed.
-            ConfigurationError: there are several ranks, FP8 is not switched off, and there is nothing to compare.
+            DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise", or "repair" and the repair failed.
+            ConfigurationError: on all ranks, if there is nothing to compare although FP8 is on.
+            SyncError: a collective failed or timed out.
         """
         start = time.perf_counter()
         module = self.state.job.whole
@@ -391,8 +440,15 @@ class Checker:
         return report
 
     def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start) -> None:
-        """Compare what ``check`` would compare of the parameters. Before this process has passed a boundary also what
-        nothing wraps, between the ranks that share FP8 state, and before the first step buffers. COLLECTIVE over these.
+        """Compare the parameters at ``attach``: ranks that start from other weights train other models. COLLECTIVE over
+        the ranks that share FP8 state. Does nothing if there are none.
+
+        Compares the parameters that ``check`` compares. Before the first boundary of this process it also compares
+        models without any wrapper, and before the first step of a training also buffers. An error while reading is only
+        logged: it must not keep a job from training.
+
+        Args:
+            model: the prepared model. ``whole``: the model as the training loop calls it, with its wrappers.
 
         Raises:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
@@ -418,19 +474,19 @@ class Checker:
         """Return what this rank brings to ``compare_start``. Local."""
         first = not self.state.job.boundaries
         plain = first and is_plain(whole)  # Later, ranks may have trained on their own, as in local SGD.
-        # Modules with a group of their own, such as experts, may differ within it.
+        # Modules with a group of their own, such as experts, may differ between the anchor's ranks: leave them out.
         others = [sync for sync, group in zip(self.state.syncs, self.state.groups) if plain and group is not anchor]
-        own = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
-        inventory = Inventory(anchor, plain, own, at_start=True)
-        if not unknown(whole):  # Else ``attach`` has warned that the wrapper cannot be read.
-            # Resumed ranks may have other buffers. If ranks resume from other steps, that is a difference itself.
+        left_out = {name: None for sync in others for pattern in sync.patterns for name in (pattern, f"{pattern}.*")}
+        inventory = Inventory(anchor, plain, left_out, at_start=True)
+        if not unknown(whole):  # Else ``attach`` has warned that this torch does not show how FSDP shards the model.
+            # A resumed rank may rightly have buffers of its own. That ranks resume from other steps is found by itself.
             buffers = first and not self.state.job.step
-            # Plain parameters around the prepared model are not known to be shared.
+            # Without wrappers, only the prepared model is known to be replicated, not the modules around it.
             inventory.add_module(model if plain else whole, Scope(buffers=buffers))
         return inventory.holdings(self.state.job.step)
 
     def warn_of_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
-        """Warn once if parameters were to be compared, and none are. Local."""
+        """Warn once, on one rank, if a check of parameters could compare none. Local."""
         why = report.unverified.get("parameter")
         if why is not None and not self._warned_skipped:
             self._warned_skipped = True
@@ -438,7 +494,8 @@ class Checker:
                 logger.warning("fp8dist: no parameters are compared: %s", why)
 
     def anchor(self) -> SyncGroup | None:
-        """Return the ranks that check together: the default group, else DDP's, else the job. None for one rank."""
+        """Return the ranks that check together: the default arena's group, else DDP's, else the whole job. None: there
+        is one rank. Local."""
         module = self.state.job.whole
         group = self.state.groups[self._default]
         if group is not None:
@@ -453,16 +510,17 @@ class Checker:
         self._queued.append(event)
 
     def notify(self, event: Event) -> None:
-        """Queue an event, and run the callbacks. Local."""
+        """Queue an event, and run the callbacks with all queued events. Local."""
         self.queue(event)
         self._run_callbacks()
 
     def notify_diverged(self, report: DivergenceReport) -> None:
-        """Queue a check's report as an event, and run the callbacks. Local."""
+        """Queue a report of a difference as an event, and run the callbacks. Local."""
         self.notify(_diverged(report))
 
     def _run_callbacks(self) -> None:
-        """Run the callbacks. Call outside of collectives: if a callback raises, no rank is left waiting."""
+        """Run the callbacks with the queued events. Call it between collectives only: a callback may raise, and then no
+        other rank may be waiting for this one."""
         events, self._queued = self._queued, []
         for event in events:
             for callback in self.callbacks:
@@ -473,10 +531,17 @@ class Checker:
 class Comparison:
     """What a check compares, and across which ranks.
 
-    ``anchor``: the ranks that call the check. ``checkers``: the check compares their FP8 state and calls their
-    callbacks. ``device``: current CUDA device during the check, if it is a GPU. ``step``: number of the step in
-    progress, or of the last one; 0: unknown. ``last_good``: by kind, the last step at which all was equal.
-    ``manifest``: one more word that must be equal. ``vouched``, ``groups``: see ``Inventory``.
+    Attributes:
+        anchor: the ranks that call the check.
+        checkers: of the managers whose FP8 state is compared, and whose callbacks are called. Empty without FP8.
+        module: the model as the training loop calls it; None: compare FP8 state only.
+        scope: what of them is compared.
+        device: if it is a GPU, the current CUDA device during the check.
+        step: number of the step in progress, or of the last one; 0: unknown.
+        last_good: the newest step at which all ranks were equal, by kind of thing.
+        manifest: a text that must be equal on all ranks, such as the digest of the manifest; "": none.
+        vouched: True if the caller says that plain tensors are replicated over ``anchor``.
+        groups: fqn patterns of tensors that other groups replicate; None as a group: do not compare.
     """
 
     anchor: SyncGroup
@@ -503,7 +568,7 @@ class Comparison:
 
     @property
     def enabled(self) -> bool:
-        """False if the FP8 state that is compared belongs to managers that are switched off."""
+        """False if all managers of this check are switched off (``enabled=False``)."""
         return not self.checkers or any(checker.state.settings.enabled for checker in self.checkers)
 
     def notify(self, report: DivergenceReport) -> None:
@@ -523,15 +588,16 @@ def run_check(
     """Run a whole check: compare, save evidence, repair, log once, raise. COLLECTIVE over ``of.anchor``.
 
     Args:
+        policy: "warn", "raise" or "repair".
         instead: advice for the error that says that there is nothing to compare.
         report_dir: folder for evidence. None: it is not saved.
-        repairs: counts of earlier checks.
-        max_repairs: see ``StateManager.check``.
+        repairs: counts of the repairs of earlier checks.
+        max_repairs: number of consecutive checks that may repair the same tensor; None: any number.
 
     Raises:
         DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise", or "repair" and the repair failed.
-        ConfigurationError: on all ranks, if there are several, FP8 is not switched off, and there is nothing to
-            compare.
+        ConfigurationError: on all ranks, if there is nothing to compare although FP8 is on, or if no rank could read
+            what it compares.
         SyncError: a collective failed or timed out. The message names the missing ranks.
     """
     anchor, checkers = of.anchor, of.checkers
@@ -560,7 +626,8 @@ def run_check(
 
 
 def check_alone(module: nn.Module | None, scope: Scope, standing: Standing) -> DivergenceReport:
-    """Return the report of a rank that has no other to compare with: it only looks for values that are not finite."""
+    """Return the report of a check without other ranks: it only looks for values that are not finite, and logs new
+    ones. Local."""
     found = () if module is None else not_finite_in(module, scope)
     report = DivergenceReport(skipped=("there is one rank, or no process group",), nonfinite=found)
     _log_changes(None, standing, report, ())
@@ -568,8 +635,13 @@ def check_alone(module: nn.Module | None, scope: Scope, standing: Standing) -> D
 
 
 def _require_compared(of: Comparison, compared: Compared, instead: str) -> DivergenceReport:
-    """Return the report. Raise ConfigurationError if no rank could build its part, or there was nothing to compare. If
-    only some could, ranks differ. Switching FP8 off must not end a job that checks its FP8 state."""
+    """Return the report of ``compared``.
+
+    Raises:
+        ConfigurationError: on all ranks, if no rank could read what it compares (if only some could not, ranks differ,
+            and the report says so); or if FP8 state was asked for and there was nothing to compare. Not if FP8 is
+            switched off: that must not end a job that checks its FP8 state.
+    """
     report = compared.report
     failures = {rank: f.detail for f in report.findings if f.kind == "error" for rank in f.ranks}
     if failures.keys() >= set(of.anchor.ranks):
@@ -585,6 +657,7 @@ def _require_compared(of: Comparison, compared: Compared, instead: str) -> Diver
 
 
 def _log_start(report: DivergenceReport, ranks: int, seconds: float) -> None:
+    """Log what ``compare_start`` compared without a difference. ``ranks``: their number."""
     compared, left_out = compared_text(report.compared, report.compared_bytes), "; ".join(report.skipped)
     if not compared:
         why = left_out or "the model has no parameters"
@@ -601,10 +674,13 @@ def _log_changes(
     kinds: Collection[str],
     nonfinite_rank: int | None = None,
 ) -> None:
-    """Log which standing findings of these kinds a report has no more, and new values that are not finite. Local.
+    """Log what changed since the last report: earlier findings that are gone, and new values that are not finite.
+    Local.
 
     Args:
-        nonfinite_rank: the one that logs the latter; None: there is one rank, or no such value.
+        standing: the findings of earlier reports.
+        kinds: of the findings that ``report`` would have if they were not gone.
+        nonfinite_rank: the rank that logs values that are not finite; None: there is one rank, or no such value.
     """
     rank = group.rank if group is not None else 0
     new = standing.not_finite(report, nonfinite_rank)
@@ -613,7 +689,8 @@ def _log_changes(
 
 
 def _not_localised(sync: ArenaSync, step: int, differs: Sequence[str]) -> DivergenceReport:
-    """Return the report of a difference inside a Join context, where ranks without data take no part."""
+    """Return the report of a difference inside a Join context: it names no slot and no odd rank, because finding them
+    is collective, and ranks without data take no part."""
     ranks = tuple(sync.group.ranks) if sync.group is not None else ()
     detail = "not localised inside a Join context"
     return DivergenceReport(tuple([Finding(step, kind, kind, ranks, None, detail=detail) for kind in differs]))
@@ -624,7 +701,11 @@ def _diverged(report: DivergenceReport) -> Event:
 
 
 def _slot_evidence(arena: Arena, sent: torch.Tensor, finding: Finding) -> dict[str, Any] | None:
-    """Return the slot as it is after the commit, and the scales that it had at launch."""
+    """Return, as JSON values, the finding's slot as it is now, after the commit, and the scales that it had when this
+    rank sent them. None: the finding is about no slot of this arena.
+
+    ``sent``: float32[2, n], scale and inv_scale of each slot.
+    """
     content = ArenaContent(arena)
     index = next((i for i, key in enumerate(content.keys) if key.name == finding.name), None)
     if index is None:
@@ -634,4 +715,5 @@ def _slot_evidence(arena: Arena, sent: torch.Tensor, finding: Finding) -> dict[s
 
 
 def _slots_where(arena: Arena, mask: torch.Tensor) -> tuple[Slot, ...]:
+    """Return the slots where ``mask``, bool[n], is True."""
     return tuple(arena.specs[i].slot for i in mask.nonzero().flatten().tolist())

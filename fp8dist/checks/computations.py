@@ -1,4 +1,7 @@
-"""What a model's FP8 modules compute, as casts and products with known answers, and the results to compare."""
+"""Computations: the casts and products that a model's FP8 modules do, with known operands, and their results.
+
+``check(compute=True)`` lets each rank run them. Ranks with equal hardware and versions must get the same bits.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,20 @@ __all__ = [
 ]
 
 KIND = "computation"
-"""Kind of the things that are computed, and of findings about them."""
+"""Kind of the results that are compared, and of findings about them."""
 
 LARGEST = 8192
-"""Largest number of features: bounds the memory that a check needs."""
+"""The most features of an operand. Larger ones are cut, to bound the memory of a check."""
 
 
 def computations_of(parts: Iterable[Part]) -> dict[torch.device, tuple[Computation, ...]]:
-    """Return what the forwards and backwards of these parts of a model compute in FP8, each once, by device. Local.
+    """Return the casts and products that forwards and backwards of these parts do in FP8, by device. Local.
 
-    Inputs have autocast's dtype inside ``torch.autocast``, else the weight's. Modules with FP8 switched off are left
-    out.
+    Equal ones (same shapes, dtypes, recipe, backend) are listed once. Inputs have autocast's dtype inside
+    ``torch.autocast``, else the weight's. Parts with FP8 switched off are left out.
+
+    Args:
+        parts: FP8Linears and the grouped products of FP8Experts, each with its slots.
     """
     found: dict[torch.device, dict[Computation, None]] = {}
     for part in parts:
@@ -61,10 +67,11 @@ def computations_of(parts: Iterable[Part]) -> dict[torch.device, tuple[Computati
 
 
 class Factors(NamedTuple):
-    """What this rank multiplies in the products of a part.
+    """The weight that this rank multiplies with in a part.
 
-    ``shape``: of the weight, [(E,) out_features, in_features]. ``bias``: True if the product adds one. ``transposed``:
-    True if the weight is stored, and cast, transposed.
+    ``shape``: [out_features, in_features], of experts [E, out_features, in_features]; local under tensor parallelism.
+    ``bias``: True if the product adds a bias. ``transposed``: True if the weight is stored, and cast, as [in_features,
+    out_features].
     """
 
     shape: tuple[int, ...]
@@ -73,7 +80,12 @@ class Factors(NamedTuple):
 
 
 def factors_of(part: Part, resharded: bool) -> Factors:
-    """Return the factors of a part with a stored weight. ``resharded``: FSDP frees the weight."""
+    """Return what this rank multiplies in a part. Local.
+
+    Args:
+        part: with at least one stored weight.
+        resharded: True if FSDP frees the weight between forwards.
+    """
     module = part.module
     if isinstance(module, FP8Linear):
         shape = tuple(multiplied_shape(module, resharded))
@@ -96,20 +108,21 @@ def linear_computations(
     sideways: bool = False,
     into: bool = False,
 ) -> list[CastOf | ProductOf]:
-    """Return the casts and products of one Linear: those of the GEMMs that ``recipe`` has in FP8.
+    """Return the casts and products of one Linear, for the GEMMs that ``recipe`` does in FP8.
 
     Args:
-        shape: [out_features, in_features]; what is larger than ``LARGEST`` is cut.
-        dtype: of inputs and their gradients.
-        transposed: the weight is stored, and cast, as [in_features, out_features].
-        tokens: of inputs and gradients.
-        sideways: the weight is gathered in FP8.
-        into: the weight's gradient is added to a buffer.
+        shape: [out_features, in_features], each cut to ``LARGEST``.
+        dtype: of inputs and of gradients of outputs.
+        weight_dtype: of the weight and its gradient.
+        transposed: True if the weight is stored, and cast, as [in_features, out_features].
+        tokens: rows of inputs and of gradients of outputs.
+        sideways: True if FSDP2 gathers the weight in FP8: then dgrad multiplies a transposed view of it.
+        into: True if the weight's gradient is added to a float32 buffer (``main_grad``).
     """
     out, features = (min(size, LARGEST) for size in shape)
     x, w, grad = (recipe.format_of(role).name for role in Role)
     lines, squares = SCALINGS[recipe.by]
-    along = blocks_along(tokens, ALIGNMENT) * ALIGNMENT  # Casts pad the rows of transposed copies.
+    along = blocks_along(tokens, ALIGNMENT) * ALIGNMENT  # Tokens of a transposed copy, which casts pad.
     how: list[dict[str, Any]] = [
         {"gemm": gemm, "fast_accumulation": gemm in recipe.fast_accumulation, "backend": backend} for gemm in GEMMS
     ]
@@ -135,12 +148,12 @@ def product_computations(
     transposed: bool = False,
     backend: str = "auto",
 ) -> list[CastOf | GroupedProductOf]:
-    """Return the casts and products of one grouped product: those of the GEMMs that ``recipe`` has in FP8.
+    """Return the casts and products of one grouped product, for the GEMMs that ``recipe`` does in FP8.
 
     Args:
-        shape: [E, out_features, in_features]. What is larger than ``LARGEST`` is cut, and experts, so that all weights
-            together are not larger than the largest one of a Linear.
-        dtype, transposed: as in ``linear_computations``.
+        shape: [E, out_features, in_features]. Features are cut to ``LARGEST``, and experts so that all weights together
+            have at most ``LARGEST`` ** 2 elements.
+        dtype, weight_dtype, transposed: as in ``linear_computations``.
     """
     out, into = (min(size, LARGEST) for size in shape[1:])
     experts = max(1, min(shape[0], LARGEST**2 // (out * into)))
@@ -168,7 +181,13 @@ def _casts(
     tokens: int,
     experts: int = 0,
 ) -> list[CastOf]:
-    """Return the casts of a Linear or a grouped product, with the copies that its GEMMs in FP8 need."""
+    """Return the casts of a Linear or a grouped product. Each makes only the copies that the GEMMs in FP8 need: its
+    rows as they are, its columns (a transposed copy), or both.
+
+    Args:
+        shape: [out_features, in_features], of each expert.
+        experts: their number; 0: it is a Linear.
+    """
     out, into = shape
     fprop, dgrad, wgrad = (gemm not in recipe.high_precision for gemm in GEMMS)
     stored, copies = ((into, out), (dgrad, fprop)) if transposed else ((out, into), (fprop, dgrad))
@@ -186,22 +205,23 @@ def _casts(
 
 
 class ComputedContent(Content):
-    """Results of computations, which ``digests`` computes. They are kept, in host memory, as long as this object."""
+    """The results of computations on one device. ``digests`` runs the computations, and keeps the results in host
+    memory, for ``fields``."""
 
     def __init__(self, computations: Sequence[Computation], device: torch.device, suffix: str = "") -> None:
-        """``suffix``: of the names."""
+        """``suffix``: appended to each name, to distinguish the devices of one rank."""
         self._computations = tuple(computations)
         self._results: list[dict[str, Tensor]] = []
         super().__init__([Key(c.name(device) + suffix, KIND, (), "") for c in computations], device)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """See ``Content``."""
+        """See ``Content``. Empty: results have no size before they are computed."""
         return {}
 
     @torch.no_grad()
     def digests(self, digester: Digester) -> Tensor:
-        """See ``Content``."""
+        """See ``Content``. Runs all computations."""
         digest, found = digester.on(self.device), []
         self._results = []
         for computation, seed in zip(self._computations, self.seeds):
@@ -213,5 +233,5 @@ class ComputedContent(Content):
         return torch.cat(found).cpu()
 
     def fields(self, index: int) -> list[Field]:
-        """See ``Content``."""
+        """See ``Content``. After ``digests``; the tensors are on the CPU."""
         return [Field(name, KIND, tensor) for name, tensor in self._results[index].items()]

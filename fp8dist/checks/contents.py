@@ -1,4 +1,8 @@
-"""Contents to compare: named tensors, or the slots of an arena, with their digests."""
+"""Contents: things to compare, with names and digests. A *thing* is a named tensor, or a slot of FP8 state.
+
+A digest is two 64-bit numbers that depend on all bytes of a thing, on its name, shape and dtype. It is made from
+*leaves*: the digests of the thing's blocks of 256 KiB. If two digests differ, the leaves show the block that differs.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +39,19 @@ __all__ = [
 FINDING_KINDS: Mapping[str, str] = MappingProxyType(
     {"slot": "scale", "inv_scale": "scale", "cold": "scale", "amax": "history", "counters": "history"}
 )
-"""Kind of a finding by kind of the compared thing, where the two differ."""
+"""The kind of a finding, by the kind of the thing or field that differs, if the two kinds have different names."""
 
 _SLOTS_AT_ONCE = 256
+"""Slots whose state is copied into one buffer at a time."""
 _BYTES_AT_ONCE_ON_GPU = 1 << 26
-"""Bytes of slots that are copied together on a GPU: 256 slots are too little work for a kernel launch."""
+"""Bytes of such a buffer on a GPU, if they hold more slots: 256 slots are too little work for a kernel launch."""
 
 _NEIGHBOURS = 16
 """Elements on either side of a difference that an evidence file shows."""
 
 
 class Key(NamedTuple):
-    """Name and layout of a compared thing. Ranks compare things with equal keys."""
+    """Name and layout of a thing. Ranks compare things with equal keys. ``kind``: "parameter", "slot", …"""
 
     name: str
     kind: str
@@ -55,16 +60,16 @@ class Key(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A tensor that belongs to a compared thing. A parameter has one field, a slot has several."""
+    """A tensor that belongs to a thing. A parameter has one field, a slot has several."""
 
     name: str  # "" if the thing has one field.
-    kind: str  # Kind of its findings.
+    kind: str  # Kind of findings about it.
     tensor: Tensor
     locate: Callable[[int], tuple[int, ...]] | None = None  # See ``at``; None: the tensor's own index.
-    store: Callable[[Tensor], None] | None = None  # Writes back a value that is not stored as a tensor.
+    store: Callable[[Tensor], None] | None = None  # Writes back a repaired value that is not stored as a tensor.
 
     def at(self, place: int) -> tuple[int, ...]:
-        """Return the index that reports show of a place in the flattened tensor."""
+        """Return the index that reports show for position ``place`` of the flattened tensor."""
         return unravel(place, tuple(self.tensor.shape)) if self.locate is None else self.locate(place)
 
 
@@ -77,12 +82,12 @@ class NamedTensor(NamedTuple):
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context in which ``device``, if it is a GPU, is CUDA's current device."""
+    """Return a context in which ``device``, if it is a GPU, is CUDA's current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Digester:
-    """Computes digests on the device of each tensor. Makes the digest keys once per device."""
+    """Computes digests of tensors, each on its own device. Makes the constants for it once per device. Local."""
 
     def __init__(self) -> None:
         self._by_device: dict[torch.device, ContentDigest] = {}
@@ -94,19 +99,26 @@ class Digester:
         return self._by_device[device]
 
     def many_leaves(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """See ``ContentDigest.many_leaves``. Takes at least one tensor; all are on the same device."""
+        """Return the leaves of all tensors below one another, int64[blocks, 2], and each tensor's number of blocks.
+
+        Args:
+            tensors: at least one, all on the same device.
+
+        Raises:
+            ValueError: they are on the meta device.
+        """
         device = tensors[0].device
         if device.type == "meta":
             raise ValueError("it is on the meta device: materialise it first")
         return self.on(device).many_leaves(tensors)
 
     def leaves(self, tensor: Tensor) -> Tensor:
-        """Return int64[blocks, 2] on the tensor's device."""
+        """Return the leaves of a tensor: int64[blocks, 2] on its device."""
         return self.many_leaves([tensor])[0]
 
 
 class Content(ABC):
-    """A part of what one rank or one file holds. ``device``: where most of it is."""
+    """A part of what one rank or one file holds. ``keys``: of its things. ``device``: where most of them are."""
 
     def __init__(self, keys: Sequence[Key], device: torch.device) -> None:
         self.keys = tuple(keys)
@@ -114,15 +126,15 @@ class Content(ABC):
 
     @abstractmethod
     def digests(self, digester: Digester) -> Tensor:
-        """Return int64[len(keys), 2] on the CPU."""
+        """Return the digest of each thing, int64[len(keys), 2] on the CPU. Waits for the device."""
 
     @abstractmethod
     def fields(self, index: int) -> list[Field]:
-        """Return the tensors of one thing, as views of its memory, so that a repair can write to them."""
+        """Return the tensors of the thing at ``index`` in ``keys``, as views of its memory: a repair writes to them."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes by kind; without kinds whose size is not known."""
+        """Bytes of the things by kind. Kinds of unknown size are left out."""
         sizes: Counter[str] = Counter()
         for key in self.keys:
             sizes[key.kind] += math.prod(key.shape) * getattr(torch, key.dtype).itemsize
@@ -130,13 +142,13 @@ class Content(ABC):
 
     @property
     def seeds(self) -> Tensor:
-        """The keys' part of the digests: int64[len(keys), 2]."""
+        """The part of the digests that comes from the keys: int64[len(keys), 2] on the CPU."""
         hashes = b"".join(hashlib.blake2b(repr(tuple(key)).encode(), digest_size=16).digest() for key in self.keys)
         return torch.from_numpy(np.frombuffer(hashes, dtype="<i8").copy()).view(-1, 2)
 
 
 class TensorContent(Content):
-    """Tensors by name."""
+    """Tensors of one kind. They may be on several devices."""
 
     def __init__(self, kind: str, tensors: Sequence[NamedTensor]) -> None:
         device = tensors[0].tensor.device if tensors else torch.device("cpu")
@@ -158,14 +170,15 @@ class TensorContent(Content):
         return result
 
     def _leaves(self, digester: Digester, places: list[int]) -> tuple[Tensor, list[int]]:
+        """Return ``Digester.many_leaves`` of the tensors at ``places``. An error names the tensor."""
         try:
             return digester.many_leaves([self._tensors[i] for i in places])
         except Exception:
-            for i in places:  # One at a time, to name the tensor that cannot be read.
+            for i in places:  # One tensor at a time, to find the one that cannot be read.
                 try:
                     digester.leaves(self._tensors[i])
                 except Exception as error:
-                    # Keep the error's type only if its constructor surely takes one message.
+                    # Keep the type of the error, if its constructor is known to take one message.
                     kind = (
                         type(error) if type(error) in (RuntimeError, ValueError, NotImplementedError) else RuntimeError
                     )
@@ -178,7 +191,7 @@ class TensorContent(Content):
 
 
 class ArenaContent(Content):
-    """The slots of an arena: all state that must be equal on the ranks that share the arena."""
+    """The slots of an arena, each with all state that must be equal on the ranks that share the arena."""
 
     def __init__(self, arena: Arena) -> None:
         shape = (arena.ring.length,)
@@ -191,7 +204,7 @@ class ArenaContent(Content):
         return {"slot": sum(part.nbytes for part in self._columns())}
 
     def _columns(self) -> list[Tensor]:
-        """Return all that is compared: int32[slots, …] each."""
+        """Return all arrays that are compared, as bits: int32[slots, …] each."""
         arena = self._arena
         return [
             *(row[:, None].view(torch.int32) for row in (arena.scale, arena.inv_scale, arena.amax)),
@@ -207,7 +220,7 @@ class ArenaContent(Content):
         digest = digester.on(arena.device)
         columns = self._columns()
         width = sum(part.shape[1] for part in columns)
-        if width % 2:
+        if width % 2:  # Digests read 64-bit words.
             columns.append(torch.zeros(len(arena), 1, dtype=torch.int32, device=arena.device))
             width += 1
         at_once = _SLOTS_AT_ONCE
@@ -221,9 +234,10 @@ class ArenaContent(Content):
         return digest.digests(torch.cat(leaves), counts, self.seeds).cpu()
 
     def fields(self, index: int) -> list[Field]:
-        """See ``Content``. The index of a history element is an index into ``manager.amax_history``."""
+        """See ``Content``. The index of a history element counts from the oldest amax, as in ``manager.amax_history``;
+        the arena has a ring."""
         arena = self._arena
-        arena.cold_written()  # A repair writes to the fields.
+        arena.cold_written()  # Because a repair may write to the fields.
 
         def by_age(place: int) -> tuple[int, ...]:
             length = arena.ring.length
@@ -241,13 +255,14 @@ class ArenaContent(Content):
 
 
 def values_near(field: Field, place: int | None) -> dict[str, Any]:
-    """Return the elements of a field around ``place`` (None: all elements), as text, for an evidence file."""
+    """Return the elements of a field around position ``place`` (None: all elements), as JSON values for an evidence
+    file. "from" is the position of the first of them, "values" are texts."""
     flat = field.tensor.detach().reshape(-1)
     start = 0 if place is None else max(0, place - _NEIGHBOURS)
     if place is not None:
         flat = flat[start : place + _NEIGHBOURS + 1]
     try:
         values = flat.to(torch.float64) if flat.is_floating_point() else flat
-    except (RuntimeError, NotImplementedError):  # A packed format: two numbers in a byte.
+    except (RuntimeError, NotImplementedError):  # A packed format with two numbers in a byte: show bytes.
         values = flat.view(torch.uint8)
     return {"field": field.name, "from": start, "values": list(map(repr, values.tolist()))}

@@ -1,4 +1,8 @@
-"""Find elements that differ: place, values and distance. Local; does not use torch.distributed."""
+"""Differences: the first element that differs between two tensors, its values, and their distance. Local.
+
+A tensor is compared in *blocks* of 256 KiB of its bytes. Its *leaves* are digests of the blocks, int64[blocks, 2]. A
+*place* is an index into the flattened tensor. This file does not use torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Difference:
-    """The first differing element of a tensor, as plain values that can be sent to any rank."""
+    """The first differing element of a tensor, as plain values that can be sent to any rank.
 
-    place: int  # Index into the flattened tensor.
+    ``value``: the element as a Python number, NaN for packed formats. ``expected``: the same of the other tensor.
+    """
+
+    place: int
     value: Any
     expected: Any
-    ulp: int | None
+    ulp: int | None  # Distance in units in the last place; None: undefined.
     bits: tuple[str, str]  # Hexadecimal, of value and expected.
     elements: int  # Differing elements in the first differing block.
     blocks: int  # Differing blocks.
@@ -39,14 +46,18 @@ class Difference:
     of_blocks: int  # Blocks in the tensor.
 
     def extent(self) -> str:
-        """Return a text that says how much differs."""
+        """Return a text that says how much differs, such as "3 of 64 elements"."""
         if self.of_blocks == 1:
             return f"{self.elements} of {self.of_elements} elements"
         return f"{self.elements} elements in the first of {self.blocks} differing blocks, of {self.of_blocks}"
 
 
 def first_differing_block(mine: Tensor, theirs: Tensor) -> tuple[int, int] | None:
-    """Return (first differing block, number of differing blocks) of two tensors' leaves, int64[blocks, 2], or None."""
+    """Return (index of the first differing block, number of differing blocks); None if all are equal.
+
+    Args:
+        mine, theirs: the leaves of two tensors.
+    """
     places = (mine != theirs).any(1).nonzero().flatten()
     return (int(places[0]), len(places)) if len(places) else None
 
@@ -55,7 +66,7 @@ def first_difference(mine: Tensor, theirs: Tensor, my_leaves: Tensor, their_leav
     """Return the first element that differs between two tensors of one dtype and shape; None if they are equal.
 
     Args:
-        my_leaves, their_leaves: ``Digester.leaves`` of the tensors.
+        my_leaves, their_leaves: of the two tensors.
     """
     first = first_differing_block(my_leaves, their_leaves)
     if first is None:
@@ -66,7 +77,7 @@ def first_difference(mine: Tensor, theirs: Tensor, my_leaves: Tensor, their_leav
 
 
 def block_of(content: Tensor, block: int) -> Tensor:
-    """Return the bytes of one block of uint8[nbytes]."""
+    """Return one block of a tensor's bytes, uint8[nbytes]: uint8[262144], less for the last one."""
     return content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
 
 
@@ -117,12 +128,14 @@ def ulp_distance(a: Tensor, b: Tensor, dtype: torch.dtype) -> int | None:
 
 
 def _on_a_line(element: Tensor, signed: bool) -> int:
+    """Return an integer that grows with the value of the float. ``signed``: the format has a sign bit."""
     bits = int.from_bytes(bytes(element.tolist()), "little")
     sign = 1 << (8 * len(element) - 1)
     return sign - bits if signed and bits >= sign else bits
 
 
 def _value(element: Tensor, dtype: torch.dtype) -> Any:
+    """Return the element, uint8[itemsize], as a Python number."""
     typed = element.view(dtype)
     if dtype.is_floating_point:
         try:
@@ -137,10 +150,10 @@ def _hexadecimal(element: Tensor) -> str:
 
 
 def unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of a place in a flattened tensor of ``shape``."""
+    """Return the index of an element of a tensor of ``shape`` from its place."""
     return tuple(map(int, np.unravel_index(place, shape)))
 
 
 def ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Return the place of an index in a flattened tensor of ``shape``; 0 for an empty index."""
+    """Return the place of an element from its index; 0 for an empty index. The inverse of ``unravel``."""
     return int(np.ravel_multi_index(index, shape)) if index else 0

@@ -1,4 +1,9 @@
-"""Make findings from the differences between ranks or files. Local."""
+"""Findings: what a report says about differences between ranks, or between files. All functions are local.
+
+A *thing* has one digest: a parameter, a slot of FP8 state. Its *sides* are the sets of ranks that hold the same, the
+largest first. The *reference* is the lowest rank of a majority (more than half of the ranks), and ranks of other sides
+are *odd*. Files that are compared count as ranks, with numbers instead of names.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +31,11 @@ __all__ = [
 ]
 
 MAX_SIDES = 8
-"""Odd sides of one thing whose values are shown."""
+"""The most odd sides of a thing whose values are shown."""
 
 
 class Differing(NamedTuple):
-    """A thing that differs within a set: its place in ``keys`` on this rank, and the sides of ranks that agree."""
+    """A thing that differs between ranks. ``place``: its index in this rank's keys. ``sides``: the ranks that agree."""
 
     place: int
     key: Key
@@ -38,8 +43,10 @@ class Differing(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The first difference that a rank found in a field of a thing. ``at``: index of the element. ``name``, ``kind``:
-    those of the field."""
+    """The first difference that a rank found in a field (a tensor) of a thing.
+
+    ``thing``, ``field``: indices. ``at``: index of the element. ``name``, ``kind``: the field's.
+    """
 
     thing: int
     field: int
@@ -50,7 +57,13 @@ class Seen(NamedTuple):
 
 
 def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank") -> list[Finding]:
-    """Return findings for a value that differs between ranks, such as a digest. ``values``: its text, by rank."""
+    """Return findings about a value that is no tensor, such as a step: one per odd side; without a majority, one.
+
+    Args:
+        kind: of the findings, and their name.
+        values: the value as text, by rank. Not all are equal.
+        noun: "rank" or "file", for the texts.
+    """
     sides = sides_of(values)
     reference, odd = split(sides)
     shown = "; ".join(f"{noun} {side[0]}: {values[side[0]]}" for side in sides[:MAX_SIDES][::-1])
@@ -59,19 +72,19 @@ def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank")
 
 
 def from_senders(findings: Iterable[Finding], senders: Sequence[Sender]) -> list[Finding]:
-    """Return findings with what is known of the ranks that took part: their newest step, the last good one, hosts and
-    places in the mesh."""
+    """Return the findings with the step, the last good step, and hosts, devices and mesh coordinates of their ranks.
+    ``senders``: all ranks that took part."""
     step, everyone = max(sender.step for sender in senders), [sender.participant for sender in senders]
     last_good = [sender.last_good for sender in senders]
     return [replace(f, step=step, last_good_step=_last_good_step(f, last_good)).located(everyone) for f in findings]
 
 
 def _last_good_step(finding: Finding, last_good: Sequence[Mapping[str, int | None]]) -> int | None:
-    """Return the last number of updates after which things like those of a finding were good on all ranks; None if
-    there is none.
+    """Return the number of optimizer steps after which things of the finding's kind were last equal on all ranks. None:
+    unknown, or never.
 
     Args:
-        last_good: by rank, see ``Sender``.
+        last_good: of each rank, see ``Sender``.
     """
     kind = finding.kind
     if kind in ("manifest", "step"):  # Every check compares them.
@@ -87,9 +100,11 @@ def _last_good_step(finding: Finding, last_good: Sequence[Mapping[str, int | Non
 def layout_findings(
     layouts: Sequence[tuple[Sequence[int], Mapping[tuple[str, str], Key]]], noun: str = "rank"
 ) -> list[Finding]:
-    """Return findings for things that only some ranks hold, or hold with another shape or dtype.
+    """Return findings about things that only some ranks hold, or hold with another shape or dtype.
 
-    ``layouts``: ranks, and their keys by name and kind.
+    Args:
+        layouts: for each distinct layout, its ranks and their keys by (name, kind).
+        noun: "rank" or "file", for the texts.
     """
     findings = []
     for name, kind in sorted({name for _, keys in layouts for name in keys}):
@@ -101,29 +116,31 @@ def layout_findings(
 
 
 def _look(key: Key | None) -> str:
+    """Return dtype and shape as text."""
     return "absent" if key is None else f"{key.dtype}{list(key.shape)}"
 
 
 def reference_of(thing: Differing) -> int:
-    """Return the lowest rank of the largest side. All other ranks are compared with it."""
+    """Return the rank with which the others are compared: the lowest of the largest side, majority or not."""
     return thing.sides[0][0]
 
 
 def is_odd(rank: int, thing: Differing) -> bool:
-    """True if ``rank`` represents one of the first ``MAX_SIDES`` sides that differ from the reference."""
+    """True if ``rank`` compares its values for an odd side: the lowest rank of one of the first ``MAX_SIDES``."""
     return rank in {side[0] for side in thing.sides[1 : MAX_SIDES + 1]}
 
 
 def explained(thing: Differing, by_rank: Mapping[int, list[Seen]], noun: str = "rank") -> list[Finding]:
-    """Return one finding per kind and odd side of a thing; without a majority, one per kind.
+    """Return the findings about a thing, with its differing elements: one per kind and odd side; without a majority,
+    one per kind. Kinds are those of its fields: a slot has "scale" and "history".
 
     Args:
-        by_rank: the first differences that the lowest rank of each odd side found.
+        by_rank: the first differences that the lowest rank of each side found; empty for the reference.
         noun: "rank" or "file", for the texts.
     """
     reference, odd = split(thing.sides)
     findings = []
-    kinds = {one.field: one.kind for seen in by_rank.values() for one in seen}
+    kinds = {one.field: one.kind for seen in by_rank.values() for one in seen}  # By field.
     for kind in dict.fromkeys(kinds[field] for field in sorted(kinds)):
         seen_by = {side[0]: [one for one in by_rank[side[0]] if one.kind == kind] for side in thing.sides[1:]}
         reporting = [side[0] for side in thing.sides[1:] if seen_by[side[0]]]
@@ -136,7 +153,7 @@ def explained(thing: Differing, by_rank: Mapping[int, list[Seen]], noun: str = "
                 _finding(thing, side, reference, {side[0]: seen_by[side[0]]}, noun) for side in odd if seen_by[side[0]]
             ]
     named = {rank for finding in findings for rank in finding.ranks}
-    # Name the other sides, too, without values.
+    # Sides beyond ``MAX_SIDES`` have compared nothing. Name them without values.
     return findings + [finding for finding in named_only(thing, "") if not named.issuperset(finding.ranks)]
 
 
@@ -147,10 +164,16 @@ def _finding(
     seen_by: Mapping[int, list[Seen]],
     noun: str,
 ) -> Finding:
-    """Return the finding about the fields of one kind. ``seen_by``: what each side's rank saw of them."""
+    """Return the finding about the fields of one kind.
+
+    Args:
+        ranks: of the finding. ``reference``: None: there is no majority.
+        seen_by: the first differences in these fields, by the rank that compared for its side.
+    """
     source = reference_of(thing)
-    texts, shown = [], []  # Of each field: the text, and by rank what was seen of its first element.
-    # The first element of a field that differs on any side. A side that reports a later one has the reference's there.
+    texts, shown = [], []  # For each field: a text, and by rank what it has at the field's first differing element.
+    # Sides may differ first at different elements. The lowest one is shown for all. A side that differs first at a
+    # later element has the reference's value at this one.
     for place in sorted({one.field for seen in seen_by.values() for one in seen}):
         by_rank = {rank: one for rank, seen in seen_by.items() for one in seen if one.field == place}
         first = min(by_rank.values(), key=lambda one: one.difference.place)
@@ -158,8 +181,9 @@ def _finding(
         shown.append(differ)
         name, in_bits = first.name, first.kind == KIND
         if reference is None or (name and not in_bits):
-            values = "; ".join(f"{noun} {r}: {_shown(differ.get(r, first), r not in differ, in_bits)}" for r in seen_by)
-            texts.append(f"{name or 'first element'}: {values}; {noun} {source}: {_shown(first, 1, in_bits)}")
+            of_sides = {r: _shown(differ.get(r, first), r in differ, in_bits) for r in seen_by}
+            values = "; ".join(f"{noun} {r}: {text}" for r, text in of_sides.items())
+            texts.append(f"{name or 'first element'}: {values}; {noun} {source}: {_shown(first, False, in_bits)}")
         else:
             of = f"{name}: " if name else ""
             texts.append(f"{of}{first.difference.extent()}, {' against '.join(first.difference.bits)}")
@@ -185,17 +209,18 @@ def _finding(
     )
 
 
-def _shown(one: Seen, which: int, in_bits: bool) -> str:
+def _shown(one: Seen, own: bool, in_bits: bool) -> str:
+    """Return a value of a difference as text: the rank's own, or the reference's. ``in_bits``: with its bits."""
     difference = one.difference
-    value = (difference.value, difference.expected)[which]
+    value, bits = (difference.value, difference.bits[0]) if own else (difference.expected, difference.bits[1])
     same_text = difference.value == difference.expected or difference.value != difference.value
-    if same_text or in_bits:  # With the same text, only the bits tell them apart.
-        return f"{value!r} ({difference.bits[which]})"
-    return repr(value)
+    # Only the bits distinguish 0.0 from -0.0, and NaNs from each other.
+    return f"{value!r} ({bits})" if same_text or in_bits else repr(value)
 
 
 def named_only(thing: Differing, why: str) -> list[Finding]:
-    """Return findings without values, for a thing whose elements were not compared."""
+    """Return findings about a thing without its elements: one per odd side; without a majority, one. ``why``: their
+    detail."""
     kind = FINDING_KINDS.get(thing.key.kind, thing.key.kind)
     reference, odd = split(thing.sides)
     return [Finding(0, kind, thing.key.name, ranks, reference, detail=why, sides=thing.sides) for ranks in odd]

@@ -1,4 +1,8 @@
-"""Localise a failed sync header (tier 0): find the ranks and slots that differ."""
+"""Localise a failed sync header (tier 0): find the ranks and slots that differ.
+
+A *sync* is the all-reduce that ends a step of one *arena* (the slots that a group of ranks shares). Its header compares
+the ranks' manifests (set-ups), step counters, and a digest of all scales, but it does not show which ranks differ.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,15 @@ from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 __all__ = ["Localisation", "localise"]
 
 _ARRAYS = ("scale", "inv_scale")
+"""Rows of the scales that a rank sends."""
 
 
 class Localisation(NamedTuple):
-    """Result of ``localise``, the same on all ranks.
+    """The result of ``localise``, the same on all ranks.
 
-    ``step``: the highest step counter of the group. ``reference``: the scales that the reference rank sent,
-    float32[2, n], and its counters of saturated amaxes, int64[n]; None if no scale differs. Ranks count saturation by
-    their own scales, so a damaged scale makes the counters wrong, too.
+    ``step``: the highest step counter of the group. ``reference``: of one rank that the others may follow, the scales
+    that it sent, float32[2, n], and its counters of saturated amaxes, int64[n]; None if no scale differs. A rank counts
+    saturation by its own scales, so a damaged scale makes its counters wrong, too.
     """
 
     report: DivergenceReport
@@ -40,13 +45,14 @@ class Localisation(NamedTuple):
 
 
 def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Localisation:
-    """Name the ranks and slots behind a failed header. COLLECTIVE over the sync's group.
+    """Find the ranks and slots behind a failed header. COLLECTIVE over the sync's group.
 
-    Compares the scales that the ranks sent at launch, because the commit has made the live scales equal again.
+    Compares the scales as the ranks sent them. The live scales are equal again by now, because all ranks computed new
+    ones from the same amaxes.
 
     Args:
         evidence: what this rank sent.
-        differs: the kinds that differ according to the header. Each gets a finding.
+        differs: what differs according to the header, of "manifest", "step" and "scale". Each gets a finding.
     """
     group = sync.group
     assert group is not None
@@ -64,14 +70,14 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         scales = ReplicaSet("", group, (_SentScales(sync.arena, sent),))
         findings += localise_things(scales, scales.digests(Digester()), scales.keys, kind="scale")[0]
         majority, _ = split(sides)
-        source = min(group.ranks) if majority is None else majority
+        source = min(group.ranks) if majority is None else majority  # Without a majority any rank will do.
         reference = _from(source, group, sent), _from(source, group, sync.arena.counters[SATURATED])
     for kind in sorted(set(differs) - {finding.kind for finding in findings}):
         detail = "the header differed, but the values that it was computed from are equal"
         findings.append(Finding(0, kind, kind, tuple(e.participant.rank for e in everyone), None, detail=detail))
     step = max(e.words[WORD_STEP] for e in everyone)
     participants = [e.participant for e in everyone]
-    # Every sync compares the header. That of the previous step compared the state before its update.
+    # The sync of step n - 1 compared the state before its update: that after step n - 2.
     good = step - 2 if step > 1 else None
     located = [replace(f, step=step, last_good_step=good).located(participants) for f in findings]
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
@@ -95,13 +101,15 @@ class _SentScales(Content):
 
 
 class _HeaderOf(NamedTuple):
+    """What a rank sends of its header, so that all ranks see who differs."""
+
     participant: Participant
     words: tuple[int, ...]  # As sent by the launch that failed.
     now: int  # Step counter after the commit. CUDA graph replays may have advanced it further.
 
 
 def _from(source: int, group: SyncGroup, tensor: Tensor) -> Tensor:
-    """Return this tensor's values on rank ``source``. COLLECTIVE."""
+    """Return the values that rank ``source`` has in ``tensor``. COLLECTIVE: a broadcast."""
     theirs = tensor.to(group.device, copy=True)
     dist.broadcast(theirs, src=source, group=group.process_group)
     return theirs.to(tensor.device)

@@ -1,4 +1,9 @@
-"""Collect what one rank brings to a check (model, optimizer, FP8 state), by the ranks that must hold the same."""
+"""Inventory: collects what one rank brings to a check, sorted by the ranks that must hold the same.
+
+A *thing* is what gets one digest: a parameter, a gradient, a buffer, a tensor of optimizer state, or a slot of FP8
+state. All things that the same ranks replicate form one ``ReplicaSet``. The *anchor* is the ranks that call the check;
+its set comes first.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +37,15 @@ from fp8dist.state.slots import clean_fqn
 __all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of", "not_finite_in"]
 
 Store = Callable[[Tensor], None] | None
+"""Writes a repaired value back to where it came from; None: the tensor is a view of that memory."""
 
 _ALONE = Excuse("that are shared with no other rank")
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a check compares. ``state``: FP8 state. ``compute``: the results of known casts and products."""
+    """What a check compares. ``state``: FP8 state. ``compute``: results of casts and products with known operands,
+    which each rank computes for the check."""
 
     parameters: bool = True
     gradients: bool = False
@@ -49,7 +56,7 @@ class Scope:
 
     @property
     def kinds(self) -> set[str]:
-        """Kinds of the findings that a check of this scope may have and repair."""
+        """The kinds of findings that a check of this scope may have, of those that a copy can repair."""
         asked = {"parameter": self.parameters, "gradient": self.gradients, "buffer": self.buffers}
         asked |= {"optimizer": bool(self.optimizers), "scale": self.state, "history": self.state}
         return {kind for kind, wanted in asked.items() if wanted}
@@ -57,7 +64,8 @@ class Scope:
 
 @dataclass(frozen=True)
 class ReplicaSet:
-    """What the ranks of ``group`` must hold alike. ``label`` is the same on all ranks of the job."""
+    """What this rank holds, and the other ranks of ``group`` must hold alike. ``label``: name of the set, the same on
+    all ranks of the job."""
 
     label: str
     group: SyncGroup
@@ -69,12 +77,12 @@ class ReplicaSet:
         return [key for content in self.contents for key in content.keys]
 
     def digests(self, digester: Digester) -> Tensor:
-        """Return int64[len(keys), 2] on the CPU."""
+        """Return the digest of each thing: int64[len(keys), 2] on the CPU."""
         parts = [content.digests(digester) for content in self.contents if content.keys]
         return torch.cat(parts) if parts else torch.zeros(0, 2, dtype=torch.int64)
 
     def fields(self, index: int) -> list[Field]:
-        """Return the fields of the thing at ``index`` in ``keys``."""
+        """Return the tensors of the thing at ``index`` in ``keys``."""
         for content in self.contents:
             if index < len(content.keys):
                 return content.fields(index)
@@ -86,10 +94,15 @@ class ReplicaSet:
 class Holdings:
     """All that one rank brings to a check.
 
-    The first set is that of the anchor, the ranks that call the check. ``last_good``: the last step at which things of
-    a kind were compared and equal. ``alone``: the part of the report that needs no other rank: what is
-    skipped, and what is not finite. ``memberships``: the ranks of the other sets. ``computed``: what this rank computes
-    for the check; its label says which ranks must compute the same. None: no rank computes.
+    Attributes:
+        sets: the anchor's set, then those of other ranks.
+        step: number of the step in progress, or of the last one. ``manifest``: a text. Both must be equal on all ranks.
+        last_good: the newest step at which things of a kind were compared and equal.
+        coords: this rank's place on each axis of the mesh.
+        alone: the part of the report that needs no other rank: what is skipped, and what is not finite.
+        memberships: the ranks of all sets but the anchor's, also of those in which this rank has nothing.
+        computed: results of casts and products that this rank computes for the check; equal labels mean equal hardware,
+            versions and casts. None: no rank computes.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -103,7 +116,7 @@ class Holdings:
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """Labels of the sets other than the anchor's. Equal on all ranks that run the same program."""
+        """Labels of the sets other than the anchor's, which must be equal on all ranks: they decide on collectives."""
         return (*(m.label for m in self.memberships), *(() if self.computed is None else (plural(KIND),)))
 
     @property
@@ -125,8 +138,8 @@ class Holdings:
         return dict(sorted(sizes.items()))
 
     def evidence(self, finding: Finding) -> dict[str, Any] | None:
-        """Return this rank's values of what a finding is about, for a file: a whole slot, or the elements near the
-        first difference; None if it does not hold the thing."""
+        """Return what this rank holds of the thing in a finding, as JSON values for a file: a whole slot, or the
+        elements near the first difference. None: this rank does not hold the thing."""
         for s in self.all_sets:
             for index, key in enumerate(s.keys):
                 if key.name == finding.name and key.kind in (finding.kind, "slot"):
@@ -139,10 +152,13 @@ class Holdings:
         return None
 
     def gather(self, group: SyncGroup, value: Any, last_good: bool = True) -> tuple[dict[int, Any], list[Sender]]:
-        """Return the values of all ranks, by rank, and what is known of these ranks. COLLECTIVE over ``group``.
+        """Exchange ``value`` with the ranks of ``group``. COLLECTIVE.
 
         Args:
-            last_good: also send the last good steps, for findings about values.
+            last_good: send the last good steps, too, for findings about values.
+
+        Returns:
+            The values by rank, and the ranks with their hosts, devices, steps and last good steps.
         """
         device = next((c.device for s in self.all_sets for c in s.contents if c.keys), group.device)
         good = {kind: self.last_good.get(kind) for kind in self.compared} if last_good else {}
@@ -151,16 +167,21 @@ class Holdings:
 
 
 def likeness_of(contents: Sequence[Content]) -> str:
-    """Return a text that is equal on ranks that must compute the same results."""
+    """Return a text that is equal on ranks that must compute the same results: devices, versions, settings, and names
+    of the computations."""
     return repr([(likeness(content.device), [key.name for key in content.keys]) for content in contents])
 
 
 class Inventory:
-    """Collects what a check compares. For the arguments see ``Replication``; ``groups`` are its ``patterns``.
+    """Collects what a check compares: call the ``add`` methods, then ``holdings``. All calls are local.
 
-    ``at_start``: training has not begun. Leaves out tensors without memory, which ``attach`` allows, statistics of
-    normalisation layers, which a resumed rank may have of its own, and buffers in DDP, which makes them equal in its
-    next forward, or is not to.
+    Args:
+        anchor: the ranks that check.
+        vouched: True if the caller says that plain tensors are replicated over the anchor.
+        groups: the group whose ranks replicate a plain tensor, by fqn pattern; None as a group: do not compare it.
+        at_start: True before training. Leaves out what may rightly differ then: tensors without memory; statistics of
+            normalisation layers, of which a resumed rank may have its own; and buffers in DDP, which broadcasts them in
+            the next forward unless the user has switched that off.
     """
 
     def __init__(
@@ -175,15 +196,15 @@ class Inventory:
         home = self._replication.anchor
         self._homes: dict[str, Home] = {home.label: home}
         self._contents: dict[str, list[Content]] = {home.label: []}
-        self._tensors: dict[tuple[str, str], list[NamedTensor]] = {}
-        self._skipped: Counter[tuple[str, str]] = Counter()
-        self._counted: dict[str, tuple[int, int]] = {}  # By kind: how many that count are compared, and exist.
-        self._noun = "parameters"
+        self._tensors: dict[tuple[str, str], list[NamedTensor]] = {}  # By label of the set, and kind.
+        self._skipped: Counter[tuple[str, str]] = Counter()  # By kind, and reason.
+        self._counted: dict[str, tuple[int, int]] = {}  # By kind: (compared, existing), see ``counts`` of ``_add``.
+        self._noun = "parameters"  # Or "trainable parameters", if only these count.
         self._nonfinite: tuple[str, ...] = ()
         self._computed: ReplicaSet | None = None
 
     def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
-        """Return all that was collected. ``manifest``: one more word that must be equal on all ranks."""
+        """Return all that was collected. For the arguments see ``Holdings``."""
         contents = {label: list(parts) for label, parts in self._contents.items()}
         skipped = [
             (kind, f"{count} {plural(kind)} {reason}")
@@ -214,7 +235,7 @@ class Inventory:
         )
 
     def add_arena(self, sync: ArenaSync) -> None:
-        """Add the FP8 state that the ranks of the sync's group share."""
+        """Add the FP8 state of one arena, all of whose slots the ranks of the sync's group share."""
         home: Home | Excuse = Excuse("that this rank shares with no other")
         if sync.communicates and sync.group is not None:
             label = f"FP8 state of {', '.join(sync.patterns) or 'all modules'}"
@@ -226,7 +247,8 @@ class Inventory:
             self._contents.setdefault(home.label, []).append(ArenaContent(sync.arena))
 
     def add_module(self, module: nn.Module, scope: Scope) -> None:
-        """Add the tensors of a module and its optimizers that ``scope`` selects."""
+        """Add the tensors of a module, and of the optimizers in ``scope``, that ``scope`` selects. Also looks for
+        values that are not finite, except before training."""
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
         if not self._at_start:
@@ -236,8 +258,8 @@ class Inventory:
             self._add_optimizer(module, optimizer)
 
     def add_computations(self, module: nn.Module) -> None:
-        """Add what the FP8Linears and FP8Experts of a module compute. Other ranks must compute the same on equal
-        hardware only."""
+        """Add casts and products with known operands, those that the FP8Linears and FP8Experts of a module do. They run
+        when digests are computed. Ranks are compared only with ranks of equal hardware and versions."""
         contents = [
             ComputedContent(computations, device, f" (device {i} of this rank)" if i else "")
             for i, (device, computations) in enumerate(computations_of(fp8_parts(module)).items())
@@ -264,7 +286,7 @@ class Inventory:
                 self._add(name, "gradient", gradient, self._replication.of_gradient(parameter))
         if gradients and not found:
             self._skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
-            self._counted["gradient"] = (int(not trainable), 1)
+            self._counted["gradient"] = (int(not trainable), 1)  # Not verified, unless nothing is trained.
 
     def _add_buffers(self, module: nn.Module, compare: bool) -> None:
         """Add all buffers, or count them as skipped."""
@@ -281,8 +303,8 @@ class Inventory:
                 self._add(name, "buffer", buffer, [home])
 
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Add the tensors and numbers of an optimizer's state, and its own copies of parameters, which are replicated
-        like their parameters."""
+        """Add the tensors and numbers of an optimizer's state, and its float32 copies of parameters. They have the
+        homes of their parameters."""
         self._replication.learn(module)
         # By name, because importing torch.distributed.optim emits a warning.
         is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")
@@ -312,12 +334,14 @@ class Inventory:
         store: Store = None,
         counts: bool = True,
     ) -> None:
-        """Add a tensor to its homes.
+        """Add a tensor to the sets of its homes, and count its excuses.
 
         Args:
-            name: of its parameter or buffer.
-            suffix: which tensor of a parameter.
-            counts: its kind is verified only if a tensor that counts is compared.
+            name: fqn of the parameter or buffer that it is, or belongs to.
+            homes: of a plain tensor. A DTensor has its own.
+            suffix: which tensor of a parameter, such as ".exp_avg"; appended to the name.
+            counts: True if the report must say so if no tensor of this kind can be compared. False for frozen
+                parameters beside trainable ones.
         """
         if self._at_start and (is_lazy(tensor) or tensor.is_meta):
             self._skip(kind, Excuse("that have no memory yet"))
@@ -336,6 +360,11 @@ class Inventory:
                 self._put((one.alias or name) + suffix, kind, tensor, one, store)
 
     def _put(self, name: str, kind: str, tensor: Tensor, home: Home, store: Store) -> None:
+        """Add a local tensor to the set of one home.
+
+        Raises:
+            ValueError: it has no values yet.
+        """
         self._homes[home.label] = home
         if is_lazy(tensor):
             raise ValueError(f"{kind} '{name}': it is uninitialized: run a forward first")
@@ -346,12 +375,13 @@ class Inventory:
                 self._tensors.setdefault((home.label, kind), []).append(NamedTensor(inner_name, inner, store))
 
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
-        """Count things of a kind that are not compared."""
+        """Count things of a kind that are not compared. With a ``count`` of 0, the reason stands in the report, too."""
         self._skipped[kind, excuse.reason] += count
 
 
 def not_finite_in(module: nn.Module, scope: Scope) -> tuple[str, ...]:
-    """Return the names of tensors that a check of parameters finds not finite on this rank. Local."""
+    """Return the names of tensors with NaN or infinity that this rank holds, if ``scope`` has parameters. Local; waits
+    for the device."""
     numbers = _numbers_of(module, scope) if scope.parameters else ()
     return not_finite(
         (inner_name, inner, infinities)
@@ -361,9 +391,10 @@ def not_finite_in(module: nn.Module, scope: Scope) -> tuple[str, ...]:
 
 
 def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, tensor, True if infinities count) for all that a checkpoint holds and training continues with.
+    """Yield (name, tensor, True if an infinity is wrong there, too) for all that a checkpoint holds.
 
-    Infinities do not count in buffers, such as masks, and in optimizer state, such as bounds.
+    Infinities are allowed in buffers (masks), in optimizer state (bounds), and in frozen parameters beside trainable
+    ones.
     """
     parameters = [(clean_fqn(name), one) for name, one in module.named_parameters() if not is_lazy(one)]
     trainable = any(one.requires_grad for _, one in parameters)
@@ -382,6 +413,7 @@ def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, 
 
 
 def _write(state: dict[str, Any], key: str, kind: type[Any], number: Tensor) -> None:
+    """Write a repaired number, 0-d, back to an optimizer's state, with its old type."""
     state[key] = kind(number.item())
 
 

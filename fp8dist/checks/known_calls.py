@@ -1,7 +1,7 @@
-"""Known answers: casts and products on operands that are the same on every device, each of which can be repeated.
+"""Known calls: casts and products whose operands are the same on every device, so ranks can compare the results.
 
-A cast is made by the caster that modules use. A product calls the op itself, because a module would give it what its
-own casts have made, and one wrong cast would look like many wrong results.
+A cast goes through the caster that modules use. A product calls the op itself, with operands that are made directly in
+FP8: if it used the results of casts, one wrong cast would look like many wrong products.
 """
 
 from __future__ import annotations
@@ -35,39 +35,45 @@ from fp8dist_kernels.reference.operands import integers, inverse_scales, operand
 __all__ = ["SCALINGS", "TOKENS", "CastOf", "Computation", "GroupedProductOf", "ProductOf", "ends_of", "for_casts"]
 
 TOKENS = 256
-"""Rows of the inputs and gradients. Few are enough: more rows only repeat the same tiles, and users choose their own
-number."""
+"""Rows of inputs and gradients, whatever their number is in training: a kernel computes more rows in more tiles of the
+same size."""
 
 _SCALE = 60.0
-"""Scale of slots with delayed scaling: large operands saturate, small ones become subnormal or zero."""
+"""Scale of casts with delayed scaling. With it, the largest elements saturate, and the smallest become subnormal or
+zero."""
 
 _OPERANDS = ("input", "weight", "grad_output", "a", "b", "inv_scale_a", "inv_scale_b", "bias")
 _SEEDS: Mapping[str, int] = MappingProxyType({name: i for i, name in enumerate(_OPERANDS)})
+"""The seed from which an operand is made."""
 
 _OF_BLOCKS = (Scaling.BLOCKWISE_1D, Scaling.BLOCKWISE)
 SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
     {"tensor": (Scaling.TENSORWISE,) * 2, "row": (Scaling.ROWWISE,) * 2, "block": _OF_BLOCKS}
 )
-"""By the part of a tensor that has a scale: the scaling of a product without a weight, and with one."""
+"""(scaling of wgrad, scaling of fprop and dgrad) by the part of a tensor that has a scale of its own. They differ for
+blocks, because a weight has square blocks, and only fprop and dgrad have a weight as operand."""
 
 _BEYOND = 8
-"""Rows that belong to no expert."""
+"""Rows at the end that belong to no expert, as with expert parallelism."""
 
 
 class Computation(Protocol):
-    """A cast or a product with known operands. Equal ones hash and compare as equal."""
+    """A cast or a product with known operands. Hashable; equal ones compute the same."""
 
     def name(self, device: torch.device) -> str:
-        """Return a name for reports."""
+        """Return a name for reports. Different computations have different names."""
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """Return a function that computes, and returns the results by name."""
+        """Make the operands on ``device``, and return a function that computes with them. The function returns the
+        results by name, and can be called again."""
 
 
 class CastOf(NamedTuple):
-    """A cast. ``recipe`` has only the fields that matter for a cast.
+    """A cast to FP8.
 
-    ``experts``: their number, if it is a grouped cast, of rows [tokens, features] or of weights [E, m, n].
+    ``shape``: [tokens, features] of an input or gradient, [m, n] of a weight, [E, m, n] of experts' weights. ``dtype``:
+    before the cast. ``recipe``: with only the fields that matter for a cast (``for_casts``). ``rows``, ``columns``:
+    True if the cast makes a copy as it is, and a transposed copy. ``experts``: their number; 0: not a grouped cast.
     """
 
     role: Role
@@ -80,7 +86,7 @@ class CastOf(NamedTuple):
     experts: int = 0
 
     def name(self, device: torch.device) -> str:
-        """Return a name for reports, which differs between different casts."""
+        """See ``Computation``."""
         copies = "" if self.rows and self.columns else ", rows only" if self.rows else ", columns only"
         by, shape = ops.implementer(self.backend, device), "x".join(map(str, self.shape))
         grouped, of = ("grouped ", f" of {self.experts} experts") if self.experts else ("", "")
@@ -88,13 +94,12 @@ class CastOf(NamedTuple):
         return f"{what}, {_described(self.recipe)}{copies}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """Return a function that computes, and returns the results by name. It uses slots of its own, so no other
-        state changes."""
+        """See ``Computation``. Casts with slots of its own, so a model's FP8 state does not change."""
         slots = [each[self.role] for each in slot_names("known answers", max(1, self.experts))]
         arena = Arena([SlotSpec(slot, self.recipe.format_of(self.role)) for slot in slots], self.recipe, self.backend)
         arena.place(device)
         overwrites.set_scale(arena, slice(None), _SCALE)
-        arena.known_hot = True  # Most steps of a training know it, and need no look at the amax before the cast.
+        arena.known_hot = True  # As in most steps of a training: the cast uses the slot's scale, not the amax of x.
         precision = None if self.experts else Precision({self.role: slots[0]}, ())
         caster = caster_for(self.recipe, JobState(True, self.backend, "fp8"), ArenaSync(arena), precision)
         state = arena.state_of_run(slots) if self.experts else arena.state_of(slots[0])
@@ -108,7 +113,7 @@ class CastOf(NamedTuple):
             cast = caster.cast(x, Request(state, self.role, self.rows, self.columns, True, limits, offsets))
             found: dict[str, Tensor] = {name: getattr(cast, name) for name in Cast._fields[:4]}
             found["amax"] = state.pending.clone() if cast.amaxes is None else cast.amaxes
-            if cast.rows_inv_scale is cast.columns_inv_scale:
+            if cast.rows_inv_scale is cast.columns_inv_scale:  # One scale for the tensor: compare it once.
                 found["inv_scale"] = found.pop("rows_inv_scale")
                 del found["columns_inv_scale"]
             return {name: tensor for name, tensor in found.items() if tensor.numel()}
@@ -117,11 +122,11 @@ class CastOf(NamedTuple):
 
 
 class ProductOf(NamedTuple):
-    """A product of a [m, k] and b [n, k], with the scales of ``scaling``.
+    """A product a @ b.T of FP8 operands a [m, k] and b [n, k].
 
-    ``exact``: the operands are such that all sums are exact, in any order: all kernels give the same bits.
-    ``sideways``: b lies in memory as [k, n], as a weight does that was gathered in FP8. ``into``: the product is added
-    to what a buffer holds, here zeros.
+    ``formats``: of a and b, keys of ``FORMATS``. ``dtype``: of the result. ``exact``: True for operands with which all
+    sums are exact in any order, so all kernels give the same bits. ``sideways``: True if b lies in memory as [k, n], as
+    a weight that FSDP2 gathers in FP8 does in dgrad. ``into``: True if the product is added to a buffer, here zeros.
     """
 
     gemm: Gemm
@@ -139,7 +144,7 @@ class ProductOf(NamedTuple):
     into: bool = False
 
     def name(self, device: torch.device) -> str:
-        """Return a name for reports, which differs between different products."""
+        """See ``Computation``."""
         by = ops.multiplier_name(self.product, self.fast_accumulation, self.backend, device)
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
@@ -147,8 +152,7 @@ class ProductOf(NamedTuple):
         return f"{self.gemm} {shape} {formats} {_short(self.dtype)}{extras}, {self.scaling.value}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """Return a function that computes, and returns the result. The operands are made directly in FP8: a wrong cast
-        does not matter here."""
+        """See ``Computation``. The result has the name ""."""
         make = integers if self.exact else operand
         a, b = (
             make((lines, self.k), dtype, _SEEDS[name], device)
@@ -171,18 +175,18 @@ class ProductOf(NamedTuple):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """The operands' dtypes."""
+        """FP8 dtypes of a and b."""
         a, b = self.formats
         return FORMATS[a].dtype, FORMATS[b].dtype
 
     @property
     def product(self) -> Product:
-        """Return what decides who computes it."""
+        """The description by which a kernel or a library is chosen for it."""
         bias = self.dtype if self.bias else None
         return Product(self.scaling, self.m, self.n, self.k, *self.dtypes, self.dtype, bias, self.into)
 
     def _inverse_scales(self, device: torch.device) -> list[Tensor]:
-        """Return the inverse scales of ``a`` and ``b``, laid out as casts make them."""
+        """Return the inverse scales of a and b, float32, with the shapes and strides that casts give them."""
         found = []
         for name, lines in (("inv_scale_a", self.m), ("inv_scale_b", self.n)):
             shape: tuple[int, ...] = ()
@@ -201,8 +205,12 @@ class ProductOf(NamedTuple):
 
 
 class GroupedProductOf(NamedTuple):
-    """A grouped product of E experts: of rows a [tokens, k] and b [E, n, k], or for wgrad of the transposed copies
-    a [n, tokens] and b [k, tokens]. ``by``: the part of a tensor that has a scale."""
+    """A grouped product of E experts, whose operands are FP8.
+
+    fprop and dgrad multiply each expert's rows of a [tokens, k] by its matrix in b [E, n, k]. wgrad multiplies each
+    expert's columns of the transposed copies a [n, tokens] and b [k, tokens]. ``by``: the part of a tensor that has a
+    scale, a key of ``SCALINGS``.
+    """
 
     gemm: Gemm
     experts: int
@@ -216,7 +224,7 @@ class GroupedProductOf(NamedTuple):
     backend: str
 
     def name(self, device: torch.device) -> str:
-        """Return a name for reports, which differs between different products."""
+        """See ``Computation``."""
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation
         how = f"{' '.join(self.formats)} {_short(self.dtype)}{extras}, a scale per {self.by}"
         by = ops.implementer(self.backend, device)
@@ -228,7 +236,7 @@ class GroupedProductOf(NamedTuple):
         return f"grouped {self.gemm} {TOKENS}x{self.n}x{self.k} of {self.experts} experts {how}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """Return a function that computes, and returns the result. The operands are made directly in FP8."""
+        """See ``Computation``. The result has the name ""."""
         offsets, wgrad = ends_of(self.experts, device), self.gemm == "wgrad"
         width = columns_bound(TOKENS, self.experts)
         of_a, of_b = ((self.n, width), (self.k, width)) if wgrad else ((TOKENS, self.k), (self.experts, self.n, self.k))
@@ -254,6 +262,7 @@ class GroupedProductOf(NamedTuple):
         return lambda: {"": direct.matmul_grouped(a, b, *scales, offsets, self.dtype, **how)}
 
     def _scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the inverse scales of a and b."""
         experts, n, k, wgrad = self.experts, self.n, self.k, self.gemm == "wgrad"
         if self.by == "tensor":
             return (experts,), (experts,)
@@ -267,20 +276,22 @@ class GroupedProductOf(NamedTuple):
 
 
 def ends_of(experts: int, device: torch.device) -> Tensor:
-    """Return the ends of the experts' rows: int32[E]. Each second expert has none, the others more and more."""
+    """Return where the rows of each expert end, int32[E]. Every second expert has no rows; each of the others has more
+    than the one before."""
     filled, rows = -(-experts // 2), TOKENS - _BEYOND
     ends = [rows * (expert // 2 + 1) ** 2 // filled**2 for expert in range(experts)]
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
 def for_casts(recipe: Recipe) -> Recipe:
-    """Return the recipe with only those fields that matter for a cast, so that equal casts are equal."""
+    """Return the recipe with all fields that do not matter for a cast at their defaults, so that casts which compute
+    the same compare as equal."""
     matter = {"format", "margin", "power_of_two"} & {field.name for field in dataclasses.fields(recipe)}  # type: ignore[arg-type]
     return type(recipe)(**{name: getattr(recipe, name) for name in matter})
 
 
 def _described(recipe: Recipe) -> str:
-    """Return what a cast needs of a recipe, in words."""
+    """Return what matters of a recipe for a cast, as text."""
     extras = [" power_of_two"] if recipe.power_of_two else []
     extras += [f" margin={recipe.margin}"] if recipe.margin else []
     return f"{type(recipe).__name__} {recipe.format}{''.join(extras)}"

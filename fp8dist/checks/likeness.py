@@ -1,4 +1,7 @@
-"""What must be equal on two ranks for their devices to compute the same bits: hardware, versions, settings."""
+"""Likeness: what must be equal on two ranks for their devices to compute the same bits: hardware, versions, settings.
+
+Ranks that are not alike are not compared: different results would be no fault.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,25 @@ from fp8dist.state.manifest import NUMERICS_VERSION
 __all__ = ["kernel_flags", "likeness", "unsteady_settings"]
 
 _PACKAGES = ("triton", "nvidia-cublas", "nvidia-cublas-cu12")
-_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET")
-_SETTINGS = (*_VARIABLES, "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NVIDIA_TF32_OVERRIDE",
+    "TRITON_INTERPRET",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+)
+"""Environment variables that choose kernels."""
 
 
 def likeness(device: torch.device) -> str:
-    """Return a text that is equal on ranks whose devices of this kind must compute the same bits. Local.
+    """Return a text that is equal on two ranks if their devices must compute the same bits. Local.
 
-    Names the device with its compute capability (CPU: its model, instruction set and number of threads, by which sums
-    are split), the versions of torch, CUDA, cuBLAS, Triton and of this library's numerics, and the settings of cuBLAS,
-    MKL and torch that choose kernels.
+    It holds the name of the GPU with its compute capability, or the CPU's model, instruction set and number of threads
+    (which decides how sums are split); the versions of torch, CUDA, cuBLAS, Triton and of this library's numerics; and
+    the settings of cuBLAS, MKL and torch that choose kernels.
     """
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
@@ -40,13 +52,13 @@ def likeness(device: torch.device) -> str:
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
-    settings = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ]
+    settings = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     settings.append(f"float32 products {torch.get_float32_matmul_precision()}")
     return "; ".join([hardware, *versions, *settings])
 
 
 def kernel_flags() -> dict[str, bool | int | str | None]:
-    """Return the flags of torch that choose kernels for ops other than this library's, as JSON values. Local."""
+    """Return the flags that choose torch's own kernels (convolutions, attention), as JSON values by name. Local."""
     of: Any = torch.backends  # Some of its names are made as it is imported, which mypy does not see.
     return {
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -66,7 +78,8 @@ def kernel_flags() -> dict[str, bool | int | str | None]:
 
 
 def unsteady_settings(device: torch.device, model: nn.Module) -> list[str]:
-    """List the settings that make results differ legitimately between healthy ranks, as reasons not to compare them."""
+    """List the settings that make results differ legitimately between healthy ranks, one sentence each. Empty: results
+    can be compared. Local."""
     found = []
     if device.type == "cuda" and torch.backends.cudnn.benchmark:
         found.append("torch.backends.cudnn.benchmark=True chooses kernels by their time, on each rank for itself")
@@ -79,7 +92,7 @@ def unsteady_settings(device: torch.device, model: nn.Module) -> list[str]:
 
 
 def _processor() -> str:
-    """Return the model of the CPU. ``platform`` does not know it on Linux."""
+    """Return the model of the CPU. ``platform.processor()`` is empty on Linux."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,8 +1,12 @@
-"""Tiers 2 and 3: find the things that differ, their ranks, and the first differing element. COLLECTIVE.
+"""Tiers 2 and 3 of a check: find the things that differ, the ranks, and the first differing element. COLLECTIVE.
 
-What ranks hold is compared over the group of its set. What they have computed is compared within each kind of rank, of
-which there may be several. No process group is made for a kind: that would need all ranks of the job. So all ranks of
-the check take part in each collective.
+A *thing* has one digest: a parameter, a slot of FP8 state, a result of a computation. Its *sides* are the sets of ranks
+with equal digests, the largest first. The *reference* is the lowest rank of the first side; ranks of other sides are
+*odd*. A thing may have several *fields* (tensors), whose *leaves* are digests of blocks of 256 KiB.
+
+A ``ReplicaSet`` is compared over its own group. Results of computations are compared between ranks of one *kind* (equal
+hardware, versions and settings). A kind has no process group, because all ranks of the job would have to take part in
+making one. So for these, all ranks of the check take part in each collective.
 """
 
 from __future__ import annotations
@@ -40,16 +44,17 @@ from fp8dist_kernels.reference.content import as_bytes
 __all__ = ["localise_computed", "localise_set", "localise_things"]
 
 MAX_DIFFERING = 1024
-"""Differing things whose odd ranks are determined. The rest is counted."""
+"""The most differing things whose odd ranks are found. Further things are only counted."""
 
 MAX_GATHERED = 1 << 20
-"""Digests that a rank gathers from all ranks together. So on more than 1024 ranks, fewer things are gathered."""
+"""The most digests that one rank gathers from all ranks together. On more than 1024 ranks it allows fewer than
+``MAX_DIFFERING`` things."""
 
 MAX_LAYOUTS = 8
-"""Distinct layouts that the ranks send to each other."""
+"""The most distinct layouts (lists of keys) that ranks send to each other."""
 
 MAX_EXPLAINED = 16
-"""Differing things whose first differing element is searched for."""
+"""The most differing things whose first differing element is searched for."""
 
 _ONLY_DIGEST = "all elements are equal in host memory: the device's digest of them was wrong, or its copy to the host"
 
@@ -57,9 +62,15 @@ _ONLY_DIGEST = "all elements are equal in host memory: the device's digest of th
 def localise_set(
     s: ReplicaSet, digests: Tensor, mine: Holdings, everything: bool
 ) -> tuple[list[Finding], list[Differing]]:
-    """Return (findings, differing things), the same on all ranks. COLLECTIVE over the set's group.
+    """Find what differs in a set. COLLECTIVE over the set's group.
 
-    ``everything``: determine the odd ranks of all differing things, not only of the first ``MAX_DIFFERING`` or fewer.
+    Args:
+        digests: of this rank's things, int64[len(s.keys), 2].
+        mine: what this rank brought to the check, for its step and its name in findings.
+        everything: find the odd ranks of all differing things, not only of the first ``MAX_DIFFERING`` or fewer.
+
+    Returns:
+        The findings and the differing things, both the same on all ranks except for ``Differing.place``.
     """
     group, keys = s.group, s.keys
     layout = hashlib.sha256(repr(sorted(keys)).encode()).hexdigest()
@@ -81,12 +92,15 @@ def localise_set(
 def localise_things(
     s: ReplicaSet, digests: Tensor, common: Sequence[Key], everything: bool = False, kind: str = "parameter"
 ) -> tuple[list[Finding], list[Differing]]:
-    """Return (findings, differing things) of a set, without steps and places. COLLECTIVE over its group.
+    """Find what differs among the things that all ranks of a set hold. COLLECTIVE over its group.
 
     Args:
-        common: the things that all its ranks hold.
-        everything: see ``localise_set``.
-        kind: of a finding that counts the things that are not named.
+        digests, everything: see ``localise_set``.
+        common: the keys of these things.
+        kind: of the finding that counts the things that are not named.
+
+    Returns:
+        The findings, without steps, hosts and mesh coordinates; and the differing things.
     """
     group, place = s.group, {key: i for i, key in enumerate(s.keys)}
     ordered = sorted(common, key=_as_people_count)
@@ -100,21 +114,28 @@ def localise_things(
 
 
 def _at_most(ranks: int) -> int:
-    """Return the number of differing things whose odd ranks are determined."""
+    """Return how many differing things are gathered from this number of ranks."""
     return min(MAX_DIFFERING, max(MAX_EXPLAINED, MAX_GATHERED // ranks))
 
 
 def _as_people_count(key: Key) -> list[Any]:
-    """Return a sort key that puts layer 2 before layer 10. The first few things are explained in full."""
+    """Return a sort key that puts layer 2 before layer 10. Only the first things in this order are explained."""
     return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", key.name)] + [key.kind]
 
 
 def _compare_layouts(
     group: SyncGroup, mine: list[Key], layouts: tuple[tuple[int, ...], ...]
 ) -> tuple[list[Finding], list[Key]]:
-    """Return (findings for things that some ranks lack or hold with other shapes or dtypes, common keys). COLLECTIVE.
+    """Find things that only some ranks hold, or hold with another shape or dtype. COLLECTIVE: one rank of each distinct
+    layout broadcasts its keys.
 
-    One rank of each distinct layout broadcasts its keys. With more than ``MAX_LAYOUTS`` layouts, no key is common.
+    Args:
+        mine: this rank's keys.
+        layouts: the ranks of each distinct layout.
+
+    Returns:
+        The findings, and the keys that all ranks have. With more than ``MAX_LAYOUTS`` layouts: one finding per layout,
+        without names, and no keys.
     """
     if len(layouts) > MAX_LAYOUTS:
         values = {rank: f"layout {i}" for i, side in enumerate(layouts) for rank in side}
@@ -133,9 +154,16 @@ def _compare_layouts(
 def _differing_things(
     group: SyncGroup, order: list[int], keys: list[Key], digests: Tensor, at_most: int
 ) -> tuple[list[Differing], int]:
-    """Return (the first ``at_most`` differing things, number of further ones). COLLECTIVE.
+    """Find the things with different digests, and who agrees with whom. COLLECTIVE: an all-reduce finds the things, so
+    the ranks gather only the digests of these.
 
-    An all-reduce finds the things that differ, so the ranks gather only the digests of these.
+    Args:
+        order: this rank's indices of the things, in an order that is the same on all ranks.
+        keys: of the things, in this order.
+        at_most: the most things that are gathered.
+
+    Returns:
+        These differing things, and the number of further ones.
     """
     mine = digests[order]
     pairs = torch.stack([mine, ~mine]).to(group.device)
@@ -155,11 +183,14 @@ def _differing_things(
 def localise_computed(
     anchor: SyncGroup, mine: Holdings, computed: ReplicaSet, digests: Tensor, kinds: Sequence[tuple[int, ...]]
 ) -> list[Finding]:
-    """Return the findings about all kinds, the same on all ranks. COLLECTIVE over ``anchor``.
+    """Find the computations whose results differ between ranks of one kind. COLLECTIVE over ``anchor``.
 
     Args:
-        computed: what this rank has computed, whose fields are in host memory, with its ``digests``.
-        kinds: the ranks of each kind within which ranks differ.
+        computed: what this rank has computed; the results are in host memory. ``digests``: of the results.
+        kinds: the ranks of each kind in which results differ.
+
+    Returns:
+        The findings about all kinds, the same on all ranks.
     """
     keys = computed.keys if any(anchor.rank == kind[0] for kind in kinds) else []
     by_rank, senders = mine.gather(anchor, (keys, digests.tolist()))
@@ -180,7 +211,7 @@ def localise_computed(
 
 
 class _Want(NamedTuple):
-    """A block that an odd rank wants to compare with the reference's."""
+    """A block that an odd rank asks the reference for: index of the thing, of its field, and of the block in it."""
 
     thing: int
     field: int
@@ -188,18 +219,21 @@ class _Want(NamedTuple):
 
 
 def _explain(group: SyncGroup, s: ReplicaSet, differing: Sequence[Differing], unseen: str = "") -> list[list[Finding]]:
-    """Return the findings about each of these things, with the first differing elements of the first few. COLLECTIVE
-    over ``group``, also for ranks that do not hold a thing.
+    """Return the findings about each of these things, with the first differing element of the first
+    ``MAX_EXPLAINED``. COLLECTIVE over ``group``, also for ranks that do not hold a thing.
+
+    One rank of each odd side compares its leaves with the reference's, and gets the first block that differs.
 
     Args:
-        unseen: what is said of a thing in which no element differs.
+        differing: things whose ranks are all in ``group``; the same on all ranks, except for ``Differing.place``.
+        unseen: the detail of a finding about a thing in which no element differs.
     """
     if not differing:
         return []
     few = differing[:MAX_EXPLAINED]
-    own: dict[int, list[Field]] = {}
-    leaves: dict[int, list[Tensor]] = {}  # Of each field.
-    error = ""
+    own: dict[int, list[Field]] = {}  # Of the things that this rank holds, by index in ``few``.
+    leaves: dict[int, list[Tensor]] = {}  # The same: of each field.
+    error = ""  # A rank that cannot read its tensors must not leave the collectives.
     try:
         digester = Digester()
         for t, thing in enumerate(few):
@@ -217,7 +251,7 @@ def _explain(group: SyncGroup, s: ReplicaSet, differing: Sequence[Differing], un
     for want in wants:
         if want in firsts or reference_of(few[want.thing]) == group.rank:
             block = block_of(as_bytes(own[want.thing][want.field].tensor), want.block)
-            blocks[want.thing][want] = block.cpu().clone()  # A view would be sent with all that it is a view of.
+            blocks[want.thing][want] = block.cpu().clone()  # Pickle would send a view's whole storage.
     right = _from_references(group, few, blocks)
     mine = []
     for want, differ in firsts.items():
@@ -237,8 +271,12 @@ def _explain(group: SyncGroup, s: ReplicaSet, differing: Sequence[Differing], un
 def _first_blocks(
     rank: int, few: Sequence[Differing], leaves: Mapping[int, list[Tensor]], expected: Mapping[int, list[Tensor]]
 ) -> dict[_Want, int]:
-    """Return the blocks that this rank wants, the first that differs of each field, with their field's number of
-    differing blocks."""
+    """Return the blocks that this rank asks for, the first that differs in each field, each with the number of blocks
+    that differ in the field. Local.
+
+    Args:
+        leaves: of this rank's fields, by thing. ``expected``: of the reference's.
+    """
     firsts = {}
     for t in leaves:
         for j, (mine, theirs) in enumerate(zip(leaves[t], expected[t])):
@@ -249,7 +287,8 @@ def _first_blocks(
 
 
 def _from_references(group: SyncGroup, few: Sequence[Differing], mine: Mapping[int, Any]) -> dict[int, Any]:
-    """Return what the reference rank of each thing has in ``mine``. COLLECTIVE: a broadcast per reference rank."""
+    """Return the values that the reference rank of each thing has in ``mine``, by index of the thing in ``few``.
+    COLLECTIVE: one broadcast per reference rank."""
     found: dict[int, Any] = {}
     for source in sorted({reference_of(thing) for thing in few}):
         own = {t: mine[t] for t, thing in enumerate(few) if reference_of(thing) == source and t in mine}

@@ -1,7 +1,10 @@
-"""Outputs: digests of the outputs of all modules of one forward and backward, and of their gradients, in order.
+"""Outputs: digests of the outputs of all modules in one forward and backward, and of the gradients of these outputs.
 
-Gradients are taken by hooks on the output tensors. Full backward hooks of modules would break in-place ops, and a
-recomputation (activation checkpointing) calls a module again: its calls are counted.
+The digests are in the order of computation. Two runs of the same batch, on one rank or two, must have the same; the
+first difference shows where they part.
+
+Gradients are read by hooks on the output tensors, because full backward hooks of modules would break in-place ops. A
+recomputation (activation checkpointing) calls a module again, so the calls of a module are numbered.
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ __all__ = ["Outputs", "Place", "Taken", "any_nonfinite", "is_compiled"]
 
 
 class Place(NamedTuple):
-    """Where in a forward and backward a tensor was taken. ``call``: of the module, counted from 0. ``part``: of an
-    output that holds several tensors."""
+    """What tensor of a forward and backward it is.
+
+    ``module``: fqn. ``call``: number of the module's call, from 0. ``part``: index of the tensor in an output that
+    holds several. ``shape``, ``dtype``: of the tensor, under tensor parallelism of this rank's part.
+    """
 
     module: str
     what: Literal["output", "gradient"]
@@ -38,8 +44,11 @@ class Place(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What ``Outputs`` has taken: ``digests``, int64[n, 2] on the CPU, ``nonfinite``, bool[n] on the CPU, and
-    ``marks``: what the caller noted at each place."""
+    """What ``Outputs`` recorded of n tensors, in order.
+
+    ``digests``: int64[n, 2] on the CPU. ``nonfinite``: bool[n] on the CPU, True for a tensor with NaN or infinity.
+    ``marks``: what the ``mark`` of ``Outputs`` returned for each tensor; empty if it came from another rank.
+    """
 
     places: tuple[Place, ...]
     digests: Tensor
@@ -47,12 +56,12 @@ class Taken(NamedTuple):
     marks: tuple[Any, ...]
 
     def message(self) -> tuple[str, Tensor, Tensor]:
-        """Return this as it is sent to another rank, without the marks."""
+        """Return the places as JSON, the digests and the flags, to send to another rank. Without the marks."""
         return json.dumps(self.places), self.digests, self.nonfinite
 
     @classmethod
     def of_message(cls, message: tuple[str, Tensor, Tensor]) -> Taken:
-        """Return what was sent as ``message``."""
+        """Return what ``message`` was made from, without marks."""
         text, digests, nonfinite = message
         listed = json.loads(text)
         places = [
@@ -62,18 +71,20 @@ class Taken(NamedTuple):
 
     @property
     def first_nonfinite(self) -> int | None:
-        """Index of the first place with a NaN or an infinity."""
+        """Index of the first tensor with a NaN or an infinity; None: there is none."""
         found = self.nonfinite.nonzero().flatten()
         return int(found[0]) if len(found) else None
 
     def first_difference(self, other: Taken) -> int | None:
-        """Return the index of the first place that differs, also in which module ran; None if there is none."""
+        """Return the index of the first tensor that differs, in its digest or in its place; None if all are equal. If
+        one run is the beginning of the other, it is the first index beyond its end."""
         if self.places[: len(other.places)] == other.places[: len(self.places)]:
             both = min(len(self.places), len(other.places))
             differ = (self.digests[:both] != other.digests[:both]).any(1).nonzero().flatten()
             if len(differ):
                 return int(differ[0])
             return None if len(self.places) == len(other.places) else both
+        # From some index on, other modules ran. A digest may differ before.
         differ_at = next(i for i, (a, b) in enumerate(zip(self.places, other.places)) if a != b)
         earlier = Taken(self.places[:differ_at], self.digests[:differ_at], self.nonfinite, ())
         found = earlier.first_difference(
@@ -83,13 +94,14 @@ class Taken(NamedTuple):
 
 
 class Outputs:
-    """Takes the outputs of a model's modules, and their gradients, inside ``taking()``.
+    """Records the outputs of a model's modules, and their gradients, inside ``taking()``. All methods are local.
 
-    Modules inside a compiled module do not show: the compiled module stands for them. Sparse and nested outputs do not.
+    Modules inside a compiled module are not recorded, only the compiled module itself. Nor are sparse and nested
+    tensors.
 
     Args:
-        keep: index of a place whose tensor is copied into ``kept``.
-        mark: called at each place; its results are ``Taken.marks``.
+        keep: index of a tensor that is copied into ``kept``; None: none is.
+        mark: called for each tensor; its results become ``Taken.marks``.
     """
 
     def __init__(
@@ -99,7 +111,7 @@ class Outputs:
         self._modules = _visible(model)
         self._calls: Counter[str] = Counter()
         self._places: list[Place] = []
-        self._leaves: list[Tensor] = []  # Digests are made of them at the end, at once: small ops are slow.
+        self._leaves: list[Tensor] = []  # Of each tensor. Digests are made of all at the end: small ops are slow.
         self._nonfinite: list[Tensor] = []
         self._marks: list[Any] = []
         self._handles: list[Any] = []
@@ -107,7 +119,7 @@ class Outputs:
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
-        """Take what is computed in the block. Local."""
+        """Record what is computed in the block."""
         with contextlib.ExitStack() as stack:
             for fqn, module in self._modules.items():
                 stack.enter_context(_after_forward(module, functools.partial(self._forward, fqn)))
@@ -119,7 +131,7 @@ class Outputs:
                 self._handles.clear()
 
     def taken(self) -> Taken:
-        """Return what was taken. Waits for the device.
+        """Return what was recorded. Waits for the device.
 
         Raises:
             ConfigurationError: no module was called in Python.
@@ -142,6 +154,7 @@ class Outputs:
         return Taken(tuple(self._places), digests, nonfinite, tuple(self._marks))
 
     def _forward(self, fqn: str, output: Any) -> None:
+        """Record the output of a module, and its gradient when it comes."""
         call = self._calls[fqn]
         self._calls[fqn] += 1
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and _is_dense(leaf)]
@@ -167,7 +180,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def any_nonfinite(tensor: Tensor) -> Tensor:
-    """Return bool[] on the tensor's device: it holds a NaN or an infinity. False for integers."""
+    """Return bool[] (0-d) on the tensor's device, True if it holds a NaN or an infinity. False for integers."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
     wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
@@ -175,14 +188,14 @@ def any_nonfinite(tensor: Tensor) -> Tensor:
 
 
 def _visible(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules whose calls show, by fqn. Of a wrapper and what it wraps, the inner one, which a recomputation
-    calls again."""
+    """Return the modules whose outputs are recorded, by fqn. A wrapper and the module in it have the same fqn; the
+    inner one is returned, because a recomputation calls that one again."""
     found: dict[str, nn.Module] = {}
     hidden: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module in hidden:
             continue
-        if has_base(module, "ScriptModule"):  # It takes no hooks. The module that calls it shows.
+        if has_base(module, "ScriptModule"):  # It takes no hooks. The module that calls it is recorded.
             hidden.update(module.modules())
             continue
         found[clean_fqn(name)] = module
@@ -192,15 +205,15 @@ def _visible(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if calls of the module go to torch.compile."""
+    """True if torch.compile has compiled the module, by ``torch.compile(module)`` or ``module.compile()``."""
     return has_base(module, "OptimizedModule") or module._compiled_call_impl is not None
 
 
 @contextlib.contextmanager
 def _after_forward(module: nn.Module, act: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``act`` with each output of the module, inside the block. Never from a graph that is being traced."""
+    """Call ``act`` with each output of the module, inside the block. Not while torch.compile traces the module."""
     compiled = module._compiled_call_impl
-    if compiled is not None:  # Its hooks are part of what was compiled.
+    if compiled is not None:  # Hooks are compiled with the module: a new one would not run.
 
         def call(*args: Any, **kwargs: Any) -> Any:
             output = compiled(*args, **kwargs)

@@ -1,10 +1,10 @@
-"""Tier 1: compare what the ranks hold. COLLECTIVE.
+"""Tier 1 of a check: one all-reduce of digests for each set of ranks shows if anything differs. COLLECTIVE.
 
-One all-reduce per distinct set of ranks shows if anything differs. On a mismatch, tiers 2 and 3 follow (see
-``localisation``).
+If something does, tiers 2 and 3 find it (``localisation``). The *anchor* is the ranks that call the check. It is one
+set; the others, such as the replicas along a mesh axis, are parts of it.
 
-No rank may be left waiting in a collective. So local work that may fail comes first. A rank where it fails sends the
-failure in place of the result, and all ranks decide by the same information how to continue.
+No rank may be left waiting in a collective. So local work that may fail comes first. A rank where it fails sends that
+in place of a digest, and all ranks decide by the same information how to continue.
 """
 
 from __future__ import annotations
@@ -35,25 +35,29 @@ __all__ = ["Compared", "check_replicas", "word_of"]
 logger = logging.getLogger("fp8dist")
 
 _FAILED = 2
-"""Sent by a rank that could not build its part. A rank that already knows of a difference sends 1."""
+"""First number of ``news``: sent by a rank that could not build its part. A rank that already knows of a difference
+sends 1, any other 0. The ranks get the maximum."""
 
 _NOT_FINITE = 2
-"""Sent by the highest rank if it holds NaN or infinity; by lower ones, one more each: the lowest one counts. A rank
-that compares only some of its parameters sends 1."""
+"""Third number of ``news``: the highest rank sends this if it holds NaN or infinity, the next lower rank 1 more, and so
+on. So the maximum names the lowest such rank. A rank that compares only some of its parameters sends 1, any other 0."""
 
 _MAY_BE_UNVERIFIED = (KIND, "buffer", "optimizer", "gradient", "parameter")
-"""Kinds that a rank may have to compare, and nothing to compare with. The most important one is last."""
+"""Kinds of which a rank may have been asked to compare things, and can compare none. The second number of ``news`` is 1
+and the index of one, so the most important kind is last."""
 
 _ELSEWHERE = "on another rank"
+"""End of a reason that another rank gave."""
 
 
 class Compared(NamedTuple):
-    """Result of ``check_replicas``, with the differing things of each set for a repair.
+    """The result of ``check_replicas``.
 
-    ``holdings``: what this rank has brought; nothing, if it failed.
-    ``nonfinite_rank``: the lowest rank that holds NaN or infinity; None: none does.
-    ``nothing``: True if there are several ranks, none has anything to compare with another, and no difference is known.
-    The same on all ranks."""
+    ``holdings``: what this rank brought; empty if it could not build its part. ``differing``: of each set, the things
+    that differ, for a repair. ``nothing``: True if there are several ranks, none has anything to compare with another,
+    and no difference is known; the same on all ranks. ``nonfinite_rank``: the lowest rank that holds NaN or infinity;
+    None: there is none.
+    """
 
     report: DivergenceReport
     holdings: Holdings
@@ -65,15 +69,17 @@ class Compared(NamedTuple):
 def check_replicas(
     anchor: SyncGroup, build: Callable[[], Holdings], known: Sequence[Finding] = (), everything: bool = False
 ) -> Compared:
-    """Compare what the ranks hold. COLLECTIVE over ``anchor``, which contains the ranks of all sets.
+    """Compare what the ranks hold. COLLECTIVE over ``anchor``.
 
-    The anchor's set takes one all-reduce. Further sets take one each, one before them to confirm that all ranks mean
-    the same ranks by each label, and one after them to tell all ranks if any set differs.
+    The anchor's set takes one all-reduce. If there are further sets, there is one more before them (do all ranks mean
+    the same ranks by each label?), one for each of them, and one after them (does any set differ?).
 
     Args:
-        build: returns what this rank holds. Local. If it raises on a rank, all ranks report the error.
-        known: findings that this rank already has, for example from a failed sync. All ranks report them.
-        everything: determine the odd ranks of all differing things, for a repair.
+        anchor: the ranks that check. It has all ranks of the other sets.
+        build: returns what this rank holds. Local. If it raises on some ranks, the reports of all ranks have the error
+            as a finding.
+        known: differences that this rank already knows, such as those of the last sync. All ranks report them.
+        everything: find the odd ranks of all differing things, for a repair, not only of the first ones.
     """
     error: Exception | None = None
     digests: list[Tensor] = []
@@ -83,7 +89,7 @@ def check_replicas(
         digests = [s.digests(digester) for s in mine.all_sets]
     except Exception as raised:
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
-    words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}
+    words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}  # Must be equal on all ranks.
     lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.alone.unverified), default=0)
     ranks = sorted(anchor.ranks, reverse=True)
     doubt = _NOT_FINITE + ranks.index(anchor.rank) if mine.alone.nonfinite else int(bool(mine.alone.partial))
@@ -127,13 +133,17 @@ def check_replicas(
 def _check_further_sets(
     anchor: SyncGroup, mine: Holdings, digests: list[Tensor], everything: bool
 ) -> tuple[list[Finding], list[tuple[ReplicaSet, list[Differing]]], bool]:
-    """Return (findings of all sets of all ranks, differing things of this rank's sets, True if any rank has compared
-    anything). COLLECTIVE."""
+    """Compare the sets other than the anchor's. COLLECTIVE.
+
+    Returns:
+        The findings of all sets of all ranks; the differing things of the sets that this rank is in; True if any rank
+        has compared anything.
+    """
     places = range(1, len(mine.sets))
-    # The same order on all ranks that share sets, or they would deadlock.
+    # Ranks that share several sets go through them in the same order, or they would wait for each other.
     ordered = sorted(places, key=lambda i: (sorted(mine.sets[i].group.ranks), mine.sets[i].label))
     bad = [i for i in ordered if not _agree(mine.sets[i].group, [], digests[i])[0][-1]]
-    outcome = 2 if bad else int(bool(mine.compared))
+    outcome = 2 if bad else int(bool(mine.compared))  # 1: this rank has compared something, and all was equal.
     anywhere = torch.tensor([outcome], dtype=torch.int32, device=anchor.device)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=anchor.process_group)
     if int(anywhere) < 2:
@@ -151,21 +161,25 @@ def _check_further_sets(
 def _check_computed(
     anchor: SyncGroup, mine: Holdings, computed: ReplicaSet, digests: Tensor
 ) -> tuple[list[Finding], Holdings, bool]:
-    """Compare what the ranks have computed, each with those that have its label. COLLECTIVE: one MAX; one gather more
-    if not all ranks have the same label, and further collectives if ranks differ.
+    """Compare the results of computations between ranks with equal labels: only these must compute the same bits.
+    COLLECTIVE: one MAX. One gather more if not all ranks have the same label, and more collectives if results differ.
+
+    Args:
+        computed: what this rank has computed. ``digests``: of its results.
 
     Returns:
-        The findings of all ranks, ``mine`` without computations that no other rank repeats, and True if any ranks have
-        compared some.
+        The findings of all ranks; ``mine``, without computations of a rank whose label no other rank has; True if any
+        two ranks have compared computations.
     """
     label = word_of(computed.label)
     alike, same = _agree(anchor, [label], digests)[0]
     if alike and same:
         return [], mine, len(digests) > 0
     by_rank = dict(zip(anchor.ranks, anchor.gather((label, (*digests.sum(0).tolist(), len(digests))))))
-    kinds = sides_of({rank: of for rank, (of, _) in by_rank.items()})
+    kinds = sides_of({rank: of for rank, (of, _) in by_rank.items()})  # A kind: the ranks with one label.
     differing = [kind for kind in kinds if len({by_rank[rank][1] for rank in kind}) > 1]
     findings = localise_computed(anchor, mine, computed, digests, differing) if differing else []
+    # Ranks that have computed something, and are alone with their label.
     lone = [kind[0] for kind in kinds if len(kind) == 1 and by_rank[kind[0]][1][-1]]
     if anchor.rank in lone:
         excuse = f"{len(digests)} {plural(KIND)} that no other rank repeats on equal hardware, versions and shapes"
@@ -178,11 +192,18 @@ def _check_computed(
 
 
 def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
+    """Return this rank's report: the findings, and what ``mine`` says without other ranks."""
     return replace(mine.alone, findings=tuple(findings), compared=mine.compared, compared_bytes=mine.compared_bytes)
 
 
 def _as_others_are(mine: Holdings, lacking: int, partial: bool = False, nonfinite: int | None = None) -> Holdings:
-    """Return the holdings with what is true of another rank: a report is consistent on all ranks or on none."""
+    """Return the holdings with what other ranks have sent, so that a report is consistent on all ranks or on none.
+
+    Args:
+        lacking: second number of ``news``; 0: no rank has an unverified kind.
+        partial: True if a rank compares only some of its parameters.
+        nonfinite: the lowest rank that holds NaN or infinity.
+    """
     report = mine.alone
     if lacking and (kind := _MAY_BE_UNVERIFIED[lacking - 1]) not in report.unverified:
         report = replace(report, unverified={**report.unverified, kind: f"{plural(kind)} {_ELSEWHERE}"})
@@ -208,11 +229,18 @@ def word_of(value: Hashable) -> int:
 def _agree(
     group: SyncGroup, words: list[int], digests: Tensor | None, news: Sequence[int] = (0,)
 ) -> tuple[list[bool], list[int]]:
-    """Return (for each word, and last for the digests: True if equal on all ranks; the highest of each of the news).
+    """Compare words and digests over a group. COLLECTIVE: one MAX over pairs (w, ~w), unless the group has one rank.
+    All ranks have the same w exactly if ``max(w) == ~max(~w)``.
 
-    ``digests`` None: this rank has failed. COLLECTIVE: one MAX over pairs (w, ~w). All ranks have the same w iff
-    ``max(w) == ~max(~w)``.
+    Args:
+        words: int64 each.
+        digests: int64[n, 2]; None: this rank has failed, which differs from any digests.
+        news: numbers of which the ranks need the maximum.
+
+    Returns:
+        For each word, and last for the digests, True if equal on all ranks; and the maximum of each of the news.
     """
+    # The sum of all digests, and their number. Digests contain names, so the sum does not depend on the order.
     total = [0, 0, -1] if digests is None else [*digests.sum(0).tolist(), len(digests)]
     numbers = torch.tensor([*words, *total], dtype=torch.int64, device="cpu")
     message = torch.cat([numbers, ~numbers, torch.tensor(news, dtype=torch.int64, device="cpu")]).to(group.device)
@@ -225,11 +253,11 @@ def _agree(
 
 
 def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
-    """Return findings if ranks mean different ranks by the label of a set, or only some have something in it.
-    COLLECTIVE: one SUM.
+    """Return findings if ranks mean different ranks by the label of a set, or if only some of its ranks have something
+    to compare in it. COLLECTIVE: one SUM over the anchor; if it is not 0, a gather.
 
-    Each of a set's n ranks sends a hash of label, ranks and "has something", the lowest of them times 1 - n. If all
-    agree, the sum is 0.
+    For each set, its ranks send a hash of its label, its ranks, and whether they have something in it. The lowest of
+    the n ranks sends the hash times 1 - n. So if all hashes of a set are equal, they add up to 0.
     """
     held = {s.label for s in mine.sets}
     balance = sum(
@@ -237,7 +265,7 @@ def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
         for m in mine.memberships
         if set(m.ranks) <= set(anchor.ranks)
     )
-    wrapped = (balance + (1 << 63)) % (1 << 64) - (1 << 63)
+    wrapped = (balance + (1 << 63)) % (1 << 64) - (1 << 63)  # As int64, whose sums wrap around.
     total = torch.tensor([wrapped], dtype=torch.int64, device=anchor.device)
     dist.all_reduce(total, dist.ReduceOp.SUM, group=anchor.process_group)
     if not int(total):
@@ -267,6 +295,7 @@ def _held_by_some(anchor: SyncGroup, mine: Holdings, held: set[str]) -> list[Fin
 
 
 def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[Finding]:
+    """Return a finding for each rank that could not build its part. COLLECTIVE. ``error``: this rank's, or None."""
     named = isinstance(error, Fp8DistError)  # Its message is clear without the name of its type.
     text = "" if error is None else str(error) if named else f"{type(error).__name__}: {error}"
     by_rank, senders = mine.gather(anchor, text, last_good=False)
@@ -279,7 +308,12 @@ def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[
 def _differing_words(
     anchor: SyncGroup, mine: Holdings, words: Mapping[str, Any], names: Sequence[str]
 ) -> list[Finding]:
-    """Return findings for the words ``names``. COLLECTIVE if ``names``, equal on all ranks, is not empty."""
+    """Return findings for the words that differ. COLLECTIVE, unless ``names`` is empty.
+
+    Args:
+        words: this rank's values.
+        names: of the words that differ, the same on all ranks.
+    """
     if not names:
         return []
     by_rank, senders = mine.gather(anchor, {name: repr(words[name]) for name in names})

@@ -1,6 +1,7 @@
-"""Random numbers of this process: those of Python, numpy, torch's CPU and the current GPU. DTensor draws from torch's.
+"""Random state: the state of all generators of this process: Python's, numpy's, torch's on the CPU and on one GPU.
 
-A state is a NamedTuple of tensors, so it can be kept on the host, and sent to another rank, as a batch can.
+DTensor uses torch's generators. A state is a NamedTuple of tensors, so code that keeps or sends batches of tensors can
+do the same with it.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ __all__ = ["RandomState", "random_state", "set_random_state"]
 
 
 class RandomState(NamedTuple):
-    """States of all generators, on the CPU. ``device``: uint8 state of the GPU's generator; empty on a CPU."""
+    """States of all generators, as tensors on the CPU. ``device``: of the GPU's generator; empty without one."""
 
-    python: Tensor  # int64[625]: the words of the Mersenne Twister, and its place in them.
-    python_gauss: Tensor  # float64[2]: 1 and the next normal number, or zeros if there is none.
-    numpy: Tensor  # int64[625]
-    numpy_gauss: Tensor  # float64[2]
-    torch: Tensor  # uint8
-    device: Tensor  # uint8
+    python: Tensor  # int64[625]: the 624 words of the Mersenne Twister, and its position in them.
+    python_gauss: Tensor  # float64[2]: 1 and the normal number that is drawn next, or zeros if none is stored.
+    numpy: Tensor  # int64[625], like ``python``.
+    numpy_gauss: Tensor  # float64[2], like ``python_gauss``.
+    torch: Tensor  # uint8[n]
+    device: Tensor  # uint8[n]
 
 
 def random_state(device: torch.device) -> RandomState:
     """Return the current state. Local; on a GPU it waits for the device.
 
     Args:
-        device: the one that this process computes on.
+        device: the GPU whose generator to include, or a CPU.
     """
     _, words, gauss = random.getstate()
     _, keys, place, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
@@ -45,7 +46,11 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
-    """Go back to a state, or to that of another rank. Local."""
+    """Set all generators to a state, of this process or of another rank. Local.
+
+    Args:
+        device: the GPU whose generator to set, if the state has one.
+    """
     has_gauss, gauss = state.python_gauss.tolist()
     random.setstate((random.getstate()[0], tuple(state.python.tolist()), gauss if has_gauss else None))
     *keys, place = state.numpy.tolist()

@@ -1,4 +1,8 @@
-"""Copy values from the majority to the odd ranks."""
+"""Repair: copies values from the majority to the odd ranks, and counts repairs that do not last.
+
+Of a thing (a parameter, a slot of FP8 state) that differs, the *majority* is more than half of its ranks, with equal
+values. The *odd* ranks are the others.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +26,41 @@ from fp8dist_kernels.reference.content import as_bytes
 __all__ = ["Repairs", "mended_texts", "repair"]
 
 _AT_ONCE = 64 << 20
-"""Bytes per broadcast."""
+"""The most bytes per broadcast, to bound the memory of the copies."""
 
 _REPEATED = 3
-"""Repairs of a tensor in a row from which on the report says so."""
+"""From so many repairs of a tensor in consecutive checks on, the report says that they do not last."""
 
 _BEYOND_REPAIR = frozenset({"manifest", "step", "layout", "error", KIND})
 
 
 class Repairs:
-    """Counts, for each tensor, the repairs in consecutive checks. The findings of checks are equal on all ranks, so
-    the counts are, too."""
+    """Counts, for each thing, the repairs in consecutive checks. Findings are the same on all ranks, so the counts
+    are, too."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], int] = {}  # By kind and name.
+        self._counts: dict[tuple[str, str], int] = {}  # By kind and name of the finding.
 
     def observe(self, report: DivergenceReport, kinds: Collection[str]) -> None:
-        """Forget tensors that a check of these kinds found equal."""
+        """Forget the counts of things that a check of these kinds found equal. Local."""
         found = _identities(report)
         self._counts = {of: n for of, n in self._counts.items() if of in found or of[0] not in kinds}
 
     def repair(
         self, report: DivergenceReport, most: int | None, mend: Callable[[], DivergenceReport]
     ) -> DivergenceReport:
-        """Return what ``mend`` returns, with a note if it repeats a repair for the third time in a row; or the report
-        with a note, if the findings were repaired in the last ``most`` checks. COLLECTIVE as ``mend``."""
+        """Repair by ``mend``, unless a thing was repaired in each of the last ``most`` checks. COLLECTIVE if ``mend``
+        is.
+
+        Args:
+            report: of the check that found differences.
+            most: None: no limit.
+            mend: repairs, and returns the report of a new check.
+
+        Returns:
+            The report of ``mend``, with a note if a thing was repaired for the third time in a row or more; or
+            ``report`` with a note, if nothing was copied.
+        """
         found = sorted(_identities(report))
         if most is not None and (again := [of for of in found if self._counts.get(of, 0) >= most]):
             return replace(report, notes=(*report.notes, f"nothing was copied: {_persists(again, most)} (max_repairs)"))
@@ -64,20 +78,22 @@ def _persists(again: Sequence[tuple[str, str]], times: int) -> str:
 
 
 def _identities(report: DivergenceReport) -> set[tuple[str, str]]:
+    """Return (kind, name) of all findings about one thing."""
     return {(f.kind, f.name) for f in report.findings if f.name != MORE}
 
 
 def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared) -> DivergenceReport:
     """Copy the majority's values to the odd ranks and check again. COLLECTIVE over ``anchor``.
 
-    Copies parameters, gradients, optimizer state and whole slots, bit for bit. Copies nothing if any difference has no
-    majority, or if ranks differ in more than values.
+    Copies parameters, gradients, buffers, optimizer state and whole slots, bit for bit. Copies nothing if any
+    difference has no majority, or is none of values (another step, set-up or shape, or a wrong computation).
 
     Args:
-        compared: result of ``check_replicas(everything=True)``.
+        build: returns what this rank holds, for the check after the copies. Local.
+        compared: the result of ``check_replicas(everything=True)``.
 
     Returns:
-        The report, with ``repaired`` filled in, if all ranks agree now. Otherwise the remaining findings, with a note.
+        The report with ``repaired`` filled in, if all ranks agree now. Else the findings that remain, with a note.
     """
     report = compared.report
     if any(f.reference_rank is None or f.kind in _BEYOND_REPAIR for f in report.findings):
@@ -100,12 +116,17 @@ def mended_texts(report: DivergenceReport) -> tuple[str, ...]:
 
 
 def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
-    """Copy what differs. Return an error, or "". COLLECTIVE over the set's group: no rank leaves before the others."""
+    """Copy the things of a set that differ, from the reference rank to the odd ranks. COLLECTIVE over its group.
+
+    Returns:
+        The error of the first rank that failed, on all ranks; "" if none did. A rank that fails stays in the
+        collectives, so no other waits for it.
+    """
     error = ""
     try:
         fields = [replicas.fields(thing.place) for thing in differing]
         for field in (one for part in fields for one in part):
-            as_bytes(field.tensor)
+            as_bytes(field.tensor)  # Find tensors that cannot be read before the first broadcast.
     except Exception as raised:
         error = f"rank {replicas.group.rank}: {raised}"
     if any(errors := replicas.group.gather(error)):
@@ -129,7 +150,15 @@ def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
 
 
 def _receive(group: SyncGroup, source: int, content: Tensor, wrong: bool) -> Tensor | None:
-    """Return the source's content if ``wrong``, else None. COLLECTIVE: a broadcast per part."""
+    """Broadcast the bytes of a tensor from rank ``source``. COLLECTIVE: one broadcast per 64 MiB.
+
+    Args:
+        content: this rank's bytes, uint8[nbytes].
+        wrong: True if this rank needs those of ``source``.
+
+    Returns:
+        The source's bytes on the device of ``content``, if ``wrong``; else None.
+    """
     received = content.clone() if wrong else None
     for start in range(0, content.numel(), _AT_ONCE):
         part = content[start : start + _AT_ONCE].to(group.device, copy=group.rank != source)

@@ -1,9 +1,15 @@
-"""Find the ranks that must hold the same values, for each tensor.
+"""Replication: which ranks must hold the same values of a tensor. These ranks are the tensor's *home*. A tensor that
+cannot be compared has an *excuse* instead.
 
 A plain tensor does not show if it is replicated: FSDP1's shards, experts and ZeRO's state look like any other tensor
-and differ by design. So these count as replicated: DTensors across their Replicate axes, parameters that DDP or
-DeepSpeed keeps equal, across its group, those of Megatron-Core by its own marks, and tensors for which the caller names
-a group.
+and differ by design. So a tensor counts as replicated only if something shows it:
+
+- a DTensor, across its Replicate axes;
+- a parameter that DDP, DeepSpeed or FSDP1 keeps equal, across the wrapper's group;
+- a parameter of Megatron-Core, by Megatron's own marks;
+- a tensor for which the caller names a group.
+
+The *anchor* is the ranks that call the check. All other sets of ranks are parts of it.
 """
 
 from __future__ import annotations
@@ -35,11 +41,14 @@ if TYPE_CHECKING:
 __all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters", "is_plain", "zero_groups"]
 
 ANCHOR = "all ranks that check"
+"""Label of the anchor's home."""
 
 _MARKS = ("_ddp_params_and_buffers_to_ignore", "_hf_tp_plan")
-"""Attributes of modules that say what DDP must not keep equal, and how Transformers shards a weight."""
+"""Attributes of modules that hold tensors which ranks do not replicate: the first lists what DDP ignores, the second is
+Transformers' plan of tensor parallelism."""
 
 _PLAIN = (nn.Parameter, nn.UninitializedParameter)
+"""Types of parameters without a tensor subclass."""
 
 _SHOWN_IN_FULL = 64
 """Largest mesh whose ranks are all shown when ranks disagree about it."""
@@ -47,9 +56,10 @@ _SHOWN_IN_FULL = 64
 
 @dataclass(frozen=True)
 class Home:
-    """A set of ranks that must hold the same values. ``label``: its name, the same on all ranks of the job.
+    """The ranks that must hold the same values of a tensor, this rank included.
 
-    ``alias``: name of its tensor, where ranks have other names for it.
+    ``label``: name of these ranks, the same on all ranks of the job. ``alias``: name of the tensor in reports, if the
+    ranks of this home name it differently; "": the tensor's own name.
     """
 
     label: str
@@ -59,14 +69,18 @@ class Home:
 
 @dataclass(frozen=True)
 class Excuse:
-    """Why a tensor is not compared, in words that follow its kind ("3 parameters …")."""
+    """Why a tensor is not compared, in words that follow a count and a kind: "3 parameters sharded by FSDP1"."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The ranks of the set ``label``, this rank included. ``view``: text of the mesh that it comes from, or ""."""
+    """A set of ranks, this rank included, that may have something to compare.
+
+    ``label``: see ``Home``. ``view``: a text of the mesh that the set is an axis of, for a report if ranks disagree
+    about the mesh; "": it is not of a mesh.
+    """
 
     label: str
     ranks: Sequence[int]
@@ -74,31 +88,33 @@ class Membership:
 
 
 class Replication:
-    """Finds the homes of tensors.
+    """Finds the homes of tensors. Call ``learn`` with a module before asking for its parameters. All calls are local.
 
     Args:
         anchor: the ranks that check. Nothing is compared with other ranks.
-        vouched: plain tensors without any other sign of replication are replicated over the anchor.
-        patterns: group by fqn pattern, for plain tensors that are replicated over other ranks; None: do not compare.
+        vouched: True if the caller says that plain tensors without any other sign are replicated over the anchor.
+        patterns: the group whose ranks replicate a plain tensor, by fqn pattern; None as a group: do not compare it.
             The first match counts, and takes precedence over all other signs.
     """
 
     def __init__(self, anchor: SyncGroup, vouched: bool, patterns: Mapping[str, GroupLike | None]) -> None:
         self.coords = anchor.mesh_coordinates()
+        """This rank's place on each axis of the mesh, for reports; None: no mesh is known."""
         self.names: dict[int, str] = {}
+        """Fqns by the id of a parameter, without the prefixes of wrappers where these are unique."""
         self.masters: set[int] = set()
-        """Ids of copies of parameters that an optimizer updates in their place."""
+        """Ids of float32 copies of parameters that an optimizer updates in place of the parameters."""
         self.anchor = Home(ANCHOR, anchor)
         """Home of tensors that all checking ranks hold alike."""
         self._vouched = vouched
         self._patterns = {pattern: None if g is None else SyncGroup(g) for pattern, g in patterns.items()}
         self._anchor_ranks = frozenset(anchor.ranks)
         self._memberships: dict[str, Membership] = {}
-        self._known: dict[Any, Home | Excuse] = {}
-        self._spanning: dict[int, bool] = {}
-        self._of_parameter: dict[int, list[Home | Excuse]] = {}
-        self._of_gradient: dict[int, list[Home | Excuse]] = {}
-        self._kept: list[Any] = []  # Keeps objects alive whose ids are keys.
+        self._known: dict[Any, Home | Excuse] = {}  # By what they come from: a mesh axis, a wrapper, a group.
+        self._spanning: dict[int, bool] = {}  # By id of a mesh: True if it has all ranks of the anchor.
+        self._of_parameter: dict[int, list[Home | Excuse]] = {}  # By id of a parameter.
+        self._of_gradient: dict[int, list[Home | Excuse]] = {}  # The same, where the gradient has other homes.
+        self._kept: list[Any] = []  # Keeps objects alive whose ids are keys: else another object could get the id.
 
     @property
     def memberships(self) -> tuple[Membership, ...]:
@@ -107,8 +123,12 @@ class Replication:
         return tuple(self._memberships[label] for label in sorted(self._memberships))
 
     def of_group(self, label: str, group: SyncGroup, view: str = "") -> Home | Excuse:
-        """Return the home of tensors that ``group`` holds alike. ``label``: the same on all ranks of the job, and
-        distinct for each group."""
+        """Return the home of tensors that the ranks of ``group`` replicate, or the excuse if they cannot be compared.
+
+        Args:
+            label: name of the group, the same on all ranks of the job. A label that another set has gets a number.
+            view: see ``Membership``.
+        """
         if self._anchor_ranks.issubset(group.ranks):
             return self.anchor
         label = self._unique(label, group.ranks)
@@ -120,7 +140,8 @@ class Replication:
         return Home(label, group)
 
     def _unique(self, label: str, ranks: Sequence[int]) -> str:
-        """Number a label that other ranks have, too (two DDP modules). All ranks meet the sets in the same order."""
+        """Return the label, with a number if a set of other ranks has it already, as with two DDP modules. Ranks run
+        the same program, so they number alike."""
         candidate, number = label, 1
         while candidate in self._memberships and self._memberships[candidate].ranks != ranks:
             number += 1
@@ -128,7 +149,8 @@ class Replication:
         return candidate
 
     def learn(self, module: nn.Module) -> None:
-        """Record how the parameters of a module are wrapped."""
+        """Record the homes of all parameters of a module. Signs are tried in order of precedence: patterns, DTensors,
+        FSDP1, ZeRO's stage 3, DeepSpeed, Megatron, DDP."""
         around = _around(module)
         sharded, wrapping, zero = _fsdp1_parameters(around), _ddp_of(around), zero_groups(around)
         copies = self._learn_megatron(module)
@@ -137,7 +159,8 @@ class Replication:
             self.names[id(parameter)] = name
             home = self._named(name)
             if home is None and is_dtensor(parameter):
-                # For its plain optimizer state, such as a step counter.
+                # ``of_dtensor`` is asked for the parameter itself, and this for its plain optimizer state, such as a
+                # step counter.
                 home = Excuse("that are not DTensors, of parameters that are")
             if home is None and id(parameter) in sharded:
                 home = self._of_fsdp1(sharded[id(parameter)])
@@ -146,27 +169,32 @@ class Replication:
             if home is None and id(parameter) in zero:
                 home = self._cached(("ZeRO", id(zero[id(parameter)])), "DeepSpeed", zero[id(parameter)])
             if home is None and id(parameter) in copies:
-                self._know_copies(name, parameter, copies[id(parameter)])
+                self._learn_copies(name, parameter, copies[id(parameter)])
             else:
                 self._of_parameter[id(parameter)] = [home or self._wrapped(parameter, wrapping)]
 
     def _learn_megatron(self, module: nn.Module) -> Mapping[int, megatron.Copies]:
+        """Record Megatron's groups, and return where copies of each parameter are, by its id; empty for a model that is
+        not Megatron's."""
         if not megatron.is_megatron(module):
             return {}
         self.coords = self.coords or megatron.coordinates()
         for label, group in megatron.groups().items():
-            if group is None:  # Each label must occur on all ranks.
+            if group is None:  # This rank is in no such group. But ranks must agree on the labels: a set of one.
                 here = dist.get_rank()
                 self._memberships[label] = Membership(label, (here,), "")
             elif ("Megatron", label) not in self._known:
                 home = self.of_group(label, SyncGroup(group))
                 if label == megatron.TIED and isinstance(home, Home):
+                    # The first stage calls it a word embedding, the last one an output layer.
                     home = replace(home, alias=megatron.TIED)
                 self._known["Megatron", label] = home
         return megatron.copies_of(module)
 
-    def _know_copies(self, name: str, parameter: Any, copies: megatron.Copies) -> None:
-        # A rank may hold a tied embedding without being in the group that reduces it (get_embedding_ranks).
+    def _learn_copies(self, name: str, parameter: Any, copies: megatron.Copies) -> None:
+        """Record the homes of a Megatron parameter, of its gradient and of its float32 copy."""
+        # A label without a home: a rank may hold a tied embedding without being in the group that reduces it
+        # (get_embedding_ranks).
         homes, reduced = (
             [self._known["Megatron", label] for label in labels if ("Megatron", label) in self._known]
             for labels in (copies.parameter, copies.gradient)
@@ -180,7 +208,7 @@ class Replication:
             self._of_parameter[id(copies.master)] = homes
 
     def of_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Home | Excuse]]:
-        """Yield (name, buffer, home) of all buffers of a module."""
+        """Yield (name, buffer, home) of all buffers of a module. No ``learn`` is needed."""
         wrapping = _ddp_of(_around(module))
         self._learn_megatron(module)
         stage = self._known.get(("Megatron", megatron.STAGE))
@@ -192,7 +220,7 @@ class Replication:
             yield name, buffer, home or self._wrapped(buffer, wrapping)
 
     def _wrapped(self, tensor: Tensor, wrapping: Mapping[int, tuple[DistributedDataParallel, bool]]) -> Home | Excuse:
-        """Return the home of a plain tensor without other signs than DDP. ``wrapping``: see ``_ddp_of``."""
+        """Return the home of a plain tensor with no other sign than DDP. ``wrapping``: see ``_ddp_of``."""
         wrapper, ignored = wrapping.get(id(tensor), (None, False))
         if wrapper is not None and not ignored:
             return self._cached(("DDP", id(wrapper)), "DDP", wrapper.process_group)
@@ -205,21 +233,22 @@ class Replication:
         )
 
     def of_parameter(self, parameter: Tensor) -> list[Home | Excuse]:
-        """Return the homes of a plain parameter, or of plain tensors that belong to it."""
+        """Return the homes of a plain parameter, or of its plain optimizer state. For DTensors see ``of_dtensor``."""
         return self._of_parameter.get(id(parameter), [Excuse("of parameters that are not the module's")])
 
     def of_gradient(self, parameter: Tensor) -> list[Home | Excuse]:
-        """Return the homes of a plain parameter's gradient."""
+        """Return the homes of a plain parameter's gradient: those of the parameter, except under Megatron."""
         return self._of_gradient.get(id(parameter)) or self.of_parameter(parameter)
 
     def of_dtensor(self, tensor: DTensor) -> list[Home | Excuse]:
-        """Return the homes of a DTensor's local tensor: one, or one per Replicate axis."""
+        """Return the homes of a DTensor's local tensor: the anchor, if all its ranks replicate it, else the ranks along
+        each Replicate axis."""
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         if self.coords is None:
             self.coords = _coordinates(mesh)
         if any(placement.is_partial() for placement in placements):
             return [Excuse("that are partial sums")]
-        wide = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        wide = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]  # An axis of one rank replicates nothing.
         axes = [axis for axis in wide if placements[axis].is_replicate()]
         if not axes:
             return [Excuse("that are DTensors without a Replicate axis: each rank has its own")]
@@ -228,12 +257,14 @@ class Replication:
         return [self._of_axis(mesh, axis) for axis in axes]
 
     def _spans_anchor(self, mesh: DeviceMesh) -> bool:
+        """True if all ranks that check are in the mesh."""
         if id(mesh) not in self._spanning:
             self._kept.append(mesh)
             self._spanning[id(mesh)] = self._anchor_ranks.issubset(mesh.mesh.flatten().tolist())
         return self._spanning[id(mesh)]
 
     def _of_axis(self, mesh: DeviceMesh, axis: int) -> Home | Excuse:
+        """Return the home of tensors that are replicated along one axis of a mesh."""
         key = ("axis", id(mesh), axis)
         if key not in self._known:
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
@@ -243,6 +274,7 @@ class Replication:
         return self._known[key]
 
     def _of_fsdp1(self, wrapper: Any) -> Home | Excuse:
+        """Return the home of the parameters of an FSDP1 wrapper, or of this rank's shards."""
         if wrapper.sharding_strategy.name == "NO_SHARD":
             return self._cached(("FSDP1", id(wrapper)), "FSDP1", wrapper.process_group)
         if (replicas := fsdp1_replicas(wrapper)) is not None:
@@ -250,19 +282,22 @@ class Replication:
         return Excuse("sharded by FSDP1: each rank has its own")
 
     def _named(self, name: str) -> Home | Excuse | None:
+        """Return the home that the caller's patterns give this name; None: no pattern matches."""
         for pattern, group in self._patterns.items():
             if fnmatch.fnmatchcase(name, pattern):
                 return Excuse(f"matching {pattern}: left out") if group is None else self.of_group(pattern, group)
         return None
 
     def _cached(self, key: Any, label: str, group: Any) -> Home | Excuse:
+        """Return ``of_group`` for a ProcessGroup. Looks it up once per ``key``, which is unique for the group."""
         if key not in self._known:
             self._known[key] = self.of_group(label, SyncGroup(group))
         return self._known[key]
 
 
 def _view(mesh: DeviceMesh) -> str:
-    """Return a text that is equal for equal meshes. Ranks that disagree show it, so it is short for all meshes."""
+    """Return a text that is equal for equal meshes. Reports show it if ranks disagree, so it is short even for a large
+    mesh."""
     if mesh.size() <= _SHOWN_IN_FULL:
         return f"mesh {mesh.mesh.tolist()}"
     ranks = mesh.mesh.flatten().tolist()
@@ -271,19 +306,24 @@ def _view(mesh: DeviceMesh) -> str:
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
+    """Return this rank's place on each axis of the mesh; None: it is not in the mesh."""
     place = mesh.get_coordinate()
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     return None if place is None else dict(zip(names, place))
 
 
 def _around(module: nn.Module) -> nn.Module:
-    """Return a module that holds ``module``, and the attached models, as the training loop calls them, whose FP8 parts
-    it has: their wrappers show how its parameters are replicated."""
+    """Return a module that holds ``module`` and all wrappers around it that are known.
+
+    Wrappers show how parameters are replicated, but a caller may pass the model inside them. FP8 modules know the model
+    that was given to ``attach``, as the training loop calls it.
+    """
     jobs = {id(part.slots.job): part.slots.job for part in fp8_parts(module)}
     return nn.ModuleList([module, *(whole for job in jobs.values() if (whole := job.whole) is not None)])
 
 
 def _fsdp1_parameters(module: nn.Module) -> dict[int, Any]:
+    """Return the innermost FSDP1 wrapper of each parameter, by its id, without those that wrappers ignore."""
     found: dict[int, Any] = {}
     for wrapper in fsdp1_modules(module):
         ignored = fsdp1_ignored(wrapper)
@@ -292,27 +332,32 @@ def _fsdp1_parameters(module: nn.Module) -> dict[int, Any]:
 
 
 def _clean_names(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors with their names without the components of wrappers, if these are unique."""
+    """Yield (name, tensor). Names are without the components of wrappers ("_fsdp_wrapped_module"), unless two tensors
+    would have the same."""
     count = Counter(clean_fqn(name) for name, _ in named)
     for name, tensor in named:
         yield name if count[clean_fqn(name)] > 1 else clean_fqn(name), tensor
 
 
 def _ddp_of(module: nn.Module) -> dict[int, tuple[DistributedDataParallel, bool]]:
-    """Return for parameters and buffers in DDP modules, by id: (DDP, True if it ignores the tensor). If a DDP keeps a
-    tensor equal, it counts before others that ignore it."""
+    """Return for each parameter and buffer in DDP modules, by its id: (DDP, True if this DDP ignores the tensor).
+
+    If several DDP modules hold the tensor, one that keeps it equal comes before one that ignores it.
+    """
     seen = list(_seen_by_ddp(module))
+    # Later entries replace earlier ones: those that ignore come first.
     return {id(t): (ddp, ignored) for ddp, t, ignored in sorted(seen, key=lambda one: -one[2])}
 
 
 def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
-    """Return the parameters that DDP modules in ``module`` keep equal: DDP by id of the parameter."""
+    """Return the DDP module that keeps a parameter equal on its ranks, by id of the parameter, of those in
+    ``module``."""
     return {id(t): ddp for ddp, t, ignored in _seen_by_ddp(module) if isinstance(t, nn.Parameter) and not ignored}
 
 
 def is_plain(module: nn.Module) -> bool:
-    """True if nothing shows that ranks hold other parameters: no wrapper, no tensor subclass, no mark of a shard or of
-    an expert."""
+    """True if nothing shows that ranks hold different parameters: there is no wrapper, no tensor subclass, and no mark
+    of a shard or of an expert."""
     return not (
         any(isinstance(part, DistributedDataParallel) for part in module.modules())
         or any(hasattr(part, mark) for part in module.modules() for mark in _MARKS)
@@ -324,14 +369,14 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def _is_marked(parameter: Tensor) -> bool:
-    """True for a parameter that FSDP1 has flattened, or that is marked as Megatron and DeepSpeed mark theirs."""
+    """True for a parameter that FSDP1 has flattened, or that has a mark of Megatron or DeepSpeed."""
     marks = ("_fsdp_flattened", "tensor_model_parallel", "shared_embedding")
     return any(getattr(parameter, mark, False) for mark in marks) or not getattr(parameter, "allreduce", True)
 
 
 def zero_groups(module: nn.Module) -> dict[int, Any]:
-    """Return the groups whose ranks hold copies or parts of parameters in DeepSpeed's engines, by id of the parameter.
-    Experts (``allreduce`` is False) are left out, because other groups hold them."""
+    """Return the process group whose ranks hold copies or parts of a parameter, by its id, for parameters in
+    DeepSpeed's engines. Without experts (``allreduce`` is False), which the ranks of other groups hold."""
     engines = [engine for engine in module.modules() if has_base(engine, "DeepSpeedEngine")]
     return {
         id(parameter): engine.seq_data_parallel_group
@@ -342,6 +387,7 @@ def zero_groups(module: nn.Module) -> dict[int, Any]:
 
 
 def _seen_by_ddp(module: nn.Module) -> Iterator[tuple[DistributedDataParallel, Tensor, bool]]:
+    """Yield (DDP, parameter or buffer in it, True if it ignores the tensor)."""
     for ddp in module.modules():
         if isinstance(ddp, DistributedDataParallel):
             for name, tensor in chain(ddp.module.named_parameters(), ddp.module.named_buffers()):

@@ -1,4 +1,8 @@
-"""The report of a check, and what follows from it: evidence files, one log message, an error."""
+"""DivergenceReport: the result of a check, and what follows from it: evidence files, one log message, an error.
+
+Ranks that hold the same are a *side*. If a side has more than half of the ranks, it is the majority, its lowest rank is
+the *reference*, and the ranks of other sides are *odd*.
+"""
 
 from __future__ import annotations
 
@@ -23,44 +27,47 @@ __all__ = ["DivergenceReport", "Sender", "announce", "save_evidence", "sides_of"
 logger = logging.getLogger("fp8dist")
 
 MAX_WITH_EVIDENCE = 8
-"""Odd ranks of one finding that write evidence."""
+"""The most odd ranks of one finding that write evidence."""
 
 
 @dataclass(frozen=True)
 class DivergenceReport(Divergence):
-    """The result of one check. The findings are equal on all ranks that took part. ``str(report)`` is a table.
+    """The result of one check. ``str(report)`` is a table for people.
+
+    The findings are the same on all ranks that took part, and so is whether a report is consistent, diverged or
+    neither. Numbers and reasons are this rank's.
 
     Attributes:
-        findings: what differs.
-        compared: number of compared things by kind: "slot", "parameter", "gradient", "optimizer"; for files also
-            "scale" and other parts of slots.
-        skipped: what this rank did not compare, and why.
-        repaired: what was copied from the majority to the odd ranks.
+        findings: what differs between ranks.
+        compared: number of compared things by kind: "slot", "parameter", "gradient", "buffer", "optimizer",
+            "computation", "audit"; for files also "scale" and other parts of slots.
+        skipped: what was not compared, and why.
+        repaired: what was copied from the majority to the odd ranks. Empty if the repair failed.
         notes: further remarks.
-        noun: "rank" or "file".
-        compared_bytes: bytes of the compared things by kind, where they are known, on this rank.
-        unverified: kinds that were to be compared, and of which a rank could compare nothing, with the reason. If the
-            model has trainable parameters, only these count. The same kinds on all ranks.
-        partial: kinds of which only a part was compared, with how many of how many, such as "1 of 6 parameters". Only
-            parameters are counted; of a model with trainable ones, only these. If all is finite, the same kinds on all
-            ranks.
-        nonfinite: parameters with NaN or infinity, and buffers of the state dict and optimizer state with NaN, whether
-            ranks hold the same or not. Looked for in checks of parameters, in all that this rank holds, also if there
-            is one rank; in optimizer state if the check has the optimizer.
+        noun: what was compared: "rank" or "file".
+        compared_bytes: bytes of the compared things by kind, as far as they are known.
+        unverified: the reason, by kind, for kinds that the check was to compare, but of which some rank could compare
+            nothing. Of a model with trainable parameters, frozen ones do not count. The same kinds on all ranks.
+        partial: kinds of which only a part was compared, with a text such as "1 of 6 parameters". Only parameters are
+            counted; of a model with trainable ones, only these. The same kinds on all ranks, unless a value is not
+            finite.
+        nonfinite: names of parameters with NaN or infinity, and of buffers of the state dict and optimizer state with
+            NaN. Ranks may hold the same ones: then nothing differs. A check of parameters looks for them in all that
+            this rank holds, also if there is one rank, and in optimizer state if it was given the optimizer.
         diverged: True if something differs, and was not repaired.
         consistent: True if something was compared, nothing differs (or all was repaired), and nothing is
-            ``unverified``. So a report is consistent, diverged, or neither.
+            ``unverified``.
     """
 
     def raise_if_diverged(self) -> None:
-        """Raise DivergenceError if ``diverged``."""
+        """Raise DivergenceError with this report, if ``diverged``. Local."""
         if self.diverged:
             raise DivergenceError(self)
 
 
 class Sender(NamedTuple):
-    """A rank that sends its part of a finding. ``step``: of its check. ``last_good``: by kind of what it compares, the
-    last step at which all was equal; None: never."""
+    """A rank that takes part in a comparison. ``step``: of its check. ``last_good``: the newest step at which all ranks
+    were equal, by each kind that it compares; None: never."""
 
     participant: Participant
     step: int
@@ -68,14 +75,16 @@ class Sender(NamedTuple):
 
 
 def this_rank(device: torch.device, coords: dict[str, int] | None) -> Participant:
-    """Return this process as a Participant. ``device``: where its tensors are. ``coords``: its place in the mesh."""
+    """Return this rank with its host and local rank. ``device``: where its tensors are. ``coords``: its place on each
+    axis of the mesh, if there is one."""
     local = os.environ.get("LOCAL_RANK", "")
     local_rank = int(local) if local.isdigit() else None
     return Participant(own_rank(), socket.gethostname(), local_rank, str(device), coords)
 
 
 def sides_of(values: Mapping[int, Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of ranks with equal values, the largest first, then by lowest rank."""
+    """Return the sets of ranks with equal values, the largest first, of equal size the one with the lowest rank.
+    ``values``: by rank."""
     by_value: dict[Hashable, list[int]] = {}
     for rank in sorted(values):
         by_value.setdefault(values[rank], []).append(rank)
@@ -83,7 +92,7 @@ def sides_of(values: Mapping[int, Hashable]) -> tuple[tuple[int, ...], ...]:
 
 
 def split(sides: tuple[tuple[int, ...], ...]) -> tuple[int | None, list[tuple[int, ...]]]:
-    """Return (lowest rank of a strict majority, other sides), or (None, [all ranks]) without a majority."""
+    """Return (reference rank, odd sides); without a majority (None, [all ranks]), because no rank can be blamed."""
     total = sum(map(len, sides))
     if 2 * len(sides[0]) > total:
         return sides[0][0], list(sides[1:])
@@ -93,11 +102,12 @@ def split(sides: tuple[tuple[int, ...], ...]) -> tuple[int | None, list[tuple[in
 def save_evidence(
     report: DivergenceReport, report_dir: str | None, evidence: Callable[[Finding], dict[str, Any] | None]
 ) -> None:
-    """Write the report, and what odd ranks and the reference hold. Call before a repair. Local; never raises.
+    """Write the report (one rank), and what odd ranks and the reference hold. Call it before a repair overwrites that.
+    Local; never raises.
 
     Args:
-        report_dir: None: write nothing.
-        evidence: returns what this rank holds of a finding, as JSON values, or None.
+        report_dir: folder, which is created; None: write nothing.
+        evidence: returns what this rank holds of a finding's thing, as JSON values; None: it does not hold the thing.
     """
     if report_dir is None or not report.diverged:
         return
@@ -115,18 +125,21 @@ def announce(
     texts: Sequence[str] | None = None,
     waits: bool = True,
 ) -> None:
-    """Log the report once, and with ``raises`` raise on all ranks. COLLECTIVE over ``group`` if anything differed, and
-    ``waits``.
+    """Log a report on one rank, notify, and raise on all ranks. COLLECTIVE: a barrier over ``group``, if the report has
+    findings and ``waits``. Does nothing without findings.
+
+    The barrier comes between log and error, because a launcher kills the other ranks when one has failed.
 
     Args:
-        report: the same on all ranks of the group.
+        report: with the same findings on all ranks of the group.
         group: None: this rank alone.
-        texts: logged in place of the report's text.
-        notify: called with the report after the barrier. If it raises, no rank is left waiting.
+        raises: raise if the report has diverged. Else it is logged as a warning.
+        notify: called with the report, after the barrier. If it raises, no rank is left waiting.
+        texts: logged in place of the report's table.
+        waits: False inside a Join context, where ranks without data do not come to the barrier.
 
     Raises:
-        DivergenceError: ``raises``, and something differs. No rank raises before the report is logged,
-            because a launcher kills the other ranks when one has failed.
+        DivergenceError: on all ranks, with ``raises``, if something differs and was not repaired.
     """
     if not report.findings:
         return
@@ -145,6 +158,7 @@ def announce(
 def _write_files(
     folder: Path, report: DivergenceReport, rank: int, evidence: Callable[[Finding], dict[str, Any] | None]
 ) -> None:
+    """See ``save_evidence``. ``rank``: this rank. Raises OSError."""
     step = max(f.step for f in report.findings)
     if rank == report.reporting_rank:
         _write(folder, f"step{step:08d}-report", ".txt", f"{report}\n")
@@ -161,7 +175,7 @@ def _write_files(
 
 
 def _write(folder: Path, name: str, suffix: str, text: str) -> None:
-    """Write a new file, with a number if the name exists: two models may diverge at the same step."""
+    """Write a new file. A number is added to a name that exists, because two models may diverge at the same step."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(1, 1000):
         path = folder / (f"{name}{suffix}" if number == 1 else f"{name}-{number}{suffix}")

@@ -1,4 +1,8 @@
-"""Findings that stand: logged before, and not seen equal since. They get a line, not another table."""
+"""Standing findings: those that were logged before, and still differ.
+
+With ``policy="warn"``, a difference is found again by every check. A standing finding gets one line in the log instead
+of another table, and one line when the ranks are equal again.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,28 @@ from fp8dist.common.text import first_few
 __all__ = ["HEADER_KINDS", "Standing", "kinds_of"]
 
 HEADER_KINDS = frozenset({"manifest", "step", "scale"})
-"""Kinds of findings that the header of a sync proves absent."""
+"""The kinds of findings that are over if the header of a sync agrees. The header is the part of a step's all-reduce
+that compares set-ups, step counters and scales."""
 
 MAX_LINES = 8
-"""Findings that still stand, or are gone, with a line of their own. The rest is counted."""
+"""The most findings that get a line of their own in one message. The rest is counted."""
 
 _Identity = tuple[str, str, tuple[int, ...]]
+"""(kind, name, ranks) of a finding. Findings with equal identities are the same one, found again."""
 
 
 class Standing:
-    """The standing findings of one observer: of the checks of a manager, or of the syncs of an arena.
+    """The standing findings of the checks of one manager, or of the syncs of one arena.
 
-    All ranks of the observer's group hand in the same reports, so all remember the same.
+    Reports have the same findings on all ranks, so all ranks remember the same. All methods are local.
     """
 
     def __init__(self) -> None:
-        self._first: dict[_Identity, Finding] = {}
-        self._nonfinite = False
+        self._first: dict[_Identity, Finding] = {}  # As they were found first.
+        self._nonfinite = False  # True if the last report had values that are not finite.
 
     def texts(self, report: DivergenceReport) -> list[str]:
-        """Return what to log of a report, and remember its findings: the table of new ones, a line for each other."""
+        """Return what to log of a report: a table of new findings, and a line for each standing one. Remember all."""
         found = {_identity(f): f for f in report.findings}
         new = tuple(f for f in report.findings if _identity(f) not in self._first)
         lines = [
@@ -44,8 +50,11 @@ class Standing:
         return [*([str(replace(report, findings=new))] if new else []), *_few(lines, "fp8dist: still")]
 
     def not_finite(self, report: DivergenceReport, rank: int | None) -> list[str]:
-        """Return what to log of values that are not finite, which ``rank`` holds: once, until a check finds all finite.
-        None: there is one rank."""
+        """Return what to log about values that are not finite. Empty if the last report had some, too.
+
+        Args:
+            rank: the rank that holds them; None: there is one rank.
+        """
         new, self._nonfinite = bool(report.nonfinite) and not self._nonfinite, bool(report.nonfinite)
         names = first_few(report.nonfinite, MAX_LINES)
         of = "" if rank is None else f" of rank {rank}"
@@ -55,22 +64,27 @@ class Standing:
         return [text] if new else []
 
     def gone(self, report: DivergenceReport, kinds: Collection[str], rank: int) -> list[str]:
-        """Forget findings of these kinds that ``report`` has no more. Return what ``rank`` logs about them."""
+        """Forget standing findings that are over: those of ``kinds`` that ``report`` does not have. Return what
+        ``rank`` logs about them; each finding is logged by one rank that is concerned."""
         if any(f.kind in ("error", "layout") or f.name == MORE for f in report.findings):
-            return []  # Not everything was compared, or named.
+            return []  # Something was not compared, or is not named in the report: it may still differ.
         found = set(map(_identity, report.findings))
         gone = [f for identity, f in self._first.items() if f.kind in kinds and identity not in found]
         for f in gone:
             del self._first[_identity(f)]
-        # Ranks that do not hold a thing do not know that it was compared.
+        # ``kinds`` come from what this rank has compared. A rank that does not hold a thing may not know that it was
+        # compared, so the lowest rank that holds it logs.
         lines = [
-            f"fp8dist: equal again: {f.subject} on {f.who}{_since(f, 'different ')}" for f in gone if rank == _first(f)
+            f"fp8dist: equal again: {f.subject} on {f.who}{_since(f, 'different ')}"
+            for f in gone
+            if rank == _lowest_rank(f)
         ]
         return _few(lines, "fp8dist: equal again")
 
 
 def kinds_of(compared: Collection[str]) -> set[str]:
-    """Return the kinds of findings that a check proves absent. ``compared``: kinds of what it compared."""
+    """Return the kinds of findings that are over if a check does not report them. ``compared``: the kinds of things
+    that it compared."""
     of_slots = {"slot", *FINDING_KINDS.values()} if "slot" in compared else set()
     return {"manifest", "step", "layout", "error", *compared, *of_slots}
 
@@ -79,7 +93,8 @@ def _identity(f: Finding) -> _Identity:
     return f.kind, f.name, f.ranks
 
 
-def _first(f: Finding) -> int:
+def _lowest_rank(f: Finding) -> int:
+    """Return the lowest rank that holds the thing."""
     return min(rank for side in f.sides or (f.ranks,) for rank in side)
 
 
@@ -92,5 +107,6 @@ def _since(f: Finding, what: str = "") -> str:
 
 
 def _few(lines: list[str], what: str) -> list[str]:
+    """Return the first lines, and one with the number of further lines. ``what``: its beginning."""
     more = len(lines) - MAX_LINES
     return lines if more <= 0 else [*lines[:MAX_LINES], f"{what}: {more} more"]

@@ -1,4 +1,8 @@
-"""Parts: which lines of a cast or a product are taken down, and the memory in which they are sent and repeated."""
+"""Parts of casts and products for audits: which lines are sent, and memory for messages and repetitions.
+
+An audit sends a cast or a product of a training step to another rank, which repeats it. Large tensors are sent in part.
+A *line* is a row or a column of a matrix, whichever way the matrix is cut.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +23,28 @@ __all__ = [
     "among_zeros",
     "hash_of",
     "lines_of",
-    "message_of",
     "part_of_lines",
     "part_of_product",
     "text_of",
 ]
 
 ALIGNMENT = 256
-"""Bytes. Kernels are chosen by the alignment of operands, so a repeated call gets operands that are aligned alike."""
+"""Bytes. torch chooses kernels by the alignment of operands, so a repetition gets operands with the same alignment:
+the same address modulo this number."""
 
 INTEGERS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""Integer dtypes by item size. Tensors are copied as integers, because some FP8 ops are missing in torch."""
 
 
 def part_of_product(a: Tensor, b: Tensor, limit: int, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return which rows of ``a`` and of ``b`` are taken: all, or as many of each as the limit allows."""
+    """Return (first, end) of the rows of a [m, k] and of b [n, k] that are sent: all, or what ``limit`` bytes hold.
+    ``at``: see ``lines_of``."""
     return part_of_lines(a.shape[0], b.shape[0], limit // (a.shape[1] * a.element_size()), at)
 
 
 def part_of_lines(m: int, n: int, allowed: int, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return which of ``m`` and of ``n`` lines are taken: all, or about ``allowed`` together."""
+    """Return (first, end) of the lines that are sent of ``m`` and of ``n``: all, or about ``allowed`` lines together.
+    ``at``: see ``lines_of``."""
     if m + n <= allowed:
         return (0, m), (0, n)
     of_a = min(m, max(allowed // 2, allowed - n))
@@ -45,7 +52,11 @@ def part_of_lines(m: int, n: int, allowed: int, at: int) -> tuple[tuple[int, int
 
 
 def lines_of(count: int, allowed: int, at: int) -> tuple[int, int]:
-    """Return (first, end) of the lines that are taken of ``count``: all, or whole blocks, at least one."""
+    """Return (first, end) of the lines that are sent of ``count``: all if ``allowed`` is as many, else whole blocks of
+    ``BLOCK`` lines, at least one.
+
+    ``at``: chooses which blocks, such as the number of the step. Audits with different numbers visit all.
+    """
     if count <= allowed:
         return 0, count
     blocks = max(1, allowed // BLOCK)
@@ -55,13 +66,17 @@ def lines_of(count: int, allowed: int, at: int) -> tuple[int, int]:
 
 
 def hash_of(at: int, of: str = "lines") -> int:
-    """Return a number below 2**32. Audits visit a site every so many steps, so all bits must depend on all of ``at``:
-    with a multiplicative hash, some of the lines would never come up."""
+    """Return a number below 2**32 that depends on ``at``, and on ``of``, what it is for.
+
+    The steps at which one module is audited have a fixed distance. A multiplicative hash of such numbers would never
+    choose some of the lines, so all bits of this hash depend on all bits of ``at``.
+    """
     return int.from_bytes(hashlib.blake2b(f"{at} {of}".encode(), digest_size=4).digest(), "little")
 
 
 def among_zeros(part: Tensor, size: int, start: int) -> Tensor:
-    """Return [size, …]: zeros, with ``part`` from line ``start`` on, aligned as if ``part`` had been cut out of it."""
+    """Return [size, k]: zeros, with ``part`` [lines, k] from row ``start`` on. Its alignment is such that ``part``
+    could be a view of it. If ``part`` has all rows, it is returned itself."""
     if part.shape[0] == size:
         return part
     line = part.shape[1] * part.element_size()
@@ -71,18 +86,13 @@ def among_zeros(part: Tensor, size: int, start: int) -> Tensor:
     return whole
 
 
-def message_of(nbytes: int, device: torch.device) -> Tensor:
-    """Return memory for a message: uint8[nbytes], not initialised."""
-    return aligned(nbytes, 0, device)
-
-
 def aligned(nbytes: int, like: int, device: torch.device) -> Tensor:
-    """Return uint8[nbytes], not initialised, at an address that is aligned as ``like``."""
+    """Return uint8[nbytes], not initialised, at an address that equals ``like`` modulo ``ALIGNMENT``."""
     memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     start = (like - memory.data_ptr()) % ALIGNMENT
     return memory[start : start + nbytes]
 
 
 def text_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, as messages have it."""
+    """Return the name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

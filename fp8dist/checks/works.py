@@ -1,26 +1,28 @@
-"""Casts and products of a training step, taken down so that another rank can repeat them bit for bit.
+"""Works: casts and products of a training step, recorded so that another rank can repeat them bit for bit.
 
-A work is what one call of an op was given, and the digest of what it computed. It is one message of bytes: a header in
-JSON, then the tensors. If the tensors take more than the limit, a work is a part of the call:
+A *work* is one call of an op (``fp8dist_kernels.ops``, ``grouped_ops``): what it was given, and the digest of its
+results. What it was given is one message of bytes: a header in JSON, then the tensors. If the tensors take more bytes
+than the limit, the work is a part of the call:
 
 =========================== =============================================== ==========================================
-op                          what is taken                                   what is compared
+op                          what is sent                                    what is compared
 =========================== =============================================== ==========================================
-a cast                      lines of x, along the dim in which no scale     the same lines of each copy and its scales
-                            reaches across lines; of weights that are cast
-                            together, those of one expert
-matmul,                     some rows of a and some rows of b                a block of the result, or of each expert's
-matmul_grouped_columns                                                       result
-matmul_grouped              some rows of one expert, some rows of its        a block of these rows
+a cast                      lines of x, along a dim across which no scale   the same lines of each copy and its scales
+                            reaches; of weights that are cast together,
+                            those of one expert
+matmul,                     some rows of a and some rows of b               a block of the result, or of each expert's
+matmul_grouped_columns                                                      result
+matmul_grouped              some rows of one expert, some rows of its       a block of the result of these rows
                             matrix
 =========================== =============================================== ==========================================
 
-The rows of operands that are not taken are zeros when a product is repeated, so the same kernel runs with the same
-tiles. Rows computed alone would have other bits.
+A repetition of a product fills the rows that were not sent with zeros. So the same kernel runs with the same tiles: a
+product of some rows alone may have other bits.
 
-Where experts' rows end is known on the device only, and nothing here waits for it. So sizes follow from the number of
-rows and experts alone, and a place that depends on the ends travels as a tensor. A position among the rows that experts
-have is drawn, so an expert without rows is never chosen, and one with many is chosen often.
+A grouped op gets ``offsets``, int32[E], where each expert's rows end. They are known on the device only, and recording
+does not wait for the device. So the sizes of a message follow from the numbers of rows and experts alone, and a place
+that depends on the offsets is sent as a tensor. The expert is that of a row drawn from all rows that experts have. So
+an expert without rows is never drawn, and one with many rows often.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ from fp8dist.checks.work_parts import (
     among_zeros,
     hash_of,
     lines_of,
-    message_of,
     part_of_lines,
     part_of_product,
     text_of,
@@ -51,7 +52,7 @@ from fp8dist_kernels import BLOCK, grouped_ops, ops
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 
-__all__ = ["Work", "described", "digest_of", "repeated", "take", "taken"]
+__all__ = ["Work", "describe_work", "digest_of", "part_of_call", "repeat_work", "work_of_call"]
 
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}
@@ -74,26 +75,27 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The positional arguments of each op."""
 
 _OPTIONS = ("rows", "columns", "power_of_two", "block", "in_blocks", "fast_accumulation", "backend")
-"""The options that a repetition takes over. A bias is a tensor, and a cast gets the scale that was chosen."""
+"""The options of a call that its repetition gets as well. A bias is sent as a tensor. The options by which a cast chose
+its scale are not needed, because the scale is sent."""
 
 _CHOSEN: Mapping[str, Any] = MappingProxyType({"record": False, "just_in_time": False, "margin": 0})
-"""Options of a cast with the scale that it is given."""
+"""Options that make a cast use the scale that it is given."""
 
 _HEAD = 8
-"""Bytes of the header's length."""
+"""Bytes of a message that hold the length of its header."""
 
 _ROOM = 160
-"""Bytes in the header for each tensor: more than a name, a dtype, a shape and a place take."""
+"""Bytes in the header for each tensor: more than its name, dtype, shape and position take."""
 
-Taken = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor], float]
-"""The header, the tensors to send, the results by name, and the part's share of the call's results."""
+PartOfCall = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor], float]
+"""The header, the tensors to send, the results to compare by name, and their share of the call's results (0 to 1)."""
 
 
 class Work(NamedTuple):
-    """One call that was taken down.
+    """One recorded call, or a part of it.
 
-    ``message``: uint8[bytes]. ``digest``: int64[2], of the part's results. ``what``: the call in words. ``share``: the
-    part's share of the call's results.
+    ``message``: uint8[bytes], what a repetition needs. ``digest``: int64[2], of the results. ``what``: the call in
+    words. ``share``: of the call's results that are compared, 0 to 1.
     """
 
     message: Tensor
@@ -102,7 +104,7 @@ class Work(NamedTuple):
     share: float
 
 
-def taken(
+def work_of_call(
     op: str,
     site: int,
     args: tuple[Any, ...],
@@ -112,48 +114,56 @@ def taken(
     at: int,
     digester: Digester,
 ) -> Work | None:
-    """Take down a call; None if there is nothing to repeat, because the tensors are empty. Local; copies.
+    """Record a call, with copies of its tensors. Local.
 
     Args:
-        op: name of the op, with the arguments and results of its call.
-        limit: bytes of tensors. At least one block of lines is taken.
-        at: a number that chooses which part is taken.
+        op: name of the op.
+        site: number of the cast or product in the model, for the header.
+        args, options, results: of the call: the positional and the named arguments, and what it returned.
+        limit: the most bytes of tensors to send. At least one block of lines is sent.
+        at: chooses which part is sent, such as the number of the step.
+
+    Returns:
+        The work; None if there is nothing to repeat, because the tensors are empty.
     """
     if any(not tensor.numel() for tensor in args[:2] if isinstance(tensor, Tensor)):
         return None
-    header, tensors, found, share = take(op, args, options, results, limit, at)
+    header, tensors, found, share = part_of_call(op, args, options, results, limit, at)
     sizes = [x for x in args[:2] if isinstance(x, Tensor) and x.ndim > (op in grouped_ops.IMPLEMENTATIONS)]
     what = f"{op} of {' and '.join('x'.join(map(str, x.shape)) for x in sizes)}"
     return Work(_packed({**header, "site": site}, tensors), digest_of(found, digester), what, share)
 
 
-def take(
+def part_of_call(
     op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
-) -> Taken:
-    """Return what ``taken`` takes down of a call. Does not wait for the device, if the scales are known."""
+) -> PartOfCall:
+    """Return the part of a call that is recorded; for the arguments see ``work_of_call``. Local.
+
+    Does not wait for the device, unless a cast chose its scale from the amax of x, which is then computed again.
+    """
     given = {name: value for name, value in zip(_ARGUMENTS[op], args) if value is not None}
     kept = {"backend": "auto", **{name: options[name] for name in _OPTIONS if name in options}}
     header = {"op": op, "dtype": text_of(given["dtype"]), "options": kept}
     if "x" in given:
-        return _take_cast(header, given, options, results, limit, at)
+        return _part_of_cast(header, given, options, results, limit, at)
     del given["dtype"]
     if options.get("bias") is not None:
         given["bias"] = options["bias"]
-    of_kind = _take_rows_of_expert if op == "matmul_grouped" else _take_block
+    of_kind = _part_of_expert if op == "matmul_grouped" else _part_of_product
     return of_kind(header, given, results[0], limit, at)
 
 
-def repeated(message: Tensor) -> dict[str, Tensor]:
-    """Repeat the work of a message, and return the results of its part by name. Local."""
+def repeat_work(message: Tensor) -> dict[str, Tensor]:
+    """Repeat the work of a message, uint8[bytes], on its device. Return the results to compare, by name. Local."""
     header, tensors = _unpacked(message)
     op, given, options = header["op"], dict(tensors), dict(header["options"])
-    if "scale" in given:
+    if "scale" in given:  # A cast with one scale for each tensor.
         scale = given["scale"]
         given |= {"cold": torch.zeros_like(scale, dtype=torch.bool), "pending": torch.zeros_like(scale)}
         options |= _CHOSEN
-    elif "place" in given:
+    elif "place" in given:  # A part of a product of one expert.
         given |= _expert_among_zeros(header, tensors)
-    elif "where" in header and "x" not in given:
+    elif "where" in header and "x" not in given:  # A block of a product.
         given |= _block_among_zeros(header, tensors)
     if "bias" in given:
         options["bias"] = given["bias"]
@@ -161,14 +171,14 @@ def repeated(message: Tensor) -> dict[str, Tensor]:
     with torch.no_grad():
         results = _IMPLEMENTATIONS[op](*(arguments.get(name) for name in _ARGUMENTS[op]), **options)
         if "x" in given:
-            return _part_of_cast(results, header, 0, given["x"].shape[header["dim"]])
+            return _lines_of_cast(results, header, 0, given["x"].shape[header["dim"]])
         if "place" in given:
             return {"": _rows_of_expert(results, given["place"], len(tensors["a"]), header["where"])}
         return {"": _block(results, header["where"]) if "where" in header else results}
 
 
-def described(work: Work) -> str:
-    """Return the call in words, with the expert if the part is of one. Waits for the device."""
+def describe_work(work: Work) -> str:
+    """Return the call in words, with the expert if the work is a part of one. Waits for the device."""
     header, tensors = _unpacked(work.message)
     expert = int(tensors["place"][0]) if "place" in tensors else header.get("expert")
     return work.what if expert is None else f"{work.what}, expert {expert}"
@@ -177,25 +187,29 @@ def described(work: Work) -> str:
 # Casts ----------------------------------------------------------------------------------------------
 
 
-def _take_cast(
+def _part_of_cast(
     header: dict[str, Any],
     given: dict[str, Any],
     options: Mapping[str, Any],
     results: Sequence[Tensor],
     limit: int,
     at: int,
-) -> Taken:
+) -> PartOfCall:
+    """See ``part_of_call``. ``given``: the positional arguments by name."""
     x, offsets, kept = given["x"], given.get("offsets"), header["options"]
     grouped = header["op"] in grouped_ops.IMPLEMENTATIONS
     scale, share = _scale_of(given, options) if "scale" in given else None, 1.0
-    if x.ndim == 3 and (x.nbytes > limit or not grouped):  # Weights of experts, in one call. A part is of one of them.
+    # Weights of several experts [E, m, n]: one expert is sent if they are too large, or if the op is not a grouped one,
+    # because such an op casts a single matrix as well.
+    if x.ndim == 3 and (x.nbytes > limit or not grouped):
         header["expert"] = hash_of(at, "expert") % len(x)
         share /= len(x)
         one = slice(header["expert"], header["expert"] + 1) if grouped else header["expert"]
         x, scale = x[one], None if scale is None else scale[one]
         results = [result[one] if result.numel() else result for result in results]
-    # Scales of rows reach across features. Grouped casts with other scales are cut along features, because blocks of
-    # columns reach across an expert's rows.
+    # x is cut where no scale reaches across the cut. A scale of a row belongs to all its features, so x is cut between
+    # rows. Other grouped casts are cut between features, because a block of the transposed copy has its scale from
+    # several rows.
     dim = -2 if kept["rows"] and (not grouped or kept.get("in_blocks") is False) else -1
     count = x.shape[dim]
     first, end = lines_of(count, limit * count // x.nbytes, at)
@@ -206,11 +220,11 @@ def _take_cast(
         tensors["offsets"] = offsets if dim == -1 else (offsets - first).clamp(0, end - first)
     if scale is not None:
         tensors["scale"] = scale
-    return header, tensors, _part_of_cast(results, header, first, end), share * (end - first) / count
+    return header, tensors, _lines_of_cast(results, header, first, end), share * (end - first) / count
 
 
-def _part_of_cast(results: Sequence[Tensor], header: Mapping[str, Any], first: int, end: int) -> dict[str, Tensor]:
-    """Return the part of a cast's results that belongs to these lines of x, by name."""
+def _lines_of_cast(results: Sequence[Tensor], header: Mapping[str, Any], first: int, end: int) -> dict[str, Tensor]:
+    """Return, by name, the part of a cast's results that belongs to lines ``first`` to ``end`` of x."""
     options, dim = header["options"], header["dim"]
     if len(results) == 3:
         rows, columns, inv_scale = results
@@ -223,17 +237,18 @@ def _part_of_cast(results: Sequence[Tensor], header: Mapping[str, Any], first: i
         copy = name.partition("_")[0]
         if not options[copy]:
             continue
-        if copy == "columns" and dim == -2:  # Taken as a whole.
+        if copy == "columns" and dim == -2:  # Then x was not cut; see ``_part_of_cast``.
             found[name] = result
             continue
-        along = -2 if copy == "columns" else dim  # The transposed copy has the features in its lines.
-        unit = 1 if name == copy else height if along == -2 else BLOCK
+        along = -2 if copy == "columns" else dim  # Rows of the transposed copy are features of x.
+        unit = 1 if name == copy else height if along == -2 else BLOCK  # Lines of x for each line of the result.
         found[name] = result.narrow(along, first // unit, -(-end // unit) - first // unit)
     return found
 
 
 def _scale_of(given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
-    """Return what a cast by tensor has cast with: the scale of its slot, or one from the amax of x; of experts [E]."""
+    """Return the scale that a cast with one scale for each tensor used: that of its slot, or one from the amax of x.
+    float32, 0-d, or [E] of experts."""
     x, scale, cold = given["x"], given["scale"], given["cold"]
     if not options["just_in_time"] and options.get("outgrown") is None:
         return scale
@@ -256,22 +271,27 @@ def _scale_of(given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
 # Products -------------------------------------------------------------------------------------------
 
 
-def _take_block(header: dict[str, Any], given: dict[str, Tensor], product: Tensor, limit: int, at: int) -> Taken:
+def _part_of_product(
+    header: dict[str, Any], given: dict[str, Tensor], product: Tensor, limit: int, at: int
+) -> PartOfCall:
+    """Record some rows of a [m, k] and of b [n, k], and the block of the product that they make. See
+    ``part_of_call``."""
     a, b = given["a"], given["b"]
     rows, columns = part_of_product(a, b, limit, at)
     header |= {"where": [*rows, *columns], "sizes": [len(a), len(b)]}
-    header["sideways"] = not b.is_contiguous()  # The kernel may be another one.
+    header["sideways"] = not b.is_contiguous()  # The kernel of a transposed operand may be another one.
     part = _block(product, header["where"])
     tensors = {**given, "a": a[slice(*rows)], "b": b[slice(*columns)]}
     return header, tensors, {"": part}, part.numel() / product.numel()
 
 
 def _block(product: Tensor, where: Sequence[int]) -> Tensor:
+    """Return the block of the product at ``where``: first row, end of rows, first column, end of columns."""
     return product[..., slice(*where[:2]), slice(*where[2:])]
 
 
 def _block_among_zeros(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the operands of the whole product."""
+    """Return the operands of the whole product: the rows that were sent, and zeros."""
     (m, n), (first_row, _, first_column, _) = header["sizes"], header["where"]
     b = among_zeros(tensors["b"], n, first_column)
     if header["sideways"]:
@@ -279,14 +299,16 @@ def _block_among_zeros(header: Mapping[str, Any], tensors: Mapping[str, Tensor])
     return {"a": among_zeros(tensors["a"], m, first_row), "b": b}
 
 
-def _take_rows_of_expert(
+def _part_of_expert(
     header: dict[str, Any], given: dict[str, Tensor], product: Tensor, limit: int, at: int
-) -> Taken:
+) -> PartOfCall:
+    """Record some rows of one expert in a [tokens, k], and some rows of its matrix in b [E, n, k]; the whole call, if
+    it is small enough. See ``part_of_call``."""
     a, b = given["a"], given["b"]
     if a.nbytes + b.nbytes <= limit:
         return header, given, {"": product}, 1.0
     tokens, (experts, n, k) = len(a), b.shape
-    # Most experts have fewer rows than twice their share. Of one with more, other audits take other rows.
+    # Most experts have fewer rows than twice the mean. Of an expert with more, different audits record different rows.
     likely = min(tokens, -(-2 * tokens // experts // BLOCK) * BLOCK)
     (first, end), columns = part_of_lines(likely, n, limit // (k * a.element_size()), at)
     height = end - first
@@ -307,7 +329,7 @@ def _take_rows_of_expert(
 
 
 def _expert_among_zeros(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the operands of the whole product."""
+    """Return the operands of the whole product: the rows that were sent, and zeros."""
     (tokens, experts, n), (first, end) = header["sizes"], header["where"]
     a, b, place = tensors["a"], tensors["b"], tensors["place"]
     shapes = (tokens, a.shape[1]), (experts, n, b.shape[1])
@@ -321,11 +343,15 @@ def _expert_among_zeros(header: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def _place(offsets: Tensor, height: int, at: int) -> Tensor:
-    """Draw a row that an expert has, and return int64[3]: the expert, the first of at most ``height`` of its rows
-    around the one drawn, and the end of its rows. So each row is taken at least half as often as any other one of its
-    expert."""
+    """Draw one of the rows that experts have, and return int64[3]: its expert, the first of at most ``height`` rows of
+    this expert around the row, and the end of the expert's rows. Does not wait for the device.
+
+    The drawn row is in the middle, except near the expert's ends. So each row is recorded at least half as often as any
+    other row of its expert.
+    """
     ends = offsets.long()
-    drawn = ends[-1:] * (hash_of(at, "row") >> 2) >> 30  # At most 2**61.
+    # A fraction below 1 of all rows, in 30 bits: int64 does not overflow.
+    drawn = ends[-1:] * (hash_of(at, "row") >> 2) >> 30
     expert = torch.searchsorted(ends, drawn, right=True).clamp_(max=len(ends) - 1)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     start, end = starts.index_select(0, expert), ends.index_select(0, expert)
@@ -334,19 +360,20 @@ def _place(offsets: Tensor, height: int, at: int) -> Tensor:
 
 
 def _rows(place: Tensor, height: int, tokens: int) -> Tensor:
-    """Return int64[height]: the rows from the first one of ``place`` on. The last one stands for those beyond."""
+    """Return int64[height]: the numbers of the rows from the first one of ``place`` on. ``height`` is chosen on the
+    host, so it may reach beyond the last token; such rows become the last one."""
     return (place[1] + torch.arange(height, device=place.device)).clamp_(max=tokens - 1)
 
 
 def _rows_of_expert(product: Tensor, place: Tensor, height: int, columns: Sequence[int]) -> Tensor:
-    """Return the part of a product [tokens, n] that is compared: 0 for rows of other experts."""
+    """Return the part of a product [tokens, n] that is compared, [height, columns]. Rows beyond the expert's are 0."""
     ours = place[1] + torch.arange(height, device=place.device) < place[2]
     rows = product[:, slice(*columns)].index_select(0, _rows(place, height, len(product)))
     return torch.where(ours[:, None], rows, 0)
 
 
 def _bytes(fp8: Tensor) -> Tensor:
-    """Return FP8 as integers, which torch can gather on every device."""
+    """Return FP8 as uint8: torch can select rows of these on every device."""
     return fp8.view(torch.uint8)
 
 
@@ -354,17 +381,18 @@ def _bytes(fp8: Tensor) -> Tensor:
 
 
 def digest_of(results: Mapping[str, Tensor], digester: Digester) -> Tensor:
-    """Return the digest of results: int64[2] on their device. NaNs count as equal, whatever their bits."""
+    """Return one digest of all results: int64[2] on their device. All NaNs count as equal."""
     tensors = [_canonical(results[name]) for name in sorted(results)]
     leaves, counts = digester.many_leaves(tensors)
     seeds = torch.zeros(len(tensors), 2, dtype=torch.int64)
     own = digester.on(tensors[0].device).digests(leaves, counts, seeds)
     place = torch.arange(1, len(tensors) + 1, device=own.device)[:, None]
+    # Weighted by an odd number for each place: results that change places give another sum.
     return (own * (2 * place + 1)).sum(0)
 
 
 def _canonical(result: Tensor) -> Tensor:
-    """Return the result with one bit pattern for all NaNs, whose bits depend on the order of the operands."""
+    """Return the result with the same bits in all NaNs. Kernels may compute NaNs with different bits."""
     if result.itemsize > 1:
         return torch.where(result.isnan(), torch.nan, result)
     nan = result.float().isnan()
@@ -372,19 +400,19 @@ def _canonical(result: Tensor) -> Tensor:
 
 
 def _packed(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the message. Each tensor has the alignment in it that it has in memory, because kernels depend on it."""
+    """Return the message, uint8[bytes]. Each tensor has the same alignment in it as in memory, because torch chooses
+    kernels by alignment."""
     end = _HEAD + len(json.dumps(header)) + _ROOM * len(tensors)
     places: dict[str, slice] = {}
     for name, tensor in tensors.items():
         begin = end + (tensor.data_ptr() - end) % ALIGNMENT
         end = begin + tensor.numel() * tensor.element_size()
         places[name] = slice(begin, end)
-    described = [[name, text_of(t.dtype), list(t.shape), places[name].start] for name, t in tensors.items()]
-    text = json.dumps({**header, "tensors": described}).encode()
+    listed = [[name, text_of(t.dtype), list(t.shape), places[name].start] for name, t in tensors.items()]
+    text = json.dumps({**header, "tensors": listed}).encode()
     head = len(text).to_bytes(_HEAD, "little") + text
     device = next(iter(tensors.values())).device
-    message = message_of(end, device)
-    message.zero_()
+    message = aligned(end, 0, device).zero_()
     message[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device)
     for name, tensor in tensors.items():
         bits = tensor.detach().view(INTEGERS[tensor.element_size()])
@@ -393,6 +421,7 @@ def _packed(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _unpacked(message: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return (header, views of the tensors by name) of a message. Waits for the device."""
     length = int.from_bytes(bytes(message[:_HEAD].tolist()), "little")
     header = json.loads(bytes(message[_HEAD : _HEAD + length].tolist()))
     tensors = {}

@@ -1,4 +1,9 @@
-"""Divergences as plain data and as text for people. ``DivergenceReport`` (``consistency.report``) also raises."""
+"""Divergence: which ranks (or files) differ in what, as plain data and as text for people. Imports no torch.
+
+``DivergenceReport`` (fp8dist/checks/report.py) is a Divergence that can raise. Ranks that hold the same are a *side*. A
+side with more than half of the ranks is the majority. Its lowest rank is the *reference*; ranks of other sides are
+*odd*.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,10 @@ from fp8dist.common.text import columns, first_few, plural, printable, ranks_tex
 __all__ = ["MORE", "Divergence", "Finding", "Participant", "compared_text", "plain_values", "word_for"]
 
 MORE = "…"
-"""Name of a finding that counts the things that are not named."""
+"""Name of the finding that counts differing things beyond those that have a finding each."""
 
 ALL_NAMES = "names, shapes, dtypes"
-"""Name of a finding about layouts that are too many to be compared one by one."""
+"""Name of a finding that ranks hold different lists of tensors, too many to be compared name by name."""
 
 _WHAT: Mapping[str, str] = MappingProxyType(
     {
@@ -36,29 +41,34 @@ _WHAT: Mapping[str, str] = MappingProxyType(
         "error": "the outcomes",
     }
 )
+"""What differs, by the kind of a finding, for the headline "… differ between ranks"."""
 
 WIDTH = 100
-"""Columns of a printed report."""
+"""Characters in a line of a printed report."""
 
 LEAST_DETAIL = 24
-"""A column of details that would be narrower than this is left out, and the details stand below their rows."""
+"""Least width of the table's column of details, in characters. If it would be narrower, the details stand below their
+rows instead."""
 
 SHOWN_ROWS = 32
-"""Findings that a printed report shows. All of them are in ``report.findings``."""
+"""The most findings that a printed report shows. ``report.findings`` has all."""
 
 SHOWN_REPAIRS = 8
-"""Repairs that are listed before the rest is only counted."""
+"""The most repairs that a printed report lists. The rest is counted."""
 
 SHOWN_NOT_FINITE = 4
-"""Tensors with NaN or infinity that are named."""
+"""The most tensors with NaN or infinity that a printed report names."""
 
 SHOWN_SIDES = 4
-"""Sides whose values a sentence shows."""
+"""The most sides whose values a sentence shows."""
 
 
 @dataclass(frozen=True)
 class Participant:
-    """A participant of a comparison: a rank and where it runs, or a file."""
+    """A rank that takes part in a comparison, and where it runs; or a file, with its number as ``rank``.
+
+    ``local_rank``: on its host. ``device``: of its tensors. ``coords``: its place on each axis of the mesh.
+    """
 
     rank: int
     host: str = ""
@@ -71,25 +81,32 @@ class Participant:
 class Finding:
     """One thing that differs between ranks. All ranks are global.
 
-    If a majority agrees, ``ranks`` are deviating ranks that agree with each other, and ``reference_rank`` is the lowest
-    rank of the majority. Without a majority, ``reference_rank`` is None, and ``ranks`` lists all participants: none can
-    be blamed. ``sides`` are the sets of ranks that agree, the largest first.
+    If a majority of the ranks agrees, there is one finding per odd side. Without a majority there is one finding about
+    all ranks, because none can be blamed.
 
-    ``kind``: "manifest", "step", "scale" (scale, inv_scale, cold flags), "history" (amaxes and their counters),
-    "parameter", "gradient", "optimizer", "buffer", "computation" (a cast or product of ``check(compute=True)``),
-    "audit" (a cast or product of training that was repeated, ``prepare(audit_every=…)``), "layout" (which tensors ranks
-    hold, not their content), or "error" (a rank could not build its part).
-
-    ``index`` is the index of the first differing element. ``value`` is the element on the lowest of ``ranks`` (without
-    a majority: on the next side that has another value there than the first), ``expected`` the element on the reference
-    rank (on the lowest rank of the first side). ``ulp`` is their distance in units in the last place, None if undefined
-    (NaN, bool, complex). ``values``, only without a majority: the element, or what else differs, on each of the first
-    sides, in their order; empty if it is unknown.
-
-    ``step`` is the step in which the difference was found. ``last_good_step``, if known, is the last number of
-    optimizer steps after which things of this kind were compared and equal: a checkpoint of that step, or an earlier
-    one, is good.
-    ``hosts``, ``mesh_coords``, ``local_ranks`` and ``devices`` belong to ``ranks``, in the same order.
+    Attributes:
+        step: the step in which the difference was found.
+        kind: "manifest" (set-up), "step", "scale" (scale, inv_scale, cold flags), "history" (amaxes and their
+            counters), "parameter", "gradient", "optimizer", "buffer", "computation" (a cast or product of
+            ``check(compute=True)``), "audit" (a cast or product of training that another rank repeated,
+            ``prepare(audit_every=…)``), "layout" (which tensors ranks hold, not their content), or "error" (a rank
+            could not read what it compares).
+        name: of the parameter, slot or other thing.
+        ranks: the ranks of the odd side; without a majority, all ranks.
+        reference_rank: the lowest rank of the majority; None: there is no majority.
+        hosts, mesh_coords, local_ranks, devices: of ``ranks``, in the same order.
+        detail: text for people, such as how many elements differ.
+        last_good_step: the last number of optimizer steps after which things of this kind were compared and equal: a
+            checkpoint of that step, or an earlier one, is good. None: unknown.
+        sides: the sets of ranks that agree, the largest first.
+        field: which tensor of a slot, or which result of a computation, differs; "": the thing is one tensor.
+        index: of the first differing element; None: no element was found.
+        value: this element on the lowest of ``ranks``; without a majority, on the first side that has another value
+            there than the largest side.
+        expected: this element on the reference rank; without a majority, on the lowest rank of the largest side.
+        ulp: distance of ``value`` and ``expected`` in units in the last place; None if undefined (NaN, bool, complex).
+        values: only without a majority: the element, or what else differs, on each of the first sides, in their order;
+            empty if unknown.
     """
 
     step: int
@@ -128,7 +145,7 @@ class Finding:
         return _who(self.ranks, "rank")
 
     def located(self, participants: Iterable[Participant]) -> Finding:
-        """Return a copy with the hosts, coordinates and devices of its ranks."""
+        """Return a copy with the hosts, mesh coordinates, local ranks and devices of its ranks."""
         by_rank = {p.rank: p for p in participants}
         odd = [by_rank[rank] for rank in self.ranks]
         return replace(
@@ -142,7 +159,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The data of a ``DivergenceReport``, which documents the attributes."""
+    """The data of a report. ``DivergenceReport`` in fp8dist/checks/report.py documents the attributes."""
 
     findings: tuple[Finding, ...] = ()
     compared: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -167,7 +184,7 @@ class Divergence:
 
     @property
     def reporting_rank(self) -> int:
-        """The rank that prints the report: the lowest rank of the majority, or the lowest of all without one."""
+        """The rank that logs the report: the lowest rank that no finding calls odd; if there is none, the lowest."""
         odd = {rank for f in self.findings if f.reference_rank is not None for rank in f.ranks}
         majority = {f.reference_rank for f in self.findings if f.reference_rank is not None}
         agreeing = {rank for f in self.findings for side in f.sides for rank in side}
@@ -175,7 +192,7 @@ class Divergence:
         return min(everyone - odd or everyone or {0})
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
+        """Return all attributes as JSON values."""
         return {
             "consistent": self.consistent,
             "diverged": self.diverged,
@@ -183,7 +200,7 @@ class Divergence:
         }
 
     def summary(self) -> str:
-        """Return the first findings, and the notes, as text for an error message."""
+        """Return the first three findings, and the notes, as text for an error message."""
         if not self.findings:
             return str(self)
         lines = [_sentence(finding, self.noun) for finding in self.findings[:3]]
@@ -196,6 +213,7 @@ class Divergence:
         return f"{' and '.join(what)} differ{'s' if what == ['FP8 state'] else ''} between {self.noun}s"
 
     def _clean_headline(self) -> str:
+        """Return the headline of a report without findings."""
         compared = compared_text(self.compared, self.compared_bytes)
         if self.consistent:
             return f"consistent ({compared})"
@@ -233,11 +251,12 @@ def compared_text(compared: Mapping[str, int], sizes: Mapping[str, int]) -> str:
 
 
 def _hanging(text: str) -> list[str]:
-    """Return a line as lines, the further ones indented. Words stay whole: a path can be copied."""
+    """Return a text as lines of a report, all but the first indented. Words stay whole, so that paths can be copied."""
     return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
+    """Return the lines of the table of findings. Columns that are empty in all rows are left out."""
     shown = [_rows(f, noun) for f in findings[:SHOWN_ROWS]]
     names = [name for name in shown[0][0] if any(row.get(name) for rows in shown for row in rows)]
     cells = [names, *([row.get(name, "") for name in names] for rows in shown for row in rows)]
@@ -256,8 +275,8 @@ def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
 
 
 def _rows(f: Finding, noun: str) -> list[dict[str, str]]:
-    """Return the rows of a finding, by column: without a majority one per side, if their values are known. Columns that
-    are empty in all rows are not shown."""
+    """Return the rows of a finding, each as text by column. A finding has one row; without a majority one per side, if
+    the sides' values are known."""
     of_ranks, located, by_side = noun == "rank", f.index is not None, f.reference_rank is None and bool(f.values)
     ranks, value = f"{noun}s", "value"
     first = {
@@ -281,8 +300,8 @@ def _rows(f: Finding, noun: str) -> list[dict[str, str]]:
 
 
 def word_for(value: Any) -> str:
-    """Return an element as text. Words that were compared, such as shapes, are text already. A number that is one of
-    float32 has as many digits as tell it from all others of float32."""
+    """Return an element as text. A number that float32 can hold exactly gets the fewest digits that distinguish it from
+    all other float32 numbers. Text, such as a shape, stays as it is."""
     if isinstance(value, float):
         with np.errstate(over="ignore"):
             single = np.float32(value)
@@ -291,9 +310,9 @@ def word_for(value: Any) -> str:
 
 
 def _where(findings: tuple[Finding, ...], noun: str) -> list[str]:
-    """Return where the ranks are. If there are many, the first ranks of each side come first."""
+    """Return lines that say where ranks run. If there are too many ranks, the first ones of each side are shown."""
     places: dict[int, str] = {}
-    turn: dict[int, int] = {}
+    turn: dict[int, int] = {}  # The lowest position of a rank in a side.
     for f in findings:
         for rank, place in zip(f.ranks, _places(f)):
             places.setdefault(rank, place)
@@ -306,10 +325,11 @@ def _where(findings: tuple[Finding, ...], noun: str) -> list[str]:
 
 
 def _what(f: Finding) -> str:
-    """Return the field, unless it is called as the kind, if other columns show the rest; else the detail, which pairs
-    ranks with values."""
-    if f.kind in ("computation", "audit"):  # The bits tell which gate of the device is wrong; a verdict is words.
+    """Return the text of the last column: the detail, unless the other columns show all that it says. Then it is the
+    field, or nothing if the field has the kind's name."""
+    if f.kind in ("computation", "audit"):  # The detail has bits, which may show what is wrong with the device.
         return f.detail
+    # True if the detail is about one element, which other columns show.
     lone = f.detail.startswith(f"{f.field or 'first element'}: ") and ", " not in f.detail
     if f.reference_rank is None:
         lone = len(set(map(word_for, f.values))) > 1 and (lone or f.index is None)
@@ -317,6 +337,7 @@ def _what(f: Finding) -> str:
 
 
 def _places(f: Finding) -> list[str]:
+    """Return where each of the finding's ranks runs, as text."""
     return [_place(*place) for place in zip(f.hosts, f.local_ranks, f.devices, f.mesh_coords)]
 
 
@@ -332,6 +353,7 @@ def _place(host: str, local_rank: int | None, device: str, coords: dict[str, int
 
 
 def _sentence(f: Finding, noun: str) -> str:
+    """Return a finding as one sentence, for an error message."""
     places = dict(zip(f.ranks, _places(f)))
     at = f" at [{', '.join(map(str, f.index))}]" if f.index else ""
     step = f", step {f.step}" if noun == "rank" else ""
@@ -362,12 +384,12 @@ def _in_brackets(place: str | None) -> str:
 
 
 def _quoted(f: Finding) -> str:
-    """Return the name in quotes, unless it is a phrase."""
+    """Return the name in quotes, unless it is words of this library and not the name of a thing."""
     return f.name if f.kind == "error" or f.name in (f.kind, MORE, ALL_NAMES) else f"'{printable(f.name)}'"
 
 
 def plain_values(value: Any) -> Any:
-    """Return a value as JSON values: tuples as lists, NaN, infinities and complex numbers as text."""
+    """Return a value as JSON values: tuples become lists; NaN, infinities and complex numbers become text."""
     if isinstance(value, dict):
         return {str(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Checks of arguments: suggestions for wrong names, the names that other libraries use, and simple values."""
+"""Checks of arguments: unknown names with suggestions, names that other libraries use, and simple values."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ __all__ = [
 ]
 
 _SEARCHED = 2000
-"""Number of full names to compare. For further names, only the last components are compared, which are few."""
+"""The most full names that ``nearest`` compares. Of further names it compares only the last components ("q_proj"), of
+which a model has few distinct ones."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 class _Here(NamedTuple):
-    """The counterpart here of an argument of another library, or of another function of this one.
+    """What this library has in place of an argument of another library, or of another of its own functions.
 
-    ``of``: the function or class; "" means not offered. ``name``: the argument. ``note``: a sentence.
+    ``of``: the function or class that takes it; "": none does. ``name``: the argument's name there. ``note``: a
+    sentence about the difference.
     """
 
     of: str
@@ -49,10 +51,11 @@ _ONE_RECIPE = _Here(
 _AUTOMATIC = _Here("", "", "it is not needed: leave it out")
 _OF_RECIPE = "history_len amax_algo margin format update warmup power_of_two high_precision"
 _OF_PREPARE = "recipe group groups filter_fn skip overrides strict amax_sync fp8_all_gather backend"
+"""Arguments of this library's own recipes and of ``prepare``, for users who pass them to another call."""
 
 
 def _accumulation_of(gemm: str) -> _Here:
-    """Return the counterpart of an argument about the accumulation of one GEMM."""
+    """Return what replaces another library's argument about the accumulation of one GEMM."""
     note = f'it names the GEMMs that accumulate fast, such as ("{gemm}",); BlockScaling does not have it'
     return _Here("DelayedScaling", "fast_accumulation", note)
 
@@ -112,7 +115,7 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "use_fast_accum": _accumulation_of("fprop"),
         "delayed_scaling_config": _Here("prepare", "recipe", "pass recipe=DelayedScaling(…)"),
         "enable_amax_init": _Here("DelayedScaling", "warmup", 'it is "current" or "unit"'),
-        # This library's own, passed to the wrong function.
+        # This library's own arguments, passed to the wrong function.
         **{name: _Here("DelayedScaling", name) for name in _OF_RECIPE.split()},
         "fast_accumulation": _accumulation_of("fprop"),
         **{name: _Here("prepare", name) for name in _OF_PREPARE.split()},
@@ -127,16 +130,17 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
 
 
 def nearest(name: object, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return up to ``most`` of ``known`` that are most similar to ``name``, the best first.
+    """Return the names in ``known`` that are most similar to ``name``, the best first, at most ``most``.
 
-    ``name`` may be a pattern or a dotted name. ``cutoff``: the least similarity, 0 to 1
-    (``difflib.SequenceMatcher.ratio``).
+    Args:
+        name: a name, a dotted name, or an fnmatch pattern.
+        cutoff: the least similarity, 0 to 1 (``difflib.SequenceMatcher.ratio``).
     """
     wanted = str(name).lower().strip("!*?.").removesuffix(".weight")
     if not wanted:
         return []
     # "*q_porj" should find "layers.0.attn.q_proj": compare last components as well as full names.
-    owner: dict[str, str] = {}
+    owner: dict[str, str] = {}  # The full name, by what is compared.
     for index, full in enumerate(known):
         parts = full.lower().split(".")
         owner.setdefault(parts[-1], full)
@@ -147,7 +151,8 @@ def nearest(name: object, known: Iterable[str], most: int = 3, cutoff: float = 0
 
 
 def did_you_mean(name: object, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> str:
-    """Return ``" (did you mean 'first' or 'fist'?)"``, or "" if no name is similar to ``name``."""
+    """Return text for a message, such as ``" (did you mean 'scale' or 'scaler'?)"``; "" if no name is similar. For the
+    arguments see ``nearest``."""
     found = nearest(name, known, most, cutoff)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
@@ -156,7 +161,8 @@ def require_choice(name: str, value: object, choices: Sequence[str], expected: s
     """Return ``value`` if it is one of ``choices``.
 
     Args:
-        expected: the choices as the message writes them; "" lists them.
+        name: of the argument, for the message.
+        expected: the choices in words, for the message; "": list them.
         cutoff: the least similarity of a suggestion, see ``nearest``.
 
     Raises:
@@ -170,7 +176,10 @@ def require_choice(name: str, value: object, choices: Sequence[str], expected: s
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None, what: str = "an integer") -> int:
-    """Return ``value`` if it is an int in these bounds, and no bool. ``what``: the noun for the error, with its unit.
+    """Return ``value`` if it is an int from ``low`` to ``high`` (None: any), and not a bool.
+
+    Args:
+        what: the noun for the message, with its unit, such as "a number of steps".
 
     Raises:
         ConfigurationError: ``value`` is something else.
@@ -198,9 +207,11 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def warn_moved(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that a name will go. Python shows it once for each line.
+    """Emit a FutureWarning that a name has moved. Python shows it once for each line that uses the name.
 
-    ``stacklevel``: 3 shows the line that calls the caller of this function.
+    Args:
+        old, new: the calls, as in a program.
+        stacklevel: which line the warning shows. 3: the line that calls the caller of this function.
     """
     warnings.warn(f"{old} is now {new}; the old name goes with the next version", FutureWarning, stacklevel)
 
@@ -208,12 +219,13 @@ def warn_moved(old: str, new: str, stacklevel: int = 3) -> None:
 def check_keywords(
     owner: str, old: Mapping[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = MappingProxyType({})
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorator: raise UnknownArgumentError for keywords that the function does not have, and suggest the right name.
+    """Return a decorator: the function raises UnknownArgumentError for keywords that it does not have, and suggests the
+    right name.
 
     Args:
         owner: the function's name in messages. For a dataclass, decorate the class with ``check_fields``.
-        old: keywords of an earlier version, which warn: the new call, and a function that gets the arguments by name,
-            to change them, and the value of the old one.
+        old: keywords of an earlier version, which still work and warn. For each, the new call as text, and a function
+            that gets the bound arguments by name, to change them in place, and the value of the old keyword.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -226,7 +238,7 @@ def check_keywords(
             if strange:
                 advice = "; ".join(_advice(name, names) for name in strange)
                 raise UnknownArgumentError(f"{owner}(): {advice}. It takes {', '.join(names)}")
-            if moved := [(name, kwargs.pop(name)) for name in old if name in kwargs]:
+            if moved := [(name, kwargs.pop(name)) for name in old if name in kwargs]:  # Binding refuses old names.
                 bound = signature.bind(*args, **kwargs)
                 bound.apply_defaults()
                 for name, value in moved:
@@ -245,13 +257,14 @@ _C = TypeVar("_C", bound=type[Any])
 
 
 def check_fields(cls: _C) -> _C:
-    """Class decorator, above ``@dataclass``: unknown fields raise UnknownArgumentError, with the right name."""
+    """Class decorator, to be placed above ``@dataclass``: unknown fields raise UnknownArgumentError, which suggests the
+    right name."""
     cls.__init__ = check_keywords(cls.__name__)(cls.__init__)
     return cls
 
 
 def _advice(name: str, names: Sequence[str]) -> str:
-    """Return what to write instead of the keyword ``name``."""
+    """Return what to write instead of the unknown keyword ``name``. ``names``: those that the function has."""
     here = _KNOWN.get(name)
     if here is not None and not here.of:
         return f"{name}: {here.note}"

@@ -1,7 +1,7 @@
-"""Hooks on torch's optimizers: which optimizers have them, how they are added and removed, and the kinds of steps.
+"""Hooks on the steps of torch's optimizers: which optimizers call them, how to remove them, and what a step is.
 
-Uses three private parts of torch: the wrapper around ``Optimizer.step``, the dict behind a hook's handle, and
-``_disable_dynamo``.
+Uses three private parts of torch: the wrapper around ``Optimizer.step``, the dict of hooks behind a hook's handle, and
+``_disable_dynamo``. All functions are local.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ __all__ = [
 
 
 _WRAPPER: CodeType = Optimizer.profile_hook_step(lambda optimizer: None).__code__
-"""Code of the wrapper that torch puts around the ``step`` of each optimizer class."""
+"""The code object of the wrapper that torch puts around the ``step`` of each optimizer class."""
 
 
 def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return one optimizer or several as a list, without wrappers that keep theirs in ``.optimizer`` (Accelerate).
+    """Return the torch optimizers in ``optimizer``, without wrappers that keep theirs in ``.optimizer`` (Accelerate).
+
+    Args:
+        optimizer: an optimizer, or a sequence of them.
 
     Raises:
-        ConfigurationError: an object has no step hooks.
+        ConfigurationError: the sequence is empty, or an object has no step hooks.
     """
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     unwrapped = []
@@ -62,10 +65,10 @@ def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the same as ``unwrap_optimizers``, if each ``step`` calls torch's step hooks.
+    """Return what ``unwrap_optimizers`` returns, after a check that each ``step`` calls torch's step hooks.
 
     Raises:
-        ConfigurationError: a ``step`` does not call them.
+        ConfigurationError: a ``step`` does not call them; or as ``unwrap_optimizers``.
     """
     unwrapped = unwrap_optimizers(optimizer)
     for inner in unwrapped:
@@ -80,16 +83,17 @@ def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if ``optimizer.step`` was called with a closure."""
+    """True if ``optimizer.step`` was called with a closure. Takes the arguments that a step hook gets."""
     # Hooks get the arguments of the unbound step: args[0] is the optimizer itself.
     given = args[1] if len(args) > 1 else kwargs.get("closure")
     return given is not None
 
 
 def is_real_step(optimizer: Optimizer) -> bool:
-    """True if a step may change parameters: some learning rate is not 0. A rate on the GPU counts as not 0.
+    """True if a step may change parameters: not all learning rates are 0. A rate on a GPU counts as not 0, because
+    reading it would wait.
 
-    ``torch.distributed.checkpoint.state_dict`` takes a step with a learning rate of 0 to create optimizer state.
+    ``torch.distributed.checkpoint.state_dict`` makes a step with learning rates of 0, to create optimizer state.
     """
     for group in optimizer.param_groups:
         rate = group.get("lr")
@@ -100,24 +104,29 @@ def is_real_step(optimizer: Optimizer) -> bool:
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """True if the optimizer has stepped. Some have state before their first step, with a step count of 0. Reading the
-    state with ``torch.distributed.checkpoint.state_dict`` counts one step that changes nothing."""
+    """True if the optimizer has made a step that may have changed parameters.
+
+    State alone does not show it. Some optimizers have state with a step count of 0 from the start, and
+    ``torch.distributed.checkpoint.state_dict`` makes one step that changes nothing.
+    """
     counts = (state.get("step") if isinstance(state, Mapping) else None for state in optimizer.state.values())
     return any(count is None or bool(count > 1) for count in counts)
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:
-    """Return the flag with which GradScaler asks a fused optimizer to skip its step, or None. GradScaler calls such an
-    optimizer in any case."""
+    """Return the flag, float32 0-d, by which GradScaler makes a fused optimizer skip the step; None: there is none.
+
+    GradScaler calls ``step`` of a fused optimizer in any case, so its hooks run in a skipped step, too.
+    """
     found = getattr(optimizer, "found_inf", None)
     return found if isinstance(found, torch.Tensor) else None
 
 
 def step_frames() -> list[FrameType]:
-    """Return the frames of torch's wrappers around the steps in progress in this thread, innermost first. Their local
-    "self" is the optimizer.
+    """Return the frames of torch's wrappers around the steps that run in this thread now, innermost first. The local
+    variable "self" of a frame is the optimizer.
 
-    Frames are used instead of a counter, because a step that raises calls no post-hook. A compiled step has no frame.
+    A counter in hooks would not do: a step that raises calls no post-hook. A compiled step has no frame.
     """
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
@@ -129,14 +138,14 @@ def step_frames() -> list[FrameType]:
 
 
 def untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return the hook, excluded from what torch.compile traces of an optimizer's step."""
+    """Return the hook so that torch.compile, when it traces an optimizer's step, calls it and does not trace it."""
     disabled: Callable[..., None] = _disable_dynamo(hook)  # Imports Dynamo only when first called.
     return disabled
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook with only a weak reference to the method's object, because torch keeps untraced hooks in a
-    reference cycle."""
+    """Return a hook that calls a bound method while its object lives, and holds the object only weakly: torch keeps
+    hooks of ``untraced`` in a reference cycle, which would keep the object alive."""
     alive = weakref.WeakMethod(method)
 
     def hook(*args: Any) -> None:
@@ -148,10 +157,13 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def retire_with(owner: object, handle: RemovableHandle) -> None:
-    """Remove a step hook when its owner dies.
+    """Remove a step hook when its owner is garbage-collected.
 
-    The owner may die inside a step, while torch iterates over the hooks and none may be removed. Then the hook is
-    replaced by one that does nothing, and the next call for these hooks removes it.
+    That may happen inside a step, while torch iterates over the hooks and none may be removed. Then the hook is
+    replaced by one that does nothing, which the next call of this function for the same optimizer removes.
+
+    Args:
+        handle: what ``register_step_pre_hook`` or ``register_step_post_hook`` returned.
     """
     hooks = handle.hooks_dict_ref()
     if hooks is not None:
@@ -161,6 +173,7 @@ def retire_with(owner: object, handle: RemovableHandle) -> None:
 
 
 def _retire(hooks: weakref.ref[Any] | None, key: int) -> None:
+    """Remove the hook ``key``, or replace it while a step runs."""
     living = None if hooks is None else hooks()
     if living is None or key not in living:
         return

@@ -1,4 +1,4 @@
-"""Patterns of module names (fnmatch): the meaning of ``skip``, and which patterns match nothing."""
+"""Patterns of module names, as fnmatch has them: what ``prepare(skip=…)`` means, and which patterns match nothing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from fp8dist.errors import ConfigurationError
 __all__ = ["DEFAULT_SKIP", "Skip", "require_patterns", "shadowed", "unmatched"]
 
 DEFAULT_SKIP = ("*lm_head", "*lora_*")
+"""Modules that stay in high precision unless the caller includes them."""
 
 
 class Skip:
-    """``prepare(skip=…)``: the default patterns, then the caller's. The last pattern that matches counts.
+    """The patterns of ``prepare(skip=…)``: the defaults, then the caller's. The last one that matches a module counts.
 
-    A pattern that begins with "!" includes its matches again. None: no patterns, not even the defaults.
+    A pattern that begins with "!" includes its matches again.
+
+    Args:
+        given: one pattern or several; None: skip nothing, not even the defaults.
 
     Raises:
-        ConfigurationError: it is not a string, an iterable of strings, or None.
+        ConfigurationError: ``given`` is something else.
     """
 
     def __init__(self, given: str | Iterable[str] | None) -> None:
@@ -29,12 +33,13 @@ class Skip:
         self._patterns = () if given is None else (*DEFAULT_SKIP, *self.given)
 
     def pattern_of(self, fqn: str) -> str | None:
-        """Return the pattern that skips a module, or None if the module is not skipped."""
+        """Return the pattern that skips the module; None: it is not skipped."""
         last = self._last(fqn)
         return None if last is None or last.startswith("!") else last
 
     def decides(self, fqn: str) -> bool:
-        """True if the caller has decided about a module: a pattern matches it, or there are no defaults."""
+        """True if a pattern, skipping or including, matches the module, or if there are no patterns at all. Else the
+        caller has not thought of it."""
         return not self._patterns or self._last(fqn) is not None
 
     def _last(self, fqn: str) -> str | None:
@@ -43,7 +48,7 @@ class Skip:
 
 
 def require_patterns(name: str, given: object) -> tuple[str, ...]:
-    """Return patterns as a tuple.
+    """Return ``given`` as a tuple of patterns. ``name``: of the argument, for the message.
 
     Raises:
         ConfigurationError: it is not an iterable of strings.
@@ -59,7 +64,7 @@ def require_patterns(name: str, given: object) -> tuple[str, ...]:
 
 
 def unmatched(patterns: Iterable[str], fqns: Sequence[str]) -> list[str]:
-    """Return the patterns that match none of these modules, each with the nearest names, for a message."""
+    """Return the patterns that match none of these modules, each as text with the nearest names, for a message."""
     return [
         f"{pattern!r}{_instead(pattern.removeprefix('!'), fqns)}"
         for pattern in patterns
@@ -68,6 +73,7 @@ def unmatched(patterns: Iterable[str], fqns: Sequence[str]) -> list[str]:
 
 
 def _instead(pattern: str, fqns: Sequence[str]) -> str:
+    """Return what the caller may have meant, in brackets; "": nothing is similar."""
     if any(fnmatch.fnmatchcase(fqn, f"{pattern}.*") for fqn in fqns):  # The pattern names a block, not its Linears.
         return f" (its modules are {f'{pattern}.*'!r})"
     found = nearest(pattern, fqns)
@@ -75,7 +81,7 @@ def _instead(pattern: str, fqns: Sequence[str]) -> str:
 
 
 def shadowed(patterns: Iterable[str], fqns: Iterable[str]) -> list[str]:
-    """Return the patterns that never apply because earlier patterns take all their modules (the first match counts)."""
+    """Return the patterns that never apply, where the first match counts: earlier patterns match all their modules."""
     left = set(fqns)
     everything, hidden = frozenset(left), []
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Text for messages: names, ranks, kinds and tables."""
+"""Text for messages: lists of names and ranks, sizes, plurals, tables. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Container, Sequence
 __all__ = ["aligned", "columns", "first_few", "plural", "printable", "ranks_text", "shortened", "size_text", "wrapped"]
 
 _SHOWN_RANKS = 8
-"""Ranks that are listed before the rest is only counted."""
+"""The most ranks that a text lists. The rest is counted."""
 
 
 def first_few(names: Sequence[object], most: int = 4, none: str = "none") -> str:
-    """Return the first ``most`` names as text, and how many more there are."""
+    """Return the first ``most`` names as text, and how many more there are: "a, b, c, d and 3 more". ``none``: the text
+    for no names."""
     shown = ", ".join(map(str, names[:most])) or none
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as text: the first few, and how many more there are."""
+    """Return ranks as text: the first eight, and how many more there are."""
     return first_few(ranks, _SHOWN_RANKS, none="")
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes as text, with three digits: "1.25 GB"."""
+    """Return a number of bytes as text with three digits: "1.25 GB". 1 kB is 1000 bytes."""
     size, unit = float(count), "B"
     for larger in ("kB", "MB", "GB", "TB", "PB"):
         if size < 999.5:
@@ -33,7 +34,7 @@ def size_text(count: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Return one line per row of a table. Columns are left-aligned, except for those in ``right``."""
+    """Return one line per row of a table. ``right``: indices of the columns to align right; others are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join(f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
@@ -42,12 +43,15 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
 
 
 def columns(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], list[list[str]]]:
-    """Return (width of each column, lines of each row) of a table. Cells are wrapped, so that it is ``width`` wide.
+    """Wrap the cells of a table so that its lines have at most ``width`` characters. Nothing is cut.
 
-    The widest columns become narrower first, and only columns without room to break at a separator are broken inside a
-    word. Nothing is cut.
+    The widest columns become narrower first. Words are broken at separators, and inside only if that is not enough.
+
+    Returns:
+        The width of each column, and the lines of each row.
     """
     widths = [min(max(map(len, column)), width) for column in zip(*rows)]
+    # Width of the longest piece that has no separator, of each column.
     least = [max(len(piece.rstrip()) for cell in column for piece in _pieces(cell)) for column in zip(*rows)]
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > 1:
         roomy = [i for i, least_of_column in enumerate(least) if widths[i] > least_of_column] or range(len(widths))
@@ -78,7 +82,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Return the parts of a text between which a line may end. Numbers have one."""
+    """Return the pieces of a text between which a line may end: after spaces and separators. A number is one piece."""
     found = []
     for word in re.findall(r"\S+\s*|^\s+", text) or [""]:
         try:
@@ -90,18 +94,18 @@ def _pieces(text: str) -> list[str]:
 
 
 def plural(kind: str) -> str:
-    """Return the plural of the name of a kind."""
+    """Return the plural of a kind of finding or thing: "parameters", "optimizer states"."""
     irregular = {"amax": "amaxes", "cold": "cold flags", "counters": "counters", "history": "histories"}
     return irregular.get(kind, "optimizer states" if kind == "optimizer" else f"{kind}s")
 
 
 def printable(name: str) -> str:
-    """Return the name with unprintable characters escaped. Names from files may contain anything."""
+    """Return the name with unprintable characters escaped: a name from a file may hold any, also control characters."""
     return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Return the text, with its middle replaced by "…" if it is longer than ``most`` characters."""
+    """Return the text with at most ``most`` characters: "…" replaces the middle of a longer one."""
     if len(text) <= most:
         return text
     head = (most - 1) // 2

@@ -1,4 +1,10 @@
-"""ShardedWeights: all weights of a manager that FSDP2 gathers in FP8, and the checks of their scales."""
+"""ShardedWeights: all weights of one manager that FSDP2 gathers in FP8, and whether their scales still fit.
+
+Each rank casts its shard of a weight, so all ranks must cast with the same scale. Normally that is the scale of the
+weight's *slot* (its FP8 state), which follows the amaxes of earlier steps. A weight *has outgrown* its scale if it is
+so much larger that FP8 would cut values off. A slot is *cold* until it has a first scale. An *arena* holds the slots
+that a group of ranks shares; a *boundary* is the end of a step.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +43,8 @@ from fp8dist_kernels.reference.blocks import BLOCK
 __all__ = ["ShardedWeights", "require_whole_blocks", "shard_weights"]
 
 LOOK_AHEAD = 3
-"""Number of steps before whose forwards the ranks compare weights with their scales, after a weight has outgrown its
-scale: a verdict comes up to two steps later."""
+"""After a weight has outgrown its scale, the ranks compare weights with their scales in so many steps, before the first
+forward of each. A sync reports a weight beyond its scale up to two steps later, so fewer steps would leave a gap."""
 
 Settle = Callable[[], None]
 Fit = Callable[[Sequence[ShardedWeight]], None]
@@ -47,12 +53,17 @@ Fit = Callable[[Sequence[ShardedWeight]], None]
 class ShardedWeights:
     """All weights of one manager that FSDP2 gathers in FP8.
 
-    Before a forward of the outermost FSDP module, it commits pending syncs on the compute stream, and checks whether
-    anything but an optimizer has written to the weights.
+    Before a forward of the outermost FSDP module, it commits pending syncs on the compute stream, and renews scales of
+    weights that other code than an optimizer has written to.
+
+    COLLECTIVE to create, over all ranks that hold a part of a weight.
 
     Args:
         settle: commits pending syncs. Local. A bound method, held weakly, like ``fit``.
-        fit: derives scales that are cold or no longer fit. COLLECTIVE.
+        fit: derives the slots' scales from these weights. COLLECTIVE.
+        weights: of the model, one for each parameter.
+        modules: the FSDP modules of the model.
+        forward: shared with the weights.
     """
 
     def __init__(
@@ -71,12 +82,12 @@ class ShardedWeights:
         held: dict[nn.Module | None, list[ShardedWeight]] = defaultdict(list)
         for weight in weights:
             held[weight.module()].append(weight)
-        self._within = {  # By the id of the FSDP module.
+        self._within = {  # The weights of modules inside an FSDP module, by its id.
             id(module): tuple(weight for inner in module.modules() for weight in held.get(inner, ()))
             for module in modules
         }
         self._settle, self._fit = weakref.WeakMethod(settle), weakref.WeakMethod(fit)
-        self._outermost: int | None = None
+        self._outermost: int | None = None  # Id of the FSDP module whose forward runs, and is inside no other.
         meshes = {id(mesh): mesh for weight in weights for mesh, _ in weight.cuts}
         ranks = {rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()}
         self._votes = Votes(sorted(ranks))
@@ -87,50 +98,62 @@ class ShardedWeights:
             self._handles += [before, after]
 
     def remove(self) -> None:
-        """Remove all hooks and extensions."""
+        """Remove all hooks, and make FSDP2 gather the weights in high precision. Local."""
         for handle in self._handles:
             handle.remove()
         for weight in self.weights:
             weight.remove()
 
     def accept(self) -> None:
-        """Note that all scales are right for the weights as they are now. Local."""
+        """Record that all scales are right for the weights as they are now. Local."""
         for weight in self.weights:
             weight.accept()
             weight.forget_choice()
 
     def follow(self, before: ShardedWeights | None) -> None:
-        """Take over the notes of an earlier attachment, to detect writes since then. Local."""
+        """Take over what an earlier attachment knew of the weights, so that writes since then are detected. Local.
+
+        Args:
+            before: of the earlier attachment; None: this is the first.
+        """
         known = {} if before is None else {weight.slot: weight for weight in before.weights}
         for weight in self.weights:
             weight.follow(known.get(weight.slot))
         self._look_ahead([weight.slots.weight_sync for weight in self.weights if weight.starts_small()])
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer is about to step. Local."""
+        """Record that an optimizer is about to step. Local."""
         for weight in self._of(optimizer):
             weight.before_step()
 
     def after_step(self, optimizer: Optimizer, real: bool) -> None:
-        """Note that an optimizer has stepped. Scales follow its writes, which need no new scales. ``real``: True if the
-        step may have changed parameters. Local."""
+        """Record that an optimizer has stepped. Its writes need no new delayed scale, because these follow the amaxes
+        of steps. Local.
+
+        Args:
+            real: True if the step may have changed parameters.
+        """
         for weight in self._of(optimizer):
             weight.after_step(real)
 
     def _of(self, optimizer: Optimizer) -> list[ShardedWeight]:
+        """Return the weights that the optimizer updates."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return [weight for weight in self.weights if id(weight.parameter) in held]
 
     def reshard(self) -> None:
-        """Make all modules free their gathered weights. Local.
+        """Make all FSDP modules free their gathered weights, so that the next forward gathers them anew. Local.
 
-        A module that does not reshard after its forward, and had no backward, still holds the weights of that forward.
+        A module with ``reshard_after_forward=False`` keeps the weights of its forward until a backward frees them.
         """
         reshard(self._modules)
 
     def state_loaded(self, slots: Collection[Slot]) -> None:
-        """Note that state was loaded or reset. The scales of these slots are right for the weights that the next
-        forward finds, in whatever order state and weights were loaded; some may be cold. Local."""
+        """Record that the FP8 state of these slots was loaded or reset. Local.
+
+        A program may load state and weights in any order. So the loaded scales count as right for the weights that the
+        next forward finds. Some slots may be cold.
+        """
         loaded = [weight for weight in self.weights if any(slot in slots for slot in weight.slots.weight_slots)]
         for weight in loaded:
             weight.state_loaded()
@@ -138,7 +161,8 @@ class ShardedWeights:
 
     @contextlib.contextmanager
     def kept_scales(self) -> Iterator[None]:
-        """Restore the scales at exit. The caller undoes, inside the context, all its writes to weights. Local."""
+        """Return a context that restores all scales at its end. For callers that change weights in it, and change them
+        back, also in it. Local."""
         arenas = {id(weight.slots.weight_sync.arena): weight.slots.weight_sync.arena for weight in self.weights}
         known = [(weight, weight.changed, weight.trusted) for weight in self.weights]
         before = [(arena, arena.copied_state()) for arena in arenas.values()]
@@ -153,8 +177,8 @@ class ShardedWeights:
             self.reshard()
 
     def renew(self) -> None:
-        """After a step of an attached optimizer, update the weight scales that are not delayed. COLLECTIVE if there are
-        any: one all-reduce per arena."""
+        """Derive those weight scales anew that follow each weight, and not the amaxes of earlier steps. Call it after a
+        step of an attached optimizer. COLLECTIVE if there are any: one all-reduce per arena."""
         fit = self._fit()
         stale = [weight for weight in self.weights if weight.renewed and weight.changed]
         if fit is not None and stale:
@@ -163,6 +187,7 @@ class ShardedWeights:
                 weight.accept()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        """Hook before the forward of each FSDP module. Acts only for the outermost one, and not in a recomputation."""
         settle, fit = self._settle(), self._fit()
         if self._outermost is not None or settle is None or fit is None or in_backward():
             return
@@ -175,19 +200,20 @@ class ShardedWeights:
         self._forward.settled()
 
     def _look_ahead(self, arenas: Iterable[ArenaSync], steps: int = LOOK_AHEAD) -> None:
-        """Compare the weights of these arenas with their scales before the forwards of the next steps. Local; all ranks
-        of an arena call it alike."""
+        """Make the next ``steps`` steps compare the weights of these arenas with their scales. Local, but all ranks of
+        an arena must call it at the same point: the comparison is collective."""
         concerned = {id(sync) for sync in arenas}
         for weight in self.weights:
             if id(weight.slots.weight_sync) in concerned:
                 weight.look_until = max(weight.look_until, weight.slots.job.boundaries + steps)
 
     def _choose_scales(self, weights: Sequence[ShardedWeight]) -> None:
-        """Choose what the next gathers cast with. COLLECTIVE over the ranks that shard a weight in eval mode; in
-        training mode, at the first forward of a step, if weights may have outgrown their scales.
+        """Choose the scales with which the next gathers cast: that of the slot, or one from the weight's amax.
 
-        They may after small initial values, after steps in which one did, and after anything during which weights may
-        have been written to without a trace. Other steps change a weight too little.
+        COLLECTIVE over the ranks that shard a weight, if the weight is in eval mode; in training mode only at the first
+        forward of a step, and only if some weight may have outgrown its scale. That may be after small initial values,
+        after a step in which a weight did, and after anything that may have written to weights unseen. Any other step
+        changes a weight too little.
         """
         weights = [weight for weight in weights if weight.slots.recipe.by == "tensor"]
         if not weights:
@@ -205,7 +231,8 @@ class ShardedWeights:
         written = self._written_in_place(trained)
         new = [weight for weight in trained if weight.chosen_in != boundaries]
         watched = [weight for weight in new if boundaries < weight.look_until]
-        # One rank alone may have written to its shards, so the others do not know.
+        # Code may have written to the shards of some ranks only. The comparison is collective, so it takes place only
+        # if all ranks have seen a write, and so vote for it.
         if written and watched != trained and self._votes.carried(str(boundaries)):
             self.reshard()
             watched = trained
@@ -218,7 +245,7 @@ class ShardedWeights:
                 weight.report_growth()
 
     def _written_in_place(self, weights: Sequence[ShardedWeight]) -> bool:
-        """True if a shard of these weights was written to in place since the last call."""
+        """True if code has written to this rank's shard of one of these weights since the last call. Local."""
         notes = [weight.slots.note for weight in weights]
         found = any(note.written_in_place for note in notes)
         for note in notes if found else ():
@@ -226,15 +253,15 @@ class ShardedWeights:
         return found
 
     def _choose(self, weights: Sequence[ShardedWeight]) -> None:
-        """Compare the weights with their scales, and choose what to cast them with, each in the mode of its module, as
-        it is without FSDP. COLLECTIVE: one all-reduce for each axis along which weights are cut."""
+        """Compare the weights with their scales, and choose the scale of each cast: for training or for evaluation, as
+        the weight's module is. COLLECTIVE: one all-reduce for each mesh axis along which weights are sharded."""
         for weight, amaxes in self._measured(weights):
             once = not weight.training
             weight.choose(weight.fitting(amaxes, once), once)
             weight.slots.weight_sync.fitted |= not once
 
     def _measured(self, weights: Sequence[ShardedWeight]) -> Iterator[tuple[ShardedWeight, Tensor]]:
-        """Iterate over (weight, ``amaxes`` of all ranks). COLLECTIVE."""
+        """Yield (weight, amax of the whole weight, float32 [1], or of each expert, [E]). COLLECTIVE."""
         alike: dict[Any, list[ShardedWeight]] = defaultdict(list)
         for weight in weights:
             alike[weight.cuts].append(weight)
@@ -244,8 +271,9 @@ class ShardedWeights:
             yield from zip(group, whole.split([len(each) for each in own]))
 
     def outgrown(self) -> list[ShardedWeight]:
-        """Return the weights that have outgrown their scales now, as after a write that torch does not count. The next
-        forwards cast them with others. COLLECTIVE over the ranks that shard a weight. Waits for the device."""
+        """Return the weights that have outgrown their scales now, for example by a write that torch does not count. The
+        next forward casts them with other scales. COLLECTIVE over the ranks that shard a weight. Waits for the
+        device."""
         self._look_ahead([weight.slots.weight_sync for weight in self.weights], 1)
         found = []
         for weight, amaxes in self._measured([weight for weight in self.weights if weight.slots.recipe.by == "tensor"]):
@@ -255,7 +283,7 @@ class ShardedWeights:
         return found
 
     def fit_scales(self) -> None:
-        """Derive the scales that a forward of all weights would derive now, from which they can then be cast.
+        """Derive the scales that a forward would derive before it gathers, so that all weights can be cast now.
         COLLECTIVE if there are any."""
         settle, fit = self._settle(), self._fit()
         if settle is not None and fit is not None:
@@ -263,9 +291,11 @@ class ShardedWeights:
             self._fit_scales(self.weights, fit)
 
     def _fit_scales(self, weights: Sequence[ShardedWeight], fit: Fit) -> None:
+        """Derive the scales of weights that have none, or that other code than an optimizer has written to. COLLECTIVE
+        if there are any."""
         for weight in weights:
             weight.prepare_forward()
-        # Cold weights cannot be cast with their own amax: each rank would use the amax of its own shard.
+        # A tensor of a cold slot is usually cast with its own amax. Here each rank would take that of its own shard.
         unfit = [weight for weight in weights if weight.changed or not weight.seen_hot()]
         if unfit:
             fit(unfit)
@@ -276,6 +306,7 @@ class ShardedWeights:
             self.reshard()  # Drops weights gathered with the old scales.
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook after the forward of each FSDP module, also of one that raised."""
         if self._outermost == id(module):
             self._outermost = None
             self._forward.in_forward = False
@@ -284,13 +315,14 @@ class ShardedWeights:
 
 
 def _gathered(model: nn.Module, whole: nn.Module) -> list[list[Part]]:
-    """Return the parts whose weights FSDP2 gathers in FP8, grouped by weight.
+    """Return the FP8 parts of ``model`` whose weights FSDP2 can gather in FP8: one list for each weight, of the parts
+    that use it.
 
-    A weight that another kind of module uses as well, such as a tied embedding, or that a Linear stores transposed,
-    stays in high precision.
+    A weight stays in high precision if a module that needs it so uses it as well (a tied embedding), or if a Linear
+    stores it transposed.
     """
     resharded = resharded_modules(whole)
-    users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # (module, name in it) by id of the parameter.
     for module in whole.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -310,10 +342,13 @@ def _gathered(model: nn.Module, whole: nn.Module) -> list[list[Part]]:
 
 
 def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
-    """Raise ConfigurationError if FSDP2 shards a weight across its blocks. Local; the same on all ranks.
+    """Check that FSDP2 shards weights between their blocks, for recipes with a scale per block. Local.
 
-    Each rank casts its shard alone, so it does not know the amax of a block that continues on another rank. Nor can
-    FSDP2 gather scales along with uneven shards.
+    Each rank casts its shard alone, so it cannot know the amax of a block that continues on another rank. Nor can FSDP2
+    gather scales along with uneven shards.
+
+    Raises:
+        ConfigurationError: on all ranks, if a shard ends inside a block, or if shards are uneven.
     """
     for part, *_ in _gathered(model, whole):
         if part.slots.recipe.by != "block":
@@ -339,11 +374,12 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
 
 
 def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) -> ShardedWeights:
-    """Make FSDP2 gather the weights of the model's FP8Linears and FP8Experts in FP8.
+    """Make FSDP2 gather the weights of the model's FP8Linears and FP8Experts in FP8. COLLECTIVE.
 
     Args:
         settle, fit: see ``ShardedWeights``.
-        whole: the model as the training loop calls it.
+        model: the prepared model.
+        whole: the model as the training loop calls it, with its FSDP modules.
 
     Raises:
         ConfigurationError: FSDP2 does not shard the model, or shards it in a way that excludes an FP8 gather.
@@ -362,21 +398,22 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
                 "extension for it): use True or False"
             )
     found = _gathered(model, whole)
+    # By id of an arena: for each weight slot, the slots that show in a sync whether a user of the weight ran.
     places: dict[int, tuple[Arena, dict[int, list[int]]]] = {}
     for parts in found:
         arena = parts[0].slots.weight_sync.arena
         _, of_arena = places.setdefault(id(arena), (arena, {}))
         for number, slot in enumerate(parts[0].slots.weight_slots):
             place = arena.index[slot]
-            # Input slots tell which users ran. In another arena, or if cast just in time, they cannot: users count as
-            # run.
+            # A user ran if its input slot recorded an amax. If that slot is in another arena, or records nothing in
+            # most steps, the weight's own slot stands for it: the user counts as run.
             of_arena[place] = [
                 arena.index[user.slots.precisions[number].slots[Role.INPUT]]
                 if user.slots.sync.arena is arena and arena.recipe.delayed
                 else place
                 for user in parts
             ]
-    orders = {}
+    orders = {}  # By id of an arena: the index of a weight slot among all weight slots that are gathered.
     for key, (arena, of_arena) in places.items():
         arena.hold_shards(of_arena)
         orders[key] = {place: number for number, place in enumerate(sorted(of_arena))}

@@ -1,9 +1,13 @@
-"""Megatron-Core: which ranks hold copies of a parameter, by the attributes that Megatron sets and its parallel_state.
+"""Megatron-Core: which ranks hold copies of a parameter, from Megatron's attributes and its ``parallel_state``.
 
-Megatron keeps shards as plain parameters. It marks those that tensor parallelism splits with ``tensor_model_parallel``,
-those of experts that expert parallelism spreads with ``allreduce=False``, and copies of the word embeddings on other
-pipeline stages with ``shared_embedding``. All others are copies on each rank of a stage, also where their gradients are
-sums of parts (``sequence_parallel``).
+Megatron keeps shards as plain parameters, and marks them with attributes:
+
+- ``tensor_model_parallel``: tensor parallelism splits the parameter.
+- ``allreduce=False``: the parameter is of an expert, which expert parallelism places on some ranks only.
+- ``shared_embedding``: it is a copy of the word embeddings on another pipeline stage.
+
+Any other parameter has a copy on each rank of its pipeline stage, also with ``sequence_parallel``, where each rank
+computes a part of its gradient.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ __all__ = [
 ]
 
 
+# Labels of Megatron's groups, the same on all ranks of the job.
 STAGE, DATA, TENSOR = "Megatron's stage", "Megatron's data parallel ranks", "Megatron's tensor parallel ranks"
 EXPERT_DATA, EXPERT_TENSOR = "Megatron's expert data parallel ranks", "Megatron's expert tensor parallel ranks"
 TIED = "Megatron's tied embeddings"
@@ -44,7 +49,8 @@ _SPLIT = (
     ("GroupedMLP", "weight1"),
     ("GroupedMLP", "weight2"),
 )
-"""Parameters that tensor parallelism splits. Megatron does not mark them if ``perform_initialization`` is off."""
+"""(class, parameter) that tensor parallelism splits. Megatron does not mark them if ``perform_initialization`` is off.
+"""
 
 NOT_GATHERED = (
     "that the next forward gathers (overlap_param_gather): call disable_forward_pre_hook() of Megatron's DDP before "
@@ -56,10 +62,11 @@ REDUCED_IN_PARTS = "of which Megatron's distributed optimizer reduces another pa
 
 @dataclass(frozen=True)
 class Copies:
-    """Labels of the groups whose ranks hold the same parameter, and the same gradient once Megatron has finalized it.
+    """Where copies of one parameter are.
 
-    ``gathers``: True if the parameter is complete only in a forward. ``master``: its float32 copy in the optimizer, if
-    each rank has all of it.
+    ``parameter``: labels of the groups whose ranks hold the same parameter. ``gradient``: of those that hold the same
+    gradient, once Megatron has reduced all gradients (``finalize_model_grads``). ``gathers``: True if the parameter is
+    complete only during a forward. ``master``: the optimizer's float32 copy, if each rank has all of it; else None.
     """
 
     parameter: Sequence[str]
@@ -69,7 +76,7 @@ class Copies:
 
 
 def is_megatron(module: nn.Module) -> bool:
-    """True if a part of the module is Megatron's, and its parallel_state is initialized."""
+    """True if the module has parts or parameters of Megatron's, and ``parallel_state`` is initialized. Local."""
     state = _state()
     return (
         state is not None
@@ -82,7 +89,8 @@ def is_megatron(module: nn.Module) -> bool:
 
 
 def groups() -> Mapping[str, Any]:
-    """Return Megatron's groups by label, in the same order on all ranks; None where this rank is in no such group."""
+    """Return Megatron's process groups by label, in the same order on all ranks; None where this rank is in no such
+    group. Local."""
     state = _state()
     return {
         STAGE: state.get_tensor_and_data_parallel_group(with_context_parallel=True),
@@ -95,7 +103,7 @@ def groups() -> Mapping[str, Any]:
 
 
 def coordinates() -> dict[str, int]:
-    """Return this rank's place on each of Megatron's axes that has several ranks."""
+    """Return this rank's place on each of Megatron's axes, if several ranks are along it. Local."""
     state = _state()
     axes = {
         "pp": (state.get_pipeline_model_parallel_rank, state.get_pipeline_model_parallel_world_size),
@@ -108,7 +116,7 @@ def coordinates() -> dict[str, int]:
 
 
 def copies_of(module: nn.Module) -> dict[int, Copies]:
-    """Return for each parameter of a Megatron model, by its id, where its copies are. Local."""
+    """Return where copies of each parameter of a Megatron model are, by the parameter's id. Local."""
     wrapped = {
         id(parameter): wrapper
         for wrapper in module.modules()
@@ -129,6 +137,8 @@ def copies_of(module: nn.Module) -> dict[int, Copies]:
 
 
 def _copies(parameter: Tensor, split: bool, wrapper: Any) -> Copies:
+    """Return where copies of a parameter are. ``split``: tensor parallelism splits it. ``wrapper``: Megatron's DDP
+    around it, or None."""
     if getattr(parameter, "allreduce", True):
         tensor, everywhere = TENSOR, [DATA if split else STAGE]
     else:
@@ -137,12 +147,13 @@ def _copies(parameter: Tensor, split: bool, wrapper: Any) -> Copies:
         everywhere.append(TIED)
     gathers = parameter.requires_grad and bool(getattr(wrapper, "remove_forward_pre_hook_handles", None))
     if wrapper is not None and wrapper.ddp_config.use_distributed_optimizer:
+        # Each data parallel rank reduces another part of the gradients, and holds another part of the float32 copies.
         return Copies(everywhere, [] if split else [tensor], gathers, None)
     return Copies(everywhere, everywhere, gathers, getattr(parameter, "main_param", None))
 
 
 def local_buffers(module: nn.Module) -> set[int]:
-    """Return the ids of the buffers that are no part of a checkpoint. Local."""
+    """Return the ids of the buffers that are not persistent, so no checkpoint has them. Local."""
     return {
         id(part._buffers[name])
         for part in module.modules()
@@ -152,11 +163,11 @@ def local_buffers(module: nn.Module) -> set[int]:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient, which Megatron's DDP keeps in ``main_grad``. Local."""
+    """Return the gradient of a parameter: ``main_grad``, where Megatron's DDP keeps it, else ``grad``. Local."""
     gradient: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
 
 def _state() -> Any:
-    """Return Megatron's parallel_state, or None if nobody has imported it."""
+    """Return the module ``megatron.core.parallel_state``; None: the program has not imported it."""
     return sys.modules.get("megatron.core.parallel_state")

@@ -1,7 +1,8 @@
-"""Parameters that stage 3 of DeepSpeed's ZeRO partitions. They are empty, except around their modules' own passes.
+"""Parameters that stage 3 of DeepSpeed's ZeRO partitions: each rank keeps a part, and ``parameter.data`` is empty.
 
-Reads attributes that DeepSpeed sets on such a parameter: ``ds_tensor`` (this rank's part, flat, with padding),
-``ds_numel`` and ``ds_process_group``.
+DeepSpeed gathers the whole parameter for its module's forward and backward only. It sets attributes on a partitioned
+parameter, which this file reads: ``ds_tensor`` (this rank's part, flat, with padding at the end), ``ds_numel`` (of the
+whole) and ``ds_process_group``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ __all__ = ["is_partitioned", "own_part"]
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """True if ZeRO's stage 3 partitions a parameter, gathered now or not."""
+    """True if ZeRO's stage 3 partitions the parameter, whether it is gathered now or not."""
     return hasattr(parameter, "ds_tensor")
 
 
 def own_part(parameter: Any) -> Tensor:
-    """Return this rank's part of a partitioned parameter: flat, maybe empty. Local."""
+    """Return this rank's part of a partitioned parameter, [n] without padding; n may be 0. Local."""
     part: Tensor = parameter.ds_tensor
     begin = dist.get_rank(parameter.ds_process_group) * part.numel()
-    # What lies beyond is padding, which DeepSpeed does not initialise.
+    # DeepSpeed does not initialise the padding.
     return part.flatten()[: max(0, parameter.ds_numel - begin)]

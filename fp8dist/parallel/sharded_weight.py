@@ -1,11 +1,16 @@
 """ShardedWeight: one weight that FSDP2 gathers in FP8, from this rank's shard to the gathered weight.
 
 Under ``fully_shard``, each rank keeps a shard of every weight in high precision. Before FSDP gathers a weight, it asks
-this rank's shard (``FP8Shard``) what to send: FP8 bytes, cast with a scale that is the same on all ranks. That is the
-slot's scale, or the one of the whole weight's amax, if the ranks have found that it does not fit its slot's
-(``ShardedWeight.choose``). From all ranks' bytes FSDP makes an ``FP8Weight``, which FP8Linear uses directly. The sync
-reduces the amaxes of all shards. Experts' weights [E, out_features, in_features] have a slot for each expert. A shard
-holds whole experts, or rows of all of them.
+this rank's shard (``FP8Shard``) what to send: FP8 bytes, cast with a scale that is the same on all ranks. From the
+bytes of all ranks FSDP makes an ``FP8Weight``, with which FP8Linear multiplies.
+
+The FP8 state of a weight is its *slot*: a scale, and the amaxes that it follows. The all-reduce of a step (its *sync*)
+gives all ranks the maximum of the amaxes of all shards. A slot is *cold* until it has a scale. A weight is cast with
+its slot's scale; if the ranks find that the weight has outgrown it, with a scale from the whole weight's amax
+(``ShardedWeight.choose``).
+
+Experts' weights, [E, out_features, in_features], have a slot for each expert. A shard of them holds whole experts, or
+rows of all of them. The job counts *boundaries*, the ends of steps.
 """
 
 from __future__ import annotations
@@ -39,18 +44,19 @@ if TYPE_CHECKING:
 __all__ = ["ForwardState", "ShardedWeight", "in_backward"]
 
 SMALL = 0.25
-"""An amax below this over sqrt(in_features) is small: torch initialises weights to 1 over sqrt(in_features) at most."""
+"""Weights are small if their amax is below this divided by sqrt(in_features). torch initialises a Linear's weights to
+values up to 1 / sqrt(in_features)."""
 
 Metadata = tuple[Tensor | None, torch.Size, torch.dtype]
-"""(inverse scale of all bytes, or None if each block has its own, which is gathered as well; the weight's shape, local
-under tensor parallelism; the FP8 dtype)."""
+"""(inverse scale of the whole weight, or None if each block has one, which is gathered like the bytes; shape of the
+gathered weight, local under tensor parallelism; FP8 dtype)."""
 
 
 class FP8Shard(Tensor):
     """This rank's shard of a weight: the local tensor of FSDP2's DTensor, with its memory and operations unchanged.
 
-    FSDP2 looks for the two methods of its all-gather extension on it. Optimizers, checkpoints and all other code see a
-    high-precision tensor.
+    FSDP2 calls the two methods ``fsdp_…`` if a local tensor has them: they are its all-gather extension. To optimizers,
+    checkpoints and all other code this is a tensor in high precision.
     """
 
     fp8: weakref.ref[ShardedWeight]  # Weak: ShardedWeight holds the parameter of this shard.
@@ -60,7 +66,20 @@ class FP8Shard(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Metadata]:
-        """Return what this rank sends: FP8 bytes, padded as FSDP pads uneven shards, and inverse scales of blocks."""
+        """Return what this rank sends, and what ``fsdp_post_all_gather`` needs to know. Local. FSDP2 calls it before a
+        gather.
+
+        Args:
+            mesh: the ranks that shard the weight, 1-D also with HSDP.
+            outer_size: shape of the gathered weight.
+
+        Returns:
+            (FP8 bytes,), padded as FSDP pads uneven shards, or with a scale per block (FP8 bytes, inverse scales); and
+            the metadata.
+
+        Raises:
+            ConfigurationError: the manager is gone, or the weight has no scale that fits.
+        """
         weight = self.fp8()
         if weight is None:
             raise ConfigurationError("the StateManager of this model no longer exists")
@@ -69,10 +88,16 @@ class FP8Shard(Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Metadata, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Make the whole weight from the gathered bytes, without a copy."""
+        """Return the whole weight, an ``FP8Weight`` over the gathered bytes. Local. FSDP2 calls it after a gather.
+
+        Args:
+            out: the ``FP8Weight`` of the last gather, whose memory FSDP2 has refilled; None: this is the first gather.
+                With ``out``, returns None.
+        """
         return unpack(gathered, metadata, param_dtype, out)
 
-    # FSDP calls these to move a shard to the compute device, and to pad a shard that was materialised late.
+    # FSDP calls these to move a shard to the compute device, and to pad a shard that was materialised late. torch would
+    # return plain tensors.
 
     def _like(self, other: Tensor) -> Tensor:
         return other if other is self else _as_shard(other.as_subclass(Tensor), self.fp8)
@@ -92,7 +117,7 @@ class FP8Shard(Tensor):
     def narrow(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._like(super().narrow(*args, **kwargs))
 
-    # Copies and pickles contain a plain tensor.
+    # Copies and pickles contain a plain tensor: they belong to no manager.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self.as_subclass(Tensor), memo)
@@ -102,28 +127,28 @@ class FP8Shard(Tensor):
 
 
 def _as_shard(local: Tensor, weight: weakref.ref[ShardedWeight]) -> Tensor:
-    """Make FSDP ask ``weight`` what to gather for this local tensor. In place: the tensor stays the same object."""
+    """Turn a local tensor into an ``FP8Shard`` of ``weight``. In place: FSDP and optimizers hold this very object."""
     local.__class__ = FP8Shard
     local.fp8 = weight  # type: ignore[attr-defined]
     return local
 
 
 class ForwardState:
-    """State of the current outermost forward, shared by all weights of one manager."""
+    """The forward that runs now, of the outermost FSDP module. Shared by all weights of one manager."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.in_forward = False
         self.grad_enabled = False
-        """True if the forward runs with grad enabled. FSDP itself always gathers with grad disabled."""
+        """True if the forward runs with grad enabled. Inside a gather, FSDP has switched grad off."""
         self._settled = torch.cuda.Event() if on_gpu else None
 
     def settled(self) -> None:
-        """Note that all scales were committed on the current stream."""
+        """Record that all scales were committed on the current stream."""
         if self._settled is not None:
             self._settled.record()
 
     def wait(self) -> None:
-        """Make the current stream wait for the last commit: FSDP's copy-in stream may not have waited."""
+        """Make the current stream wait for the last commit. FSDP gathers on a stream of its own, which may be ahead."""
         if self._settled is not None:
             torch.cuda.current_stream().wait_event(self._settled)
 
@@ -131,39 +156,50 @@ class ForwardState:
 class ShardedWeight:
     """A weight that FSDP2 gathers in FP8.
 
-    Its scale is right for the weight at the last ``accept``. Later writes come from an optimizer's step, which scales
-    follow, or from other code.
+    At ``accept``, its scale is right for the weight as it is. Writes after that are of two kinds: those of an
+    optimizer's step, after which the amax of the next forward corrects the scale, and those of other code, after which
+    the scale must be derived anew.
     """
 
     def __init__(self, part: Part, amax: Tensor, forward: ForwardState) -> None:
+        """
+        Args:
+            part: the FP8Linear, or the grouped product of FP8Experts, that multiplies with the weight.
+            amax: where gathers record the amax, a view into the arena: 0-d, or [E].
+            forward: shared by the weights of the manager.
+        """
         self.slots: LinearSlots = part.slots
         self.slot = self.slots.slots[Role.WEIGHT]
         self._forward = forward
         self.module = weakref.ref(part.module)
-        self._amax = amax  # 0-d float32: amax of this rank's shard; [E]: of its part of each expert, -1 without one.
+        # float32, 0-d: amax of this rank's shard; [E]: of its part of each expert, -1 where it has none.
+        self._amax = amax
         self._parameter: Tensor | None = None  # Not weak: torch cannot move a DTensor that has weak references.
-        self._version = -1
+        self._version = -1  # Of the parameter, at ``accept`` or after an optimizer's step.
         self.trusted = False
-        """True if state was loaded: the scale is right for the weight that the next forward finds."""
+        """True after state was loaded: its scale is right for the weight that the next forward finds."""
         self.maybe_cold = True
-        self._written = False  # By other code than an optimizer, before an optimizer stepped.
-        self._step = -1  # The last step whose training forwards gathered the weight.
+        """False once the slot is known to have a scale."""
+        self._written = False  # Other code than an optimizer has written; ``_version`` no longer shows it.
+        self._step = -1  # Boundaries passed at the last gather of a training forward.
         recipe = self.slots.recipe
         self._has_scale = recipe.by == "tensor"
         self.renewed = self._has_scale and not recipe.delayed
-        """True if the scale is derived anew from each new weight."""
+        """True if each new weight gets a scale from its own amax (``CurrentScaling``)."""
         self.chosen_in: int | None = -1
-        """Boundaries passed when the scale for training forwards was chosen; -1: weight or scale may have changed
-        since. None: it was chosen for an evaluation. The same on all ranks, like all that decides about a choice."""
+        """Which step the chosen scale is for: number of boundaries passed at the choice. None: for an evaluation. -1:
+        no choice holds, because the weight or its slot's scale may have changed since. The same on all ranks, because
+        it decides about collectives."""
         self.look_until = -1
-        """Number of boundaries up to which training forwards compare the weight with its scale. The same on all ranks
-        of its arena."""
-        self._chosen: Tensor | None = None  # Scale of the casts until then, 0-d or [E]. None: the slot's.
-        self._of_backward: Tensor | None = None  # The same for gathers in backward, which repeat those of the forward.
+        """Training forwards compare the weight with its scale while fewer boundaries than this have passed. The same on
+        all ranks of its arena."""
+        self._chosen: Tensor | None = None  # The chosen scale, 0-d or [E]. None: the slot's.
+        self._of_backward: Tensor | None = None  # The same, of the forward that gathers in backward repeat.
         self._trained_in = -1  # Boundaries passed when a scale for training forwards was last chosen.
 
     def install(self) -> None:
-        """Install the all-gather extension, if it is missing (the parameter may have been replaced)."""
+        """Install the all-gather extension on this rank's shard, unless it is there. Before each forward, because a
+        program may replace the parameter. Local."""
         module = self.module()
         parameter = None if module is None else module._parameters[self.slots.name]
         if parameter is None or not is_dtensor(parameter):
@@ -179,7 +215,7 @@ class ShardedWeight:
             self._parameter, self._version = parameter, -1
 
     def remove(self) -> None:
-        """Remove the extension."""
+        """Remove the extension: FSDP2 gathers the weight in high precision. Local."""
         local = None if self._parameter is None else local_part(self._parameter)
         if isinstance(local, FP8Shard):
             del local.fp8
@@ -187,35 +223,39 @@ class ShardedWeight:
 
     @property
     def training(self) -> bool:
-        """True if the weight's module is in training mode, whatever the mode of the model. The same on all ranks."""
+        """True if the weight's own module is in training mode. The same on all ranks."""
         module = self.module()
         return module is not None and module.training
 
     @property
     def parameter(self) -> Tensor:
-        """The sharded parameter, also while the module holds the gathered weight."""
+        """The sharded parameter, a DTensor, also while the module holds the gathered weight."""
         assert self._parameter is not None
         return self._parameter
 
     @property
     def changed(self) -> bool:
-        """True if other code than an optimizer has written to the weight since ``accept``, as far as torch can tell.
-        DTensor operations run on all ranks, so all ranks see the same."""
+        """True if other code than an optimizer has written to the weight since ``accept``, as far as torch counts
+        writes. A DTensor operation runs on all ranks, so all ranks see the same."""
         return self._has_scale and (self._written or self.parameter._version != self._version)
 
     def before_step(self) -> None:
-        """Save the mark of earlier writes by other code: after the optimizer's step, the version does not show them."""
+        """Record that an optimizer is about to step. Its writes raise the version, too, so earlier writes of other code
+        are recorded now."""
         self._written = self.changed
 
     def after_step(self, real: bool) -> None:
-        """Note that the optimizer has stepped. A scale that is not delayed must be derived from the new weight.
-        ``real``: True if the step may have changed the weight."""
+        """Record that the optimizer has stepped. A scale that is not delayed must be derived from the new weight.
+
+        Args:
+            real: True if the step may have changed the weight.
+        """
         self._version = self.parameter._version
         self._written = self._written or (self.renewed and real)
         self.forget_choice()
 
     def follow(self, before: ShardedWeight | None) -> None:
-        """Take over the notes of an earlier attachment. None: there are none, and the scale is right."""
+        """Take over what an earlier attachment recorded of the weight. None: there was none, and the scale is right."""
         if before is None:
             self.accept()
         else:
@@ -229,14 +269,15 @@ class ShardedWeight:
 
     @property
     def cuts(self) -> tuple[tuple[DeviceMesh, int], ...]:
-        """The axes of the mesh along which the weight is cut."""
+        """(mesh, axis) of each axis along which the weight is sharded, by FSDP2 or tensor parallelism."""
         weight: Any = self.parameter
         return tuple(
             (weight.device_mesh, axis) for axis, each in enumerate(weight.placements) if not each.is_replicate()
         )
 
     def amaxes(self) -> Tensor:
-        """Return the amax of this rank's part, float32 [1], or of its part of each expert, [E], -1 without one."""
+        """Return the amax of this rank's part, float32 [1], or of its part of each expert, [E], -1 where it has none.
+        Local."""
         places = {slot: place for place, slot in enumerate(self.slots.weight_slots)}
         found = torch.full((len(places),), DID_NOT_RUN, dtype=torch.float32, device=self.slots.weight_sync.arena.device)
         for _, slot, part in self.parts():
@@ -244,11 +285,12 @@ class ShardedWeight:
         return found
 
     def fitting(self, amaxes: Tensor, once: bool) -> Tensor | None:
-        """Return the scale to cast with, 0-d or [E]: the slot's, if the weight fits it. None: blocks have their own.
+        """Return the scale to cast with, 0-d or [E]: the slot's, if the weight fits it, else one from its amax. None:
+        the recipe has a scale per block or row. Local.
 
         Args:
-            amaxes: ``amaxes`` of all ranks.
-            once: True for an evaluation or an export, where no later step corrects a cast.
+            amaxes: of the whole weight, [1], or of each expert, [E]: the maximum of ``amaxes()`` over its ranks.
+            once: True for an evaluation or an export, which is stricter, because no later step corrects a cast.
         """
         if not self._has_scale:
             return None
@@ -257,22 +299,28 @@ class ShardedWeight:
         return scale_for(amaxes.view_as(state.scale), state, self.slots.recipe, limit)
 
     def starts_small(self) -> bool:
-        """True if the amax behind the scale is so small that the first optimizer step may enlarge it by far. Waits for
-        the device."""
+        """True if the weights are so small (``SMALL``) that the first optimizer step may enlarge them many times, far
+        beyond their scale. Waits for the device."""
         if not self._has_scale or self.renewed:
             return False
         state, least = self._state, SMALL / math.sqrt(self.parameter.shape[-1])
         return bool((state.scale * 2.0**self.slots.recipe.margin * least > state.format.max).any())
 
     def is_beyond(self, amaxes: Tensor) -> bool:
-        """True if the weight has outgrown its scale by more than a training step may. ``amaxes``: see ``fitting``."""
+        """True if the weight has outgrown its scale by more than a step of training may. Waits for the device.
+        ``amaxes``: see ``fitting``."""
         state, limit = self._state, self.slots.policy.limit or OUTGROWN
         return bool((scale_for(amaxes.view_as(state.scale), state, self.slots.recipe, limit) < state.scale).any())
 
     def choose(self, scale: Tensor | None, once: bool) -> None:
-        """Set the scale of the casts from now on: until the next boundary, or in an evaluation (``once``), until the
-        next choice. None: the slot's scale. An evaluation changes nothing for backwards of training forwards, which may
-        come up to the next boundary."""
+        """Set the scale of the next casts. All ranks that shard the weight must choose alike.
+
+        Args:
+            scale: None: the slot's.
+            once: False: it holds for training forwards up to the next boundary, and for their backwards. True: it holds
+                for an evaluation, until the next choice. Backwards of training forwards, which may still come in this
+                step, keep their scale.
+        """
         boundaries = self.slots.job.boundaries
         self._chosen, self.chosen_in = scale, None if once else boundaries
         if not once:
@@ -286,44 +334,54 @@ class ShardedWeight:
         return self.chosen_in is None and self._trained_in == self.slots.job.boundaries
 
     def report_growth(self) -> None:
-        """Report to other modules whether the weight has outgrown its slot's scale, if another was chosen. Local."""
+        """If another scale than the slot's was chosen, report to the policy for unseen writes whether the weight has
+        outgrown its slot's scale. Local."""
         slots = self.slots
         if self._chosen is not None:
             slots.policy.report_new_scale(slots.weight_scale(), self._chosen)
 
     def forget_choice(self) -> None:
-        """Note that the weight or its slot's scale may have changed since the last choice."""
+        """Record that no choice holds, because the weight or its slot's scale may have changed."""
         self._chosen, self.chosen_in = None, -1
 
     def seen_hot(self) -> bool:
-        """True if the weight has a scale, or needs none. Reads the device until the weight has a scale."""
+        """True if the slot has a scale, or needs none. Waits for the device, until the answer was True once."""
         if self.maybe_cold and self._has_scale:
             self.maybe_cold = bool(self.slots.weight_sync.arena.cold[self.slots.weight_place].any())
         return not (self.maybe_cold and self._has_scale)
 
     def state_loaded(self) -> None:
-        """Note that the state was loaded or reset, so the slot may be cold. A delayed scale is right for the next
-        weight; any other scale is derived from that weight."""
+        """Record that the state was loaded or reset, so the slot may be cold. A delayed scale counts as right for the
+        weight that the next forward finds; any other scale must be derived from that weight."""
         self.maybe_cold = True
         self.forget_choice()
         self.trusted = not self.renewed
         self._written = self._written or self.renewed
 
     def accept(self, written: bool = False, trusted: bool = False) -> None:
-        """Note that the scale is right for the weight as it is now. After a swap, ``written`` and ``trusted`` restore
-        the earlier notes."""
+        """Record that the scale is right for the weight as it is now. A caller that has changed the weight and changed
+        it back passes the earlier values of ``changed`` and ``trusted``."""
         self._version, self._written, self.trusted = self.parameter._version, written, trusted
 
     def prepare_forward(self) -> None:
-        """Prepare for the outermost forward, which begins."""
+        """Prepare for a forward of the outermost FSDP module. Local."""
         self.install()
         if self.trusted:
             self.accept()
 
     def pack(self, shard: Tensor, mesh: DeviceMesh, size: torch.Size) -> tuple[tuple[Tensor, ...], Metadata]:
-        """Return the FP8 bytes of this rank's shard (uint8 [rows, columns], padded), and inverse scales if blocks have
-        their own. Records the amax: the maximum over the step's training forwards, or the amax at the last gather, if
-        the weight stayed gathered since."""
+        """Cast this rank's shard for a gather; see ``FP8Shard.fsdp_pre_all_gather``. Commits a pending sync.
+
+        Records the shard's amax, if a training forward gathers: the maximum over the step's forwards. If the weight
+        stays gathered, and no forward of a step gathers it, the amax of the last gather counts.
+
+        Args:
+            size: shape of the gathered weight.
+
+        Raises:
+            ConfigurationError: outside of a forward of the model, if the slot is cold or other code has written to the
+                weight.
+        """
         slots = self.slots
         slots.settle()
         self._forward.wait()
@@ -342,42 +400,50 @@ class ShardedWeight:
         cast = self.cast(shard, self._records(), tapped=True)
         rows = shard.shape[0]
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where shards may be uneven.
-            rows = -(-size[0] // mesh.size())  # Or experts.
+            rows = -(-size[0] // mesh.size())  # Of experts [E, …], rows are experts.
         raw = _with_rows(cast.rows.view(torch.uint8), rows)
-        if self._has_scale or mesh.size() == 1:  # On one rank FSDP2 copies the first tensor, and drops the others.
+        # If a single rank holds the weight, FSDP2 copies the first tensor only. Then the scales go as metadata.
+        if self._has_scale or mesh.size() == 1:
             return (raw,), (cast.rows_inv_scale, size, cast.rows.dtype)
         grid = rows if len(size) == 3 else blocks_along(rows, BLOCK)
         return (raw, _with_rows(cast.rows_inv_scale, grid)), (None, size, cast.rows.dtype)
 
     def cast(self, shard: Tensor, records: bool = False, tapped: bool = False) -> Cast:
-        """Return this rank's shard in FP8, row-major, with the scale that all ranks share. Local; commits a pending
-        sync. ``tapped``: True if the tap gets to see the cast."""
+        """Return this rank's shard in FP8, row-major, cast with the scale that all ranks have chosen. Local; commits a
+        pending sync.
+
+        Args:
+            records: True if the cast records the amax.
+            tapped: True if the cast notifies the job's tap, through which audits and replays record casts.
+        """
         scale = self._of_backward if in_backward() else self._chosen
         if scale is None or not (in_backward() or self.chosen_in in (None, self.slots.job.boundaries)):
             scale = self._state.scale
         return self._cast(shard, records, scale, tapped)
 
     def _cast(self, shard: Tensor, records: bool, scale: Tensor, tapped: bool = False) -> Cast:
+        """See ``cast``. ``scale``: 0-d, or [E]; empty: the recipe derives its own."""
         first = first_local_row(self.parameter) if shard.ndim == 3 else 0
         return self.slots.shard_cast(shard, first, self._amax, records, scale, tapped)
 
     @property
     def _state(self) -> SlotViews:
-        """The state of the weight's slot, or of those of the experts, after a pending commit."""
+        """The state of the weight's slot, or of all experts' slots, after a pending sync was committed."""
         return self.slots.states(self.slots.weight_sync.arena.device)[1]
 
     def eval_cast(self, shard: Tensor) -> Cast:
-        """Return this rank's shard in FP8, row-major, as an evaluation gathers it now. COLLECTIVE over the ranks that
-        hold parts; commits a pending sync."""
+        """Return this rank's shard in FP8, row-major, as an evaluation would gather it now. COLLECTIVE over the ranks
+        that shard the weight; commits a pending sync."""
         self.slots.settle()
         scale = self.fitting(largest_of_parts(self.amaxes(), self.cuts), once=True) if self._has_scale else None
         return self._cast(shard, False, shard.new_empty(0) if scale is None else scale)
 
     def _records(self) -> bool:
-        """True if this gather records the amax. Clears the recorded amax at the first such gather of a step."""
+        """Return True if this gather records the amax. The first such gather of a step clears the recorded amax."""
         job = self.slots.job
+        # A backward gathers the same weight again. If no step needs the amax, nothing records it.
         if in_backward() or not (self.slots.sync.every_step or job.measuring):
-            return False  # The backward gathers the same weight again.
+            return False
         recorded = self._step == job.boundaries
         if job.recording or (self.training and self._forward.grad_enabled):
             self._step = job.boundaries
@@ -389,12 +455,12 @@ class ShardedWeight:
 
 
 def in_backward() -> bool:
-    """True if autograd runs a backward on this thread, including a recomputation."""
+    """True if autograd runs a backward on this thread, also in a recomputation (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _with_rows(part: Tensor, rows: int) -> Tensor:
-    """Pad with zeros to [rows, …]."""
+    """Return the tensor, padded with zeros to [rows, …]."""
     missing = rows - part.shape[0]
     return F.pad(part, (*(0, 0) * (part.ndim - 1), 0, missing)) if missing else part
 
@@ -402,12 +468,12 @@ def _with_rows(part: Tensor, rows: int) -> Tensor:
 def unpack(
     gathered: tuple[Tensor, ...], metadata: Metadata, dtype: torch.dtype, out: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Return an FP8Weight over the gathered bytes. With ``out``, update its FP8Weight and return None."""
+    """See ``FP8Shard.fsdp_post_all_gather``."""
     inv_scale, size, fp8_dtype = metadata
     if inv_scale is None:
         grid = torch.Size((*size[:-2], *(blocks_along(length, BLOCK) for length in size[-2:])))
         inv_scale = gathered[1].view(-1)[: grid.numel()].view(grid)
-    elif inv_scale.is_cuda:  # Created on FSDP's copy-in stream, read on this stream.
+    elif inv_scale.is_cuda:  # Allocated on FSDP's copy-in stream, and read on this one.
         inv_scale.record_stream(torch.cuda.current_stream())
     if inv_scale.is_inference():  # The weight may stay gathered until a training forward.
         with torch.inference_mode(False):

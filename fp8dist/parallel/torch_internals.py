@@ -1,8 +1,9 @@
 """The private state of torch's FSDP and DDP that this package reads, with checks that this torch has it.
 
 torch has no public API for these queries. If a new torch drops a private name, the answer must not silently become
-"no": a check would be lost. So this module names every private attribute that it reads, and looks for it. ``attach``
-calls ``unknown`` once and warns. Calls that depend on a missing name raise the error of ``refusal``.
+"no", because a check would then pass without looking. So this file names every private attribute that it reads, and
+checks that it exists. ``attach`` calls ``unknown`` once and warns. Calls that depend on a missing name raise the error
+of ``refusal``. All functions are local.
 """
 
 from __future__ import annotations
@@ -40,12 +41,19 @@ __all__ = [
 TESTED = ("2.11", "2.12", "2.13", "2.14")
 """The torch releases that scripts/test-versions has run."""
 
+# The private names.
 _MARK = "_is_fsdp_managed_module"
+"""FSDP1 sets it on the modules inside a wrapper."""
 _GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_partial_reduce_output")
-_EXPORT = ("export() under FSDP2", "export a checkpoint with fp8dist export")
+"""Of FSDP2's FSDPParamGroup."""
+_PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param")
+"""Of FSDP2's FSDPParam."""
 _DDP = ("_module_parameters", "_get_ddp_logging_data", "_delay_all_reduce_all_params", "_use_python_reducer")
 _REDUCER = ("prepare_for_backward", "_check_reducer_finalized", "_reset_state")
-_PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param")
+"""Of DDP's reducer."""
+
+_EXPORT = ("export() under FSDP2", "export a checkpoint with fp8dist export")
+"""What is refused, and what to do instead; see ``refusal``."""
 
 
 def refusal(what: str, missing: str, instead: str) -> ConfigurationError:
@@ -53,6 +61,7 @@ def refusal(what: str, missing: str, instead: str) -> ConfigurationError:
 
     Args:
         what: the call or setting that is refused.
+        missing: the private name.
         instead: what the user can do instead of installing another torch.
     """
     return ConfigurationError(
@@ -62,7 +71,7 @@ def refusal(what: str, missing: str, instead: str) -> ConfigurationError:
 
 
 def warning(missing: Iterable[str]) -> str:
-    """Return the text with which ``attach`` warns of missing names."""
+    """Return the text with which ``attach`` warns of missing private names."""
     return (
         f"fp8dist: attach(): torch {torch.__version__} has no {', no '.join(missing)}, which fp8dist reads of FSDP. It "
         f"was tested with torch {', '.join(TESTED)}. Features that depend on it raise ConfigurationError: possibly "
@@ -71,9 +80,12 @@ def warning(missing: Iterable[str]) -> str:
 
 
 def unknown(whole: nn.Module) -> list[str]:
-    """Return the missing private names that matter to the model as it is wrapped now. Empty without FSDP.
+    """Return the missing private names that matter for a model as it is wrapped now. Empty without FSDP.
 
-    Inspects the objects, not torch's version: a new release that kept the names passes.
+    Looks at the objects, not at torch's version, so that a new release which kept the names passes.
+
+    Args:
+        whole: the model as the training loop calls it.
     """
     fsdp1, fsdp2 = fsdp1_modules(whole), fsdp2_modules(whole)
     found = [next(_missing_of_fsdp2(fsdp2), None)]
@@ -89,15 +101,18 @@ def unknown(whole: nn.Module) -> list[str]:
 
 
 def fsdp2_modules(whole: nn.Module) -> list[nn.Module]:
-    """Return the modules that ``fully_shard`` was called on."""
+    """Return the modules in ``whole`` that ``fully_shard`` was called on."""
     return [module for module in whole.modules() if has_base(module, "FSDPModule")]
 
 
 def fsdp2_groups(module: nn.Module, what: str, instead: str) -> list[Any]:
     """Return the parameter groups of an FSDP2 module, after a check that they have all private names.
 
+    Args:
+        what, instead: see ``refusal``.
+
     Raises:
-        ConfigurationError: a name is missing; see ``refusal``.
+        ConfigurationError: a name is missing.
     """
     missing = next(_missing_of_fsdp2([module]), None)
     if missing is not None:
@@ -106,8 +121,8 @@ def fsdp2_groups(module: nn.Module, what: str, instead: str) -> list[Any]:
 
 
 def fsdp2_gathered_dtypes(whole: nn.Module) -> dict[int, torch.dtype]:
-    """Return the dtype in which FSDP2 gathers a parameter, by the id of the sharded parameter, if a
-    MixedPrecisionPolicy changes it.
+    """Return the dtype in which FSDP2 gathers a parameter, by the id of the sharded parameter, for parameters whose
+    dtype a MixedPrecisionPolicy changes.
 
     Raises:
         ConfigurationError: a name is missing; see ``refusal``.
@@ -125,12 +140,13 @@ def fsdp2_gathered_dtypes(whole: nn.Module) -> dict[int, torch.dtype]:
 
 
 def _groups(state: Any) -> list[Any]:
-    # One group per state up to torch 2.12, several since.
+    """Return the parameter groups of an FSDP2 module's state: up to torch 2.12 there is one, since then several."""
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def _missing_of_fsdp2(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """Yield the private names that FSDP2 modules lack."""
     for module in modules:
         if not hasattr(module, "_get_fsdp_state"):
             yield "FSDPModule._get_fsdp_state"
@@ -146,7 +162,8 @@ def _missing_of_fsdp2(modules: Iterable[nn.Module]) -> Iterator[str]:
 
 
 def _declares(thing: object, name: str) -> bool:
-    """True if ``thing`` has the attribute, or its class annotates it: FSDP2 sets ``_unsharded_param`` at a gather."""
+    """True if ``thing`` has the attribute, or its class annotates it, as for ``_unsharded_param``, which FSDP2 sets at
+    the first gather."""
     return hasattr(thing, name) or any(name in getattr(cls, "__annotations__", ()) for cls in type(thing).__mro__)
 
 
@@ -156,10 +173,11 @@ def has_fsdp2_hook(module: nn.Module) -> bool:
 
 
 def missing_fsdp2_hook(whole: nn.Module | None = None) -> str | None:
-    """Return the name of FSDP2's hook if ``has_fsdp2_hook`` is unreliable, else None. None while FSDP is not imported.
+    """Return the name of FSDP2's hook, if this torch may not register it, so that ``has_fsdp2_hook`` does not answer.
+    None if it does, and while FSDP is not imported.
 
     Args:
-        whole: a model that may have FSDP2 modules, which show whether the hook exists.
+        whole: a model that may have FSDP2 modules, which show whether the hook exists. Without any, torch's code does.
     """
     name = "FSDPParam hook after load_state_dict"
     sharded = [] if whole is None else fsdp2_modules(whole)
@@ -185,10 +203,12 @@ def has_fsdp1_mark(module: nn.Module) -> bool:
 
 
 def missing_fsdp1_mark(whole: nn.Module | None = None) -> str | None:
-    """Return the name of FSDP1's mark if ``has_fsdp1_mark`` is unreliable, else None. None while FSDP is not imported.
+    """Return the name of FSDP1's mark, if this torch may not set it, so that ``has_fsdp1_mark`` does not answer. None
+    if it does, and while FSDP is not imported.
 
     Args:
-        whole: a model that may have FSDP1 wrappers, whose modules show whether the mark exists.
+        whole: a model that may have FSDP1 wrappers, whose modules show whether the mark exists. Without any, torch's
+            code does.
     """
     wrappers = [] if whole is None else fsdp1_modules(whole)
     if wrappers:
@@ -211,7 +231,7 @@ def fsdp1_ignored(wrapper: nn.Module) -> set[int]:
 
 
 def fsdp1_replicas(wrapper: Any) -> Any:
-    """Return the group whose ranks hold copies of this rank's shards, as HYBRID_SHARD does; None: there is one copy.
+    """Return the process group whose ranks hold copies of this rank's shards (HYBRID_SHARD); None: there is one copy.
 
     Raises:
         ConfigurationError: this torch lacks the private name; see ``refusal``.
@@ -225,7 +245,11 @@ def _is_hybrid(wrapper: Any) -> bool:
 
 
 def require_checkable(whole: nn.Module) -> None:
-    """Raise ConfigurationError if this torch does not show which parameters FSDP1 shards; see ``refusal``."""
+    """Check that this torch shows which parameters FSDP1 shards.
+
+    Raises:
+        ConfigurationError: it does not; see ``refusal``.
+    """
     for wrapper in fsdp1_modules(whole):
         missing = _missing_ignored(wrapper)
         if missing is not None:
@@ -241,7 +265,14 @@ def _missing_ignored(wrapper: nn.Module) -> str | None:
 
 
 def require_known_ddp(wrapper: Any, what: str, instead: str) -> None:
-    """Raise ConfigurationError if this torch does not show how a DDP wrapper reduces gradients; see ``refusal``."""
+    """Check that this torch shows how a DDP wrapper reduces gradients.
+
+    Args:
+        what, instead: see ``refusal``.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
     missing = [f"DistributedDataParallel.{name}" for name in _DDP if not hasattr(wrapper, name)]
     missing += [f"Reducer.{name}" for name in _REDUCER if not hasattr(wrapper.reducer, name)]
     if missing:

@@ -1,4 +1,8 @@
-"""Queries about a model under FSDP or tensor parallelism: which modules are wrapped, and how weights are laid out."""
+"""Queries about a model under FSDP, ZeRO or tensor parallelism: what manages a module, how its weight is laid out.
+
+Under FSDP each rank stores a shard of a weight, and multiplies with the whole weight. Under tensor parallelism each
+rank stores a part, and multiplies with this part. Both may hold for one weight. All functions are local.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +50,8 @@ __all__ = [
 
 
 def awaits_reduction(module: nn.Module) -> bool:
-    """True if an FSDP2 module holds gradients that it has not reduced over all its ranks
-    (``set_requires_gradient_sync(False)``, ``set_requires_all_reduce(False)``).
+    """True if an FSDP2 module holds gradients that it has not yet reduced over all its ranks, as it does between the
+    microbatches of a step (``set_requires_gradient_sync(False)``, ``set_requires_all_reduce(False)``).
 
     Raises:
         ConfigurationError: this torch lacks the private names that show it.
@@ -58,25 +62,26 @@ def awaits_reduction(module: nn.Module) -> bool:
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
     if any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
         return True
-    # FSDP2 sets ``_unsharded_param`` at the first gather.
+    # A parameter has no ``_unsharded_param`` before its first gather.
     whole = [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
     return any(tensor.grad is not None for tensor in whole)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Make FSDP2 modules free their gathered weights. Local."""
+    """Make FSDP2 modules free their gathered weights."""
     for module in modules:
         module.reshard()  # type: ignore[operator]
 
 
 def compute_devices(whole: nn.Module) -> Callable[[Tensor], torch.device]:
-    """Return a function that returns the device that computes with a parameter of ``whole``. CPU offload stores the
-    parameter elsewhere. Walks the modules once, so call it once for all parameters."""
+    """Return a function from a parameter of ``whole`` to the device that computes with it. With CPU offload, that is
+    not the parameter's own device. Walks over all modules, so call it once for all parameters."""
     fsdp1: Any = next(iter(fsdp1_modules(whole)), None)
     return partial(_compute_device, None if fsdp1 is None else fsdp1.compute_device)
 
 
 def _compute_device(of_fsdp1: torch.device | None, parameter: Tensor) -> torch.device:
+    """``of_fsdp1``: the compute device of the model's FSDP1 wrappers; None: it has none."""
     if not is_dtensor(parameter):
         return parameter.device if of_fsdp1 is None else of_fsdp1
     if parameter.device_mesh.device_type == parameter.device.type:
@@ -87,13 +92,13 @@ def _compute_device(of_fsdp1: torch.device | None, parameter: Tensor) -> torch.d
 
 
 def mesh_ranks(parameter: Tensor) -> set[int]:
-    """Return the ranks that hold a DTensor; empty for any other tensor."""
+    """Return the ranks that hold a part of a DTensor; empty for any other tensor."""
     return set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()
 
 
 def first_local_row(weight: Any) -> int:
-    """Return the index, in dim 0 of the whole DTensor, of the first row that this rank holds. Mesh axes that shard
-    dim 0 cut it like torch.chunk, from the first axis on."""
+    """Return the index in the whole DTensor of the first row (dim 0) that this rank holds."""
+    # Each mesh axis that shards dim 0 cuts what the axes before it have left, as torch.chunk does.
     first, size = 0, len(weight)
     for axis, placement in enumerate(weight.placements):
         if placement.is_shard(0):
@@ -104,15 +109,21 @@ def first_local_row(weight: Any) -> int:
 
 
 def local_parts(slots: LinearSlots, weight: Any) -> Iterator[tuple[Slot, Tensor]]:
-    """Iterate over the slots of a weight of which this rank holds a part, and these parts."""
+    """Yield (slot, this rank's part) of a Linear's weight, or of each expert of which this rank has a part.
+
+    Args:
+        weight: a plain tensor or a DTensor, [out_features, in_features] or [E, …].
+    """
     first = first_local_row(weight) if is_dtensor(weight) else 0
     return slots.weights_of(local_part(weight).detach(), first)
 
 
 def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
-    """Return the shape of the weight that this rank multiplies with: full under FSDP, local under tensor parallelism.
+    """Return [out_features, in_features] of the weight that this rank multiplies with: whole under FSDP, local under
+    tensor parallelism.
 
-    ``resharded``: True if ``linear`` is one of ``resharded_modules``.
+    Args:
+        resharded: True if ``linear`` is one of ``resharded_modules``.
     """
     weight = linear.weight
     if not is_dtensor(weight):  # Not weight.shape: FSDP1 shows a flat shard between forwards.
@@ -128,14 +139,14 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
 
 
 def fsdp2_cut(weight: Any) -> tuple[int, int]:
-    """Return (dim along which FSDP2 shards a weight, number of shards)."""
+    """Return (dim along which FSDP2 shards a DTensor weight, number of shards)."""
     axis = fsdp2_axes(weight) - 1
     return weight.placements[axis].dim, weight.device_mesh.size(axis)
 
 
 def is_tensor_parallel(whole: nn.Module) -> bool:
-    """True if ranks hold other parts of a parameter than FSDP's shards."""
-    # Of modules that share a parameter, FSDP2 marks one.
+    """True if some parameter is sharded by more than FSDP2: its ranks compute with different parts of it."""
+    # FSDP2 marks the modules whose parameters it shards; if several share a parameter, only one of them.
     marked = {id(p) for module in whole.modules() if has_fsdp2_hook(module) for p in module._parameters.values()}
     for parameter in whole.parameters():
         if is_dtensor(parameter):
@@ -146,7 +157,14 @@ def is_tensor_parallel(whole: nn.Module) -> bool:
 
 
 def require_replicas(whole: nn.Module, what: str) -> None:
-    """Raise ConfigurationError if ranks hold other parts of the model, so that not all ranks can be compared."""
+    """Check that all ranks compute with the same parameters, so that their results can be compared.
+
+    Args:
+        what: the call, for the message.
+
+    Raises:
+        ConfigurationError: the model is tensor parallel.
+    """
     if is_tensor_parallel(whole):
         raise ConfigurationError(
             f"{what}: the model is tensor parallel: pass group=mesh[…], the data-parallel axis, whose ranks hold the "
@@ -155,12 +173,17 @@ def require_replicas(whole: nn.Module, what: str) -> None:
 
 
 def fsdp2_axes(weight: Any) -> int:
-    """Return the number of mesh axes of FSDP2, which come first: Shard, or Replicate and Shard."""
+    """Return how many of the first mesh axes of a DTensor that FSDP2 shards are FSDP2's own: 1 (Shard), or with HSDP 2
+    (Replicate, Shard)."""
     return 2 if weight.placements[0].is_replicate() else 1
 
 
 def managed_from_outside(model: nn.Module, resharded: set[nn.Module], whole: nn.Module) -> Iterator[FP8Linear]:
-    """Yield the FP8Linears of ``model`` whose weights FSDP2 shards, although no FSDP2 module in ``whole`` holds them.
+    """Yield the FP8Linears of ``model`` whose weights FSDP2 shards, although no FSDP2 module in ``whole`` holds them:
+    ``fully_shard`` was called on a module around ``whole``.
+
+    Args:
+        resharded: ``resharded_modules(whole)``.
 
     Raises:
         ConfigurationError: a weight is a DTensor, and this torch does not show whether FSDP2 made it.
@@ -177,8 +200,8 @@ def managed_from_outside(model: nn.Module, resharded: set[nn.Module], whole: nn.
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """True if FSDP1, FSDP2 or ZeRO's stage 3 manages the module's own parameters, even if the wrapper is outside the
-    visible model.
+    """True if FSDP1, FSDP2 or ZeRO's stage 3 manages the module's own parameters, even if the wrapper is a module
+    around the model, which cannot be seen from here.
 
     Raises:
         ConfigurationError: the parameters are not plain, and this torch does not show whether FSDP manages them.
@@ -196,20 +219,20 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """False for a Linear as FSDP1 leaves it: without parameters, or with parts of a flat parameter."""
+    """False for a module as FSDP1 leaves it: without parameters, or with views of a flat parameter."""
     if all(parameter is None for parameter in module._parameters.values()):
         return False
     weight = module._parameters.get("weight")
     if weight is None or is_lazy(weight):
         return True
-    own = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-    if not isinstance(module, nn.Linear):  # A Conv1D does not know its shape.
+    own = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()  # Not a view of something larger.
+    if not isinstance(module, nn.Linear):  # Transformers' Conv1D does not know the shape of its weight.
         return own and weight.ndim == 2
     return own and weight.shape == (module.out_features, module.in_features)
 
 
 def resharded_modules(whole: nn.Module) -> set[nn.Module]:
-    """Return the modules whose weights FSDP1, FSDP2 or ZeRO's stage 3 frees after their forward."""
+    """Return the modules whose weights FSDP1, FSDP2 or ZeRO's stage 3 may free between forward and backward."""
     wrappers = fsdp1_modules(whole) + fsdp2_modules(whole)
     partitioned = (module for module in whole.modules() if any(map(is_partitioned, module.parameters(recurse=False))))
     return {*partitioned, *(module for wrapper in wrappers for module in wrapper.modules())}

@@ -56,7 +56,7 @@ def cost() -> str:
         return call
 
     # Before `attach`, which keeps the listener.
-    inside = ((Audits, "take_down"), (Audits, "settle"))
+    inside = ((Audits, "record"), (Audits, "settle"))
     with timed_inside(inside, time.process_time) as spent, replaced(GATHERS, counted):
         plain, audited = (Job(group=dist.group.WORLD, audit_every=every) for every in (0, 1))
         linears = len(audited.manager.slots) // 3
@@ -65,7 +65,7 @@ def cost() -> str:
         for noted in (*spent.values(), sizes):
             noted.clear()
         found = in_turns(plain, audited, linears * len(SITES) // TURN, TURN)
-    taken, settles = spent["Audits.take_down"], spent["Audits.settle"]
+    taken, settles = spent["Audits.record"], spent["Audits.settle"]
     audits = len(settles)
     calls = len(taken) / audits
     # A call that no audit wants.
@@ -96,7 +96,7 @@ def _keep(part: str, found: Any) -> None:
 
 
 _TAP = torch.empty(0)
-_TAP.listener = Audits({0: [("", 0)]}, EVERY, AUDIT_BYTES).take_down  # type: ignore[attr-defined]
+_TAP.listener = Audits({0: [("", 0)]}, EVERY, AUDIT_BYTES).record  # type: ignore[attr-defined]
 
 
 def main(words: list[str]) -> None:

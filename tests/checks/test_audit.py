@@ -261,13 +261,13 @@ def _audits_until_found(p: float, limit: int) -> Any:
     audits, tap = manager._cycle.audits, manager._job.tap
     assert audits is not None
     assert tap is not None
-    original = audits.take_down
+    original = audits.record
 
     def counting(op: str, *rest: Any) -> None:
-        before = len(audits._taken)
+        before = len(audits._recorded)
         original(op, *rest)
-        if len(audits._taken) > before and op == "matmul":
-            heard.append(audits._taken[0].share)
+        if len(audits._recorded) > before and op == "matmul":
+            heard.append(audits._recorded[0].share)
 
     tap.listener = counting
     x, index = torch.randn(WIDE, WIDE, requires_grad=True), 0
@@ -415,7 +415,7 @@ def _unlike(which: int) -> Any:
     trained = Trained()
     audits = trained.manager._cycle.audits
     assert audits is not None
-    audits._alike = int(dist.get_rank() == which)
+    audits._likeness_word = int(dist.get_rank() == which)
     with captured_log(), bad_products() if dist.get_rank() == 2 else contextlib.nullcontext():
         for index in range(SITES_OF_NET):
             trained.step(index)

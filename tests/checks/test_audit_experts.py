@@ -150,7 +150,7 @@ def test_audits_reach_every_expert_of_a_weight_cast_by_block() -> None:
         if audits._names[0] != "experts.down: cast of weight":
             continue
         model(routed_batch(0, 0, 4))
-        (message,) = (work.message for work in audits._taken.values())
+        (message,) = (work.message for work in audits._recorded.values())
         sent = _unpacked(message)[1]["x"]
         found |= {expert for expert in range(4) if torch.equal(sent, experts.down_proj[expert])}
     assert found == {0, 1, 2, 3}

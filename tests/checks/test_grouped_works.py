@@ -1,4 +1,4 @@
-"""Works of experts: grouped casts and products that are taken down, whole or in parts, and repeated bit for bit."""
+"""Works of experts: grouped casts and products that are recorded, whole or in parts, and repeated bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
 from fp8dist.checks.contents import Digester
-from fp8dist.checks.works import Work, described, digest_of, repeated, take, taken
+from fp8dist.checks.works import Work, describe_work, digest_of, part_of_call, repeat_work, work_of_call
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels import grouped_ops
 from fp8dist_kernels.formats import Role
@@ -61,7 +61,7 @@ def test_a_work_says_where_it_was_done() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_was_taken_down_repeats(name: str, layout: str) -> None:
+def test_what_was_recorded_repeats(name: str, layout: str) -> None:
     """Whole and in parts: experts without tokens, with one, with all; values of all sizes, NaN, no tokens at all."""
     chance = random.Random(name)
     heard = Heard(Routed(Experts(**LAYOUTS[layout])), RECIPES[name])
@@ -84,7 +84,7 @@ def test_what_triton_computes_repeats(name: str) -> None:
 
 
 def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is taken down of a product, or of rows that are cast with known scales, never comes to the host."""
+    """What is recorded of a product, or of rows that are cast with known scales, never comes to the host."""
     heard = Heard(Routed(Experts(hidden=272, inner=144)), limits=())
     calls: list[tuple[Any, ...]] = []
     tap = heard.manager._job.tap
@@ -98,7 +98,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with _NoReads():
         for op, _, args, options, results in watched:
             for limit in (1 << 26, 1):
-                take(op, args, options, results, limit, 3)
+                part_of_call(op, args, options, results, limit, 3)
     assert {op for op, *_ in watched} == {"quantize_grouped", "matmul_grouped", "matmul_grouped_columns"}
 
 
@@ -116,7 +116,7 @@ def test_one_wrong_bit_of_a_part_changes_the_digest(name: str) -> None:
     heard = Heard(Routed(Experts(hidden=272, inner=144)), RECIPES[name], limits=(1 << 26, 1))
     _stepped(heard, 300, range(4), 0)
     for work in heard.works:
-        results = repeated(work.message)
+        results = repeat_work(work.message)
         for result_name, result in results.items():
             spoiled = {**results, result_name: result.clone().contiguous()}
             flip(spoiled[result_name], random.Random(result_name).randrange(result.numel()))
@@ -141,12 +141,12 @@ def test_parts_of_a_product_reach_every_row_of_experts_with_rows() -> None:
     args, options, product = _product(counts, tail=60)
 
     def work_of(results: Tensor, at: int) -> Work:
-        work = taken("matmul_grouped", 0, args, options, (results,), 1, at, digester)
+        work = work_of_call("matmul_grouped", 0, args, options, (results,), 1, at, digester)
         assert work is not None
         return work
 
     sound = [work_of(product, at) for at in range(60)]
-    experts = [described(work).rpartition(", expert ")[2] for work in sound]
+    experts = [describe_work(work).rpartition(", expert ")[2] for work in sound]
     assert Counter(experts).most_common() == sorted(Counter(experts).items(), key=lambda each: -counts[int(each[0])])
     assert {*experts} == {"0", "2", "3"}
     for row, of in ((0, "0"), (129, "0"), (130, "2"), (136, "2"), (137, "3"), (536, "3"), (537, None)):
@@ -159,8 +159,8 @@ def test_parts_of_a_product_reach_every_row_of_experts_with_rows() -> None:
 
 def test_an_expert_without_rows_is_not_chosen() -> None:
     args, options, product = _product([0, 1, 0, 1])
-    works = [taken("matmul_grouped", 0, args, options, (product,), 1, at, Digester()) for at in range(8)]
-    assert {described(work).rpartition(" ")[2] for work in works if work is not None} == {"1", "3"}
+    works = [work_of_call("matmul_grouped", 0, args, options, (product,), 1, at, Digester()) for at in range(8)]
+    assert {describe_work(work).rpartition(" ")[2] for work in works if work is not None} == {"1", "3"}
 
 
 @pytest.mark.slow
@@ -171,10 +171,10 @@ def test_products_with_offsets_that_kernels_cut_repeat() -> None:
     options = {"fast_accumulation": False, "bias": None, "backend": "triton"}
     product, experts = grouped_ops.matmul_grouped(*args, **options), set()
     for at in range(8):
-        work = taken("matmul_grouped", 0, args, options, (product,), 1, at, Digester())
+        work = work_of_call("matmul_grouped", 0, args, options, (product,), 1, at, Digester())
         assert work is not None
-        assert torch.equal(digest_of(repeated(work.message), Digester()), work.digest)
-        experts.add(described(work).rpartition(" ")[2])
+        assert torch.equal(digest_of(repeat_work(work.message), Digester()), work.digest)
+        experts.add(describe_work(work).rpartition(" ")[2])
     assert experts <= {"0", "2"}
 
 
@@ -190,7 +190,7 @@ def test_a_part_takes_the_bytes_that_it_may() -> None:
     limit = 1 << 18
     assert args[1].numel() > 100 * limit
     for at in range(4):
-        work = taken("matmul_grouped", 0, args, options, (product,), limit, at, Digester())
+        work = work_of_call("matmul_grouped", 0, args, options, (product,), limit, at, Digester())
         assert work is not None
         assert limit // 2 < len(work.message) <= limit + 4096
-        assert torch.equal(digest_of(repeated(work.message), Digester()), work.digest)
+        assert torch.equal(digest_of(repeat_work(work.message), Digester()), work.digest)

@@ -1,4 +1,4 @@
-"""Works: casts and products that are taken down and repeated bit for bit, whole or in blocks, by any program."""
+"""Works: casts and products that are recorded and repeated bit for bit, whole or in blocks, by any program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8dist.checks.contents import Digester
 from fp8dist.checks.work_parts import part_of_lines
-from fp8dist.checks.works import digest_of, repeated, taken
+from fp8dist.checks.works import digest_of, repeat_work, work_of_call
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels import ops
 from fp8dist_kernels.formats import Role
@@ -71,16 +71,18 @@ def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) 
         for given in (b, b.contiguous()):
             layouts.clear()
             result = ops.IMPLEMENTATIONS["matmul"](a, given, one, one, torch.bfloat16, **options)
-            work = taken("matmul", 0, (a, given, one, one, torch.bfloat16), options, [result], limit, 3, digester)
+            work = work_of_call(
+                "matmul", 0, (a, given, one, one, torch.bfloat16), options, [result], limit, 3, digester
+            )
             assert work is not None
-            assert torch.equal(digest_of(repeated(work.message), digester), work.digest)
+            assert torch.equal(digest_of(repeat_work(work.message), digester), work.digest)
             assert layouts == [given.stride()] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("backend", ["auto", pytest.param("torch", marks=pytest.mark.long)])
-def test_what_was_taken_down_repeats(name: str, backend: str) -> None:
+def test_what_was_recorded_repeats(name: str, backend: str) -> None:
     """Whole and in blocks: values of all sizes, NaN, infinities, ragged batches, no tokens, recomputation,
     accumulation, autocast, several calls."""
     if backend == "torch" and name == "block":
@@ -182,7 +184,7 @@ def test_one_wrong_bit_of_a_part_changes_the_digest(name: str) -> None:
     heard = Heard(Blocks(), RECIPES[name], limits=(1 << 26, 1))
     heard.step(torch.randn(300, 272))
     for work in heard.works:
-        results = repeated(work.message)
+        results = repeat_work(work.message)
         for result_name, result in results.items():
             spoiled = {**results, result_name: result.clone().contiguous()}
             flip(spoiled[result_name], random.Random(result_name).randrange(result.numel()))
@@ -240,7 +242,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("op", ["matmul", "quantize"])
 def test_memory_is_that_of_the_copies(op: str) -> None:
-    """Of large tensors a block is taken: what is made meanwhile does not grow with them."""
+    """Of large tensors a block is recorded: temporary tensors do not grow with them."""
     calls: dict[str, Any] = {}
     heard = Heard(nn.Sequential(nn.Linear(1024, 2048)), limits=())
     heard.manager._job.tap.listener = lambda name, *rest: calls.setdefault(name, rest)  # type: ignore[union-attr]
@@ -248,7 +250,7 @@ def test_memory_is_that_of_the_copies(op: str) -> None:
     site, args, options, results = calls[op]
     digest_of({"": torch.zeros(8)}, heard.digester)  # Makes its keys.
     with Peak() as peak:
-        work = taken(op, site, args, options, results, 1 << 20, 0, heard.digester)
+        work = work_of_call(op, site, args, options, results, 1 << 20, 0, heard.digester)
     assert work is not None
     assert args[0].numel() * args[0].element_size() >= 4 << 20
     assert peak.most < 5 << 20  # The message, the part of the results and its copy, and what a digest works with.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.checks.contents import Digester
-from fp8dist.checks.works import Work, digest_of, repeated, taken
+from fp8dist.checks.works import Work, digest_of, repeat_work, work_of_call
 from fp8dist_kernels import grouped_ops, ops
 
 __all__ = ["RECIPES", "Heard", "bad_casts", "bad_grouped_products", "bad_products", "flip"]
@@ -42,13 +42,13 @@ class Heard:
     def hear(self, op: str, site: int, args: Any, options: Any, results: Any) -> None:
         self.sites.append(site)
         for limit in self.limits:
-            work = taken(op, site, args, options, results, limit, len(self.sites), self.digester)
+            work = work_of_call(op, site, args, options, results, limit, len(self.sites), self.digester)
             if work is None:
                 assert 0 in args[0].shape
                 continue
             self.works.append(work)
             self.shares[work.share < 1] += 1
-            if not torch.equal(digest_of(repeated(work.message), self.digester), work.digest):
+            if not torch.equal(digest_of(repeat_work(work.message), self.digester), work.digest):
                 self.wrong.append(f"{work.what}, share {work.share}")
         self._own(op, site, args, options, results)
 
