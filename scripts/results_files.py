@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = 1
+"""Of the published results that say which they have."""
 
 
 def path_of(name: str, root: Path = ROOT) -> Path:
@@ -62,6 +64,13 @@ def mistyped(data: Mapping[str, Any], wanted: Mapping[str, Any], where: str = ""
     wrong = [key for key, type_ in wanted.items() if not isinstance(data.get(key), type_)]
     wrong += [key for key, type_ in wanted.items() if type_ is int and isinstance(data.get(key), bool)]
     return [f"{where}{key} is missing or of another type" for key in wrong]
+
+
+def problems_of(data: Any, wanted: Mapping[str, Any]) -> list[str]:
+    """Return the problems of published results at their top: another schema, or as ``mistyped`` says."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        return [f"not results of schema {SCHEMA}"]
+    return mistyped(data, wanted)
 
 
 def now() -> str:

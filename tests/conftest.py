@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from tests.support import interpreter
+from tests.support import interpreter, suite
 from tests.support.ranks import RankPool
 
 if not torch.cuda.is_available():
@@ -24,10 +24,17 @@ POOLS = {"two_ranks": 2, "three_ranks": 3, "four_ranks": 4}
 """Fixture names and their numbers of ranks."""
 
 _pools = pytest.StashKey[dict[str, RankPool]]()
+_spent = pytest.StashKey[suite.Spent]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tenth", type=int, metavar="N", help="run one test of ten; numbers 0 to 9 make all")
+    parser.addoption("--cpu-limit", type=float, metavar="S", help="fail if the tests need more CPU time, in seconds")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.stash[_pools] = {name: RankPool(size) for name, size in POOLS.items()}
+    session.config.stash[_spent] = suite.Spent()
 
 
 @pytest.fixture(scope="session")
@@ -53,8 +60,11 @@ def _pools_of(item: pytest.Item) -> list[str]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Run the tests of a pool consecutively and on one worker of pytest-xdist, so that each pool starts once."""
+    tenth = config.getoption("--tenth")
+    if tenth is not None:
+        items[:] = [item for item in items if suite.in_tenth(item.nodeid, tenth)]
     for item in items:
         used = _pools_of(item)
         if used and item.get_closest_marker("xdist_group") is None:
@@ -71,9 +81,42 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             pool.close()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    report: pytest.TestReport = yield
+    report.user_properties.append((suite.PROPERTY, item.config.stash[_spent].since_last()))
+    return report
+
+
+def _cpu_times(reporter: pytest.TerminalReporter) -> dict[str, float]:
+    spent: dict[str, float] = {}
+    for reports in reporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == suite.PROPERTY:
+                    spent[report.nodeid] = spent.get(report.nodeid, 0.0) + value
+    return spent
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    yield
+    limit = session.config.getoption("--cpu-limit")
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if limit is None or reporter is None or session.exitstatus:
+        return
+    if sum(_cpu_times(reporter).values()) > limit:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print registers and shared memory of the kernels that tests compiled and recorded with
-    ``record_property("compiled", …)``."""
+    """Print the CPU time of the tests; and registers and shared memory of the kernels that tests compiled and recorded
+    with ``record_property("compiled", …)``."""
+    terminalreporter.section("CPU time, with that of the processes that tests start")
+    limit = terminalreporter.config.getoption("--cpu-limit")
+    terminalreporter.write_line("\n".join(suite.lines(_cpu_times(terminalreporter))))
+    if limit is not None:
+        terminalreporter.write_line(f"the limit for all is {limit:g} s")
     passed = terminalreporter.getreports("passed")
     tables = [text for report in passed for name, text in report.user_properties if name == "compiled"]
     if tables:

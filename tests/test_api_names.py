@@ -14,6 +14,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist import errors
+from fp8dist.exporters import TensorBoard
 from fp8dist.job.manager import StateManager
 from fp8dist.job.moved import MOVED
 
@@ -34,7 +35,10 @@ register reset run_step save set_precision slot slots state_dict step steps swap
 """
 
 _GONE, _MOVED = CHANGELOG.split("### Renamed")[1].split("These names stay")[0].split("These warn")
-RENAMED, MOVED_LINES = (re.findall(r"^\| `(.+)` \| `(.+)` \|$", text, re.M) for text in (_GONE, _MOVED))
+_MOVED, _OUTPUTS = _MOVED.split("One way carries numbers out")
+RENAMED, MOVED_LINES, OUTPUTS = (
+    re.findall(r"^\| `(.+)` \| `(.+)` \|$", text, re.M) for text in (_GONE, _MOVED, _OUTPUTS)
+)
 
 
 def _names() -> dict[str, Any]:
@@ -86,6 +90,37 @@ def test_moved_names_work_and_warn(old: str, new: str, tmp_path: Path) -> None:
             value = eval(call, names)
         values.append([str(one) for one in value] if call.startswith("list(") else str(value))
     assert values[0] == values[1]
+
+
+@pytest.mark.parametrize(("old", "new"), OUTPUTS)
+def test_outputs_by_their_old_names_write_and_warn(old: str, new: str, tmp_path: Path) -> None:
+    """Train one step with each, and compare the kinds of files."""
+    kinds = []
+    for place, call in (("old", old), ("new", new)):
+        model = nn.Sequential(nn.Linear(16, 16))
+        manager = fp8dist.prepare(model, skip=None)
+        (tmp_path / place).mkdir()
+        names = {"fp8dist": fp8dist, "manager": manager, "folder": tmp_path / place, "TensorBoard": TensorBoard}
+        with contextlib.ExitStack() as stack:
+            if place == "old":
+                stack.enter_context(pytest.warns(FutureWarning, match=r"fp8dist\.\w+(\(\w+=…\))? is now "))
+            made = eval(call, names)
+        if isinstance(made, fp8dist.Monitor):
+            made.observe(1, [fp8dist.SlotStatistics(fp8dist.Slot("0", "input"), 1.0, 1.0)])
+        else:
+            manager.attach(optimizer=(optimizer := torch.optim.SGD(model.parameters(), 0.1)))
+            model(torch.ones(16, 16)).sum().backward()
+            optimizer.step()
+        if hasattr(made, "close"):
+            made.close()
+        kinds.append({re.sub(r"events\.out.*", "board", path.name) for path in (tmp_path / place).rglob("*")})
+    assert kinds[0] <= kinds[1]
+
+
+def test_every_old_output_has_a_line() -> None:
+    old = " ".join(row[0] for row in OUTPUTS)
+    for name in ("fp8dist.Monitor(", "scales.jsonl", "Recorder(folder, manager, every=1, jump=", "tensorboard="):
+        assert name in old
 
 
 def test_every_moved_name_has_a_line() -> None:

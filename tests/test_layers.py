@@ -161,6 +161,12 @@ def test_a_class_name_stands_once(trees: list[tuple[str, Path, ast.Module]]) -> 
     assert {name for name, count in classes.items() if count > 1} == set()
 
 
+def test_no_class_has_over_30_methods(trees: list[tuple[str, Path, ast.Module]]) -> None:
+    classes = [node for _, _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = {node.name: sum(isinstance(part, ast.FunctionDef) for part in node.body) for node in classes}
+    assert {name: count for name, count in methods.items() if count > 30} == {}
+
+
 def test_names_have_verbs_of_programmers(trees: list[tuple[str, Path, ast.Module]]) -> None:
     """Names do not tell, hear or say: see CONTRIBUTING, "Style". The ``tell`` of a file is Python's own."""
     spoken = re.compile(r"(^|_)(tell|told|hear|heard|say|said)(s|ing)?(_|$)|Tell|Told|Hear|Say|Said")

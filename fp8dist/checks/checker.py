@@ -201,24 +201,21 @@ class Checker:
                 equal = DivergenceReport()
                 _log_changes(sync.group, self._standing_of[id(sync)], equal, HEADER_KINDS)
                 self._repairs_of[id(sync)].observe(equal, HEADER_KINDS)
-            if proof.differs or proof.nonfinite or proof.saturated or proof.tripped:
-                evidence = outcome.evidence or sync.evidence()
-                self._handle_slots(outcome, evidence)
-                if proof.differs and joins:
-                    differing.append((sync, _not_localised(sync, int(evidence.words[WORD_STEP]), proof.differs)))
-                elif proof.differs:
-                    differing.append((sync, self._localise(sync, evidence, proof.differs)))
+            if not (proof.differs or proof.nonfinite or proof.saturated or proof.tripped):
+                continue
+            evidence = outcome.evidence or sync.evidence()
+            step = int(evidence.words[WORD_STEP])
+            if proof.saturated:
+                self._handle_saturated(sync, step, evidence, outcome.fitted)
+            if proof.nonfinite:
+                self._handle_nonfinite(sync, step, _slots_where(sync.arena, evidence.flags[NONFINITE]))
+            if proof.tripped:
+                self._fall_back(sync, step)
+            if proof.differs and joins:
+                differing.append((sync, _not_localised(sync, step, proof.differs)))
+            elif proof.differs:
+                differing.append((sync, self._localise(sync, evidence, proof.differs)))
         return differing
-
-    def _handle_slots(self, outcome: _Outcome, evidence: Evidence) -> None:
-        """Handle slots that were saturated, not finite, or triggered a fallback. Local."""
-        sync, proof, step = outcome.sync, outcome.proof, int(evidence.words[WORD_STEP])
-        if proof.saturated:
-            self._handle_saturated(sync, step, evidence, outcome.fitted)
-        if proof.nonfinite:
-            self._handle_nonfinite(sync, step, _slots_where(sync.arena, evidence.flags[NONFINITE]))
-        if proof.tripped:
-            self._fall_back(sync, step)
 
     def _handle_saturated(self, sync: ArenaSync, step: int, evidence: Evidence, fitted: bool) -> None:
         """Queue a "saturated" event. Warn once, on one rank, if a weight exceeds its scale by far.
@@ -294,9 +291,10 @@ class Checker:
         # commit left alone, because its slot did not run, would be reported again and again.
         arena.step.fill_(found.step)
         if found.reference is not None:
-            overwrites.adopt_untaken_scales(arena, found.reference.scales, evidence.flags[TAKEN])
+            scales, saturated = found.reference
+            overwrites.adopt_untaken_scales(arena, scales, evidence.flags[TAKEN])
             # Ranks with a damaged scale had judged saturation by it, so their counters are wrong, too.
-            arena.counters[SATURATED] = found.reference.saturated
+            arena.counters[SATURATED] = saturated
             self.state.job.invalidate_casts()
         return found.report
 
@@ -399,20 +397,15 @@ class Checker:
         if anchor is None or not anchor.communicates or not self.state.settings.amax_sync:
             return
         start, default = time.perf_counter(), self.state.syncs[self._default]
-        held: list[Holdings] = []
-
-        def build() -> Holdings:
-            held[:] = [self._held_at_start(anchor, model, whole)]
-            return held[0]
-
         with on_device(default.arena.device), failing_by_name(default.owner, lambda: "attach()", anchor.ranks):
-            report = check_replicas(anchor, build).report
+            compared = check_replicas(anchor, lambda: self._held_at_start(anchor, model, whole))
+            report = compared.report
             if any(finding.kind == "error" for finding in report.findings):
                 if anchor.rank == report.reporting_rank:
                     logger.warning("fp8dist: attach() cannot compare the ranks: %s", report.summary())
             elif report.findings:
                 report = replace(report, notes=(*report.notes, _UNEQUAL_START))
-                save_evidence(report, self.state.settings.report_dir, lambda finding: _evidence(held, finding))
+                save_evidence(report, self.state.settings.report_dir, compared.holdings.evidence)
                 announce(report, anchor, raises=policy == "raise", notify=self.notify_diverged)
             elif anchor.rank == min(anchor.ranks):
                 _log_start(report, len(anchor.ranks), time.perf_counter() - start)
@@ -540,26 +533,20 @@ def run_check(
     anchor, checkers = of.anchor, of.checkers
     standing = checkers[0].standing if checkers else Standing()  # Without a manager, each check starts anew.
     owner = checkers[0].state.syncs[0].owner if checkers and checkers[0].state.syncs else "fp8dist.check"
-    held: list[Holdings] = []
-
-    def build() -> Holdings:
-        held[:] = [of.holdings()]
-        return held[0]
-
     with (
         on_device(of.device),
         failing_by_name(owner, lambda: f"the check of step {of.step}" if of.step else "the check", anchor.ranks),
     ):
         known = [finding for checker in checkers for finding in checker.known_findings()]
         try:
-            compared = check_replicas(anchor, build, known, everything=policy == "repair")
+            compared = check_replicas(anchor, of.holdings, known, everything=policy == "repair")
             report = _require_compared(of, compared, instead)
             _log_changes(anchor, standing, report, kinds_of(report.compared), compared.nonfinite_rank)
             repairs.observe(report, of.scope.kinds)
             if report.diverged:
-                save_evidence(report, report_dir, lambda finding: _evidence(held, finding))
+                save_evidence(report, report_dir, compared.holdings.evidence)
                 if policy == "repair":
-                    report = repairs.repair(report, max_repairs, partial(repair, anchor, build, compared))
+                    report = repairs.repair(report, max_repairs, partial(repair, anchor, of.holdings, compared))
                 texts = standing.texts(report) if policy == "warn" else None
                 announce(report, anchor, raises=policy in ("raise", "repair"), notify=of.notify, texts=texts)
             return report
@@ -591,12 +578,6 @@ def _require_compared(of: Comparison, compared: Compared, instead: str) -> Diver
             f"({why}): {instead}"
         )
     return report
-
-
-def _evidence(held: Sequence[Holdings], finding: Finding) -> dict[str, Any] | None:
-    """Return this rank's values of what a finding is about. ``held``: empty, or what this rank brought to the check."""
-    sets = held[0].all_sets if held else ()
-    return next((found for s in sets if (found := s.evidence(finding)) is not None), None)
 
 
 def _log_start(report: DivergenceReport, ranks: int, seconds: float) -> None:

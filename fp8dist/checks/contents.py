@@ -60,8 +60,12 @@ class Field(NamedTuple):
     name: str  # "" if the thing has one field.
     kind: str  # Kind of its findings.
     tensor: Tensor
-    locate: Callable[[int], tuple[int, ...]]  # Maps a place in the flattened tensor to an index.
+    locate: Callable[[int], tuple[int, ...]] | None = None  # See ``at``; None: the tensor's own index.
     store: Callable[[Tensor], None] | None = None  # Writes back a value that is not stored as a tensor.
+
+    def at(self, place: int) -> tuple[int, ...]:
+        """Return the index that reports show of a place in the flattened tensor."""
+        return unravel(place, tuple(self.tensor.shape)) if self.locate is None else self.locate(place)
 
 
 class NamedTensor(NamedTuple):
@@ -170,9 +174,7 @@ class TensorContent(Content):
 
     def fields(self, index: int) -> list[Field]:
         """See ``Content``."""
-        key = self.keys[index]
-        tensor, store = self._tensors[index], self._stores[index]
-        return [Field("", key.kind, tensor, lambda place: unravel(place, key.shape), store)]
+        return [Field("", self.keys[index].kind, self._tensors[index], store=self._stores[index])]
 
 
 class ArenaContent(Content):
@@ -228,13 +230,13 @@ class ArenaContent(Content):
             return ((place - int(arena.taken[index])) % length if place < length else place,)
 
         return [
-            Field("scale", "scale", arena.scale[index], lambda place: ()),
-            Field("inv_scale", "scale", arena.inv_scale[index], lambda place: ()),
-            Field("cold", "scale", arena.cold[index], lambda place: ()),
-            Field("amax", "history", arena.amax[index], lambda place: ()),
+            Field("scale", "scale", arena.scale[index]),
+            Field("inv_scale", "scale", arena.inv_scale[index]),
+            Field("cold", "scale", arena.cold[index]),
+            Field("amax", "history", arena.amax[index]),
             Field("history", "history", arena.history[index], by_age),
-            Field("counters", "history", arena.counters[:, index], lambda place: (place,)),
-            Field("block_max", "history", arena.block_max[index], lambda place: (place,)),
+            Field("counters", "history", arena.counters[:, index]),
+            Field("block_max", "history", arena.block_max[index]),
         ]
 
 

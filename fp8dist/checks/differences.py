@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,16 +138,9 @@ def _hexadecimal(element: Tensor) -> str:
 
 def unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the index of a place in a flattened tensor of ``shape``."""
-    index = []
-    for size in reversed(shape):
-        place, rest = divmod(place, size)
-        index.append(rest)
-    return tuple(reversed(index))
+    return tuple(map(int, np.unravel_index(place, shape)))
 
 
 def ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """Return the place of an index in a flattened tensor of ``shape``; 0 for an empty index."""
-    place = 0
-    for i, size in zip(index, shape):
-        place = place * size + i
-    return place
+    return int(np.ravel_multi_index(index, shape)) if index else 0

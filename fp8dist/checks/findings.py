@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fp8dist.checks.computations import KIND
-from fp8dist.checks.contents import FINDING_KINDS, Field, Key
+from fp8dist.checks.contents import FINDING_KINDS, Key
 from fp8dist.checks.differences import Difference
 from fp8dist.checks.report import Sender, sides_of, split
 from fp8dist.common.divergence import MORE, Finding
@@ -38,12 +38,15 @@ class Differing(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The first difference that a rank found in a block."""
+    """The first difference that a rank found in a field of a thing. ``at``: index of the element. ``name``, ``kind``:
+    those of the field."""
 
     thing: int
     field: int
     at: tuple[int, ...]
     difference: Difference
+    name: str
+    kind: str
 
 
 def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank") -> list[Finding]:
@@ -111,32 +114,26 @@ def is_odd(rank: int, thing: Differing) -> bool:
     return rank in {side[0] for side in thing.sides[1 : MAX_SIDES + 1]}
 
 
-def explained(
-    thing: Differing, fields: Mapping[int, Field], by_rank: Mapping[int, list[Seen]], noun: str = "rank"
-) -> list[Finding]:
+def explained(thing: Differing, by_rank: Mapping[int, list[Seen]], noun: str = "rank") -> list[Finding]:
     """Return one finding per kind and odd side of a thing; without a majority, one per kind.
 
     Args:
-        fields: the thing's fields, by place. A field's kind is that of its finding.
         by_rank: the first differences that the lowest rank of each odd side found.
         noun: "rank" or "file", for the texts.
     """
     reference, odd = split(thing.sides)
     findings = []
-    for kind in dict.fromkeys(f.kind for f in fields.values()):
-        seen_by = {
-            side[0]: [one for one in by_rank[side[0]] if fields[one.field].kind == kind] for side in thing.sides[1:]
-        }
+    kinds = {one.field: one.kind for seen in by_rank.values() for one in seen}
+    for kind in dict.fromkeys(kinds[field] for field in sorted(kinds)):
+        seen_by = {side[0]: [one for one in by_rank[side[0]] if one.kind == kind] for side in thing.sides[1:]}
         reporting = [side[0] for side in thing.sides[1:] if seen_by[side[0]]]
         if not reporting:
             continue
         if reference is None:
-            findings.append(_finding(thing, kind, fields, odd[0], None, {r: seen_by[r] for r in reporting}, noun))
+            findings.append(_finding(thing, odd[0], None, {r: seen_by[r] for r in reporting}, noun))
         else:
             findings += [
-                _finding(thing, kind, fields, side, reference, {side[0]: seen_by[side[0]]}, noun)
-                for side in odd
-                if seen_by[side[0]]
+                _finding(thing, side, reference, {side[0]: seen_by[side[0]]}, noun) for side in odd if seen_by[side[0]]
             ]
     named = {rank for finding in findings for rank in finding.ranks}
     # Name the other sides, too, without values.
@@ -145,43 +142,41 @@ def explained(
 
 def _finding(
     thing: Differing,
-    kind: str,
-    fields: Mapping[int, Field],
     ranks: tuple[int, ...],
     reference: int | None,
     seen_by: Mapping[int, list[Seen]],
     noun: str,
 ) -> Finding:
+    """Return the finding about the fields of one kind. ``seen_by``: what each side's rank saw of them."""
     source = reference_of(thing)
-    texts, shown = [], {}
+    texts, shown = [], []  # Of each field: the text, and by rank what was seen of its first element.
     # The first element of a field that differs on any side. A side that reports a later one has the reference's there.
     for place in sorted({one.field for seen in seen_by.values() for one in seen}):
         by_rank = {rank: one for rank, seen in seen_by.items() for one in seen if one.field == place}
         first = min(by_rank.values(), key=lambda one: one.difference.place)
         differ = {r: one for r, one in by_rank.items() if one.difference.place == first.difference.place}
-        shown[place] = differ
-        name = fields[place].name
-        in_bits = kind == KIND
+        shown.append(differ)
+        name, in_bits = first.name, first.kind == KIND
         if reference is None or (name and not in_bits):
             values = "; ".join(f"{noun} {r}: {_shown(differ.get(r, first), r not in differ, in_bits)}" for r in seen_by)
             texts.append(f"{name or 'first element'}: {values}; {noun} {source}: {_shown(first, 1, in_bits)}")
         else:
             of = f"{name}: " if name else ""
             texts.append(f"{of}{first.difference.extent()}, {' against '.join(first.difference.bits)}")
-    place, differ = next(iter(shown.items()))
+    differ = shown[0]
     first = next(iter(differ.values()))
     expected = first.difference.expected
     known = [side[0] for side in thing.sides[1 : MAX_SIDES + 1]] if reference is None else []
     on_sides = [differ[r].difference.value if r in differ else expected for r in known]
     return Finding(
         step=0,
-        kind=kind,
+        kind=first.kind,
         name=thing.key.name,
         ranks=ranks,
         reference_rank=reference,
         detail=", ".join(texts),
         sides=thing.sides,
-        field=fields[place].name,
+        field=first.name,
         index=first.at,
         value=first.difference.value,
         expected=expected,

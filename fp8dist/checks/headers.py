@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.checks.differences import ulp_distance
-from fp8dist.checks.findings import MAX_SIDES, findings_of_values
+from fp8dist.checks.contents import Content, Digester, Field, Key
+from fp8dist.checks.findings import findings_of_values
+from fp8dist.checks.inventory import ReplicaSet
+from fp8dist.checks.localisation import localise_things
 from fp8dist.checks.report import DivergenceReport, sides_of, split, this_rank
-from fp8dist.common.divergence import MORE, Finding, Participant
-from fp8dist.state.arena import SATURATED
+from fp8dist.common.divergence import Finding, Participant
+from fp8dist.state.arena import SATURATED, Arena
 from fp8dist.state.arena_sync import ArenaSync, Evidence
 from fp8dist.state.groups import SyncGroup
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 
 __all__ = ["Localisation", "localise"]
 
-MAX_SLOTS_PER_RANK = 16
-"""Differing slots that a rank sends to the others, in addition to their full count."""
-
 _ARRAYS = ("scale", "inv_scale")
 
 
-class ReferenceState(NamedTuple):
-    """State of the reference rank: the scales that it sent, float32[2, n], and its counters of saturated amaxes,
-    int64[n]. Ranks count saturation by their own scales, so a damaged scale makes the counters wrong, too."""
-
-    scales: Tensor
-    saturated: Tensor
-
-
-@dataclass(frozen=True)
-class Localisation:
+class Localisation(NamedTuple):
     """Result of ``localise``, the same on all ranks.
 
-    ``step`` is the highest step counter of the group. ``reference`` is None if no scale differs.
+    ``step``: the highest step counter of the group. ``reference``: the scales that the reference rank sent,
+    float32[2, n], and its counters of saturated amaxes, int64[n]; None if no scale differs. Ranks count saturation by
+    their own scales, so a damaged scale makes the counters wrong, too.
     """
 
     report: DivergenceReport
     step: int
-    reference: ReferenceState | None
+    reference: tuple[Tensor, Tensor] | None
 
 
 def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Localisation:
@@ -61,14 +53,19 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     sent = evidence.scales
     me = this_rank(sync.arena.device, group.mesh_coordinates())
     everyone: list[_HeaderOf] = group.gather(_HeaderOf(me, tuple(evidence.words.tolist()), int(sync.arena.step)))
-    findings, reference = [], None
+    findings: list[Finding] = []
+    reference = None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
         values = {e.participant.rank: e.words[place] for e in everyone}
         if len(set(values.values())) > 1:
             findings += findings_of_values(kind, {rank: repr(value) for rank, value in values.items()})
-    if len({e.words[WORD_SCALE_LOW:] for e in everyone}) > 1:
-        found, reference = _scale_findings(sync, group, sent, everyone)
-        findings += found
+    sides = sides_of({e.participant.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
+    if len(sides) > 1:
+        scales = ReplicaSet("", group, (_SentScales(sync.arena, sent),))
+        findings += localise_things(scales, scales.digests(Digester()), scales.keys, kind="scale")[0]
+        majority, _ = split(sides)
+        source = min(group.ranks) if majority is None else majority
+        reference = _from(source, group, sent), _from(source, group, sync.arena.counters[SATURATED])
     for kind in sorted(set(differs) - {finding.kind for finding in findings}):
         detail = "the header differed, but the values that it was computed from are equal"
         findings.append(Finding(0, kind, kind, tuple(e.participant.rank for e in everyone), None, detail=detail))
@@ -80,35 +77,27 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
 
 
+class _SentScales(Content):
+    """The scale and inv_scale of each slot, as this rank sent them: float32[2, n]."""
+
+    def __init__(self, arena: Arena, sent: Tensor) -> None:
+        super().__init__([Key(str(spec.slot), "scale", (), "float32") for spec in arena.specs], sent.device)
+        self._sent = sent
+
+    def digests(self, digester: Digester) -> Tensor:
+        """See ``Content``."""
+        digest, pairs = digester.on(self.device), torch.stack([*self._sent], 1).view(torch.int64)
+        return digest.digests(digest.row_leaves(pairs), [1] * len(self.keys), self.seeds).cpu()
+
+    def fields(self, index: int) -> list[Field]:
+        """See ``Content``."""
+        return [Field(name, "scale", self._sent[row, index]) for row, name in enumerate(_ARRAYS)]
+
+
 class _HeaderOf(NamedTuple):
     participant: Participant
     words: tuple[int, ...]  # As sent by the launch that failed.
     now: int  # Step counter after the commit. CUDA graph replays may have advanced it further.
-
-
-def _scale_findings(
-    sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_HeaderOf]
-) -> tuple[list[Finding], ReferenceState]:
-    """Return (findings for slots whose scale differs, reference). COLLECTIVE: two broadcasts, two object gathers."""
-    sides = sides_of({e.participant.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
-    reference, odd = split(sides)
-    source = min(group.ranks) if reference is None else reference
-    theirs = _from(source, group, sent)
-    saturated = _from(source, group, sync.arena.counters[SATURATED])
-    mine = (sent.view(torch.int32) != theirs.view(torch.int32)).T.nonzero().tolist()  # [slot, array]
-    gathered: list[tuple[int, list[list[int]]]] = group.gather((len(mine), mine[:MAX_SLOTS_PER_RANK]))
-    # All ranks send their values of every slot that differs on any rank, because each slot has its own majority.
-    places = sorted({(slot, array) for _, part in gathered for slot, array in part})
-    values: list[list[float]] = group.gather([sent[array, slot].item() for slot, array in places])
-    findings = []
-    for i, (slot, array) in enumerate(places):
-        by_rank = {rank: row[i] for rank, row in zip(group.ranks, values)}
-        findings += _slot_findings(str(sync.arena.specs[slot].slot), _ARRAYS[array], by_rank)
-    hidden = max(count - len(part) for count, part in gathered)
-    if hidden > 0:
-        detail = f"{hidden} more slots of one rank differ"
-        findings += [Finding(0, "scale", MORE, ranks, reference, detail=detail, sides=sides) for ranks in odd]
-    return findings, ReferenceState(theirs, saturated)
 
 
 def _from(source: int, group: SyncGroup, tensor: Tensor) -> Tensor:
@@ -116,37 +105,3 @@ def _from(source: int, group: SyncGroup, tensor: Tensor) -> Tensor:
     theirs = tensor.to(group.device, copy=True)
     dist.broadcast(theirs, src=source, group=group.process_group)
     return theirs.to(tensor.device)
-
-
-def _slot_findings(name: str, array: str, values: dict[int, float]) -> list[Finding]:
-    """Return one finding per odd side. The majority is that of this slot alone."""
-    sides = sides_of({rank: int(_bits(value)) for rank, value in values.items()})
-    reference, odd = split(sides)
-    findings = []
-    for ranks in odd:
-        against = sides[0][0]
-        others = [side[0] for side in sides[1:]] if reference is None else [ranks[0]]
-        detail = f"{array}: " + "; ".join(f"rank {r}: {values[r]!r}" for r in [*others[:MAX_SIDES], against])
-        a, b = (_bits(values[rank]).view(torch.uint8) for rank in (others[0], against))
-        findings.append(
-            Finding(
-                0,
-                "scale",
-                name,
-                ranks,
-                reference,
-                detail=detail,
-                sides=sides,
-                field=array,
-                index=(),
-                value=values[others[0]],
-                expected=values[against],
-                ulp=ulp_distance(a, b, torch.float32),
-                values=tuple(values[side[0]] for side in sides[: MAX_SIDES + 1]) if reference is None else (),
-            )
-        )
-    return findings
-
-
-def _bits(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float32, device="cpu").view(torch.int32)

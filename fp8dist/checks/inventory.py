@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,14 +18,12 @@ from fp8dist.checks.computations import KIND, ComputedContent, computations_of
 from fp8dist.checks.contents import ArenaContent, Content, Digester, Field, Key, NamedTensor, TensorContent, values_near
 from fp8dist.checks.differences import ravel
 from fp8dist.checks.finite import not_finite
-from fp8dist.checks.grouped_computations import grouped_computations_of
 from fp8dist.checks.likeness import likeness
 from fp8dist.checks.replication import Excuse, Home, Membership, Replication
-from fp8dist.checks.report import Sender, this_rank
+from fp8dist.checks.report import DivergenceReport, Sender, this_rank
 from fp8dist.common.divergence import Finding
 from fp8dist.common.text import plural
-from fp8dist.modules.fp8_experts import fp8_experts
-from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.megatron import gradient_of
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
@@ -75,17 +73,6 @@ class ReplicaSet:
         parts = [content.digests(digester) for content in self.contents if content.keys]
         return torch.cat(parts) if parts else torch.zeros(0, 2, dtype=torch.int64)
 
-    def evidence(self, finding: Finding) -> dict[str, Any] | None:
-        """Return this rank's values for a file: a whole slot, or the elements near the first difference; else None."""
-        for index, key in enumerate(self.keys):
-            if key.name == finding.name and key.kind in (finding.kind, "slot"):
-                fields = self.fields(index)
-                if key.kind == "slot":
-                    return {"fields": [values_near(f, None) for f in fields]}
-                shown = [f for f in fields if f.name == finding.field]
-                return {"fields": [values_near(f, ravel(finding.index or (), tuple(f.tensor.shape))) for f in shown]}
-        return None
-
     def fields(self, index: int) -> list[Field]:
         """Return the fields of the thing at ``index`` in ``keys``."""
         for content in self.contents:
@@ -100,7 +87,8 @@ class Holdings:
     """All that one rank brings to a check.
 
     The first set is that of the anchor, the ranks that call the check. ``last_good``: the last step at which things of
-    a kind were compared and equal. ``memberships``: the ranks of the other sets. ``computed``: what this rank computes
+    a kind were compared and equal. ``alone``: the part of the report that needs no other rank: what is
+    skipped, and what is not finite. ``memberships``: the ranks of the other sets. ``computed``: what this rank computes
     for the check; its label says which ranks must compute the same. None: no rank computes.
     """
 
@@ -109,10 +97,7 @@ class Holdings:
     manifest: str = ""
     last_good: Mapping[str, int] = field(default_factory=dict)
     coords: dict[str, int] | None = None
-    skipped: tuple[str, ...] = ()
-    unverified: Mapping[str, str] = field(default_factory=dict)
-    partial: Mapping[str, str] = field(default_factory=dict)
-    nonfinite: tuple[str, ...] = ()
+    alone: DivergenceReport = field(default_factory=DivergenceReport)
     memberships: tuple[Membership, ...] = ()
     computed: ReplicaSet | None = None
 
@@ -127,11 +112,6 @@ class Holdings:
         return self.sets if self.computed is None else (*self.sets, self.computed)
 
     @property
-    def good(self) -> dict[str, int | None]:
-        """``last_good`` of each compared kind; None if it was never good."""
-        return {kind: self.last_good.get(kind) for kind in self.compared}
-
-    @property
     def compared(self) -> dict[str, int]:
         """Number of compared things by kind."""
         return dict(sorted(Counter(key.kind for s in self.all_sets for key in s.keys).items()))
@@ -144,10 +124,30 @@ class Holdings:
             sizes.update(content.sizes)
         return dict(sorted(sizes.items()))
 
-    def sender(self, group: SyncGroup) -> Sender:
-        """Return what this rank sends about itself with its part of a finding. Local."""
+    def evidence(self, finding: Finding) -> dict[str, Any] | None:
+        """Return this rank's values of what a finding is about, for a file: a whole slot, or the elements near the
+        first difference; None if it does not hold the thing."""
+        for s in self.all_sets:
+            for index, key in enumerate(s.keys):
+                if key.name == finding.name and key.kind in (finding.kind, "slot"):
+                    fields = s.fields(index)
+                    if key.kind == "slot":
+                        return {"fields": [values_near(f, None) for f in fields]}
+                    at = finding.index or ()
+                    shown = [f for f in fields if f.name == finding.field]
+                    return {"fields": [values_near(f, ravel(at, tuple(f.tensor.shape))) for f in shown]}
+        return None
+
+    def gather(self, group: SyncGroup, value: Any, last_good: bool = True) -> tuple[dict[int, Any], list[Sender]]:
+        """Return the values of all ranks, by rank, and what is known of these ranks. COLLECTIVE over ``group``.
+
+        Args:
+            last_good: also send the last good steps, for findings about values.
+        """
         device = next((c.device for s in self.all_sets for c in s.contents if c.keys), group.device)
-        return Sender(this_rank(device, self.coords), self.step, self.good)
+        good = {kind: self.last_good.get(kind) for kind in self.compared} if last_good else {}
+        gathered = group.gather((Sender(this_rank(device, self.coords), self.step, good), value))
+        return {of.participant.rank: theirs for of, theirs in gathered}, [of for of, _ in gathered]
 
 
 def likeness_of(contents: Sequence[Content]) -> str:
@@ -179,7 +179,7 @@ class Inventory:
         self._skipped: Counter[tuple[str, str]] = Counter()
         self._counted: dict[str, tuple[int, int]] = {}  # By kind: how many that count are compared, and exist.
         self._noun = "parameters"
-        self._numbers: list[tuple[str, Tensor, bool]] = []  # See ``_not_finite``.
+        self._nonfinite: tuple[str, ...] = ()
         self._computed: ReplicaSet | None = None
 
     def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
@@ -203,10 +203,12 @@ class Inventory:
             manifest=manifest,
             last_good=last_good or {},
             coords=self._replication.coords,
-            skipped=tuple(text for _, text in skipped),
-            unverified=unverified,
-            partial={"parameter": f"{compared} of {held} {self._noun}"} if 0 < compared < held else {},
-            nonfinite=_not_finite(self._numbers),
+            alone=DivergenceReport(
+                skipped=tuple(text for _, text in skipped),
+                unverified=unverified,
+                partial={"parameter": f"{compared} of {held} {self._noun}"} if 0 < compared < held else {},
+                nonfinite=self._nonfinite,
+            ),
             memberships=self._replication.memberships,
             computed=self._computed,
         )
@@ -227,8 +229,8 @@ class Inventory:
         """Add the tensors of a module and its optimizers that ``scope`` selects."""
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
-        if scope.parameters and not self._at_start:
-            self._numbers += _numbers_of(module, scope)
+        if not self._at_start:
+            self._nonfinite += not_finite_in(module, scope)
         self._add_buffers(module, scope.buffers)
         for optimizer in scope.optimizers:
             self._add_optimizer(module, optimizer)
@@ -236,14 +238,9 @@ class Inventory:
     def add_computations(self, module: nn.Module) -> None:
         """Add what the FP8Linears and FP8Experts of a module compute. Other ranks must compute the same on equal
         hardware only."""
-        of_linears, of_experts = computations_of(fp8_linears(module)), grouped_computations_of(fp8_experts(module))
         contents = [
-            ComputedContent(
-                tuple(dict.fromkeys((*of_linears.get(device, ()), *of_experts.get(device, ())))),
-                device,
-                f" (device {i} of this rank)" if i else "",
-            )
-            for i, device in enumerate({**of_linears, **of_experts})
+            ComputedContent(computations, device, f" (device {i} of this rank)" if i else "")
+            for i, (device, computations) in enumerate(computations_of(fp8_parts(module)).items())
         ]
         self._computed = ReplicaSet(likeness_of(contents), self._replication.anchor.group, tuple(contents))
         if not contents:
@@ -355,10 +352,7 @@ class Inventory:
 
 def not_finite_in(module: nn.Module, scope: Scope) -> tuple[str, ...]:
     """Return the names of tensors that a check of parameters finds not finite on this rank. Local."""
-    return _not_finite(_numbers_of(module, scope)) if scope.parameters else ()
-
-
-def _not_finite(numbers: Iterable[tuple[str, Tensor, bool]]) -> tuple[str, ...]:
+    numbers = _numbers_of(module, scope) if scope.parameters else ()
     return not_finite(
         (inner_name, inner, infinities)
         for name, tensor, infinities in numbers

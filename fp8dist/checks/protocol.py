@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.checks.computations import KIND
-from fp8dist.checks.computed import localise_computed
 from fp8dist.checks.contents import Digester
 from fp8dist.checks.findings import Differing, findings_of_values, from_senders
 from fp8dist.checks.inventory import Holdings, ReplicaSet
-from fp8dist.checks.localisation import localise_set
+from fp8dist.checks.localisation import localise_computed, localise_set
 from fp8dist.checks.report import DivergenceReport, sides_of
 from fp8dist.common.divergence import Finding
 from fp8dist.common.text import plural
@@ -51,11 +50,13 @@ _ELSEWHERE = "on another rank"
 class Compared(NamedTuple):
     """Result of ``check_replicas``, with the differing things of each set for a repair.
 
+    ``holdings``: what this rank has brought; nothing, if it failed.
     ``nonfinite_rank``: the lowest rank that holds NaN or infinity; None: none does.
     ``nothing``: True if there are several ranks, none has anything to compare with another, and no difference is known.
     The same on all ranks."""
 
     report: DivergenceReport
+    holdings: Holdings
     differing: list[tuple[ReplicaSet, list[Differing]]]
     nothing: bool = False
     nonfinite_rank: int | None = None
@@ -83,9 +84,9 @@ def check_replicas(
     except Exception as raised:
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
     words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}
-    lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.unverified), default=0)
+    lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.alone.unverified), default=0)
     ranks = sorted(anchor.ranks, reverse=True)
-    doubt = _NOT_FINITE + ranks.index(anchor.rank) if mine.nonfinite else int(bool(mine.partial))
+    doubt = _NOT_FINITE + ranks.index(anchor.rank) if mine.alone.nonfinite else int(bool(mine.alone.partial))
     news_of_mine = [_FAILED if error is not None else int(bool(known)), lacking, doubt]
     agree, (news, lacking, doubt) = _agree(
         anchor, list(map(word_of, words.values())), digests[0] if digests else None, news_of_mine
@@ -98,7 +99,7 @@ def check_replicas(
         if error is not None and len(errors) < anchor.size:  # A mistake of all ranks needs no traceback.
             text = "fp8dist: rank %d could not build its part of the consistency check"
             logger.error(text, anchor.rank, exc_info=error)
-        return Compared(_report(mine, findings + errors), [], nonfinite_rank=nonfinite_rank)
+        return Compared(_report(mine, findings + errors), mine, [], nonfinite_rank=nonfinite_rank)
     differs = [name for name, same in zip(words, agree) if not same]
     findings += _differing_words(anchor, mine, words, differs)
     differing: list[tuple[ReplicaSet, list[Differing]]] = []
@@ -120,7 +121,7 @@ def check_replicas(
         findings += found
         anything |= computed
     nothing = anchor.size > 1 and not (findings or anything)
-    return Compared(_report(mine, findings), differing, nothing, nonfinite_rank)
+    return Compared(_report(mine, findings), mine, differing, nothing, nonfinite_rank)
 
 
 def _check_further_sets(
@@ -168,35 +169,28 @@ def _check_computed(
     lone = [kind[0] for kind in kinds if len(kind) == 1 and by_rank[kind[0]][1][-1]]
     if anchor.rank in lone:
         excuse = f"{len(digests)} {plural(KIND)} that no other rank repeats on equal hardware, versions and shapes"
-        mine = replace(
-            mine, computed=None, skipped=(*mine.skipped, excuse), unverified={**mine.unverified, KIND: excuse}
-        )
+        unverified = {**mine.alone.unverified, KIND: excuse}
+        alone = replace(mine.alone, skipped=(*mine.alone.skipped, excuse), unverified=unverified)
+        mine = replace(mine, computed=None, alone=alone)
     elif lone:
         mine = _as_others_are(mine, 1 + _MAY_BE_UNVERIFIED.index(KIND))
     return findings, mine, any(len(kind) > 1 and by_rank[kind[0]][1][-1] for kind in kinds)
 
 
 def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
-    return DivergenceReport(
-        tuple(findings),
-        mine.compared,
-        mine.skipped,
-        compared_bytes=mine.compared_bytes,
-        unverified=mine.unverified,
-        partial=mine.partial,
-        nonfinite=mine.nonfinite,
-    )
+    return replace(mine.alone, findings=tuple(findings), compared=mine.compared, compared_bytes=mine.compared_bytes)
 
 
 def _as_others_are(mine: Holdings, lacking: int, partial: bool = False, nonfinite: int | None = None) -> Holdings:
     """Return the holdings with what is true of another rank: a report is consistent on all ranks or on none."""
-    if lacking and (kind := _MAY_BE_UNVERIFIED[lacking - 1]) not in mine.unverified:
-        mine = replace(mine, unverified={**mine.unverified, kind: f"{plural(kind)} {_ELSEWHERE}"})
-    if partial and not mine.partial and "parameter" not in mine.unverified:
-        mine = replace(mine, partial={"parameter": f"not all parameters {_ELSEWHERE}"})
-    if nonfinite is not None and not mine.nonfinite:
-        mine = replace(mine, nonfinite=(f"tensors of rank {nonfinite}",))
-    return mine
+    report = mine.alone
+    if lacking and (kind := _MAY_BE_UNVERIFIED[lacking - 1]) not in report.unverified:
+        report = replace(report, unverified={**report.unverified, kind: f"{plural(kind)} {_ELSEWHERE}"})
+    if partial and not report.partial and "parameter" not in report.unverified:
+        report = replace(report, partial={"parameter": f"not all parameters {_ELSEWHERE}"})
+    if nonfinite is not None and not report.nonfinite:
+        report = replace(report, nonfinite=(f"tensors of rank {nonfinite}",))
+    return replace(mine, alone=report)
 
 
 def _union(anchor: SyncGroup, mine: Sequence[Finding]) -> list[Finding]:
@@ -257,30 +251,29 @@ def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
 def _held_by_some(anchor: SyncGroup, mine: Holdings, held: set[str]) -> list[Finding]:
     """Return a finding for each set in which only some of its ranks have something to compare. COLLECTIVE."""
     sets = {m.label: (tuple(m.ranks), m.label in held) for m in mine.memberships}
-    gathered = anchor.gather((mine.sender(anchor)._replace(last_good={}), sets))
+    by_rank, senders = mine.gather(anchor, sets, last_good=False)
     by_set: dict[tuple[str, tuple[int, ...]], dict[int, str]] = {}
-    for sender, theirs in gathered:
+    for rank, theirs in by_rank.items():
         for label, (ranks, has) in theirs.items():
             what = f"{'something' if has else 'nothing'} to compare"
-            by_set.setdefault((label, ranks), {})[sender.participant.rank] = what
+            by_set.setdefault((label, ranks), {})[rank] = what
     findings = [
         replace(f, name=label)
         for (label, ranks), values in sorted(by_set.items())
         if len(values) == len(ranks) and len(set(values.values())) > 1
         for f in findings_of_values("layout", values)
     ]
-    return from_senders(findings, [sender for sender, _ in gathered])
+    return from_senders(findings, senders)
 
 
 def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[Finding]:
     named = isinstance(error, Fp8DistError)  # Its message is clear without the name of its type.
     text = "" if error is None else str(error) if named else f"{type(error).__name__}: {error}"
-    gathered = anchor.gather((mine.sender(anchor)._replace(last_good={}), text))
-    by_rank = {sender.participant.rank: text for sender, text in gathered}
+    by_rank, senders = mine.gather(anchor, text, last_good=False)
     good = min((rank for rank, text in by_rank.items() if not text), default=None)
     what = "building its part of the check"
     findings = [Finding(0, "error", what, (rank,), good, detail=text) for rank, text in by_rank.items() if text]
-    return from_senders(findings, [sender for sender, _ in gathered])
+    return from_senders(findings, senders)
 
 
 def _differing_words(
@@ -289,9 +282,8 @@ def _differing_words(
     """Return findings for the words ``names``. COLLECTIVE if ``names``, equal on all ranks, is not empty."""
     if not names:
         return []
-    shown = {name: repr(words[name]) for name in names}
-    gathered = anchor.gather((mine.sender(anchor), shown))
+    by_rank, senders = mine.gather(anchor, {name: repr(words[name]) for name in names})
     findings = []
     for name in names:
-        findings += findings_of_values(name, {sender.participant.rank: of[name] for sender, of in gathered})
-    return from_senders(findings, [sender for sender, _ in gathered])
+        findings += findings_of_values(name, {rank: of[name] for rank, of in by_rank.items()})
+    return from_senders(findings, senders)

@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from fp8dist_kernels import BLOCK
 __all__ = [
     "ALIGNMENT",
     "INTEGERS",
-    "OPERANDS",
-    "Taken",
     "aligned",
     "among_zeros",
     "hash_of",
@@ -32,12 +29,6 @@ ALIGNMENT = 256
 """Bytes. Kernels are chosen by the alignment of operands, so a repeated call gets operands that are aligned alike."""
 
 INTEGERS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
-
-OPERANDS = ("a", "b", "inv_scale_a", "inv_scale_b", "offsets")
-"""The tensors that a product is given, in order; ``offsets`` only if it is grouped."""
-
-Taken = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor], float]
-"""The header, the tensors to send, the results by name, and the part's share."""
 
 
 def part_of_product(a: Tensor, b: Tensor, limit: int, at: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -3,17 +3,28 @@
 A work is what one call of an op was given, and the digest of what it computed. It is one message of bytes: a header in
 JSON, then the tensors. If the tensors take more than the limit, a work is a part of the call:
 
-- of a product, some rows of ``a`` and some rows of ``b``. The other rows are zeros when it is repeated, so the same
-  kernel runs with the same tiles. Rows computed alone would have other bits. Of ``matmul_grouped_columns`` that is a
-  block of each expert's result.
-- of a cast, some lines of ``x``, along the dim in which scales do not reach across lines.
+=========================== =============================================== ==========================================
+op                          what is taken                                   what is compared
+=========================== =============================================== ==========================================
+a cast                      lines of x, along the dim in which no scale     the same lines of each copy and its scales
+                            reaches across lines; of weights that are cast
+                            together, those of one expert
+matmul,                     some rows of a and some rows of b                a block of the result, or of each expert's
+matmul_grouped_columns                                                       result
+matmul_grouped              some rows of one expert, some rows of its        a block of these rows
+                            matrix
+=========================== =============================================== ==========================================
 
-``grouped_works`` has the others on rows that are sorted by expert.
+The rows of operands that are not taken are zeros when a product is repeated, so the same kernel runs with the same
+tiles. Rows computed alone would have other bits.
+
+Where experts' rows end is known on the device only, and nothing here waits for it. So sizes follow from the number of
+rows and experts alone, and a place that depends on the ends travels as a tensor. A position among the rows that experts
+have is drawn, so an expert without rows is never chosen, and one with many is chosen often.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,20 +35,21 @@ import torch
 from torch import Tensor
 
 from fp8dist.checks.contents import Digester
-from fp8dist.checks.grouped_works import repeat_grouped, take_grouped
 from fp8dist.checks.work_parts import (
     ALIGNMENT,
     INTEGERS,
-    OPERANDS,
-    Taken,
+    aligned,
     among_zeros,
     hash_of,
     lines_of,
     message_of,
+    part_of_lines,
     part_of_product,
     text_of,
 )
-from fp8dist_kernels import grouped_ops, ops
+from fp8dist_kernels import BLOCK, grouped_ops, ops
+from fp8dist_kernels.reference.groups import cut
+from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 
 __all__ = ["Work", "described", "digest_of", "repeated", "take", "taken"]
 
@@ -45,13 +57,36 @@ _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}
 )
 
-_PRODUCTS = ("matmul", "matmul_grouped_columns")
+_OPERANDS = ("a", "b", "inv_scale_a", "inv_scale_b")
+
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "quantize": ("x", "scale", "cold", "pending", "dtype"),
+        "quantize_rowwise": ("x", "dtype"),
+        "quantize_blocks": ("x", "dtype"),
+        "quantize_grouped": ("x", "offsets", "scale", "cold", "pending", "dtype"),
+        "quantize_grouped_lines": ("x", "offsets", "dtype"),
+        "matmul": (*_OPERANDS, "dtype"),
+        "matmul_grouped": (*_OPERANDS, "offsets", "dtype"),
+        "matmul_grouped_columns": (*_OPERANDS, "offsets", "dtype"),
+    }
+)
+"""The positional arguments of each op."""
+
+_OPTIONS = ("rows", "columns", "power_of_two", "block", "in_blocks", "fast_accumulation", "backend")
+"""The options that a repetition takes over. A bias is a tensor, and a cast gets the scale that was chosen."""
+
+_CHOSEN: Mapping[str, Any] = MappingProxyType({"record": False, "just_in_time": False, "margin": 0})
+"""Options of a cast with the scale that it is given."""
 
 _HEAD = 8
 """Bytes of the header's length."""
 
 _ROOM = 160
 """Bytes in the header for each tensor: more than a name, a dtype, a shape and a place take."""
+
+Taken = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor], float]
+"""The header, the tensors to send, the results by name, and the part's share of the call's results."""
 
 
 class Work(NamedTuple):
@@ -87,67 +122,49 @@ def taken(
     if any(not tensor.numel() for tensor in args[:2] if isinstance(tensor, Tensor)):
         return None
     header, tensors, found, share = take(op, args, options, results, limit, at)
-    header |= {"op": op, "site": site, "backend": options.get("backend", "auto")}
     sizes = [x for x in args[:2] if isinstance(x, Tensor) and x.ndim > (op in grouped_ops.IMPLEMENTATIONS)]
     what = f"{op} of {' and '.join('x'.join(map(str, x.shape)) for x in sizes)}"
-    return Work(_packed(header, tensors), digest_of(found, digester), what, share)
+    return Work(_packed({**header, "site": site}, tensors), digest_of(found, digester), what, share)
 
 
 def take(
     op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
 ) -> Taken:
     """Return what ``taken`` takes down of a call. Does not wait for the device, if the scales are known."""
-    grouped = op in grouped_ops.IMPLEMENTATIONS
-    of_kind = _take_product if op in _PRODUCTS else take_grouped if grouped else _take_cast
-    return of_kind(op, args, options, results, limit, at)
-
-
-def _take_product(
-    op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
-) -> Taken:
-    *operands, dtype = args
-    a, b = operands[:2]
-    rows, columns = part_of_product(a, b, limit, at)
-    tensors = {**dict(zip(OPERANDS, operands)), "a": a[slice(*rows)], "b": b[slice(*columns)]}
+    given = {name: value for name, value in zip(_ARGUMENTS[op], args) if value is not None}
+    kept = {"backend": "auto", **{name: options[name] for name in _OPTIONS if name in options}}
+    header = {"op": op, "dtype": text_of(given["dtype"]), "options": kept}
+    if "x" in given:
+        return _take_cast(header, given, options, results, limit, at)
+    del given["dtype"]
     if options.get("bias") is not None:
-        tensors["bias"] = options["bias"]
-    header = {
-        "dtype": text_of(dtype),
-        "where": [*rows, *columns],
-        "sizes": [len(a), len(b)],
-        "fast_accumulation": options["fast_accumulation"],
-        "sideways": not b.is_contiguous(),  # The kernel may be another one.
-    }
-    part = results[0][..., slice(*rows), slice(*columns)]
-    return header, tensors, {"": part}, part.numel() / results[0].numel()
+        given["bias"] = options["bias"]
+    of_kind = _take_rows_of_expert if op == "matmul_grouped" else _take_block
+    return of_kind(header, given, results[0], limit, at)
 
 
-def _take_cast(
-    op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
-) -> Taken:
-    x, dtype = args[0], args[4 if op == "quantize" else 1]
-    if x.ndim == 3:  # Weights of experts, in one call. A part is of one of them.
-        expert = hash_of(at, "expert") % len(x)
-        of_one = [result[expert] if result.numel() else result for result in results]
-        header, tensors, found, share = _take_cast(op, (x[expert], *args[1:]), options, of_one, limit, at)
-        return {**header, "expert": expert}, tensors, found, share / len(x)
-    dim = 0 if options["rows"] else 1
-    count = x.shape[dim]
-    first, end = lines_of(count, limit // (x.element_size() * x.shape[1 - dim]), at)
-    header = {
-        "dtype": text_of(dtype),
-        "where": [first, end],
-        "dim": dim,
-        "rows": options["rows"],
-        "columns": options["columns"] and (dim == 1 or end - first == count),
-        "power_of_two": options["power_of_two"],
-    }
-    tensors = {"x": x.narrow(dim, first, end - first)}
-    if op == "quantize":
-        tensors["scale"] = _scale_of(x, args, options)
-    elif op == "quantize_blocks":
-        header["block"] = list(options["block"])
-    return header, tensors, _results_of_cast(op, results, header, first, end), (end - first) / count
+def repeated(message: Tensor) -> dict[str, Tensor]:
+    """Repeat the work of a message, and return the results of its part by name. Local."""
+    header, tensors = _unpacked(message)
+    op, given, options = header["op"], dict(tensors), dict(header["options"])
+    if "scale" in given:
+        scale = given["scale"]
+        given |= {"cold": torch.zeros_like(scale, dtype=torch.bool), "pending": torch.zeros_like(scale)}
+        options |= _CHOSEN
+    elif "place" in given:
+        given |= _expert_among_zeros(header, tensors)
+    elif "where" in header and "x" not in given:
+        given |= _block_among_zeros(header, tensors)
+    if "bias" in given:
+        options["bias"] = given["bias"]
+    arguments = {**given, "dtype": getattr(torch, header["dtype"])}
+    with torch.no_grad():
+        results = _IMPLEMENTATIONS[op](*(arguments.get(name) for name in _ARGUMENTS[op]), **options)
+        if "x" in given:
+            return _part_of_cast(results, header, 0, given["x"].shape[header["dim"]])
+        if "place" in given:
+            return {"": _rows_of_expert(results, given["place"], len(tensors["a"]), header["where"])}
+        return {"": _block(results, header["where"]) if "where" in header else results}
 
 
 def described(work: Work) -> str:
@@ -157,44 +174,183 @@ def described(work: Work) -> str:
     return work.what if expert is None else f"{work.what}, expert {expert}"
 
 
-def repeated(message: Tensor) -> dict[str, Tensor]:
-    """Repeat the work of a message, and return the results of its part by name. Local."""
-    header, tensors = _unpacked(message)
-    op = header["op"]
-    run = functools.partial(_IMPLEMENTATIONS[op], backend=header["backend"])
-    grouped = op in grouped_ops.IMPLEMENTATIONS
-    repeat = _repeat_product if op in _PRODUCTS else repeat_grouped if grouped else _repeat_cast
-    with torch.no_grad():
-        return repeat(run, header, getattr(torch, header["dtype"]), tensors)
+# Casts ----------------------------------------------------------------------------------------------
 
 
-def _repeat_product(
-    run: Callable[..., Any], header: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    first_row, end_row, first_column, end_column = header["where"]
-    b, bias = among_zeros(tensors["b"], header["sizes"][1], first_column), tensors.get("bias")
+def _take_cast(
+    header: dict[str, Any],
+    given: dict[str, Any],
+    options: Mapping[str, Any],
+    results: Sequence[Tensor],
+    limit: int,
+    at: int,
+) -> Taken:
+    x, offsets, kept = given["x"], given.get("offsets"), header["options"]
+    grouped = header["op"] in grouped_ops.IMPLEMENTATIONS
+    scale, share = _scale_of(given, options) if "scale" in given else None, 1.0
+    if x.ndim == 3 and (x.nbytes > limit or not grouped):  # Weights of experts, in one call. A part is of one of them.
+        header["expert"] = hash_of(at, "expert") % len(x)
+        share /= len(x)
+        one = slice(header["expert"], header["expert"] + 1) if grouped else header["expert"]
+        x, scale = x[one], None if scale is None else scale[one]
+        results = [result[one] if result.numel() else result for result in results]
+    # Scales of rows reach across features. Grouped casts with other scales are cut along features, because blocks of
+    # columns reach across an expert's rows.
+    dim = -2 if kept["rows"] and (not grouped or kept.get("in_blocks") is False) else -1
+    count = x.shape[dim]
+    first, end = lines_of(count, limit * count // x.nbytes, at)
+    kept["columns"] = kept["columns"] and (dim == -1 or end - first == count)
+    header |= {"where": [first, end], "dim": dim}
+    tensors = {"x": x.narrow(dim, first, end - first)}
+    if offsets is not None:
+        tensors["offsets"] = offsets if dim == -1 else (offsets - first).clamp(0, end - first)
+    if scale is not None:
+        tensors["scale"] = scale
+    return header, tensors, _part_of_cast(results, header, first, end), share * (end - first) / count
+
+
+def _part_of_cast(results: Sequence[Tensor], header: Mapping[str, Any], first: int, end: int) -> dict[str, Tensor]:
+    """Return the part of a cast's results that belongs to these lines of x, by name."""
+    options, dim = header["options"], header["dim"]
+    if len(results) == 3:
+        rows, columns, inv_scale = results
+        named = {"rows": rows, "columns": columns}
+        found = {"inv_scale": inv_scale}
+    else:
+        named, found = dict(zip(("rows", "rows_inv_scale", "columns", "columns_inv_scale"), results)), {}
+    height = options.get("block", (1, BLOCK))[0]
+    for name, result in named.items():
+        copy = name.partition("_")[0]
+        if not options[copy]:
+            continue
+        if copy == "columns" and dim == -2:  # Taken as a whole.
+            found[name] = result
+            continue
+        along = -2 if copy == "columns" else dim  # The transposed copy has the features in its lines.
+        unit = 1 if name == copy else height if along == -2 else BLOCK
+        found[name] = result.narrow(along, first // unit, -(-end // unit) - first // unit)
+    return found
+
+
+def _scale_of(given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
+    """Return what a cast by tensor has cast with: the scale of its slot, or one from the amax of x; of experts [E]."""
+    x, scale, cold = given["x"], given["scale"], given["cold"]
+    if not options["just_in_time"] and options.get("outgrown") is None:
+        return scale
+    how = {name: options.get(name) for name in ("just_in_time", "margin", "power_of_two", "outgrown", "backend")}
+    if scale.ndim:
+        amaxes = torch.full_like(scale, DID_NOT_RUN)
+        looks = {**how, **_CHOSEN, "record": True, "outgrown": None, "rows": False, "columns": False}
+        grouped_ops.IMPLEMENTATIONS["quantize_grouped"](
+            x, given.get("offsets"), scale, cold, amaxes, given["dtype"], **looks
+        )
+        amaxes.clamp_(min=0)  # An expert without rows is cast as if it had zeros.
+    else:
+        lowest, highest = torch.aminmax(x)  # Unlike x.abs(), no copy of x.
+        amaxes = torch.maximum(-lowest, highest)
+    choose, each = ops.IMPLEMENTATIONS["choose_scale"], (one.reshape(-1) for one in (amaxes, scale, cold))
+    chosen = [choose(*slot, torch.zeros_like(slot[1]), given["dtype"], record=False, **how)[0] for slot in zip(*each)]
+    return torch.stack(chosen).view(scale.shape)
+
+
+# Products -------------------------------------------------------------------------------------------
+
+
+def _take_block(header: dict[str, Any], given: dict[str, Tensor], product: Tensor, limit: int, at: int) -> Taken:
+    a, b = given["a"], given["b"]
+    rows, columns = part_of_product(a, b, limit, at)
+    header |= {"where": [*rows, *columns], "sizes": [len(a), len(b)]}
+    header["sideways"] = not b.is_contiguous()  # The kernel may be another one.
+    part = _block(product, header["where"])
+    tensors = {**given, "a": a[slice(*rows)], "b": b[slice(*columns)]}
+    return header, tensors, {"": part}, part.numel() / product.numel()
+
+
+def _block(product: Tensor, where: Sequence[int]) -> Tensor:
+    return product[..., slice(*where[:2]), slice(*where[2:])]
+
+
+def _block_among_zeros(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the operands of the whole product."""
+    (m, n), (first_row, _, first_column, _) = header["sizes"], header["where"]
+    b = among_zeros(tensors["b"], n, first_column)
     if header["sideways"]:
         b = ops.IMPLEMENTATIONS["transpose"](b).t()
-    rest = [tensors[name] for name in OPERANDS[2:] if name in tensors]
-    how = {"fast_accumulation": header["fast_accumulation"], **({"bias": bias} if bias is not None else {})}
-    product = run(among_zeros(tensors["a"], header["sizes"][0], first_row), b, *rest, dtype, **how)
-    return {"": product[..., first_row:end_row, first_column:end_column]}
+    return {"a": among_zeros(tensors["a"], m, first_row), "b": b}
 
 
-def _repeat_cast(
-    run: Callable[..., Any], header: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    x = tensors["x"]
-    slot: list[Any] = []
-    options = {name: header[name] for name in ("rows", "columns", "power_of_two")}
-    if header["op"] == "quantize":
-        cold = torch.zeros((), dtype=torch.bool, device=x.device)
-        slot = [tensors["scale"], cold, torch.zeros((), device=x.device)]
-        options |= {"record": False, "just_in_time": False, "margin": 0}
-    elif header["op"] == "quantize_blocks":
-        options["block"] = header["block"]
-    results = run(x, *slot, dtype, **options)
-    return _results_of_cast(header["op"], results, header, 0, x.shape[header["dim"]])
+def _take_rows_of_expert(
+    header: dict[str, Any], given: dict[str, Tensor], product: Tensor, limit: int, at: int
+) -> Taken:
+    a, b = given["a"], given["b"]
+    if a.nbytes + b.nbytes <= limit:
+        return header, given, {"": product}, 1.0
+    tokens, (experts, n, k) = len(a), b.shape
+    # Most experts have fewer rows than twice their share. Of one with more, other audits take other rows.
+    likely = min(tokens, -(-2 * tokens // experts // BLOCK) * BLOCK)
+    (first, end), columns = part_of_lines(likely, n, limit // (k * a.element_size()), at)
+    height = end - first
+    place = _place(cut(given["offsets"], tokens), height, at)
+    tensors = {
+        **given,
+        "a": _bytes(a).index_select(0, _rows(place, height, tokens)).view(a.dtype),
+        "b": _bytes(b)[:, slice(*columns)].index_select(0, place[:1])[0].view(b.dtype),
+        "place": place,
+    }
+    header |= {
+        "where": columns,
+        "sizes": [tokens, experts, n],
+        "alignment": [operand.data_ptr() % ALIGNMENT for operand in (a, b)],
+    }
+    part, share = _rows_of_expert(product, place, height, columns), height / tokens * (columns[1] - columns[0]) / n
+    return header, tensors, {"": part}, share
+
+
+def _expert_among_zeros(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the operands of the whole product."""
+    (tokens, experts, n), (first, end) = header["sizes"], header["where"]
+    a, b, place = tensors["a"], tensors["b"], tensors["place"]
+    shapes = (tokens, a.shape[1]), (experts, n, b.shape[1])
+    whole_a, whole_b = (
+        aligned(math.prod(shape), like, a.device).zero_().view(shape)
+        for shape, like in zip(shapes, header["alignment"])
+    )  # Bytes: FP8 has one per element.
+    whole_a.index_copy_(0, _rows(place, len(a), tokens), _bytes(a))
+    whole_b[:, first:end].index_copy_(0, place[:1], _bytes(b)[None])
+    return {"a": whole_a.view(a.dtype), "b": whole_b.view(b.dtype)}
+
+
+def _place(offsets: Tensor, height: int, at: int) -> Tensor:
+    """Draw a row that an expert has, and return int64[3]: the expert, the first of at most ``height`` of its rows
+    around the one drawn, and the end of its rows. So each row is taken at least half as often as any other one of its
+    expert."""
+    ends = offsets.long()
+    drawn = ends[-1:] * (hash_of(at, "row") >> 2) >> 30  # At most 2**61.
+    expert = torch.searchsorted(ends, drawn, right=True).clamp_(max=len(ends) - 1)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    start, end = starts.index_select(0, expert), ends.index_select(0, expert)
+    first = torch.minimum(drawn - height // 2, end - height)
+    return torch.cat([expert, torch.maximum(first, start), end])
+
+
+def _rows(place: Tensor, height: int, tokens: int) -> Tensor:
+    """Return int64[height]: the rows from the first one of ``place`` on. The last one stands for those beyond."""
+    return (place[1] + torch.arange(height, device=place.device)).clamp_(max=tokens - 1)
+
+
+def _rows_of_expert(product: Tensor, place: Tensor, height: int, columns: Sequence[int]) -> Tensor:
+    """Return the part of a product [tokens, n] that is compared: 0 for rows of other experts."""
+    ours = place[1] + torch.arange(height, device=place.device) < place[2]
+    rows = product[:, slice(*columns)].index_select(0, _rows(place, height, len(product)))
+    return torch.where(ours[:, None], rows, 0)
+
+
+def _bytes(fp8: Tensor) -> Tensor:
+    """Return FP8 as integers, which torch can gather on every device."""
+    return fp8.view(torch.uint8)
+
+
+# Digests and messages -------------------------------------------------------------------------------
 
 
 def digest_of(results: Mapping[str, Tensor], digester: Digester) -> Tensor:
@@ -213,49 +369,6 @@ def _canonical(result: Tensor) -> Tensor:
         return torch.where(result.isnan(), torch.nan, result)
     nan = result.float().isnan()
     return torch.where(nan, torch.full_like(result.view(torch.uint8), 0x7F), result.view(torch.uint8))
-
-
-def _scale_of(x: Tensor, args: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor:
-    """Return the scale that ``quantize`` has cast with: the slot's, or one from x's own amax."""
-    _, scale, cold, _, dtype = args
-    lowest, highest = torch.aminmax(x)  # Unlike x.abs(), no copy of x.
-    chosen = ops.IMPLEMENTATIONS["choose_scale"](
-        torch.maximum(-lowest, highest),
-        scale,
-        cold,
-        torch.zeros_like(scale),
-        dtype,
-        record=False,
-        just_in_time=options["just_in_time"],
-        margin=options["margin"],
-        power_of_two=options["power_of_two"],
-        outgrown=options.get("outgrown"),
-        backend=options.get("backend", "auto"),
-    )
-    return chosen[0]
-
-
-def _results_of_cast(
-    op: str, results: Sequence[Tensor], header: Mapping[str, Any], first: int, end: int
-) -> dict[str, Tensor]:
-    """Return the part of a cast's results that belongs to these lines of x, by name."""
-    of_rows, of_columns = slice(first, end), slice(first, end) if header["dim"] == 1 else slice(None)
-    height = header.get("block", [1])[0]
-    found = {}
-    if op == "quantize":
-        rows, columns, found["inv_scale"] = results
-    else:
-        rows, row_scales, columns, column_scales = results
-        lines = slice(first // height, -(-end // height))
-        if header["rows"]:
-            found["inv_scale_rows"] = row_scales[lines]
-        if header["columns"]:
-            found["inv_scale_columns"] = column_scales[lines] if header["dim"] == 1 else column_scales
-    if header["rows"]:
-        found["rows"] = rows[of_rows]
-    if header["columns"]:
-        found["columns"] = columns[of_columns]
-    return found
 
 
 def _packed(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.checks.computations import CastOf, ComputedContent, ProductOf, linear_computations
+from fp8dist.checks.computations import ComputedContent, linear_computations
 from fp8dist.checks.contents import on_device
 from fp8dist.checks.differences import compare_block, unravel
 from fp8dist.checks.inventory import Holdings, ReplicaSet, likeness_of
+from fp8dist.checks.known_calls import CastOf, ProductOf
 from fp8dist.checks.protocol import check_replicas
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.state.groups import SyncGroup

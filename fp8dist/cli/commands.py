@@ -22,7 +22,7 @@ from fp8dist.checks.inventory import Holdings, ReplicaSet
 from fp8dist.checks.protocol import check_replicas
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.cli.doctor import examine
-from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, Usage
+from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE
 from fp8dist.cli.export import export
 from fp8dist.cli.report import report as write_report
 from fp8dist.cli.verify import verify
@@ -39,8 +39,13 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command of a parsed command line, and return the exit code."""
-    return _COMMANDS[options.command](options)
+    """Run the command of a parsed command line, and return the exit code.
+
+    Raises:
+        ConfigurationError: the command line is wrong. The message is one line for the terminal.
+        CheckpointError: a file cannot be read. The message is one line.
+    """
+    return _COMMANDS[options.command](options) or CONSISTENT
 
 
 def _print(as_json: bool, plain: Any, text: str) -> None:
@@ -58,18 +63,16 @@ def _check(options: argparse.Namespace) -> int:
         return _check_across_ranks(options)
     paths = [path for given in options.paths for path in _expanded(given)]
     if len(paths) < 2:
-        raise Usage("needs at least two paths to compare")
+        raise ConfigurationError("needs at least two paths to compare")
     if any(is_trace(path) for path in paths):
         return _check_traces(paths, options.json)
-    with ExitStack() as stack:
-        sources = [stack.enter_context(open_source(path)) for path in paths]
-        families = {source.family: source.path for source in sources}
-        if len(families) > 1:
-            state, parameters = families["state"], families["parameters"]
-            raise Usage(f"{state} is FP8 state and {parameters} is a checkpoint: compare files of one kind")
-        total = sum(map(bytes_in, sources))
-        with _bar(total, options.json) as bar:
-            report = compare_sources(sources, bar.update)
+    sources = [open_source(path) for path in paths]
+    families = {source.family: source.path for source in sources}
+    if len(families) > 1:
+        state, parameters = families["state"], families["parameters"]
+        raise ConfigurationError(f"{state} is FP8 state and {parameters} is a checkpoint: compare files of one kind")
+    with _bar(sum(map(bytes_in, sources)), options.json) as bar:
+        report = compare_sources(sources, bar.update)
     _require_compared(report)
     _print(options.json, {**report.to_json(), "files": paths}, str(report))
     return _outcome(report)
@@ -85,10 +88,10 @@ def _check_traces(paths: list[str], as_json: bool) -> int:
 
 
 def _require_trace(path: str) -> None:
-    """Raise Usage if the path is a checkpoint, and CheckpointError if it is neither that nor a trace."""
+    """Raise ConfigurationError if the path is a checkpoint, and CheckpointError if it is neither that nor a trace."""
     if not is_trace(path):
-        open_source(path).close()
-        raise Usage(f"{path} is a checkpoint, and others are traces: compare files of one kind")
+        open_source(path)
+        raise ConfigurationError(f"{path} is a checkpoint, and others are traces: compare files of one kind")
 
 
 def _bar(total: int, hidden: bool) -> Any:
@@ -116,10 +119,10 @@ def _expanded(path: str) -> list[str]:
 def _check_across_ranks(options: argparse.Namespace) -> int:
     """Compare one path per rank. COLLECTIVE."""
     if len(options.paths) != 1:
-        raise Usage("under torchrun each rank reads one path: give one PATH with {rank} in it")
+        raise ConfigurationError("under torchrun each rank reads one path: give one PATH with {rank} in it")
     absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent:
-        raise Usage(f"WORLD_SIZE is set but {absent[0]} is not: use torchrun, or unset WORLD_SIZE")
+        raise ConfigurationError(f"WORLD_SIZE is set but {absent[0]} is not: use torchrun, or unset WORLD_SIZE")
     dist.init_process_group("gloo")
     try:
         anchor = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
@@ -129,7 +132,7 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
         with ExitStack() as stack:
 
             def build() -> Holdings:
-                source = stack.enter_context(open_source(path))
+                source = open_source(path)
                 hidden = options.json or anchor.rank > 0
                 bar = stack.enter_context(_bar(bytes_in(source), hidden))
                 return Holdings((ReplicaSet("", anchor, (SourceContent(source, bar.update),)),))
@@ -160,13 +163,13 @@ def _check_traces_across_ranks(path: str, group: SyncGroup, as_json: bool) -> in
     usage = ""
     try:
         _require_trace(path)
-    except Usage as error:
+    except ConfigurationError as error:
         usage = f"rank {group.rank}: {error}"
     except CheckpointError:  # ``compare_traces_of_ranks`` says it, on all ranks.
         pass
     found = [text for text in group.gather(usage) if text]
     if found:
-        raise Usage(found[0])
+        raise ConfigurationError(found[0])
     try:
         report = compare_traces_of_ranks(path, group)
     except CheckpointError as error:
@@ -182,9 +185,9 @@ def _check_traces_across_ranks(path: str, group: SyncGroup, as_json: bool) -> in
 
 
 def _require_compared(report: DivergenceReport) -> None:
-    """Raise Usage if nothing was compared, so that empty files do not count as equal. Same result on all ranks."""
+    """Raise ConfigurationError if nothing was compared: empty files do not count as equal. The same on all ranks."""
     if not (report.findings or any(report.compared.values())):
-        raise Usage("nothing to compare: none of the paths holds a tensor or a slot")
+        raise ConfigurationError("nothing to compare: none of the paths holds a tensor or a slot")
 
 
 def _outcome(report: DivergenceReport) -> int:
@@ -197,8 +200,7 @@ def _outcome(report: DivergenceReport) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    with open_source(options.path) as source:
-        inspection = inspect_source(source)
+    inspection = inspect_source(open_source(options.path))
     _print(options.json, inspection.to_json(), str(inspection))
     return CONSISTENT
 
@@ -210,50 +212,22 @@ def _doctor(options: argparse.Namespace) -> int:
     return CONSISTENT if examination.healthy else DIVERGED
 
 
-def _report(options: argparse.Namespace) -> int:
-    try:
-        write_report(options)
-    except ConfigurationError as error:
-        raise Usage(str(error)) from error
-    return CONSISTENT
-
-
-def _export(options: argparse.Namespace) -> int:
-    try:
-        print(export(options), flush=True)
-    except ConfigurationError as error:
-        raise Usage(str(error)) from error
-    return CONSISTENT
-
-
 def _verify(options: argparse.Namespace) -> int:
-    try:
-        verification = verify(options, lambda total: _bar(total, options.json))
-    except ConfigurationError as error:
-        raise Usage(str(error)) from error
+    verification = verify(options, lambda total: _bar(total, options.json))
     _require_compared(verification.report)
     _print(options.json, verification.to_json(), str(verification))
     return _outcome(verification.report)
 
 
-def _watch(options: argparse.Namespace) -> int:
-    try:
-        watch(options)
-    except ConfigurationError as error:
-        raise Usage(str(error)) from error
-    except BrokenPipeError:  # The reader, such as "| head", closed the pipe.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the interpreter closes it)
-    return CONSISTENT
-
-
-_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int | None]] = MappingProxyType(
     {
         "check": _check,
         "inspect": _inspect,
         "doctor": _doctor,
-        "report": _report,
-        "export": _export,
+        "report": write_report,
+        "export": lambda options: _print(False, None, export(options)),
         "verify": _verify,
-        "watch": _watch,
+        "watch": watch,
     }
 )
+"""By command: a function that returns the exit code. None: CONSISTENT."""

@@ -1,11 +1,7 @@
-"""Exit codes of the command line, and its error for wrong usage."""
+"""Exit codes of the command line."""
 
 from __future__ import annotations
 
-__all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE", "Usage"]
+__all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE"]
 
 CONSISTENT, DIVERGED, USAGE, UNREADABLE = range(4)
-
-
-class Usage(Exception):
-    """The command line is wrong. The message is one line for the terminal."""

@@ -7,7 +7,6 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from fp8dist.files.entries import Source
 from fp8dist.files.export import Export, fill, write_folder
 from fp8dist.files.export_casts import Stored
 from fp8dist.files.export_experts import expert_names, mixtures_of, require_served
-from fp8dist.files.export_formats import FORMATS
+from fp8dist.files.export_formats import FORMATS, require_e4m3
 from fp8dist.files.sources import open_source
 from fp8dist.modules.expert_layouts import mixture_of, read_layouts
 from fp8dist.modules.foreign import expert_products
@@ -89,17 +88,14 @@ def export(options: argparse.Namespace) -> str:
     if options.shard_bytes < 1:
         raise ConfigurationError(f"--shard-bytes must be above 0, got {options.shard_bytes}")
     config = {} if options.config is None else read_config(options.config)
-    with exported(options.checkpoint, options.format, options, config) as (found, step):
-        write_folder(options.out, found, config, True, None, options.shard_bytes, Origin(step, options.name))
+    found, step = exported(options.checkpoint, options.format, options, config)
+    write_folder(options.out, found, config, True, None, options.shard_bytes, Origin(step, options.name))
     fp8 = sum(tensor.role == "weight" for tensor in found.tensors)
     return f"{options.out}: {len(found.tensors)} tensors, {fp8} weights in FP8, after step {step}"
 
 
-@contextmanager
-def exported(
-    path: str, format: str, options: argparse.Namespace, config: Mapping[str, Any]
-) -> Iterator[tuple[Export, int]]:
-    """Open a checkpoint, for (what its job would export, steps of its FP8 state).
+def exported(path: str, format: str, options: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Export, int]:
+    """Return what the job of a checkpoint would export, and the steps of its FP8 state.
 
     Args:
         options: the flags that say what the model is.
@@ -113,23 +109,23 @@ def exported(
         raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, with {METADATA}")
     data = _shared_state(path)
     state, info = from_bytes(data, path)
-    with open_source(path) as source:
-        shapes = _parameters(source, options.model)
-        kind, layouts = read_layouts(info, path)
-        skeleton = _with_mixtures(config.get("model_type", kind), layouts, shapes)
-        _add_linears(skeleton, source, state, shapes)
-        manager = _restored(skeleton, state, data)
-        found = Export(format)
-        settings = _settings(info, path)
-        names = expert_names(skeleton)
-        mixtures = dict(mixtures_of(skeleton, names))
-        modules = {name: each for name, each in skeleton.named_modules() if isinstance(each, nn.Linear)}
-        matrices = [name for name, (_, shape) in shapes.items() if name.endswith(".weight") and len(shape) == 2]
-        others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
-        dtype = options.gathered_in or _noted(source)
-        stored = _stored(source, shapes, bool(settings.get("fp8_all_gather")), dtype)
-        fill(found, stored, {**others, **modules}, mixtures, names)
-        yield found, manager.steps
+    source = open_source(path)
+    shapes = _parameters(source, options.model)
+    kind, layouts = read_layouts(info, path)
+    skeleton = _with_mixtures(config.get("model_type", kind), layouts, shapes)
+    _add_linears(skeleton, source, state, shapes)
+    manager = _restored(skeleton, state, data)
+    found = Export(format)
+    settings = _settings(info, path)
+    names = expert_names(skeleton)
+    mixtures = dict(mixtures_of(skeleton, names))
+    modules = {name: each for name, each in skeleton.named_modules() if isinstance(each, nn.Linear)}
+    matrices = [name for name, (_, shape) in shapes.items() if name.endswith(".weight") and len(shape) == 2]
+    others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
+    dtype = options.gathered_in or _noted(source)
+    stored = _stored(source, shapes, bool(settings.get("fp8_all_gather")), dtype)
+    fill(found, stored, {**others, **modules}, mixtures, names)
+    return found, manager.steps
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -227,8 +223,7 @@ def _add_linears(skeleton: nn.Module, source: Source, state: Mapping[str, Any], 
             raise ConfigurationError(
                 f"{name} shares its weight with another module: use fp8dist.export(manager) in the job"
             )
-        if weights[name] != "e4m3":
-            raise ConfigurationError(f"{name}: its weight is cast to {weights[name]}, and servers read e4m3 only")
+        require_e4m3(name, weights[name])
         holder, _, expert = name.rpartition(".")
         if expert.isdecimal() and holder in mixtures:
             require_served(mixtures[holder], skeleton.get_submodule(mixtures[holder]), True)

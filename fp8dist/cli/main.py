@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Sequence
 
 import fp8dist
-from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, USAGE, Usage
-from fp8dist.errors import CheckpointError
+from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, USAGE
+from fp8dist.errors import CheckpointError, ConfigurationError
 
 __all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE", "main"]
 
@@ -42,12 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fp8dist.cli.commands import run  # Imports torch, which takes seconds.
 
         return run(options)
-    except Usage as error:
+    except (ConfigurationError, CheckpointError) as error:
         print(f"fp8dist {options.command}: {error}", file=sys.stderr)
-        return USAGE
-    except CheckpointError as error:
-        print(f"fp8dist {options.command}: {error}", file=sys.stderr)
-        return UNREADABLE
+        return USAGE if isinstance(error, ConfigurationError) else UNREADABLE
     except Exception:  # A bug of ours. It must not look like the verdict DIVERGED, which is Python's usual status 1.
         traceback.print_exc()
         return UNREADABLE

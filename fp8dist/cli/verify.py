@@ -129,9 +129,9 @@ def _by_checkpoint(options: argparse.Namespace, served: Served, progress: Progre
         config = read_config(options.config)
     format = options.format or _format_of(served)
     try:
-        with exported(options.paths[0], format, options, config) as (found, step):
-            differing, listed = compare_tensors(served, _references(found), tied, progress)
-            config = {**config, QUANTIZATION: found.quantization_config()}
+        found, step = exported(options.paths[0], format, options, config)
+        differing, listed = compare_tensors(served, _references(found), tied, progress)
+        config = {**config, QUANTIZATION: found.quantization_config()}
     except ConfigurationError as error:
         if options.format:
             raise

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import os
 import shutil
 import signal
 import sys
@@ -58,6 +59,8 @@ def watch(options: argparse.Namespace) -> None:
                 _print_lines(run, options.every)
     except KeyboardInterrupt:
         return
+    except BrokenPipeError:  # The reader, such as "| head", closed the pipe.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the interpreter closes it)
 
 
 def _opened(path: Path, options: argparse.Namespace) -> LiveRun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
@@ -20,6 +21,7 @@ __all__ = [
     "require_bool",
     "require_choice",
     "require_int",
+    "warn_moved",
 ]
 
 _SEARCHED = 2000
@@ -195,21 +197,43 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_keywords(owner: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def warn_moved(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn that a name will go. Python shows it once for each line.
+
+    ``stacklevel``: 3 shows the line that calls the caller of this function.
+    """
+    warnings.warn(f"{old} is now {new}; the old name goes with the next version", FutureWarning, stacklevel)
+
+
+def check_keywords(
+    owner: str, old: Mapping[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = MappingProxyType({})
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator: raise UnknownArgumentError for keywords that the function does not have, and suggest the right name.
 
-    ``owner``: the function's name in messages. For a dataclass, decorate the class with ``check_fields``.
+    Args:
+        owner: the function's name in messages. For a dataclass, decorate the class with ``check_fields``.
+        old: keywords of an earlier version, which warn: the new call, and a function that gets the arguments by name,
+            to change them, and the value of the old one.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        names = tuple(name for name in inspect.signature(function).parameters if name != "self")
+        signature = inspect.signature(function)
+        names = tuple(name for name in signature.parameters if name != "self")
 
         @functools.wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            strange = [name for name in kwargs if name not in names]
+            strange = [name for name in kwargs if name not in names and name not in old]
             if strange:
                 advice = "; ".join(_advice(name, names) for name in strange)
                 raise UnknownArgumentError(f"{owner}(): {advice}. It takes {', '.join(names)}")
+            if moved := [(name, kwargs.pop(name)) for name in old if name in kwargs]:
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                for name, value in moved:
+                    new, change = old[name]
+                    warn_moved(f"{owner}({name}=…)", new)
+                    change(bound.arguments, value)
+                return function(*bound.args, **bound.kwargs)
             return function(*args, **kwargs)
 
         return checked

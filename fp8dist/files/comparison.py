@@ -105,5 +105,5 @@ def _look_into(
             mine = read(n)
             difference = first_difference(mine.tensor, expected.tensor, digester.leaves(mine.tensor), theirs)
             if difference is not None:
-                seen[n].append(Seen(0, 0, mine.locate(difference.place), difference))
-    return explained(thing, {0: expected}, seen, "file") or named_only(thing, "")
+                seen[n].append(Seen(0, 0, mine.at(difference.place), difference, mine.name, mine.kind))
+    return explained(thing, seen, "file") or named_only(thing, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -36,20 +35,18 @@ class SavedEntry:
 Item = tuple[SavedEntry, Callable[[], Tensor]]
 
 
-class Source(AbstractContextManager["Source"]):
-    """An open checkpoint. Entries are sorted and unique. Does not keep the tensors that it reads.
+class Source:
+    """A checkpoint. Entries are sorted and unique. Files are open only while a tensor is read, and no tensor is kept.
 
     ``family`` is "state" (an fp8dist state file) or "parameters" (any other checkpoint).
     """
 
-    def __init__(self, path: str, family: str, items: Iterable[Item], resources: ExitStack | None = None) -> None:
+    def __init__(self, path: str, family: str, items: Iterable[Item]) -> None:
         ordered = sorted(items, key=lambda item: item[0])
         self.path = path
         self.family = family
         self.entries: tuple[SavedEntry, ...] = tuple(entry for entry, _ in ordered)
         self._loaders = [load for _, load in ordered]
-        self._resources = resources or ExitStack()
-        self._closed = False
         for first, second in pairwise(self.entries):
             if (first.name, first.kind) == (second.name, second.kind):
                 raise CheckpointError(f"two tensors in it are called {first.name}")
@@ -62,8 +59,6 @@ class Source(AbstractContextManager["Source"]):
         """
         entry = self.entries[index]
         with reading(self.path):
-            if self._closed:
-                raise CheckpointError("was closed before it was read")
             tensor = self._loaders[index]().detach()
             if tuple(tensor.shape) != entry.shape or dtype_name(tensor.dtype) != entry.dtype:
                 raise CheckpointError(
@@ -71,15 +66,6 @@ class Source(AbstractContextManager["Source"]):
                     f"but {entry.dtype} {entry.shape} when the file was opened"
                 )
             return tensor
-
-    def close(self) -> None:
-        """Close the files."""
-        self._closed = True
-        self._loaders = []
-        self._resources.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -27,14 +27,14 @@ from fp8dist.files.export_experts import ExpertNames, Listed, are_in_fp8, expert
 from fp8dist.files.export_files import Folder
 from fp8dist.files.export_formats import (
     FORMATS,
-    SCALE_NAMES,
     Grid,
-    Inputs,
     Scheme,
+    inputs_of,
     laid_out,
     quantization_config,
-    shape_of,
+    require_e4m3,
     strategy_of,
+    tensors_of,
 )
 from fp8dist.files.export_names import require_storable
 from fp8dist.files.export_tensors import ExportedTensor, ExportPart
@@ -47,7 +47,6 @@ from fp8dist.parallel.wrappers import compute_devices, reshard, resharded_module
 from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import clean_fqn
-from fp8dist_kernels.formats import E4M3
 
 __all__ = ["Export", "ExportedTensor", "config_of", "export_of", "fill", "write_folder"]
 
@@ -348,33 +347,19 @@ def _of_linear(
     """Return the tensors of a Linear in FP8: weight, its scale, and the input's if it is fixed."""
     slots = linear.fp8_slots
     state, input_state = slots.states(stored.device)[1::-1]
-    if state.format != E4M3:
-        raise ConfigurationError(f"{name}: its weight is cast to {state.format.name}, and servers read e4m3 only")
+    require_e4m3(name, state.format.name)
     grid, shape = grids[name]
     strategy = strategy_of(found.format, grid, shape)
     if strategy is None:
         raise ConfigurationError(_unfit(found.format, name, linear, grids))
-    inputs: Inputs = "token" if slots.recipe.by == "row" else "tensor"
-    if slots.recipe.delayed and not bool(input_state.cold):
-        inputs = "static"
-    scheme = found.schemes[name] = Scheme(strategy, inputs)
+    scheme = found.schemes[name] = Scheme(strategy, inputs_of(slots.recipe, bool(input_state.cold)))
     found.recipes[name] = slots.recipe
-    entries = [
-        ExportedTensor(f"{name}.weight", "weight", name, state.format.dtype, tuple(shape)),
-        ExportedTensor(
-            f"{name}.{SCALE_NAMES[found.format]}", "weight_scale", name, torch.float32, shape_of(strategy, shape)
-        ),
-    ]
-    with_input = scheme.inputs == "static" and found.format != "block"
-    if with_input:
-        entries.append(ExportedTensor(f"{name}.input_scale", "input_scale", name, torch.float32, (1,)))
+    entries = tensors_of(found.format, name, shape, scheme)
 
     def read() -> Sequence[Tensor]:
         rows, inv_scale = cast_of(linear, stored, grid)
-        values = [rows, laid_out(inv_scale, grid, strategy, shape)]
-        if with_input:
-            values.append(torch.reciprocal(slots.states(stored.device)[0].scale).reshape(1))
-        return values
+        input_scale = torch.reciprocal(slots.states(stored.device)[0].scale).reshape(1)
+        return [rows, laid_out(inv_scale, grid, strategy, shape), input_scale][: len(entries)]
 
     return ExportPart(tuple(entries), read)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.files.export_formats import Grid
+from fp8dist.files.export_formats import Grid, grid_by
 from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
@@ -68,7 +68,7 @@ def grid_of(linear: FP8Linear, stored: Stored) -> Grid:
     recipe, shape = linear.fp8_slots.recipe, stored.value.shape
     if not shape.numel():
         raise ConfigurationError(f"{stored.name} {tuple(shape)} has no elements to cast: name its module in skip=")
-    grid = {"tensor": Grid(*shape), "row": Grid(1, shape[1]), "block": Grid(BLOCK, BLOCK)}[recipe.by]
+    grid = grid_by(recipe, shape)
     for dim, ranks in _cuts(stored):
         if recipe.by == "row" and dim == 1:
             raise ConfigurationError(

@@ -7,6 +7,7 @@ Both have the scales with which they were cast together, so nothing is rounded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_casts import Stored, experts_cast_of, whole
-from fp8dist.files.export_formats import SCALE_NAMES, Grid, Inputs, Scheme, laid_out, shape_of, strategy_of
+from fp8dist.files.export_formats import Scheme, grid_by, inputs_of, laid_out, require_e4m3, strategy_of, tensors_of
 from fp8dist.files.export_tensors import ExportedTensor, ExportPart
 from fp8dist.modules.expert_layouts import model_type_of
 from fp8dist.modules.foreign import expert_products, gate_fits
@@ -25,7 +26,7 @@ from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.grouped_slots import GroupedSlots
 from fp8dist.state.recipe import Recipe
-from fp8dist_kernels.formats import E4M3, Role
+from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
 
 __all__ = ["ExpertNames", "Listed", "are_in_fp8", "expert_names", "list_experts", "mixtures_of", "require_served"]
@@ -208,13 +209,10 @@ def _in_fp8(
 ) -> Listed:
     slots = module.fp8_products[product]
     state = slots.states(stored.device)[1]
-    if state.format != E4M3:
-        raise ConfigurationError(
-            f"{slots.fqn}: its weights are cast to {state.format.name}, and servers read e4m3 only"
-        )
+    require_e4m3(slots.fqn, state.format.name)
     height = _length(linears[0][2].rows, shape[1])
     of_piece = (height, shape[2])
-    grid = {"tensor": Grid(*of_piece), "row": Grid(1, shape[2]), "block": Grid(BLOCK, BLOCK)}[slots.recipe.by]
+    grid = grid_by(slots.recipe, of_piece)
     if slots.recipe.by == "block" and any(piece.rows.step or piece.rows.start % BLOCK for _, _, piece in linears):
         raise ConfigurationError(
             f"{slots.fqn}: a block of {BLOCK} x {BLOCK} has rows of gate and of up, {height} each, which servers "
@@ -227,30 +225,22 @@ def _in_fp8(
             "another format, or give it another recipe (overrides)"
         )
     # A server casts the inputs of all experts of a mixture in one way.
-    hot = not any(bool(each.states(stored.device)[0].cold.any()) for each in module.fp8_products.values())
-    inputs: Inputs = "token" if slots.recipe.by == "row" else "static" if slots.recipe.delayed and hot else "tensor"
-    with_input = inputs == "static" and format != "block"
-    entries = []
-    for _, name, _ in linears:
-        entries.append(ExportedTensor(f"{name}.weight", "weight", name, state.format.dtype, of_piece))
-        scales = shape_of(strategy, of_piece)
-        entries.append(ExportedTensor(f"{name}.{SCALE_NAMES[format]}", "weight_scale", name, torch.float32, scales))
-        if with_input:
-            entries.append(ExportedTensor(f"{name}.input_scale", "input_scale", name, torch.float32, (1,)))
+    cold = any(bool(each.states(stored.device)[0].cold.any()) for each in module.fp8_products.values())
+    scheme = Scheme(strategy, inputs_of(slots.recipe, cold))
+    entries = [tensors_of(format, name, of_piece, scheme) for _, name, _ in linears]
 
     def read() -> Sequence[Tensor]:
         rows, inv_scales = experts_cast_of(module, slots, stored)
         input_scales = torch.reciprocal(slots.states(stored.device)[0].scale)
-        values = []
-        for expert, _, piece in linears:
-            values.append(rows[expert, piece.rows].contiguous())
-            values.append(laid_out(_of_rows(slots, inv_scales[expert], piece.rows), grid, strategy, of_piece))
-            if with_input:
-                values.append(input_scales[expert].reshape(1))
+        values: list[Tensor] = []
+        for of_one, (expert, _, piece) in zip(entries, linears):
+            scales = laid_out(_of_rows(slots, inv_scales[expert], piece.rows), grid, strategy, of_piece)
+            one = [rows[expert, piece.rows].contiguous(), scales, input_scales[expert].reshape(1)]
+            values += one[: len(of_one)]
         return values
 
     names = tuple(name for _, name, _ in linears)
-    return Listed(ExportPart(tuple(entries), read), names, Scheme(strategy, inputs), slots.recipe)
+    return Listed(ExportPart(tuple(itertools.chain(*entries)), read), names, scheme, slots.recipe)
 
 
 def _of_rows(slots: GroupedSlots, inv_scale: Tensor, rows: slice) -> Tensor:

@@ -20,19 +20,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_names import require_distinct, require_names
+from fp8dist.files.export_tensors import ExportedTensor
+from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
 __all__ = [
     "FORMATS",
-    "SCALE_NAMES",
     "Grid",
-    "Inputs",
     "Scheme",
+    "grid_by",
+    "inputs_of",
     "laid_out",
     "quantization_config",
-    "shape_of",
+    "require_e4m3",
     "strategy_of",
+    "tensors_of",
 ]
 
 Strategy = Literal["tensor", "channel", "block"]
@@ -76,6 +80,25 @@ class Scheme(NamedTuple):
     inputs: Inputs
 
 
+def grid_by(recipe: Recipe, shape: Sequence[int]) -> Grid:
+    """Return the part of a weight [out_features, in_features] that shares a scale under a recipe."""
+    rows, columns = shape
+    return {"tensor": Grid(rows, columns), "row": Grid(1, columns), "block": Grid(BLOCK, BLOCK)}[recipe.by]
+
+
+def inputs_of(recipe: Recipe, cold: bool) -> Inputs:
+    """Return how inputs are cast. ``cold``: no amax of them is known yet."""
+    if recipe.by == "row":
+        return "token"
+    return "static" if recipe.delayed and not cold else "tensor"
+
+
+def require_e4m3(name: str, weights: str) -> None:
+    """Raise ConfigurationError if ``weights``, the format of a module's weights, is not the one that servers read."""
+    if weights != "e4m3":
+        raise ConfigurationError(f"{name}: its weight is cast to {weights}, and servers read e4m3 only")
+
+
 def strategy_of(format: str, grid: Grid, shape: Sequence[int]) -> Strategy | None:
     """Return the layout in which a format holds the scales of a weight [out_features, in_features]. None: in none."""
     rows, columns = shape
@@ -90,6 +113,23 @@ def shape_of(strategy: Strategy, shape: Sequence[int]) -> tuple[int, ...]:
     if strategy == "tensor":
         return (1,)
     return (rows, 1) if strategy == "channel" else (blocks_along(rows, BLOCK), blocks_along(columns, BLOCK))
+
+
+def tensors_of(format: str, name: str, shape: Sequence[int], scheme: Scheme) -> list[ExportedTensor]:
+    """Return the tensors of a weight [out_features, in_features] in FP8: itself, its scale, and the scale of inputs if
+    it is fixed and the format has it.
+
+    Args:
+        name: of the module.
+    """
+    scale = shape_of(scheme.strategy, shape)
+    found = [
+        ExportedTensor(f"{name}.weight", "weight", name, torch.float8_e4m3fn, tuple(shape)),
+        ExportedTensor(f"{name}.{SCALE_NAMES[format]}", "weight_scale", name, torch.float32, scale),
+    ]
+    if scheme.inputs == "static" and format != "block":
+        found.append(ExportedTensor(f"{name}.input_scale", "input_scale", name, torch.float32, (1,)))
+    return found
 
 
 def laid_out(inv_scale: Tensor, grid: Grid, strategy: Strategy, shape: Sequence[int]) -> Tensor:

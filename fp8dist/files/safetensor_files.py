@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -16,13 +15,25 @@ from torch import Tensor
 from fp8dist.errors import CheckpointError
 from fp8dist.files.entries import PARAMETERS, STATE, Item, SavedEntry, Source, dtype_name
 from fp8dist.files.failures import reading
+from fp8dist.files.json_files import json_object
 from fp8dist.files.slices import FileSlice
 from fp8dist.state.storage import FILE_FORMAT, from_bytes, read_file, validated_slots
 
-__all__ = ["DTYPES", "SUFFIX", "dtype_text", "is_state", "safetensors_source", "state_items", "state_source"]
+__all__ = [
+    "DTYPES",
+    "SUFFIX",
+    "SafetensorsHeader",
+    "dtype_text",
+    "header_of",
+    "is_state",
+    "safetensors_source",
+    "state_items",
+    "state_source",
+]
 
 SUFFIX = ".safetensors"
 _SHARDED = "DCP_SHARDING_INFO"
+_LARGEST_HEADER = 100_000_000  # As in the safetensors library.
 DTYPES: Mapping[str, str] = MappingProxyType(
     {
         **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
@@ -42,42 +53,70 @@ def dtype_text(dtype: torch.dtype) -> str:
     return next(text for text, known in DTYPES.items() if known == name)
 
 
+class SafetensorsHeader(NamedTuple):
+    """The header of a safetensors file, and the bytes after it."""
+
+    tensors: dict[str, Any]
+    metadata: Mapping[str, Any]
+    data: FileSlice
+
+
+def header_of(path: str) -> SafetensorsHeader:
+    """Read the header of a safetensors file, without a look at the places that it names.
+
+    Raises:
+        CheckpointError: it is no JSON object, or has a name twice, of which safetensors' own reader takes the last.
+    """
+    with reading(path):
+        file = FileSlice.of(path)
+        length = int.from_bytes(file.bytes_at(0, 8).numpy().tobytes(), "little")
+        if length > _LARGEST_HEADER:
+            raise CheckpointError(f"has a header of {length} bytes, expected at most {_LARGEST_HEADER}")
+        tensors = json_object(file.bytes_at(8, length).numpy().tobytes(), path)
+        metadata = tensors.pop("__metadata__", None)
+        data = file.part(8 + length, file.length - 8 - length)
+        return SafetensorsHeader(tensors, metadata if isinstance(metadata, dict) else {}, data)
+
+
 def is_state(path: str) -> bool:
     """Return True if the metadata of a safetensors file says that it is fp8dist state."""
-    with safe_open(path, framework="pt") as file:
-        return (file.metadata() or {}).get("format") == FILE_FORMAT
+    return header_of(path).metadata.get("format") == FILE_FORMAT
 
 
 def safetensors_source(path: str, files: list[str]) -> Source:
-    """Open ``files`` as one checkpoint called ``path``.
+    """List the tensors of ``files`` as one checkpoint called ``path``. They are read, not mapped: mapped pages stay in
+    memory, and if a file becomes shorter, the process is killed.
 
     Raises:
         CheckpointError: a file is not readable, or two files have a tensor of the same name.
     """
     items: dict[str, Item] = {}
     homes: dict[str, str] = {}
-    with ExitStack() as resources:
-        for name in files:
-            with reading(name):
-                FileSlice.of(name)
-                file = resources.enter_context(safe_open(name, framework="pt", device="cpu"))
-                metadata = file.metadata() or {}
-                if metadata.get("format") == FILE_FORMAT:
-                    raise CheckpointError("is fp8dist state among other files of a folder: name the file itself")
-                for key in file.keys():  # noqa: SIM118  (not a dict)
-                    if key in items:
-                        sharded = " (shards of DCP that were not consolidated)" if _SHARDED in metadata else ""
-                        raise CheckpointError(f"{key} is in {os.path.basename(homes[key])} as well{sharded}")
-                    items[key], homes[key] = _item(file, key), name
-        return Source(path, PARAMETERS, items.values(), resources.pop_all())
+    for name in files:
+        with reading(name):
+            header = header_of(name)
+            with safe_open(name, framework="pt"):  # Checks shapes and places.
+                pass
+            if header.metadata.get("format") == FILE_FORMAT:
+                raise CheckpointError("is fp8dist state among other files of a folder: name the file itself")
+            for key, described in header.tensors.items():
+                if key in items:
+                    sharded = " (shards of DCP that were not consolidated)" if _SHARDED in header.metadata else ""
+                    raise CheckpointError(f"{key} is in {os.path.basename(homes[key])} as well{sharded}")
+                items[key], homes[key] = _item(header.data, key, described), name
+    return Source(path, PARAMETERS, items.values())
 
 
-def _item(file: Any, name: str) -> Item:
-    described = file.get_slice(name)
-    dtype = described.get_dtype()
+def _item(data: FileSlice, name: str, described: Mapping[str, Any]) -> Item:
+    dtype, (begin, end) = described["dtype"], described["data_offsets"]
     if dtype not in DTYPES:
         raise CheckpointError(f"{name} is of dtype {dtype}, expected one of {', '.join(DTYPES)}")
-    return SavedEntry(name, "parameter", tuple(described.get_shape()), DTYPES[dtype]), partial(file.get_tensor, name)
+    entry = SavedEntry(name, "parameter", tuple(described["shape"]), DTYPES[dtype])
+    return entry, partial(_values, data.part(begin, end - begin), entry)
+
+
+def _values(part: FileSlice, entry: SavedEntry) -> Tensor:
+    return part.bytes_at(0, part.length).view(getattr(torch, entry.dtype)).reshape(entry.shape)
 
 
 # fp8dist state -------------------------------------------------------------------------------------

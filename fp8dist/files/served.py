@@ -9,19 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from fp8dist.common.divergence import Finding
 from fp8dist.errors import CheckpointError
-from fp8dist.files.entries import PARAMETERS, SavedEntry, Source
+from fp8dist.files.entries import Source
 from fp8dist.files.failures import reading
-from fp8dist.files.json_files import LARGEST_TEXT, json_object, read_text
-from fp8dist.files.safetensor_files import SUFFIX, safetensors_source
-from fp8dist.files.slices import FileSlice
+from fp8dist.files.json_files import json_object, read_text
+from fp8dist.files.safetensor_files import SUFFIX, SafetensorsHeader, header_of, safetensors_source
 
 __all__ = ["CONFIG", "INDEX", "Served", "mismatch", "served_model"]
 
@@ -45,14 +40,6 @@ class Served:
     faults: tuple[Finding, ...]
 
 
-class _Header(NamedTuple):
-    """The header of a safetensors file, and the bytes after it."""
-
-    tensors: dict[str, Any]
-    metadata: Mapping[str, Any]
-    data: FileSlice
-
-
 def mismatch(kind: str, name: str, detail: str, **fields: Any) -> Finding:
     """Return a finding about file 1, what is served, against file 0, what should be served."""
     return Finding(0, kind, name, (1,), 0, detail=detail, sides=((0,), (1,)), **fields)
@@ -69,33 +56,17 @@ def served_model(path: str) -> Served:
     with reading(path):
         files = {name: os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(SUFFIX)}
     places = _weight_map(path, files)
-    headers = {name: _header(file) for name, file in files.items() if name in places.values()}
+    headers = {name: header_of(file) for name, file in files.items() if name in places.values()}
     tied = {alias: owner for header in headers.values() for alias, owner in header.metadata.items()}
-    return Served(path, content, _source(path, files, headers), tied, tuple(_faults(places, headers, files)))
-
-
-def _source(path: str, files: Mapping[str, str], headers: Mapping[str, _Header]) -> Source:
-    """Return the tensors of all files. They are read, not mapped: mapped pages stay in memory, and if a file becomes
-    shorter, the process is killed."""
-    with safetensors_source(path, [files[name] for name in headers]) as checked:
-        entries = checked.entries
-    parts = {}
-    for header in headers.values():
-        for name, described in header.tensors.items():
-            begin, end = described["data_offsets"]
-            parts[name] = header.data.part(begin, end - begin)
-    return Source(path, PARAMETERS, [(entry, partial(_values, parts[entry.name], entry)) for entry in entries])
-
-
-def _values(part: FileSlice, entry: SavedEntry) -> Tensor:
-    return part.bytes_at(0, part.length).view(getattr(torch, entry.dtype)).reshape(entry.shape)
+    source = safetensors_source(path, [files[name] for name in headers])
+    return Served(path, content, source, tied, tuple(_faults(places, headers, files)))
 
 
 def _weight_map(path: str, files: Mapping[str, str]) -> dict[str, str]:
     """Return the name of the file of each tensor."""
     index = os.path.join(path, INDEX)
     if not os.path.lexists(index) and _SINGLE in files:
-        return dict.fromkeys(_header(files[_SINGLE]).tensors, _SINGLE)
+        return dict.fromkeys(header_of(files[_SINGLE]).tensors, _SINGLE)
     places = json_object(read_text(index), index).get("weight_map")
     with reading(index):
         if not isinstance(places, dict):
@@ -106,20 +77,9 @@ def _weight_map(path: str, files: Mapping[str, str]) -> dict[str, str]:
         return places
 
 
-def _header(path: str) -> _Header:
-    """Read the header of a safetensors file. Of two equal names, safetensors' own reader takes the last."""
-    with reading(path):
-        file = FileSlice.of(path)
-        length = int.from_bytes(file.bytes_at(0, 8).numpy().tobytes(), "little")
-        if length > LARGEST_TEXT:
-            raise CheckpointError(f"has a header of {length} bytes, expected at most {LARGEST_TEXT}")
-        tensors = json_object(file.bytes_at(8, length).numpy().tobytes(), path)
-        metadata = tensors.pop("__metadata__", None)
-        data = file.part(8 + length, file.length - 8 - length)
-        return _Header(tensors, metadata if isinstance(metadata, dict) else {}, data)
-
-
-def _faults(places: Mapping[str, str], headers: Mapping[str, _Header], files: Mapping[str, str]) -> Iterator[Finding]:
+def _faults(
+    places: Mapping[str, str], headers: Mapping[str, SafetensorsHeader], files: Mapping[str, str]
+) -> Iterator[Finding]:
     for name in sorted(set(places.values()) - files.keys()):
         yield mismatch("file", name, f"is missing, with {sum(home == name for home in places.values())} tensors")
     for name in sorted(files.keys() - headers.keys()):

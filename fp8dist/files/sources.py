@@ -30,7 +30,7 @@ __all__ = ["open_source"]
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open a checkpoint and list its entries. Close it, or use it in a ``with`` statement.
+    """List the entries of a checkpoint.
 
     Numbers, text and bytes are entries, too, as small tensors (``values.plain_tensor``).
 

@@ -6,14 +6,20 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch import nn
+
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.model_state import ModelState
+from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
-from fp8dist.state.manifest import ArenaDescription, WeightDescription, build_manifest, manifest_digest
+from fp8dist.state.groups import SyncGroup, world_size
+from fp8dist.state.manifest import build_manifest, manifest_digest
+from fp8dist.state.publications import agree_on_manifests, publish_manifest
 from fp8dist.state.roll_call import enrol, failing_by_name
 from fp8dist.state.settings import Settings
 from fp8dist.state.slots import Slot
+from fp8dist_kernels.formats import Role
 
 __all__ = ["agree", "require_groups"]
 
@@ -28,14 +34,14 @@ def require_groups(settings: Settings, groups: Sequence[SyncGroup | None]) -> No
         )
 
 
-def agree(
-    state: ModelState, also: Mapping[str, Any], weights: Mapping[Slot, WeightDescription], timeout: timedelta
-) -> dict[int, str]:
-    """Publish all manifests, compare them with the other ranks', and make the communicators. COLLECTIVE.
+def agree(state: ModelState, model: nn.Module, also: Mapping[str, Any], timeout: timedelta) -> dict[int, str]:
+    """Publish the manifest of each group, compare it with those of the other ranks, and make the communicators that
+    steps need. COLLECTIVE: through the store, and one all-reduce for each new communicator of GPUs.
 
     Args:
+        model: the prepared model, sharded or not. Its weights are part of the manifests.
         also: JSON values that must be equal on all ranks, besides the settings.
-        weights: by weight slot, the description of the whole weight: the same on all ranks, however it is sharded.
+        timeout: how long to wait for the other ranks.
 
     Returns:
         The digest of each agreed manifest, by id of an arena's sync.
@@ -44,13 +50,14 @@ def agree(
         ManifestMismatchError: on all ranks, if the manifests differ.
     """
     settings, syncs, groups = state.settings, state.syncs, state.groups
+    weights = _described_weights(model)
     distinct = {id(group): group for group in groups}
     agreed = {**settings.describe(), **also, "groups": len(distinct)}
     publications = []
     for group in distinct.values():  # One manifest per group: ranks may differ in their number of arenas.
-        arenas = [_described(sync, weights) for sync, of in zip(syncs, groups) if of is group]
         if group is not None and group.communicates:
-            publications.append(publish_manifest(group, build_manifest(arenas, agreed)))
+            arenas = [sync.arena for sync, of in zip(syncs, groups) if of is group]
+            publications.append(publish_manifest(group, build_manifest(arenas, weights, agreed)))
     if publications:
         enrol()
     agree_on_manifests(publications, len(distinct) - 1, timeout)
@@ -61,7 +68,7 @@ def agree(
         if _reduces(settings, own):
             with failing_by_name(own[0].owner, lambda: "the connection at attach()", group.ranks):
                 group.make_own(f"fp8dist/{group.identity}/{group.round}", own[0].arena.device)
-    return {id(sync): manifest_digest(build_manifest([_described(sync, weights)], agreed)) for sync in syncs}
+    return {id(sync): manifest_digest(build_manifest([sync.arena], weights, agreed)) for sync in syncs}
 
 
 def _reduces(settings: Settings, syncs: Sequence[ArenaSync]) -> bool:
@@ -71,8 +78,22 @@ def _reduces(settings: Settings, syncs: Sequence[ArenaSync]) -> bool:
     return shares and bool(at_steps or any(sync.every_step for sync in syncs))
 
 
-def _described(sync: ArenaSync, weights: Mapping[Slot, WeightDescription]) -> ArenaDescription:
-    arena = sync.arena
-    return ArenaDescription(
-        arena.specs, arena.recipe.describe(), {s: w for s, w in weights.items() if s in arena.index}
-    )
+def _described_weights(model: nn.Module) -> dict[Slot, dict[str, Any]]:
+    """Describe the whole weights by slot, as ``build_manifest`` takes them: the same on all ranks, however weights are
+    sharded. So the shapes of Linears are those of the modules."""
+    by_weight: dict[int, list[Part]] = {}
+    for part in fp8_parts(model):
+        by_weight.setdefault(id(part.stored[0]) if part.stored else id(part.module), []).append(part)
+    described: dict[Slot, dict[str, Any]] = {}
+    for parts in by_weight.values():
+        first, users = parts[0], sorted(part.fqn for part in parts)
+        dtype = str(first.weight.dtype).removeprefix("torch.")
+        if isinstance(first.module, FP8Linear):
+            shape = [first.module.out_features, first.module.in_features]
+            same = {"shape": shape, "dtype": dtype, "users": users}
+            described |= {part.slots.slots[Role.WEIGHT]: same for part in parts}
+        else:  # Experts do not share weights. FSDP2's DTensors have the whole shape.
+            shape = list(first.weight.shape[1:])
+            for slot in first.slots.weight_slots:
+                described[slot] = {"shape": shape, "dtype": dtype, "users": [slot.fqn]}
+    return described

@@ -33,7 +33,7 @@ _EXPERTS_HISTORY = 16
 """Longest history of experts for which no override gives a recipe. 92,160 slots of 1024 steps take 377 MB."""
 
 Key = tuple[int, Recipe]
-"""What the slots of one arena have in common: the place of their group, and their recipe."""
+"""What the slots of one arena have in common: the place of their group in ``GivenGroups.groups``, and their recipe."""
 
 
 class ExpertProduct(NamedTuple):
@@ -71,14 +71,15 @@ def products_of(experts: Mapping[str, nn.Module], overrides: Overrides, recipe: 
 
 @dataclass(frozen=True)
 class GivenGroups:
-    """The groups that ``prepare`` was given, each once. ``groups``: the default one first. ``places``: by pattern, the
-    place of its group. The first pattern that matches counts."""
+    """The groups that ``prepare`` was given, each once. ``groups``: first that of ``group=``, then those of
+    ``groups=``. ``places``: by pattern, the index of its group in ``groups``. The first pattern that matches counts."""
 
     groups: tuple[GroupLike | None, ...]
     places: Mapping[str, int]
 
     def place_of(self, *fqns: str) -> int:
-        """Return the place of the first group with a pattern that matches one of these fqns, else of the default."""
+        """Return the place of the group of the first pattern that matches one of these fqns; 0, the default group, if
+        none does."""
         matching = (at for pattern, at in self.places.items() if any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns))
         return next(matching, 0)
 
@@ -88,7 +89,7 @@ class GivenGroups:
 
 
 def given_groups(group: GroupLike | None, groups: Mapping[str, GroupLike] | None) -> GivenGroups:
-    """First step: number the groups.
+    """First step: number the groups. Two patterns with the same group object share a place.
 
     Raises:
         ConfigurationError: ``groups`` is no mapping of patterns.

@@ -1,4 +1,5 @@
-"""Validation of arguments that users pass as model, groups, optimizer or scaler."""
+"""Validation of what a program passes to ``prepare`` as model and groups, and to ``attach`` as module, optimizer,
+scaler and timeout. All functions are local. A message says what was expected, what came, and often where it belongs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fp8dist.common.patterns import require_patterns
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import has_base
 
-__all__ = ["is_module_name", "require_attachable", "require_mapping_of_groups", "require_model"]
+__all__ = ["require_attachable", "require_mapping_of_groups", "require_model"]
 
 _WRAPPERS: Mapping[str, str] = MappingProxyType(
     {
@@ -29,11 +30,6 @@ _WRAPPERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Class name of a wrapper, and how to create it after prepare()."""
-
-
-def is_module_name(name: str) -> bool:
-    """True if ``name`` is a public attribute of every nn.Module."""
-    return not name.startswith("_") and (name in vars(nn.Module) or name in nn.Module.__annotations__)
 
 
 def require_model(model: object) -> None:

@@ -36,10 +36,8 @@ _SCALER_FRAMES = 8
 
 
 class CompilationWatch:
-    """Tells the owner when torch.compile begins: neither a compiled forward nor its first run can commit a sync.
-
-    The watch lives as long as the owner.
-    """
+    """Calls ``owner.compilation_begins`` when torch.compile begins to trace: neither a compiled forward nor its first
+    run can commit a sync. Ends with ``remove``, or with its owner."""
 
     def __init__(self, owner: StepCycle) -> None:
         # Imported here because it takes a second. torch's optimizers import it, too, but not every job has one.
@@ -83,8 +81,9 @@ class BoundaryHooks:
         self._restore_scaler = self._watch(scaler) if scaler is not None else None
         self._looked = scaler is not None
         self._stepped = False
-        self._others_stepped = False  # Since the last boundary. If so, the last one's step is a boundary even if
-        # skipped.
+        # An optimizer other than the last has stepped since the last boundary. Then the last one's step is a boundary
+        # even if the scaler skips it.
+        self._others_stepped = False
 
     def remove(self) -> None:
         """Remove all hooks."""

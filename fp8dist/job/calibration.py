@@ -40,10 +40,9 @@ def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:
         )
     reshard(sharded)  # Otherwise, weights that an evaluation has gathered hide the parameters with gradients.
     pending = [sync.arena.pending.clone() for sync in cycle.syncs]
-    untouched = Untouched(module)
     cycle.job.calibrating = True
     try:
-        with cycle.job.switched(in_fp8=False, recording=True):
+        with _untouched(module), cycle.job.switched(in_fp8=False, recording=True):
             yield
     except BaseException:
         for sync, before in zip(cycle.syncs, pending):
@@ -51,46 +50,41 @@ def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:
         raise
     finally:
         cycle.job.calibrating = False
-        untouched.put_back()
     cycle.boundary(calibrated=True)
 
 
-class Untouched:
-    """Removes gradients, and saves buffers and generator states, until ``put_back`` restores them.
+@contextlib.contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Remove the gradients inside the context. Restore at exit gradients, buffers, and torch's random number generators
+    of the CPU and of the model's GPUs.
 
-    Restores gradients as the same tensors with the same values: under DDP with ``gradient_as_bucket_view`` they are
-    views of buckets, which backwards inside a calibration overwrite.
-
-    Args:
-        module: the model as the training loop calls it. Saves the generators of the CPU and of the model's GPUs.
+    Gradients are restored as the same tensors with the same values: under DDP with ``gradient_as_bucket_view`` they are
+    views of buckets, which backwards inside the context overwrite.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
-        for parameter in module.parameters():
-            gradient = parameter.grad
-            self._gradients.append((parameter, gradient, None if gradient is None else gradient.detach().clone()))
-            parameter.grad = None
-        self._buffers = [
-            (owner, name, buffer, None if buffer is None else buffer.detach().clone())
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-        ]
-        devices = {parameter.device for parameter in module.parameters()}
-        self._random = torch.get_rng_state()
-        self._on_gpus = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Restore gradients, buffers and generator states."""
-        for parameter, gradient, values in self._gradients:
+    gradients = [(parameter, parameter.grad, _copy(parameter.grad)) for parameter in module.parameters()]
+    buffers = [
+        (owner, name, buffer, _copy(buffer)) for owner in module.modules() for name, buffer in owner._buffers.items()
+    ]
+    devices = {parameter.device for parameter, _, _ in gradients}
+    for parameter, _, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+            yield
+    finally:
+        for parameter, gradient, values in gradients:
             parameter.grad = gradient
-            if gradient is not None and values is not None:
-                gradient.copy_(values)
-        for owner, name, buffer, values in self._buffers:
+            _put_back(gradient, values)
+        for owner, name, buffer, values in buffers:
             owner._buffers[name] = buffer
-            if buffer is not None and values is not None:
-                buffer.copy_(values)
-        torch.set_rng_state(self._random)
-        for device, state in self._on_gpus.items():
-            torch.cuda.set_rng_state(state, device)
+            _put_back(buffer, values)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+@torch.no_grad()
+def _put_back(tensor: Tensor | None, values: Tensor | None) -> None:
+    if tensor is not None and values is not None:
+        tensor.copy_(values)

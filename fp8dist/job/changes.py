@@ -31,7 +31,8 @@ the larger norm: after a rollback by one step, the next step leads back as well.
 
 
 class Masters:
-    """Checks that an optimizer of master copies changes the FP8 weights. Warns at its fourth step if not."""
+    """Checks that the steps of an optimizer change FP8 weights that it does not hold itself, because it may hold master
+    copies of them in float32. Warns at its fourth step if the weights are as they were. ``parts``: these weights."""
 
     def __init__(self, parts: Sequence[Part], optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -140,8 +141,8 @@ class WeightLoads:
 
 
 def _undone(note: WeightNote, old: Tensor, new: Tensor) -> bool | None:
-    """Return whether a weight is what it was before a load; None: the two are too near to tell, or were sharded in
-    other ways, as by FSDP1, which loads into whole weights."""
+    """Return True if a weight is again what it was before a load, False if it is not. None: unknown, because the values
+    before and after the load are too similar, or were sharded in other ways, as by FSDP1, which loads whole weights."""
     now = sample_of(note.stored[0])
     if len({(x.shape, x.device) for x in (now, old, new)}) > 1:
         return None

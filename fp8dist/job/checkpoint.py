@@ -215,7 +215,7 @@ class _Match:
 
     @property
     def tripped(self) -> set[Slot]:
-        """Saved slots that had tripped, before their modules fell back to high precision."""
+        """Saved slots that had passed a limit of ``prepare(fallback=…)``, and whose modules had not yet fallen back."""
         return {slot for slot, place in self._places.items() if place in self._saved["tripped"]}
 
     def _compare_slots(self, strict: bool) -> None:
@@ -260,9 +260,12 @@ class _Match:
         return name
 
     def _amaxes_behind_scales(self) -> Tensor:
-        """Return the amaxes that the saved scales were made from: float32[n], in the order of the saved slots.
+        """Return the amaxes that the saved scales stand for: float32[n] on the CPU, in the order of the saved slots.
 
         The margin is taken out. The rounding to a power of two cannot be undone.
+
+        Raises:
+            CheckpointError: a saved margin or format is not one of this version.
         """
         names = self._saved["formats"]
         margins = [recipe.get("margin", 0) for recipe in self._saved["recipes"]]

@@ -11,12 +11,9 @@ from torch import nn
 
 from fp8dist.common.text import aligned, first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.eligibility import LeftOut, ModelFacts, Selection, experts_of, matmul_parameters, why_not
-from fp8dist.modules.foreign import expert_products
-from fp8dist.modules.fp8_experts import FP8Experts
-from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.job.eligibility import Candidate, LeftOut, ModelFacts, Selection, why_not
+from fp8dist.modules.fp8_module import FP8Module
 from fp8dist.modules.job_state import JobState
-from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.state.groups import is_dtensor
 from fp8dist.state.recipe import GEMMS, Gemm
@@ -128,11 +125,13 @@ def _with_precisions(row: CoverageRow, high: Sequence[Sequence[Gemm]]) -> Covera
 
 
 class _Found(NamedTuple):
-    """A module with matmul weights. ``high``: if it is converted already, its GEMMs in high precision, or those of each
-    of its experts."""
+    """A module with matmul weights: what its row of the table is made from.
 
-    fqn: str
-    module: nn.Module
+    ``left_out``: why it stays in high precision; None: it is converted. ``high``: if it is converted already, its GEMMs
+    in high precision now, or those of each of its experts.
+    """
+
+    of: Candidate
     kind: str
     parameters: int
     tied_to: str
@@ -153,26 +152,26 @@ class Survey:
     @property
     def chosen(self) -> dict[str, nn.Module]:
         """The Linears to convert, by fqn."""
-        return {fqn: module for fqn, module in self._converted.items() if expert_products(module) is None}
+        return {of.fqn: of.module for of in self._converted if of.products is None}
 
     @property
     def experts(self) -> dict[str, nn.Module]:
         """The experts of mixtures to convert, by fqn."""
-        return {fqn: module for fqn, module in self._converted.items() if expert_products(module) is not None}
+        return {of.fqn: of.module for of in self._converted if of.products is not None}
 
     @property
-    def _converted(self) -> dict[str, nn.Module]:
-        return {one.fqn: one.module for one in self._found if one.left_out is None}
+    def _converted(self) -> list[Candidate]:
+        return [one.of for one in self._found if one.left_out is None]
 
     @property
     def fqns(self) -> list[str]:
         """All modules with matmul weights. Patterns are matched with these names."""
-        return [one.fqn for one in self._found]
+        return [one.of.fqn for one in self._found]
 
     @property
     def left_out(self) -> list[tuple[str, LeftOut]]:
         """(fqn, why) of the modules that are not converted."""
-        return [(one.fqn, one.left_out) for one in self._found if one.left_out is not None]
+        return [(one.of.fqn, one.left_out) for one in self._found if one.left_out is not None]
 
     @property
     def unprepared(self) -> list[str]:
@@ -191,8 +190,8 @@ class Survey:
         rows = []
         for one in self._found:
             fp8, reason = one.left_out is None and enabled, off if one.left_out is None else one.left_out.reason
-            share, experts = one.parameters / total, experts_of(one.module)
-            row = CoverageRow(one.fqn, one.kind, one.parameters, share, fp8, reason, one.tied_to, experts)
+            sizes = one.parameters, one.parameters / total
+            row = CoverageRow(one.of.fqn, one.kind, *sizes, fp8, reason, one.tied_to, one.of.experts)
             rows.append(_with_precisions(row, one.high) if fp8 else row)
         return Coverage(tuple(rows))
 
@@ -201,10 +200,10 @@ class Survey:
         groups: dict[tuple[str, str], list[_Found]] = {}
         for one in self._found:
             if one.left_out is not None:
-                groups.setdefault((type(one.module).__name__, one.left_out.label), []).append(one)
+                groups.setdefault((one.of.kind, one.left_out.label), []).append(one)
         ordered = sorted(groups.items(), key=lambda item: -sum(one.parameters for one in item[1]))
         parts = [
-            f"{f'{len(same)} {kind}' if len(same) > 1 else same[0].fqn or 'the model'} ({label})"
+            f"{f'{len(same)} {kind}' if len(same) > 1 else same[0].of.fqn or 'the model'} ({label})"
             for (kind, label), same in ordered[:_GROUPS]
         ]
         rest = sum(len(same) for _, same in ordered[_GROUPS:])
@@ -227,18 +226,18 @@ def survey(model: nn.Module, selection: Selection) -> Survey:
     Raises:
         ConfigurationError: a Linear to convert is already prepared, or sharded by FSDP.
     """
-    facts, found = ModelFacts(model), []
-    for fqn, module in facts.modules:
-        parameters = matmul_parameters(module)
+    facts, found = ModelFacts(model, selection), []
+    for of in facts:
+        parameters = of.parameters
         if parameters is None:
             continue
-        if isinstance(module, (FP8Linear, FP8Experts)):
-            raise ConfigurationError(f"{fqn or 'the model'} is prepared already: call fp8dist.restore(model) first")
-        left_out = why_not(module, fqn, selection, facts)
+        if isinstance(of.module, FP8Module):
+            raise ConfigurationError(f"{of.fqn or 'the model'} is prepared already: call fp8dist.restore(model) first")
+        left_out = why_not(of)
         if left_out is None:
-            _require_unsharded(module, fqn)
-        found.append(_Found(fqn, module, type(module).__name__, parameters, facts.owner(module, fqn), left_out))
-    return Survey(found, any(isinstance(module, nn.TransformerEncoderLayer) for _, module in facts.modules))
+            _require_unsharded(of)
+        found.append(_Found(of, of.kind, parameters, facts.owner(of.module, of.fqn), left_out))
+    return Survey(found, facts.has_fast_path)
 
 
 def survey_again(model: nn.Module, selection: Selection, before: Coverage, job: JobState) -> Survey:
@@ -249,41 +248,31 @@ def survey_again(model: nn.Module, selection: Selection, before: Coverage, job: 
             are taken from it.
         job: of the model's manager.
     """
-    known, facts = {row.fqn: row for row in before}, ModelFacts(model)
-    again = (_found_again(fqn, module, known.get(fqn), selection, facts) for fqn, module in facts.modules)
-    found = []
-    for one in again:
+    known, found = {row.fqn: row for row in before}, []
+    for of in ModelFacts(model, selection):
+        converted = of.module.fp8_weights if isinstance(of.module, FP8Module) else ()
+        one = _found_again(of, known.get(of.fqn), bool(converted))
         if one is not None:
-            converted, left_out = _slots_of(one.module), one.left_out
             if any(slots.job is not job for slots in converted):
-                left_out = LeftOut("copy", "it is a copy of a converted module: no step updates its FP8 state")
+                copy = LeftOut("copy", "it is a copy of a converted module: no step updates its FP8 state")
+                one = one._replace(left_out=copy)
             high = [precision.high for slots in converted for precision in slots.precisions]
-            found.append(one._replace(left_out=left_out, high=high))
+            found.append(one._replace(high=high))
     return Survey(found)
 
 
-def _found_again(
-    fqn: str, module: nn.Module, row: CoverageRow | None, selection: Selection, facts: ModelFacts
-) -> _Found | None:
+def _found_again(of: Candidate, row: CoverageRow | None, converted: bool) -> _Found | None:
     """Return a module with matmul weights as it is now; None: it has none. ``row``: its row after ``prepare``."""
-    converted = bool(_slots_of(module))
-    kind = (module.converted_from if isinstance(module, (FP8Linear, FP8Experts)) else type(module)).__name__
-    parameters = matmul_parameters(module)
-    if row is not None and (converted or not row.fp8) and _is_still(module, row, kind, parameters):
+    kind = (of.module.converted_from if isinstance(of.module, FP8Module) else type(of.module)).__name__
+    parameters = of.parameters
+    if row is not None and (converted or not row.fp8) and _is_still(of.module, row, kind, parameters):
         left_out = None if converted else LeftOut("", row.reason)
-        return _Found(fqn, module, row.kind, row.parameters, row.tied_to, left_out)
+        return _Found(of, row.kind, row.parameters, row.tied_to, left_out)
     if parameters is None:
         return None
-    tied_to = facts.owner(module, fqn)
-    left_out = None if converted else why_not(module, fqn, selection, facts) or LeftOut(_LATER, _LATER_REASON)
-    return _Found(fqn, module, kind, parameters, tied_to, left_out)
-
-
-def _slots_of(module: nn.Module) -> tuple[LinearSlots, ...]:
-    """Return the slots of a converted module; () for other modules."""
-    if isinstance(module, FP8Linear):
-        return (module.fp8_slots,)
-    return tuple(module.fp8_products.values()) if isinstance(module, FP8Experts) else ()
+    tied_to = of.model.owner(of.module, of.fqn)
+    left_out = None if converted else why_not(of) or LeftOut(_LATER, _LATER_REASON)
+    return _Found(of, kind, parameters, tied_to, left_out)
 
 
 def _is_still(module: nn.Module, row: CoverageRow, kind: str, parameters: int | None) -> bool:
@@ -292,11 +281,10 @@ def _is_still(module: nn.Module, row: CoverageRow, kind: str, parameters: int | 
     return same and (not isinstance(module, nn.Linear) or parameters == row.parameters)
 
 
-def _require_unsharded(module: nn.Module, fqn: str) -> None:
+def _require_unsharded(of: Candidate) -> None:
     """Raise ConfigurationError if a module to convert is sharded."""
-    weights = (module._parameters[name] for name in expert_products(module) or ())
-    if is_sharded(module) or any(is_dtensor(weight) for weight in weights if weight is not None):
+    if is_sharded(of.module) or (of.products is not None and any(map(is_dtensor, of.weights.values()))):
         raise ConfigurationError(
-            f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
-            "it. Name modules that stay in high precision in skip="
+            f"{of.fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or "
+            "shard it. Name modules that stay in high precision in skip="
         )

@@ -41,9 +41,11 @@ class StepCycle:
         measurement: the watch, and the time that steps wait in syncs.
         checks: runs the checks that are due.
         audits: the audits of casts and products; None: the settings ask for none.
-        steps: watches all optimizers of the process. The manager sets it.
+        steps: watches all optimizers of the process. The manager sets it, as soon as it has a cycle.
         listeners: called as a training step ends. False: the step was skipped.
     """
+
+    steps: StepWatch
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -54,7 +56,6 @@ class StepCycle:
         state = self.state
         self.settings, self.job, self.precisions = state.settings, state.job, state.precisions
         self.syncs, self.groups = state.syncs, state.groups
-        self.steps: StepWatch | None = None
         self.audits: Audits | None = None
         self.control = PrecisionControl(state)
         self.checker = Checker(state, self.control)
@@ -102,7 +103,8 @@ class StepCycle:
         """End a step. COLLECTIVE: one all-reduce per arena, except for syncs that were launched early.
 
         Args:
-            hold: non-zero if the loss scaler skips this step, which then does not count. Read on the device.
+            hold: one element on the state's device, non-zero if the loss scaler skips this step, which then does not
+                count. Read on the device.
             calibrated: True at the end of a calibration, which is not a training step.
         """
         in_graph = self._begin_boundary()
@@ -156,12 +158,11 @@ class StepCycle:
         self._renews = False
         self.audits = None
         self.job.detach()
-        if self.steps is not None:
-            self.steps.detached()
+        self.steps.detached()
         self.job.invalidate_casts()
 
     def begin_audit(self) -> None:
-        """Choose what the next step takes down for an audit, if it is audited. Local."""
+        """Choose which cast or product of the next step is recorded for an audit, if that step is audited. Local."""
         if self.audits is not None:
             self.audits.begin(self.job.step + 1, self.job.boundaries - self.checks.since)
 
@@ -180,7 +181,7 @@ class StepCycle:
         return any(sync.verdict is not None and sync.verdict.read().nonfinite for sync in self.syncs)
 
     def _commit(self, hold: Tensor | None, in_graph: bool) -> None:
-        """Make launched syncs due for commit. Local.
+        """Mark the launched syncs as past their boundary, so that the next reader of scales commits them. Local.
 
         Commits them now if ``update`` is "same_step", or if the next reader of scales may bypass Python.
         """
@@ -271,20 +272,18 @@ class StepCycle:
         """
         self.job.invalidate_casts()
         self.count_from_state(step)
-        if self.steps is not None:
-            self.steps.state_loaded(slots)
+        self.steps.state_loaded(slots)
         if self.scales.sharded is not None:
             self.scales.sharded.state_loaded(slots)
 
     @contextlib.contextmanager
     def weights_swapped(self) -> Iterator[None]:
         """Context in which the caller swaps weights and puts them back: restores notes and scales at exit. Local."""
-        notes = self.steps.kept_notes() if self.steps is not None else contextlib.nullcontext()
         scales = self.scales.sharded.kept_scales() if self.scales.sharded is not None else contextlib.nullcontext()
         growth = self.job.growth, self.job.eval_growth
         self.job.invalidate_casts()
         try:
-            with notes, scales:
+            with self.steps.kept_notes(), scales:
                 yield
         finally:
             self.job.growth, self.job.eval_growth = growth
@@ -307,8 +306,7 @@ class StepCycle:
         """Handle loaded state of an attached optimizer. Local. ``stepped``: True if it has stepped before."""
         if self.job.boundaries == self.checks.since:
             self.control.training_resumes(stepped)
-        if self.steps is not None:
-            self.steps.optimizer_loaded()
+        self.steps.optimizer_loaded()
 
     def step_skipped(self) -> None:
         """Drop non-finite amaxes, but no others, because the loss scaler skipped the optimizer. Local."""

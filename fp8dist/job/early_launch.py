@@ -1,4 +1,4 @@
-"""What launches syncs before the boundary, for the hooks of ``fp8dist.ddp`` and ``fp8dist.fsdp``."""
+"""Makes the EarlyLauncher of a manager, for the hooks of ``fp8dist.ddp`` and ``fp8dist.fsdp``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["early_launcher"]
 
 
 def early_launcher(manager: StateManager, frozen_weights: bool = False) -> EarlyLauncher:
-    """Return what launches syncs before the boundary, for the hooks of DDP and FSDP1. Local.
+    """Return the object that launches syncs before the boundary, for the hooks of DDP and FSDP1. Local.
 
     Args:
-        frozen_weights: True if the hook launches after the gradient amaxes of frozen layers are recorded.
+        frozen_weights: True if weights may be frozen, because the hook launches after the gradient amaxes of their
+            layers are recorded.
 
     Raises:
         ConfigurationError: a converted weight is frozen, and ``frozen_weights`` is False.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from fp8dist.state.groups import has_base, local_part
 from fp8dist.state.slots import clean_fqn
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
-__all__ = ["LeftOut", "ModelFacts", "Selection", "experts_of", "matmul_parameters", "why_not"]
+__all__ = ["Candidate", "LeftOut", "ModelFacts", "Selection", "why_not"]
 
 _IN_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _BITSANDBYTES = ("Linear8bitLt", "Linear4bit")
@@ -64,34 +64,91 @@ class Selection:
 
 
 class ModelFacts:
-    """What the rules need to know of the whole model, from one walk over its modules.
+    """What the rules need to know of the whole model, from one walk over its modules, and of the caller's selection.
 
-    ``modules``: (fqn, module), each module once, in the order of ``named_modules``.
+    Iterates over the modules, each once, in the order of ``named_modules``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [(clean_fqn(raw), module) for raw, module in model.named_modules()]
-        self.heads = _heads(self.modules)
+    def __init__(self, model: nn.Module, selection: Selection) -> None:
+        self.selection = selection
+        modules = [(clean_fqn(raw), module) for raw, module in model.named_modules()]
+        bases = [linear_base(type(module)) for _, module in modules]
+        mixtures = [expert_products(module) if base is None else None for (_, module), base in zip(modules, bases)]
+        self._modules = [(*named, base, products) for named, base, products in zip(modules, bases, mixtures)]
+        self.heads = _heads(modules)
         self.inner = set()  # Linears that nn.MultiheadAttention uses without calling them.
         self.uses: collections.Counter[int] = collections.Counter()  # Of each parameter, by its id.
+        self.has_fast_path = False  # torch may compute an nn.TransformerEncoderLayer without calling its Linears.
         self._owners: dict[int, str] = {}  # First module with a weight, by the weight's id.
-        for fqn, module in self.modules:
+        for fqn, module in modules:
             self.uses.update(map(id, module._parameters.values()))
+            self.has_fast_path |= isinstance(module, nn.TransformerEncoderLayer)
             if isinstance(module, nn.Embedding):
                 self._owners.setdefault(id(module.weight), fqn)
             elif isinstance(module, nn.MultiheadAttention):
                 self.inner.add(id(module.out_proj))
 
+    def __iter__(self) -> Iterator[Candidate]:
+        return (Candidate(*each, self) for each in self._modules)
+
     def owner(self, module: nn.Module, fqn: str) -> str:
-        """Return the embedding or earlier module with the same weight, or "". Ask in the order of ``modules``."""
+        """Return the embedding or earlier module with the same weight, or "". Ask in the order of the modules."""
         weight = module._parameters.get("weight")
         first = fqn if weight is None else self._owners.setdefault(id(weight), fqn)
         return first if first != fqn else ""
 
 
+class Candidate(NamedTuple):
+    """A module of the model, as the rules see it.
+
+    ``base``: the class whose product an FP8Linear can stand for; None: the module is no Linear. ``products``: the names
+    of a mixture's weights; None: the module is no mixture of experts.
+    """
+
+    fqn: str
+    module: Any
+    base: type[nn.Module] | None
+    products: tuple[str, str] | None
+    model: ModelFacts
+
+    @property
+    def kind(self) -> str:
+        """Name of the module's class."""
+        return type(self.module).__name__
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The weights of a Linear or of a mixture, by name; none if FSDP1 has removed them."""
+        names = self.products or () if self.base is None else ("weight",)
+        own = {name: self.module._parameters.get(name) for name in names}
+        return {name: weight for name, weight in own.items() if weight is not None}
+
+    @property
+    def parameters(self) -> int | None:
+        """Number of elements in the matmul weights of the module itself; None: it has none."""
+        module = self.module
+        if isinstance(module, nn.Linear):
+            return module.in_features * module.out_features  # A quantised weight has another shape.
+        own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
+        if isinstance(module, nn.MultiheadAttention):
+            own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
+        elif _named_linear(module) or self.base is not None:
+            own = {name: p for name, p in own.items() if name.startswith("weight") and p.ndim > 1}
+        elif self.products is not None:
+            own = {name: own[name] for name in self.products if name in own}
+        elif not isinstance(module, nn.Bilinear):
+            own = _expert_parameters(module)
+        return sum(p.numel() for name, p in own.items() if name != "bias") if own else None
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of a mixture; 0 for other modules."""
+        return 0 if self.products is None else len(self.module._parameters[self.products[0]])
+
+
 def _heads(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
-    """Return the nn.Linears that share the weight of an nn.Embedding, by id, each with the reason; of others the
-    model's last one, if it gives a number for each row of an nn.Embedding.
+    """Return the nn.Linears that are taken for output heads, by id, each with the reason: those that share the weight
+    of an nn.Embedding, and the model's last one, if it has an output for each row of an nn.Embedding.
 
     Equal sizes may be chance: an MLP or a projection may be as wide as there are positions, classes or bytes. So by its
     sizes only the last Linear is a head, if it is not square, and no other has its shape or takes as many inputs as it
@@ -131,32 +188,6 @@ def _require_filter(filter_fn: object) -> None:
         ) from None
 
 
-# Matmul weights ------------------------------------------------------------------------------------
-
-
-def matmul_parameters(module: nn.Module) -> int | None:
-    """Return the number of matmul parameters of the module itself, or None if it is not a matmul."""
-    if isinstance(module, nn.Linear):
-        return module.in_features * module.out_features  # A quantised weight has another shape.
-    own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
-    if isinstance(module, nn.MultiheadAttention):
-        own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
-    elif _named_linear(module) or linear_base(type(module)) is not None:
-        own = {name: p for name, p in own.items() if name.startswith("weight") and p.ndim > 1}
-    elif products := expert_products(module):
-        own = {name: own[name] for name in products if name in own}
-    elif not isinstance(module, nn.Bilinear):
-        own = _expert_parameters(module)
-    return sum(p.numel() for name, p in own.items() if name != "bias") if own else None
-
-
-def experts_of(module: nn.Module) -> int:
-    """Return the number of experts of a mixture; 0 for other modules."""
-    products = expert_products(module)
-    weight = None if products is None else module._parameters[products[0]]
-    return 0 if weight is None else len(weight)
-
-
 def _named_linear(module: nn.Module) -> bool:
     name = type(module).__name__
     return "Linear" in name or name in ("Conv1D", "GroupedMLP")
@@ -177,39 +208,14 @@ def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 # Rules ---------------------------------------------------------------------------------------------
 
 
-class _Candidate(NamedTuple):
-    """A module with matmul weights, as the rules see it.
-
-    ``base``: the class whose product an FP8Linear can stand for; None: the module is no Linear. ``weights``: those of a
-    Linear or of experts, by name; none if FSDP1 has removed them. ``selection``: what the caller has selected.
-    """
-
-    fqn: str
-    module: Any
-    base: type[nn.Module] | None
-    weights: Mapping[str, nn.Parameter]
-    selection: Selection
-    model: ModelFacts
-
-    @property
-    def kind(self) -> str:
-        """Name of the module's class."""
-        return type(self.module).__name__
-
-
-def why_not(module: nn.Module, fqn: str, selection: Selection, model: ModelFacts) -> LeftOut | None:
+def why_not(of: Candidate) -> LeftOut | None:
     """Return why a module with matmul weights stays in high precision, or None. Calls ``filter_fn`` for eligible
     modules."""
-    base = linear_base(type(module))
-    names = expert_products(module) or () if base is None else ("weight",)
-    own = {name: module._parameters.get(name) for name in names}
-    weights = {name: weight for name, weight in own.items() if weight is not None}
-    candidate = _Candidate(fqn, module, base, weights, selection, model)
-    return next((left_out for rule in _RULES if (left_out := rule(candidate)) is not None), None)
+    return next((left_out for rule in _RULES if (left_out := rule(of)) is not None), None)
 
 
-def _named(of: _Candidate) -> LeftOut | None:
-    overrides, skip = of.selection.overrides, of.selection.skip
+def _named(of: Candidate) -> LeftOut | None:
+    overrides, skip = of.model.selection.overrides, of.model.selection.skip
     pattern = overrides.pattern_of(of.fqn)
     if pattern is not None:
         recipe = overrides.given[pattern]
@@ -222,9 +228,9 @@ def _named(of: _Candidate) -> LeftOut | None:
     return LeftOut("skip", f"it matches skip {pattern!r}, a default", "default")
 
 
-def _other_kind(of: _Candidate) -> LeftOut | None:
+def _other_kind(of: Candidate) -> LeftOut | None:
     """Neither a Linear nor experts."""
-    if of.base is not None or of.weights:
+    if of.base is not None or of.products is not None:
         return None
     if isinstance(of.module, nn.MultiheadAttention):
         return LeftOut("not nn.Linear", "nn.MultiheadAttention multiplies with its input projections itself")
@@ -237,7 +243,7 @@ def _other_kind(of: _Candidate) -> LeftOut | None:
     return LeftOut(dims, f"{', '.join(experts)}: {dims}, not an nn.Linear")
 
 
-def _odd_class(of: _Candidate) -> LeftOut | None:
+def _odd_class(of: Candidate) -> LeftOut | None:
     """A Linear that nobody calls, or that computes its output or its weight in another way than FP8Linear would."""
     if of.base is None:
         return None
@@ -256,20 +262,20 @@ def _odd_class(of: _Candidate) -> LeftOut | None:
     return None
 
 
-def _replaced_forward(of: _Candidate) -> LeftOut | None:
+def _replaced_forward(of: Candidate) -> LeftOut | None:
     if "forward" not in of.module.__dict__:
         return None
     return LeftOut("forward replaced", "its forward was replaced (module.forward = …, as accelerate's hooks do)")
 
 
-def _no_plain_weight(of: _Candidate) -> LeftOut | None:
+def _no_plain_weight(of: Candidate) -> LeftOut | None:
     """FSDP1 removes weights, too: ``survey`` raises an error for these."""
     if of.base is None or isinstance(of.weights.get("weight"), nn.Parameter) or is_sharded(of.module):
         return None
     return LeftOut("no plain weight", "its weight is not a plain Parameter (an old-style weight_norm or spectral_norm)")
 
 
-def _quantised(of: _Candidate) -> LeftOut | None:
+def _quantised(of: Candidate) -> LeftOut | None:
     for name, weight in of.weights.items():
         subclass = _tensor_subclass(weight)
         if subclass is not None:
@@ -279,7 +285,7 @@ def _quantised(of: _Candidate) -> LeftOut | None:
     return None
 
 
-def _odd_dims(of: _Candidate) -> LeftOut | None:
+def _odd_dims(of: Candidate) -> LeftOut | None:
     whole: dict[str, Sequence[int]] = {f"{name}: dims of ": weight.shape for name, weight in of.weights.items()}
     if of.base is not None:
         linear = isinstance(of.module, nn.Linear)
@@ -291,38 +297,38 @@ def _odd_dims(of: _Candidate) -> LeftOut | None:
     return None
 
 
-def _odd_experts(of: _Candidate) -> LeftOut | None:
-    if of.base is not None:
+def _odd_experts(of: Candidate) -> LeftOut | None:
+    if of.products is None:
         return None
-    if (unfit := _unfit_shapes(of.module)) is not None:
+    if (unfit := _unfit_shapes(of.module, of.products)) is not None:
         return LeftOut("shapes that do not fit", unfit)
     if getattr(of.module, "_is_expert_parallel", False):
         return LeftOut("expert parallel", "it holds a part of the experts: expert parallelism is not supported yet")
     return None
 
 
-def _filtered(of: _Candidate) -> LeftOut | None:
-    filter_fn = of.selection.filter_fn
+def _filtered(of: Candidate) -> LeftOut | None:
+    filter_fn = of.model.selection.filter_fn
     if filter_fn is None or filter_fn(of.module, of.fqn):
         return None
     return LeftOut("filter_fn", "filter_fn said no", "caller")
 
 
-def _shared_experts(of: _Candidate) -> LeftOut | None:
-    if of.base is not None or all(of.model.uses[id(weight)] == 1 for weight in of.weights.values()):
+def _shared_experts(of: Candidate) -> LeftOut | None:
+    if of.products is None or all(of.model.uses[id(weight)] == 1 for weight in of.weights.values()):
         return None
     return LeftOut("shared weight", "another module uses its weights, too")
 
 
-def _output_head(of: _Candidate) -> LeftOut | None:
+def _output_head(of: Candidate) -> LeftOut | None:
     head = of.model.heads.get(id(of.module))
-    if head is None or of.selection.decides(of.fqn):
+    if head is None or of.model.selection.decides(of.fqn):
         return None
     reason = f"{head}, so it is taken for the output head: skip='!{of.fqn}' puts it into FP8"
     return LeftOut("output head", reason, "default")
 
 
-_RULES: tuple[Callable[[_Candidate], LeftOut | None], ...] = (
+_RULES: tuple[Callable[[Candidate], LeftOut | None], ...] = (
     _named,
     _other_kind,
     _odd_class,
@@ -338,10 +344,11 @@ _RULES: tuple[Callable[[_Candidate], LeftOut | None], ...] = (
 """The first that gives a reason counts. Each may rely on those before it: ``filter_fn`` sees eligible modules only."""
 
 
-def _unfit_shapes(module: nn.Module) -> str | None:
-    """Return what is wrong if the shapes of a mixture's weights and biases contradict each other, or its attributes."""
+def _unfit_shapes(module: nn.Module, products: tuple[str, str]) -> str | None:
+    """Return what is wrong if the shapes of a mixture's weights and biases contradict each other, or its attributes.
+    ``products``: the names of its weights."""
     gated, transposed = bool(module.has_gate), bool(module.is_transposed)
-    first, second = expert_products(module) or ("", "")
+    first, second = products
     up, down = (tuple(module._parameters[name].shape) for name in (first, second))  # type: ignore[union-attr]
     own_gate = gated and hasattr(module, "_apply_gate")  # It may return any width.
     if up[0] != down[0] or not (own_gate or gate_fits(module)):

@@ -12,7 +12,7 @@ logger = logging.getLogger("fp8dist")
 
 
 class GraphPolling:
-    """Polls the replays of one manager's steps."""
+    """Does the host's part of steps that CUDA graphs replay, for one manager, when the loop calls ``poll``."""
 
     def __init__(self, cycle: StepCycle) -> None:
         self._cycle = cycle
@@ -21,7 +21,9 @@ class GraphPolling:
         self._warned = False
 
     def poll(self) -> None:
-        """Do the host's work for replayed steps, and pending commits and checks. COLLECTIVE where ``boundary`` is."""
+        """See ``StateManager.poll``. Commits a pending sync of an eager step, acts on the verdicts of replayed syncs,
+        counts the replays as boundaries, and runs the check that is due. COLLECTIVE if a verdict shows a difference, or
+        a check is due."""
         cycle, job = self._cycle, self._cycle.job
         cycle.require("poll()")
         self._warn_if_idle()

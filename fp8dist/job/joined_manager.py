@@ -1,4 +1,4 @@
-"""What ``Join`` of torch calls of a manager: ``Join([ddp, manager])``."""
+"""What torch's context manager for uneven data, ``Join([ddp, manager])``, calls on a manager."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["JoinedManager"]
 
 
 class JoinedManager(Joinable):
-    """The part of a manager that ``Join`` of torch calls; the names are torch's."""
+    """Base of StateManager with the names that torch's ``Join`` calls; see ``torch.distributed.algorithms.join``."""
 
     _cycle: StepCycle
     _attachment: Attachment
@@ -32,7 +32,11 @@ class JoinedManager(Joinable):
         self._cycle.job.join_config = config
 
     def join_hook(self, **kwargs: Any) -> ManagerJoinHook:
-        """Return the hook for ``Join([ddp, manager])``, DDP first. Local."""
+        """Return the hook that takes part in the other ranks' syncs once this rank has no data left. Local.
+
+        Raises:
+            ConfigurationError: the manager is not attached to a DDP module, or syncs are launched by ``comm_hook``.
+        """
         ddp = self._attachment.ddp
         if ddp is None:
             raise ConfigurationError("Join([ddp, manager]) needs attach(ddp, …) first, with the DDP module")

@@ -1,4 +1,5 @@
-"""Syncs that are launched before the boundary: by communication hooks, and inside ``Join`` contexts."""
+"""Syncs that are launched before the boundary: by communication hooks of DDP and FSDP1, and inside torch's ``Join``
+contexts, where a rank without data takes part in the syncs of the others."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class EarlyLauncher:
         return any(sync.communicates and sync.every_step for sync in self._cycle.syncs)
 
     def launch_early(self) -> None:
-        """Launch syncs. COLLECTIVE.
+        """Launch the sync of each arena. COLLECTIVE: one all-reduce per arena.
 
         Launches nothing while calibrating, which commits on a clean exit only, or after ``detach``.
         """
@@ -57,14 +58,16 @@ class EarlyLauncher:
                 self.launch_early()
 
     def launch_idle(self) -> None:
-        """Shadow the other ranks' launch, on a rank without data. COLLECTIVE."""
+        """Take part in a launch of the other ranks, on a rank without data, which contributes nothing. COLLECTIVE: one
+        all-reduce per arena."""
         for sync in self._cycle.syncs:
             if sync.communicates and sync.every_step:
                 sync.launch_idle()
         self._cycle.measurement.waits.drop()
 
     def resync_after_join(self) -> None:
-        """Take over the state of the rank that is furthest ahead, and end the Join context. COLLECTIVE."""
+        """Take over the state of the rank that has done the most steps, and end the Join context. COLLECTIVE: a
+        max-reduction, and broadcasts of the whole state, per arena."""
         cycle = self._cycle
         cycle.state.settle()
         # Ranks without data have no verdicts. Act on those of the other ranks before taking over their state.

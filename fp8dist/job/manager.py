@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,9 +23,9 @@ from fp8dist.common.names import check_keywords, did_you_mean, require_bool, req
 from fp8dist.common.optimizer_hooks import hooked_optimizers, unwrap_optimizers
 from fp8dist.common.patterns import unmatched
 from fp8dist.common.text import first_few
-from fp8dist.errors import ConfigurationError, NotAModelError
+from fp8dist.errors import ConfigurationError
 from fp8dist.job.agreement import require_groups
-from fp8dist.job.arguments import is_module_name, require_attachable
+from fp8dist.job.arguments import require_attachable
 from fp8dist.job.attachment import Attachment, local_weights
 from fp8dist.job.calibration import calibration
 from fp8dist.job.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ from fp8dist.job.cycle import StepCycle
 from fp8dist.job.eligibility import Selection
 from fp8dist.job.graph_polling import GraphPolling
 from fp8dist.job.joined_manager import JoinedManager
-from fp8dist.job.moved import MOVED, moved
+from fp8dist.job.moved import FormerNames
 from fp8dist.job.slot_state import SlotState
 from fp8dist.job.step_watch import StepWatch
 from fp8dist.modules.job_state import Tie
@@ -76,7 +76,7 @@ WHOLE = "_fp8dist_whole"
 """Attribute of one chunk of a prepared model (Megatron-Core hands a list of them around): the module of all chunks."""
 
 
-class StateManager(JoinedManager):
+class StateManager(FormerNames, JoinedManager):
     """The FP8 state of one model. ``fp8dist.prepare`` creates it, and ``attach`` ties it to a training job.
 
     Methods marked COLLECTIVE must be called by all ranks of the groups. All other methods are local. Local methods
@@ -132,25 +132,6 @@ class StateManager(JoinedManager):
         state = f"{len(self.slots)} slots in {len(self._syncs)} arena(s)"
         return f"StateManager({state}, {self.recipe}, {where}, FP8: {self.coverage().summary})"
 
-    if not TYPE_CHECKING:  # Type checkers must still report unknown attributes.
-
-        def __getattr__(self, name: str) -> Any:
-            if is_module_name(name):
-                raise NotAModelError(
-                    f"a StateManager has no {name!r}: prepare() changes the model in place and returns its manager: "
-                    "keep using the model"
-                )
-            if name in MOVED:
-                return moved(self, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotAModelError: call the model, not its manager."""
-        raise NotAModelError(
-            "a StateManager cannot be called: prepare() changes the model in place and returns its manager: keep using "
-            "the model"
-        )
-
     # Attach and detach ---------------------------------------------------------------------------
 
     @check_keywords("manager.attach")
@@ -204,8 +185,8 @@ class StateManager(JoinedManager):
         require_attachable(module, optimizer, scaler, timeout)
         self._cycle.require("attach()")
         require_groups(self.settings, self._cycle.groups)
-        optimizers = [] if optimizer is None else self._hookable(optimizer)
-        model = self._require_model()
+        optimizers = _hooked(optimizer, self.settings.enabled)
+        model = _existing(self._model)
         if module is not None and get_manager(module) is not self:
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
         whole = module if module is not None else model
@@ -213,18 +194,10 @@ class StateManager(JoinedManager):
         computes = self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute, start)
         self._cycle.checker.watch(whole)
         if self.settings.enabled:
-            self._log_changes()
+            _log_changes(self, model)
         if computes:
             self._cycle.checks.run_computations()
         return self
-
-    def _hookable(self, optimizer: Any) -> list[Optimizer]:
-        try:
-            return hooked_optimizers(optimizer)
-        except ConfigurationError:
-            if self.settings.enabled:
-                raise
-            return []  # Without FP8 no boundary is needed.
 
     def detach(self) -> None:
         """Undo ``attach``. COLLECTIVE only if the last sync found that ranks differ: call it on all ranks, between two
@@ -247,23 +220,11 @@ class StateManager(JoinedManager):
                 context, or between the start of a sync and the optimizer step that ends it. Nothing was changed.
             DivergenceError: with policy "raise", if the last sync proved that ranks differ. Nothing was detached.
         """
-        model = self._require_model()
+        model = _existing(self._model)
         if self._job.tie in (Tie.ATTACHED, Tie.RESTORED):
             self._cycle.require("detach()")
             self._attachment.untie()
             self._cycle.checker.watch(model)
-
-    def _restore(self) -> None:
-        """See ``fp8dist.restore``."""
-        model = self._require_model()
-        self._attachment.restore(model)
-        delattr(model, ATTRIBUTE)
-
-    def _require_model(self) -> nn.Module:
-        model = self._model()
-        if model is None:
-            raise ConfigurationError("the model of this StateManager no longer exists")
-        return model
 
     # The step ------------------------------------------------------------------------------------
 
@@ -281,8 +242,7 @@ class StateManager(JoinedManager):
                 "step() yourself"
             )
         self._cycle.boundary()
-        if self._cycle.steps is not None:
-            self._cycle.steps.take_notes(after_step=True)
+        self._cycle.steps.take_notes(after_step=True)
 
     def poll(self) -> None:
         """Do the host's part of steps that were replayed in a CUDA graph. Call it after replays, and once before the
@@ -396,7 +356,7 @@ class StateManager(JoinedManager):
         Raises:
             ConfigurationError: an attached optimizer steps inside, or FSDP2 holds gradients that it has not reduced.
         """
-        return calibration(self._cycle, self._attachment.module or self._require_model())
+        return calibration(self._cycle, self._attachment.module or _existing(self._model))
 
     @contextlib.contextmanager
     def swapped_weights(self) -> Iterator[None]:
@@ -413,7 +373,7 @@ class StateManager(JoinedManager):
                 ema.restore(model)
         """
         self._cycle.require("swapped_weights()")
-        module = self._attachment.module or self._require_model()
+        module = self._attachment.module or _existing(self._model)
         self._cycle.state.settle()
         reshard(fsdp2_modules(module))  # Gathered weights would keep the old values.
         with self._cycle.weights_swapped():
@@ -455,33 +415,12 @@ class StateManager(JoinedManager):
         """
         self._cycle.require("set_precision()")
         require_choice("precision", precision, ("high", "fp8"), '"high" or "fp8"')
-        self._require_match(pattern)
+        _require_match(self, pattern)
         if steps is not None:
             require_int("steps", steps, 1, what="None or a number of optimizer steps")
         chosen = gemms_in_order("gemms", gemms)
         self._cycle.state.settle()
         return tuple(self._cycle.control.change(pattern, chosen, precision == "high", steps))
-
-    def _require_match(self, pattern: object) -> None:
-        """Raise ConfigurationError unless a pattern matches an FP8Linear."""
-        if not isinstance(pattern, str):
-            raise ConfigurationError(f'pattern must be a string such as "blocks.0.*", got {pattern!r}')
-        fqns = list(self._cycle.precisions.by_fqn)
-        if any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
-            return
-        others = [row for row in self.coverage() if fnmatch.fnmatchcase(row.fqn, pattern)]
-        if others and others[0].fp8:  # A mixture.
-            first = self._cycle.precisions.within(others[0].fqn)[0].slots[Role.INPUT].fqn
-            raise ConfigurationError(
-                f"no FP8Linear or expert matches {pattern!r}: patterns match single experts, such as {first!r}"
-            )
-        if others:
-            raise ConfigurationError(
-                f"no FP8Linear matches {pattern!r}: {others[0].fqn} stays in high precision, {others[0].reason}"
-            )
-        raise ConfigurationError(
-            f"no FP8Linear matches {unmatched([pattern], fqns)[0]}; there are {len(fqns)} FP8Linears"
-        )
 
     def coverage(self) -> Coverage:
         """Return which of the model's matmul weights are in FP8 now, and why the others are not. Local.
@@ -491,28 +430,7 @@ class StateManager(JoinedManager):
         if it came after ``prepare``. The slots of converted modules that are gone stay, and take no part in a step. If
         the model itself is gone, the result has what ``prepare`` found.
         """
-        return self._found if self._model() is None else self._survey().coverage(self.settings.enabled)
-
-    def _survey(self) -> Survey:
-        model = self._model()
-        return Survey(()) if model is None else survey_again(model, self._selection, self._found, self._job)
-
-    def _log_changes(self) -> None:
-        """Log which modules came after ``prepare`` or are gone, if that has not been logged. One rank speaks."""
-        new = self._survey().unprepared
-        here = {of.slots[Role.INPUT] for part in fp8_parts(self._require_model()) for of in part.slots.precisions}
-        gone = [fqn for fqn, of in self._cycle.precisions.by_fqn.items() if of.slots[Role.INPUT] not in here]
-        changes, self._changes = self._changes, (new, gone)
-        if changes == self._changes or not (new or gone) or not self._cycle.state.speaks:
-            return
-        texts = []
-        if new:
-            advice = "To convert them, call fp8dist.restore(model), then prepare() again"
-            texts.append(f"modules that came after prepare() stay in high precision: {first_few(new)}. {advice}")
-        if gone:
-            texts.append(f"modules that prepare() converted are gone, and their slots stay unused: {first_few(gone)}")
-        text = "; ".join(texts)
-        logger.log(logging.WARNING if new else logging.INFO, "fp8dist: attach(): %s", text)
+        return self._found if self._model() is None else Internals(self).survey().coverage(self.settings.enabled)
 
     # Slots of other modules ----------------------------------------------------------------------
 
@@ -535,7 +453,7 @@ class StateManager(JoinedManager):
             raise ConfigurationError(f"there is a slot {slot} already")
         sync = self._default
         sync.arena = sync.arena.extended([SlotSpec(slot, FORMATS[format])])
-        for part in fp8_parts(self._require_model()):
+        for part in fp8_parts(_existing(self._model)):
             part.slots.forget_views()
         return slot
 
@@ -567,18 +485,7 @@ class StateManager(JoinedManager):
         for sync in self._syncs:
             if slot in sync.arena.index:
                 return SlotState(self._cycle, sync, slot, fqn)
-        raise ConfigurationError(f"there is no slot {slot}{self._meant(fqn)}; manager.slots lists them")
-
-    def _meant(self, fqn: object) -> str:
-        """Return a hint for a message: the roles of this module, why it is not in FP8, or similar names."""
-        known = sorted({slot.fqn for slot in self.slots})
-        clean = clean_fqn(str(fqn))
-        if fqn in known:
-            return f" (of {fqn!r} there is {', '.join(slot.role for slot in self.slots if slot.fqn == fqn)})"
-        reason = next((row.reason for row in self.coverage() if row.fqn == fqn), "")
-        if reason:
-            return f" ({reason})"
-        return f" (did you mean {clean!r}?)" if clean in known else did_you_mean(clean, known)
+        raise ConfigurationError(f"there is no slot {slot}{_meant(self, fqn)}; manager.slots lists them")
 
     @property
     def verified(self) -> Verified:
@@ -639,15 +546,14 @@ class StateManager(JoinedManager):
         sharded = self._cycle.scales.sharded
         if sharded is not None:
             sharded.reshard()
-        model = self._require_model()
+        model = _existing(self._model)
         before = [(part.slots, part.slots.weight_scale()) for part in fp8_parts(model)]
         self._cycle.scales.derive(local_weights(model), "all")
         for slots, scale in before:  # Inputs of later modules may grow as much, but have old scales.
             slots.policy.report_new_scale(scale, slots.weight_scale())
         if sharded is not None:
             sharded.accept()
-        if self._cycle.steps is not None:
-            self._cycle.steps.take_notes()
+        self._cycle.steps.take_notes()
 
     # Saving and loading --------------------------------------------------------------------------
 
@@ -723,7 +629,7 @@ class Internals:
         Raises:
             ConfigurationError: it no longer exists.
         """
-        return self._manager._require_model()
+        return _existing(self._manager._model)
 
     @property
     def called_module(self) -> nn.Module:
@@ -741,8 +647,12 @@ class Internals:
         return self.cycle
 
     def survey(self) -> Survey:
-        """Return which of the model's matmul weights are in FP8 now, with their precision."""
-        return self._manager._survey()
+        """Return which of the model's matmul weights are in FP8 now, with their precision; nothing if the model no
+        longer exists."""
+        manager, model = self._manager, self._manager._model()
+        if model is None:
+            return Survey(())
+        return survey_again(model, manager._selection, manager._found, self.cycle.job)
 
 
 def managers_in(model: nn.Module) -> list[StateManager]:
@@ -762,3 +672,85 @@ def get_manager(model: nn.Module) -> StateManager:
         what = "was not prepared" if not found else f"holds {len(found)} prepared models: pass one of them"
         raise ConfigurationError(f"the model {what}")
     return found[0]
+
+
+def _existing(model: weakref.ref[nn.Module]) -> nn.Module:
+    """Return the prepared model of a manager.
+
+    Raises:
+        ConfigurationError: it no longer exists.
+    """
+    found = model()
+    if found is None:
+        raise ConfigurationError("the model of this StateManager no longer exists")
+    return found
+
+
+def _hooked(optimizer: Any, enabled: bool) -> list[Optimizer]:
+    """Return the torch optimizers of ``attach(optimizer=…)``. With FP8 switched off, no boundary is needed: those
+    without step hooks are then left out.
+
+    Raises:
+        ConfigurationError: an optimizer has no step hooks.
+    """
+    if optimizer is None:
+        return []
+    try:
+        return hooked_optimizers(optimizer)
+    except ConfigurationError:
+        if enabled:
+            raise
+        return []
+
+
+def _log_changes(manager: StateManager, model: nn.Module) -> None:
+    """Log which modules came after ``prepare`` or are gone, unless the last ``attach`` logged the same. One rank
+    logs."""
+    cycle = manager._cycle
+    new = Internals(manager).survey().unprepared
+    here = {of.slots[Role.INPUT] for part in fp8_parts(model) for of in part.slots.precisions}
+    gone = [fqn for fqn, of in cycle.precisions.by_fqn.items() if of.slots[Role.INPUT] not in here]
+    before, manager._changes = manager._changes, (new, gone)
+    if before == (new, gone) or not (new or gone) or not cycle.state.speaks:
+        return
+    texts = []
+    if new:
+        advice = "To convert them, call fp8dist.restore(model), then prepare() again"
+        texts.append(f"modules that came after prepare() stay in high precision: {first_few(new)}. {advice}")
+    if gone:
+        texts.append(f"modules that prepare() converted are gone, and their slots stay unused: {first_few(gone)}")
+    logger.log(logging.WARNING if new else logging.INFO, "fp8dist: attach(): %s", "; ".join(texts))
+
+
+def _require_match(manager: StateManager, pattern: object) -> None:
+    """Raise ConfigurationError unless a pattern matches an FP8Linear, or an expert of a mixture."""
+    if not isinstance(pattern, str):
+        raise ConfigurationError(f'pattern must be a string such as "blocks.0.*", got {pattern!r}')
+    precisions = manager._cycle.precisions
+    if precisions.matching(pattern):
+        return
+    other = next((row for row in manager.coverage() if fnmatch.fnmatchcase(row.fqn, pattern)), None)
+    if other is None:
+        fqns = list(precisions.by_fqn)
+        raise ConfigurationError(
+            f"no FP8Linear matches {unmatched([pattern], fqns)[0]}; there are {len(fqns)} FP8Linears"
+        )
+    if other.fp8:  # A mixture.
+        first = precisions.within(other.fqn)[0].slots[Role.INPUT].fqn
+        raise ConfigurationError(
+            f"no FP8Linear or expert matches {pattern!r}: patterns match single experts, such as {first!r}"
+        )
+    raise ConfigurationError(f"no FP8Linear matches {pattern!r}: {other.fqn} stays in high precision, {other.reason}")
+
+
+def _meant(manager: StateManager, fqn: object) -> str:
+    """Return a hint for the message that a slot is missing: the roles of this module, why it is not in FP8, or similar
+    names."""
+    known = sorted({slot.fqn for slot in manager.slots})
+    clean = clean_fqn(str(fqn))
+    if fqn in known:
+        return f" (of {fqn!r} there is {', '.join(slot.role for slot in manager.slots if slot.fqn == fqn)})"
+    reason = next((row.reason for row in manager.coverage() if row.fqn == fqn), "")
+    if reason:
+        return f" ({reason})"
+    return f" (did you mean {clean!r}?)" if clean in known else did_you_mean(clean, known)

@@ -52,7 +52,13 @@ class Measurement:
             sync.watch(on)
 
     def collect(self, calibrated: bool, in_graph: bool) -> None:
-        """Collect the statistics of the step that ends, which is measured. COLLECTIVE."""
+        """Collect the statistics of the step that ends, which is measured, and queue the events that they give rise to.
+        COLLECTIVE, unless the step is a calibration, is inside Join, or is captured. Between launch and commit.
+
+        Args:
+            calibrated: True at the end of a calibration.
+            in_graph: True if a CUDA graph captures the step.
+        """
         if calibrated:
             self._measure(True)  # Restart, because a calibration is not the step to be measured.
         elif not (self._state.job.joined or in_graph):

@@ -1,4 +1,5 @@
-"""Names that a manager had until version 0.1. They work in this version, and warn with the call that replaces them.
+"""Names that a manager does not have: those of a model, and those that a manager had until version 0.1. The latter
+work in this version, and warn with the call that replaces them.
 
 The core imports no tool. Only here is one looked up by its name, when a program calls it by an old one.
 """
@@ -10,9 +11,15 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-__all__ = ["MOVED", "moved"]
+from torch import nn
+
+from fp8dist.errors import NotAModelError
+
+__all__ = ["MOVED", "FormerNames"]
+
+_NOT_A_MODEL = "prepare() changes the model in place and returns its manager: keep using the model"
 
 
 def _function(name: str) -> Callable[[Any], Any]:
@@ -66,12 +73,27 @@ MOVED: Mapping[str, tuple[str, Callable[[Any], Any]]] = MappingProxyType(
 """By old name: the new call, and a function of the manager that returns what the old name gave."""
 
 
-def moved(manager: Any, name: str) -> Any:
-    """Return what an old name of a manager gives, and warn. Python shows such a warning once for each line.
+def _of_every_module(name: str) -> bool:
+    """True if ``name`` is a public attribute of every nn.Module."""
+    return not name.startswith("_") and (name in vars(nn.Module) or name in nn.Module.__annotations__)
 
-    Raises:
-        KeyError: the manager never had that name.
-    """
-    new, of = MOVED[name]
-    warnings.warn(f"manager.{name} is now {new}; the old name goes with the next version", FutureWarning, stacklevel=3)
-    return of(manager)
+
+class FormerNames:
+    """Base of StateManager: what happens where a program takes a manager for its model, or uses a name of before."""
+
+    if not TYPE_CHECKING:  # Type checkers must still report unknown attributes.
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what an old name gave, and warn. Python calls this for names that a manager does not have."""
+            if _of_every_module(name):
+                raise NotAModelError(f"a StateManager has no {name!r}: {_NOT_A_MODEL}")
+            if name not in MOVED:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            new, of = MOVED[name]
+            text = f"manager.{name} is now {new}; the old name goes with the next version"
+            warnings.warn(text, FutureWarning, stacklevel=2)  # Python shows it once for each line.
+            return of(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotAModelError: call the model, not its manager."""
+        raise NotAModelError(f"a StateManager cannot be called: {_NOT_A_MODEL}")

@@ -18,6 +18,7 @@ _AGAIN = "call prepare() again"
 _ATTACH_FIRST = "call attach() first, which connects the ranks that share this state"
 _LEAVE = "leave it first"
 _LEAVE_JOIN = "ranks without data would not take part: call it outside of the context"
+_LEAVE_JOIN_TOO = "ranks without data would wait for this one: call it outside of the context"
 _OUTSIDE_GRAPH = "call it before the capture, or after it"
 _REPLAYED = "each replay would do it again: call it before the capture, or after it"
 _IN_REPLAY = "what it changes could not be put back: the replayed step(batch) runs a forward and a backward only"
@@ -25,40 +26,35 @@ _IN_REPLAY = "what it changes could not be put back: the replayed step(batch) ru
 _UNSHARED_ONLY = (Tie.PREPARED, Tie.DETACHED)
 """Phases in which a manager may take steps only if no other rank shares its state."""
 
-_UNTIED: Mapping[Tie | Activity, str] = MappingProxyType(
-    {Tie.PREPARED: _ATTACH_FIRST, Tie.DETACHED: _ATTACH_FIRST, Tie.RESTORED: _AGAIN}
-)
-_EAGER_ONLY: Mapping[Tie | Activity, str] = MappingProxyType(
-    {Activity.CAPTURING: _OUTSIDE_GRAPH, Activity.REPLAYING: _IN_REPLAY}
-)
-_ONCE: Mapping[Tie | Activity, str] = MappingProxyType({Activity.CAPTURING: _REPLAYED, Activity.REPLAYING: _IN_REPLAY})
+_Refused = Mapping[Tie | Activity, str]
+"""By phase that refuses a call: what to do instead."""
 
-_REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
+
+def _also(*tables: _Refused) -> _Refused:
+    return MappingProxyType({phase: advice for table in tables for phase, advice in table.items()})
+
+
+_RESTORED = _also({Tie.RESTORED: _AGAIN})
+_UNTIED = _also({Tie.PREPARED: _ATTACH_FIRST, Tie.DETACHED: _ATTACH_FIRST}, _RESTORED)
+_CALIBRATING = _also({Activity.CALIBRATING: _LEAVE})
+_JOINED = _also({Activity.JOINED: _LEAVE_JOIN})
+_EAGER_ONLY = _also({Activity.CAPTURING: _OUTSIDE_GRAPH, Activity.REPLAYING: _IN_REPLAY})
+_ONCE = _also({Activity.CAPTURING: _REPLAYED, Activity.REPLAYING: _IN_REPLAY})
+_UNDONE = _also(_RESTORED, _CALIBRATING, {Activity.JOINED: _LEAVE_JOIN_TOO}, _EAGER_ONLY)
+"""What undoes ``attach`` or ``prepare`` is refused there."""
+
+_REFUSED: Mapping[str, _Refused] = MappingProxyType(
     {
-        "attach()": {
-            Tie.RESTORED: _AGAIN,
-            Activity.CALIBRATING: _LEAVE,
-            Activity.JOINED: _LEAVE_JOIN,
-            **_EAGER_ONLY,
-        },
-        "detach()": {
-            Tie.RESTORED: _AGAIN,
-            Activity.IN_STEP: _AFTER_STEP,
-            Activity.CALIBRATING: _LEAVE,
-            Activity.JOINED: "ranks without data would wait for this one: call it outside of the context",
-            **_EAGER_ONLY,
-        },
-        "restore()": {
-            Tie.RESTORED: _AGAIN,
-            Activity.CALIBRATING: _LEAVE,
-            Activity.JOINED: "ranks without data would wait for this one: call it outside of the context",
-            **_EAGER_ONLY,
-        },
-        "a step": {
-            **_UNTIED,
-            Activity.CALIBRATING: "a calibration changes no parameter: step after it",
-            Activity.REPLAYING: _IN_REPLAY,
-        },
+        "attach()": _also(_RESTORED, _CALIBRATING, _JOINED, _EAGER_ONLY),
+        "detach()": _also(_UNDONE, {Activity.IN_STEP: _AFTER_STEP}),
+        "restore()": _UNDONE,
+        "a step": _also(
+            _UNTIED,
+            {
+                Activity.CALIBRATING: "a calibration changes no parameter: step after it",
+                Activity.REPLAYING: _IN_REPLAY,
+            },
+        ),
         "comm_hook": {
             Tie.PREPARED: _ATTACH_FIRST,
             Activity.JOINED: "ranks without data do not launch from it: leave the hook out",
@@ -68,60 +64,20 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             ),
             Activity.REPLAYING: _IN_REPLAY,
         },
-        "comm_hook(manager)": {Tie.RESTORED: _AGAIN},
-        "poll()": {
-            **_UNTIED,
-            **_EAGER_ONLY,
-        },
-        "check()": {
-            **_UNTIED,
-            Activity.JOINED: _LEAVE_JOIN,
-            **_EAGER_ONLY,
-        },
-        "calibrate()": {
-            **_UNTIED,
-            Activity.CALIBRATING: "one calibration takes any number of batches",
-            Activity.JOINED: _LEAVE_JOIN,
-            **_EAGER_ONLY,
-        },
-        "replay()": {
-            **_UNTIED,
-            Activity.CALIBRATING: _LEAVE,
-            Activity.JOINED: _LEAVE_JOIN,
-            **_EAGER_ONLY,
-        },
-        "refresh_weights()": {
-            **_UNTIED,
-            Activity.JOINED: _LEAVE_JOIN,
-            **_ONCE,
-        },
-        "export()": {
-            Tie.PREPARED: _ATTACH_FIRST,
-            Tie.RESTORED: _AGAIN,
-            Activity.CALIBRATING: _LEAVE,
-            Activity.JOINED: _LEAVE_JOIN,
-            **_EAGER_ONLY,
-        },
-        "watch()": {
-            Tie.ATTACHED: "call it before attach(), where ranks agree on it",
-            Tie.RESTORED: _AGAIN,
-        },
-        "set_precision()": {
-            Tie.RESTORED: _AGAIN,
-            **_ONCE,
-        },
-        "set_scale()": {
-            Tie.RESTORED: _AGAIN,
-            **_ONCE,
-        },
-        "swapped_weights()": {
-            Tie.RESTORED: _AGAIN,
-            **_EAGER_ONLY,
-        },
-        "loading state": {
-            Tie.RESTORED: _AGAIN,
-            **_ONCE,
-        },
+        "comm_hook(manager)": _RESTORED,
+        "poll()": _also(_UNTIED, _EAGER_ONLY),
+        "check()": _also(_UNTIED, _JOINED, _EAGER_ONLY),
+        "calibrate()": _also(
+            _UNTIED, {Activity.CALIBRATING: "one calibration takes any number of batches"}, _JOINED, _EAGER_ONLY
+        ),
+        "replay()": _also(_UNTIED, _CALIBRATING, _JOINED, _EAGER_ONLY),
+        "refresh_weights()": _also(_UNTIED, _JOINED, _ONCE),
+        "export()": _also({Tie.PREPARED: _ATTACH_FIRST}, _RESTORED, _CALIBRATING, _JOINED, _EAGER_ONLY),
+        "watch()": _also({Tie.ATTACHED: "call it before attach(), where ranks agree on it"}, _RESTORED),
+        "set_precision()": _also(_RESTORED, _ONCE),
+        "set_scale()": _also(_RESTORED, _ONCE),
+        "swapped_weights()": _also(_RESTORED, _EAGER_ONLY),
+        "loading state": _also(_RESTORED, _ONCE),
         "saving state": {Activity.CAPTURING: _OUTSIDE_GRAPH},
     }
 )

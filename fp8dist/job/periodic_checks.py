@@ -15,7 +15,8 @@ __all__ = ["PeriodicChecks"]
 
 
 class PeriodicChecks:
-    """Runs the checks of one manager. Steps are counted on the host since ``attach``, so all ranks check together.
+    """Runs the checks of one manager. Steps are counted on the host since ``attach``, so all ranks check at the same
+    steps.
 
     ``since``: boundaries that had passed when the count began.
     """
@@ -55,7 +56,11 @@ class PeriodicChecks:
         return self._run(Scope(parameters=False, state=False, compute=True), self._state.settings.check_policy, False)
 
     def meet(self, call: str) -> None:
-        """Wait until all ranks that check together have come to this call. COLLECTIVE, through the store."""
+        """Wait until all ranks of ``Checker.anchor`` have come to this call. COLLECTIVE, through the job's store.
+
+        Raises:
+            SyncError: a rank did not come within the time-out of the group.
+        """
         anchor = self._checker.anchor()
         if anchor is not None:
             meet(anchor, call)

@@ -18,7 +18,7 @@ from fp8dist.job.arenas import Assignment, ExpertProduct, assign, given_groups, 
 from fp8dist.job.arguments import require_model
 from fp8dist.job.coverage import Survey, survey
 from fp8dist.job.eligibility import Selection
-from fp8dist.job.manager import ATTRIBUTE, StateManager, get_manager, managers_in
+from fp8dist.job.manager import ATTRIBUTE, Internals, StateManager, get_manager, managers_in
 from fp8dist.modules.foreign import expert_products
 from fp8dist.modules.fp8_experts import convert_experts
 from fp8dist.modules.fp8_linear import convert
@@ -252,7 +252,10 @@ def restore(model: nn.Module) -> nn.Module:
             call is inside a Join context; or an FP8Linear has another class now, as after ``fully_shard`` on the Linear
             itself. Nothing was changed.
     """
-    get_manager(model)._restore()
+    inside = Internals(get_manager(model))
+    prepared = inside.model
+    inside.attachment.restore(prepared)
+    delattr(prepared, ATTRIBUTE)
     return model
 
 

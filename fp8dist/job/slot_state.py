@@ -20,7 +20,9 @@ __all__ = ["SlotState"]
 class SlotState:
     """The state of one slot of a manager, now. ``manager.slot(fqn, role)`` returns it. All its calls are local.
 
-    ``slot``: whose state it is: modules that share a weight share its slot. ``fqn``: the module that was asked for.
+    ``slot``: the slot; modules that share a weight share its slot. ``fqn``: the module that was asked for.
+
+    What it reads first commits a pending sync, which may wait for a collective in flight.
     """
 
     def __init__(self, cycle: StepCycle, sync: ArenaSync, slot: Slot, fqn: str) -> None:

@@ -1,4 +1,5 @@
-"""The trial of a model's products at ``attach``: what torch cannot multiply is met here, not in a later step.
+"""Tries a model's products at ``attach``, so that one that torch cannot compute raises an error here, not in a later
+step.
 
 Kernels of Triton are not tried. Compiling them takes seconds, and each shape may take another one.
 """
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8dist.checks.computations import ProductOf, linear_computations
-from fp8dist.checks.grouped_computations import GroupedProductOf, product_computations
+from fp8dist.checks.computations import linear_computations, product_computations
+from fp8dist.checks.known_calls import GroupedProductOf, ProductOf
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_experts import fp8_experts
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
@@ -31,7 +32,7 @@ both beyond a block of scales; and fewer than a block."""
 
 _MOST_EXPERTS = 2
 _TOLERANCE = 0.01
-"""Of the norm. Rounding to bfloat16 gives 0.002, a wrong product about 1."""
+"""Largest error of a product, relative to its norm. Rounding to bfloat16 gives 0.002, a wrong product about 1."""
 
 
 def try_products(model: nn.Module, resharded: set[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Derivation of weight scales from the weights themselves, if slots have no scale or weights were written to."""
+"""Derives scales of weights from the weights themselves: where slots have no scale yet, or weights were written to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WeightScales:
         self.sharded: ShardedWeights | None = None
 
     def derive(self, weights: Iterable[tuple[ArenaSync, Slot, Tensor]], which: Literal["cold", "all"]) -> None:
-        """Set weight scales from the weights as they are now; see ``derive_weight_scales``. COLLECTIVE."""
+        """Set the weight scales of all arenas that have some; see ``derive_weight_scales``. COLLECTIVE."""
         derive_weight_scales([sync for sync in self._state.syncs if self._scales_weights(sync)], weights, which)
 
     def fit(self, weights: Sequence[ShardedWeight]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8dist.modules.fp8_weight import spread
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.outgrown import Outgrown, amax_of, shrunk, unfit_for
 from fp8dist.state.arena import SlotViews
@@ -198,7 +199,8 @@ class Caster(ABC):
             measure_grouped(x, offsets, self._spread(x, offsets, inv_scale, rows), dtype, *shares)
         else:
             shares = torch.full_like(shares[0], DID_NOT_RUN), torch.full_like(shares[1], DID_NOT_RUN)
-            measure_grouped(x, None, self._spread_weight(x, inv_scale, rows), dtype, *shares)
+            each = spread(inv_scale, x.shape) if rows else spread(inv_scale, x.mT.shape).mT
+            measure_grouped(x, None, each, dtype, *shares)
             return cast._replace(shares=shares)
         return cast
 
@@ -210,10 +212,6 @@ class Caster(ABC):
         """Return inverse scales in a shape that broadcasts to x [tokens, features]: here one for each expert, or one
         for each expert and feature."""
         return inv_scale.reshape(len(inv_scale), -1)[_experts_of(x, offsets)]
-
-    @abstractmethod
-    def _spread_weight(self, weight: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
-        """Return inverse scales in a shape that broadcasts to ``weight`` [E, m, n]."""
 
 
 class TensorCaster(Caster):
@@ -280,9 +278,6 @@ class TensorCaster(Caster):
     def _block(self, stored: Tensor, role: Role) -> list[int]:
         return [0, 0]
 
-    def _spread_weight(self, weight: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
-        return inv_scale[:, None, None]
-
 
 class RowCaster(Caster):
     """Casts each row with its own amax, and for the transposed copy each column."""
@@ -317,18 +312,17 @@ class RowCaster(Caster):
     def _spread(self, x: Tensor, offsets: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
         return inv_scale if rows else super()._spread(x, offsets, inv_scale, rows)
 
-    def _spread_weight(self, weight: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
-        return inv_scale if rows else inv_scale.mT
-
 
 class BlockCaster(Caster):
     """Casts each block with its own amax: 1 x 128, of weights 128 x 128."""
 
     def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
-        dtype, block = request.state.format.dtype, [BLOCK if request.role is Role.WEIGHT else 1, BLOCK]
+        dtype = request.state.format.dtype
         if request.offsets is not None:
             return Cast(*direct.quantize_grouped_lines(x, request.offsets, dtype, in_blocks=True, **how))
-        return Cast(*direct.quantize_blocks(x, dtype, block=block, **how))
+        return Cast(
+            *direct.quantize_blocks(x, dtype, block=[BLOCK if request.role is Role.WEIGHT else 1, BLOCK], **how)
+        )
 
     def _block(self, stored: Tensor, role: Role) -> list[int]:
         return [BLOCK if role is Role.WEIGHT else 1, BLOCK]
@@ -342,11 +336,6 @@ class BlockCaster(Caster):
         within = torch.arange(len(x), device=x.device) - (ends - counts)[expert]
         block = (blocks.cumsum(0) - blocks)[expert] + within // BLOCK
         return inv_scale.t()[block.clamp_(max=inv_scale.shape[1] - 1)]
-
-    def _spread_weight(self, weight: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
-        each = inv_scale if rows else inv_scale.mT
-        each = each.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
-        return each.repeat_interleave(BLOCK, 2)[:, :, : weight.shape[2]]
 
 
 def caster_for(recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precision | None) -> Caster:

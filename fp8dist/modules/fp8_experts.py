@@ -5,23 +5,22 @@ Conversion is in place: only the module's class changes, and a ``GroupedSlots`` 
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fp8dist.errors import ConfigurationError
 from fp8dist.modules.foreign import expert_products
+from fp8dist.modules.fp8_module import FP8Module, convert_to
 from fp8dist.modules.grouped_linear import grouped_linear
 from fp8dist.modules.grouped_slots import GroupedSlots
+from fp8dist.modules.linear_slots import LinearSlots
 
-__all__ = ["FP8Experts", "convert_experts", "fp8_experts", "require_revertible_experts", "revert_experts"]
+__all__ = ["FP8Experts", "convert_experts", "fp8_experts"]
 
 
-class FP8Experts(nn.Module):
+class FP8Experts(FP8Module):
     """The experts of a mixture. Their grouped products run in FP8, with state for each expert. Created by
     ``fp8dist.prepare`` from a module that has the attributes of Transformers' experts interface; do not construct it
     yourself.
@@ -34,7 +33,17 @@ class FP8Experts(nn.Module):
     """
 
     fp8_products: dict[str, GroupedSlots]
-    converted_from: ClassVar[type[nn.Module]]
+    fp8_added: ClassVar[tuple[str, ...]] = ("fp8_products",)
+
+    @property
+    def fp8_weights(self) -> tuple[LinearSlots, ...]:
+        """See ``FP8Module``."""
+        return tuple(self.fp8_products.values())
+
+    @staticmethod
+    def fp8_members(original: type[nn.Module]) -> dict[str, Any]:
+        """See ``FP8Module``."""
+        return {} if hasattr(original, "_apply_gate") else {"_apply_gate": _gate}
 
     @property
     def fp8_enabled(self) -> bool:
@@ -77,37 +86,6 @@ class FP8Experts(nn.Module):
         bias = getattr(self, f"{slots.name}_bias") if module.has_bias else None
         return grouped_linear(rows, weight.mT if module.is_transposed else weight, offsets, slots, bias)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._own_products()
-        for slots in self.fp8_products.values():
-            slots.note.belong_to(self)
-
-    def _own_products(self) -> None:
-        for slots in self.fp8_products.values():
-            slots.belong_to(self)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load as nn.Module does. Also marks the weights as written, because FSDP may have replaced the parameters."""
-        for slots in self.fp8_products.values():
-            slots.note.sample_before_load(self, slots.job.loads)
-        super()._load_from_state_dict(*args, **kwargs)
-        for slots in self.fp8_products.values():
-            slots.note.mark_written()
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save as nn.Module does. Also notes that the weights may be written to."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for slots in () if keep_vars else self.fp8_products.values():
-            if prefix + slots.name in destination:
-                slots.note.hand_out((destination[prefix + slots.name],))
-
-    def train(self, mode: bool = True) -> FP8Experts:
-        """Same as nn.Module.train. Also invalidates cached weight casts."""
-        for slots in self.fp8_products.values():
-            slots.job.invalidate_casts()
-        return super().train(mode)
-
 
 def fp8_experts(model: nn.Module) -> Iterator[FP8Experts]:
     """Iterate over all FP8Experts of a model."""
@@ -118,47 +96,12 @@ def convert_experts(module: nn.Module, products: Mapping[str, GroupedSlots]) -> 
     """Convert a module that ``expert_products`` knows to an FP8Experts, in place."""
     assert list(products) == list(expert_products(module) or ())
     module.fp8_products = dict(products)  # type: ignore[assignment]  # Before the class, as ``convert`` does.
-    module.__class__ = _experts_class(type(module))  # type: ignore[arg-type]
-    assert isinstance(module, FP8Experts)
-    module._own_products()
-    for slots in products.values():
-        slots.note.remember(slots.note.holders(module))
+    convert_to(FP8Experts, module)
 
 
-@functools.cache
-def _experts_class(original: type[nn.Module]) -> type[FP8Experts]:
-    """Return the class of converted modules of a class, the same one for all of them."""
-
-    def reduce(self: FP8Experts, protocol: Any) -> Any:
-        """Pickle by the original class: this one has no importable name."""
-        reduced: Any = super(FP8Experts, self).__reduce_ex__(protocol)
-        return _without_init, (original,), *reduced[2:]
-
-    def gate(self: Any, rows: Tensor) -> Tensor:
-        """Split rows into gate and up, concatenated or interleaved, and return act(gate) * up."""
-        concatenated = getattr(self, "is_concatenated", True)
-        gate, up = rows.chunk(2, -1) if concatenated else (rows[..., ::2], rows[..., 1::2])
-        gated: Tensor = self.act_fn(gate) * up
-        return gated
-
-    members: dict[str, Any] = {"converted_from": original, "__reduce_ex__": reduce, "__module__": __name__}
-    if not hasattr(original, "_apply_gate"):
-        members["_apply_gate"] = gate
-    return types.new_class(f"FP8{original.__name__}", (FP8Experts, original), {}, lambda body: body.update(members))
-
-
-def _without_init(original: type[nn.Module]) -> FP8Experts:
-    made = _experts_class(original)  # type: ignore[arg-type]
-    return made.__new__(made)
-
-
-def require_revertible_experts(module: FP8Experts) -> None:
-    """Raise ConfigurationError if another tool has subclassed the converted class for this module."""
-    if type(module) is not _experts_class(module.converted_from):  # type: ignore[arg-type]
-        raise ConfigurationError(f"{type(module).__name__} is a subclass of FP8Experts: undo that before restore()")
-
-
-def revert_experts(module: FP8Experts) -> None:
-    """Convert an FP8Experts back to the class that it had, in place."""
-    del module.fp8_products
-    module.__class__ = module.converted_from  # type: ignore[assignment]
+def _gate(self: Any, rows: Tensor) -> Tensor:
+    """Split rows into gate and up, concatenated or interleaved, and return act(gate) * up."""
+    concatenated = getattr(self, "is_concatenated", True)
+    gate, up = rows.chunk(2, -1) if concatenated else (rows[..., ::2], rows[..., 1::2])
+    gated: Tensor = self.act_fn(gate) * up
+    return gated

@@ -14,7 +14,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.casts import dequantize
 
-__all__ = ["FP8Weight", "Gathered", "dequantised"]
+__all__ = ["FP8Weight", "Gathered", "dequantised", "spread"]
 
 _aten = torch.ops.aten
 _TRANSPOSE = _aten.transpose.int
@@ -115,7 +115,7 @@ class FP8Weight(Tensor):
     def high_precision(self) -> Tensor:
         """Return the dequantised weight, a new tensor in ``dtype``. Not differentiable."""
         with torch.no_grad():
-            return dequantize(self.rows, _spread(self.inv_scale, self.rows.shape)).to(self.dtype)
+            return dequantize(self.rows, spread(self.inv_scale, self.rows.shape)).to(self.dtype)
 
 
 class _Dequantise(torch.autograd.Function):
@@ -134,10 +134,13 @@ def dequantised(weight: FP8Weight) -> Tensor:
     return made
 
 
-def _spread(inv_scale: Tensor, shape: torch.Size) -> Tensor:
-    """Return the inverse scale in a shape that broadcasts to the weight."""
-    if inv_scale.ndim < len(shape):  # One of the weight, or one of each expert.
+def spread(inv_scale: Tensor, shape: torch.Size) -> Tensor:
+    """Return the inverse scale of a weight, or of experts' weights, in a shape that broadcasts to it: one of the
+    weight, or of each expert, row, or block."""
+    if inv_scale.ndim < len(shape):
         return inv_scale if len(shape) == 2 else inv_scale[:, None, None]
+    if inv_scale.shape[-2:] == (shape[-2], 1):
+        return inv_scale
     rows = inv_scale.repeat_interleave(BLOCK, -2)[..., : shape[-2], :]
     return rows.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
 

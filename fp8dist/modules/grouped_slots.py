@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from fp8dist.modules.casters import Cast, ExpertMask, Request, caster_for, record_experts
+from fp8dist.modules.casters import Cast, ExpertMask, Request, record_experts
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
-from fp8dist.modules.linear_slots import LinearSlots, States, refusal
+from fp8dist.modules.linear_slots import LinearSlots, States
+from fp8dist.modules.modes import ByGemm, Choice
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.precision import Changes, Precision
-from fp8dist.state.recipe import GEMMS, Gemm, Recipe
+from fp8dist.state.recipe import GEMMS, Recipe
 from fp8dist.state.slots import Slot
-from fp8dist_kernels import direct
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.multipliers import ProductError
 
-__all__ = ["Choice", "GroupedSlots", "slot_names"]
-
-
-class Choice(NamedTuple):
-    """Which experts compute in high precision now, and the tensors of which experts are recorded."""
-
-    high: Mapping[Gemm, ExpertMask]
-    records: Mapping[Role, ExpertMask]
-
-    @property
-    def all_high(self) -> bool:
-        """True if no expert computes anything in FP8."""
-        return all(of is True for of in self.high.values())
+__all__ = ["GroupedSlots", "slot_names"]
 
 
 def slot_names(fqn: str, experts: int) -> tuple[dict[Role, Slot], ...]:
@@ -47,44 +32,26 @@ def slot_names(fqn: str, experts: int) -> tuple[dict[Role, Slot], ...]:
 class GroupedSlots(LinearSlots):
     """A grouped product's access to the FP8 state: the slots of its E experts, and how it may use them.
 
-    ``experts``: the slots of each expert. ``slots`` names the product itself and has no place in an arena.
+    ``slots`` names the product itself and has no place in an arena.
     """
 
+    grouped = True
+
     def __init__(self, sync: ArenaSync, job: JobState, recipe: Recipe, fqn: str, name: str, experts: int) -> None:
-        super().__init__(sync, sync, job, recipe, {role: Slot(fqn, role.value) for role in Role}, name)
-        self.caster = caster_for(recipe, job, sync, precision=None)
-        self.experts = slot_names(fqn, experts)
+        slots = {role: Slot(fqn, role.value) for role in Role}
+        super().__init__(sync, sync, job, recipe, slots, name, slot_names(fqn, experts))
+        sync.experts[fqn] = self.precisions
+
+    def _begin(self) -> None:
+        super()._begin()
         self.owner: weakref.ref[nn.Module] | None = None
-        self._precision_changes = Changes()
-        self._precisions = tuple(
-            Precision(slots, recipe.high_precision, self._precision_changes) for slots in self.experts
-        )
-        sync.experts[fqn] = self._precisions
         self._choice: tuple[int, torch.device, Choice] | None = None
 
     def belong_to(self, owner: nn.Module) -> None:
-        """Set the module that has the weight. From now on, a change of precision renews the choice. Copies call it,
-        too."""
+        """See ``LinearSlots``. From now on, a change of precision renews the choice."""
+        super().belong_to(owner)
         self.owner = weakref.ref(owner)
         self.job.listeners = (*self.job.listeners, functools.partial(_renew_choice, weakref.ref(self)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "owner": None, "_choice": None}
-
-    @property
-    def fqns(self) -> tuple[str, ...]:
-        """See ``LinearSlots``."""
-        return tuple([slots[Role.INPUT].fqn for slots in self.experts])
-
-    @property
-    def precisions(self) -> tuple[Precision, ...]:
-        """See ``LinearSlots``: one for each expert."""
-        return self._precisions
-
-    @property
-    def weight_slots(self) -> tuple[Slot, ...]:
-        """See ``LinearSlots``."""
-        return tuple(slots[Role.WEIGHT] for slots in self.experts)
 
     @property
     def weight_place(self) -> slice:
@@ -93,7 +60,7 @@ class GroupedSlots(LinearSlots):
 
     def weights_of(self, weight: Tensor, first: int = 0) -> Iterator[tuple[Slot, Tensor]]:
         """See ``LinearSlots``: a slice for each expert."""
-        return ((slots[Role.WEIGHT], part) for slots, part in zip(self.experts[first:], weight))
+        return zip(self.weight_slots[first:], weight)
 
     def states(self, device: torch.device) -> States:
         """See ``LinearSlots``. The first call also makes the first choice."""
@@ -107,12 +74,13 @@ class GroupedSlots(LinearSlots):
 
     def choice(self, device: torch.device) -> Choice:
         """Return what ``set_precision`` and fallbacks say now. Made anew only when they change something."""
-        changes = self._precision_changes.count
+        changes = self.precisions[0].changes.count
         if self._choice is None or self._choice[:2] != (changes, device):
-            high = {gemm: _mask([gemm in each.high for each in self._precisions], device) for gemm in GEMMS}
-            seen = [each.recorded for each in self._precisions]
-            records = {role: _mask([role in roles for roles in seen], device) for role in Role}
-            self._choice = changes, device, Choice(high, records)
+            high = ByGemm(*(_mask([gemm in each.high for each in self.precisions], device) for gemm in GEMMS))
+            seen = [each.recorded for each in self.precisions]
+            of_input, weight, grad_output = (_mask([role in roles for roles in seen], device) for role in Role)
+            all_high = all(of is True for of in high)
+            self._choice = changes, device, Choice(high, (of_input, weight, grad_output), all_high)
         return self._choice[2]
 
     # Casts -----------------------------------------------------------------------------------------
@@ -128,17 +96,19 @@ class GroupedSlots(LinearSlots):
         """
         if recorded is False or isinstance(weight, FP8Weight):  # FSDP's gather records its shards.
             return
-        found, shares = (None, None) if cast is None else cast[4:]
-        amaxes = self.caster.amaxes(weight.detach(), None, state) if found is None else found
         used = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
-        used = used if recorded is True else used & recorded
-        record_experts(amaxes, state.pending, used)
-        if shares is not None:
-            record_experts(shares[0], state.saturated, used)
-            record_experts(shares[1], state.underflow, used)
+        self._record(weight.detach(), cast, state, state.pending, used if recorded is True else used & recorded)
+
+    def _record(self, weight: Tensor, cast: Cast | None, state: SlotViews, place: Tensor, recorded: ExpertMask) -> None:
+        """Record the amaxes of a weight at ``place``, and the shares of its cast if it has any."""
+        amaxes = None if cast is None else cast.amaxes
+        record_experts(self.caster.amaxes(weight, None, state) if amaxes is None else amaxes, place, recorded)
+        if cast is not None and cast.shares is not None:
+            record_experts(cast.shares[0], state.saturated, recorded)
+            record_experts(cast.shares[1], state.underflow, recorded)
 
     def shard_cast(
-        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, role: Role | None = None
+        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, tapped: bool = False
     ) -> Cast:
         """See ``LinearSlots``: shard [experts from ``first`` on, n, k]. The inverse scales of a recipe by tensor are
         those of all E experts."""
@@ -150,41 +120,11 @@ class GroupedSlots(LinearSlots):
         own = slice(first, first + len(shard))
         state = self.weight_sync.arena.state_of_run(self.weight_slots[own])
         limits = Outgrown(None, scale=scale[own] if by_tensor else None)
-        request = Request(state, Role.WEIGHT, True, False, record, limits, tapped=role is not None)
+        request = Request(state, Role.WEIGHT, True, False, record, limits, tapped=tapped)
         cast = self.caster.cast(shard, request)
         if record:
-            amaxes = self.caster.amaxes(shard, None, state) if cast.amaxes is None else cast.amaxes
-            record_experts(amaxes, amax[own], True)
-        if cast.shares is not None:
-            record_experts(cast.shares[0], state.saturated, True)
-            record_experts(cast.shares[1], state.underflow, True)
+            self._record(shard, cast, state, amax[own], True)
         return cast._replace(rows_inv_scale=inv_scales) if by_tensor else cast
-
-    # Products --------------------------------------------------------------------------------------
-
-    def grouped_matmul(
-        self,
-        a: Tensor,
-        b: Tensor,
-        inv_scale_a: Tensor,
-        inv_scale_b: Tensor,
-        offsets: Tensor,
-        dtype: torch.dtype,
-        gemm: Gemm,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Return the product of each expert's rows, or for wgrad, of their transposed copies. See the kernels."""
-        how: dict[str, Any] = {"fast_accumulation": gemm in self.recipe.fast_accumulation, "backend": self.job.backend}
-        if self.job.tap is not None:
-            how |= self.caster.tap_of(gemm)
-        if gemm == "wgrad":
-            product: Tensor = direct.matmul_grouped_columns(a, b, inv_scale_a, inv_scale_b, offsets, dtype, **how)
-            return product
-        try:
-            product = direct.matmul_grouped(a, b, inv_scale_a, inv_scale_b, offsets, dtype, bias=bias, **how)
-        except ProductError as error:
-            raise refusal(self.fqn, gemm, error) from error
-        return product
 
 
 def _renew_choice(reference: weakref.ref[GroupedSlots]) -> None:

@@ -8,7 +8,7 @@ What belongs to one module is kept beside: its caster (``casters.py``), the poli
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from fp8dist.modules.casters import SITES, Cast, Request, caster_for
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.loop_monitor import LoopMonitor
-from fp8dist.modules.modes import Mode, Modes
+from fp8dist.modules.modes import Choice, Mode, Modes
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.unsupported import require_eager
 from fp8dist.modules.weight_cache import WeightCache
@@ -28,7 +28,7 @@ from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import local_part
 from fp8dist.state.microbatches import Microbatches
-from fp8dist.state.precision import Precision
+from fp8dist.state.precision import Changes, Precision
 from fp8dist.state.recipe import Gemm, Recipe
 from fp8dist.state.slots import Slot
 from fp8dist_kernels import direct, ops
@@ -41,14 +41,21 @@ __all__ = ["SITES", "Cast", "LinearSlots", "States", "refusal"]
 States = tuple[SlotViews, SlotViews, SlotViews]
 """The states of a module's input, weight and grad_output slots."""
 
+Operand = tuple[Tensor, Tensor]
+"""A factor of a product: FP8, and its inverse scales."""
+
 
 class LinearSlots:
     """An FP8Linear's access to the FP8 state: its three slots and how it may use them.
 
-    ``precision``: which GEMMs run in high precision. ``caster``: casts its tensors. ``note``: of the weight. If the
-    note says that FSDP frees the weight between forward and backward, its casts are not cached, because they would take
-    the memory that sharding saves.
+    ``experts``: the slots of each expert; of a Linear, its own. ``precisions``: which GEMMs of each run in high
+    precision, as ``set_precision`` changes it; ``precision``: that of a Linear. ``caster``: casts its tensors.
+    ``note``: of the weight. If the note says that FSDP frees the weight between forward and backward, its casts are not
+    cached, because they would take the memory that sharding saves.
     """
+
+    grouped: ClassVar[bool] = False
+    """True if the module is a grouped product, with a slot for each expert."""
 
     def __init__(
         self,
@@ -58,15 +65,19 @@ class LinearSlots:
         recipe: Recipe,
         slots: dict[Role, Slot],
         name: str = "weight",
+        experts: tuple[dict[Role, Slot], ...] = (),
     ) -> None:
-        """``name``: of the module's parameter."""
+        """``name``: of the module's parameter. ``experts``: the slots of each expert. Empty: the module is a Linear."""
         self.sync = sync
         self.weight_sync = weight_sync
         self.job = job
         self.recipe = recipe
         self.slots = slots
-        self.precision = Precision(slots, recipe.high_precision)
-        self.caster = caster_for(recipe, job, sync, self.precision)
+        self.experts = experts or (slots,)
+        changes = Changes()
+        self.precisions = tuple(Precision(each, recipe.high_precision, changes) for each in self.experts)
+        self.precision = self.precisions[0]
+        self.caster = caster_for(recipe, job, sync, None if self.grouped else self.precision)
         self.name = name
         self.note = WeightNote(name)
         self._begin()
@@ -80,13 +91,17 @@ class LinearSlots:
         self.monitor = LoopMonitor(self.sync, self.job, self.note, self.fqn)
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = ("_states", "_modes", "policy", "cache", "monitor")
+        fresh = ("_states", "_modes", "policy", "cache", "monitor", "owner", "_choice")
         kept = {name: value for name, value in self.__dict__.items() if name not in fresh}
         return {**kept, "note": self.note.copied()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
+
+    def belong_to(self, owner: nn.Module) -> None:
+        """Note which module has the weight, a new one or a copy."""
+        self.note.belong_to(owner)
 
     @property
     def fqn(self) -> str:
@@ -96,17 +111,12 @@ class LinearSlots:
     @property
     def fqns(self) -> tuple[str, ...]:
         """The fqns of the module's input slots: one, or one for each expert."""
-        return (self.fqn,)
-
-    @property
-    def precisions(self) -> tuple[Precision, ...]:
-        """What ``set_precision`` changes: one for the module, or one for each expert."""
-        return (self.precision,)
+        return tuple([slots[Role.INPUT].fqn for slots in self.experts])
 
     @property
     def weight_slots(self) -> tuple[Slot, ...]:
         """The slots of the weight: one, or one for each expert."""
-        return (self.slots[Role.WEIGHT],)
+        return tuple([slots[Role.WEIGHT] for slots in self.experts])
 
     @property
     def weight_place(self) -> int | slice:
@@ -159,23 +169,22 @@ class LinearSlots:
         self._states = None
         self.cache.clear()
 
-    def mode(self, module: nn.Module, x: Tensor, weight: Tensor, high: Any, all_high: bool) -> tuple[Mode, bool]:
+    def mode(self, module: nn.Module, x: Tensor, weight: Tensor, choice: Choice) -> tuple[Mode, bool]:
         """Return how this forward of ``module`` computes, and True if it records amaxes. Takes the notes of it. A
         forward that a backward repeats computes as it did before, whatever has changed since: see ``Modes``. Compiled
         forwards read the mode anew.
 
         Args:
-            high: the GEMMs that are in high precision now, as in ``Mode``.
-            all_high: True if these are all.
+            choice: what is in high precision now.
 
         Raises:
             ConfigurationError: FP8 supports neither ``x`` nor the transform that calls the module. No note was taken.
         """
         job, training = self.job, module.training
         in_fp8, recording = job.in_fp8, job.recording
-        casts = in_fp8 and not all_high and (training or job.eval_precision == "fp8")
+        casts = in_fp8 and not choice.all_high and (training or job.eval_precision == "fp8")
         # A compiled forward guards on what it reads here: read it late.
-        observes = in_fp8 and not casts and (self.caster.grouped or self.precision.observing)
+        observes = in_fp8 and not casts and (self.grouped or self.precision.observing)
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         repeated = None if compiling else self._modes.repeated(grad)
         if repeated is not None:
@@ -183,7 +192,7 @@ class LinearSlots:
         record = (self.sync.every_step or job.measuring) and (recording or (training and grad))
         if compiling:
             limit = self.policy.limit if training else self.policy.eval_limit
-            return Mode(casts, observes, recording, training, high, Outgrown(limit)), record
+            return Mode(casts, observes, recording, training, choice, Outgrown(limit)), record
         if casts or recording or (observes and record):
             require_eager(x, weight, module, self.fqn)
         if job.microbatches is not None:
@@ -195,7 +204,7 @@ class LinearSlots:
             self.note.idle_in(job.boundaries)
         if repeated is not None:
             return repeated, record
-        mode = Mode(casts, observes, recording, training, high, outgrown)
+        mode = Mode(casts, observes, recording, training, choice, outgrown)
         self._modes.calls.add(mode, grad)
         return mode, record
 
@@ -207,52 +216,41 @@ class LinearSlots:
 
     def matmul(
         self,
-        a: Tensor,
-        b: Tensor,
-        inv_scale_a: Tensor,
-        inv_scale_b: Tensor,
+        a: Operand,
+        b: Operand,
         dtype: torch.dtype,
         gemm: Gemm,
+        offsets: Tensor | None = None,
         bias: Tensor | None = None,
-    ) -> Tensor:
-        """Call ``ops.matmul`` with this manager's backend, and the accumulation that the recipe has for ``gemm``.
+        into: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the product a bᵀ + bias in FP8, with this manager's backend, and the accumulation that the recipe has
+        for ``gemm``. See the ops in ``fp8dist_kernels``.
+
+        Args:
+            offsets: int32[E], the ends of the experts' rows: the product of each. None: of a Linear.
+            into: a buffer of the result's shape, to which a Linear's product is added. Then nothing is returned.
 
         Raises:
             ConfigurationError: torch refuses the product. In compiled code the ``ProductError`` itself.
         """
-        fast = gemm in self.recipe.fast_accumulation
+        operands = a[0], b[0], a[1], b[1]
+        how: dict[str, Any] = {"fast_accumulation": gemm in self.recipe.fast_accumulation, "backend": self.job.backend}
+        if self.job.tap is not None:
+            how |= self.caster.tap_of(gemm)
+        product: Tensor | None = None
         try:
-            return direct.matmul(
-                a,
-                b,
-                inv_scale_a,
-                inv_scale_b,
-                dtype,
-                bias=bias,
-                fast_accumulation=fast,
-                backend=self.job.backend,
-                **({} if self.job.tap is None else self.caster.tap_of(gemm)),
-            )
+            if into is not None:
+                direct.matmul_into(*operands, into, **how)
+            elif offsets is None:
+                product = direct.matmul(*operands, dtype, bias=bias, **how)
+            elif gemm == "wgrad":
+                product = direct.matmul_grouped_columns(*operands, offsets, dtype, **how)
+            else:
+                product = direct.matmul_grouped(*operands, offsets, dtype, bias=bias, **how)
         except ProductError as error:
             raise refusal(self.fqn, gemm, error) from error
-
-    def matmul_into(
-        self, a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, total: Tensor, gemm: Gemm
-    ) -> None:
-        """Call ``ops.matmul_into``, as ``matmul`` does ``ops.matmul``: add the product to ``total``."""
-        try:
-            direct.matmul_into(
-                a,
-                b,
-                inv_scale_a,
-                inv_scale_b,
-                total,
-                fast_accumulation=gemm in self.recipe.fast_accumulation,
-                backend=self.job.backend,
-                **({} if self.job.tap is None else self.caster.tap_of(gemm)),
-            )
-        except ProductError as error:
-            raise refusal(self.fqn, gemm, error) from error
+        return product
 
     def weight_scale(self) -> Tensor:
         """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is
@@ -263,13 +261,24 @@ class LinearSlots:
     @property
     def adds_in_cast(self) -> bool:
         """True if the cast of a gradient can add up its columns. Otherwise ``bias_gradient`` reads the gradient again:
-        for scales by parts, and in compiled graphs, where Inductor makes the casts."""
-        return self.recipe.by == "tensor" and not torch.compiler.is_compiling()
+        for experts, for scales by parts, and in compiled graphs, where Inductor makes the casts."""
+        return self.recipe.by == "tensor" and not self.grouped and not torch.compiler.is_compiling()
 
-    def bias_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of a bias [out_features]. The order of the additions is the same on all backends."""
-        total: Tensor = direct.add_up(gradient, dtype, backend=self.job.backend)
+    def bias_gradient(self, gradient: Tensor, dtype: torch.dtype, offsets: Tensor | None) -> Tensor:
+        """Return the gradient of a bias [out_features], or [E, out_features]. The order of a Linear's additions is the
+        same on all backends."""
+        total: Tensor
+        if offsets is None:
+            total = direct.add_up(gradient, dtype, backend=self.job.backend)
+        else:
+            bounds = torch.cat([offsets.new_zeros(1), offsets]).long()
+            total = torch.segment_reduce(gradient.float(), "sum", offsets=bounds, axis=0, unsafe=True).to(dtype)
         return total
+
+    def record_weight(self, weight: Tensor, cast: Cast | None, offsets: Any, state: SlotViews, recorded: Any) -> None:
+        """Record the amax of a weight, of which there may be a cast. FSDP's gather records its shards itself."""
+        if not isinstance(weight, FP8Weight):
+            self.caster.observe(weight.detach(), state, recorded)
 
     def weight_cast(self, weight: Tensor, parameter: Tensor, request: Request) -> Cast:
         """Return the weight in FP8: as gathered, cast now, or cached from an earlier microbatch of this step. Columns
@@ -325,7 +334,7 @@ class LinearSlots:
         return self._cast_weight(weight, Request(state, Role.WEIGHT, True, False, False, limits, tapped=False))
 
     def shard_cast(
-        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, role: Role | None = None
+        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, tapped: bool = False
     ) -> Cast:
         """Return this rank's shard of the weight in FP8, row-major, with the scale that all ranks share. Local; commits
         a pending sync.
@@ -334,18 +343,17 @@ class LinearSlots:
             scale: 0-d float32, or [E] of all experts.
             first: of the experts that have a part in the shard.
             amax: where to record: 0-d float32, or [E] of all experts.
-            role: of the cast that the tap gets to see. None: it sees none.
+            tapped: True if the tap gets to see the cast.
         """
         state, limits = self.states(self.weight_sync.arena.device)[1], Outgrown(None, scale=scale)
-        return self.caster.cast(
-            shard, Request(state, Role.WEIGHT, True, False, record, limits, place=amax, tapped=role is not None)
-        )
+        request = Request(state, Role.WEIGHT, True, False, record, limits, place=amax, tapped=tapped)
+        return self.caster.cast(shard, request)
 
     def casts_in_backward(self, weight: Tensor) -> bool:
         """True if the backward makes its own FP8 copy of the weight."""
         return self.note.resharded or isinstance(weight, FP8Weight)
 
-    def backward_cast(self, weight: Tensor, state: SlotViews, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
+    def backward_cast(self, weight: Tensor, state: SlotViews, outgrown: Outgrown) -> Operand:
         """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again.
         Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
@@ -357,7 +365,7 @@ class LinearSlots:
                 turned = direct.transpose(rows, backend=self.job.backend)
             return turned, inv_scale
         # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
-        nowhere = None if self.caster.grouped else torch.empty_like(state.scale)
+        nowhere = None if self.grouped else torch.empty_like(state.scale)
         cast = self._cast_weight(weight, Request(state, Role.WEIGHT, False, True, False, outgrown, place=nowhere))
         return cast.columns, cast.columns_inv_scale
 

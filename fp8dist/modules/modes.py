@@ -15,19 +15,24 @@ forward.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch._C import _autograd
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.casters import ExpertMask
 from fp8dist.modules.outgrown import Outgrown
+from fp8dist.state.recipe import GEMMS, Gemm
 
-__all__ = ["Mode", "Modes"]
+__all__ = ["CHOICES", "ByGemm", "Choice", "Mode", "Modes", "Records"]
 
 _MOST = 32
 """Number of runs of calls in one mode that are kept for each module."""
@@ -39,25 +44,55 @@ _UNPACKING = ("unpack_hook", "checkpoint_unpack")
 """Functions of torch and of DeepSpeed that repeat a forward to get at a saved tensor."""
 
 
+class ByGemm(NamedTuple):
+    """The experts that compute a GEMM in high precision. Of a Linear, which has no experts, True or False."""
+
+    fprop: ExpertMask
+    dgrad: ExpertMask
+    wgrad: ExpertMask
+
+
+Records = tuple[ExpertMask, ExpertMask, ExpertMask]
+"""The experts whose (input, weight, grad_output) are recorded. Of a Linear, True or False."""
+
+
+class Choice(NamedTuple):
+    """What computes in high precision now, and which tensors are recorded. ``all_high``: True if nothing computes in
+    FP8."""
+
+    high: ByGemm
+    records: Records
+    all_high: bool
+
+
+CHOICES: Mapping[tuple[Gemm, ...], Choice] = MappingProxyType(
+    {
+        high: Choice(ByGemm(*(gemm in high for gemm in GEMMS)), (True,) * 3, high == GEMMS)
+        for count in range(len(GEMMS) + 1)
+        for high in itertools.combinations(GEMMS, count)
+    }
+)
+"""The choice of a Linear, by the GEMMs that run in high precision."""
+
+
 class Mode(NamedTuple):
     """How a forward of a module computes.
 
     ``casts``: True if at least one product is in FP8. ``observes``: True if a forward in training also records amaxes
-    of tensors that are not cast. ``recording``: True inside ``recording()``. ``training``: the module's flag. ``high``:
-    the GEMMs in high precision; of a grouped product, its ``Choice``. ``outgrown``: which tensors are cast just in
-    time.
+    of tensors that are not cast. ``recording``: True inside ``recording()``. ``training``: the module's flag.
+    ``outgrown``: which tensors are cast just in time.
     """
 
     casts: bool
     observes: bool
     recording: bool
     training: bool
-    high: Any
+    choice: Choice
     outgrown: Outgrown = Outgrown(None)
 
     def equals(self, other: Mode) -> bool:
         """True if both are the same. Compares tensors by identity: their values are on the device."""
-        if self[:4] != other[:4] or self.high is not other.high:
+        if self[:4] != other[:4] or self.choice is not other.choice:
             return False
         return self.outgrown[:3] == other.outgrown[:3] and self.outgrown.upstream is other.outgrown.upstream
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fp8dist.modules.fp8_experts import FP8Experts
-from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.fp8_module import FP8Module
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.weight_notes import stored_parameters
 
@@ -40,8 +39,6 @@ class Part(NamedTuple):
 def fp8_parts(model: nn.Module) -> Iterator[Part]:
     """Iterate over the FP8 weights of a model, in the order of its modules."""
     for module in model.modules():
-        if isinstance(module, FP8Linear):
-            yield Part(module, module.fp8_slots)
-        elif isinstance(module, FP8Experts):
-            for slots in module.fp8_products.values():
+        if isinstance(module, FP8Module):
+            for slots in module.fp8_weights:
                 yield Part(module, slots)

@@ -29,13 +29,14 @@ from fp8dist.state.groups import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["parallel_linear"]
+__all__ = ["Multiply", "parallel_linear"]
 
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Returns x Wᵀ + b of (x, W, b), as F.linear does."""
 
 
-def parallel_linear(linear: Linear, input: Tensor, weight: DTensor, bias: Tensor | None, fqn: str) -> DTensor:
-    """Apply ``linear`` (input, weight, bias) to this rank's tensors. Local: the consumer reduces a partial result.
+def parallel_linear(multiply: Multiply, fqn: str, input: Tensor, weight: DTensor, bias: Tensor | None) -> DTensor:
+    """Apply ``multiply`` to this rank's tensors. Local: the consumer reduces a partial result.
 
     Raises:
         ConfigurationError: the placements are not in the table above.
@@ -52,12 +53,12 @@ def parallel_linear(linear: Linear, input: Tensor, weight: DTensor, bias: Tensor
     w = weight.to_local(grad_placements=partial_weight_grad)
     b = None if bias is None else _local_bias(bias, w, partial_weight_grad, fqn)
     if row_wise:
-        y = linear(x, w, None)
+        y = multiply(x, w, None)
         if b is not None:
             y = _AddOnce.apply(y, b, mesh.get_local_rank() == 0)
         placement: Any = Partial()
     else:
-        y = linear(x, w, b)
+        y = multiply(x, w, b)
         placement = Shard(last) if column_wise else Replicate() if of_input.is_replicate() else of_input
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))
     stride = torch.empty(shape, device="meta").stride()

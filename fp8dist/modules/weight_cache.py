@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +16,12 @@ __all__ = ["WeightCache"]
 Key = tuple[int, int, int]
 
 
-class _Kept(NamedTuple):
-    cast: Cast
-    owner: weakref.ref[Tensor]
-    key: Key
-    recorded: bool
-
-
 class WeightCache:
     """Keeps the last cast of one weight, and returns it while the weight stays the same."""
 
     def __init__(self, job: JobState) -> None:
         self._job = job
-        self._kept: _Kept | None = None
+        self._kept: tuple[Cast, weakref.ref[Tensor], Key, bool] | None = None  # With its owner; if it was recorded.
 
     @property
     def empty(self) -> bool:
@@ -64,11 +56,11 @@ class WeightCache:
                 such as a temporary of functional_call or of a parametrization.
             record: True if the cast must have recorded the amax.
         """
-        kept = self._kept
-        if kept is None or kept.owner() is not owner or kept.key != key or (record and not kept.recorded):
+        if self._kept is None:
             return None
-        return kept.cast
+        cast, kept_owner, kept_key, recorded = self._kept
+        return cast if kept_owner() is owner and kept_key == key and (recorded or not record) else None
 
     def keep(self, cast: Cast, owner: Tensor, key: Key, recorded: bool) -> None:
         """Keep a cast in place of the last one. See ``find``."""
-        self._kept = _Kept(cast, weakref.ref(owner), key, recorded)
+        self._kept = cast, weakref.ref(owner), key, recorded

@@ -25,6 +25,7 @@ from fp8dist.modules.linear_slots import Cast, LinearSlots
 from fp8dist.modules.outgrown import OUTGROWN, amax_of, scale_for
 from fp8dist.modules.parts import Part
 from fp8dist.parallel.wrappers import first_local_row, local_parts
+from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import is_dtensor, largest_of_parts, local_part
 from fp8dist.state.slots import Slot
@@ -251,27 +252,22 @@ class ShardedWeight:
         """
         if not self._has_scale:
             return None
-        slots = self.slots
-        state = slots.states(slots.weight_sync.arena.device)[1]
-        limit = slots.policy.eval_limit if once else slots.policy.limit
-        return scale_for(amaxes.view_as(state.scale), state, slots.recipe, limit)
+        state, policy = self._state, self.slots.policy
+        limit = policy.eval_limit if once else policy.limit
+        return scale_for(amaxes.view_as(state.scale), state, self.slots.recipe, limit)
 
     def starts_small(self) -> bool:
         """True if the amax behind the scale is so small that the first optimizer step may enlarge it by far. Waits for
         the device."""
         if not self._has_scale or self.renewed:
             return False
-        slots = self.slots
-        state = slots.states(slots.weight_sync.arena.device)[1]
-        least = SMALL / math.sqrt(self.parameter.shape[-1])
-        return bool((state.scale * 2.0**slots.recipe.margin * least > state.format.max).any())
+        state, least = self._state, SMALL / math.sqrt(self.parameter.shape[-1])
+        return bool((state.scale * 2.0**self.slots.recipe.margin * least > state.format.max).any())
 
     def is_beyond(self, amaxes: Tensor) -> bool:
         """True if the weight has outgrown its scale by more than a training step may. ``amaxes``: see ``fitting``."""
-        slots = self.slots
-        state = slots.states(slots.weight_sync.arena.device)[1]
-        amax = amaxes.view_as(state.scale)
-        return bool((scale_for(amax, state, slots.recipe, slots.policy.limit or OUTGROWN) < state.scale).any())
+        state, limit = self._state, self.slots.policy.limit or OUTGROWN
+        return bool((scale_for(amaxes.view_as(state.scale), state, self.slots.recipe, limit) < state.scale).any())
 
     def choose(self, scale: Tensor | None, once: bool) -> None:
         """Set the scale of the casts from now on: until the next boundary, or in an evaluation (``once``), until the
@@ -343,7 +339,7 @@ class ShardedWeight:
                 f"{self.slot.fqn}: the weight was changed since its FP8 scale was derived, and is gathered outside of "
                 "a forward of the model: call manager.refresh_weights() first"
             )
-        cast = self.cast(shard, self._records(), Role.WEIGHT)
+        cast = self.cast(shard, self._records(), tapped=True)
         rows = shard.shape[0]
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where shards may be uneven.
             rows = -(-size[0] // mesh.size())  # Or experts.
@@ -353,25 +349,29 @@ class ShardedWeight:
         grid = rows if len(size) == 3 else blocks_along(rows, BLOCK)
         return (raw, _with_rows(cast.rows_inv_scale, grid)), (None, size, cast.rows.dtype)
 
-    def cast(self, shard: Tensor, records: bool = False, role: Role | None = None) -> Cast:
+    def cast(self, shard: Tensor, records: bool = False, tapped: bool = False) -> Cast:
         """Return this rank's shard in FP8, row-major, with the scale that all ranks share. Local; commits a pending
-        sync. ``role``: of the cast whose tap is told."""
-        slots = self.slots
+        sync. ``tapped``: True if the tap gets to see the cast."""
         scale = self._of_backward if in_backward() else self._chosen
-        if scale is None or not (in_backward() or self.chosen_in in (None, slots.job.boundaries)):
-            scale = slots.states(slots.weight_sync.arena.device)[1].scale
-        return self._cast(shard, records, scale, role)
+        if scale is None or not (in_backward() or self.chosen_in in (None, self.slots.job.boundaries)):
+            scale = self._state.scale
+        return self._cast(shard, records, scale, tapped)
 
-    def _cast(self, shard: Tensor, records: bool, scale: Tensor, role: Role | None) -> Cast:
+    def _cast(self, shard: Tensor, records: bool, scale: Tensor, tapped: bool = False) -> Cast:
         first = first_local_row(self.parameter) if shard.ndim == 3 else 0
-        return self.slots.shard_cast(shard, first, self._amax, records, scale, role)
+        return self.slots.shard_cast(shard, first, self._amax, records, scale, tapped)
+
+    @property
+    def _state(self) -> SlotViews:
+        """The state of the weight's slot, or of those of the experts, after a pending commit."""
+        return self.slots.states(self.slots.weight_sync.arena.device)[1]
 
     def eval_cast(self, shard: Tensor) -> Cast:
         """Return this rank's shard in FP8, row-major, as an evaluation gathers it now. COLLECTIVE over the ranks that
         hold parts; commits a pending sync."""
         self.slots.settle()
         scale = self.fitting(largest_of_parts(self.amaxes(), self.cuts), once=True) if self._has_scale else None
-        return self._cast(shard, False, shard.new_empty(0) if scale is None else scale, None)
+        return self._cast(shard, False, shard.new_empty(0) if scale is None else scale)
 
     def _records(self) -> bool:
         """True if this gather records the amax. Clears the recorded amax at the first such gather of a step."""

@@ -34,7 +34,7 @@ class KeptBatch(NamedTuple):
 
     def batch(self) -> Any:
         """Return a new copy of the batch, its tensors where they were. Local."""
-        return tree_unflatten([_back(leaf, device) for leaf, device in zip(self.leaves, self.devices)], self.spec)
+        return tree_unflatten(list(map(_copied, self.leaves, self.devices)), self.spec)
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +124,7 @@ class ReplayBuffer:
             self._begin(step)
         leaves, spec = tree_flatten(batch)
         devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
-        copies = [_copied(leaf) for leaf in leaves]
+        copies = [_copied(leaf, torch.device("cpu")) for leaf in leaves]
         self._steps[step].append(KeptBatch(copies, devices, spec, random_state(self._device)))
 
     def counts_for(self, manager: object) -> bool:
@@ -154,13 +154,8 @@ class ReplayBuffer:
         self._open = None
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: Any, device: torch.device | None) -> Any:
+    """Return a copy of a leaf of a batch. ``device``: where a tensor goes."""
     if not isinstance(leaf, Tensor):
-        return copy.deepcopy(leaf)
-    return leaf.detach().to("cpu", copy=True).requires_grad_(leaf.requires_grad)
-
-
-def _back(leaf: Any, device: torch.device | None) -> Any:
-    if device is None:
         return copy.deepcopy(leaf)
     return leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import io
 from typing import Any
 
 import torch
@@ -11,36 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fp8dist.checks.work_parts import message_of
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import SyncGroup, is_dtensor
-from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["copy_of", "from_next", "require_sendable"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.Size)
-_ALIGNMENT = 16
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A tensor as described to the rank that gets it. ``strides``: of a copy, because kernels are chosen by them.
-    ``moves``: it lies on the device that computes."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    moves: bool
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def room(self) -> int:
-        """Bytes in a message: each tensor starts aligned."""
-        return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def require_sendable(batch: Any) -> None:
@@ -67,46 +42,26 @@ def copy_of(batch: Any) -> Any:
 def from_next(given: Any, group: SyncGroup, device: torch.device) -> Any:
     """Return a copy of the next rank's ``given``, as ``copy_of`` makes it: a pytree of tensors and plain values. The
     last rank gets the first one's.
-    COLLECTIVE: an all-gather of descriptions, and an all-to-all in which each rank sends its tensors to one other.
+    COLLECTIVE: an all-gather of sizes, and an all-to-all in which each rank sends its copy to one other.
 
     Args:
         device: where tensors go that are not on the CPU.
     """
-    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    packed = io.BytesIO()
+    torch.save(copy_of(given), packed)
+    message = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8).to(group.device)
     pg = group.process_group
-    everyone: list[Any] = [None] * group.size
-    dist.all_gather_object(everyone, tree_map_only(Tensor, _described, given), group=pg)
+    sizes: list[Any] = [None] * group.size
+    dist.all_gather_object(sizes, len(message), group=pg)
     place = dist.get_rank(pg)
-    theirs = everyone[(place + 1) % group.size]
-    message = _packed(tensors, group.device)
-    size = sum(leaf.room for leaf in tree_leaves(theirs) if isinstance(leaf, _Described))
-    received = message_of(size, group.device)
+    before, after = (place - 1) % group.size, (place + 1) % group.size
     sends, gets = [0] * group.size, [0] * group.size
-    sends[(place - 1) % group.size] = len(message)
-    gets[(place + 1) % group.size] = size
+    sends[before], gets[after] = len(message), sizes[after]
+    received = torch.empty(sizes[after], dtype=torch.uint8, device=group.device)
     dist.all_to_all_single(received, message, gets, sends, group=pg)
-    start = 0
 
-    def made(one: _Described) -> Tensor:
-        nonlocal start
-        part = received[start : start + one.nbytes].to(device if one.moves else "cpu").clone()
-        start += one.room
-        tensor = torch.empty_strided(one.shape, one.strides, dtype=one.dtype, device=part.device)
-        return tensor.copy_(part.view(one.dtype).view(one.shape)).requires_grad_(one.requires_grad)
+    def placed(storage: Any, location: str) -> Any:
+        return torch.serialization.default_restore_location(storage, location if location == "cpu" else str(device))
 
-    return tree_map_only(_Described, made, theirs)
-
-
-def _described(tensor: Tensor) -> _Described:
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return _Described(tuple(tensor.shape), strides, tensor.dtype, tensor.requires_grad, tensor.device.type != "cpu")
-
-
-def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
-    message = message_of(sum(_described(tensor).room for tensor in tensors), device)
-    start = 0
-    for tensor in tensors:
-        raw = as_bytes(tensor)
-        message[start : start + len(raw)] = raw.to(device)
-        start += _described(tensor).room
-    return message
+    # Not ``weights_only``: it comes from a rank of this job, as the objects of ``all_gather_object`` do.
+    return torch.load(io.BytesIO(received.cpu().numpy().tobytes()), placed, weights_only=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -28,7 +29,7 @@ logger = logging.getLogger("fp8dist")
 
 Trigger = Literal["nonfinite", "jump", "spike"]
 
-_KINDS: tuple[Trigger, ...] = ("nonfinite", "jump", "spike")
+_KINDS: tuple[str, ...] = ("nonfinite", "jump", "spike")
 """The events, the most telling first."""
 
 _UNKNOWN = -1
@@ -38,7 +39,7 @@ class _Wish(NamedTuple):
     """What a rank wants replayed. ``kind``: of the event. ``microbatch``: None: all of the step, until one of them
     shows something."""
 
-    kind: Trigger
+    kind: str
     step: int
     microbatch: int | None = None
     rank: int | None = None
@@ -68,7 +69,7 @@ def replay_on(
     manager: StateManager | nn.Module,
     recorder: ReplayBuffer,
     step: Callable[[Any], object],
-    events: Sequence[Trigger] = _KINDS,
+    events: Sequence[Trigger] = ("nonfinite", "jump", "spike"),
     at_most_every: int = 100,
     *,
     guard: LossEvents | None = None,
@@ -128,28 +129,27 @@ def replay_on(
     _Replays(manager, recorder, step, tuple(events), at_most_every, guard, group, scaler, callback).begin()
 
 
+@dataclass(eq=False)
 class _Replays:
-    """The replays of one run. Its hooks keep it alive as long as the manager or the guard."""
+    """The replays of one run, with the arguments of ``replay_on``. Its hooks keep it alive as long as the manager or
+    the guard."""
 
-    def __init__(
-        self,
-        manager: StateManager | nn.Module,
-        recorder: ReplayBuffer,
-        step: Callable[[Any], object],
-        events: tuple[Trigger, ...],
-        every: int,
-        guard: LossEvents | None,
-        group: GroupLike | None,
-        scaler: Any,
-        callback: Callable[[Event], None] | None,
-    ) -> None:
-        self._owner, self._recorder, self._step = manager, recorder, step
-        self._manager = manager if isinstance(manager, StateManager) and manager.settings.enabled else None
-        self._events, self._every, self._guard = events, every, guard
-        self._given, self._scaler, self._callback = group, scaler, callback
-        self._wishes: dict[str, _Wish] = {}
-        self._rest = 0  # Steps until the next replay may begin.
-        self._warned: set[str] = set()  # Warnings that are not repeated.
+    _owner: StateManager | nn.Module
+    _recorder: ReplayBuffer
+    _step: Callable[[Any], object]
+    _events: tuple[str, ...]
+    _every: int
+    _guard: LossEvents | None
+    _given: GroupLike | None
+    _scaler: Any
+    _callback: Callable[[Event], None] | None
+    _wishes: dict[str, _Wish] = field(default_factory=dict)
+    _rest: int = 0  # Steps until the next replay may begin.
+    _warned: set[str] = field(default_factory=set)  # Warnings that are not repeated.
+
+    def __post_init__(self) -> None:
+        owner = self._owner
+        self._manager = owner if isinstance(owner, StateManager) and owner.settings.enabled else None
 
     def begin(self) -> None:
         """Register for the events. Local."""
@@ -185,11 +185,9 @@ class _Replays:
                 self._rest = max(0, self._rest - 1)
 
     def _note(self, kind: str, step: int, microbatch: int | None = None, rank: int | None = None) -> None:
-        for wanted in self._events:
-            if wanted == kind:
-                before = self._wishes.get(kind)
-                if before is None or before.microbatch is None:
-                    self._wishes[kind] = _Wish(wanted, step, microbatch, rank)
+        before = self._wishes.get(kind)
+        if kind in self._events and (before is None or before.microbatch is None):
+            self._wishes[kind] = _Wish(kind, step, microbatch, rank)
 
     def _end_step(self, took_place: bool) -> None:
         """Replay at the end of a boundary. COLLECTIVE, unless a loss scaler skipped the step."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["Exporter"]
+__all__ = ["Exporter", "Exporters"]
+
+logger = logging.getLogger("fp8dist")
 
 
 @runtime_checkable
@@ -40,3 +43,25 @@ class Exporter(Protocol):
 
     def close(self) -> None:
         """Send what is buffered, and release files and ports. No call follows. May be the only call."""
+
+
+class Exporters:
+    """Calls several exporters, one after the other. One that raises is named in a warning, and called no more."""
+
+    def __init__(self, exporters: Sequence[Exporter]) -> None:
+        self._exporters = list(exporters)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a method of each."""
+        for exporter in tuple(self._exporters):
+            try:
+                getattr(exporter, name)(*arguments)
+            except Exception as error:  # It may raise anything, and must not end the training.
+                self._exporters.remove(exporter)
+                what = f"{type(exporter).__name__}.{name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                logger.warning("fp8dist: an exporter is left out from now on: %s", what)
+
+    def close(self) -> None:
+        """Close each, and call none any more."""
+        self.call("close")
+        self._exporters.clear()

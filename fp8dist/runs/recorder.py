@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -18,7 +19,8 @@ from fp8dist.checks.checked import Checked
 from fp8dist.common.names import check_keywords, require_int
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.manager import Internals
-from fp8dist.runs.exporter import Exporter
+from fp8dist.runs.exporter import Exporter, Exporters
+from fp8dist.runs.monitor import boards, slot_lines
 from fp8dist.runs.run_files import RunFiles
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 from fp8dist.runs.run_header import header
@@ -34,6 +36,25 @@ logger = logging.getLogger("fp8dist")
 
 _OF_STEP = ("loss", "grad_norm")
 """Numbers that say whether a step was sound, unless the scaler skipped it."""
+
+
+def _with_alarm(given: dict[str, Any], jump: float | None) -> None:
+    if jump is not None and given["manager"] is not None and given["every"]:
+        watch(given["manager"], given["every"], jump=jump)
+
+
+def _with_board(given: dict[str, Any], folder: str | os.PathLike[str] | None) -> None:
+    resumed = given["resume_after"]
+    given["exporters"] = [*given["exporters"], *boards(folder, resumed if isinstance(resumed, int) else None)]
+
+
+_OLD: Mapping[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = MappingProxyType(
+    {
+        "jump": ("fp8dist.watch(manager, every, jump=…) beside the recorder", _with_alarm),
+        "tensorboard": ("exporters=[fp8dist.exporters.TensorBoard(folder, slots=True)]", _with_board),
+    }
+)
+"""Options of an earlier version: the new call, and what they do."""
 
 
 class Recorder:
@@ -60,9 +81,7 @@ class Recorder:
             state that is loaded before the first step, also after ``attach``; the run is a new one if none is loaded.
             Until the first step the folder stays as it is.
         ranks: also record who held each maximum, and the times of each rank. See ``fp8dist.watch``.
-        jump: see ``fp8dist.watch``.
         exporters: get the same numbers, on the writing rank. One that raises is left out from then on.
-        tensorboard: see ``fp8dist.watch``.
         precision: what the run computes in, such as "bf16". None: "fp8", or the default dtype of a run without FP8.
         peaks: dense FLOP/s of one rank's device, such as {"high": 989.5e12, "fp8": 1979e12}. None: by the GPU's name.
 
@@ -70,7 +89,7 @@ class Recorder:
         ConfigurationError: another process records there, the folder cannot be written to, or an argument is invalid.
     """
 
-    @check_keywords("fp8dist.Recorder")
+    @check_keywords("fp8dist.Recorder", old=_OLD)
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -79,9 +98,7 @@ class Recorder:
         every: int = 10,
         resume_after: int | Literal["state"] | None = None,
         ranks: bool = True,
-        jump: float | None = None,
         exporters: Sequence[Exporter] = (),
-        tensorboard: str | os.PathLike[str] | None = None,
         precision: str | None = None,
         peaks: Mapping[str, float] | None = None,
     ) -> None:
@@ -90,13 +107,13 @@ class Recorder:
         self.folder = Path(folder)
         self.writes = own_rank() == 0 if manager is None else bool(describe(manager)["writes"])
         self._manager, self._every = manager, every
-        self._exporters = list(exporters) if self.writes else []
+        self._exporters = Exporters(exporters if self.writes else ())
         self._files = RunFiles(self.folder) if self.writes else None
         self._watches = manager is not None and every > 0
         if self._watches:
-            board, observer = (tensorboard, self._observe) if self.writes else (None, None)
+            observer = self._observe if self.writes else None
             try:
-                watch(manager, every, None, board, jump, ranks, known, observer)
+                watch(manager, every, ranks=ranks, resume_after=known, observer=observer)
             except ConfigurationError:
                 if self._files is not None:
                     self._files.close()  # No line of an earlier run is dropped.
@@ -189,7 +206,7 @@ class Recorder:
             for name, value in line.items()
             if name not in ("step", "time")
         }
-        self._export("write", step, numbers, ())
+        self._exporters.call("write", step, numbers, ())
         self._log_checked()
 
     def _go_back(self, step: int) -> None:
@@ -225,7 +242,7 @@ class Recorder:
         if self._files is None:
             return
         self._files.add(EVENTS, [line])
-        self._export("event", line)
+        self._exporters.call("event", line)
 
     def close(self, error: str | None = None) -> None:
         """Write "end", and close files and exporters. Local. Later calls do nothing.
@@ -242,7 +259,7 @@ class Recorder:
         self._describe()
         self._log_checked()
         self.event("end", self._last_step, **({} if error is None else {"error": error}))
-        self._export("close")
+        self._exporters.close()
         self._files.close()
         self._files = None
 
@@ -254,8 +271,7 @@ class Recorder:
         if self._files is None:
             return
         self._describe()
-        slots = ({"step": seen.step, "slot": str(one.slot), **dict(one.numbers())} for one in seen.slots)
-        self._files.add(SCALES, slots)
+        self._files.add(SCALES, slot_lines(seen.step, seen.slots))
         self._files.add(EXPERTS, ({"step": seen.step, **one._asdict()} for one in seen.experts))
         self._idle = idle_numbers(seen.experts)
         if seen.ranks:
@@ -263,7 +279,7 @@ class Recorder:
             steps = [None if math.isnan(one.step) else one.step for one in seen.ranks.values()]
             line = {"step": seen.step, "time": time.time(), "ranks": list(seen.ranks)}
             self._files.add(RANKS, [{**line, "sync_wait_ms": waits, "step_ms": steps}])
-        self._export("write", seen.step, {}, seen.slots)
+        self._exporters.call("write", seen.step, {}, seen.slots)
 
     def _step_ended(self, took_place: bool) -> None:
         if not took_place:
@@ -320,15 +336,6 @@ class Recorder:
         if self._manager is None or described["attached"]:
             self._files.describe(self._head(described))
             self._head = None
-
-    def _export(self, call: str, *arguments: Any) -> None:
-        for exporter in tuple(self._exporters):
-            try:
-                getattr(exporter, call)(*arguments)
-            except Exception as error:  # It may raise anything, and must not end the training.
-                self._exporters.remove(exporter)
-                what = f"{type(exporter).__name__}.{call}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                logger.warning("fp8dist: an exporter is left out from now on: %s", what)
 
 
 def _known_step(resume_after: int | Literal["state"] | None, manager: Any) -> int | None:

@@ -14,10 +14,9 @@ from typing import Any
 
 from fp8dist.common.numbers import to_json
 from fp8dist.errors import ConfigurationError
-from fp8dist.runs.monitor import keep_lines
 from fp8dist.runs.run_format import EVENTS, HEADER
 
-__all__ = ["RunFiles"]
+__all__ = ["RunFiles", "append_lines", "keep_lines", "opened_lines"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -41,7 +40,7 @@ class RunFiles:
         weakref.finalize(self, _close, self._files)
         with self._usable():
             folder.mkdir(parents=True, exist_ok=True)
-            self._open(EVENTS)
+            self._files[EVENTS] = _opened(folder / EVENTS)
             self._lock()
 
     def begin(self, resume_after: int | None, names: Iterable[str], dropped: Iterable[str]) -> None:
@@ -57,11 +56,7 @@ class RunFiles:
         """
         with self._usable():
             for name in names:
-                if resume_after is not None:
-                    keep_lines(self._folder / name, resume_after)
-                self._open(name)
-                if resume_after is None:
-                    os.ftruncate(self._files[name], 0)
+                self._files[name] = opened_lines(self._folder / name, resume_after)
             for name in dropped if resume_after is None else ():
                 (self._folder / name).unlink(missing_ok=True)
         self._end_torn_line()
@@ -79,9 +74,6 @@ class RunFiles:
                 f"{self._folder}: cannot record there: {error.strerror}: give a folder that can be written to"
             ) from None
 
-    def _open(self, name: str) -> None:
-        self._files[name] = os.open(self._folder / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-
     def _lock(self) -> None:
         try:
             fcntl.flock(self._files[EVENTS], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,12 +88,15 @@ class RunFiles:
         file = self._files[EVENTS]
         size = os.fstat(file).st_size
         if size and os.pread(file, 1, size - 1) != b"\n":
-            self._write(EVENTS, b"\n")
+            os.write(file, b"\n")
 
     def add(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append a line for each mapping to the file. Numbers that are not finite become strings."""
         if name in self._files:
-            self._write(name, "".join(json.dumps(_plain(line)) + "\n" for line in lines).encode())
+            try:
+                append_lines(self._files[name], lines)
+            except OSError as error:
+                self._stop(name, error)
 
     def describe(self, header: Mapping[str, Any]) -> None:
         """Replace ``run.json``, atomically."""
@@ -120,16 +115,30 @@ class RunFiles:
         """Close the files, and release the lock. Later lines are not written."""
         _close(self._files)
 
-    def _write(self, name: str, text: bytes) -> None:
-        try:
-            while text:  # Of a long text, one call may write a part.
-                text = text[os.write(self._files[name], text) :]
-        except OSError as error:
-            self._stop(name, error)
-
     def _stop(self, name: str, error: OSError) -> None:
         logger.warning("fp8dist: nothing more is recorded: %s: %s", self._folder / name, error.strerror)
         self.close()
+
+
+def opened_lines(path: Path, resume_after: int | None) -> int:
+    """Open a file of JSON lines, to append to it. Return its descriptor.
+
+    ``resume_after``: lines of later steps are dropped, and a torn last line. None: all lines are.
+    """
+    if resume_after is not None:
+        keep_lines(path, resume_after)
+    return _opened(path, os.O_TRUNC if resume_after is None else 0)
+
+
+def _opened(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | flags, 0o666)
+
+
+def append_lines(file: int, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Append a line for each mapping to an open file. Numbers that are not finite become strings."""
+    text = "".join(json.dumps(_plain(line)) + "\n" for line in lines).encode()
+    while text:  # Of a long text, one call may write a part.
+        text = text[os.write(file, text) :]
 
 
 def _close(files: dict[str, int]) -> None:
@@ -147,3 +156,29 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def keep_lines(path: Path, last_step: int) -> None:
+    """Keep only the lines of steps up to ``last_step`` in the file, which need not exist.
+
+    Lines that are not JSON objects with a step, such as the torn last line of a killed process, are dropped. Writes a
+    new file and renames it, so that a process killed here loses nothing. Works line by line, because such files grow
+    large.
+    """
+    if not path.exists():
+        return
+    new = path.with_name(path.name + ".new")
+    with path.open("rb") as lines, new.open("wb") as kept:
+        for text in lines:
+            line = _object(text)
+            if line is not None and line["step"] <= last_step:
+                kept.write(text.rstrip(b"\n") + b"\n")
+    new.replace(path)
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

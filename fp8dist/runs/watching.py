@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
+from pathlib import Path
 from typing import Any
 
-from fp8dist.common.names import check_keywords, require_int
+from fp8dist.common.names import check_keywords, require_int, warn_moved
+from fp8dist.errors import ConfigurationError
 from fp8dist.job.checkpoint import with_rank
 from fp8dist.job.manager import Internals, StateManager
-from fp8dist.runs.monitor import Monitor
+from fp8dist.runs.monitor import SlotOutputs
 from fp8dist.state.groups import own_rank
 from fp8dist.state.recipe import GEMMS
+from fp8dist.state.statistics import JumpAlarm
 from fp8dist.state.watch import Observer, Watch
 from fp8dist_kernels.formats import Role
 
@@ -29,39 +31,50 @@ def watch(
     resume_after: int | None = None,
     observer: Observer | None = None,
 ) -> None:
-    """Write amax, scale, saturation and underflow share of each slot every ``every`` steps. Local: on all ranks
+    """Collect amax, scale, saturation and underflow share of each slot every ``every`` steps. Local: on all ranks
     alike, before ``attach``. Each such step has one more all-reduce per group, and one more pass over each tensor
-    that is cast. Several calls, and a ``Recorder``, share them.
+    that is cast. Several calls, and a ``Recorder``, which writes what is collected to a file, share them.
 
-    One rank writes a JSON object per slot and step (see ``Monitor``). With ``amax_sync=False`` each rank writes its
-    own. Steps inside ``Join`` and in CUDA graphs are left out.
+    Steps inside ``Join`` and in CUDA graphs are left out.
 
     Args:
-        path: file for the JSON lines. ``{rank}`` is replaced by the rank. None: no file.
-        tensorboard: TensorBoard's log folder, if TensorBoard is installed. None: no TensorBoard.
-        jump: a factor above 1. A scale that has changed by this factor or more since it was last written is logged,
-            and an Event "jump" is sent. None: no alarm.
-        ranks: also write which rank held each maximum, and in which microbatch. Doubles the bytes of the
+        path: old: a ``Recorder`` writes the file. ``{rank}`` is replaced by the rank.
+        tensorboard: old: a ``Recorder`` with ``fp8dist.exporters.TensorBoard(folder, slots=True)`` writes there.
+        jump: a factor above 1. A scale that has changed by this factor or more since it was last observed is logged by
+            one rank, and an Event "jump" is sent. None: no alarm.
+        ranks: also collect which rank held each maximum, and in which microbatch. Doubles the bytes of the
             all-reduce, and adds 16 bytes per rank.
-        resume_after: the step that the run continues from. Steps are counted from there, and lines of later steps
-            are removed from ``path``. None: ``path`` is replaced.
-        observer: called with each Observation, on all ranks, inside the step. It must not raise or communicate.
+        resume_after: the step that the run continues from. Steps are counted from there.
+        observer: called with each Observation, on all ranks, inside the step. It must not raise or communicate. With
+            ``amax_sync=False`` each rank gets its own numbers.
 
     Raises:
-        ConfigurationError: the manager is already attached, ``every`` or ``jump`` is invalid, or an earlier watch
-            writes to ``path`` or has another ``resume_after``.
+        ConfigurationError: the manager is already attached, ``every`` or ``jump`` is invalid, or an earlier watch has
+            another ``resume_after``.
     """
     require_int("every", every, 1, what="a number of steps")
     inside = Internals(manager)
     cycle = inside.cycle
     cycle.require("watch()")
-    lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
     writes = cycle.state.speaks or not manager.settings.amax_sync
-    make = functools.partial(Monitor, lines, folder, jump=jump, writes=writes, resume_after=resume_after)
+    alarm = None if jump is None else JumpAlarm(jump, writes)
     precisions = (of for part in inside.parts() for of in part.slots.precisions)
     order = {of.slots[Role.INPUT].fqn: place for place, of in enumerate(precisions)}
     shared = cycle.measurement.watch or Watch(order)
-    shared.add(every, ranks, make, resume_after, observer, lines)
+    shared.require_fits(resume_after)
+    observers = [] if observer is None else [observer]
+    if path is not None:
+        warn_moved("fp8dist.watch(path=…)", "fp8dist.Recorder(folder, manager), which writes scales.jsonl", 4)
+    if tensorboard is not None:
+        new = "fp8dist.Recorder(folder, manager, exporters=[fp8dist.exporters.TensorBoard(…, slots=True)])"
+        warn_moved("fp8dist.watch(tensorboard=…)", new, 4)
+    if writes and (path is not None or tensorboard is not None):
+        lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
+        earlier = [one.path for one in shared.observers if isinstance(one, SlotOutputs)]
+        if lines is not None and Path(lines).absolute() in earlier:
+            raise ConfigurationError(f"watch(path={str(lines)!r}): an earlier watch writes there: give another file")
+        observers.insert(0, SlotOutputs(lines, folder, resume_after))
+    shared.add(every, ranks, alarm, resume_after, observers)
     cycle.measurement.watch = cycle.checker.amaxes = shared
 
 

@@ -1,6 +1,8 @@
-"""Accord and Votes: ranks tell each other through the job's store that they have come to a point, or why they have not.
+"""Accord and Votes: how ranks that are about to do something together find out, through the job's store, whether all
+of them will.
 
-A rank that fails issues no collective, so the others cannot mistake one for theirs.
+The store is asked before any collective is issued. So a rank that fails, or does not come, leaves no collective of its
+own behind that the others could take for theirs.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _PATIENCE = timedelta(seconds=60)
 
 
 class Accord:
-    """The points of one call of a function that is collective over a group. The n-th call of a rank belongs to the n-th
-    of every other.
+    """The points that all ranks of a group must reach during one call of a collective function. The n-th call of a rank
+    belongs to the n-th of every other.
 
     Args:
         call: name of the function, such as "replay()".
@@ -44,9 +46,14 @@ class Accord:
         self._points = 0
 
     def reach(self, failure: str | None = None) -> str | None:
-        """Tell the other ranks that this one is here, or why it cannot go on. Wait for them. Return the first failure
-        of any rank, the same on all ranks; None if there is none. COLLECTIVE: six store operations, whatever the
-        number of ranks.
+        """Report that this rank has reached the next point, and wait for the others. COLLECTIVE: six store operations,
+        whatever the number of ranks.
+
+        Args:
+            failure: why this rank cannot go on; None: it can.
+
+        Returns:
+            The first failure that any rank has reported, the same on all ranks; None: there is none.
 
         Raises:
             SyncError: a rank did not come in time.
@@ -90,7 +97,8 @@ def meet(group: SyncGroup, call: str) -> None:
 
 
 class Votes:
-    """Decides whether all ranks of a set want something that only all of them can do. COLLECTIVE to create."""
+    """Finds out, at points of the program, whether all ranks of a set want to do something that only all of them can do
+    together. COLLECTIVE to create: on all ranks of the set, in the same order."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         """``ranks``: global ranks, this one among them."""
@@ -104,8 +112,8 @@ class Votes:
                 self._store = distributed_c10d.PrefixStore(str(number), store)
 
     def carried(self, point: str) -> bool:
-        """Vote for it, and return True if all ranks do so at this point; the same on all ranks that vote. A rank that
-        does not want it need not call. Waits up to a minute for the others, and raises nothing.
+        """Vote for it. Return True if all ranks vote at this point; the same result on all ranks that vote. Local: a
+        rank that does not want it does not call. Waits up to a minute for the others, and raises nothing.
 
         Args:
             point: name of the point of the program, the same on all ranks.

@@ -12,9 +12,12 @@ __all__ = ["Cause", "earliest"]
 
 
 class Cause(NamedTuple):
-    """Which cast recorded a bad amax. ``step``: the run's (``StateManager.run_step``). ``rank``, a global one, and
-    ``microbatch``, from 0: None: not known (see ``fp8dist.watch(ranks=True)``). ``role``: "input", "weight" or
-    "grad_output"."""
+    """Which cast recorded a bad amax.
+
+    ``step``: the run's number of the step (``StateManager.run_step``). ``rank``: the global rank; ``microbatch``: its
+    number, from 0. Both are None if not known (see ``fp8dist.watch(ranks=True)``). ``module``: its fqn. ``role``:
+    "input", "weight" or "grad_output".
+    """
 
     step: int
     rank: int | None

@@ -32,8 +32,12 @@ class ExpertLoad(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """The last observation: its step, the amaxes that were taken before it, int64[n], and what followed, int64[n].
-    ``turns``: the experts' changes of precision before it, int64[n]."""
+    """What the last observation found, to compare the next one with.
+
+    ``step``: its step. ``taken``: int64[n], how many amaxes each slot had taken into its history. ``since``: int64[n],
+    what was concluded: steps without a renewed scale, or without tokens. ``turns``: int64[n], how often the precision
+    of each expert had changed; None: not counted.
+    """
 
     step: int
     taken: Tensor

@@ -1,4 +1,4 @@
-"""Groups: the ranks that share an arena, and how they agree on their manifests."""
+"""Groups: the ranks that share an arena, with their communicator. Also small questions about ranks and DTensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import functools
 import hashlib
 import json
 import os
-import socket
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -21,9 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8dist.common.text import ranks_text
-from fp8dist.errors import ConfigurationError, ManifestMismatchError
-from fp8dist.state.manifest import first_difference, manifest_digest
+from fp8dist.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -32,23 +27,15 @@ __all__ = [
     "GroupLike",
     "SyncGroup",
     "absent",
-    "agree_on_manifests",
     "has_base",
     "identity_of",
     "is_dtensor",
     "largest_of_parts",
     "local_part",
-    "publish_manifest",
     "world_size",
 ]
 
 GroupLike = dist.ProcessGroup | DeviceMesh
-
-_AGREED = "agreed"
-_COMPLETE, _ASKED, _VERDICT = "complete", "asked", "verdict"
-
-_SHOWN_MANIFESTS = 8
-"""Number of manifests whose difference is reported. For further manifests only the ranks are named."""
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -107,9 +94,9 @@ class SyncGroup:
         self._own: weakref.ref[dist.ProcessGroup] | None = None
         self._made_by = 0  # Id of the process that made it.
         self.newest: list[dist.Work] = []
-        """The newest collective of a step."""
+        """The newest collective of a step, while it may be under way; at most one."""
         self.round = 0
-        """Number of the agreement of these ranks at ``attach``, the same on all of them."""
+        """How many times these ranks have agreed at ``attach``: the same number on all of them."""
         if isinstance(group, DeviceMesh):
             if group.ndim > 1 and group.mesh_dim_names is None:
                 raise ConfigurationError("a DeviceMesh of several axes needs mesh_dim_names to be a group")
@@ -124,7 +111,7 @@ class SyncGroup:
                 f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__} {group!r}. {_instead(group)}"
             )
         self.rank = dist.get_rank()
-        """This process's global rank. Known also after destroy_process_group(), when torch no longer says it."""
+        """This process's global rank. Kept, because torch does not know it after destroy_process_group()."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -248,6 +235,7 @@ class SyncGroup:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     @property
@@ -321,6 +309,7 @@ def identity_of(ranks: Sequence[int]) -> str:
 
 
 def _compact(ranks: Sequence[int]) -> Sequence[int]:
+    """Return equally spaced ranks as a range, others as a tuple."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     spaced = range(ranks[0], ranks[0] + step * len(ranks), step)
     return spaced if list(spaced) == list(ranks) else tuple(ranks)
@@ -343,179 +332,3 @@ def absent(store: Any, ranks: Sequence[int], key_of: Callable[[int], str], most:
             half = len(part) // 2
             parts += [part[half:], part[:half]]
     return found
-
-
-@dataclass(frozen=True)
-class Publication:
-    """This rank's manifest as published in the store, before the ranks have agreed."""
-
-    store: distributed_c10d.Store
-    group: SyncGroup
-    manifest: Mapping[str, Any]
-    round: int
-
-
-def publish_manifest(group: SyncGroup, manifest: Mapping[str, Any]) -> Publication:
-    """Put the digest of this rank's manifest into the job's store. Does not wait.
-
-    The n-th publication of a rank belongs to the n-th of every other rank of the group. The store counts them, so no
-    process-wide state is needed.
-    """
-    store = distributed_c10d.PrefixStore(f"fp8dist/{group.identity}", distributed_c10d._get_default_store())
-    publication = Publication(store, group, manifest, store.add(f"count/{group.rank}", 1))
-    while store.check([_key(publication, _VERDICT)]):  # The others ended that round without this rank.
-        publication = Publication(store, group, manifest, store.add(f"count/{group.rank}", 1))
-    digest = manifest_digest(dict(manifest))
-    store.set(_key(publication, "digest", group.rank), f"{digest} {socket.gethostname()}")
-    store.add(_key(publication, f"same/{digest}"), 1)
-    if store.add(_key(publication, "came"), 1) == group.size:
-        store.set(_key(publication, _COMPLETE), "")
-    return publication
-
-
-def agree_on_manifests(publications: Sequence[Publication], rounds: int, timeout: timedelta) -> None:
-    """Wait until all ranks of these groups have published and agree. COLLECTIVE, through the store.
-
-    In each group the lowest rank compares, and the others wait for its verdict. The first verdict in the store is final
-    for all ranks, so no rank continues alone. The lowest rank writes it, or a rank whose wait has timed out. With
-    several groups, a failure in one is passed on to the others.
-
-    If all agree, each rank needs about ten store operations per group, whatever the number of ranks: equal digests are
-    counted, not read. Only after a failure does the lowest rank read single digests and ask for full manifests.
-
-    Args:
-        rounds: the number of groups that a failure may have to pass through to reach all ranks. The same on all ranks.
-        timeout: how long to wait for the other ranks, for all groups together. Verdicts may take twice as long.
-
-    Raises:
-        ManifestMismatchError: on every rank, if ranks differ or one did not come in time.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
-    # Groups that this rank leads come first, so that their members need not wait for its other groups.
-    in_order = sorted(publications, key=lambda p: min(p.group.ranks) != p.group.rank)
-    failures = [text for p in in_order if (text := _agree(p, timeout, deadline)) is not None]
-    for round_ in range(rounds):
-        for publication in publications:
-            _publish_outcome(publication, round_, failures)
-        for publication in publications:
-            if not failures:  # One failure is enough.
-                failures += _read_outcome(publication, round_, timeout * 3)
-    if failures:
-        raise ManifestMismatchError(failures[0])
-
-
-def _publish_outcome(publication: Publication, round_: int, failures: Sequence[str]) -> None:
-    """Publish a failure to the group, or that this rank knows of none. The last rank without a failure writes that all
-    agree."""
-    if failures:
-        _write_once(publication, f"outcome-{round_}", failures[0])
-    elif publication.store.add(_key(publication, f"well-{round_}"), 1) == publication.group.size:
-        _write_once(publication, f"outcome-{round_}", _AGREED)
-
-
-def _read_outcome(publication: Publication, round_: int, timeout: timedelta) -> list[str]:
-    outcome = _get(publication, f"outcome-{round_}", timeout)
-    if outcome is None:
-        size, seconds = publication.group.size, timeout.total_seconds()
-        gone = f"the end of attach() was not reached within {seconds:.0f} s by all of {size} ranks"
-        outcome = _write_once(publication, f"outcome-{round_}", gone)
-    return [] if outcome == _AGREED else [outcome]
-
-
-def _agree(publication: Publication, timeout: timedelta, deadline: float) -> str | None:
-    """Return what is wrong in this group, or None. Members must come before the deadline. After it, the leader has up
-    to the same time again to find out what differs."""
-    leader, patience = min(publication.group.ranks), timeout.total_seconds()
-    if publication.group.rank == leader:
-        verdict = _write_once(publication, _VERDICT, _compare(publication, timeout, deadline, deadline + patience / 2))
-    else:
-        verdict = _follow(publication, leader, timeout * 2, deadline + patience)
-    return None if verdict == _AGREED else verdict
-
-
-def _follow(publication: Publication, leader: int, timeout: timedelta, deadline: float) -> str:
-    """Wait for the leader's verdict, and show it this rank's manifest on request."""
-    asked = _get(publication, _ASKED, _until(deadline))
-    if asked is not None and publication.group.rank in json.loads(asked):
-        publication.store.set(_key(publication, "manifest", publication.group.rank), json.dumps(publication.manifest))
-    verdict = None if asked is None else _get(publication, _VERDICT, _until(deadline))
-    if verdict is None:
-        return _write_once(publication, _VERDICT, _absent([leader], publication.group.size, timeout))
-    return verdict
-
-
-def _compare(publication: Publication, timeout: timedelta, deadline: float, later: float) -> str:
-    """Return the leader's verdict. ``deadline``: for the other ranks to come. ``later``: for them to show their
-    manifests."""
-    group, store = publication.group, publication.store
-    complete = _get(publication, _COMPLETE, _until(deadline)) is not None
-    mine = manifest_digest(dict(publication.manifest))
-    if complete and store.add(_key(publication, f"same/{mine}"), 0) == group.size:
-        store.set(_key(publication, _ASKED), "[]")
-        return _AGREED
-    missing = [] if complete else absent(store, group.ranks, lambda rank: _key(publication, "digest", rank))
-    if missing:
-        store.set(_key(publication, _ASKED), "[]")
-        return _absent(missing, group.size, timeout)
-    return _differences(publication, mine, later)
-
-
-def _differences(publication: Publication, mine: str, deadline: float) -> str:
-    """Return which ranks differ from this one, and in what, after all have published."""
-    group, store = publication.group, publication.store
-    published = store.multi_get([_key(publication, "digest", rank) for rank in group.ranks])
-    hosts: dict[int, str] = {}
-    odd: dict[str, list[int]] = {}
-    for rank, text in zip(group.ranks, published):
-        digest, _, hosts[rank] = text.decode().partition(" ")
-        if digest != mine:
-            odd.setdefault(digest, []).append(rank)
-    # One rank per distinct manifest is enough.
-    shown = list(odd.values())[:_SHOWN_MANIFESTS]
-    store.set(_key(publication, _ASKED), json.dumps([ranks[0] for ranks in shown]))
-    lines = []
-    for ranks in shown:
-        theirs = _get(publication, "manifest", _until(deadline), ranks[0])
-        difference = (
-            "gone before it could be compared"
-            if theirs is None
-            else first_difference(dict(publication.manifest), json.loads(theirs))
-        )
-        sides = f"rank {group.rank} ({hosts[group.rank]}) against rank(s) {ranks_text(ranks)} ({hosts[ranks[0]]})"
-        lines.append(f"{sides}: {difference}")
-    if len(odd) > len(shown):
-        others = [rank for ranks in list(odd.values())[len(shown) :] for rank in ranks]
-        lines.append(f"rank(s) {ranks_text(others)} have {len(odd) - len(shown)} other manifests")
-    return "ranks were prepared differently; " + "; ".join(lines) if lines else _AGREED
-
-
-def _absent(ranks: list[int], size: int, timeout: timedelta) -> str:
-    return (
-        f"attach() was not reached within {timeout.total_seconds():.0f} s by rank(s) {ranks_text(ranks)} of {size}: "
-        "it is collective over the group"
-    )
-
-
-def _key(publication: Publication, what: str, rank: int | None = None) -> str:
-    suffix = "" if rank is None else f"/{rank}"
-    return f"{publication.round}/{what}{suffix}"
-
-
-def _write_once(publication: Publication, what: str, text: str) -> str:
-    """Write the text unless there is one, and return the text that is stored."""
-    return publication.store.compare_set(_key(publication, what), "", text).decode()
-
-
-def _until(deadline: float) -> timedelta:
-    """Return the time left, at least 0.1 s, so that a value that is already there is seen."""
-    return timedelta(seconds=max(0.1, deadline - time.monotonic()))
-
-
-def _get(publication: Publication, what: str, timeout: timedelta, rank: int | None = None) -> str | None:
-    """Return the value, or None if it does not come in time."""
-    key = _key(publication, what, rank)
-    try:
-        publication.store.wait([key], timeout)
-    except (dist.DistStoreError, RuntimeError):
-        return None
-    return publication.store.get(key).decode()

@@ -1,8 +1,8 @@
 """Lookout: names the ranks that a sync waits for, where the wait does not block the host.
 
 NCCL's ``wait()`` blocks the stream. If a rank does not come, the host meets no error, and after the time-out torch's
-watchdog ends the process, without a word on who is missing. So a thread looks at the age of the newest sync, and holds
-the roll call shortly before that.
+watchdog ends the process without naming the missing ranks. So a thread looks at the age of the newest sync, and starts
+a roll call (``roll_call.py``) shortly before the time-out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Lookout:
 
     Args:
         who: the owner of what is synchronised.
-        place: of the arena among those of its group.
+        place: index of the arena among those of its group, the same on all ranks.
     """
 
     def __init__(self, who: str, group: SyncGroup, place: int) -> None:

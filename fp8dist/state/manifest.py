@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from fp8dist.state.slots import Slot, SlotSpec
+from fp8dist.state.arena import Arena
+from fp8dist.state.slots import Slot
 
 __all__ = [
     "NUMERICS_VERSION",
-    "ArenaDescription",
-    "WeightDescription",
     "build_manifest",
     "digest_word",
     "first_difference",
@@ -23,38 +22,24 @@ NUMERICS_VERSION = 2
 """Incremented whenever the same inputs would give other scales. See CHANGELOG, "Numerics"."""
 
 
-class WeightDescription(NamedTuple):
-    """A whole weight, regardless of the part that a rank holds.
+def build_manifest(
+    arenas: Sequence[Arena], weights: Mapping[Slot, dict[str, Any]], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the manifest of arenas that the same ranks share, as plain JSON values.
 
-    ``shape``: [out_features, in_features]. ``users``: fqns of the modules that use it, several if it is tied.
+    Args:
+        weights: by weight slot, the whole weight, regardless of the part that a rank holds: ``shape``, [out_features,
+            in_features]; ``dtype``; ``users``, fqns of the modules that use it, several if it is tied.
+        settings: what else must be equal on all ranks, as plain JSON values.
     """
-
-    shape: tuple[int, int]
-    dtype: str
-    users: tuple[str, ...]
-
-
-class ArenaDescription(NamedTuple):
-    """The properties of an arena that must be equal on all its ranks. ``recipe``: plain JSON values."""
-
-    specs: Sequence[SlotSpec]
-    recipe: dict[str, Any]
-    weights: Mapping[Slot, WeightDescription]
-
-
-def build_manifest(arenas: Sequence[ArenaDescription], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return plain JSON values: arenas that the same ranks share, settings, numerics version."""
     return {
         "numerics_version": NUMERICS_VERSION,
         "settings": settings,
         "arenas": [
             {
-                "recipe": arena.recipe,
+                "recipe": arena.recipe.describe(),
                 "slots": [[spec.slot.fqn, spec.slot.role, spec.format.name] for spec in arena.specs],
-                "weights": {
-                    slot.fqn: {"shape": list(weight.shape), "dtype": weight.dtype, "users": list(weight.users)}
-                    for slot, weight in sorted(arena.weights.items())
-                },
+                "weights": {slot.fqn: weight for slot, weight in sorted(weights.items()) if slot in arena.index},
             }
             for arena in arenas
         ],

@@ -18,8 +18,8 @@ __all__ = ["MeasuredStep"]
 class MeasuredStep:
     """The amaxes and shares that this rank's casts recorded in one measured step. Everything here is local.
 
-    The arena keeps one maximum per slot, so ``look`` is called at the end of each microbatch: what has risen since is
-    of that microbatch.
+    The arena keeps one maximum per slot. So it is read at the end of each microbatch: a value that has risen since the
+    last reading was recorded in that microbatch. ``microbatch``: number of the current one, from 0.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -41,6 +41,7 @@ class MeasuredStep:
             self._arena.shares.fill_(DID_NOT_RUN)
 
     def _look(self) -> None:
+        """Read the arena, and assign what has risen to the current microbatch."""
         amaxes = self._arena.pending
         if len(self._arena.shards):
             amaxes = amaxes.index_copy(0, self._arena.shard_slots, self._arena.shards)
@@ -52,7 +53,7 @@ class MeasuredStep:
             self._values = _larger(self._values, values)
 
     def kept(self) -> Callable[[], None]:
-        """Return a function that puts back what was seen so far."""
+        """Return a function that restores what was seen up to this call. It may be called several times."""
         before = self.microbatch, self._values, None if self._held is None else self._held.clone()
 
         def put_back() -> None:

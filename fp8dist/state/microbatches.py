@@ -30,8 +30,8 @@ class Microbatches:
 
     @property
     def known(self) -> bool:
-        """True if the noted calls tell the microbatches apart. False if backwards followed each other without a
-        forward, as in a pipeline that runs forwards ahead, and if no FP8 module ran a backward."""
+        """True if the noted calls show which microbatch recorded what. False if backwards followed each other without a
+        forward, as in a pipeline that runs forwards ahead, or if no FP8 module ran a backward."""
         return self._backward_seen and not self._mixed
 
     def forward(self, *fqns: str) -> None:

@@ -1,6 +1,6 @@
 """Overwrite the state of slots outside a step: loads, resets, conversions, repairs. All local.
 
-``where``: bool[n] over the arena's slots; ``index``: int64[m].
+``n``: number of slots in the arena. ``where``: bool[n], the slots to change. ``index``: int64[m], their rows.
 """
 
 from __future__ import annotations

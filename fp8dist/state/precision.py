@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.errors import CheckpointError
 from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
@@ -31,7 +31,8 @@ _USERS: Mapping[Role, frozenset[Gemm]] = MappingProxyType(
 
 
 class Changes:
-    """Counts the changes of several experts' precisions."""
+    """A counter that several ``Precision`` objects share, such as those of a product's experts. A reader that keeps the
+    last ``count`` sees in one comparison that none of them has changed."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -42,11 +43,15 @@ class Precision:
 
     ``high``: the GEMMs that run in high precision now. ``observing``: True while amaxes are also recorded for tensors
     that are not cast. Compiled forwards read only these two, which change seldom, and not the number of steps left.
-    ``turns``: how often they changed.
+    ``turns``: how often the two changed. ``slots``: by role, the slot of the module's tensor.
+
+    Methods that change the precision return the roles that are woken: those whose tensors are cast from now on, but
+    were neither cast nor observed in the last step. Their scales are old.
     """
 
     def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...], changes: Changes | None = None) -> None:
-        """``changes``: is told whenever ``high`` or ``observing`` may have changed."""
+        """``lasting``: the GEMMs in high precision until further notice. ``changes``: counts each change of ``high``
+        or ``observing``; None: a counter of its own."""
         self.slots = dict(slots)
         self.changes = Changes() if changes is None else changes
         self.high = self._initial = self._lasting = lasting
@@ -69,10 +74,7 @@ class Precision:
     def change(self, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Role]:
         """Put GEMMs into high precision or into FP8, for ``steps`` boundaries, or without limit if None.
 
-        GEMMs that are already in high precision for longer stay so.
-
-        Returns:
-            The roles cast from now on that were neither cast nor observed in the last step: their scales are old.
+        GEMMs that are already in high precision for longer stay so. Return the woken roles.
         """
         if to_high and steps is not None and not self.falls(steps, gemms):
             return set()
@@ -106,7 +108,7 @@ class Precision:
         return counts
 
     def end_step(self) -> set[Role]:
-        """Count a boundary. Return the roles whose scales are old, as ``change`` does."""
+        """Count a boundary. Return the woken roles."""
         for role, users in _USERS.items():
             if users <= set(self.high) and not self.observing:
                 self._unseen.add(role)
@@ -153,10 +155,10 @@ class Precision:
         """Adopt a state that another ``Precision`` described. None: the initial state of this one, which may differ.
 
         Returns:
-            The roles cast here that were neither cast nor observed there in the last step: their scales are old.
+            The woken roles: cast here, but neither cast nor observed there in the last step.
 
         Raises:
-            CheckpointError: ``described`` is malformed; nothing was changed.
+            CheckpointError: ``described`` is malformed. Nothing was changed.
         """
         if described is None:
             lasting, passing, left, unseen = self._initial, None, 0, set[Role]()
@@ -183,10 +185,11 @@ def _gemms(names: Iterable[str]) -> tuple[Gemm, ...]:
 
 
 class Precisions:
-    """The precision of all modules of one manager, by fqn.
+    """The precision of all modules of one manager, by fqn. Everything is local, and the same on all ranks.
 
     ``fallbacks``: how often a module fell back. ``version``: incremented when ``end_step`` changes what a module
-    computes or observes.
+    computes or observes. Methods that change precisions return the slots that are woken: see ``Precision``. The slot of
+    a tied weight is woken only if no other module has cast or observed it.
     """
 
     def __init__(self, by_fqn: Mapping[str, Precision]) -> None:
@@ -226,23 +229,15 @@ class Precisions:
         return [own] if own is not None else [of for name, of in self.by_fqn.items() if name.startswith(inside)]
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the fqns that match ``pattern`` (fnmatch).
-
-        Raises:
-            ConfigurationError: no fqn matches.
-        """
-        found = [fqn for fqn in self.by_fqn if fnmatch.fnmatchcase(fqn, pattern)]
-        if not found:
-            some = ", ".join(list(self.by_fqn)[:4]) or "none"
-            raise ConfigurationError(f"no FP8Linear matches {pattern!r}; there are {len(self.by_fqn)}: {some}, …")
-        return found
+        """Return the fqns that match ``pattern`` (fnmatch)."""
+        return [fqn for fqn in self.by_fqn if fnmatch.fnmatchcase(fqn, pattern)]
 
     def change(self, fqns: Iterable[str], gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Slot]:
-        """Call ``Precision.change`` on these modules. Return the slots whose scales are old."""
+        """Call ``Precision.change`` on these modules. Return the woken slots."""
         return self._woken({fqn: self.by_fqn[fqn].change(gemms, to_high, steps) for fqn in fqns})
 
     def end_step(self) -> set[Slot]:
-        """Count a boundary. Return the slots whose scales are old."""
+        """Count a boundary. Return the woken slots."""
         if not self._moving:
             return set()
         changing = [fqn for fqn in self._moving if not self.by_fqn[fqn].count_down()]  # Few, of many experts.
@@ -285,8 +280,10 @@ class Precisions:
         return {fqn: value for fqn, value in described.items() if value is not None}
 
     def restore(self, described: Mapping[str, Any]) -> set[Slot]:
-        """Adopt the output of ``describe``. Return the slots whose scales are old.
+        """Adopt the output of ``describe``. Modules that it does not name return to their initial state. Return the
+        woken slots.
 
-        Modules that ``described`` does not name return to their initial state.
+        Raises:
+            CheckpointError: the precision of a module is malformed.
         """
         return self._woken({fqn: each.restore(described.get(fqn)) for fqn, each in self.by_fqn.items()})

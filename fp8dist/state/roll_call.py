@@ -44,7 +44,7 @@ LINGER = 1.5
 """Seconds that a rank with the result waits for the others, because the store may end with its process or agent."""
 
 _WORD = "word"
-"""Key of a rank's last word in the job's store."""
+"""Key, in the job's store, of the error that the last failing rank has left. See ``leave_word``."""
 
 UNKNOWN = "A rank is gone, hangs, or did not come here"
 
@@ -56,7 +56,8 @@ class Attendance:
     ``called``: number of ranks called. ``missing``: ranks that did not report, or the first of them if ``more`` is
     True; None if unknown. ``hosts``: hosts of missing ranks, as far as known. ``unreachable``: the store that did not
     answer. ``early``: the collective failed before its timeout, so "missing" ranks may still be waiting in it: in a
-    ring, only the neighbours of a dead rank notice at once. ``word``: the last word of a rank, see ``leave_word``.
+    ring, only the neighbours of a dead rank notice at once. ``word``: the error that a rank has left before it stopped,
+    see ``leave_word``.
     ``apart``: if no rank is missing, but they came from different places: ranks by place.
     """
 
@@ -288,16 +289,9 @@ def _host_of(rank: int) -> str:
     return f"host/{rank}"
 
 
-def _innermost(store: Any) -> Any:
+def _address(store: Any) -> str:
+    """Return host and port of the job's store, or its class if it is not on TCP."""
     while isinstance(store, distributed_c10d.PrefixStore):
         store = store.underlying_store
-    return store
-
-
-def _is_tcp(store: Any) -> bool:
-    return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
-
-
-def _address(store: Any) -> str:
-    inner = _innermost(store)
-    return f"{inner.host}:{inner.port}" if _is_tcp(inner) else type(inner).__name__
+    on_tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+    return f"{store.host}:{store.port}" if on_tcp else type(store).__name__

@@ -45,17 +45,54 @@ _FLAGS: Mapping[str, bool] = MappingProxyType(
 )
 
 
+def _one_of(*choices: str) -> Callable[[str, Any], str]:
+    return lambda name, value: require_choice(name, value, choices)
+
+
+def _steps(name: str, value: Any) -> int:
+    return require_int(name, value, 0, what="a number of steps")
+
+
+def _fallback(name: str, value: Any) -> Fallback | None:
+    if value is None or isinstance(value, Fallback):
+        return value
+    raise ConfigurationError(f"{name} must be a Fallback or None, got {value!r}")
+
+
+def _repairs(name: str, value: Any) -> int | None:
+    return None if value is None else require_int(name, value, 1, what="None or a number of checks")
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
+    {
+        "enabled": require_bool,
+        "amax_sync": require_bool,
+        "check_every": _steps,
+        "check_policy": _one_of("raise", "warn", "repair"),
+        "backend": _one_of(*BACKENDS),
+        "eval_precision": _one_of("fp8", "high"),
+        "fp8_all_gather": require_bool,
+        "fallback": _fallback,
+        "audit_every": _steps,
+        "audit_bytes": lambda name, value: require_int(name, value, 1, what="a number of bytes"),
+        "max_repairs": _repairs,
+        "share_group": require_bool,
+    }
+)
+"""By setting: the function of (name for the message, value) that returns the value, or raises ConfigurationError."""
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Resolved settings of one manager. All of them except ``report_dir`` affect numerics or communication, and are
-    part of the manifest."""
+    """Resolved settings of one manager, as ``prepare`` describes them. All of them except ``report_dir`` affect
+    numerics or communication, and are part of the manifest."""
 
-    enabled: bool
-    amax_sync: bool
-    check_every: int
-    check_policy: Policy
-    backend: str
-    eval_precision: str
+    enabled: bool = True
+    amax_sync: bool = True
+    check_every: int = 0
+    check_policy: Policy = "raise"
+    backend: str = "auto"
+    eval_precision: str = "fp8"
     fp8_all_gather: bool = False
     fallback: Fallback | None = None
     audit_every: int = 0
@@ -65,24 +102,9 @@ class Settings:
     report_dir: str | None = None
 
     @classmethod
-    def resolve(
-        cls,
-        *,
-        enabled: bool | None = None,
-        amax_sync: bool | None = None,
-        check_every: int | None = None,
-        check_policy: str | None = None,
-        backend: str | None = None,
-        eval_precision: str = "fp8",
-        fp8_all_gather: bool = False,
-        fallback: Fallback | None = None,
-        audit_every: int | None = None,
-        audit_bytes: int = AUDIT_BYTES,
-        max_repairs: int | None = None,
-        share_group: bool = False,
-        environ: Mapping[str, str] = os.environ,
-    ) -> Settings:
-        """Return settings in which each None is replaced by the environment variable, or by the default.
+    def resolve(cls, environ: Mapping[str, str] = os.environ, **given: Any) -> Settings:
+        """Return the settings that a caller has given, by name. One that is missing, or None and has an environment
+        variable, comes from its variable, else from the default. Local.
 
         ``FP8DIST_ENABLED=0`` overrides ``enabled=True``: whoever runs the job can switch FP8 off without changing its
         code.
@@ -90,52 +112,15 @@ class Settings:
         Raises:
             ConfigurationError: a value is not accepted. The message names the argument or variable.
         """
-
-        def setting(name: str, value: object, default: Any, checked: Callable[[str, Any], Any]) -> Any:
-            if value is not None:
-                return checked(name, value)
-            variable = f"FP8DIST_{name.upper()}"
-            text = environ.get(variable, "").strip()
-            return checked(variable, _from_text(variable, text, default)) if text else default
-
-        def one_of(*choices: str) -> Callable[[str, Any], str]:
-            return lambda name, value: require_choice(name, value, choices)
-
-        require_choice("eval_precision", eval_precision, ("fp8", "high"))
-        require_bool("fp8_all_gather", fp8_all_gather)
-        require_bool("share_group", share_group)
-        if fallback is not None and not isinstance(fallback, Fallback):
-            raise ConfigurationError(f"fallback must be a Fallback or None, got {fallback!r}")
-        require_int("audit_bytes", audit_bytes, 1, what="a number of bytes")
-        if max_repairs is not None:
-            require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
-
-        def steps(name: str, value: Any) -> int:
-            return require_int(name, value, 0, what="a number of steps")
-
-        allowed = setting("enabled", None, True, require_bool)
-        synced = setting("amax_sync", amax_sync, True, require_bool)
-        if fp8_all_gather and not synced:
+        values = {name: _resolved(name, given, environ) for name in _CHECKS}
+        values["enabled"] &= _resolved("enabled", {}, environ)
+        if values["fp8_all_gather"] and not values["amax_sync"]:
             raise ConfigurationError("fp8_all_gather=True needs amax_sync, because all parts of a weight share a scale")
-        if fp8_all_gather and eval_precision == "high":
+        if values["fp8_all_gather"] and values["eval_precision"] == "high":
             raise ConfigurationError(
                 'fp8_all_gather=True gathers weights in FP8 in eval() as well, so eval_precision="high" is not possible'
             )
-        return cls(
-            enabled=allowed and setting("enabled", enabled, True, require_bool),
-            amax_sync=synced,
-            check_every=setting("check_every", check_every, 0, steps),
-            check_policy=setting("check_policy", check_policy, "raise", one_of("raise", "warn", "repair")),
-            backend=setting("backend", backend, "auto", one_of(*BACKENDS)),
-            eval_precision=eval_precision,
-            fp8_all_gather=fp8_all_gather,
-            fallback=fallback,
-            audit_every=setting("audit_every", audit_every, 0, steps),
-            audit_bytes=audit_bytes,
-            max_repairs=max_repairs,
-            share_group=share_group,
-            report_dir=report_dir(environ),
-        )
+        return cls(**{**given, **values}, report_dir=report_dir(environ))
 
     def describe(self) -> dict[str, Any]:
         """Return plain JSON values for the manifest."""
@@ -154,6 +139,16 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     or ""."""
     strangers = sorted(name for name in environ if name.startswith("FP8DIST_") and name not in VARIABLES)
     return {name: did_you_mean(name, VARIABLES, 1, 0.8) for name in strangers}
+
+
+def _resolved(name: str, given: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
+    """Return one setting: as given, else from its environment variable, else the default."""
+    variable, check, default = f"FP8DIST_{name.upper()}", _CHECKS[name], getattr(Settings, name)
+    value = given.get(name, None if variable in VARIABLES else default)
+    if value is not None or variable not in VARIABLES:
+        return check(name, value)
+    text = environ.get(variable, "").strip()
+    return check(variable, _from_text(variable, text, default)) if text else default
 
 
 def _from_text(variable: str, text: str, default: object) -> object:

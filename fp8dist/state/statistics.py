@@ -1,14 +1,23 @@
-"""Statistics of slots in a step, and jumps of their scales."""
+"""What a watch (``watch.py``) collects about each slot in a step, and jumps of scales between two such steps."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from fp8dist.common.names import is_number
+from fp8dist.common.text import first_few
+from fp8dist.errors import ConfigurationError
 from fp8dist.state.slots import Slot
 
-__all__ = ["ScaleJump", "SlotStatistics", "StatisticsSink"]
+__all__ = ["JumpAlarm", "ScaleJump", "SlotStatistics"]
+
+logger = logging.getLogger("fp8dist")
+
+_NAMED = 5
+"""Maximum number of slots that the log names."""
 
 
 class SlotStatistics(NamedTuple):
@@ -56,11 +65,39 @@ class ScaleJump(NamedTuple):
     factor: float
 
 
-class StatisticsSink(Protocol):
-    """What a watch hands the statistics of a step to, such as ``fp8dist.Monitor``."""
+class JumpAlarm:
+    """Finds scales that changed by a factor or more since their slot's last observation.
 
-    def observe(self, step: int, statistics: Sequence[SlotStatistics]) -> list[ScaleJump]:
-        """Write the statistics, and return the scales that jumped."""
+    Args:
+        least: the factor, above 1.
+        logs: True on the one rank that logs the jumps.
 
-    def close(self) -> None:
-        """Close what is open."""
+    Raises:
+        ConfigurationError: ``least`` is not a finite factor above 1.
+    """
+
+    def __init__(self, least: float, logs: bool) -> None:
+        if not (is_number(least) and 1 < least < math.inf):
+            raise ConfigurationError(f"jump must be a factor above 1, or None for no alarms, got {least!r}")
+        self._least, self._logs = least, logs
+        self._scales: dict[Slot, float] = {}  # The last one of each slot that is not cold.
+
+    def jumps(self, step: int, statistics: Sequence[SlotStatistics]) -> list[ScaleJump]:
+        """Return the scales that jumped, the largest factor first. Local.
+
+        A slot that is cold, or is observed for the first time, has not jumped.
+        """
+        found = []
+        for slot, _, after, *_ in statistics:
+            before = self._scales.pop(slot, None)
+            if not 0 < after < math.inf:  # Cold.
+                continue
+            self._scales[slot] = after
+            if before is not None and (factor := max(after / before, before / after)) >= self._least:
+                found.append(ScaleJump(slot, step, before, after, factor))
+        found.sort(key=lambda jump: (-jump.factor, jump.slot))
+        if found and self._logs:
+            shown = first_few([f"{jump.slot} from {jump.before:.4g} to {jump.after:.4g}" for jump in found], _NAMED)
+            text = "fp8dist: step %d: %d scale(s) jumped by a factor of %g or more: %s"
+            logger.warning(text, step, len(found), self._least, shown)
+        return found

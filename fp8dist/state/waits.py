@@ -1,4 +1,4 @@
-"""How long a rank waits for others, in host time on a CPU, in time of the current stream on CUDA."""
+"""How long a rank waits for the others in collectives: in host time on a CPU, in time of the current stream on CUDA."""
 
 from __future__ import annotations
 

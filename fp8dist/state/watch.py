@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,18 +18,18 @@ from fp8dist.state.cause import Cause, earliest
 from fp8dist.state.expert_loads import ExpertLoad, LoadCounts
 from fp8dist.state.groups import SyncGroup, own_rank
 from fp8dist.state.slots import Slot
-from fp8dist.state.statistics import ScaleJump, SlotStatistics, StatisticsSink
+from fp8dist.state.statistics import JumpAlarm, ScaleJump, SlotStatistics
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.scaling import scale_from_amax
 
 __all__ = ["Observation", "Observer", "RankTimes", "Watch"]
 
 _FOR_MICROBATCH = 12
-"""Bits of a holder that tell the microbatch. The 20 above them tell the rank."""
+"""A holder is a rank and its microbatch, packed into 32 bits: the microbatch in the lowest 12, the rank above."""
 
 _LAST_RANK = (1 << 20) - 1
 _UNKNOWN = (1 << _FOR_MICROBATCH) - 1
-"""A microbatch that is not known, or too large to be told."""
+"""Stands for a microbatch that is not known, or whose number has more than 12 bits."""
 
 _LOW = (1 << 32) - 1
 _NOTHING = torch.iinfo(torch.int64).min
@@ -58,13 +56,12 @@ Observer = Callable[[Observation], None]
 
 
 class _View(NamedTuple):
-    """One call of ``fp8dist.watch``. ``path``: the file that it writes, if this rank was given one."""
+    """One call of ``fp8dist.watch``."""
 
     every: int
     ranks: bool
-    monitor: StatisticsSink
-    observer: Observer | None
-    path: Path | None
+    alarm: JumpAlarm | None
+    observers: Sequence[Observer]
 
 
 class Watch:
@@ -77,47 +74,46 @@ class Watch:
     experts are sums, and take an all-reduce of their own.
 
     ``resume_after``: the step number to count from, until a step has ended. None: count from the step counter of the
-    FP8 state, which includes calibrations, but not steps without FP8. ``order``: place of each module in the model, by
-    fqn.
+    FP8 state, which includes calibrations, but not steps without FP8. ``order``: index of each module in the model, by
+    fqn. ``seen``: the last observation; None: there is none yet.
     """
 
     def __init__(self, order: Mapping[str, int] = MappingProxyType({})) -> None:
         self.resume_after: int | None = None
         self._views: list[_View] = []
         self._order = order
-        self.seen: Observation | None = None  # The last one, and the one before it.
-        self._before: Observation | None = None
+        self.seen: Observation | None = None
+        self._before: Observation | None = None  # The observation before ``seen``.
         self.start(0)
 
     def add(
         self,
         every: int,
         ranks: bool,
-        make: Callable[[], StatisticsSink],
+        alarm: JumpAlarm | None = None,
         resume_after: int | None = None,
-        observer: Observer | None = None,
-        path: str | os.PathLike[str] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
-        """Add a call of ``fp8dist.watch``. Local: on all ranks alike, in the same order.
+        """Add a call of ``fp8dist.watch``, which ``require_fits``. Local: on all ranks alike, in the same order.
 
         Args:
-            make: makes the monitor, if the call fits the earlier ones.
-            observer: called with each Observation, on all ranks.
-            path: the file that the monitor writes.
-
-        Raises:
-            ConfigurationError: the call does not fit an earlier one.
+            observers: called with each Observation, on all ranks.
         """
+        self._views.append(_View(every, ranks, alarm, observers))
+        self.resume_after = self.resume_after if resume_after is None else resume_after
+
+    def require_fits(self, resume_after: int | None) -> None:
+        """Raise ConfigurationError if an earlier call of ``fp8dist.watch`` has another ``resume_after``. Local."""
         if resume_after is not None and self.resume_after not in (None, resume_after):
             raise ConfigurationError(
                 f"watch(resume_after={resume_after}): an earlier watch of this manager continues after step "
                 f"{self.resume_after}: give both the same step"
             )
-        file = None if path is None else Path(path).absolute()
-        if file is not None and any(view.path == file for view in self._views):
-            raise ConfigurationError(f"watch(path={str(path)!r}): an earlier watch writes there: give another file")
-        self._views.append(_View(every, ranks, make(), observer, file))
-        self.resume_after = self.resume_after if resume_after is None else resume_after
+
+    @property
+    def observers(self) -> list[Observer]:
+        """The observers of all calls."""
+        return [observer for view in self._views for observer in view.observers]
 
     @property
     def ranks(self) -> bool:
@@ -142,8 +138,8 @@ class Watch:
     def collect(
         self, step: int, syncs: Sequence[ArenaSync], sync_wait: float = math.nan, microbatches_known: bool = False
     ) -> list[ScaleJump]:
-        """Reduce the ranks' statistics, write them, and return the scales that jumped. COLLECTIVE: one all-reduce for
-        each group that has arenas, and one for each that has experts. Reads the device.
+        """Reduce the ranks' statistics, call the observers, and return the scales that jumped. COLLECTIVE: one
+        all-reduce for each group that has arenas, and one for each that has experts. Reads the device.
 
         Call it after the launch and before the commit, while scales and cold flags are still those of the step.
 
@@ -175,10 +171,10 @@ class Watch:
         seen = Observation(step, tuple(statistics), dict(sorted(times.items())), tuple(experts))
         self._before, self.seen = self.seen, seen
         due = [view for view in self._views if step % view.every == 0]
-        jumps = [jump for view in due for jump in view.monitor.observe(step, statistics)]
+        jumps = [jump for view in due if view.alarm is not None for jump in view.alarm.jumps(step, statistics)]
         for view in due:
-            if view.observer is not None:
-                view.observer(seen)
+            for observer in view.observers:
+                observer(seen)
         largest = {jump.slot: jump for jump in sorted(jumps, key=lambda jump: jump.factor)}
         return sorted(largest.values(), key=lambda jump: (-jump.factor, jump.slot))
 
@@ -255,9 +251,8 @@ class Watch:
         return list(zip(found, counts.cpu().split([len(sync.arena) for sync in found])))
 
     def close(self) -> None:
-        """Close the monitors' files. Local."""
-        for view in self._views:
-            view.monitor.close()
+        """Let go of the observers, so that they close what is open. Local."""
+        self._views.clear()
 
 
 def _packed(bits: Tensor, microbatches: Tensor) -> Tensor:

@@ -7,19 +7,14 @@ and with an audit in every step.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from multiprocessing import get_context
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from launch.train_gpt.exits import DIVERGED
-from launch.train_gpt.ranks import leave
-from tests.support.lab.job import start
+from tests.support import forked
 
 RANKS = 3
 SIZE = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4", "--log-every", "50"]
@@ -64,38 +59,10 @@ def faults() -> Iterator[dict[str, Any]]:
 def _found_at(flags: list[str]) -> int | None:
     """Return the step whose end found a difference. None: the run ended without one."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        statuses = run_ranks(RANKS, partial(_run, [*flags, "--out", folder]))
-        if statuses == {0}:
+        done = forked.run([*flags, "--out", folder], RANKS, {"OMP_NUM_THREADS": "1"}, timeout=3600)
+        if done.returncode == 0:
             return None
-        if statuses != {DIVERGED}:
-            raise RuntimeError(f"exit statuses {statuses}: {flags}")
-        report = json.loads((out / "divergence.json").read_text())
+        if done.returncode != DIVERGED:
+            raise RuntimeError(f"exit status {done.returncode}: {flags}: {done.stderr}")
+        report = json.loads(Path(folder, "divergence.json").read_text())
         return min(finding["step"] for finding in report["findings"])
-
-
-def _run(flags: list[str], rank: int) -> None:
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    leave(start(flags))
-
-
-def run_ranks(size: int, program: Callable[[int], None]) -> set[int | None]:
-    """Run a program on forked ranks, as torchrun starts them. Return their exit statuses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fork = get_context("fork")
-    ranks = [fork.Process(target=_as_rank, args=(rank, size, port, program)) for rank in range(size)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return {rank.exitcode for rank in ranks}
-
-
-def _as_rank(rank: int, size: int, port: int, program: Callable[[int], None]) -> None:
-    of = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in of.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
-    program(rank)
-    leave()

@@ -1,7 +1,7 @@
 """The cost of the consistency checker when all ranks agree.
 
 ``scripts/benchmark`` starts it under torchrun. Rank 0 first measures the digest alone, while the others wait in a
-barrier; then all ranks measure whole checks. Rank 0 prints one JSON object.
+barrier; then all ranks measure whole checks. Rank 0 prints two tables.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import torch
@@ -20,11 +19,13 @@ import fp8dist
 from fp8dist_kernels.header import HEADER, WORDS
 from fp8dist_kernels.reference.content import ContentDigest
 from fp8dist_kernels.reference.digest import digest_words
+from scripts.benchmarks.markdown import table
 from scripts.benchmarks.sync import manager_of
 from scripts.benchmarks.timing import in_turn, medians, run_rank, timed
 
 REPEATS = 7
 BYTES = 256 << 20
+SHA1 = "SHA-1 over the float32 copy (Megatron-LM's way)"
 
 
 def sha1_of_float32(tensor: Tensor) -> bytes:
@@ -32,27 +33,30 @@ def sha1_of_float32(tensor: Tensor) -> bytes:
     return hashlib.sha1(tensor.data.to("cpu").float().numpy(force=True)).digest()
 
 
-def digests() -> dict[str, float]:
-    """Return medians of interleaved runs in ms, on one core, for 256 MB of bfloat16."""
+def digests() -> list[list[str]]:
+    """Return a row for each side: the median of interleaved runs, on one core, for 256 MiB of bfloat16."""
     tensor = torch.randn(BYTES // 2).to(torch.bfloat16)
     words = tensor.view(torch.int64)
     digest = ContentDigest(tensor.device)
     sides: dict[str, Callable[[], object]] = {
-        "digest_ms": lambda: digest.leaves(tensor),
-        "sha1_ms": lambda: sha1_of_float32(tensor),
-        "read_ms": words.sum,
+        "fp8dist": lambda: digest.leaves(tensor),
+        SHA1: lambda: sha1_of_float32(tensor),
+        "a plain read of the memory (torch.sum over int64)": words.sum,
     }
-    return medians(in_turn(sides, REPEATS))
+    found = medians(in_turn(sides, REPEATS))
+    speeds = ((side, ms, BYTES / 1e6 / ms, found[SHA1] / ms) for side, ms in found.items())
+    return [[side, f"{ms:.0f}", f"{speed:.1f}", f"{times:.1f} times"] for side, ms, speed, times in speeds]
 
 
-def check_of(tensors: int) -> dict[str, float]:
-    """Return collectives, their bytes and ms of a clean ``fp8dist.check`` of ``tensors`` parameters. COLLECTIVE."""
+def check_of(tensors: int) -> list[str]:
+    """Return a row: collectives, their bytes and ms of a clean check of ``tensors`` parameters. COLLECTIVE."""
     model = nn.ParameterList([torch.ones(100) for _ in range(tensors)])
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
-        check = {"ms": lambda: fp8dist.check(model, group=dist.group.WORLD)}
-        found = medians(in_turn(check, REPEATS, dist.barrier))
+        check = {"check": lambda: fp8dist.check(model, group=dist.group.WORLD)}
+        (ms,) = medians(in_turn(check, REPEATS, dist.barrier)).values()
     sizes = [call.args[0].nbytes for call in reduce.call_args_list]
-    return {"tensors": tensors, **found, "collectives": len(sizes) / REPEATS, "bytes": sum(sizes) / REPEATS}
+    counts = (f"{count / REPEATS:g}" for count in (len(sizes), sum(sizes)))
+    return [f"{tensors:,} tensors of 100 elements", *counts, f"{ms:.1f}"]
 
 
 def header_ms(slots: int) -> float:
@@ -71,12 +75,15 @@ def header_ms(slots: int) -> float:
     return statistics.median(timed(header) for _ in range(500))
 
 
-def measure() -> dict[str, Any]:
-    """Return the digests, which rank 0 measures alone, the checks and the header. COLLECTIVE."""
-    alone = digests() if dist.get_rank() == 0 else {}
+def measure() -> str:
+    """Return the tables of digests, which rank 0 measures alone, and of checks, and the header. COLLECTIVE."""
+    alone = digests() if dist.get_rank() == 0 else []
     dist.barrier()
+    digest = table(["digest of 256 MiB of bfloat16, one core", "ms", "GB/s", "against SHA-1"], alone)
     checks = [check_of(10), check_of(10_000)]
-    return {**alone, "checks": checks, "header_ms": {slots: header_ms(slots) for slots in (48, 672)}}
+    check = table(["clean `fp8dist.check`, 2 ranks", "collectives", "bytes", "ms"], checks)
+    header = ", ".join(f"{header_ms(slots):.3f} ms of a step with {slots} slots" for slots in (48, 672))
+    return f"{digest}\n{check}\nThe header: {header}."
 
 
 if __name__ == "__main__":

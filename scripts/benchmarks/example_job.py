@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from launch.train_gpt.model import GPT, VOCABULARY
 from launch.train_gpt.options import Options, parse
-from scripts.benchmarks.timing import timed
+from scripts.benchmarks.timing import in_turn
 
 
 class Job:
@@ -63,10 +63,8 @@ class Turns(NamedTuple):
 
 def in_turns(plain: Job, other: Job, pairs: int, steps: int) -> Turns:
     """Train two jobs in turns of some steps. COLLECTIVE with a group."""
-    ratios, times = [], []
-    for pair in range(pairs):
-        first, second = (plain, other) if pair % 2 else (other, plain)
-        took = {job: timed(lambda job=job: job.train(steps), time.process_time) for job in (first, second)}  # type: ignore[misc]
-        ratios.append(took[other] / took[plain])
-        times.append(took[plain] / steps)
-    return Turns(statistics.median(times), statistics.median(ratios), statistics.quantiles(ratios, n=4))
+    sides = {"plain": lambda: plain.train(steps), "other": lambda: other.train(steps)}
+    times = in_turn(sides, pairs, clock=time.process_time)
+    ratios = [b / a for a, b in zip(times["plain"], times["other"])]
+    step_ms = statistics.median(times["plain"]) / steps
+    return Turns(step_ms, statistics.median(ratios), statistics.quantiles(ratios, n=4))

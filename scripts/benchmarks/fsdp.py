@@ -1,6 +1,6 @@
 """The cost and savings of FSDP2's FP8 all-gather: sync of the weights' amaxes, bytes gathered, peak memory.
 
-``scripts/benchmark`` starts it under torchrun on two ranks. Rank 0 prints one JSON object.
+``scripts/benchmark`` starts it under torchrun on two ranks. Rank 0 prints a table.
 
     -m scripts.benchmarks.fsdp sync           amaxes of 224 sharded weights in the step's sync, against one all-reduce
                                               for each weight
@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
 import fp8dist
+from scripts.benchmarks.markdown import table
 from scripts.benchmarks.timing import in_turn, medians, run_rank
 from tests.support.lab.gathering import GatheredBytes
 
@@ -46,7 +42,7 @@ def sharded(layers: int, width: int, gather: bool, history_len: int = 1024) -> t
     return fully_shard(model, mp_policy=policy), manager
 
 
-def sync() -> dict[str, Any]:
+def sync() -> str:
     """Compare one collective for all amaxes of a step with one collective per weight."""
     model, manager = sharded(LAYERS, 32, gather=True)
     manager.attach(model)
@@ -64,18 +60,17 @@ def sync() -> dict[str, Any]:
 
     for run in (one_step, one_each):
         run()
-    times = medians(in_turn({"step_ms": one_step, "one_each_ms": one_each}, PAIRS, dist.barrier))
+    ms = medians(in_turn({"step": one_step, "each": one_each}, PAIRS, dist.barrier))
     before = arena_sync.counters.collectives
     one_step()
-    return {
-        "layers": LAYERS,
-        "slots": len(manager.slots),
-        "collectives": arena_sync.counters.collectives - before,
-        **times,
-    }
+    collectives = str(arena_sync.counters.collectives - before)
+    step = [f"fp8dist, whole step ({len(manager.slots)} slots)", collectives, f"{ms['step']:.2f}"]
+    times = f"{ms['each']:.1f} ({ms['each'] / ms['step']:.0f} times)"
+    each = ["one all-reduce per weight, nothing else", str(LAYERS), times]
+    return table([f"amaxes of {LAYERS} sharded weights, and all other slots", "collectives", "ms"], [step, each])
 
 
-def train(mode: str) -> dict[str, Any]:
+def train(mode: str) -> str:
     """Train three steps of a model whose weights take most of the memory."""
     layers, width = 12, 2048
     if mode == "bf16":
@@ -99,54 +94,13 @@ def train(mode: str) -> dict[str, Any]:
     with gathered.counting():
         step()
     peak = resident("VmHWM")
-    with LiveTensors(everything(model, optimizer)) as live:
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
         step()
-    parameters = sum(p.numel() for p in model.parameters())
-    return {
-        "mode": mode,
-        "parameters": parameters,
-        "gathered_bytes": gathered.total,
-        "tensors_mib": live.peak / 2**20,
-        "process_mib": peak,
-    }
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """Yield this rank's parameters and their optimizer state."""
-    state = [tensor for of in optimizer.state.values() for tensor in of.values() if isinstance(tensor, Tensor)]
-    for tensor in [*model.parameters(), *state]:
-        yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class LiveTensors(TorchDispatchMode):
-    """Peak bytes of all tensors, sampled after each op. Temporaries inside an op are not counted."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.peak = 0
-        self._storages: dict[int, StorageWeakRef] = {}
-        for tensor in known:
-            self._see(tensor)
-
-    def _see(self, tensor: Tensor) -> Tensor:
-        if not is_traceable_wrapper_subclass(tensor):  # A wrapper subclass owns no memory; its inner tensors do.
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._storages:
-                self._storages[storage._cdata] = StorageWeakRef(storage)
-        return tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._see, (args, kwargs, result))
-        now = 0
-        for key, reference in list(self._storages.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is None:
-                del self._storages[key]
-            else:
-                now += storage.nbytes()
-        self.peak = max(self.peak, now)
-        return result
+    tensors = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] / 2**20
+    head = ["FSDP2", "gathered per step, MB", "peak of a rank's tensors, MiB", "peak of its process, MiB"]
+    return table(head, [[mode, f"{gathered.total / 1e6:.1f}", f"{tensors:.1f}", f"{peak:.0f}"]])
 
 
 def resident(what: str) -> float:

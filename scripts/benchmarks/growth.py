@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import DelayedScaling
 from scripts.benchmarks.markdown import table
+from scripts.benchmarks.timing import timed
 
 LAYOUTS = ("plain", "ddp", "fsdp2", "fsdp2-gather", "tensor-parallel")
 BLOCK = 7
@@ -109,25 +110,20 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     gc.disable()  # Its pauses come at other times in each run.
     for layout in options.layouts:
-        _seconds(10 * BLOCK, layout)  # Imports, caches.
-        measured = [(linears, _seconds(linears, layout)) for linears in options.linears]
+        _times(10 * BLOCK, layout)  # Imports, caches.
+        measured = [(linears, _times(linears, layout)) for linears in options.linears]
         names = list(measured[0][1])
         print(f"\n{layout}\n")
         print(table(["call", *(f"{linears:,} Linears" for linears in options.linears), "exponents"], [
-            [name, *(f"{1e3 * times[name]:,.1f} ms" for _, times in measured), _exponents(name, measured)]
+            [name, *(f"{times[name]:,.1f} ms" for _, times in measured), _exponents(name, measured)]
             for name in names
         ]))  # fmt: skip
     dist.destroy_process_group()
 
 
-def _seconds(linears: int, layout: str) -> dict[str, float]:
+def _times(linears: int, layout: str) -> dict[str, float]:
     gc.collect()
-    found = {}
-    for name, call in calls(linears, layout):
-        begin = time.process_time()
-        call()
-        found[name] = time.process_time() - begin
-    return found
+    return {name: timed(call, time.process_time) for name, call in calls(linears, layout)}
 
 
 def _exponents(name: str, measured: list[tuple[int, dict[str, float]]]) -> str:

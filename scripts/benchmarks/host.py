@@ -13,7 +13,6 @@ import logging
 import os
 import pstats
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,9 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.job.manager import StateManager
+from scripts.benchmarks.gpu.stopwatch import repeated
 from scripts.benchmarks.markdown import table
+from scripts.benchmarks.timing import in_turn, medians
 
 LAYERS = 20
 WIDTH = 16
@@ -152,39 +153,20 @@ def main(arguments: list[str] | None = None) -> int:
         ours.forward_backward()
         rows = [[name, f"{launched.names.count(name) / LAYERS:g}"] for name in sorted(set(launched.names))]
         print(table(["launched per layer, forward and backward", "times"], rows))
-        times = [
-            (_microseconds(plain.forward_backward), _microseconds(ours.forward_backward)) for _ in range(options.rounds)
-        ]
-        linear, fp8 = (statistics.median(side) for side in zip(*times))
-        _print_parts(ours, fp8)
+        sides = {name: repeated(chain.forward_backward, STEPS) for name, chain in (("plain", plain), ("ours", ours))}
+        times = in_turn(sides, options.rounds)
+        _print_parts(ours)
+    linear, fp8 = (1e3 * ms / STEPS / LAYERS for ms in medians(times).values())
     print(f"nn.Linear {linear:.0f} us, FP8Linear {fp8:.0f} us per layer, forward and backward")
-    print(f"host ratio {statistics.median(b / a for a, b in times):.2f}")
+    print(f"host ratio {statistics.median(b / a for a, b in zip(times['plain'], times['ours'])):.2f}")
     return 0
 
 
-def _microseconds(step: Callable[[], None]) -> float:
-    """Return the time per layer."""
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    return (time.perf_counter() - start) / STEPS / LAYERS * 1e6
-
-
-def _print_parts(chain: Chain, measured: float) -> None:
-    """Print the functions that take the most time. The profiler slows calls down, so its times are scaled to the time
-    measured without it."""
+def _print_parts(chain: Chain) -> None:
+    """Print the functions that take the most time, in ``STEPS`` steps. The profiler slows calls down."""
     profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(STEPS):
-        chain.forward_backward()
-    profile.disable()
-    stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    whole = sum(own for _, _, own, _, _ in stats.values())
-    rows = []
-    for (file, _, name), (_, calls, own, _, _) in sorted(stats.items(), key=lambda item: -item[1][2])[:20]:
-        where = "/".join(file.split("/")[-2:]) if file not in ("~", "") else "built-in"
-        rows.append([name, where, f"{calls / STEPS / LAYERS:g}", f"{own / whole * measured:.1f}"])
-    print(table(["function", "file", "calls per layer", "us per layer, own time"], rows))
+    profile.runcall(repeated(chain.forward_backward, STEPS))
+    pstats.Stats(profile).sort_stats("tottime").print_stats(20)
 
 
 if __name__ == "__main__":

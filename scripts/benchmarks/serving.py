@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
 import fp8dist
@@ -31,6 +30,7 @@ from fp8dist.cli.main import main as command
 from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
 from scripts import results_files
+from tests.support.serving import read, spread
 
 LAYERS, WIDTH, HEADS, CONTEXT = 2, 128, 4, 64
 RECIPES: dict[str, fp8dist.Recipe] = {
@@ -61,13 +61,6 @@ class ServedLinear(nn.Module):
         cast = (groups / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn)
         y = F.linear((cast.float() * scale).reshape(x.shape), self.weight)
         return y if self.bias is None else y + self.bias
-
-
-def spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Return the factor of each element of a weight."""
-    if scale.numel() == 1 or scale.shape == (shape[0], 1):
-        return scale.reshape(-1, 1).expand(shape)
-    return scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
 
 
 def fresh(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -124,10 +117,7 @@ def measure(kind: str, steps: int, folder: Path, power_of_two: bool = False) -> 
     checkpoint = folder / "run" / "checkpoints" / f"step-{steps:08d}"
     format = "block" if kind == "block" else "compressed-tensors"
     assert command(["export", str(checkpoint), "--out", str(folder / "out"), "--format", format]) == 0
-    tensors: dict[str, Tensor] = {}
-    for path in (folder / "out").glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118  (not a dict)
+    tensors = read(folder / "out")
     model = GPT(LAYERS, WIDTH, HEADS, CONTEXT)
     manager = fp8dist.prepare(model, dataclasses.replace(RECIPES[kind], power_of_two=power_of_two))
     dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)

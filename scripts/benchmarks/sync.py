@@ -1,9 +1,9 @@
 """The cost of one step's sync and scale update, against a bare all-reduce of the same bytes.
 
-``scripts/benchmark`` starts it under torchrun. Rank 0 prints one JSON object, with two parts. ``managers``: of managers
-without modules, so that slots can be many: medians of interleaved pairs, so that a busy machine disturbs both sides
-alike. ``model``: of a model of 224 small Linears, whose weights each step must look at: lower quartiles, as wall time
-and as CPU time of the calling thread.
+``scripts/benchmark`` starts it under torchrun. Rank 0 prints two tables. The first, alone with the argument "model", is
+of a model of 224 small Linears, whose weights each step must look at: lower quartiles, as wall time and as CPU time of
+the calling thread. The second is of managers without modules, so that slots can be many: medians of interleaved pairs,
+so that a busy machine disturbs both sides alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,8 @@ from fp8dist.job.manager import StateManager
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels.formats import E4M3
 from fp8dist_kernels.header import HEADER
+from scripts.benchmarks.gpu import environment
+from scripts.benchmarks.markdown import table
 from scripts.benchmarks.timing import in_turn, medians, run_rank, timed
 
 HISTORY = 1024
@@ -88,8 +89,8 @@ def starts() -> dict[str, Callable[[], object]]:
     }
 
 
-def pairs(before: Callable[[], object], manager: StateManager, bare: Callable[[], object]) -> dict[str, float]:
-    """Return the medians of interleaved pairs in ms, and their ratio."""
+def pairs(before: Callable[[], object], manager: StateManager, bare: Callable[[], object]) -> list[str]:
+    """Return the medians of interleaved pairs, in ms: of a step, of the bare all-reduce; and their ratio."""
     pending = manager._syncs[0].arena.pending
 
     def ready() -> None:
@@ -97,12 +98,13 @@ def pairs(before: Callable[[], object], manager: StateManager, bare: Callable[[]
         before()
 
     rounds = PAIRS if before is dist.barrier else PAIRS_COLD
-    found = medians(in_turn({"bare_ms": bare, "step_ms": manager.step}, rounds, ready))
-    return {**found, "ratio": found["step_ms"] / found["bare_ms"]}
+    ms = medians(in_turn({"bare": bare, "step": manager.step}, rounds, ready))
+    return [f"{ms['step']:.2f}", f"{ms['bare']:.2f}", f"{ms['step'] / ms['bare']:.2f}"]
 
 
-def measure(slots: int) -> dict[str, Any]:
-    """Return the times of both sides and their ratio, from each start and back to back, and the ops of one step."""
+def rows_of(slots: int) -> list[list[str]]:
+    """Return a row for each start: the times of both sides and their ratio; in the first row also the ratio back to
+    back, and the ops of one step."""
     manager = manager_of(slots)
     message = torch.zeros_like(manager._syncs[0].arena.send)
 
@@ -113,19 +115,15 @@ def measure(slots: int) -> dict[str, Any]:
         one_step(manager)
         bare()
     back_to_back = [(average(bare), average(lambda: one_step(manager))) for _ in range(PAIRS // RUN)]
-    from_starts = {name: pairs(before, manager, bare) for name, before in starts().items()}
+    ratio = statistics.median(step / bare_ms for bare_ms, step in back_to_back)
+    name = f"fp8dist, {slots:,} slots"
+    rows = [[name, str(HISTORY), start, *pairs(before, manager, bare), "", ""] for start, before in starts().items()]
     # Without the collective, which would keep the process group alive forever under a dispatch mode.
     unsynced = manager_of(slots, amax_sync=False)
     with CountOps() as counter:
         unsynced.step()
-    return {
-        "slots": slots,
-        "history": HISTORY,
-        "bytes": message.numel() * message.element_size(),
-        "starts": from_starts,
-        "back_to_back_ratio": statistics.median(step / bare_ms for bare_ms, step in back_to_back),
-        "torch_ops": counter.count,
-    }
+    rows[0][-2:] = [f"{ratio:.2f}", str(counter.count)]
+    return rows
 
 
 def ends_of_step(model: nn.Sequential) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -143,9 +141,9 @@ def ends_of_step(model: nn.Sequential) -> Iterator[tuple[str, Callable[[], objec
     yield "SGD, attached", optimizer.step
 
 
-def measure_model() -> dict[str, Any]:
-    """Return, by start, the lower quartiles of the bare all-reduce and of each end of a step, in µs: (CPU time of this
-    thread, wall time)."""
+def measure_model() -> list[list[str]]:
+    """Return a row for the bare all-reduce and for each end of a step: by start, the lower quartiles in µs of the CPU
+    time of this thread, and of the wall time."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LINEARS)))
     for parameter in model.parameters():
@@ -161,8 +159,9 @@ def measure_model() -> dict[str, Any]:
         call()
         return 1e6 * (time.thread_time() - cpu), 1e6 * (time.perf_counter() - wall)
 
-    found: dict[str, Any] = {}
+    rows = []
     for name, call in ends_of_step(model):
+        row = [name]
         for start, steps in (("barrier", PAIRS), ("backward, barrier", PAIRS_COLD)):
             times = []
             for step in range(20 + steps):
@@ -170,11 +169,23 @@ def measure_model() -> dict[str, Any]:
                     train()
                 dist.barrier()
                 times.append(times_of(call))
-            quartiles = [statistics.quantiles(each, n=4)[0] for each in zip(*times[20:])]
-            found.setdefault(start, {})[name] = dict(zip(("cpu_us", "wall_us"), quartiles))
-    return found
+            row += [f"{statistics.quantiles(each, n=4)[0]:.0f}" for each in zip(*times[20:])]
+        rows.append(row)
+    return rows
+
+
+def tables() -> str:
+    """Return the machine and both tables; only the first with the argument "model". COLLECTIVE."""
+    machine = environment.facts(torch.device("cpu"))["device"]["name"]
+    text = f"Machine: {machine}, torch {torch.__version__}, gloo, 2 ranks, one thread each.\n\n"
+    head = [f"{what} after {start}, µs" for start in ("barrier", "backward, barrier") for what in ("CPU", "wall")]
+    text += table([f"{LINEARS} Linears", *head], measure_model())
+    if sys.argv[1:] == ["model"]:
+        return text
+    head = ["whole step: launch, sync, commit", "history", "started from", "ms", "bare all-reduce, ms", "ratio"]
+    rows = [row for slots in (672, 100_000) for row in rows_of(slots)]
+    return f"{text}\n{table([*head, 'back to back', 'torch ops'], rows)}"
 
 
 if __name__ == "__main__":
-    slots = () if "model" in sys.argv[1:] else (672, 100_000)
-    run_rank(lambda: {"model": measure_model(), "managers": [measure(number) for number in slots]})
+    run_rank(tables)

@@ -5,7 +5,6 @@ Needs torch only: ``torchao_sync`` runs without fp8dist.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import statistics
@@ -28,14 +27,18 @@ def timed(action: Action, clock: Callable[[], float] = time.perf_counter) -> flo
     return 1e3 * (clock() - start)
 
 
-def in_turn(sides: Mapping[str, Action], rounds: int, before: Action | None = None) -> dict[str, list[float]]:
+def in_turn(
+    sides: Mapping[str, Action],
+    rounds: int,
+    before: Action = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Return the ms of each side's call in each round. ``before`` runs before each call."""
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, action in sides.items():
-            if before is not None:
-                before()
-            times[name].append(timed(action))
+    for round in range(rounds):
+        for name in list(sides)[:: -1 if round % 2 else 1]:  # No side is always the first.
+            before()
+            times[name].append(timed(sides[name], clock))
     return times
 
 
@@ -66,13 +69,13 @@ def timed_inside(functions: Sequence[tuple[type, str]], clock: Callable[[], floa
         yield spent
 
 
-def run_rank(measure: Callable[[], Any]) -> NoReturn:
-    """Measure on all ranks that torchrun has started, with one thread each. Rank 0 prints the result as JSON."""
+def run_rank(measure: Callable[[], str]) -> NoReturn:
+    """Measure on all ranks that torchrun has started, with one thread each. Rank 0 prints what it returns."""
     torch.set_num_threads(1)
     logging.getLogger("fp8dist").setLevel(logging.ERROR)  # Some managers have no Linear, on purpose.
     dist.init_process_group("gloo")
     result = measure()
     if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
+        print(result, flush=True)
     dist.barrier()
     os._exit(0)  # gloo may abort the interpreter's shutdown (torch 2.13).

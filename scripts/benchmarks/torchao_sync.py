@@ -1,7 +1,7 @@
 """The cost of torchao 0.9.0's delayed-scaling sync and update, with the same number of layers as ``sync.py``.
 
-``scripts/benchmark`` starts it under torchrun, in a venv without fp8dist. Rank 0 prints one JSON object. 224
-Linears have 672 scaled tensors. History lengths are 16, torchao's default, and 1024.
+``scripts/benchmark`` starts it under torchrun, in a venv without fp8dist. Rank 0 prints a table. 224 Linears have 672
+scaled tensors. History lengths are 16, torchao's default, and 1024.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torchao.float8 import (
     sync_float8_amax_and_scale_history,
 )
 
+from scripts.benchmarks.markdown import table
 from scripts.benchmarks.timing import in_turn, medians, run_rank
 
 LINEARS = 224
 
 
-def measure(history_len: int) -> dict[str, float]:
-    """Return medians in ms of torchao's call and of a bare all-reduce of one float per tensor."""
+def measure(history_len: int) -> list[str]:
+    """Return a row of the table: medians of torchao's call and of a bare all-reduce of one float per tensor."""
     delayed = CastConfig(scaling_type=ScalingType.DELAYED)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(LINEARS)))
     config = Float8LinearConfig(
@@ -39,14 +40,15 @@ def measure(history_len: int) -> dict[str, float]:
     model(torch.randn(16, 16)).sum().backward()
     bare = torch.zeros(3 * LINEARS)
     sides = {
-        "bare_ms": lambda: dist.all_reduce(bare, dist.ReduceOp.MAX),
-        "torchao_ms": lambda: sync_float8_amax_and_scale_history(model),
+        "bare": lambda: dist.all_reduce(bare, dist.ReduceOp.MAX),
+        "torchao": lambda: sync_float8_amax_and_scale_history(model),
     }
-    found = medians(in_turn(sides, 100, dist.barrier))
-    return {"history": history_len, **found, "ratio": found["torchao_ms"] / found["bare_ms"]}
+    ms = medians(in_turn(sides, 100, dist.barrier))
+    return [str(history_len), f"{ms['torchao']:.2f}", f"{ms['bare']:.2f}", f"{ms['torchao'] / ms['bare']:.2f}"]
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    run_rank(lambda: [measure(history_len) for history_len in (16, 1024)])
+    head = ["torchao 0.9.0, 672 slots: history", "ms", "bare all-reduce, ms", "ratio"]
+    run_rank(lambda: table(head, [measure(history_len) for history_len in (16, 1024)]))

@@ -8,7 +8,6 @@ process and prints Markdown. Run it on an idle machine: ``.venv/bin/python -m sc
 from __future__ import annotations
 
 import contextlib
-import cProfile
 import statistics
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -27,6 +26,7 @@ from launch.train_gpt.model import GPT, VOCABULARY
 from scripts.benchmarks.markdown import table
 from scripts.benchmarks.sync import CountOps
 from scripts.benchmarks.timing import in_turn, medians
+from tests.support.counted import counted_calls
 
 ROUNDS = 15
 """Pairs of steps that are timed."""
@@ -52,9 +52,7 @@ def counts(action: Callable[[], object]) -> list[int]:
     """Return the number of torch operations, and of calls of Python functions."""
     with CountOps() as counter:
         action()
-    profile = cProfile.Profile(builtins=False)
-    profile.runcall(action)
-    return [counter.count, sum(entry.callcount for entry in profile.getstats())]
+    return [counter.count, counted_calls(action)["call"]]
 
 
 def compare(layers: int, width: int, tokens: int) -> list[str]:

@@ -145,7 +145,7 @@ def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[
         }
     measured = tasks.get(("gradients", 0))
     return {
-        "schema": results.SCHEMA,
+        "schema": results_files.SCHEMA,
         **results.about(flags, "cuda" if torch.cuda.is_available() else "cpu"),
         "commits": sorted({task.made_by["commit"] for task in tasks.values()}),
         "steps": own.steps,

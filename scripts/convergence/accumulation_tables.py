@@ -16,6 +16,7 @@ sums are in float32 and nothing is emulated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +25,6 @@ from scripts import results_files
 from scripts.benchmarks.markdown import table
 from scripts.convergence.results import SETTING, setting_of
 
-SCHEMA = 1
 NAME = "accumulation"
 _TOP = {
     **{"date": str, "commit": str, "machine": str, "seed": int},
@@ -40,13 +40,7 @@ def load(root: Path = results_files.ROOT) -> dict[str, Any] | None:
     Raises:
         ValueError: the file is not a results file. The message says why.
     """
-    return results_files.load(NAME, root, _problems_of)
-
-
-def _problems_of(data: Any) -> list[str]:
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        return [f"not results of schema {SCHEMA}"]
-    return results_files.mistyped(data, _TOP)
+    return results_files.load(NAME, root, partial(results_files.problems_of, wanted=_TOP))
 
 
 def setting(data: Results | None) -> str:

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     flags = ["--steps", str(max(own.points)), *others]
     options, text = ready([*flags, "--out", own.out])
     about = {  # Before the measurement: the checkout may change meanwhile.
-        "schema": tables.SCHEMA,
+        "schema": results_files.SCHEMA,
         "commit": results_files.commit_of(),
         **results.about(flags),
         "emulation": {"fraction_bits": FRACTION_BITS, "step": STEP, "promoted_every": PROMOTED_EVERY},

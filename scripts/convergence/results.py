@@ -24,7 +24,6 @@ from scripts import results_files
 from scripts.benchmarks.gpu import environment
 from scripts.convergence.variants import VARIANTS
 
-SCHEMA = 1
 CONVERGENCE, MIXTURE = "convergence", "mixture"
 """Names of the published results, and of those of mixtures of experts."""
 
@@ -65,9 +64,7 @@ def load(root: Path = results_files.ROOT, name: str = CONVERGENCE) -> dict[str, 
 
 def problems_of(data: Any) -> list[str]:
     """Return the problems of a results file's content; empty if the content is valid."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        return [f"not results of schema {SCHEMA}"]
-    found = results_files.mistyped(data, _TOP)
+    found = results_files.problems_of(data, _TOP)
     if found:
         return found
     found += [f"unknown variant {name!r}" for name in data["runs"] if name not in VARIANTS]

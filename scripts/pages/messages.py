@@ -16,20 +16,20 @@ from scripts.pages.filling import ROOT
 PLACE = "\u2039…\u203a"
 """Placeholder for a value in a message."""
 
-_AS: Mapping[str, str] = MappingProxyType({"Named": "CheckpointError", "Unsupported": "CheckpointError"})
+_AS: Mapping[str, str] = MappingProxyType({"FileError": "CheckpointError", "Unsupported": "CheckpointError"})
 """Public base classes of private exceptions."""
 
-_ELSEWHERE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
+_ELSEWHERE: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        "DivergenceError": (("divergence.py", "_headline"), ("divergence.py", "_sentence")),
-        "LossDiverged": (("errors.py", "__str__"),),
-        "ManifestMismatchError": (
-            *(("state/groups.py", "_differences"), ("state/groups.py", "_absent")),
-            ("state/groups.py", "_read_outcome"),
-        ),
+        **{("common/divergence.py", name): "DivergenceError" for name in ("_headline", "_sentence")},
+        ("errors.py", "__str__"): "LossDiverged",
+        **{
+            ("state/publications.py", name): "ManifestMismatchError"
+            for name in ("_differences", "_absent", "_read_outcome")
+        },
     }
 )
-"""Functions that build the text of an exception, away from its ``raise``."""
+"""By file and function that builds the text of an exception, away from its ``raise``: the exception."""
 
 _UNCHANGED = ("one_line", "str")
 """Functions that return their text argument with small changes."""
@@ -88,20 +88,16 @@ def messages_in(path: Path) -> Iterator[tuple[str, str]]:
 def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (public exception, message template) for texts that this file builds and other code raises."""
     place = path.relative_to(ROOT / "fp8dist").as_posix()
-    for kind, functions in _ELSEWHERE.items():
-        wanted = [name for file, name in functions if file == place]
-        defined = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if wanted else ()
-        for node in defined:
-            if isinstance(node, ast.FunctionDef) and node.name in wanted:
-                known = _texts_in(list(ast.walk(node)))
-                values = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
-                for value in [
-                    *values,
-                    *(each for texts in known.values() for each in texts if node.name == "_read_outcome"),
-                ]:
-                    for text in _templates(value, known, {}):
-                        if re.search(r"[a-z]{3} ", text):
-                            yield kind, " ".join(text.split())
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.FunctionDef) or (place, node.name) not in _ELSEWHERE:
+            continue
+        known = _texts_in(list(ast.walk(node)))
+        values = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
+        if node.name == "_read_outcome":
+            values += [each for texts in known.values() for each in texts]
+        for text in (text for value in values for text in _templates(value, known, {})):
+            if re.search(r"[a-z]{3} ", text):
+                yield _ELSEWHERE[place, node.name], " ".join(text.split())
 
 
 def _of_order(room: str) -> Iterator[tuple[str, str]]:

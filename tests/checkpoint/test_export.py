@@ -19,6 +19,7 @@ import fp8dist
 from fp8dist import ConfigurationError
 from fp8dist.files import export_files
 from fp8dist.files.export import Export, export_of
+from fp8dist.job.manager import Internals
 from tests.support.forked import ROOT
 from tests.support.serving import NATIVE, RECIPES, as_bits, multiplied, read, served, tensor_bits
 from tests.support.sharded import wide
@@ -263,7 +264,7 @@ def test_a_step_between_two_tensors_is_noticed() -> None:
 
 
 def _listed(manager: Any, format: str = "compressed-tensors") -> Export:
-    return export_of(manager._cycle, manager._require_model(), format)
+    return export_of(manager._cycle, Internals(manager).model, format)
 
 
 def _config(manager: Any, format: str = "compressed-tensors") -> dict[str, Any]:

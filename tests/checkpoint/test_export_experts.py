@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +11,8 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import BlockScaling, ConfigurationError, DelayedScaling
-from fp8dist.modules.grouped_slots import GroupedSlots
 from tests.support.ranks import RankPool
-from tests.support.serving import NATIVE, RECIPES, Multiplied, served, spread
+from tests.support.serving import NATIVE, RECIPES, Multiplied, served, spread, watched_products
 from tests.support.sharded_experts import Job, Routed, build, routed_batch, step
 from tests.support.training import bits
 
@@ -24,24 +20,9 @@ INNER = 128
 """Rows of gate and of up: a whole block."""
 
 
-@contextlib.contextmanager
-def _watched() -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Collect (FP8 weights, inverse scales) of each grouped forward product."""
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    original = GroupedSlots.grouped_matmul
-
-    def grouped_matmul(self: GroupedSlots, a: Tensor, b: Tensor, inv_a: Tensor, inv_b: Tensor, *rest: Any) -> Tensor:
-        if "fprop" in rest:
-            seen[self.fqn] = b.clone(), inv_b.clone()
-        return original(self, a, b, inv_a, inv_b, *rest)
-
-    with mock.patch.object(GroupedSlots, "grouped_matmul", grouped_matmul):
-        yield seen
-
-
 def _multiplied(called: nn.Module, x: Tensor, interleaved: bool = False) -> Multiplied:
     """Return what an eval forward multiplies with, for each Linear of a served expert."""
-    with _watched() as seen, torch.no_grad():
+    with watched_products() as seen, torch.no_grad():
         called.eval()(x)
     called.train()
     found: Multiplied = {}

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8dist.checks.computations import ProductOf
+from fp8dist.checks.known_calls import ProductOf
 from fp8dist.cli import burn as burning
 from fp8dist.cli import doctor, main
 from fp8dist.cli.burn import Burned, burn, burned_across_ranks, computations_on

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -182,3 +184,28 @@ def _hidden_behind_others() -> Any:
 
 def test_a_sync_does_not_accuse_the_wrong_rank_of_a_slot_that_another_did_not_tell_of(three_ranks: RankPool) -> None:
     assert three_ranks.run(_hidden_behind_others) in ([[((0,), 1)]] * 3, [[]] * 3)
+
+
+def _sent_of_a_large_tensor() -> Any:
+    """Of 4 MiB, one element is wrong on rank 1. Return what each rank broadcasts, in bytes."""
+    weight, original, sent = torch.zeros(1 << 20), dist.broadcast_object_list, []
+    model = nn.ParameterList([nn.Parameter(weight)])
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[0][700_000] = 1
+
+    def broadcast(box: list[Any], **options: Any) -> None:
+        sent.append(len(pickle.dumps(box)))
+        original(box, **options)
+
+    with captured_log(), mock.patch.object(dist, "broadcast_object_list", broadcast):
+        (finding,) = fp8dist.check(model, group=dist.group.WORLD, policy="warn").findings
+    return finding.index, finding.ranks, sent
+
+
+def test_the_reference_sends_one_block_of_a_large_tensor(three_ranks: RankPool) -> None:
+    block = 1 << 18
+    for rank, (index, ranks, sent) in enumerate(three_ranks.run(_sent_of_a_large_tensor)):
+        assert (index, ranks) == ((700_000,), (1,))
+        assert len(sent) == 2
+        assert max(sent) < 2000 if rank else block < max(sent) < block + 2000

@@ -15,10 +15,13 @@ from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, Rowwis
 from fp8dist.checks import computations
 from fp8dist.checks.computations import ComputedContent, computations_of, linear_computations
 from fp8dist.checks.contents import Digester
+from fp8dist.checks.known_calls import ProductOf
 from fp8dist.checks.likeness import likeness
-from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.parts import fp8_parts
 from tests.kernels.test_content_digest import digest_in_python, unsigned
-from tests.support.answers import known_bits, known_values, word
+from tests.modules.test_foreign_linears import Conv1D
+from tests.support.answers import known_bits, known_values, recorded_calls, word
+from tests.support.experts import Experts, routes
 from tests.support.fp8_oracle import E4M3, operands
 
 CPU = torch.device("cpu")
@@ -70,7 +73,7 @@ def test_a_plain_program_gets_the_same_product_and_digest() -> None:
     (fprop,) = (
         one
         for one in linear_computations((OUT, IN), DelayedScaling(), torch.float32, torch.float32, True)
-        if isinstance(one, computations.ProductOf) and one.gemm == "fprop"
+        if isinstance(one, ProductOf) and one.gemm == "fprop"
     )
     content = ComputedContent([fprop], CPU)
     (digest,) = content.digests(Digester())
@@ -100,9 +103,30 @@ def test_backends_compute_nearly_the_same_products(name: str) -> None:
         assert (a - b).abs().max() <= 2**-8 * a.abs().max()
 
 
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", ["linear", "transposed", "experts", "transposed experts"])
+def test_what_is_computed_is_what_a_step_computes(name: str, kind: str) -> None:
+    """The same calls of the same ops, with tensors that look the same."""
+    transposed, inputs = "transposed" in kind, [torch.randn(TOKENS, IN, requires_grad=True)]
+    model: nn.Module = nn.Linear(IN, OUT)
+    if kind == "transposed":
+        model = Conv1D(OUT, IN)
+    if "experts" in kind:
+        model = Experts(bias=True, transposed=transposed)
+        inputs = [torch.randn(TOKENS // 2, IN, requires_grad=True), *routes(TOKENS // 2, 2, range(4), 0)]
+    model = nn.ModuleList([model])
+    fp8dist.prepare(model, RECIPES[name])
+    with recorded_calls() as of_a_step:
+        model[0](*inputs).square().sum().backward()
+    with recorded_calls() as known:
+        for device, several in computations_of(fp8_parts(model)).items():
+            ComputedContent(several, device).digests(Digester())
+    assert known == of_a_step
+
+
 def _computed(model: nn.Module, **settings: Any) -> list[str]:
     fp8dist.prepare(model, **settings)
-    return [one.name(device) for device, several in computations_of(fp8_linears(model)).items() for one in several]
+    return [one.name(device) for device, several in computations_of(fp8_parts(model)).items() for one in several]
 
 
 def test_equal_shapes_are_computed_once() -> None:
@@ -130,7 +154,7 @@ def test_dtypes_are_those_of_autocast_and_of_the_weight() -> None:
     model = nn.Sequential(nn.Linear(32, 48))
     fp8dist.prepare(model)
     with torch.autocast("cpu", torch.bfloat16):
-        (found,) = computations_of(fp8_linears(model)).values()
+        (found,) = computations_of(fp8_parts(model)).values()
     names = [one.name(CPU) for one in found]
     assert [("bfloat16" in name, "float32" in name) for name in names] == [
         (True, False),  # input

@@ -13,15 +13,10 @@ from torch import Tensor
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
-from fp8dist.checks import grouped_computations
-from fp8dist.checks.computations import TOKENS
-from fp8dist.checks.grouped_computations import (
-    GroupedProductOf,
-    ends_of,
-    grouped_computations_of,
-    product_computations,
-)
-from fp8dist.modules.fp8_experts import fp8_experts
+from fp8dist.checks import computations
+from fp8dist.checks.computations import computations_of, product_computations
+from fp8dist.checks.known_calls import TOKENS, GroupedProductOf, ends_of
+from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.reference.operands import inverse_scales, operand
 from tests.support.answers import flipping
 from tests.support.experts import Experts, Mixture
@@ -99,25 +94,25 @@ def test_a_mixture_has_two_products_of_its_own_shapes(transposed: bool, monkeypa
     def names() -> list[str]:
         model = Mixture(Experts(transposed=transposed, bias=True))
         fp8dist.prepare(model)
-        (found,) = grouped_computations_of(fp8_experts(model)).values()
+        (found,) = computations_of(fp8_parts(model)).values()
         return [one.name(CPU).partition(" e4m3")[0].partition(" float32")[0] for one in found]
 
     up, down = ("4x32x96", "4x48x32") if transposed else ("4x96x32", "4x32x48")
     assert names() == [
         "grouped cast of input 256x32 of 4 experts",
-        "grouped cast of grad_output 256x96 of 4 experts",
         f"grouped cast of weight {up} of 4 experts",
+        "grouped cast of grad_output 256x96 of 4 experts",
         "grouped fprop 256x96x32 of 4 experts",
         "grouped dgrad 256x32x96 of 4 experts e5m2",
         "grouped wgrad 256x96x32 of 4 experts e5m2",
         "grouped cast of input 256x48 of 4 experts",
-        "grouped cast of grad_output 256x32 of 4 experts",
         f"grouped cast of weight {down} of 4 experts",
+        "grouped cast of grad_output 256x32 of 4 experts",
         "grouped fprop 256x32x48 of 4 experts",
         "grouped dgrad 256x48x32 of 4 experts e5m2",
         "grouped wgrad 256x32x48 of 4 experts e5m2",
     ]
-    monkeypatch.setattr(grouped_computations, "LARGEST", 64)
+    monkeypatch.setattr(computations, "LARGEST", 64)
     assert names()[3] == "grouped fprop 256x64x32 of 2 experts"
 
 
@@ -151,8 +146,8 @@ def test_gemms_in_high_precision_are_left_out() -> None:
     recipe = RowwiseScaling(high_precision=("fprop", "wgrad"))
     found = product_computations((EXPERTS, OUT, IN), recipe, torch.float32, torch.float32)
     names = [one.name(CPU) for one in found]
-    assert [name.partition(" 2")[0].partition(" 1")[0] for name in names] == [
+    assert [name.partition("x")[0].rpartition(" ")[0] for name in names] == [
+        "grouped cast of weight",
         "grouped cast of grad_output",
-        "cast of weight",
         "grouped dgrad",
     ]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from fp8dist import DivergenceReport, Recipe, StateManager
-from fp8dist.checks import computed, inventory
+from fp8dist.checks import inventory, localisation
 from fp8dist.checks.computations import ComputedContent
 from fp8dist.checks.contents import Digester
 from fp8dist.errors import ConfigurationError, DivergenceError, ManifestMismatchError
@@ -164,7 +164,7 @@ def _beyond_the_first_few() -> Any:
     with contextlib.ExitStack() as stack, captured_log():
         for place in ("input", "fprop", "wgrad"):
             stack.enter_context(_faulty(RECIPES["delayed"], place, 0, 0, (1,)))
-        stack.enter_context(mock.patch.object(computed, "MAX_EXPLAINED", 2))
+        stack.enter_context(mock.patch.object(localisation, "MAX_EXPLAINED", 2))
         report = _computed(manager, policy="warn")
     return [(f.name.split()[0], f.ranks, f.reference_rank, f.index) for f in report.findings]
 

@@ -1,5 +1,5 @@
-"""What ranks start with, compared once by ``attach``. ``test_mistakes.py`` has the layouts in which a difference is
-caught, ``test_no_false_alarm_ranks.py`` programs in which ranks differ by design."""
+"""What ranks start with, compared once by ``attach``. Among the scenarios, ``mistaken_ranks.py`` has the layouts in
+which a difference is caught, and ``quiet_ranks.py`` programs in which ranks differ by design."""
 
 from __future__ import annotations
 

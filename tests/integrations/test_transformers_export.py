@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.linear_slots import LinearSlots
-from fp8dist_kernels.formats import Role
 from tests.support.serving import RECIPES, read, served, spread
 from tests.support.training import bits
 
@@ -132,9 +131,9 @@ def _calls(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tens
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     original = LinearSlots.matmul
 
-    def matmul(self: LinearSlots, a: Tensor, b: Tensor, inv_scale: Tensor, *rest: Any) -> Tensor:
-        seen[self.slots[Role.INPUT].fqn] = a.double(), inv_scale.double()
-        return original(self, a, b, inv_scale, *rest)
+    def matmul(self: LinearSlots, a: tuple[Tensor, Tensor], *rest: Any) -> Tensor | None:
+        seen[self.fqn] = a[0].double(), a[1].double()
+        return original(self, a, *rest)
 
     kept: dict[str, tuple[Tensor, Tensor]] = {}
     handles = [

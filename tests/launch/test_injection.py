@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.main_job import (
-    CHECK,
     RANKS,
     TABLE_HEADER,
     TINY,
     TORCHRUN,
-    assert_refused,
     finish,
     metrics,
-    start,
     stop,
 )
 
@@ -118,46 +115,3 @@ def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
     assert (run.summary["checks"], run.summary["divergences"]) == (4, 3)
     assert run.summary["parameters_identical"] is False
     assert "divergences found:                                        3" in run.output
-
-
-MISTAKES = {
-    "kind": (["boom:1:2"], [], "argument --inject: KIND must be one of scale, weight, nan, skip, "),
-    "form": (["weight:1"], [], "argument --inject: expected weight:RANK:STEP, got 'weight:1'"),
-    "negative": (["weight:-1:2"], [], "argument --inject: expected weight:RANK:STEP"),
-    "rank": (["weight:2:3"], [], "--inject weight:2:3: there is no rank 2, ranks are 0 to 1"),
-    "step 0": (["skip:1:0"], [], "--inject skip:1:0: there is no step 0, steps are 1 to 200"),
-    "late step": (["skip:1:9"], ["--steps", "8"], "--inject skip:1:9: there is no step 9, steps are 1 to 8"),
-    "no sync": (
-        ["kill-sync:1:3"],
-        ["--precision", "bf16"],
-        "--inject kill-sync:1:3: needs --precision fp8, got",
-    ),
-    "no stop": (["stop-sync:1:3"], ["--precision", "bf16"], "--inject stop-sync:1:3: needs --precision fp8, got bf16"),
-    "own sync": (["kill-sync:1:3"], ["--no-amax-sync"], "--inject kill-sync:1:3: needs ranks that share amaxes"),
-    "no save": (["kill-save:1:3"], [], "--inject kill-save:1:3: no checkpoint is saved at step 3; see --save-every"),
-    "other save": (["kill-save:1:3"], ["--save-every", "2"], "no checkpoint is saved at step 3"),
-    "shard": (["weight:1:3"], ["--parallel", "fsdp2"], "--inject weight:1:3: shards have no replica to compare with"),
-    "second": (["weight:1:3", "skip:5:3"], [], "--inject skip:5:3: there is no rank 5"),
-    "scale": (["scale:1:3"], ["--precision", "bf16"], "--inject scale:1:3: needs --precision fp8, got bf16"),
-    "product": (
-        ["product:1:3"],
-        ["--precision", "bf16"],
-        "--inject product:1:3:wgrad: needs --precision fp8, got bf16",
-    ),
-    "product's form": (["product:1"], [], "argument --inject: expected product:RANK:STEP[:GEMM], got 'product:1'"),
-    "product's gemm": (["product:1:3:grad"], [], "GEMM must be one of fprop, dgrad, wgrad, got 'product:1:3:grad'"),
-    "late product": (["product:1:201:dgrad"], [], "--inject product:1:201:dgrad: there is no step 201"),
-    "device": (["bad-device:2"], [], "--inject bad-device:2:0.01: there is no rank 2, ranks are 0 to 1"),
-    "device's form": (["bad-device"], [], "expected bad-device:RANK or bad-device:RANK:P, got 'bad-device'"),
-    "device's chance": (["bad-device:1:2"], [], "P must be a probability from 0 to 1, got 'bad-device:1:2'"),
-    "gradient": (["gradient:1:3"], ["--parallel", "fsdp2"], "shards have no replica to compare with"),
-    "audits": (["scale:1:3"], ["--precision", "fp32", "--audit-every", "2"], "--audit-every needs --precision fp8"),
-    "bytes": (["scale:1:3"], ["--audit-every", "0", "--audit-bytes", "9"], "--audit-bytes needs --audit-every"),
-    "nan": (["nan:1:3"], ["--precision", "fp32"], "--inject nan:1:3: needs --precision fp8, got fp32"),
-}
-
-
-def test_an_impossible_fault_is_one_line_and_exit_2() -> None:
-    for faults, flags, message in MISTAKES.values():
-        given = [flag for fault in faults for flag in ("--inject", fault)]
-        assert_refused(start(CHECK, *given, *flags), message)

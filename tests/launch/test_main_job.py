@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,39 +12,18 @@ import torch
 import torch.distributed as dist
 
 from fp8dist.errors import ManifestMismatchError
-from fp8dist.state.groups import _absent
+from fp8dist.state.publications import _absent
 from launch.train_gpt.ranks import most_restarts
 from tests.support.lab.failures import CollectiveFailed, Whereabouts
-from tests.support.main_job import ALONE, CHECK, RANKS, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
+from tests.support.main_job import ALONE, RANKS, STEPS, TINY, TORCHRUN, Run, Runs, assert_refused, finish, start
 from tests.support.ranks import RankPool
 
 SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
 
-# Tests share cached runs, so they must run in the same worker process.
-pytestmark = pytest.mark.xdist_group("main_job")
-
-
-Runner = Callable[..., Run]
-
-
-@pytest.fixture(scope="module")
-def two_rank_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """Return a function that makes a tiny FP8 run on two ranks, once per combination of flags and ``again``."""
-    made: dict[tuple[object, ...], Run] = {}
-
-    def run(*flags: str, again: int = 0) -> Run:
-        key = (*flags, again)
-        if key not in made:
-            made[key] = finish(tmp_path_factory.mktemp("run"), RANKS, *TINY, *flags)
-        return made[key]
-
-    return run
-
 
 @pytest.mark.long
-def test_fp8_learns_like_fp32_on_two_ranks(tmp_path: Path) -> None:
-    fp32 = finish(tmp_path / "fp32", RANKS, *SMALL, "--precision", "fp32")
-    fp8 = finish(tmp_path / "fp8", RANKS, *SMALL, "--precision", "fp8")
+def test_fp8_learns_like_fp32_on_two_ranks(runs: Runs) -> None:
+    fp32, fp8 = (runs(RANKS, *SMALL, "--precision", precision) for precision in ("fp32", "fp8"))
     for run in (fp32, fp8):
         assert run.losses[0] - run.summary["final_training_loss"] > 1.0
         assert run.summary["parameters_identical"] is True
@@ -53,8 +32,8 @@ def test_fp8_learns_like_fp32_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_the_same_state_for_one_collective_a_step(two_rank_run: Runner) -> None:
-    run = two_rank_run()
+def test_two_ranks_hold_the_same_state_for_one_collective_a_step(runs: Runs) -> None:
+    run = runs(RANKS, *TINY)
     slots = 4 * 3  # qkv, attention_out, mlp_in, mlp_out; lm_head is not an FP8 module
     assert run.summary["ranks"] == 2
     assert run.summary["fp8_slots"] == slots
@@ -67,12 +46,12 @@ def test_two_ranks_hold_the_same_state_for_one_collective_a_step(two_rank_run: R
 
 
 @pytest.mark.long
-def test_forked_ranks_are_those_of_torchrun(tmp_path: Path, two_rank_run: Runner) -> None:
+def test_forked_ranks_are_those_of_torchrun(tmp_path: Path, runs: Runs) -> None:
     """Other tests may therefore use forked ranks. With LOGS each rank has its own log."""
     logs = tmp_path / "logs"
     run = finish(tmp_path / "two", TORCHRUN, *TINY, LOGS=str(logs))
-    assert_equal_runs(run, two_rank_run())
-    assert run.losses != finish(tmp_path / "one", ALONE, *TINY).losses
+    assert_equal_runs(run, runs(RANKS, *TINY))
+    assert run.losses != runs(ALONE, *TINY).losses
     (first,) = logs.glob("*/attempt_0/0/stdout.log")
     (second,) = logs.glob("*/attempt_0/1/stdout.log")
     assert second.read_text() == ""  # Only rank 0 prints.
@@ -82,9 +61,10 @@ def test_forked_ranks_are_those_of_torchrun(tmp_path: Path, two_rank_run: Runner
 
 
 @pytest.mark.slow
-def test_metrics_have_a_line_per_step(two_rank_run: Runner) -> None:
+def test_metrics_have_a_line_per_step(runs: Runs) -> None:
     """Validation does not affect training."""
-    lines = two_rank_run("--eval-every", "6").lines
+    run = runs(RANKS, *TINY, "--eval-every", "6")
+    lines = run.lines
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         assert math.isfinite(line["loss"])
@@ -93,13 +73,13 @@ def test_metrics_have_a_line_per_step(two_rank_run: Runner) -> None:
         assert line["learning_rate"] > 0
         assert line["cold_slots"] == line["nonfinite_amaxes"] == 0
     assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12]
-    assert two_rank_run("--eval-every", "6").losses == two_rank_run().losses
+    assert run.losses == runs(RANKS, *TINY).losses
 
 
 @pytest.mark.slow
-def test_both_update_timings_are_bitwise_equal(two_rank_run: Runner) -> None:
-    next_step = two_rank_run("--update", "next_step")
-    assert_equal_runs(two_rank_run(), next_step)
+def test_both_update_timings_are_bitwise_equal(runs: Runs) -> None:
+    next_step = runs(RANKS, *TINY, "--update", "next_step")
+    assert_equal_runs(runs(RANKS, *TINY), next_step)
     assert next_step.summary["fp8_collectives_per_step"] == 1
 
 
@@ -110,8 +90,8 @@ def assert_equal_runs(first: Run, second: Run) -> None:
 
 
 @pytest.mark.slow
-def test_accumulation_syncs_once_per_optimizer_step(two_rank_run: Runner) -> None:
-    run = two_rank_run("--accumulate", "2", "--calibrate-steps", "2")
+def test_accumulation_syncs_once_per_optimizer_step(runs: Runs) -> None:
+    run = runs(RANKS, *TINY, "--accumulate", "2", "--calibrate-steps", "2")
     assert len(run.losses) == STEPS
     assert run.summary["fp8_collectives_per_step"] == 1
     assert run.summary["fp8_state_identical"] is True
@@ -119,18 +99,17 @@ def test_accumulation_syncs_once_per_optimizer_step(two_rank_run: Runner) -> Non
 
 
 @pytest.mark.slow
-def test_without_amax_sync_ranks_differ_and_nothing_is_sent(two_rank_run: Runner) -> None:
-    run = two_rank_run("--no-amax-sync")
+def test_without_amax_sync_ranks_differ_and_nothing_is_sent(runs: Runs) -> None:
+    run = runs(RANKS, *TINY, "--no-amax-sync")
     assert run.summary["fp8_collectives_per_step"] == 0
     assert run.summary["fp8_state_identical"] is False
     assert run.summary["parameters_identical"] is True
 
 
 @pytest.mark.slow
-def test_switched_off_by_environment_equals_high_precision(tmp_path: Path) -> None:
-    off = finish(tmp_path / "off", ALONE, *TINY, "--precision", "fp8", FP8DIST_ENABLED="0")
-    fp32 = finish(tmp_path / "fp32", ALONE, *TINY, "--precision", "fp32")
-    assert_equal_runs(off, fp32)
+def test_switched_off_by_environment_equals_high_precision(runs: Runs) -> None:
+    off = runs(ALONE, *TINY, FP8DIST_ENABLED="0")
+    assert_equal_runs(off, runs(ALONE, *TINY, "--precision", "fp32"))
     assert "switched off" in off.output
 
 
@@ -153,10 +132,10 @@ def test_one_process_without_torchrun(tmp_path: Path, flags: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_runs_learn_what_ddp_learns(two_rank_run: Runner) -> None:
-    whole = two_rank_run()
+def test_sharded_runs_learn_what_ddp_learns(runs: Runs) -> None:
+    whole = runs(RANKS, *TINY)
     for parallel in ("fsdp1", "fsdp2", "hsdp"):
-        run = two_rank_run("--parallel", parallel)
+        run = runs(RANKS, *TINY, "--parallel", parallel)
         # Gradients and their norm, which clips them, are summed in another order.
         assert run.losses == pytest.approx(whole.losses, rel=1e-5)
         assert run.summary["validation_loss"] == pytest.approx(whole.summary["validation_loss"], rel=1e-5)
@@ -166,17 +145,19 @@ def test_sharded_runs_learn_what_ddp_learns(two_rank_run: Runner) -> None:
 
 
 @pytest.mark.slow
-def test_two_replicas_of_one_shard_are_ddp(two_rank_run: Runner) -> None:
-    hsdp = two_rank_run("--parallel", "hsdp")
-    assert_equal_runs(two_rank_run(), hsdp)
-    assert hsdp.summary["bytes_gathered_per_step"] == two_rank_run().summary["bytes_gathered_per_step"] == 0
+def test_two_replicas_of_one_shard_are_ddp(runs: Runs) -> None:
+    hsdp = runs(RANKS, *TINY, "--parallel", "hsdp")
+    assert_equal_runs(runs(RANKS, *TINY), hsdp)
+    assert hsdp.summary["bytes_gathered_per_step"] == runs(RANKS, *TINY).summary["bytes_gathered_per_step"] == 0
 
 
 @pytest.mark.slow
-def test_gathering_fp8_changes_bytes_and_no_bits(two_rank_run: Runner) -> None:
-    fp8, fp32 = (two_rank_run("--parallel", "fsdp2", flag) for flag in ("--fp8-all-gather", "--no-fp8-all-gather"))
+def test_gathering_fp8_changes_bytes_and_no_bits(runs: Runs) -> None:
+    fp8, fp32 = (
+        runs(RANKS, *TINY, "--parallel", "fsdp2", flag) for flag in ("--fp8-all-gather", "--no-fp8-all-gather")
+    )
     assert_equal_runs(fp8, fp32)
-    assert_equal_runs(fp8, two_rank_run("--parallel", "fsdp2"))  # The default: on where supported.
+    assert_equal_runs(fp8, runs(RANKS, *TINY, "--parallel", "fsdp2"))  # The default: on where supported.
     gathered = fp32.summary["bytes_gathered_per_step"] - fp8.summary["bytes_gathered_per_step"]
     weights = 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32)  # Elements of the block's four Linears.
     assert gathered == 2 * (weights // 2) * (4 - 1)  # Forward, backward; half is remote; 3 bytes saved.
@@ -184,58 +165,23 @@ def test_gathering_fp8_changes_bytes_and_no_bits(two_rank_run: Runner) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [["fsdp1", "--sharding", "grad_op"], ["fsdp2"]], ids=lambda flags: flags[0])
-def test_sharded_accumulation_and_bfloat16(tmp_path: Path, flags: list[str]) -> None:
+def test_sharded_accumulation_and_bfloat16(runs: Runs, flags: list[str]) -> None:
     accumulates = ["--accumulate", "2", "--eval-every", "6", "--batch-size", "3"]  # Uneven validation.
-    bf16 = finish(tmp_path / "bf16", RANKS, *TINY, "--parallel", *flags, "--precision", "bf16", *accumulates)
-    ddp = finish(tmp_path / "ddp", RANKS, *TINY, "--parallel", "ddp", "--precision", "fp32", *accumulates)
+    bf16 = runs(RANKS, *TINY, "--parallel", *flags, "--precision", "bf16", *accumulates)
+    ddp = runs(RANKS, *TINY, "--parallel", "ddp", "--precision", "fp32", *accumulates)
     assert bf16.losses == pytest.approx(ddp.losses, rel=1e-3)  # bfloat16 has 8 significant bits.
     assert bf16.summary["validation_loss"] == pytest.approx(ddp.summary["validation_loss"], rel=1e-3)
 
 
 @pytest.mark.long
-def test_replicas_of_shards_on_four_ranks(tmp_path: Path) -> None:
+def test_replicas_of_shards_on_four_ranks(runs: Runs) -> None:
     flags = ["--parallel", "hsdp", "--check-every", "4", "--calibrate-steps", "2"]
-    run = finish(tmp_path, RANKS, *TINY, *flags, NPROC="4")
+    run = runs(RANKS, *TINY, *flags, NPROC="4")
     assert run.summary["ranks"] == 4
     assert run.summary["bytes_gathered_per_step"] > 0
     assert run.summary["fp8_state_identical"] is True
     assert run.summary["parameters_identical"] is True
     assert run.summary["checks"] == 4  # Calibration counts as a step: after 3, 7 and 11 steps, and at the end.
-
-
-MISTAKES = {
-    "unknown flag": (["--recpie", "delayed"], "unrecognized arguments: --recpie"),
-    "not a fault": (["--inject", "slow:1"], "argument --inject: expected slow:RANK:MILLISECONDS, got 'slow:1'"),
-    "no delay": (["--inject", "slow:1:0"], "--inject slow:1:0: the number of milliseconds must be at least 1"),
-    "no slow rank": (["--inject", "slow:2:50"], "--inject slow:2:50: there is no rank 2, ranks are 0 to 1"),
-    "value out of range": (["--steps", "0"], "--steps: must be at least 1"),
-    "not a number": (["--margin", "much"], "--margin"),
-    "not a choice": (["--parallel", "fsdp3"], "--parallel: invalid choice: 'fsdp3'"),
-    "one rank on two": (["--parallel", "none"], "--parallel none is for one rank, got 2"),
-    "heads": (["--heads", "5"], "--width 192 is not a multiple of --heads 5"),
-    "width": (["--width", "20"], "a multiple of 16"),
-    "no data": (["--data", "/no/such/file"], "--data /no/such/file: No such file or directory"),
-    "data is a folder": (["--data", "/"], "--data /: Is a directory"),
-    "short text": (["--data", "setup.cfg", "--context", "5000"], "--context 5000 needs at least 50011"),
-    "gather of ddp": (["--fp8-all-gather"], "--fp8-all-gather is for --parallel fsdp2 and hsdp, got ddp"),
-    "gather of fp32": (
-        ["--fp8-all-gather", "--parallel", "fsdp2", "--precision", "fp32"],
-        "--fp8-all-gather needs --precision fp8, got fp32",
-    ),
-    "gather of local scales": (
-        ["--fp8-all-gather", "--parallel", "hsdp", "--no-amax-sync"],
-        "--fp8-all-gather needs amaxes that ranks share",
-    ),
-    "sharding": (["--sharding", "grad_op"], "--sharding grad_op is for --parallel fsdp1, got ddp"),
-    "shards": (["--shard-size", "2"], "--shard-size is for --parallel hsdp, got ddp"),
-    "shard size": (["--parallel", "hsdp", "--shard-size", "3"], "--shard-size 3 does not divide the 2 ranks"),
-    "bad out": (["--out", "setup.cfg/run"], "--out setup.cfg/run: Not a directory"),
-}
-
-
-def test_a_mistake_is_one_line_and_exit_2() -> None:
-    for flags, message in MISTAKES.values():
-        assert_refused(start(CHECK, *flags), message)
 
 
 @pytest.mark.slow

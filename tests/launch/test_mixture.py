@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,56 +13,41 @@ import torch.nn.functional as F
 
 from tests.support.lab import mixture as mixture_module
 from tests.support.lab.mixture import Experts, Mixture, MixtureGPT
-from tests.support.main_job import ALONE, CHECK, RANKS, STEPS, TINY, Run, assert_refused, finish, start, stop
+from tests.support.main_job import RANKS, STEPS, TINY, Run, Runs, stop
 
 MIXED = [*TINY, "--experts", "4", "--top-k", "2"]
+WATCHED = [*MIXED, "--check-every", "4", "--watch-every", "4", "--watch-ranks"]
 EXPERTS = "blocks.0.mlp.experts"
 
 VISITS = 2 * 2 * 4 * 32
 """Visits of a token, ranks, sequences, bytes of each."""
 
 
+def experts(run: Run) -> list[dict[str, Any]]:
+    """Return the lines of a run's experts.jsonl."""
+    return [json.loads(line) for line in (run.out / "experts.jsonl").read_text().splitlines()]
+
+
 def test_experts_add_up_what_each_computes_alone() -> None:
     torch.manual_seed(0)
-    experts = Experts(16, 4)
-    for parameter in experts.parameters():
+    made = Experts(16, 4)
+    for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     x, weights = torch.randn(5, 16), torch.rand(5, 2)
     chosen = torch.tensor([[0, 3], [3, 0], [1, 0], [0, 1], [3, 1]])  # No token for expert 2.
     expected = [
         sum(
-            weight * (experts.down_proj[e] @ F.gelu(experts.up_proj[e] @ row, approximate="tanh"))
+            weight * (made.down_proj[e] @ F.gelu(made.up_proj[e] @ row, approximate="tanh"))
             for weight, e in zip(of, which.tolist())
         )
         for row, of, which in zip(x, weights, chosen)
     ]
-    torch.testing.assert_close(experts(x, chosen, weights), torch.stack(expected))
-
-
-def test_mistakes() -> None:
-    mistakes = {
-        "--top-k needs --experts": ["--top-k", "2"],
-        "--top-k 3 is more than the --experts 2": ["--experts", "2", "--top-k", "3"],
-        "--experts in FP8 is not for --parallel fsdp1": ["--experts", "2", "--parallel", "fsdp1"],
-    }
-    for message, flags in mistakes.items():
-        assert_refused(start(CHECK, *flags), message)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of ``delayed``."""
-    return tmp_path_factory.mktemp("run")
-
-
-@pytest.fixture(scope="module")
-def delayed(folder: Path) -> Run:
-    """A run on two ranks that compares its ranks and watches its slots."""
-    return finish(folder, RANKS, *MIXED, "--check-every", "4", "--watch-every", "4", "--watch-ranks")
+    torch.testing.assert_close(made(x, chosen, weights), torch.stack(expected))
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_state_of_their_experts(delayed: Run) -> None:
+def test_two_ranks_share_the_state_of_their_experts(runs: Runs) -> None:
+    delayed = runs(RANKS, *WATCHED)
     slots = 3 * 2 + 3 * 2 * 4  # qkv and attention_out; two products of four experts. Routers are not in FP8.
     syncs = 2 * STEPS  # The histories of experts are shorter: they have an arena of their own.
     watched = 2 * (STEPS // 4)  # Maxima of slots, sums of tokens.
@@ -74,8 +60,9 @@ def test_two_ranks_share_the_state_of_their_experts(delayed: Run) -> None:
 
 
 @pytest.mark.slow
-def test_tokens_of_experts_are_recorded(delayed: Run, folder: Path) -> None:
-    lines = [json.loads(line) for line in (folder / "experts.jsonl").read_text().splitlines()]
+def test_tokens_of_experts_are_recorded(runs: Runs) -> None:
+    delayed = runs(RANKS, *WATCHED)
+    lines = experts(delayed)
     assert [(line["step"], line["module"]) for line in lines] == [(step, EXPERTS) for step in (4, 8, 12)]
     for line in lines:
         assert sum(line["tokens"]) == VISITS
@@ -87,12 +74,12 @@ def test_tokens_of_experts_are_recorded(delayed: Run, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["fsdp2", "hsdp"])
-def test_sharded_mixtures_learn_what_ddp_learns(tmp_path: Path, delayed: Run, parallel: str) -> None:
-    run = finish(tmp_path, RANKS, *MIXED, "--parallel", parallel, "--check-every", "4", "--watch-every", "4")
-    assert run.losses == pytest.approx(delayed.losses, rel=1e-5)
+def test_sharded_mixtures_learn_what_ddp_learns(runs: Runs, parallel: str) -> None:
+    run = runs(RANKS, *WATCHED, "--parallel", parallel)
+    assert run.losses == pytest.approx(runs(RANKS, *WATCHED).losses, rel=1e-5)
     assert run.summary["fp8_state_identical"] is True
     assert run.summary["parameters_identical"] is True
-    for line in map(json.loads, (tmp_path / "experts.jsonl").read_text().splitlines()):
+    for line in experts(run):
         assert sum(line["tokens"]) == VISITS
 
 
@@ -108,31 +95,11 @@ def test_sharded_mixtures_learn_what_ddp_learns(tmp_path: Path, delayed: Run, pa
     ],
     ids=lambda flags: flags[1],
 )
-def test_every_precision_learns_like_fp8(tmp_path: Path, delayed: Run, flags: list[str]) -> None:
-    run = finish(tmp_path, RANKS, *MIXED, *flags)
+def test_every_precision_learns_like_fp8(runs: Runs, flags: list[str]) -> None:
+    run, delayed = runs(RANKS, *MIXED, *flags), runs(RANKS, *WATCHED)
     assert run.losses == pytest.approx(delayed.losses, rel=5e-3)  # Another precision, so other roundings.
     assert run.losses != delayed.losses
     assert run.summary["parameters_identical"] is True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_a_resumed_mixture_is_the_same_run(tmp_path: Path, parallel: str) -> None:
-    flags = [*MIXED, "--parallel", parallel, "--save-every", "6"]
-    whole = finish(tmp_path / "whole", RANKS, *flags)
-    finish(tmp_path / "parts", RANKS, *flags, "--stop-after", "6")
-    resumed = finish(tmp_path / "parts", RANKS, *flags, "--resume", "auto")
-    assert resumed.summary["resumed_after_step"] == 6
-    assert resumed.losses == whole.losses
-    assert resumed.summary["parameters_sha256"] == whole.summary["parameters_sha256"]
-    folder = str(tmp_path / "whole/checkpoints/step-00000006")
-    for other, message in (
-        (["--experts", "2"], "saved with --experts 4, got 2"),
-        (["--experts", "4", "--top-k", "1"], "saved with --top-k 2, got 1"),
-        ([], "saved with --experts 4, got 0"),
-    ):
-        done = start(ALONE, *TINY, *other, "--out", str(tmp_path / "new"), "--resume", folder)
-        assert_refused(done, f"--resume {folder}: {message}")
 
 
 @pytest.mark.slow
@@ -149,14 +116,6 @@ def test_a_wrong_product_of_experts_is_found_by_its_audit(step: int, gemm: str, 
     (finding,) = stop(tmp_path, *flags, NPROC="3").findings
     assert (finding["step"], finding["name"], finding["ranks"]) == (step, f"{EXPERTS}.down: {gemm}", [1])
     assert finding["detail"].startswith("rank 1 computes wrong once (transient); ranks 2 and 0 agree (matmul_grouped")
-
-
-@pytest.mark.slow
-def test_audits_find_nothing_in_a_sound_mixture(tmp_path: Path) -> None:
-    audited = finish(tmp_path / "audited", RANKS, *MIXED, "--steps", "24", "--audit-every", "1")
-    plain = finish(tmp_path / "plain", RANKS, *MIXED, "--steps", "24")
-    assert audited.losses == plain.losses
-    assert audited.summary["divergences"] == 0
 
 
 def test_the_imbalance_moves_routers_and_not_the_loss() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fp8dist.runs.report import facts
 from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.numbers import read_run
-from tests.support.main_job import ALONE, CHECK, RANKS, TINY, assert_refused, finish, start
+from tests.support.main_job import ALONE, RANKS, TINY, finish, start
 
 FLAGS = ["--layers", "2", "--accumulate", "2", "--log-every", "1"]
 NAN = ["--replay-on", "nonfinite", "--loss-guard", "skip"]
@@ -81,36 +81,6 @@ def test_a_jump_names_the_cast_and_the_step_of_its_amax(tmp_path: Path) -> None:
     told = next(point.text for point in facts.story(read_run(tmp_path)) if point.kind == "jump")
     assert replay["microbatch"] == jump["microbatch"]
     assert told.endswith(f", first in blocks.1.mlp_in, input, rank 1, microbatch {jump['microbatch']}, of step 5")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp8", "fp32"])
-def test_a_run_with_a_replay_has_the_bits_of_one_without(precision: str, tmp_path: Path) -> None:
-    spiked = ["--precision", precision, "--steps", "16", "--loss-guard", "warn", "--inject", "spike:1:12"]
-    without = finish(tmp_path / "without", RANKS, *TINY, *FLAGS, *spiked)
-    replayed = finish(tmp_path / "with", RANKS, *TINY, *FLAGS, *spiked, "--replay-on", "nonfinite,spike")
-    (replay,) = replays(tmp_path / "with")
-    # The fault is in the model of one rank, not in its data.
-    assert replay["sentence"].startswith("ranks 0, 1 differ on the same data, first in module 'lm_head', output")
-    assert replayed.losses == without.losses
-    assert replayed.summary["parameters_sha256"] == without.summary["parameters_sha256"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--replay-on loss", "expected any of nonfinite, jump, spike, separated by commas, got 'loss'"),
-        ("--replay-on nonfinite --parallel fsdp1", "--replay-on is not for --parallel fsdp1"),
-        ("--replay-on jump", "--replay-on jump needs --precision fp8, --watch-every and --scale-jump"),
-        ("--replay-on spike", "--replay-on spike needs --loss-guard"),
-        ("--replay-on nonfinite --precision fp32", "--replay-on nonfinite needs --loss-guard, or --precision fp8"),
-        ("--inject hidden-state:1:3", "expected hidden-state:RANK, got 'hidden-state:1:3'"),
-        ("--inject nondeterminism:2", "--inject nondeterminism:2: there is no rank 2"),
-        ("--inject nan-sample:1", "expected nan-sample:RANK:STEP, got 'nan-sample:1'"),
-    ],
-)
-def test_what_cannot_work_is_refused(flags: str, message: str) -> None:
-    assert_refused(start(CHECK, *flags.split()), message)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fp8dist.runs.report.folder import RunFolder
 from tests.support import forked
 from tests.support.lab import checkpoints, failures, folders, job
 from tests.support.lab.options import parse
@@ -27,6 +28,7 @@ from tests.support.main_job import (
     STEPS,
     TINY,
     Run,
+    Runs,
     assert_refused,
     finish,
     start,
@@ -207,66 +209,106 @@ def test_a_save_in_the_background_counts_when_it_is_done(
     assert folders.whole(parent) == [parent / "step-00000004"]
 
 
-MISTAKES = {
-    "nothing there": (["--resume", "no/such"], "--resume no/such: there is no complete checkpoint"),
-    "not whole": (
-        ["--resume", "{out}/checkpoints/partial-step-00000008"],
-        "step-00000008: there is no complete checkpoint",
-    ),
-    "a run": (["--resume", "{out}"], "there is no complete checkpoint (a folder step-… with a file .metadata)"),
-    "afresh": (
-        ["--save-every", "4"],
-        "has checkpoints, the newest is step-00000004: resume from it with --resume auto",
-    ),
-    "another's": (["--save-every", "4", "--resume", "{out}/other/step-00000002"], "has checkpoints of another run"),
-    "stop alone": (["--stop-after", "4"], "--stop-after needs --save-every"),
-    "late stop": (["--stop-after", "9", "--steps", "8"], "--stop-after 9 is beyond --steps 8"),
-    "async alone": (["--async-save"], "--async-save needs --save-every"),
-    "keep none": (["--keep", "0"], "--keep: must be at least 1"),
-    "no patience": (["--timeout", "0"], "--timeout: must be positive"),
-}
-
-
-def test_a_mistake_is_one_line_and_exit_2(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_used_is_one_line_and_exit_2(tmp_path: Path) -> None:
     for name in ("checkpoints/step-00000004", "checkpoints/partial-step-00000008", "other/step-00000002"):
         write(tmp_path / name)
-    for flags, message in MISTAKES.values():
-        given = [flag.format(out=tmp_path) for flag in flags]
-        assert_refused(start(CHECK, *given, "--out", str(tmp_path)), message)
+    for flags, message in {
+        "--resume {out}/checkpoints/partial-step-00000008": "step-00000008: there is no complete checkpoint",
+        "--resume {out}": "there is no complete checkpoint (a folder step-… with a file .metadata)",
+        "--save-every 4": "has checkpoints, the newest is step-00000004: resume from it with --resume auto",
+        "--save-every 4 --resume {out}/other/step-00000002": "has checkpoints of another run",
+    }.items():
+        assert_refused(start(CHECK, *flags.format(out=tmp_path).split(), "--out", str(tmp_path)), message)
+
+
+# A resumed run is the same run --------------------------------------------------------------------
+
+TWO_BLOCKS = "--layers 2 --width 64 --log-every 1"
+SPIKE = "--loss-guard lower-lr --inject spike:0:11"
+MIXED = "--experts 4 --top-k 2"
+
+RESUMED: dict[str, tuple[str, str, int, int]] = {
+    # DDP runs on three ranks, because the order of a sum has no effect on two.
+    "ddp": ("--watch-every 3 --watch-ranks --check-every 5", "3", 6, 4),
+    # The interruption comes during the steps in high precision.
+    "alone": (f"{TWO_BLOCKS} --fp8-start-step 9 --calibrate-steps 1 --watch-every 3 --scale-jump 4", "1", 5, 5),
+    "mixture in fsdp2": (f"{MIXED} --parallel fsdp2", "2", 6, 6),
+    "mixture in ddp": (MIXED, "2", 6, 6),
+    "fsdp1": ("--parallel fsdp1", "2", 6, 4),
+    "fsdp2": ("--parallel fsdp2 --update next_step", "2", 6, 4),
+    "saved in the background": ("--parallel fsdp2 --async-save", "2", 7, 2),
+    "current": (f"{TWO_BLOCKS} --recipe current --fp8-start-step 9", "1", 6, 6),
+    "rowwise": (f"{TWO_BLOCKS} --recipe rowwise --fp8-start-step 9", "1", 6, 6),
+    "current in ddp": (f"{TWO_BLOCKS} --recipe current --fp8-start-step 4", "2", 6, 6),
+    "block in fsdp2": (f"{TWO_BLOCKS} --recipe block --parallel fsdp2 --fp8-start-step 4", "2", 6, 6),
+    # The guard's window of ten losses starts before the checkpoint, and the halved learning rate stays.
+    "a guard before its alarm": (f"{TWO_BLOCKS} {SPIKE}", "1", 6, 6),
+    "a guard after its alarm": (f"{TWO_BLOCKS} {SPIKE}", "1", 11, 11),
+}
+"""Flags, number of ranks, the step after which the run ends, and how often it saves."""
+
+OFTEN = ("ddp", "alone", "mixture in fsdp2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.long) for name in RESUMED]
+)
+def test_a_resumed_run_is_the_same_run(name: str, runs: Runs, tmp_path: Path) -> None:
+    words, ranks, end, save = RESUMED[name]
+    flags = [*TINY, *words.split(), "--save-every", str(save)]
+    command = ALONE if ranks == "1" else RANKS
+    straight = runs(command, *flags, NPROC=ranks)
+    first = finish(tmp_path, command, *flags, "--stop-after", str(end), NPROC=ranks)
+    assert [line["step"] for line in first.lines] == list(range(1, end + 1))
+    checkpoints = tmp_path / "checkpoints"
+    assert folders.step_of(folders.whole(checkpoints)[-1]) == end
+    # Imitate a killed run: steps after the last checkpoint, half a line, and an unfinished save.
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": end + 1, "loss": 1.0}) + f'\n{{"step": {end + 2}, "lo')
+    write(folders.partial(checkpoints, end + 2))
+    second = finish(tmp_path, command, *flags, "--resume", "auto", NPROC=ranks)
+    assert second.summary["resumed_after_step"] == end
+    assert_same_end(second, straight)
+    assert [folder.name for folder in sorted(checkpoints.iterdir())] == [
+        folder.name for folder in folders.whole(straight.out / "checkpoints")
+    ]
+    events = [(event["kind"], event["step"]) for event in told(tmp_path)]
+    assert [event for event in events if event[0] in ("start", "end")] == [
+        *[("start", 0), ("end", end)],
+        *[("start", end), ("end", STEPS)],
+    ]
+    saved = {
+        run: {e["step"]: e["digest"] for e in told(run) if e["kind"] == "saved"} for run in (tmp_path, straight.out)
+    }
+    assert saved[tmp_path].items() >= saved[straight.out].items()
+    assert len({*saved[tmp_path].values()}) == len(saved[tmp_path])
+    if "--watch-every" in words:
+        assert (tmp_path / "scales.jsonl").read_text() == (straight.out / "scales.jsonl").read_text()
+    if "--watch-ranks" in words:
+        assert [line["step"] for line in RunFolder(tmp_path).lines("ranks.jsonl").new()] == [3, 6, 9, 12]
+    if "--fp8-start-step" in words:  # Counted at the end of a step: the one before the start has already switched.
+        high = 8 if TWO_BLOCKS in words else 4
+        start = int(words.split("--fp8-start-step ")[1].split()[0])
+        expected = [high] * (start - 2) + [0] * (STEPS - start + 2)
+        assert [line["high_precision_modules"] for line in straight.lines] == expected
+    if "--loss-guard" in words:
+        usual = [line["learning_rate"] for line in runs(ALONE, *TINY, *TWO_BLOCKS.split()).lines]
+        assert [line["learning_rate"] for line in straight.lines] == [*usual[:10], *(rate / 2 for rate in usual[10:])]
+        assert second.summary["loss_alarms"] == 1
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of a run."""
+    return list(RunFolder(folder).lines("events.jsonl").new())
 
 
 def assert_same_end(run: Run, straight: Run) -> None:
-    assert run.losses == straight.losses
-    assert [line["learning_rate"] for line in run.lines] == [line["learning_rate"] for line in straight.lines]
+    """Assert the same bits and the same lines, but for the times."""
+    assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
+    for name in ("loss", "grad_norm", "tokens", "learning_rate", "high_precision_modules"):
+        assert [line.get(name) for line in run.lines] == [line.get(name) for line in straight.lines], name
     for key in ("final_training_loss", "validation_loss", "parameters_sha256", "bytes_gathered_per_step"):
         assert run.summary[key] == straight.summary[key]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallel", "update", "ranks"),
-    [
-        pytest.param("ddp", "same_step", "3", id="ddp"),
-        pytest.param("fsdp1", "same_step", "2", id="fsdp1", marks=pytest.mark.long),
-        pytest.param("fsdp2", "next_step", "2", id="fsdp2", marks=pytest.mark.long),
-    ],
-)
-def test_a_resumed_run_is_the_same_run(tmp_path: Path, parallel: str, update: str, ranks: str) -> None:
-    """DDP runs on three ranks, because the order of a sum has no effect on two."""
-    flags = [*TINY, "--parallel", parallel, "--update", update]
-    straight = finish(tmp_path / "straight", RANKS, *flags, NPROC=ranks)
-    out = tmp_path / "parts"
-    first = finish(out, RANKS, *flags, "--save-every", "4", "--stop-after", "6", NPROC=ranks)
-    assert [line["step"] for line in first.lines] == [1, 2, 3, 4, 5, 6]
-    # Imitate a killed run: steps after the last checkpoint, half a line, and an unfinished save.
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 7, "loss": 1.0}) + '\n{"step": 8, "lo')
-    write(out / "checkpoints/partial-step-00000008")
-    second = finish(out, RANKS, *flags, "--save-every", "4", "--resume", "auto", NPROC=ranks)
-    assert second.summary["resumed_after_step"] == 6
-    assert [line["step"] for line in second.lines] == list(range(1, STEPS + 1))
-    assert_same_end(second, straight)
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
 
 
 @pytest.mark.slow
@@ -303,11 +345,11 @@ def test_going_on_from_an_older_checkpoint(tmp_path: Path) -> None:
     ],
     ids=["fsdp1", "fsdp2"],
 )
-def test_others_read_the_same_state(tmp_path: Path, source: str, others: dict[str, str]) -> None:
+def test_others_read_the_same_state(runs: Runs, tmp_path: Path, source: str, others: dict[str, str]) -> None:
     """No step follows loading, so the parameters must equal the saved ones under any kind of parallelism."""
     stop = ["--save-every", "6", "--stop-after", "6"]
-    saved = finish(tmp_path / "saved", RANKS, *TINY, *stop, "--parallel", source)
-    folder = str(tmp_path / "saved/checkpoints/step-00000006")
+    saved = runs(RANKS, *TINY, *stop, "--parallel", source)
+    folder = str(saved.out / "checkpoints/step-00000006")
     for parallel, ranks in others.items():
         out = tmp_path / parallel
         run = finish(out, RANKS, *TINY, *stop, "--parallel", parallel, "--resume", folder, NPROC=ranks)
@@ -319,47 +361,28 @@ def test_others_read_the_same_state(tmp_path: Path, source: str, others: dict[st
 
 
 @pytest.mark.long
-def test_going_on_as_another_kind(tmp_path: Path) -> None:
-    first = finish(tmp_path / "a", RANKS, *TINY, "--save-every", "6", "--stop-after", "6", "--parallel", "ddp")
-    folder = str(tmp_path / "a/checkpoints/step-00000006")
-    further = finish(tmp_path / "b", RANKS, *TINY, "--parallel", "fsdp2", "--resume", folder)
+def test_going_on_as_another_kind(runs: Runs, tmp_path: Path) -> None:
+    first = runs(RANKS, *TINY, "--save-every", "6", "--stop-after", "6")
+    folder = str(first.out / "checkpoints/step-00000006")
+    further = finish(tmp_path, RANKS, *TINY, "--parallel", "fsdp2", "--resume", folder)
     assert [line["step"] for line in further.lines] == list(range(7, STEPS + 1))
-    straight = finish(tmp_path / "c", RANKS, *TINY, "--parallel", "ddp")
+    straight = runs(RANKS, *TINY)
     assert first.losses == straight.losses[:6]
     assert further.losses == pytest.approx(straight.losses[6:], rel=1e-5)
 
 
 @pytest.mark.long
-def test_fp8_may_begin_later_and_end_earlier(tmp_path: Path) -> None:
+def test_fp8_may_begin_later_and_end_earlier(runs: Runs, tmp_path: Path) -> None:
     save = ["--save-every", "6", "--stop-after", "6"]
-    folder = {}
-    for precision in ("fp32", "fp8"):
-        finish(tmp_path / precision, ALONE, *TINY, *save, "--precision", precision)
-        folder[precision] = str(tmp_path / precision / "checkpoints/step-00000006")
+    folder = {
+        precision: str(runs(ALONE, *TINY, *save, "--precision", precision).out / "checkpoints/step-00000006")
+        for precision in ("fp32", "fp8")
+    }
     begins = finish(tmp_path / "begins", ALONE, *TINY, "--precision", "fp8", "--resume", folder["fp32"])
     assert "has no FP8 state: scales start cold" in begins.output
     assert "another precision: fp8 instead of fp32" in begins.output
     ends = finish(tmp_path / "ends", ALONE, *TINY, "--precision", "fp32", "--resume", folder["fp8"])
     assert len(begins.losses) == len(ends.losses) == STEPS - 6
-
-
-@pytest.mark.long
-def test_saving_in_the_background_changes_nothing(tmp_path: Path) -> None:
-    flags = [*TINY, "--parallel", "fsdp2"]
-    straight = finish(tmp_path / "straight", RANKS, *flags)
-    out = tmp_path / "parts"
-    finish(out, RANKS, *flags, "--save-every", "2", "--async-save", "--stop-after", "7")
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
-    second = finish(out, RANKS, *flags, "--save-every", "2", "--async-save", "--resume", "auto")
-    assert_same_end(second, straight)
-
-
-@pytest.mark.slow
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    finish(tmp_path / "saved", ALONE, *TINY, "--save-every", "6", "--stop-after", "6")
-    folder = str(tmp_path / "saved/checkpoints/step-00000006")
-    done = start(ALONE, *TINY, "--width", "64", "--out", str(tmp_path / "new"), "--resume", folder)
-    assert_refused(done, f"--resume {folder}: saved with --width 32, got 64")
 
 
 def _with_small_files(flags: list[str]) -> int:
@@ -383,9 +406,21 @@ def test_a_checkpoint_that_cannot_be_written_is_exit_3(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_state_of_other_ranks_is_refused(tmp_path: Path) -> None:
-    save = ["--save-every", "6", "--stop-after", "6"]
-    finish(tmp_path / "saved", RANKS, *TINY, *save, "--no-amax-sync")
-    folder = str(tmp_path / "saved/checkpoints/step-00000006")
-    done = start(ALONE, *TINY, "--out", str(tmp_path / "new"), "--resume", folder)
-    assert_refused(done, "has FP8 state rank0, rank1, of 2 rank(s), but this job needs shared, on 1: ")
+@pytest.mark.parametrize(
+    ("flags", "ranks", "others", "message"),
+    [
+        ("", "1", "--width 64", ": saved with --width 32, got 64"),
+        (MIXED, "2", "--experts 2", "saved with --experts 4, got 2"),
+        (MIXED, "2", "--experts 4 --top-k 1", "saved with --top-k 2, got 1"),
+        (MIXED, "2", "", "saved with --experts 4, got 0"),
+        ("--no-amax-sync", "2", "", "FP8 state rank0, rank1, of 2 rank(s), but this job needs shared, on 1: "),
+    ],
+)
+def test_another_model_and_other_ranks_are_refused(
+    runs: Runs, tmp_path: Path, flags: str, ranks: str, others: str, message: str
+) -> None:
+    save = ("--save-every", "6", "--stop-after", "6")
+    saved = runs(ALONE if ranks == "1" else RANKS, *TINY, *flags.split(), *save)
+    folder = str(saved.out / "checkpoints/step-00000006")
+    done = start(ALONE, *TINY, *others.split(), "--out", str(tmp_path / "new"), "--resume", folder)
+    assert_refused(done, message)

@@ -15,39 +15,30 @@ from scripts import compare_runs
 from tests.support import forked
 from tests.support.main_job import (
     EXAMPLE,
-    EXAMPLE_CHECK,
     EXAMPLE_RANKS,
     RANKS,
     SIZE,
     STEPS,
-    Run,
+    TINY,
+    Runs,
     assert_refused,
     finish,
     metrics,
     start,
 )
 
-# Tests share cached runs, so they must run in the same worker process.
-pytestmark = pytest.mark.xdist_group("train_gpt")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run on two ranks, by torchrun.sh."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    return finish(out, EXAMPLE, *SIZE, "--check-every", "4", "--watch-every", "4", "--watch-ranks")
-
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_has_its_folder(whole: Run) -> None:
-    assert [line["step"] for line in whole.lines] == list(range(1, STEPS + 1))
-    assert whole.losses[-1] < whole.losses[0] - 0.3
-    assert all(line["grad_norm"] > 0 and line["tokens"] == 256 for line in whole.lines)
-    assert (whole.lines[-1]["proven"], whole.lines[-1]["cold_slots"]) == (STEPS, 0)
-    assert whole.summary["ranks"] == 2
-    assert whole.summary["fp8_collectives_per_step"] == (STEPS + STEPS // 4) / STEPS  # Syncs, and the watch.
-    assert whole.summary["validation_loss"] == pytest.approx(whole.losses[-1], rel=0.1)
-    assert "final_training_loss:" in whole.output
+def test_a_run_on_two_ranks_has_its_folder(tmp_path: Path) -> None:
+    run = finish(tmp_path / "run", EXAMPLE, *SIZE, "--check-every", "4", "--watch-every", "4", "--watch-ranks")
+    assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
+    assert run.losses[-1] < run.losses[0] - 0.3
+    assert all(line["grad_norm"] > 0 and line["tokens"] == 256 for line in run.lines)
+    assert (run.lines[-1]["proven"], run.lines[-1]["cold_slots"]) == (STEPS, 0)
+    assert run.summary["ranks"] == 2
+    assert run.summary["fp8_collectives_per_step"] == (STEPS + STEPS // 4) / STEPS  # Syncs, and the watch.
+    assert run.summary["validation_loss"] == pytest.approx(run.losses[-1], rel=0.1)
+    assert "final_training_loss:" in run.output
 
 
 @pytest.mark.slow
@@ -65,44 +56,42 @@ def test_a_run_on_two_ranks_has_its_folder(whole: Run) -> None:
     ],
     ids=" ".join,
 )
-def test_the_lab_trains_as_the_example_does(tmp_path: Path, flags: list[str]) -> None:
+def test_the_lab_trains_as_the_example_does(runs: Runs, flags: list[str]) -> None:
     """So the tests of the lab are tests of the example: equal losses, bit for bit."""
-    example = finish(tmp_path / "example", EXAMPLE_RANKS, *SIZE, *flags)
-    lab = finish(tmp_path / "lab", RANKS, *SIZE, *flags)
+    example, lab = runs(EXAMPLE_RANKS, *SIZE, *flags), runs(RANKS, *TINY, *flags)
     assert example.losses == lab.losses
     norms = [[line["grad_norm"] for line in run.lines] for run in (example, lab)]
     assert norms[0] == norms[1]
 
 
+RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", "3"), ("fsdp2", "2")])
-def test_a_resumed_run_is_the_same_run(tmp_path: Path, parallel: str, ranks: str) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "flag", "variables"),
+    [("ddp", "3", ("--resume", "auto"), {}), ("fsdp2", "2", (), RESTARTED)],
+    ids=["resumed", "restarted by torchrun"],
+)
+def test_a_resumed_run_is_the_same_run(
+    tmp_path: Path, parallel: str, ranks: str, flag: tuple[str, ...], variables: dict[str, str]
+) -> None:
     """DDP runs on three ranks, because the order of a sum has no effect on two."""
     flags = [*SIZE, "--parallel", parallel, "--save-every", "5", "--keep", "3"]
     straight = finish(tmp_path / "run", EXAMPLE_RANKS, *flags, NPROC=ranks)
     saved = tmp_path / "run/checkpoints"
     assert sorted(path.name for path in saved.iterdir()) == [f"step-{step:08d}" for step in (5, 10, 12)]
-    done = start(EXAMPLE_RANKS, *flags, "--out", str(tmp_path / "run"), NPROC=ranks)
-    assert_refused(done, "has checkpoints: resume with --resume auto, or use another --out")
-    given = ("--resume", str(saved / "step-00000005"), "--out", str(tmp_path / "run"))
-    assert_refused(start(EXAMPLE_RANKS, *flags, *given, NPROC=ranks), "has checkpoints: resume with --resume auto")
-    shutil.rmtree(saved / "step-00000010")
-    shutil.rmtree(saved / "step-00000012")
-    again = finish(tmp_path / "run", EXAMPLE_RANKS, *flags, "--resume", "auto", NPROC=ranks)
+    for given in ((), ("--resume", str(saved / "step-00000005"))):
+        done = start(EXAMPLE_RANKS, *flags, *given, "--out", str(tmp_path / "run"), NPROC=ranks)
+        assert_refused(done, "has checkpoints: resume with --resume auto")
+    for step in (10, 12):
+        shutil.rmtree(saved / f"step-{step:08d}")
+    again = finish(tmp_path / "run", EXAMPLE_RANKS, *flags, *flag, NPROC=ranks, **variables)
     assert again.summary["resumed_after_step"] == 5
     assert again.losses == straight.losses
     assert again.summary["validation_loss"] == straight.summary["validation_loss"]
     other = finish(tmp_path / "other", EXAMPLE_RANKS, *SIZE, "--resume", str(saved / "step-00000010"), NPROC="1")
     assert len(other.losses) == 2  # On another number of ranks.
-
-
-@pytest.mark.slow
-def test_a_restarted_job_resumes_by_itself(tmp_path: Path) -> None:
-    flags = [*SIZE, "--save-every", "6", "--keep", "2"]
-    straight = finish(tmp_path, EXAMPLE_RANKS, *flags)
-    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
-    again = finish(tmp_path, EXAMPLE_RANKS, *flags, TORCHELASTIC_RESTART_COUNT="1")
-    assert (again.summary["resumed_after_step"], again.losses) == (6, straight.losses)
 
 
 def _damaged(flags: list[str]) -> int:
@@ -132,26 +121,6 @@ def test_ranks_that_differ_end_with_status_4_and_a_report(tmp_path: Path, precis
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "summary.json").exists()
     assert len(metrics(tmp_path)) >= 5
-
-
-MISTAKES = {
-    "unknown flag": (["--recpie", "delayed"], "unrecognized arguments: --recpie"),
-    "value out of range": (["--steps", "0"], "--steps: must be at least 1"),
-    "not a number": (["--learning-rate", "much"], "--learning-rate: invalid number value"),
-    "no time": (["--timeout", "0"], "--timeout: must be positive and finite"),
-    "not a choice": (["--parallel", "fsdp3"], "--parallel: invalid choice: 'fsdp3'"),
-    "one rank on two": (["--parallel", "none"], "--parallel none is for one rank, got 2"),
-    "width": (["--width", "20"], "a multiple of 16"),
-    "heads": (["--heads", "5"], "--width 192 is not a multiple of --heads 5"),
-    "update": (["--recipe", "block", "--update", "next_step"], "--update is for delayed scaling, got block"),
-    "audit": (["--precision", "bf16", "--audit-every", "2"], "--audit-every needs --precision fp8, got bf16"),
-    "no data": (["--data", "/no/such/file"], "--data /no/such/file: No such file or directory"),
-}
-
-
-def test_a_mistake_is_one_line_and_exit_2() -> None:
-    for flags, message in MISTAKES.values():
-        assert_refused(start(EXAMPLE_CHECK, *flags), message)
 
 
 def test_torchrun_sh_tells_a_mistake_before_it_starts_a_rank() -> None:

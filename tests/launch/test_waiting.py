@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,11 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support import forked
 from tests.support.collectives import counted_collectives
-from tests.support.lab import job
 from tests.support.lab.waiting import Waiting
-from tests.support.main_job import RANKS, STEPS, TINY, Run, finish, metrics
+from tests.support.main_job import RANKS, TINY, Run, Runs, finish
 from tests.support.ranks import RankPool
 from tests.support.training import batch, bits, make_net
 
@@ -152,14 +148,13 @@ def assert_named(run: Run, rank: int, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_slow_rank_is_named_and_trains_the_same(tmp_path: Path) -> None:
-    flags = [*TINY, "--parallel", "ddp"]
-    slow = finish(tmp_path / "slow", RANKS, *flags, "--inject", f"slow:1:{SLOW_MS}")
+def test_the_slow_rank_is_named_and_trains_the_same(runs: Runs) -> None:
+    slow = runs(RANKS, *TINY, "--inject", f"slow:1:{SLOW_MS}")
     assert f"[rank 1] --inject slow: {SLOW_MS} ms in each forward" in slow.output
     assert_named(slow, 1, 2)
     # DDP and FSDP have already waited for the slow rank, so little of the delay is left for the sync.
     assert waiting_of(slow)["ranks"][0]["sync_wait_p50_ms"] < SLOW_MS / 4
-    even = finish(tmp_path / "even", RANKS, *flags)
+    even = runs(RANKS, *TINY)
     assert even.losses == slow.losses
     assert even.summary["parameters_sha256"] == slow.summary["parameters_sha256"]
 
@@ -182,50 +177,8 @@ def test_one_slow_rank_of_four(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_high_precision_has_stragglers_too(tmp_path: Path) -> None:
+def test_high_precision_has_stragglers_too(runs: Runs) -> None:
     flags = [*TINY, "--precision", "fp32", "--accumulate", "2", "--inject", f"slow:0:{SLOW_MS // 2}"]
-    run = finish(tmp_path, RANKS, *flags)
+    run = runs(RANKS, *flags)
     assert waiting_of(run)["straggler"]["rank"] == 0
     assert not [name for line in run.lines for name in line if name.startswith("sync")]
-
-
-def _measured(flags: list[str]) -> int:
-    """Run the job on one rank, and write the names of its collectives to a file."""
-    with counted_collectives() as calls:
-        status = job.start(flags)
-    folder = Path(flags[flags.index("--out") + 1])
-    (folder / f"calls-{os.environ['RANK']}.json").write_text(json.dumps(calls.names))
-    return status
-
-
-def _bare(flags: list[str]) -> int:
-    """Like ``_measured``, but without measuring the waits."""
-    waiting: Any = Waiting
-    waiting.step = waiting.collectives = lambda self: nullcontext()
-    waiting.backward = lambda self, loss: loss.backward()
-    waiting.take = lambda self, manager, steps: torch.full((3, steps), float("nan"))
-    return _measured(flags)
-
-
-def _driven(folder: Path, bare: bool, *flags: str) -> tuple[list[float], str, list[list[str]]]:
-    """Run the job on two ranks, without measuring if ``bare``. Return (losses, digest, each rank's collectives)."""
-    done = forked.run([*TINY, *flags, "--out", str(folder)], 2, {}, main=_bare if bare else _measured)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["waiting"] is None) == bare
-    calls = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(2)]
-    return [line["loss"] for line in metrics(folder)], summary["parameters_sha256"], calls
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
-def test_measuring_changes_no_bit_and_no_collective(tmp_path: Path, kind: str) -> None:
-    measured, bare = (_driven(tmp_path / str(bare), bare, "--parallel", kind) for bare in (False, True))
-    assert measured == bare
-    losses, _, calls = measured
-    assert len(losses) == STEPS
-    for names in calls:
-        flushes, validations = 3, 1  # After steps 5, 10 and 12; at the end.
-        assert names.count("all_gather") == flushes + validations
-    if kind == "ddp":  # Restarts, the comparison and weight amaxes at attach, and a sync per step.
-        assert [names.count("all_reduce") for names in calls] == [3 + STEPS] * 2

@@ -205,10 +205,11 @@ def test_calibration_and_modes() -> None:
     pair.compare_state()
 
 
+@pytest.mark.parametrize("high", [(), ("fprop",)], ids=["both copies", "transposed copies"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
-def test_shares_of_saturated_and_flushed_elements(recipe: str) -> None:
+def test_shares_of_saturated_and_flushed_elements(recipe: str, high: tuple[Any, ...]) -> None:
     observed: list[list[Any]] = [[], []]
-    pair = Pair(RECIPES[recipe], {}, observers=[into.append for into in observed])
+    pair = Pair(replace(RECIPES[recipe], high_precision=high), {}, observers=[into.append for into in observed])
     for step in range(5):
         # Every fourth batch is smaller than those before, and the next one larger.
         pair.micro(step, (0, 1, 2, 3) if step < 3 else (1, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
@@ -541,3 +543,20 @@ def test_gradients_come_in_the_order_of_nn_linear() -> None:
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     module(inputs(5, 48).requires_grad_()).sum().backward()
     assert order == ["bias", "weight"]
+
+
+def test_a_recomputed_weight_is_not_kept_for_the_backward() -> None:
+    """The backward has its FP8 copy, which is smaller."""
+    made: list[weakref.ref[Tensor]] = []
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            doubled = 2 * weight
+            made.append(weakref.ref(doubled))
+            return doubled
+
+    module, _ = linear()
+    parametrize.register_parametrization(module, "weight", Doubled())
+    y = module(inputs(5, 48).requires_grad_())
+    assert y.requires_grad
+    assert made[-1]() is None

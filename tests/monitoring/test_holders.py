@@ -21,6 +21,7 @@ from fp8dist import DelayedScaling
 from tests.support.parallel import mesh_of
 from tests.support.ranks import RankPool
 from tests.support.training import Net, batch, make_net
+from tests.support.watched import lines_into
 
 MICROBATCHES = 4
 STEP, MICROBATCH = 2, 2
@@ -102,7 +103,7 @@ def make(kind: type[Net] = Net) -> Net:
 def test_a_planted_value_is_told_with_its_microbatch(tmp_path: Path, kind: type[Net], value: float) -> None:
     net = make(kind)
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    fp8dist.watch(manager, 1, tmp_path / "s", ranks=True)
+    fp8dist.watch(manager, 1, observer=lines_into(tmp_path / "s"), ranks=True)
     train(manager, net, value)
     lines = lines_of(tmp_path / "s")
     line = lines[STEP, "first:input"]
@@ -121,7 +122,7 @@ def _on_ranks(path: str, wrapper: str, value: float) -> None:
     net: nn.Module = make(Recomputing if wrapper == "fsdp2" else Net)
     mesh = mesh_of((2,), ("dp",))
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8), group=mesh, fp8_all_gather=wrapper == "fsdp2")
-    fp8dist.watch(manager, 1, path if rank == 0 else None, ranks=True)
+    fp8dist.watch(manager, 1, observer=lines_into(path if rank == 0 else None), ranks=True)
     module: Any = fully_shard(net, mesh=mesh) if wrapper == "fsdp2" else DistributedDataParallel(net)
     if wrapper == "ddp with the hook":
         module.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
@@ -141,7 +142,7 @@ def test_rank_and_microbatch_under_a_wrapper(two_ranks: RankPool, tmp_path: Path
 def _tied(path: str) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8), group=dist.group.WORLD)
-    fp8dist.watch(manager, 1, path if dist.get_rank() == 0 else None, ranks=True)
+    fp8dist.watch(manager, 1, observer=lines_into(path if dist.get_rank() == 0 else None), ranks=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     manager.attach(optimizer=optimizer)
     small, _ = batch(0, 0)
@@ -160,7 +161,7 @@ def watched(tmp_path: Path, step: Callable[[Any], None], prepared: Callable[[Net
     """Run one watched step, and return the microbatch of the first module's input."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    fp8dist.watch(manager, 1, tmp_path / "s", ranks=True)
+    fp8dist.watch(manager, 1, observer=lines_into(tmp_path / "s"), ranks=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     manager.attach(optimizer=optimizer)
     step(prepared(net))
@@ -198,7 +199,7 @@ def test_without_a_backward_nothing_is_told_apart(tmp_path: Path) -> None:
 def test_compiled_forwards_are_not_told_apart_and_compile_no_more(tmp_path: Path) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    fp8dist.watch(manager, 2, tmp_path / "s", ranks=True)
+    fp8dist.watch(manager, 2, observer=lines_into(tmp_path / "s"), ranks=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     manager.attach(optimizer=optimizer)
     compiled = torch.compile(net, backend="aot_eager")

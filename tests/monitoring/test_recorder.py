@@ -61,6 +61,8 @@ def train(
     prepared = {name: made.pop(name) for name in ("fallback", "check_every") if name in made}
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=group, **prepared)
+    if (jump := made.pop("jump", None)) is not None:
+        fp8dist.watch(manager, 3, jump=jump)
     recorder = Recorder(folder, manager, **{"every": 3, "resume_after": after or None, **made})
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with 0 the step would not count.
     called = DistributedDataParallel(net) if ddp else net
@@ -292,6 +294,7 @@ def test_a_reset_of_the_state_is_no_reset_of_the_run(tmp_path: Path) -> None:
     assert [line["step"] for line in read(tmp_path, "scales")[::SLOTS]] == [2, 4, 6]
 
 
+@pytest.mark.filterwarnings("ignore:fp8dist.Recorder.jump=…. is now:FutureWarning")
 @pytest.mark.parametrize(
     ("attached", "wrong"),
     [(True, {}), (False, {"jump": 0.5}), (False, {"resume_after": "6"}), (False, {"resume_after": True})],

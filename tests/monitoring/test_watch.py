@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from fp8dist import (
     DelayedScaling,
     Event,
     Fallback,
-    Monitor,
     Recipe,
     RowwiseScaling,
     SlotStatistics,
@@ -28,6 +28,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import Net, batch, make_net, state_bits
+from tests.support.watched import lines_into
 
 SLOTS = 9
 
@@ -37,7 +38,7 @@ def trained(path: Path | None, recipe: Recipe, steps: int = 6, rank: int = 0, **
     prepared = {name: options.pop(name) for name in ("group", "overrides", "fallback", "amax_sync") if name in options}
     net = make_net()
     manager = fp8dist.prepare(net, recipe, **prepared)
-    fp8dist.watch(manager, 3, path, **options)
+    fp8dist.watch(manager, 3, observer=lines_into(path and Path(str(path).format(rank=rank))), **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     for step in range(steps):
@@ -67,11 +68,14 @@ def test_every_third_step_all_slots(tmp_path: Path) -> None:
         assert 0 <= line["underflow"] <= 1
 
 
-def test_statistics_know_the_range_of_their_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_know_the_range_of_their_format() -> None:
     """A scale of current scaling makes the amax the largest value: no doubling is left, up to the scale's rounding."""
     seen: list[SlotStatistics] = []
-    monkeypatch.setattr(Monitor, "observe", lambda self, step, statistics: seen.extend(statistics) or [])
-    trained(None, CurrentScaling(), steps=3, jump=2.0)
+    manager = fp8dist.prepare(net := make_net(), CurrentScaling())
+    fp8dist.watch(manager, 1, observer=lambda observation: seen.extend(observation.slots))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    manager.attach(optimizer=optimizer)
+    train(net, optimizer, 0, 0)
     assert {(one.slot.role, one.fp8_max) for one in seen} == {
         ("input", 448.0),
         ("weight", 448.0),
@@ -85,7 +89,7 @@ def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts(tmp_p
     """Compare with an independent count on the tensors."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    fp8dist.watch(manager, 3, tmp_path / "s")
+    fp8dist.watch(manager, 3, observer=lines_into(tmp_path / "s"))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     seen: dict[str, torch.Tensor] = {}
@@ -136,7 +140,7 @@ def test_what_a_calibration_sees_is_not_of_the_step_that_is_watched(tmp_path: Pa
     for calibrates in (False, True):
         net = make_net()
         manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-        fp8dist.watch(manager, 1, tmp_path / "s")
+        fp8dist.watch(manager, 1, observer=lines_into(tmp_path / "s"))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         manager.attach(optimizer=optimizer)
         if calibrates:
@@ -151,7 +155,7 @@ def test_what_a_calibration_sees_is_not_of_the_step_that_is_watched(tmp_path: Pa
 def test_steps_between_measure_nothing(tmp_path: Path) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    fp8dist.watch(manager, 3, tmp_path / "s")
+    fp8dist.watch(manager, 3, observer=lines_into(tmp_path / "s"))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     measured = []
@@ -162,10 +166,10 @@ def test_steps_between_measure_nothing(tmp_path: Path) -> None:
     assert measured == [0, 0, SLOTS, 0, 0, SLOTS]
 
 
-def test_a_jump_is_told_once(tmp_path: Path) -> None:
+def test_a_jump_is_told_once() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=1))
-    fp8dist.watch(manager, 1, tmp_path / "s", jump=8)
+    fp8dist.watch(manager, 1, jump=8)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with lr=0 the step would not count.
     manager.attach(optimizer=optimizer)
     events: list[Event] = []
@@ -188,7 +192,8 @@ def test_a_resume_goes_on_in_the_same_file(tmp_path: Path, steps: int) -> None:
     resumed = make_net()
     resumed.load_state_dict(net.state_dict())
     again = fp8dist.prepare(resumed, DelayedScaling(history_len=8))
-    fp8dist.watch(again, 3, tmp_path / "part", resume_after=steps)
+    with pytest.warns(FutureWarning, match=r"watch\(path=…\) is now fp8dist.Recorder"):
+        fp8dist.watch(again, 3, tmp_path / "part", resume_after=steps)
     optimizer = torch.optim.SGD(resumed.parameters(), lr=0.05)
     again.attach(optimizer=optimizer)
     again.load_state_dict(manager.state_dict())
@@ -201,7 +206,7 @@ def test_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
     """The step count of the state may differ: one more after a calibration, fewer if FP8 starts late."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    fp8dist.watch(manager, 3, tmp_path / "scales", resume_after=100)
+    fp8dist.watch(manager, 3, observer=lines_into(tmp_path / "scales"), resume_after=100)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     with manager.calibrate():
@@ -219,8 +224,10 @@ def test_each_of_two_watches_has_its_steps(tmp_path: Path) -> None:
     seen: list[Any] = []
     events: list[Event] = []
     manager.on_event(events.append)
-    fp8dist.watch(manager, 3, tmp_path / "first")
-    fp8dist.watch(manager, 2, tmp_path / "second", jump=1.0001, resume_after=0, observer=seen.append)
+    fp8dist.watch(manager, 3, observer=lines_into(tmp_path / "first"))
+    with pytest.warns(FutureWarning, match="path"):
+        fp8dist.watch(manager, 2, tmp_path / "second", jump=1.0001, resume_after=0, observer=seen.append)
+    (outputs,) = (weakref.ref(one) for one in manager._cycle.measurement.watch.observers if hasattr(one, "path"))  # type: ignore[union-attr]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     for step in range(6):
@@ -235,7 +242,7 @@ def test_each_of_two_watches_has_its_steps(tmp_path: Path) -> None:
     assert jumps
     with captured_log():
         fp8dist.restore(net)
-    assert all(not view.monitor._sinks for view in manager._cycle.measurement.watch._views)  # type: ignore[union-attr]
+    assert outputs() is None  # Its file is closed.
 
 
 def test_mistakes(tmp_path: Path) -> None:
@@ -246,9 +253,13 @@ def test_mistakes(tmp_path: Path) -> None:
             fp8dist.watch(manager, every)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="jump must be a factor"):
         fp8dist.watch(manager, 3, tmp_path / "s", jump=0.5)
-    fp8dist.watch(manager, 3, tmp_path / "s", resume_after=4)
+    with pytest.warns(FutureWarning, match="path"):
+        fp8dist.watch(manager, 3, tmp_path / "s", resume_after=4)
     (tmp_path / "s").write_text("kept")
-    with pytest.raises(ConfigurationError, match="an earlier watch writes there"):
+    with (
+        pytest.raises(ConfigurationError, match="an earlier watch writes there"),
+        pytest.warns(FutureWarning, match="path"),
+    ):
         fp8dist.watch(manager, 5, tmp_path / "s")
     with pytest.raises(ConfigurationError, match="continues after step 4: give both the same step"):
         fp8dist.watch(manager, 5, tmp_path / "t", resume_after=3)
@@ -301,7 +312,7 @@ def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path,
 def _watched_twice(path: str) -> list[int]:
     manager = fp8dist.prepare(net := make_net(), CurrentScaling(), group=dist.group.WORLD)
     fp8dist.watch(manager, 3)
-    fp8dist.watch(manager, 2, path if dist.get_rank() == 0 else None)
+    fp8dist.watch(manager, 2, observer=lines_into(path if dist.get_rank() == 0 else None))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     with counted_collectives() as calls:
@@ -315,7 +326,7 @@ def test_two_watches_share_the_collective_of_a_step(two_ranks: RankPool, tmp_pat
 
 
 def _tied_maxima(path: str) -> Any:
-    return trained(Path(path), CurrentScaling(), group=dist.group.WORLD, ranks=True, rank=0)[0]
+    return trained(Path(f"{path}{dist.get_rank()}"), CurrentScaling(), group=dist.group.WORLD, ranks=True, rank=0)[0]
 
 
 def test_of_equals_the_lowest_rank_holds_it(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -327,7 +338,7 @@ def _differently(path: str) -> str:
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     if dist.get_rank() == 0:
-        fp8dist.watch(manager, 3, path)
+        fp8dist.watch(manager, 3, observer=lines_into(path))
     try:
         manager.attach()
     except ManifestMismatchError as error:

@@ -67,10 +67,10 @@ def _read_all(content: Content, marker: Path | None = None) -> bool:
             for name, data in content.items():
                 (path / name).write_bytes(data)
         try:
-            with open_source(path) as source:
-                for index, entry in enumerate(source.entries):
-                    tensor = source.read(index)
-                    assert tuple(tensor.shape) == entry.shape
+            source = open_source(path)
+            for index, entry in enumerate(source.entries):
+                tensor = source.read(index)
+                assert tuple(tensor.shape) == entry.shape
             return True
         except CheckpointError as error:
             text = str(error)

@@ -25,6 +25,7 @@ from tests.support.ranks import RankPool
 from tests.support.running import Running
 from tests.support.sharded import HISTORY, Job, Outcome, build, fp8_linears, full, seeded, shard, train
 from tests.support.training import batch, bits
+from tests.support.watched import lines_into
 
 pytestmark = pytest.mark.slow
 
@@ -233,7 +234,7 @@ def _watched(recipe: Recipe, path: str) -> tuple[dict[str, float], dict[str, flo
     """Return the weight amaxes that are written in the first step, and the amaxes of the whole weights."""
     model = seeded("net")
     manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
-    fp8dist.watch(manager, every=1, path=path)
+    fp8dist.watch(manager, every=1, observer=lines_into(path if dist.get_rank() == 0 else None))
     called = shard(model)
     optimizer = torch.optim.SGD(called.parameters(), lr=0.1)  # type: ignore[attr-defined]
     manager.attach(called, optimizer=optimizer)  # type: ignore[arg-type]

@@ -16,11 +16,9 @@ from torch import Tensor
 import fp8dist
 from fp8dist_kernels import direct
 from fp8dist_kernels.reference.casts import dequantize
-from scripts.benchmarks.markdown import NOT_YET
 from scripts.convergence import accumulation_tables as tables
 from scripts.convergence.accumulation import PROMOTED_EVERY, compared, emulated, emulated_product
 from scripts.convergence.fast_accumulation import CASES, RECIPES, main, products
-from scripts.results_files import path_of
 from tests.support.linear import inputs, linear
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,65 +267,7 @@ def test_an_error_inside_restores_the_product() -> None:
     assert direct.matmul is before
 
 
-# Results and tables ----------------------------------------------------------------------------------------------
-
-
-def kept(**changes: Any) -> dict[str, Any]:
-    cases = [
-        {"recipe": "delayed", "fast": None, "overall": 0.5, "lowest": 0.25, "bottom": 0.75},
-        {"recipe": "delayed", "fast": ["fprop", "wgrad"], "overall": 0.4, "lowest": 0.2, "bottom": 0.3},
-        {"recipe": "delayed", "fast": [], "overall": 0.6, "lowest": 0.2, "bottom": 0.1},
-    ]
-    errors = {"slow": {"mean": 1.3e-4, "highest": 2e-4}, "fast": {"mean": 0.0123, "highest": 0.1}}
-    gemms = [
-        {"recipe": "rowwise", "gemm": "fprop", "lowest_k": 32, "highest_k": 128, **errors},
-        {"recipe": "delayed", "gemm": "wgrad", "lowest_k": 64, "highest_k": 64, **errors},
-    ]
-    return {
-        **{"schema": 1, "date": "2026-01-31T12:00:00Z", "commit": "0123456789abcdef+", "machine": "an abacus"},
-        **{"versions": {"torch": "2.13.0"}, "flags": ["--width", "32"], "seed": 0},
-        "emulation": {"fraction_bits": 13, "step": 32, "promoted_every": 128},
-        "products": [
-            {"data": "normal", "formats": "e4m3 x e4m3", "k": 128, "cast": 0.0361, "slow": 1.3e-4, "fast": 0.2}
-        ],
-        "points": [{"step": 7, "tokens": 64, "gemms": gemms, "cases": cases}],
-        **changes,
-    }
-
-
-def test_tables_say_what_the_results_are() -> None:
-    table = tables.gradients(kept())
-    assert "| delayed | none, and all sums in float32 | 0.50000 | 0.75000 |" in table
-    assert "| delayed | fprop, wgrad | 0.40000 | 0.30000 |" in table
-    assert "| delayed | none | 0.60000 | 0.10000 |" in table
-    assert table.splitlines()[0].endswith("| gradient at the bottom, step 7, 64 tokens |")
-    assert tables.gemms(kept()).splitlines()[2:] == [
-        "| delayed | wgrad | 7 | 64 | 64 | 0.013 % | 1.2 % | 10 % |",
-        "| rowwise | fprop | 7 | 64 | 32 to 128 | 0.013 % | 1.2 % | 10 % |",
-    ]
-    assert "| normal | e4m3 x e4m3 | 128 | 3.6 % | 0.013 % | 20 % |" in tables.products(kept())
-    text = "| 14 | 128 elements | `--width 32` | an abacus | torch 2.13.0 | 0123456789 and changes | 2026-01-31 |"
-    assert text in tables.setting(kept())
-
-
-def test_without_results_nothing_is_claimed() -> None:
-    for make in tables.ACCUMULATION_TABLES.values():
-        (row,) = make(None).splitlines()[2:]
-        assert NOT_YET in row
-        assert not any(character.isdecimal() for character in row)
-
-
-def test_what_is_no_results_file_is_refused(tmp_path: Path) -> None:
-    assert tables.load(tmp_path) is None
-    file = path_of(tables.NAME, tmp_path)
-    file.parent.mkdir(parents=True)
-    for change, problem in (({"schema": 9}, "schema 1"), ({"points": None}, "points is missing")):
-        file.write_text(json.dumps(kept(**change)))
-        with pytest.raises(ValueError, match=problem):
-            tables.load(tmp_path)
-    file.write_text(json.dumps(kept()))
-    assert tables.load(tmp_path) == kept()
-
+# From end to end ---------------------------------------------------------------------------------------------------
 
 TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4")
 
@@ -348,24 +288,6 @@ def test_from_end_to_end(tmp_path: Path) -> None:
         emulated = {(case["recipe"], case["fast"] is None): case["overall"] for case in point["cases"]}
         for recipe in RECIPES:
             assert emulated[recipe, True] != emulated[recipe, False]
-
-
-def test_mistakes_are_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, message in (
-        (["--points", "0"], "must be at least 1"),
-        (["--batches", "0"], "must be at least 1"),
-        (["--width", "many"], "invalid integer value: 'many'"),
-    ):
-        with pytest.raises(SystemExit) as left:
-            main(["--out", str(tmp_path / "out"), *flags])
-        assert left.value.code == 2
-        assert message in capsys.readouterr().err
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_every_table_is_on_a_page() -> None:
-    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    assert [name for name in tables.ACCUMULATION_TABLES if f"<!-- made: {name} -->" not in pages] == []
 
 
 def test_the_published_results_are_complete_and_from_a_commit() -> None:

@@ -19,167 +19,16 @@ import fp8dist
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.state.recipe import GEMMS
 from launch.train_gpt.model import GPT
-from scripts.benchmarks.markdown import NOT_YET
 from scripts.convergence import results
-from scripts.convergence.__main__ import FILE, main
-from scripts.convergence.comparison import (
-    Comparison,
-    Spread,
-    compare,
-    final_loss,
-    gap_percent,
-    spread_of,
-)
+from scripts.convergence.__main__ import FILE
 from scripts.convergence.gradients import Gradients, cosine, fp8_gradients, gradients_of
 from scripts.convergence.gradients import compare as compare_gradients
 from scripts.convergence.tables import (
-    CONVERGENCE_TABLES,
-    MIXTURE_TABLES,
-    against_bf16,
     gaps,
-    gradients,
-    layers,
-    setting,
 )
 from scripts.convergence.tasks import Task, TaskFailed, run_all
-from scripts.convergence.variants import VARIANTS
-from scripts.results_files import path_of
 
 ROOT = Path(__file__).resolve().parents[2]
-
-TWENTY = 20 * [9.0]
-
-
-def run(final: float, validation: float) -> dict[str, Any]:
-    """Return a run of 20 steps. Only the last two losses count; their mean is ``final``."""
-    return {"losses": [*TWENTY[:18], final - 0.5, final + 0.5], "validation_loss": validation, "tokens_per_s": 1.0}
-
-
-def kept(**runs: dict[str, Any]) -> dict[str, Any]:
-    """Return a results file with two seeds. The recipe's gaps are +1 % and -0.5 %."""
-    two = {
-        "fp32": {"0": run(2.0, 2.5), "1": run(4.0, 5.0)},
-        "current": {"0": run(2.02, 2.55), "1": run(3.98, 4.9)},
-    }
-    case = {"recipe": "bf16", "fp8": [], "overall": 1.0}
-    case |= {"weights": {"blocks.0.qkv": 0.75, "blocks.0.mlp_in": 0.25}, "inputs": {"blocks.0": 0.125}}
-    return {
-        **{"schema": 1, "date": "2026-01-31T12:00:00Z", "commits": ["0123456789abcdef+"], "machine": "an abacus"},
-        **{"versions": {"torch": "2.13.0"}, "steps": 20, "flags": ["--width", "32"]},
-        **{"runs": {**two, **runs}, "gradients": {"seed": 0, "points": [{"step": 7, "cases": [case]}]}},
-    }
-
-
-def test_the_final_loss_is_that_of_the_last_tenth() -> None:
-    assert final_loss([*TWENTY[:18], 2.0, 3.0]) == 2.5
-    assert final_loss([5.0, 4.0, 3.0]) == 3.0, "a short run has its last step"
-    assert final_loss([*27 * [9.0], 1.0, 2.0, 6.0]) == 3.0
-
-
-def test_gap_and_spread_are_right() -> None:
-    assert gap_percent(2.02, 2.0) == pytest.approx(1.0)
-    assert gap_percent(1.99, 2.0) == pytest.approx(-0.5)
-    spread = spread_of([1.0, 2.0, 6.0])  # Deviations -2, -1, 3: squares 4 + 1 + 9 over 2.
-    assert spread == Spread(3.0, pytest.approx(math.sqrt(7.0)), 1.0, 6.0)
-    assert spread_of([2.0]) == Spread(2.0, None, 2.0, 2.0)
-
-
-def test_a_variant_is_compared_with_fp32_of_the_same_seed() -> None:
-    found = compare(kept()["runs"])
-    assert list(found) == ["fp32", "current"]
-    assert found["fp32"].training_gap is None
-    assert found["fp32"].training == Spread(3.0, pytest.approx(math.sqrt(2)), 2.0, 4.0)
-    current = found["current"]
-    assert (current.seeds, current.goal) == ((0, 1), 0.5)
-    deviation = math.sqrt(2 * 0.75**2)
-    approximately = [pytest.approx(value) for value in (0.25, deviation, -0.5, 1.0)]
-    assert current.training_gap == Spread(*approximately)  # type: ignore[arg-type]
-    assert current.validation_gap == Spread(*[pytest.approx(v) for v in (0.0, math.sqrt(8), -2.0, 2.0)])  # type: ignore
-    alone = compare({"block": {"0": run(2.0, 2.0)}, "fp32": {"1": run(2.0, 2.0)}})["block"]
-    assert (alone.training_gap, alone.reached) == (None, "-")
-
-
-def test_whether_a_goal_was_reached() -> None:
-    for gaps_of_seeds, reached in [
-        ([0.5, -0.5], "yes, with every seed"),
-        ([0.6, -0.2], "yes, on average"),
-        ([-0.6, -0.5], "no"),
-        ([math.nan, 0.1], "no"),
-    ]:
-        gap = spread_of(gaps_of_seeds)
-        assert Comparison((0, 1), gap, gap, gap, gap, 0.5).reached == reached
-
-
-def test_a_run_that_blew_up_reaches_nothing() -> None:
-    broken = {**run(2.0, 2.0), "losses": [*TWENTY[:18], "nan", "nan"], "validation_loss": "nan"}
-    data = kept(block={"0": run(2.0, 2.0), "1": broken})
-    assert compare(data["runs"])["block"].reached == "no"
-    assert results.problems_of(data) == []
-
-
-def _line(table: str, start: str) -> str:
-    (line,) = [line for line in table.splitlines() if line.startswith(f"| {start} |")]
-    return line
-
-
-def test_tables_say_what_the_results_are() -> None:
-    table = gaps(kept())
-    assert len(table.splitlines()) == 2 + len(VARIANTS)
-    assert _line(table, "FP32") == "| FP32 | 2 | 3.0000 ± 1.4142 | - | - | 3.7500 ± 1.7678 | - | - | - |"
-    figures = "3.0000 ± 1.3859 | +0.250 ± 1.061 % | -0.500 to +1.000 % | 3.7250 ± 1.6617 | +0.000 ± 2.828 %"
-    assert _line(table, "FP8, current") == f"| FP8, current | 2 | {figures} | within 0.50 % | yes, on average |"
-    assert NOT_YET in _line(table, "FP8, block")
-    assert (
-        "| 20 | 2 steps | `--width 32` | an abacus | torch 2.13.0 | 0123456789 and changes | 2026-01-31 |"
-        in setting(kept())
-    )
-    assert "| bf16 | none | 0.50000 | 0.25000 (blocks.0.mlp_in, step 7) | 1.00000 | 0.12500 |" in gradients(kept())
-    assert "| blocks.0.mlp_in.weight | 0.25000 |" in layers(kept())
-    assert "| input of blocks.0 | 0.12500 |" in layers(kept())
-
-
-def test_gaps_of_mixtures_are_measured_in_those_of_bf16() -> None:
-    data = kept(bf16={"0": run(2.02, 2.5), "1": run(4.12, 5.0)})  # Gaps of +1 % and +3 %.
-    rows = against_bf16(data).splitlines()
-    (current,) = [row for row in rows if "current" in row]
-    # The mean gap of +0.25 % over the standard deviation of 1 % and 3 %, the square root of 2.
-    assert "| +0.250 ± 1.061 % | +0.2 |" in current
-    assert current.endswith("| - |"), "BF16 does not scatter there"
-    assert [row for row in rows if "delayed |" in row] == [f"| FP8, delayed | {NOT_YET} |{6 * ' - |'}"]
-
-
-def test_without_results_nothing_is_claimed() -> None:
-    for make in (setting, gradients, layers):
-        (row,) = make(None).splitlines()[2:]
-        assert NOT_YET in row
-        assert not any(character.isdecimal() for character in row)
-    assert gaps(None).count(NOT_YET) == len(VARIANTS) + 4
-
-
-def test_every_table_is_on_a_page() -> None:
-    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    assert [name for name in (*CONVERGENCE_TABLES, *MIXTURE_TABLES) if f"<!-- made: {name} -->" not in pages] == []
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"schema": 9}, "schema 1"),
-        ({"machine": None}, "machine is missing"),
-        ({"runs": {"fp4": {}}}, "unknown variant 'fp4'"),
-        ({"steps": 19}, "needs 19 losses"),
-    ],
-)
-def test_what_is_no_results_file_is_refused(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
-    assert results.load(tmp_path) is None
-    file = path_of(results.CONVERGENCE, tmp_path)
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({**kept(), **change}))
-    with pytest.raises(ValueError, match=problem):
-        results.load(tmp_path)
-    file.write_text(json.dumps(kept()))
-    assert results.load(tmp_path) == kept()
-
 
 # Choice of runs to repeat
 
@@ -257,22 +106,6 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     assert "3 of 3 are finished already" in again.stderr
     assert json.loads((tmp_path / FILE).read_text())["runs"] == data["runs"]
     assert (tmp_path / "fp32/seed-0/metrics.jsonl").stat().st_mtime_ns == before
-
-
-def test_mistakes_are_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, message in (
-        (["--seed", "3"], "--seed is not for this program"),
-        (["--recipe=block"], "--recipe=block is not for this program"),
-        (["--width", "many"], "invalid integer value: 'many'"),
-        (["--seeds", "0"], "must be at least 1"),
-        (["--experts", "4"], "--experts needs --no-gradients"),
-    ):
-        try:
-            status: object = main(["--out", str(tmp_path), "--variants", "fp32", *flags])
-        except SystemExit as left:
-            status = left.code
-        assert (status, list(tmp_path.iterdir())) == (2, [])
-        assert message in capsys.readouterr().err
 
 
 # Gradients

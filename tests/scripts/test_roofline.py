@@ -76,8 +76,8 @@ def test_a_gathered_weight_takes_one_launch_more_if_at_all(
     of_gradient = torch.ones(()) if recipe == "delayed" else torch.ones(32, 1)
 
     def dgrad() -> Tensor:
-        turned, inv_scale = slots.backward_cast(weight, slots.states(torch.device("cpu"))[1], Outgrown(None))
-        product: Tensor = slots.matmul(gradient, turned, of_gradient, inv_scale, torch.float32, "dgrad")
+        turned = slots.backward_cast(weight, slots.states(torch.device("cpu"))[1], Outgrown(None))
+        product: Tensor = slots.matmul((gradient, of_gradient), turned, torch.float32, "dgrad")
         return product
 
     with without_launches("triton") as launched:

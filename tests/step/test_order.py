@@ -19,6 +19,7 @@ from torch.optim import SGD
 
 import fp8dist
 from fp8dist import ConfigurationError
+from fp8dist.job.manager import Internals
 from fp8dist.modules.job_state import Activity, Tie
 from tests.support.graphs import EmulatedGraph
 from tests.support.logs import captured_log
@@ -133,7 +134,7 @@ class _Job:
         calls: dict[str, Callable[[], Any]] = {
             "attach()": self.attach,
             "detach()": manager.detach,
-            "restore()": manager._restore,
+            "restore()": lambda: Internals(manager).attachment.restore(self.net),
             "a step": manager.step,
             "comm_hook": lambda: (self.hook or self.quiet_hook())(None, bucket),
             "poll()": manager.poll,
@@ -170,7 +171,7 @@ def _in_phase(phase: str) -> Iterator[_Job]:
         job.manager.detach()
     elif phase == "restored":
         job.hook = job.quiet_hook()
-        job.manager._restore()
+        fp8dist.restore(job.net)
     if phase == "calibrating":
         with job.manager.calibrate():
             yield job

@@ -69,6 +69,37 @@ def known_values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> npt.N
     return (words.view(np.float32) if values is None else values).reshape(shape)
 
 
+CALLS = ("quantize", "quantize_rowwise", "quantize_blocks", "quantize_grouped", "quantize_grouped_lines")
+CALLS += ("matmul", "matmul_into", "matmul_grouped", "matmul_grouped_columns")
+OPTIONS = ("rows", "columns", "power_of_two", "block", "in_blocks", "fast_accumulation", "backend", "bias")
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[set[Any]]:
+    """Yield the distinct casts and products that ``direct`` computes: ops, what their tensors look like, options."""
+    found: set[Any] = set()
+
+    def look(value: Any) -> Any:
+        return (tuple(value.shape), value.dtype, value.is_contiguous()) if isinstance(value, Tensor) else str(value)
+
+    def recording(op: str) -> Any:
+        original = getattr(direct, op)
+
+        def call(*args: Any, **options: Any) -> Any:
+            copies = options.get("rows", True) or options.get("columns", True)  # Else only an amax is recorded.
+            kept = [(name, look(options[name])) for name in OPTIONS if options.get(name) is not None]
+            if copies:
+                found.add((op, *map(look, args), *kept))
+            return original(*args, **options)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for op in CALLS:
+            stack.enter_context(mock.patch.object(direct, op, recording(op)))
+        yield found
+
+
 @contextlib.contextmanager
 def flipping(op: str, shape: tuple[int, ...], byte: int, bit: int, result: int = 0, when: int = 0) -> Iterator[None]:
     """Flip one bit of a result of ``direct``'s function ``op``, if its first argument has this shape.

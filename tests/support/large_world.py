@@ -8,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -16,7 +15,8 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp8dist.state.groups import Publication, SyncGroup, _agree, _publish_outcome, publish_manifest
+from fp8dist.state.groups import SyncGroup
+from fp8dist.state.publications import Publication, _agree, _publish_outcome, publish_manifest
 
 SIZE = 16_384
 RANKS = (0, 1, 8_191, 16_383)
@@ -133,7 +133,7 @@ class Crowd:
             moved = group_of([rank - first + start for rank in group.ranks])
             members = (Member(moved, rank) for rank in moved.ranks if rank not in RANKS)
             self._published += [publish_manifest(member, manifest) for member in members]
-        return replace(self._published[-1], group=group)
+        return self._published[-1]._replace(group=group)
 
     def _agree(self, publications: Sequence[Any], rounds: int, timeout: timedelta) -> None:
         for publication in self._published:

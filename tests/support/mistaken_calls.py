@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import CurrentScaling
-from tests.support.mistakes import NOT_SILENT, RAISED, RIGHT, SAID, STEPS, WARNED, Case, Net, Rows, adamw, make_net
+from tests.support.mistakes import STEPS, Case, Net, adamw, make_net
+from tests.support.scenarios import NOT_SILENT, RAISED, RIGHT, SAID, WARNED, Scenarios
 
-ROWS = Rows()
-row = ROWS.row
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.scenario
 
 
 # What FP8 does not cover -----------------------------------------------------------------------------------
@@ -94,11 +95,11 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "mixing": Both,
 }
 for _name, _make in PARTS.items():
-    ROWS.add(f"FP8 leaves out {_name}", _covered(_name, _make, False), WARNED, _name, "%", once=True)
-    ROWS.add(f"FP8 leaves out {_name}, strict", _covered(_name, _make, True), RAISED, _name)
+    SCENARIOS.add(f"FP8 leaves out {_name}", _covered(_name, _make, False), WARNED, _name, "%", once=True)
+    SCENARIOS.add(f"FP8 leaves out {_name}, strict", _covered(_name, _make, True), RAISED, _name)
 
 
-@row("strict, and all is FP8", RIGHT)
+@scenario("strict, and all is FP8", RIGHT)
 def strict(case: Case) -> None:
     called, manager = case.build(strict=True)
     optimizer = adamw(called)
@@ -107,7 +108,7 @@ def strict(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("no Linear is eligible", SAID, "eligible|FP8")
+@scenario("no Linear is eligible", SAID, "eligible|FP8")
 def none_eligible(case: Case) -> None:
     case.prepare(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)))
 
@@ -133,27 +134,27 @@ def _kept(case: Case, model: Named, expected: dict[str, bool], **options: Any) -
     case.expect(found == expected, f"in high precision: {found}, expected {expected}")
 
 
-@row("skip keeps its defaults", frozenset({RIGHT, WARNED}), "%")
+@scenario("skip keeps its defaults", frozenset({RIGHT, WARNED}), "%")
 def skip_adds(case: Case) -> None:
     _kept(case, Named(), {"q_proj": True, "k_proj": False, "lm_head": True}, skip=("*q_proj",))
 
 
-@row("skip that matches nothing", WARNED, "q_porj", "q_proj", once=True)
+@scenario("skip that matches nothing", WARNED, "q_porj", "q_proj", once=True)
 def skip_typo(case: Case) -> None:
     case.prepare(Named(), skip=("q_porj",))
 
 
-@row("groups that match nothing", WARNED, "q_porj", "q_proj", ranks=2, once=True)
+@scenario("groups that match nothing", WARNED, "q_porj", "q_proj", ranks=2, once=True)
 def groups_typo(case: Case) -> None:
     case.prepare(Named(), groups={"q_porj": case.group})
 
 
-@row("overrides that match nothing", WARNED, "q_porj", "q_proj", once=True)
+@scenario("overrides that match nothing", WARNED, "q_porj", "q_proj", once=True)
 def overrides_typo(case: Case) -> None:
     case.prepare(Named(), overrides={"q_porj": CurrentScaling()})
 
 
-@row("set_precision of what there is not", RAISED, "q_porj", "q_proj")
+@scenario("set_precision of what there is not", RAISED, "q_porj", "q_proj")
 def set_precision_typo(case: Case) -> None:
     model = Named()
     manager = case.prepare(model)
@@ -161,7 +162,7 @@ def set_precision_typo(case: Case) -> None:
     manager.set_precision("q_porj", "high")
 
 
-@row("skip is a string", NOT_SILENT, "skip")
+@scenario("skip is a string", NOT_SILENT, "skip")
 def skip_is_a_string(case: Case) -> None:
     _kept(case, Named(), {"q_proj": True, "k_proj": False, "lm_head": True}, skip="*q_proj")
 
@@ -169,17 +170,17 @@ def skip_is_a_string(case: Case) -> None:
 # Arguments ----------------------------------------------------------------------------------------------------
 
 
-@row("DDP(prepare(model))", RAISED, "prepare", ranks=2)
+@scenario("DDP(prepare(model))", RAISED, "prepare", ranks=2)
 def ddp_of_manager(case: Case) -> None:
     DistributedDataParallel(case.prepare(make_net()), process_group=case.group)  # type: ignore[arg-type]
 
 
-@row("the group in the recipe's place", RAISED, "group=|recipe", ranks=2, everywhere=True)
+@scenario("the group in the recipe's place", RAISED, "group=|recipe", ranks=2, everywhere=True)
 def group_as_recipe(case: Case) -> None:
     fp8dist.prepare(make_net(), dist.group.WORLD)  # type: ignore[arg-type]
 
 
-@row("several ranks and no group", RAISED, "group=", ranks=2, everywhere=True)
+@scenario("several ranks and no group", RAISED, "group=", ranks=2, everywhere=True)
 def no_group(case: Case) -> None:
     fp8dist.prepare(make_net()).attach()
 
@@ -187,7 +188,7 @@ def no_group(case: Case) -> None:
 # What is prepared ---------------------------------------------------------------------------------------------
 
 
-@row("prepare(ddp)", NOT_SILENT, "DistributedDataParallel|DDP", ranks=2)
+@scenario("prepare(ddp)", NOT_SILENT, "DistributedDataParallel|DDP", ranks=2)
 def prepare_ddp(case: Case) -> None:
     called = DistributedDataParallel(make_net(), process_group=case.group)
     manager = case.prepare(called)
@@ -197,7 +198,7 @@ def prepare_ddp(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("prepare(ddp.module)", NOT_SILENT, "DistributedDataParallel|DDP", ranks=2)
+@scenario("prepare(ddp.module)", NOT_SILENT, "DistributedDataParallel|DDP", ranks=2)
 def prepare_inside_ddp(case: Case) -> None:
     called = DistributedDataParallel(make_net(), process_group=case.group)
     manager = case.prepare(called.module)
@@ -207,7 +208,7 @@ def prepare_inside_ddp(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("prepare(ddp), attach without the module", NOT_SILENT, "DistributedDataParallel|DDP|module", ranks=2)
+@scenario("prepare(ddp), attach without the module", NOT_SILENT, "DistributedDataParallel|DDP|module", ranks=2)
 def prepare_ddp_attach_alone(case: Case) -> None:
     called = DistributedDataParallel(make_net(), process_group=case.group)
     optimizer = adamw(called)
@@ -216,7 +217,7 @@ def prepare_ddp_attach_alone(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("a compiled model is prepared", NOT_SILENT, "compile")
+@scenario("a compiled model is prepared", NOT_SILENT, "compile")
 def prepare_compiled(case: Case) -> None:
     called = case.compile(make_net())
     manager = case.prepare(called)  # type: ignore[arg-type]
@@ -226,7 +227,7 @@ def prepare_compiled(case: Case) -> None:
     case.judge(called, STEPS)  # type: ignore[arg-type]
 
 
-@row("prepared after it was compiled and run", NOT_SILENT, "compile")
+@scenario("prepared after it was compiled and run", NOT_SILENT, "compile")
 def prepared_after_run(case: Case) -> None:
     net = make_net()
     called = case.compile(net)
@@ -239,41 +240,41 @@ def prepared_after_run(case: Case) -> None:
     case.judge(called, STEPS)  # type: ignore[arg-type]
 
 
-@row("prepared twice", RAISED, "prepared already")
+@scenario("prepared twice", RAISED, "prepared already")
 def prepared_twice(case: Case) -> None:
     net = make_net()
     case.prepare(net)
     case.prepare(net)
 
 
-@row("a part is prepared, then the whole", RAISED, "prepared already")
+@scenario("a part is prepared, then the whole", RAISED, "prepared already")
 def nested_inside(case: Case) -> None:
     net = make_net()
     case.prepare(net.up)
     case.prepare(net)
 
 
-@row("the whole is prepared, then a part", RAISED, "prepared already")
+@scenario("the whole is prepared, then a part", RAISED, "prepared already")
 def nested_outside(case: Case) -> None:
     net = make_net()
     case.prepare(net)
     case.prepare(net.up)
 
 
-@row("a module that is not the prepared one is attached", RAISED, "prepared")
+@scenario("a module that is not the prepared one is attached", RAISED, "prepared")
 def attach_stranger(case: Case) -> None:
     net, manager = case.build()
     manager.attach(make_net(), optimizer=adamw(net))
 
 
-@row("a part of the prepared model is attached", RAISED, "prepared")
+@scenario("a part of the prepared model is attached", RAISED, "prepared")
 def attach_part(case: Case) -> None:
     net, manager = case.build()
     assert isinstance(net, Net)
     manager.attach(net.up, optimizer=adamw(net))
 
 
-@row("attached after restore", RAISED, r"prepare\(")
+@scenario("attached after restore", RAISED, r"prepare\(")
 def attach_restored(case: Case) -> None:
     net, manager = case.build()
     fp8dist.restore(net)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tests.support.mistakes import LAYOUTS, NOT_SILENT, Case, Rows, adamw, larger, load, make_net, ranks_of
+from tests.support.mistakes import LAYOUTS, Case, adamw, larger, load, make_net, ranks_of
+from tests.support.scenarios import NOT_SILENT, Scenarios
 
-ROWS = Rows()
+SCENARIOS = Scenarios()
 
 BEFORE = (("prepare", "attach"), ("materialise", "load"), ("wrap", "materialise"))
 """(a, b): a must come before b. DDP and FSDP1 materialise what they wrap on their own."""
@@ -77,12 +78,12 @@ tested in every order."""
 for _layout in LAYOUTS:
     _operations = ["prepare", "load", "attach"] + ["wrap"] * (_layout != "one")
     for _order in orders(*_operations) if _layout in ("one", "gather") else MOST_TELLING:
-        ROWS.add(
+        SCENARIOS.add(
             f"{_layout}: {', '.join(_order)}", _program(_order, _layout, False), NOT_SILENT, ranks=ranks_of(_layout)
         )
     if _layout in ("one", "ddp", "fsdp2"):
         _usual = tuple(name for name in ("prepare", "wrap", "load", "attach") if name in _operations)
-        ROWS.add(
+        SCENARIOS.add(
             f"{_layout}: optimizer, {', '.join(_usual)}",
             _program(_usual, _layout, False, True),
             NOT_SILENT,
@@ -92,7 +93,7 @@ for _layout in LAYOUTS:
 for _layout in ("one", "fsdp2"):
     _operations = ["prepare", "materialise", "load", "attach"] + ["wrap"] * (_layout != "one")
     for _order in orders(*_operations) if _layout == "one" else orders(*_operations)[::2]:
-        ROWS.add(
+        SCENARIOS.add(
             f"{_layout}, meta: {', '.join(_order)}",
             _program(_order, _layout, True),
             NOT_SILENT | {"foreign"},

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling
 from tests.support.mistaken_steps import attached
-from tests.support.mistakes import NOT_SILENT, RAISED, RIGHT, STEPS, Case, Rows, adamw, make_net
+from tests.support.mistakes import STEPS, Case, adamw, make_net
+from tests.support.scenarios import NOT_SILENT, RAISED, RIGHT, Scenarios
 
-ROWS = Rows()
-row = ROWS.row
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.scenario
 
 MISMATCH: dict[str, Any] = {"ranks": 2, "everywhere": True, "errors": ("ManifestMismatchError",)}
 SOON = timedelta(seconds=4)
@@ -59,9 +60,11 @@ def _tied(tie: bool) -> nn.Module:
     return net
 
 
-ROWS.add("ranks have other widths", _models(lambda r: _widths(32, 64, 64 + 16 * r, 32)), RAISED, r"\b1\b", **MISMATCH)
-ROWS.add("ranks have more layers", _models(lambda r: _widths(*[32] * (3 + r))), RAISED, r"\b2\b", **MISMATCH)
-ROWS.add(
+SCENARIOS.add(
+    "ranks have other widths", _models(lambda r: _widths(32, 64, 64 + 16 * r, 32)), RAISED, r"\b1\b", **MISMATCH
+)
+SCENARIOS.add("ranks have more layers", _models(lambda r: _widths(*[32] * (3 + r))), RAISED, r"\b2\b", **MISMATCH)
+SCENARIOS.add(
     "ranks have other dtypes",
     _models(lambda r: make_net(dtype=(torch.float32, torch.bfloat16)[r])),
     RAISED,
@@ -69,30 +72,32 @@ ROWS.add(
     "bfloat16",
     **MISMATCH,
 )
-ROWS.add("ranks tie other weights", _models(lambda r: _tied(r == 1)), RAISED, r"\b1\b", **MISMATCH)
-ROWS.add("ranks skip others", _settings(lambda r: {"skip": ("down",) if r else ()}), RAISED, r"\bdown\b", **MISMATCH)
-ROWS.add(
+SCENARIOS.add("ranks tie other weights", _models(lambda r: _tied(r == 1)), RAISED, r"\b1\b", **MISMATCH)
+SCENARIOS.add(
+    "ranks skip others", _settings(lambda r: {"skip": ("down",) if r else ()}), RAISED, r"\bdown\b", **MISMATCH
+)
+SCENARIOS.add(
     "ranks have other histories",
     _settings(lambda r: {"recipe": DelayedScaling(history_len=16 * (1 + r))}),
     RAISED,
     "history_len",
     **MISMATCH,
 )
-ROWS.add(
+SCENARIOS.add(
     "ranks have other recipes",
     _settings(lambda r: {"recipe": (DelayedScaling(), CurrentScaling())[r]}),
     RAISED,
     "recipe|scaling",
     **MISMATCH,
 )
-ROWS.add(
+SCENARIOS.add(
     "one rank overrides a module",
     _settings(lambda r: {"overrides": {"down": CurrentScaling()} if r else {}}),
     RAISED,
     r"\bdown\b",
     **MISMATCH,
 )
-ROWS.add(
+SCENARIOS.add(
     "one rank evaluates in high precision",
     _settings(lambda r: {"eval_precision": ("fp8", "high")[r]}),
     RAISED,
@@ -112,29 +117,29 @@ def _flag(name: str) -> Callable[[Case], None]:
 
 
 for _name in ("FP8DIST_AMAX_SYNC", "FP8DIST_ENABLED"):
-    ROWS.add(f"{_name}=0 on one rank", _flag(_name), RAISED, _name.removeprefix("FP8DIST_"), **MISMATCH)
+    SCENARIOS.add(f"{_name}=0 on one rank", _flag(_name), RAISED, _name.removeprefix("FP8DIST_"), **MISMATCH)
 
 
-@row('boundary="manual" on one rank', RAISED, "boundary", **MISMATCH)
+@scenario('boundary="manual" on one rank', RAISED, "boundary", **MISMATCH)
 def boundary_on_one(case: Case) -> None:
     net, manager = case.build()
     manager.attach(optimizer=adamw(net), boundary="manual" if case.rank else "optimizer", timeout=SOON)  # type: ignore[arg-type]
 
 
-@row("attach(optimizer=…) on one rank, attach() on the other", RAISED, "boundary|optimizer", **MISMATCH)
+@scenario("attach(optimizer=…) on one rank, attach() on the other", RAISED, "boundary|optimizer", **MISMATCH)
 def optimizer_on_one(case: Case) -> None:
     net, manager = case.build()
     manager.attach(optimizer=adamw(net) if case.rank else None, timeout=SOON)
 
 
-@row("one rank does not call attach", RAISED, r"rank\S* 1\b", ranks=2, loses=True)
+@scenario("one rank does not call attach", RAISED, r"rank\S* 1\b", ranks=2, loses=True)
 def one_without_attach(case: Case) -> None:
     net, manager = case.build()
     if case.rank == 0:
         manager.attach(optimizer=adamw(net), timeout=timedelta(seconds=1))
 
 
-@row("one rank attaches again", RAISED, "attach", r"rank\S* 0\b", ranks=2, loses=True)
+@scenario("one rank attaches again", RAISED, "attach", r"rank\S* 0\b", ranks=2, loses=True)
 def one_attaches_again(case: Case) -> None:
     net, manager, optimizer = attached(case)
     case.train(net, optimizer, 3)
@@ -142,7 +147,7 @@ def one_attaches_again(case: Case) -> None:
         manager.attach(net, optimizer=adamw(net), timeout=timedelta(seconds=1))
 
 
-@row("the group lacks a rank", RAISED, "group", ranks=2)
+@scenario("the group lacks a rank", RAISED, "group", ranks=2)
 def group_lacks_a_rank(case: Case) -> None:
     group = dist.new_group([0])
     called = DistributedDataParallel(make_net(), process_group=case.group)
@@ -150,7 +155,7 @@ def group_lacks_a_rank(case: Case) -> None:
     manager.attach(called, optimizer=adamw(called), timeout=SOON)
 
 
-@row("the group is smaller than DDP's", RAISED, r"prepare\(group=", ranks=2, everywhere=True)
+@scenario("the group is smaller than DDP's", RAISED, r"prepare\(group=", ranks=2, everywhere=True)
 def smaller_than_ddp(case: Case) -> None:
     group = [dist.new_group([rank]) for rank in range(2)][case.rank]
     net = make_net()
@@ -159,7 +164,7 @@ def smaller_than_ddp(case: Case) -> None:
     manager.attach(called, optimizer=adamw(called), timeout=SOON)
 
 
-@row("the group is smaller than FSDP2's mesh", RAISED, r"prepare\(group=", ranks=2, everywhere=True)
+@scenario("the group is smaller than FSDP2's mesh", RAISED, r"prepare\(group=", ranks=2, everywhere=True)
 def smaller_than_mesh(case: Case) -> None:
     group = [dist.new_group([rank]) for rank in range(2)][case.rank]
     net = make_net()
@@ -168,7 +173,7 @@ def smaller_than_mesh(case: Case) -> None:
     manager.attach(called, optimizer=adamw(called), timeout=SOON)
 
 
-@row("the group is smaller than FSDP1's", NOT_SILENT, r"group=", ranks=2)
+@scenario("the group is smaller than FSDP1's", NOT_SILENT, r"group=", ranks=2)
 def smaller_than_fsdp1(case: Case) -> None:
     group = [dist.new_group([rank]) for rank in range(2)][case.rank]
     net = make_net()
@@ -180,7 +185,7 @@ def smaller_than_fsdp1(case: Case) -> None:
     case.judge(called)
 
 
-@row("amax_sync=False under DDP", NOT_SILENT, "amax_sync", ranks=2)
+@scenario("amax_sync=False under DDP", NOT_SILENT, "amax_sync", ranks=2)
 def unsynced(case: Case) -> None:
     called, manager = case.build("ddp", amax_sync=False)
     optimizer = adamw(called)
@@ -214,11 +219,11 @@ def _seeds(layout: str, early: bool = False) -> Callable[[Case], None]:
 
 
 for _layout in ("ddp", "fsdp1", "gather", "tp"):
-    ROWS.add(f"ranks have other seeds, {_layout}", _seeds(_layout), RIGHT, ranks=2)
-ROWS.add("ranks have other seeds, attached before DDP", _seeds("ddp", True), NOT_SILENT, ranks=2)
+    SCENARIOS.add(f"ranks have other seeds, {_layout}", _seeds(_layout), RIGHT, ranks=2)
+SCENARIOS.add("ranks have other seeds, attached before DDP", _seeds("ddp", True), NOT_SILENT, ranks=2)
 
 
-@row("one rank loads other weights, DDP", NOT_SILENT, ranks=2)
+@scenario("one rank loads other weights, DDP", NOT_SILENT, ranks=2)
 def one_rank_loads(case: Case) -> None:
     """No rank's output shows this mistake. FP8 makes it no worse than it is in float32."""
     called, _, optimizer = attached(case, "ddp")
@@ -260,7 +265,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "switched off": {"enabled": False},
 }
 for _layout, _name in itertools.product(("plain", "ddp", "hsdp"), _OTHERS):
-    ROWS.add(
+    SCENARIOS.add(
         f"ranks start with other weights, {_layout}, {_name}",
         _starts(_layout, **_OTHERS[_name]),
         RAISED,
@@ -271,7 +276,7 @@ for _layout, _name in itertools.product(("plain", "ddp", "hsdp"), _OTHERS):
     )
 
 
-@row("start= on one rank", RAISED, "start", **MISMATCH)
+@scenario("start= on one rank", RAISED, "start", **MISMATCH)
 def start_on_one(case: Case) -> None:
     net, manager = case.build()
     manager.attach(optimizer=adamw(net), start=None if case.rank else "raise", timeout=SOON)

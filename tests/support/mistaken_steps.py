@@ -14,16 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import fp8dist
 from tests.support.mistakes import (
     LR,
-    NOT_SILENT,
     OUTPUT,
-    RAISED,
-    RIGHT,
-    SAID,
     STEPS,
-    WARNED,
     Case,
     Net,
-    Rows,
     adamw,
     batch,
     larger,
@@ -34,17 +28,20 @@ from tests.support.mistakes import (
     ranks_of,
     weights_of,
 )
+from tests.support.scenarios import NOT_SILENT, RAISED, RIGHT, SAID, WARNED, Scenarios
 
-ROWS = Rows()
-row = ROWS.row
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.scenario
 
 REMEDY = (r"attach\(.*optimizer=", r"manager\.step\(\)")
 RECREATED = ("AdamW", r"\b2\b.*FP8|FP8.*\b2\b", *REMEDY)
 
 
-def attached(case: Case, layout: str = "one", **options: Any) -> tuple[nn.Module, Any, torch.optim.AdamW]:
-    """Return a correct program, ready to train."""
-    called, manager = case.build(layout)
+def attached(
+    case: Case, layout: str = "one", recipe: Any = None, **options: Any
+) -> tuple[nn.Module, Any, torch.optim.AdamW]:
+    """Return a correct program, ready to train. ``options``: of ``attach``."""
+    called, manager = case.build(layout, recipe=recipe)
     optimizer = adamw(called)
     manager.attach(called, optimizer=optimizer, **options)
     return called, manager, optimizer
@@ -53,22 +50,38 @@ def attached(case: Case, layout: str = "one", **options: Any) -> tuple[nn.Module
 # No boundary comes -----------------------------------------------------------------------------------------
 
 
-@row("optimizer re-created after attach", RAISED, *RECREATED)
-def recreated(case: Case) -> None:
-    called, _, optimizer = attached(case)
-    case.train(called, optimizer, 3)
-    case.train(called, adamw(called), STEPS - 3, 3)
-    case.judge(called, STEPS)
+def _recreated(layout: str = "one", recipe: Any = None, steps: int = 3, compiled: bool = False) -> Any:
+    """After ``steps`` steps there is a new optimizer, which is not attached."""
+
+    def program(case: Case) -> None:
+        called, _, optimizer = attached(case, layout, recipe)
+        trained = case.compile(called) if compiled else called
+        case.train(trained, optimizer, steps, layout=layout)
+        case.train(trained, adamw(called), STEPS - steps, steps, layout=layout)
+        case.judge(called, STEPS if layout == "one" and recipe is None else None)
+
+    return program
 
 
-@row("optimizer re-created before the first step", RAISED, *RECREATED)
-def recreated_early(case: Case) -> None:
-    called, _, _ = attached(case)
-    case.train(called, adamw(called))
-    case.judge(called, STEPS)
+CURRENT, NEXT_STEP = fp8dist.CurrentScaling(), fp8dist.DelayedScaling(update="next_step")
+
+SCENARIOS.add("optimizer re-created after attach", _recreated(), RAISED, *RECREATED)
+SCENARIOS.add("optimizer re-created before the first step", _recreated(steps=0), RAISED, *RECREATED)
+SCENARIOS.add("torch.compile, then the optimizer is re-created", _recreated(compiled=True), RAISED, *RECREATED)
+SCENARIOS.add("re-created, next_step", _recreated(recipe=NEXT_STEP), RAISED, *RECREATED)
+SCENARIOS.add("re-created, under a recipe without histories", _recreated(recipe=CURRENT), NOT_SILENT, *RECREATED)
+SCENARIOS.add(
+    "re-created, CurrentScaling with an FP8 all-gather",
+    _recreated("gather", CURRENT),
+    NOT_SILENT,
+    *RECREATED,
+    ranks=2,
+)
+for _layout in ("ddp", "gather"):
+    SCENARIOS.add(f"optimizer re-created, {_layout}", _recreated(_layout), RAISED, *RECREATED, ranks=2, everywhere=True)
 
 
-@row("resumed: a new optimizer has loaded the old one's state, with a scheduler", RAISED, *RECREATED)
+@scenario("resumed: a new optimizer has loaded the old one's state, with a scheduler", RAISED, *RECREATED)
 def resumed(case: Case) -> None:
     called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
@@ -79,33 +92,7 @@ def resumed(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-def _recreated(layout: str) -> Callable[[Case], None]:
-    def program(case: Case) -> None:
-        called, _, optimizer = attached(case, layout)
-        case.train(called, optimizer, 3, layout=layout)
-        case.train(called, adamw(called), STEPS - 3, 3, layout=layout)
-        case.judge(called)
-
-    return program
-
-
-def _no_optimizer(layout: str) -> Callable[[Case], None]:
-    def program(case: Case) -> None:
-        called, manager = case.build(layout)
-        manager.attach(called)
-        case.train(called, adamw(called), layout=layout)
-        case.judge(called)
-
-    return program
-
-
-for _layout in ("ddp", "gather"):
-    ROWS.add(f"optimizer re-created, {_layout}", _recreated(_layout), RAISED, *RECREATED, ranks=2, everywhere=True)
-for _layout in ("fsdp1", "fsdp2", "tp"):
-    ROWS.add(f"attach(model) only, {_layout}", _no_optimizer(_layout), RAISED, *REMEDY, ranks=2, everywhere=True)
-
-
-@row("a phase with an optimizer of another class", RAISED, "SGD", *RECREATED[1:])
+@scenario("a phase with an optimizer of another class", RAISED, "SGD", *RECREATED[1:])
 def another_class(case: Case) -> None:
     called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
@@ -113,95 +100,53 @@ def another_class(case: Case) -> None:
     case.judge(called)
 
 
-@row("re-created, and attached again", RIGHT)
-def attached_again(case: Case) -> None:
-    called, manager, optimizer = attached(case)
-    case.train(called, optimizer, 3)
-    new = adamw(called)
-    new.load_state_dict(optimizer.state_dict())
-    manager.attach(called, optimizer=new)
-    case.train(called, new, STEPS - 3, 3)
-    case.judge(called, STEPS)
+def _loop(given: bool, layout: str = "one", every: int = 0, **options: Any) -> Any:
+    """``given``: attach the optimizer. ``every``: call ``manager.step()`` after so many steps."""
+
+    def program(case: Case) -> None:
+        called, manager = case.build(layout)
+        optimizer = adamw(called)
+        manager.attach(called, optimizer=optimizer if given else None, **options)
+        case.train(called, optimizer, layout=layout, after=_every(every, manager.step) if every else None)
+        case.judge(called)
+
+    return program
 
 
-@row("attach() without optimizer, and no manager.step()", RAISED, *REMEDY)
-def no_optimizer(case: Case) -> None:
-    called, manager = case.build()
-    manager.attach()
-    case.train(called, adamw(called))
-    case.judge(called, STEPS)
+SCENARIOS.add("attach() without optimizer, and no manager.step()", _loop(False), RAISED, *REMEDY)
+SCENARIOS.add('boundary="manual", and no manager.step()', _loop(True, boundary="manual"), RAISED, REMEDY[1])
+SCENARIOS.add("manager.step() only every fourth step", _loop(True, every=4, boundary="manual"), RAISED, REMEDY[1])
+SCENARIOS.add("manager.step() although an optimizer is attached", _loop(True, every=1), RAISED, 'boundary="manual"')
+for _layout in ("fsdp1", "fsdp2", "tp"):
+    SCENARIOS.add(f"attach(model) only, {_layout}", _loop(False, _layout), RAISED, *REMEDY, ranks=2, everywhere=True)
 
 
-@row('boundary="manual", and no manager.step()', RAISED, r"manager\.step\(\)")
-def manual(case: Case) -> None:
-    called, _, optimizer = attached(case, boundary="manual")
-    case.train(called, optimizer)
-    case.judge(called, STEPS)
-
-
-@row("manager.step() only every fourth step", RAISED, r"manager\.step\(\)")
-def seldom(case: Case) -> None:
-    called, manager, optimizer = attached(case, boundary="manual")
-    case.train(called, optimizer, STEPS, after=_every(4, manager.step))
-    case.judge(called, STEPS)
-
-
-@row('boundary="manual" with manager.step()', RIGHT)
-def manual_right(case: Case) -> None:
-    called, manager, optimizer = attached(case, boundary="manual")
-    case.train(called, optimizer, after=manager.step)
-    case.judge(called, STEPS)
-
-
-@row("attach() without optimizer, with manager.step()", RIGHT)
-def no_optimizer_right(case: Case) -> None:
-    called, manager = case.build()
-    manager.attach()
-    case.train(called, adamw(called), after=manager.step)
-    case.judge(called, STEPS)
-
-
-@row("manager.step() although an optimizer is attached", RAISED, 'boundary="manual"')
-def both(case: Case) -> None:
-    called, manager, optimizer = attached(case)
-    case.train(called, optimizer, after=manager.step)
-
-
-@row("manager.step() before attach on two ranks", RAISED, "attach", ranks=2, everywhere=True)
+@scenario("manager.step() before attach on two ranks", RAISED, "attach", ranks=2, everywhere=True)
 def step_before_attach(case: Case) -> None:
     called, manager = case.build("ddp")
     case.train(called, adamw(called), after=manager.step)
 
 
-@row("never attached, one process", NOT_SILENT, "attach")
+@scenario("never attached, one process", NOT_SILENT, "attach")
 def never_attached(case: Case) -> None:
     called, _ = case.build()
     case.train(called, adamw(called))
     case.judge(called, STEPS)
 
 
-@row("never attached, DDP", SAID, "attach", ranks=2)
+@scenario("never attached, DDP", SAID, "attach", ranks=2)
 def never_attached_ddp(case: Case) -> None:
     called, _ = case.build("ddp")
     case.train(called, adamw(called))
 
 
-@row("never attached, FSDP2 with an FP8 all-gather", RAISED, r"attach\(\)", ranks=2, everywhere=True)
+@scenario("never attached, FSDP2 with an FP8 all-gather", RAISED, r"attach\(\)", ranks=2, everywhere=True)
 def never_attached_gather(case: Case) -> None:
     called, _ = case.build("gather")
     case.train(called, adamw(called))
 
 
-@row("torch.compile, then the optimizer is re-created", RAISED, *RECREATED)
-def compiled(case: Case) -> None:
-    called, _, optimizer = attached(case)
-    fast = case.compile(called)
-    case.train(fast, optimizer, 3)
-    case.train(fast, adamw(called), STEPS - 3, 3)
-    case.judge(called, STEPS)
-
-
-@row("one rank re-creates its optimizer", RAISED, "AdamW", *REMEDY, ranks=2, loses=True, everywhere=True)
+@scenario("one rank re-creates its optimizer", RAISED, "AdamW", *REMEDY, ranks=2, loses=True, everywhere=True)
 def one_rank_recreates(case: Case) -> None:
     called, manager = case.build("one")  # Not DDP, which would wait for the other rank's gradients.
     optimizer = adamw(called)
@@ -220,49 +165,10 @@ def one_rank_recreates(case: Case) -> None:
         case.expect(case.rank == 0 or manager.steps == 3, "rank 1 went on")
 
 
-@row("re-created, but fp8dist is switched off", RIGHT, may=("switched off",))
-def switched_off(case: Case) -> None:
-    case.environ("FP8DIST_ENABLED", "0")
-    called, _, optimizer = attached(case)
-    case.train(called, optimizer, 3)
-    case.train(called, adamw(called), STEPS - 3, 3)
-    case.judge(called)
-
-
-@row("re-created, under a recipe without histories", NOT_SILENT, *RECREATED)
-def recreated_current(case: Case) -> None:
-    called, manager = case.build(recipe=fp8dist.CurrentScaling())
-    optimizer = adamw(called)
-    manager.attach(called, optimizer=optimizer)
-    case.train(called, optimizer, 3)
-    case.train(called, adamw(called), STEPS - 3, 3)
-    case.judge(called)
-
-
-@row("re-created, CurrentScaling with an FP8 all-gather", NOT_SILENT, *RECREATED, ranks=2)
-def recreated_current_gather(case: Case) -> None:
-    called, manager = case.build("gather", recipe=fp8dist.CurrentScaling())
-    optimizer = adamw(called)
-    manager.attach(called, optimizer=optimizer)
-    case.train(called, optimizer, 3)
-    case.train(called, adamw(called), STEPS - 3, 3)
-    case.judge(called)
-
-
-@row("re-created, next_step", RAISED, *RECREATED)
-def recreated_next_step(case: Case) -> None:
-    called, manager = case.build(recipe=fp8dist.DelayedScaling(update="next_step"))
-    optimizer = adamw(called)
-    manager.attach(called, optimizer=optimizer)
-    case.train(called, optimizer, 3)
-    case.train(called, adamw(called), STEPS - 3, 3)
-    case.judge(called)
-
-
 # Several optimizers ----------------------------------------------------------------------------------------
 
 
-@row("two optimizers hold FP8 weights, one is attached", WARNED, r"\bdown\b", "optimizer")
+@scenario("two optimizers hold FP8 weights, one is attached", WARNED, r"\bdown\b", "optimizer")
 def one_of_two(case: Case) -> None:
     called, manager = case.build()
     first, second = (adamw(part) for part in called.children())
@@ -275,20 +181,7 @@ def one_of_two(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("two optimizers, both attached", RIGHT)
-def two_of_two(case: Case) -> None:
-    called, manager = case.build()
-    both = [adamw(part) for part in called.children()]
-    manager.attach(called, optimizer=both)
-    for index in range(STEPS):
-        case.backward(called, index)
-        for optimizer in both:
-            optimizer.step()
-            optimizer.zero_grad()
-    case.judge(called, STEPS)
-
-
-@row("two optimizers are attached, only the first steps", RAISED, "AdamW", *REMEDY)
+@scenario("two optimizers are attached, only the first steps", RAISED, "AdamW", *REMEDY)
 def first_of_two(case: Case) -> None:
     called, manager = case.build()
     both = [adamw(part) for part in called.children()]
@@ -296,7 +189,7 @@ def first_of_two(case: Case) -> None:
     case.train(called, both[0])
 
 
-@row("two optimizers are attached, the second steps every fourth step", RAISED, "AdamW", *REMEDY)
+@scenario("two optimizers are attached, the second steps every fourth step", RAISED, "AdamW", *REMEDY)
 def alternating(case: Case) -> None:
     called, manager = case.build()
     first, second = (adamw(part) for part in called.children())
@@ -304,7 +197,7 @@ def alternating(case: Case) -> None:
     case.train(called, first, after=_every(4, second.step))
 
 
-@row("a parameter group is added later", WARNED, r"\bdown\b", "optimizer")
+@scenario("a parameter group is added later", WARNED, r"\bdown\b", "optimizer")
 def added_later(case: Case) -> None:
     called, manager = case.build()
     assert isinstance(called, Net)
@@ -316,7 +209,7 @@ def added_later(case: Case) -> None:
     case.judge(called)
 
 
-@row("optimizer.param_groups is replaced", RIGHT)
+@scenario("optimizer.param_groups is replaced", RIGHT)
 def groups_replaced(case: Case) -> None:
     called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
@@ -325,22 +218,7 @@ def groups_replaced(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("two managers, one shared optimizer", RIGHT)
-def shared_optimizer(case: Case) -> None:
-    models = [case.build() for _ in range(2)]
-    optimizer = adamw([p for called, _ in models for p in called.parameters()])
-    for called, manager in models:
-        manager.attach(called, optimizer=optimizer)
-    for index in range(STEPS):
-        for called, _ in models:
-            case.backward(called, index)
-        optimizer.step()
-        optimizer.zero_grad()
-    for called, _ in models:
-        case.judge(called, STEPS)
-
-
-@row("two models with swapped managers", RAISED, "attach")
+@scenario("two models with swapped managers", RAISED, "attach")
 def swapped_managers(case: Case) -> None:
     (one, first), (two, second) = case.build(), case.build(seed=1)
     optimizers = adamw(one), adamw(two)
@@ -348,7 +226,7 @@ def swapped_managers(case: Case) -> None:
     second.attach(one, optimizer=optimizers[0])
 
 
-@row("two models with swapped optimizers", SAID, r"\bup\b", "optimizer")
+@scenario("two models with swapped optimizers", SAID, r"\bup\b", "optimizer")
 def swapped_optimizers(case: Case) -> None:
     (one, first), (two, second) = case.build(), case.build(seed=1)
     optimizers = adamw(one), adamw(two)
@@ -359,7 +237,7 @@ def swapped_optimizers(case: Case) -> None:
     case.judge(one, STEPS)
 
 
-@row("the optimizer of a copy is attached", SAID, r"\bup\b", "optimizer")
+@scenario("the optimizer of a copy is attached", SAID, r"\bup\b", "optimizer")
 def of_a_copy(case: Case) -> None:
     called, manager = case.build()
     optimizer = adamw(make_net())
@@ -368,7 +246,7 @@ def of_a_copy(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("parameters that are not the model's", RIGHT, info=("parameter",))
+@scenario("parameters that are not the model's", RIGHT, info=("parameter",))
 def extra_parameters(case: Case) -> None:
     called, manager = case.build()
     optimizer = adamw([*called.parameters(), nn.Parameter(torch.ones(3))])
@@ -428,9 +306,9 @@ def _of_class(kind: Callable[[Any], Any]) -> Callable[[Case], None]:
     return program
 
 
-ROWS.add("a duck-typed optimizer", _of_class(Duck), RAISED, "Duck", r"manager\.step\(\)")
-ROWS.add("a duck-typed optimizer with hook methods", _of_class(Hooked), RAISED, "Hooked", r"manager\.step\(\)")
-ROWS.add(
+SCENARIOS.add("a duck-typed optimizer", _of_class(Duck), RAISED, "Duck", r"manager\.step\(\)")
+SCENARIOS.add("a duck-typed optimizer with hook methods", _of_class(Hooked), RAISED, "Hooked", r"manager\.step\(\)")
+SCENARIOS.add(
     "an optimizer that never called super().__init__()",
     _of_class(Uninitialised),
     RAISED,
@@ -439,38 +317,7 @@ ROWS.add(
 )
 
 
-class Twice(torch.optim.AdamW):
-    """Both ``step`` methods have torch's hooks."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-class Outer(torch.optim.Optimizer):
-    """Like Lookahead and many wrappers: its step calls another optimizer's."""
-
-    def __init__(self, params: Any) -> None:
-        self.inner = adamw(list(params))
-        super().__init__(self.inner.param_groups, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-
-
-ROWS.add("an optimizer whose step calls super().step()", _of_class(lambda p: Twice(p, lr=LR)), RIGHT)
-ROWS.add("an optimizer whose step calls another one's", _of_class(Outer), RIGHT)
-
-
-@row("the inner one of two nested optimizers is attached", RIGHT)
-def inner_attached(case: Case) -> None:
-    called, manager = case.build()
-    outer = Outer(called.parameters())
-    manager.attach(called, optimizer=outer.inner)
-    case.train(called, outer)
-    case.judge(called, STEPS)
-
-
-@row("the optimizer was made before fully_shard", RAISED, "before|former|anew", "fully_shard|shard", ranks=2)
+@scenario("the optimizer was made before fully_shard", RAISED, "before|former|anew", "fully_shard|shard", ranks=2)
 def before_sharding(case: Case) -> None:
     net = make_net()
     manager = case.prepare(net)
@@ -481,7 +328,7 @@ def before_sharding(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("the optimizer was made before to_empty", RAISED, "before|former|anew", "optimizer")
+@scenario("the optimizer was made before to_empty", RAISED, "before|former|anew", "optimizer")
 def before_to_empty(case: Case) -> None:
     net = make_net(device="meta")
     manager = case.prepare(net)
@@ -493,7 +340,7 @@ def before_to_empty(case: Case) -> None:
     case.judge(net, STEPS)
 
 
-@row("attach, then fully_shard, then a new optimizer", SAID, ranks=2)
+@scenario("attach, then fully_shard, then a new optimizer", SAID, ranks=2)
 def shard_after_attach(case: Case) -> None:
     net = make_net()
     manager = case.prepare(net)
@@ -520,7 +367,7 @@ def _in_backward(called: nn.Module) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-@row('optimizer in backward, boundary="optimizer"', RAISED, 'boundary="manual"')
+@scenario('optimizer in backward, boundary="optimizer"', RAISED, 'boundary="manual"')
 def in_backward(case: Case) -> None:
     called, manager = case.build()
     manager.attach(called, optimizer=_in_backward(called))
@@ -529,18 +376,7 @@ def in_backward(case: Case) -> None:
     case.judge(called)
 
 
-@row('optimizer in backward, boundary="manual" and manager.step()', RIGHT)
-def in_backward_right(case: Case) -> None:
-    called, manager = case.build()
-    manager.attach(called, optimizer=_in_backward(called), boundary="manual")
-    for index in range(STEPS):
-        case.backward(called, index)
-        manager.step()
-    case.output(called)
-    case.output(called, "eval", train=False)
-
-
-@row("optimizer in backward, not attached, no manager.step()", RAISED, "AdamW", *REMEDY)
+@scenario("optimizer in backward, not attached, no manager.step()", RAISED, "AdamW", *REMEDY)
 def in_backward_forgotten(case: Case) -> None:
     called, manager = case.build()
     manager.attach(called)
@@ -571,48 +407,14 @@ def _by_hand(data: bool, layout: str = "one") -> Callable[[Case], None]:
 
 for _layout in ("one", "ddp", "fsdp1", "gather"):
     _options: dict[str, Any] = {"ranks": ranks_of(_layout), "once": True}
-    ROWS.add(f"p.add_(…), no manager.step(), {_layout}", _by_hand(False, _layout), WARNED, REMEDY[1], **_options)
+    SCENARIOS.add(f"p.add_(…), no manager.step(), {_layout}", _by_hand(False, _layout), WARNED, REMEDY[1], **_options)
     if _layout in ("one", "ddp"):  # 64 backwards each.
-        ROWS.add(
+        SCENARIOS.add(
             f"p.data.add_(…), no manager.step(), {_layout}", _by_hand(True, _layout), WARNED, REMEDY[1], **_options
         )
 
 
-@row("updates by p.add_(…), with manager.step()", RIGHT)
-def by_hand_right(case: Case) -> None:
-    called, manager = case.build()
-    manager.attach(called)
-    for index in range(STEPS):
-        case.backward(called, index)
-        with torch.no_grad():
-            for p in called.parameters():
-                assert p.grad is not None
-                p.add_(p.grad.sign(), alpha=-0.01)
-                p.grad = None
-        manager.step()
-    case.judge(called)
-
-
-@row("get_optimizer_state_dict on rank 0 alone", RIGHT, ranks=2)
-def state_on_rank_0(case: Case) -> None:
-    called, _, optimizer = attached(case, "ddp")
-    if case.rank == 0:
-        get_optimizer_state_dict(called, optimizer)
-    case.train(called, optimizer)
-    case.judge(called, STEPS)
-
-
-@row("get_optimizer_state_dict on all ranks", RIGHT, ranks=2)
-def state_on_all(case: Case) -> None:
-    called, manager, optimizer = attached(case, "ddp")
-    get_optimizer_state_dict(called, optimizer)
-    case.expect(manager.steps == 0, f"{manager.steps} steps before the first")
-    case.train(called, optimizer)
-    case.expect(manager.steps == STEPS, f"{manager.steps} steps after {STEPS}")
-    case.judge(called, STEPS)
-
-
-@row("get_optimizer_state_dict of a re-created optimizer", RIGHT)
+@scenario("get_optimizer_state_dict of a re-created optimizer", RIGHT)
 def state_of_new(case: Case) -> None:
     called, _, optimizer = attached(case)
     for index in range(STEPS):
@@ -621,33 +423,6 @@ def state_of_new(case: Case) -> None:
         optimizer.zero_grad()
         get_optimizer_state_dict(called, adamw(called))
     case.judge(called, STEPS)
-
-
-@row("a warm-up from a learning rate of 0", RIGHT)
-def warm_up(case: Case) -> None:
-    called, _, optimizer = attached(case)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step > 2 else 0.0)
-    case.train(called, optimizer, 3 + STEPS, after=scheduler.step)
-    case.judge(called)
-
-
-@row("sharpness-aware: two backwards a step, weights moved in between", RIGHT)
-def sharpness_aware(case: Case) -> None:
-    called, _, optimizer = attached(case)
-    for index in range(STEPS):
-        case.backward(called, index)
-        moves = [0.01 * p.grad.sign() for p in called.parameters() if p.grad is not None]
-        with torch.no_grad():
-            for p, move in zip(called.parameters(), moves):
-                p.add_(move)
-        optimizer.zero_grad()
-        case.backward(called, index)
-        with torch.no_grad():
-            for p, move in zip(called.parameters(), moves):
-                p.sub_(move)
-        case.step(optimizer, called)
-        optimizer.zero_grad()
-    case.judge(called)
 
 
 def _closures(optimizer_of: Callable[[nn.Module, Any], Any]) -> Callable[[Case], None]:
@@ -670,8 +445,7 @@ def _closures(optimizer_of: Callable[[nn.Module, Any], Any]) -> Callable[[Case],
     return program
 
 
-ROWS.add("LBFGS with a closure", _closures(lambda model, optimizer: optimizer), RIGHT)
-ROWS.add(
+SCENARIOS.add(
     "LBFGS with a closure, re-created",
     _closures(lambda model, optimizer: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)),
     RAISED,
@@ -680,18 +454,7 @@ ROWS.add(
 )
 
 
-@row("100 microbatches a step", RIGHT)
-def accumulate(case: Case) -> None:
-    called, _, optimizer = attached(case)
-    for step in range(2):
-        for index in range(100):
-            case.backward(called, 100 * step + index)
-        case.step(optimizer, called)
-        optimizer.zero_grad()
-    case.judge(called)
-
-
-@row("two optimizer steps for each backward", RIGHT)
+@scenario("two optimizer steps for each backward", RIGHT)
 def two_steps(case: Case) -> None:
     called, _, optimizer = attached(case)
     for index in range(STEPS):
@@ -702,7 +465,7 @@ def two_steps(case: Case) -> None:
     case.judge(called)
 
 
-@row(
+@scenario(
     "calibrate() around each training step, as TransformerEngine's calibrating=True",
     WARNED,
     "no_fp8",
@@ -718,7 +481,7 @@ def calibrated_steps(case: Case) -> None:
         optimizer.zero_grad()
 
 
-@row("zero_grad() between backward and step", WARNED, "no parameter has a gradient", "zero_grad", once=True)
+@scenario("zero_grad() between backward and step", WARNED, "no parameter has a gradient", "zero_grad", once=True)
 def zeroed_first(case: Case) -> None:
     called, _, optimizer = attached(case)
     for index in range(3):
@@ -727,7 +490,7 @@ def zeroed_first(case: Case) -> None:
         case.step(optimizer, called)
 
 
-@row("the backward is forgotten, by two optimizers", WARNED, "no parameter has a gradient", once=True)
+@scenario("the backward is forgotten, by two optimizers", WARNED, "no parameter has a gradient", once=True)
 def no_gradients(case: Case) -> None:
     called, manager = case.build()
     optimizers = [adamw(called.up), adamw(called.down)]  # type: ignore[arg-type]
@@ -740,14 +503,16 @@ def no_gradients(case: Case) -> None:
             case.step(optimizer, called)
 
 
-@row("trained in eval()", WARNED, r"eval\(\)", "recording", r"\bdown, up\b", once=True)
+@scenario("trained in eval()", WARNED, r"eval\(\)", "recording", r"\bdown, up\b", once=True)
 def trained_in_eval(case: Case) -> None:
     called, _, optimizer = attached(case)
     called.eval()
     case.train(called, optimizer)
 
 
-@row("trained in eval() after some steps in train()", WARNED, r"eval\(\)", r"train\(\)", r"\bdown, up\b", once=True)
+@scenario(
+    "trained in eval() after some steps in train()", WARNED, r"eval\(\)", r"train\(\)", r"\bdown, up\b", once=True
+)
 def left_in_eval(case: Case) -> None:
     called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
@@ -755,7 +520,7 @@ def left_in_eval(case: Case) -> None:
     case.train(called, optimizer, STEPS - 3, 3)
 
 
-@row("a part is left in eval() after some steps", WARNED, r"eval\(\)", r"FP8 weights of up\b", once=True)
+@scenario("a part is left in eval() after some steps", WARNED, r"eval\(\)", r"FP8 weights of up\b", once=True)
 def part_left_in_eval(case: Case) -> None:
     called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
@@ -763,7 +528,7 @@ def part_left_in_eval(case: Case) -> None:
     case.train(called, optimizer, STEPS - 3, 3)
 
 
-@row("trained in eval(), inside recording()", RIGHT)
+@scenario("trained in eval(), inside recording()", RIGHT)
 def recorded_in_eval(case: Case) -> None:
     called, manager, optimizer = attached(case)
     called.eval()
@@ -773,7 +538,7 @@ def recorded_in_eval(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("gradients in eval(): saliency, and adversarial inputs for each step", RIGHT)
+@scenario("gradients in eval(): saliency, and adversarial inputs for each step", RIGHT)
 def gradients_in_eval(case: Case) -> None:
     called, _, optimizer = attached(case)
     for index in range(STEPS):
@@ -791,12 +556,11 @@ def gradients_in_eval(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-def _resumed(late: bool, fp8: bool) -> Callable[[Case], None]:
-    """Resumes from weights, the optimizer's state and, if ``fp8``, FP8 state, which are loaded before or after
-    ``attach``."""
+def _resumed(late: bool) -> Callable[[Case], None]:
+    """Resumes from weights and the optimizer's state, which are loaded before or after ``attach``."""
 
     def program(case: Case) -> None:
-        first, manager, optimizer = attached(case)
+        first, _, optimizer = attached(case)
         case.train(first, optimizer, 3)
         called, other = case.build()
         new = adamw(called)
@@ -804,8 +568,6 @@ def _resumed(late: bool, fp8: bool) -> Callable[[Case], None]:
             other.attach(called, optimizer=new)
         called.load_state_dict(first.state_dict())
         new.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        if fp8:
-            other.load_state_dict(manager.state_dict())
         if not late:
             other.attach(called, optimizer=new)
         case.train(called, new, STEPS - 3, 3)
@@ -815,20 +577,18 @@ def _resumed(late: bool, fp8: bool) -> Callable[[Case], None]:
 
 
 for _late in (False, True):
-    _when = "after" if _late else "before"
-    ROWS.add(
-        f"resumed without FP8 state, which is loaded {_when} attach",
-        _resumed(_late, False),
+    SCENARIOS.add(
+        f"resumed without FP8 state, which is loaded {'after' if _late else 'before'} attach",
+        _resumed(_late),
         WARNED,
         "resumes without FP8 state",
         "load_state_dict",
         "calibrate",
         once=True,
     )
-    ROWS.add(f"resumed with FP8 state, which is loaded {_when} attach", _resumed(_late, True), RIGHT)
 
 
-@row("recording() and no_fp8() around steps that train", RIGHT)
+@scenario("recording() and no_fp8() around steps that train", RIGHT)
 def recorded_steps(case: Case) -> None:
     called, manager, optimizer = attached(case)
     with manager.no_fp8(), manager.recording():
@@ -838,7 +598,7 @@ def recorded_steps(case: Case) -> None:
     case.judge(called, STEPS)
 
 
-@row("a second backward after the step, without a new forward", NOT_SILENT)
+@scenario("a second backward after the step, without a new forward", NOT_SILENT)
 def second_backward(case: Case) -> None:
     called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
@@ -861,7 +621,7 @@ def second_backward(case: Case) -> None:
     case.measure("gradient of the second backward", mine.grad, theirs.grad, 0.2)
 
 
-@row("an evolution strategy: no backward at all", RIGHT)
+@scenario("an evolution strategy: no backward at all", RIGHT)
 def no_backward(case: Case) -> None:
     called, manager = case.build()
     manager.attach(called)
@@ -873,7 +633,7 @@ def no_backward(case: Case) -> None:
             case.measure(f"output {index}", called(x), plain(weights_of(called), x), OUTPUT)
 
 
-@row("manager.step() after forwards under no_grad", RIGHT)
+@scenario("manager.step() after forwards under no_grad", RIGHT)
 def nothing_recorded(case: Case) -> None:
     called, manager = case.build()
     manager.attach(called)
@@ -884,7 +644,7 @@ def nothing_recorded(case: Case) -> None:
     case.judge(called)
 
 
-@row("evaluated only: never attached, never trained", RIGHT)
+@scenario("evaluated only: never attached, never trained", RIGHT)
 def evaluated_only(case: Case) -> None:
     called, _ = case.build()
     case.output(called, "before loading", train=False)
@@ -935,34 +695,27 @@ def _scaled(
     return program
 
 
-ROWS.add("GradScaler is passed", _scaled("yes"), RIGHT)
+SCENARIOS.add("GradScaler is passed", _scaled("yes"), RIGHT)
 for _fused in (False, True):
-    ROWS.add(
+    SCENARIOS.add(
         f"GradScaler is not passed{', fused' if _fused else ''}",
         _scaled("no", _fused),
         frozenset({RIGHT, WARNED}),
         "scaler=",
     )
-ROWS.add("another GradScaler is passed", _scaled("other"), NOT_SILENT, "scaler")
-ROWS.add("the GradScaler is made after attach", _scaled("no", made_late=True), frozenset({RIGHT, WARNED}), "scaler=")
-ROWS.add("GradScaler.update() before its step", _scaled("yes", update_first=True), NOT_SILENT | {"foreign"}, "scaler")
+SCENARIOS.add("another GradScaler is passed", _scaled("other"), NOT_SILENT, "scaler")
+SCENARIOS.add(
+    "the GradScaler is made after attach", _scaled("no", made_late=True), frozenset({RIGHT, WARNED}), "scaler="
+)
+SCENARIOS.add(
+    "GradScaler.update() before its step", _scaled("yes", update_first=True), NOT_SILENT | {"foreign"}, "scaler"
+)
 
 
 # Modules that change -----------------------------------------------------------------------------------------
 
 
-@row("restored, and trained on", RIGHT)
-def restored(case: Case) -> None:
-    called, _, optimizer = attached(case)
-    case.train(called, optimizer, 3)
-    fp8dist.restore(called)
-    case.train(called, optimizer, STEPS - 3, 3)
-    x, _ = batch(0, 1)
-    case.expect(torch.equal(called(x), plain(dict(called.named_parameters()), x)), "not exactly float32's output")
-    case.judge(called, STEPS)
-
-
-@row("a copy is trained", SAID, "attach")
+@scenario("a copy is trained", SAID, "attach")
 def trained_copy(case: Case) -> None:
     called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
@@ -971,21 +724,7 @@ def trained_copy(case: Case) -> None:
     case.judge(twin)
 
 
-@row("a copy is evaluated, as its weights follow", RIGHT)
-def evaluated_copy(case: Case) -> None:
-    called, _, optimizer = attached(case)
-    case.train(called, optimizer, 3)
-    average = copy.deepcopy(called)
-    for index in range(3, STEPS):
-        case.train(called, optimizer, 1, index)
-        with torch.no_grad():
-            for mean, p in zip(average.parameters(), called.parameters()):
-                mean.lerp_(p, 0.5)
-    case.output(average, train=False)
-    case.judge(called, STEPS)
-
-
-@row("a deep copy's manager is attached to the original's optimizer", SAID, "optimizer")
+@scenario("a deep copy's manager is attached to the original's optimizer", SAID, "optimizer")
 def copy_with_old_optimizer(case: Case) -> None:
     called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
@@ -994,7 +733,7 @@ def copy_with_old_optimizer(case: Case) -> None:
     case.train(twin, optimizer)
 
 
-@row("frozen at attach, trained later", frozenset({RIGHT, WARNED}), r"\bup\b")
+@scenario("frozen at attach, trained later", frozenset({RIGHT, WARNED}), r"\bup\b")
 def frozen_first(case: Case) -> None:
     called, manager = case.build()
     assert isinstance(called, Net)
@@ -1007,7 +746,7 @@ def frozen_first(case: Case) -> None:
     case.judge(called)
 
 
-@row("frozen at attach, trained later by an optimizer of its own", RAISED, "AdamW", *REMEDY)
+@scenario("frozen at attach, trained later by an optimizer of its own", RAISED, "AdamW", *REMEDY)
 def frozen_first_own_optimizer(case: Case) -> None:
     called, manager = case.build()
     assert isinstance(called, Net)
@@ -1021,16 +760,7 @@ def frozen_first_own_optimizer(case: Case) -> None:
     case.judge(called)
 
 
-@row("frozen later", RIGHT)
-def frozen_later(case: Case) -> None:
-    called, _, optimizer = attached(case)
-    case.train(called, optimizer, 3)
-    called.up.requires_grad_(False)  # type: ignore[union-attr]
-    case.train(called, optimizer, STEPS, 3)
-    case.judge(called)
-
-
-@row("trained before attach", NOT_SILENT, "attach")
+@scenario("trained before attach", NOT_SILENT, "attach")
 def trained_before(case: Case) -> None:
     called, manager = case.build()
     optimizer = adamw(called)
@@ -1061,22 +791,22 @@ def _guarded(action: str, late: bool, with_optimizer: bool = True) -> Callable[[
     return program
 
 
-ROWS.add('LossGuard(action="skip") observes before the step', _guarded("skip", False), RIGHT)
-ROWS.add(
+SCENARIOS.add('LossGuard(action="skip") observes before the step', _guarded("skip", False), RIGHT)
+SCENARIOS.add(
     'LossGuard(action="skip") observes after the step',
     _guarded("skip", True),
     RAISED,
     "observe",
     r"optimizer\.step\(\)",
 )
-ROWS.add(
+SCENARIOS.add(
     'LossGuard(action="warn") observes after the step',
     _guarded("warn", True),
     WARNED,
     "observe",
     r"optimizer\.step\(\)",
 )
-ROWS.add('LossGuard(action="skip") without optimizer', _guarded("skip", False, False), RAISED, "optimizer=")
+SCENARIOS.add('LossGuard(action="skip") without optimizer', _guarded("skip", False, False), RAISED, "optimizer=")
 
 
 def _every(n: int, call: Callable[[], Any]) -> Callable[[], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,11 +15,8 @@ from tests.support.mistaken_steps import attached
 from tests.support.mistakes import (
     LAYOUTS,
     OUTPUT,
-    RIGHT,
     STEPS,
-    WARNED,
     Case,
-    Rows,
     adamw,
     batch,
     larger,
@@ -30,10 +26,11 @@ from tests.support.mistakes import (
     ranks_of,
     weights_of,
 )
+from tests.support.scenarios import RIGHT, WARNED, Scenarios
 from tests.support.training import bits, state_bits
 
-ROWS = Rows()
-row = ROWS.row
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.scenario
 
 Write = Callable[[nn.Module, float, str], None]
 """Multiplies the weights whose names end with the given text."""
@@ -132,7 +129,7 @@ def _program(write: Write, layout: str, of: str) -> Callable[[Case], None]:
 for _name, (_write, _layouts) in WRITES.items():
     for _layout in _layouts:
         _hidden = _layout == "gather" and _name in ("data.mul_", "to_local().mul_", "_foreach_mul_")
-        ROWS.add(
+        SCENARIOS.add(
             f"{_name} by 8, {_layout}",
             _program(_write, _layout, LAST),
             frozenset({RIGHT, WARNED}) if _hidden else RIGHT,
@@ -140,7 +137,7 @@ for _name, (_write, _layouts) in WRITES.items():
             ranks=ranks_of(_layout),
         )
 for _layout in ("one", "gather"):  # These make activations grow.
-    ROWS.add(
+    SCENARIOS.add(
         f"load_state_dict of all layers by 8, {_layout}",
         _program(load_state_dict, _layout, "weight"),
         RIGHT,
@@ -224,12 +221,12 @@ def _swapped(layout: str) -> Callable[[Case], None]:
 
 
 for _layout in ("one", "fsdp1", "gather"):
-    ROWS.add(f"mul_ by 2**-20, {_layout}", _shrunk(_layout), RIGHT, ranks=ranks_of(_layout))
-    ROWS.add(f"mul_ by 1.9, {_layout}", _grown(_layout), RIGHT, ranks=ranks_of(_layout))
+    SCENARIOS.add(f"mul_ by 2**-20, {_layout}", _shrunk(_layout), RIGHT, ranks=ranks_of(_layout))
+    SCENARIOS.add(f"mul_ by 1.9, {_layout}", _grown(_layout), RIGHT, ranks=ranks_of(_layout))
 for _layout in ("one", "gather"):
-    ROWS.add(f"EMA swapped by hand, {_layout}", _swapped_by_hand(_layout), RIGHT, ranks=ranks_of(_layout))
+    SCENARIOS.add(f"EMA swapped by hand, {_layout}", _swapped_by_hand(_layout), RIGHT, ranks=ranks_of(_layout))
 for _layout in ("one", "fsdp1", "gather", "tp"):
-    ROWS.add(f"EMA in swapped_weights(), {_layout}", _swapped(_layout), RIGHT, ranks=ranks_of(_layout))
+    SCENARIOS.add(f"EMA in swapped_weights(), {_layout}", _swapped(_layout), RIGHT, ranks=ranks_of(_layout))
 
 
 # Other recipes, and torch.compile ---------------------------------------------------------------------------
@@ -253,14 +250,14 @@ def _recipe(recipe: Recipe, layout: str, write: Write, factor: float) -> Callabl
 
 for _layout in ("one", "gather"):
     for _what, _factor in (("load_state_dict", 8.0), ("mul_", 1.9)):
-        ROWS.add(
+        SCENARIOS.add(
             f"{_what} by {_factor:g}, next_step, {_layout}",
             _recipe(NEXT_STEP, _layout, WRITES[_what][0], _factor),
             RIGHT,
             ranks=ranks_of(_layout),
         )
 for _layout in ("one", "gather"):
-    ROWS.add(
+    SCENARIOS.add(
         f"mul_ by 8, CurrentScaling, {_layout}",
         _recipe(CurrentScaling(), _layout, mul, 8.0),
         RIGHT,
@@ -285,10 +282,10 @@ def _compiled(write: Write, factor: float) -> Callable[[Case], None]:
 
 # Compiled forwards do not see versions. The limit is that of eager ones.
 for _name, _write, _factor in (("mul_", mul, 1.9), ("data.mul_", data_mul, 8.0)):
-    ROWS.add(f"{_name} by {_factor:g}, compiled", _compiled(_write, _factor), RIGHT)
+    SCENARIOS.add(f"{_name} by {_factor:g}, compiled", _compiled(_write, _factor), RIGHT)
 
 
-@row("a tied weight is written to", RIGHT)
+@scenario("a tied weight is written to", RIGHT)
 def tied(case: Case) -> None:
     net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
     net[1].weight = net[0].weight
@@ -308,7 +305,7 @@ def tied(case: Case) -> None:
     case.measure("first", net[0](x), x @ w.t(), OUTPUT)
 
 
-@row("a parametrized weight is written to", RIGHT)
+@scenario("a parametrized weight is written to", RIGHT)
 def parametrized(case: Case) -> None:
     net = make_net()
     manager = case.prepare(net)
@@ -359,10 +356,10 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
     "double()": lambda model: model.double(),
 }
 for _name, _convert in CONVERSIONS.items():
-    ROWS.add(f"model.{_name} after attach", _converted(_convert), frozenset({RIGHT, WARNED}))
+    SCENARIOS.add(f"model.{_name} after attach", _converted(_convert), frozenset({RIGHT, WARNED}))
 
 
-@row("model.bfloat16() after attach, with larger weights", frozenset({RIGHT, WARNED}))
+@scenario("model.bfloat16() after attach, with larger weights", frozenset({RIGHT, WARNED}))
 def converted_and_loaded(case: Case) -> None:
     called, _, optimizer = attached(case)
     case.train(called, optimizer, 2)
@@ -375,43 +372,12 @@ def converted_and_loaded(case: Case) -> None:
 # FP8 states --------------------------------------------------------------------------------------------------
 
 
-@row("FP8 state of a model with other modules", "raised", "up|down|slot")
+@scenario("FP8 state of a model with other modules", "raised", "up|down|slot")
 def state_of_other_modules(case: Case) -> None:
     called, manager, optimizer = attached(case)
     other = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     manager.load_state_dict(case.prepare(other).state_dict())
     case.train(called, optimizer)
-
-
-def _loads(order: str) -> Callable[[Case], None]:
-    """w: load weights, f: load FP8 state, a: attach; from one checkpoint. Bitwise equal to the run without a break."""
-
-    def program(case: Case) -> None:
-        source, sources, optimizer = attached(case)
-        case.train(source, optimizer, 4)
-        weights, state, moments = weights_of(source), sources.state_dict(), deepcopy(optimizer.state_dict())
-        case.train(source, optimizer, 3, 4)
-        net = make_net(3)
-        manager = case.prepare(net)
-        new = adamw(net)
-        new.load_state_dict(moments)
-        for what in order:
-            if what == "w":
-                load(net, weights)
-            elif what == "f":
-                manager.load_state_dict(state)
-            else:
-                manager.attach(net, optimizer=new)
-        case.train(net, new, 3, 4)
-        case.expect(case.snapshot(net) == case.snapshot(source), "weights are not bitwise those without a break")
-        case.expect(state_bits(manager) == state_bits(sources), "FP8 state is not bitwise that without a break")
-        case.judge(net)
-
-    return program
-
-
-for _order in ("wfa", "fwa", "waf", "faw", "awf", "afw"):
-    ROWS.add(f"resumed in the order {_order}", _loads(_order), RIGHT)
 
 
 # Weights loaded under master copies ------------------------------------------------------------------------
@@ -468,7 +434,7 @@ def _loaded(kind: str, factor: float, when: str) -> Callable[[Case], None]:
 for _kind in ("of the loop", "of the optimizer", "loaded, too", "none"):
     _lost = _kind.startswith("of")
     for _factor, _when in ((8.0, "after"), (0.1, "after"), (8.0, "before")):
-        ROWS.add(
+        SCENARIOS.add(
             f"weights times {_factor:g} are loaded {_when} attach, master copies: {_kind}",
             _loaded(_kind, _factor, _when),
             WARNED if _lost else RIGHT,
@@ -477,7 +443,7 @@ for _kind in ("of the loop", "of the optimizer", "loaded, too", "none"):
         )
 
 
-@row("weights are loaded to go back: an evaluation of others, and a rollback by a step", RIGHT)
+@scenario("weights are loaded to go back: an evaluation of others, and a rollback by a step", RIGHT)
 def loaded_back(case: Case) -> None:
     called, manager = case.build()
     optimizer = torch.optim.SGD(called.parameters(), lr=0.3)

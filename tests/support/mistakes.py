@@ -1,7 +1,7 @@
 """A harness for programs with a mistake: each must give the right result, or report what is wrong.
 
-A row is a program (a function of a ``Case``), its allowed outcomes, and the words of the error or warning. The result
-is compared with a float32 model in plain torch that shares no code with fp8dist.
+A program is a function of a ``Case``. Its result is compared with a float32 model in plain torch that shares no code
+with fp8dist.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import fp8dist
 from fp8dist import StateManager
 from fp8dist.errors import Fp8DistError
 from tests.support.ranks import RankPool, RanksFailed
+from tests.support.scenarios import RAISED, RIGHT, SAID, WARNED, Scenario
 
 OUTPUT = 0.08
 """Allowed relative error of an output in FP8: correct programs have 3 %, wrong ones 28 % and more."""
@@ -43,17 +44,12 @@ LOSS = 0.04
 """Allowed difference of the final losses of FP8 and float32 training, as a fraction of the first loss: correct programs
 have 1 %, programs that train nothing 70 %."""
 
-RIGHT, WARNED, RAISED = "right", "warned", "raised"
-SAID = frozenset({WARNED, RAISED})
-NOT_SILENT = SAID | {RIGHT}
-"""Allows any outcome except a silent wrong result."""
-
 LR = 0.03
 STEPS = 12
 """Steps of a training in which weights grow to three times their size."""
 
 RAISES_TIMEOUT = timedelta(seconds=2)
-"""Timeout of the process groups of rows that lose a rank."""
+"""Timeout of the process groups of programs that lose a rank."""
 USUAL_TIMEOUT = timedelta(seconds=20)
 
 PACKAGE = str(Path(fp8dist.__file__).parent)
@@ -242,7 +238,7 @@ class Case:
         return torch.compile(net, backend="eager")
 
     def environ(self, name: str, value: str) -> None:
-        """Set an environment variable until the row ends."""
+        """Set an environment variable until the program ends."""
         before = os.environ.get(name)
         os.environ[name] = value
         self.closing.callback(
@@ -354,52 +350,7 @@ def adamw(called: nn.Module | Any, lr: float = LR, **options: Any) -> torch.opti
     return torch.optim.AdamW(called.parameters() if isinstance(called, nn.Module) else called, lr=lr, **options)
 
 
-# Rows -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """``words``: regular expressions that must all match one error or warning. ``loses``: the row loses a rank, so its
-    groups are not reused and time out soon. ``everywhere``: all ranks must raise. ``once``: no rank may repeat the
-    text. ``may``: regular expressions of unrelated warnings that are allowed."""
-
-    name: str
-    program: Callable[[Case], None]
-    ranks: int
-    outcomes: frozenset[str]
-    words: tuple[str, ...] = ()
-    errors: tuple[str, ...] = ()
-    loses: bool = False
-    everywhere: bool = False
-    once: bool = False
-    info: tuple[str, ...] = ()
-    may: tuple[str, ...] = ()
-
-
-class Rows(dict[str, Row]):
-    """A table of rows; ``rows.row(…)`` decorates a program."""
-
-    def row(
-        self, name: str, outcomes: str | frozenset[str], *words: str, ranks: int = 1, **options: Any
-    ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
-        def add(program: Callable[[Case], None]) -> Callable[[Case], None]:
-            self.add(name, program, outcomes, *words, ranks=ranks, **options)
-            return program
-
-        return add
-
-    def add(
-        self,
-        name: str,
-        program: Callable[[Case], None],
-        outcomes: str | frozenset[str],
-        *words: str,
-        ranks: int = 1,
-        **options: Any,
-    ) -> None:
-        assert name not in self, name
-        allowed = frozenset({outcomes}) if isinstance(outcomes, str) else outcomes
-        self[name] = Row(name, program, ranks, allowed, words, **options)
+# Running a scenario -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -423,18 +374,18 @@ def _logged(seen: Seen) -> Iterator[None]:
         logger.propagate = propagate
 
 
-def run_case(row: Row, rank: int = 0, group: Any = None, mesh: DeviceMesh | None = None) -> Seen:
-    """Run the row on one rank."""
+def run_case(scenario: Scenario, rank: int = 0, group: Any = None, mesh: DeviceMesh | None = None) -> Seen:
+    """Run the scenario on one rank."""
     seen = Seen()
-    case = Case(rank, row.ranks, group, mesh, seen)
+    case = Case(rank, scenario.ranks, group, mesh, seen)
     with _logged(seen), warnings.catch_warnings(), case.closing:
         warnings.simplefilter("ignore")
         try:
-            row.program(case)
+            scenario.program(case)
         except Exception as error:
             _note(error, seen)
     del case
-    gc.collect(1)  # The row's objects are young; a full collection would scan all of torch.
+    gc.collect(1)  # The program's objects are young; a full collection would scan all of torch.
     return seen
 
 
@@ -464,35 +415,35 @@ _GROUPS: dict[str, tuple[int, Any, DeviceMesh]] = {}
 
 
 def run_on_rank(module: str, name: str, epoch: int) -> Seen:
-    """Run a row of the table ``ROWS`` of that module, on a rank of a pool. Does not reuse groups of an earlier
+    """Run a scenario of the ``SCENARIOS`` of that module, on a rank of a pool. Does not reuse groups of an earlier
     ``epoch``."""
     import importlib
 
-    row: Row = importlib.import_module(module).ROWS[name]
-    kind = "loses" if row.loses else "usual"
+    scenario: Scenario = importlib.import_module(module).SCENARIOS[name]
+    kind = "loses" if scenario.loses else "usual"
     known = _GROUPS.get(kind)
-    if known is None or known[0] != epoch or row.loses:
-        group = dist.new_group(timeout=RAISES_TIMEOUT if row.loses else USUAL_TIMEOUT)
+    if known is None or known[0] != epoch or scenario.loses:
+        group = dist.new_group(timeout=RAISES_TIMEOUT if scenario.loses else USUAL_TIMEOUT)
         assert group is not None
         known = (epoch, group, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("all",)))
         _GROUPS[kind] = known
-    return run_case(row, dist.get_rank(), known[1], known[2])
+    return run_case(scenario, dist.get_rank(), known[1], known[2])
 
 
 class Bench:
-    """Runs rows on the ranks of a pool."""
+    """Runs scenarios on the ranks of a pool."""
 
     def __init__(self, pool: RankPool, module: str) -> None:
         self._pool, self._module, self._epoch = pool, module, 0
 
-    def run(self, row: Row) -> list[Seen]:
-        """Run a row. Return what each rank has seen.
+    def run(self, scenario: Scenario) -> list[Seen]:
+        """Run a scenario. Return what each rank has seen.
 
         Raises:
             RanksFailed: ranks hang or died.
         """
         try:
-            seen: list[Seen] = self._pool.run(run_on_rank, self._module, row.name, self._epoch, timeout=45)
+            seen: list[Seen] = self._pool.run(run_on_rank, self._module, scenario.name, self._epoch, timeout=45)
         except RanksFailed:
             self._epoch += 1
             raise
@@ -503,45 +454,50 @@ class Bench:
         return seen
 
 
-def outcome_of(row: Row, seen: list[Seen]) -> str:
+def outcome_of(scenario: Scenario, seen: list[Seen]) -> str:
     """Return raised, warned or right; or a forbidden outcome: bare (Python's own error from inside fp8dist), foreign
     (torch's error, and nothing from fp8dist), SILENT_WRONG."""
     if any(each.origin == "bare" for each in seen):
         return "bare"
     if any(each.origin == "ours" for each in seen):
         return RAISED
-    if any(_of_interest(row, each) for each in seen):
+    if any(_of_interest(scenario, each) for each in seen):
         return WARNED
     if any(each.origin == "foreign" for each in seen):
         return "foreign"
     return "SILENT_WRONG" if any(each.wrong for each in seen) else RIGHT
 
 
-def _of_interest(row: Row, seen: Seen) -> list[str]:
-    return [text for text in seen.warnings if not any(re.search(pattern, text) for pattern in row.may)]
+def _of_interest(scenario: Scenario, seen: Seen) -> list[str]:
+    return [text for text in seen.warnings if not any(re.search(pattern, text) for pattern in scenario.may)]
 
 
-def complaints(row: Row, seen: list[Seen]) -> list[str]:
-    """Return the deviations from the row's expectations; [] if there are none."""
-    outcome = outcome_of(row, seen)
+def complaints(scenario: Scenario, seen: list[Seen]) -> list[str]:
+    """Return the deviations from the expectations; [] if there are none."""
+    outcome = outcome_of(scenario, seen)
     found = [f"rank {rank}: {flaw}" for rank, each in enumerate(seen) for flaw in each.flaws]
-    if outcome not in row.outcomes:
-        found.append(f"{outcome}, expected {' or '.join(sorted(row.outcomes))}")
-    if outcome == WARNED and WARNED not in row.outcomes and any(each.wrong for each in seen):
+    if outcome not in scenario.outcomes:
+        found.append(f"{outcome}, expected {' or '.join(sorted(scenario.outcomes))}")
+    if outcome == WARNED and WARNED not in scenario.outcomes and any(each.wrong for each in seen):
         found.append("and wrong")
     texts = [each.error for each in seen if each.error] if outcome == RAISED else [t for e in seen for t in e.warnings]
-    if outcome in SAID and outcome in row.outcomes and row.words and not any(_says(text, row.words) for text in texts):
-        found.append(f"no text has all of {row.words}")
-    if outcome == RAISED and row.errors and not any(e.error and e.error.startswith(row.errors) for e in seen):
-        found.append(f"expected {' or '.join(row.errors)}")
-    if not row.loses and any(each.error and each.error.startswith("SyncError") for each in seen):
+    if (
+        outcome in SAID
+        and outcome in scenario.outcomes
+        and scenario.words
+        and not any(_says(text, scenario.words) for text in texts)
+    ):
+        found.append(f"no text has all of {scenario.words}")
+    if outcome == RAISED and scenario.errors and not any(e.error and e.error.startswith(scenario.errors) for e in seen):
+        found.append(f"expected {' or '.join(scenario.errors)}")
+    if not scenario.loses and any(each.error and each.error.startswith("SyncError") for each in seen):
         found.append("a rank timed out waiting for another")
-    if row.everywhere and outcome == RAISED and not all(each.origin == "ours" for each in seen):
+    if scenario.everywhere and outcome == RAISED and not all(each.origin == "ours" for each in seen):
         found.append("not all ranks raised")
-    if row.once and any(sum(_says(text, row.words) for text in each.warnings) > 1 for each in seen):
+    if scenario.once and any(sum(_says(text, scenario.words) for text in each.warnings) > 1 for each in seen):
         found.append("said more than once")
-    if row.info and not any(_says(text, row.info) for each in seen for text in each.infos):
-        found.append(f"no INFO has all of {row.info}")
+    if scenario.info and not any(_says(text, scenario.info) for each in seen for text in each.infos):
+        found.append(f"no INFO has all of {scenario.info}")
     return found
 
 
@@ -549,9 +505,9 @@ def _says(text: str, words: tuple[str, ...]) -> bool:
     return all(re.search(word, text, re.IGNORECASE | re.DOTALL) for word in words)
 
 
-def report(row: Row, seen: list[Seen]) -> str:
+def report(scenario: Scenario, seen: list[Seen]) -> str:
     """Return all observations, to explain a failure."""
-    lines = [f"{row.name}: {'; '.join(complaints(row, seen))}"]
+    lines = [f"{scenario.name}: {'; '.join(complaints(scenario, seen))}"]
     for rank, each in enumerate(seen):
         lines.append(f"--- rank {rank}: {each.error or 'returned'}")
         lines += [f"    warned: {text}" for text in each.warnings]

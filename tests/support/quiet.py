@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +117,21 @@ class Trial:
         loss.backward()
         return loss.detach()
 
-    def train(self, optimizer: Any, steps: int, start: int = 0, net: nn.Module | None = None, rank: int = 0) -> None:
-        """Run the simplest training loop."""
+    def train(
+        self,
+        optimizer: Any,
+        steps: int,
+        start: int = 0,
+        net: nn.Module | None = None,
+        rank: int = 0,
+        after: Callable[[], Any] | None = None,
+    ) -> None:
+        """Run the simplest training loop. ``after``: called after each step."""
         for index in range(start, start + steps):
             self.backward(index, rank, net=net)
-            optimizer.step()
-            optimizer.zero_grad()
+            take(optimizer)
+            if after is not None:
+                after()
 
     def evaluate(self, net: nn.Module | None = None) -> None:
         """Run a forward without gradients, in the net's current mode."""
@@ -145,6 +152,21 @@ class Trial:
     def bits(self) -> dict[str, Any]:
         """Return weights and FP8 state, exactly."""
         return {**weight_bits(self.net), **fp8_bits(self.manager)}
+
+
+def attached(net: nn.Module | None = None, make: Any = Trial.adamw, **options: Any) -> tuple[Trial, Any]:
+    """Return a trial and its optimizer, attached. ``make``: the optimizer's function of the trial."""
+    trial = Trial(net, **options)
+    optimizer = make(trial)
+    trial.manager.attach(optimizer=optimizer)
+    return trial, optimizer
+
+
+def take(*optimizers: Any) -> None:
+    """Take a step with each of the optimizers."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def state_is_right(manager: StateManager, steps: int, ran: Callable[[str, str], bool] = lambda fqn, role: True) -> None:
@@ -177,9 +199,7 @@ def fp8_bits(manager: StateManager) -> dict[str, Any]:
 
 def plain_run(steps: int, make: Callable[[Any], Optimizer] = lambda p: AdamW(p, lr=0.01), net: Any = None) -> Trial:
     """Run the simplest program: one optimizer, attached."""
-    trial = Trial(net)
-    optimizer = make(trial.net.parameters())
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(net, lambda trial: make(trial.net.parameters()))
     trial.train(optimizer, steps)
     return trial
 
@@ -193,42 +213,3 @@ def done(trial: Trial) -> Trial:
 def plain_forward(trial: Trial, x: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.func.functional_call(trial.twin, dict(trial.net.named_parameters()), x)
-
-
-class Table:
-    """Programs by name; a function may have several variants."""
-
-    def __init__(self) -> None:
-        self.programs: dict[str, Callable[[], Any]] = {}
-
-    def program(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Add a program."""
-        return self.variants()(function)
-
-    def variants(self, **arguments: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Add a program once for each combination of arguments."""
-
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            for values in itertools.product(*arguments.values()):
-                named = dict(zip(arguments, values))
-                label = ", ".join(f"{key} {getattr(value, '__name__', value)}" for key, value in named.items())
-                name = f"{function.__name__.replace('_', ' ').strip()}: {label}".removesuffix(": ")
-                self.programs[name] = partial(function, **named)
-            return function
-
-        return add
-
-    def cases(self, *several: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Add a program once with each of these arguments."""
-
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            for arguments in several:
-                self.variants(**{name: [value] for name, value in arguments.items()})(function)
-            return function
-
-        return add
-
-    def run(self, name: str) -> Any:
-        """Run one program, and assert silence."""
-        with silence("is switched off:" if name.startswith("switched off") else None):
-            return self.programs[name]()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.modules.linear_slots import LinearSlots
-from fp8dist_kernels.formats import Role
+from fp8dist_kernels import Gemm
 from tests.support.training import bits
 
 RECIPES: dict[str, fp8dist.Recipe] = {
@@ -49,10 +49,10 @@ def watched_products() -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     original = LinearSlots.matmul
 
-    def matmul(self: LinearSlots, a: Tensor, b: Tensor, inv_a: Tensor, inv_b: Tensor, *rest: Any) -> Tensor:
-        if "fprop" in rest:
-            seen[self.slots[Role.INPUT].fqn] = b.clone(), inv_b.clone()
-        return original(self, a, b, inv_a, inv_b, *rest)
+    def matmul(self: LinearSlots, a: Any, b: Any, dtype: torch.dtype, gemm: Gemm, *rest: Any) -> Tensor | None:
+        if gemm == "fprop":
+            seen[self.fqn] = b[0].clone(), b[1].clone()
+        return original(self, a, b, dtype, gemm, *rest)
 
     with mock.patch.object(LinearSlots, "matmul", matmul):
         yield seen

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from fp8dist.errors import ManifestMismatchError
-from fp8dist.state.groups import SyncGroup, agree_on_manifests, publish_manifest
+from fp8dist.state.groups import SyncGroup
+from fp8dist.state.publications import agree_on_manifests, publish_manifest
 from tests.support.large_world import CountingStore, Member, group_of, world
 
 MANIFEST: dict[str, Any] = {"numerics_version": 1, "settings": {"margin": 0}, "arenas": []}

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -58,7 +59,7 @@ class MLflow:
         self._resumed = run_id
         self._waiting: list[Any] = []
         self._due = math.inf
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._opened = self._ended = False
 
     @cached_property
@@ -82,7 +83,7 @@ class MLflow:
     def event(self, event: Mapping[str, Any]) -> None:
         """Count an event by its kind, and keep it as a tag."""
         kind = kind_of(event)
-        self._counts[kind] = self._counts.get(kind, 0) + 1
+        self._counts[kind] += 1
         self._ended = ended(event)
         self._add(int(event.get("step") or 0), {f"events/{kind}": self._counts[kind]})
         self._client.set_tag(self.run_id, f"fp8dist.{kind}", event_text(event, LONGEST_TAG))

@@ -47,16 +47,19 @@ class TensorBoard:
         folder: the log folder; it is created.
         resume_after: the step that the run resumes from. TensorBoard hides what was written for later steps.
         images: observations between two images; each closing writes them too. 0: no images.
+        slots: also write the numbers of each slot, as scalars ``fp8/<slot>/<field>`` with the fields of scales.jsonl.
 
     Raises:
         ConfigurationError: tensorboard is not installed, or an argument is wrong.
     """
 
-    def __init__(self, folder: str | Path, *, resume_after: int | None = None, images: int = 100) -> None:
+    def __init__(
+        self, folder: str | Path, *, resume_after: int | None = None, images: int = 100, slots: bool = False
+    ) -> None:
         if images < 0:
             raise ConfigurationError(f"images must be 0 or a number of observations, got {images}")
         self._made = imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        self._folder, self._images = str(folder), images
+        self._folder, self._images, self._each = str(folder), images, slots
         self._purge_step = None if resume_after is None else resume_after + 1
         self._opened = False
         # Step, slots, and their shares [slots, 2]: saturated, underflow.
@@ -75,6 +78,12 @@ class TensorBoard:
         for role, of_role in by_role(slots).items():
             if of_role.headrooms:
                 self._writer.add_histogram(f"fp8/{role}/headrooms", np.array(of_role.headrooms), step)
+        if slots and self._each:
+            for one in slots:
+                for field, number in one.numbers():
+                    if number is not None:
+                        self._writer.add_scalar(f"fp8/{one.slot}/{field}", number, step)
+            self._writer.flush()
         if slots and self._images:
             shares = [(_share(one.saturated), _share(one.underflow)) for one in slots]
             self._observed.append((step, tuple(one.slot for one in slots), np.array(shares, dtype=np.float32)))

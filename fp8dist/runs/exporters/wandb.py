@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -44,7 +45,7 @@ class Wandb:
         self._wandb = imported("wandb", "wandb")
         self._given = run
         self._settings = {"project": "fp8dist", "id": run_id, "resume": None if run_id is None else "allow"} | settings
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._defined: set[str] = set()
         self._opened = self._ended = False
 
@@ -65,7 +66,7 @@ class Wandb:
     def event(self, event: Mapping[str, Any]) -> None:
         """Count an event by its kind, and raise an alert if ranks differ."""
         kind = kind_of(event)
-        self._counts[kind] = self._counts.get(kind, 0) + 1
+        self._counts[kind] += 1
         self._log(event.get("step"), {f"events/{kind}": self._counts[kind]})
         self._ended = ended(event)
         if kind == "diverged":

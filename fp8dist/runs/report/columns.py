@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from fp8dist.common.numbers import from_json
 from fp8dist.runs.report.folder import Lines, objects_in
+from fp8dist.runs.report.records import LARGEST, slot_in
 
 __all__ = ["NUMBERS", "Columns", "Floats", "Ints", "scale_columns"]
 
@@ -31,9 +32,6 @@ MOST_SLOTS = 1 << 14
 
 PROCESSES, SMALL = 2, 1 << 27
 """Processes that parse the blocks of a file of more than SMALL bytes."""
-
-_LARGEST = 1 << 53
-"""Steps below it are exact in float64, which JavaScript has. Lines of other steps are left out."""
 
 
 class Columns(NamedTuple):
@@ -111,7 +109,7 @@ def _alike(block: bytes) -> Columns | None:
         return None
     columns = dict(zip(pattern.groupindex, zip(*rows)))
     step = np.fromiter(map(int, columns["step"]), np.int64, len(rows))
-    if np.abs(step).max() >= _LARGEST:
+    if np.abs(step).max() >= LARGEST:
         return None
     places = {name: place for place, name in enumerate(dict.fromkeys(columns["slot"]))}
     slot = np.fromiter(map(places.__getitem__, columns["slot"]), np.int64, len(rows))
@@ -152,7 +150,7 @@ def _number(value: Any, field: str) -> float:
 
 def _from_objects(block: bytes) -> Columns:
     found, left_out = objects_in(block)
-    named = [one for one in found if isinstance(one.get("slot"), str) and abs(one["step"]) < _LARGEST]
+    named = [one for one in found if slot_in(one) is not None and abs(one["step"]) < LARGEST]
     places: dict[str, int] = {}
     slot = np.array([places.setdefault(one["slot"], len(places)) for one in named], dtype=np.int64)
     numbers = {field: np.array([_number(one.get(field), field) for one in named], dtype=float) for field in NUMBERS}

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8dist.checks.checked import Checked
 from fp8dist.common.numbers import number_or_none
 from fp8dist.common.text import first_few, shortened
+from fp8dist.runs.report.records import LARGEST
 
-__all__ = ["Events", "RunEvent", "cut", "objects"]
+__all__ = ["Events", "RunEvent", "checks_in", "cut", "objects"]
 
 MOST_KINDS, MOST_ITEMS, MOST_CHARACTERS, DEEPEST = 64, 32, 2_000, 6
 """Bounds of what is kept of an event: kinds, items of a list, characters of a text, depth."""
-
-_LARGEST = 1 << 53
 
 _WHAT: Mapping[str, str] = MappingProxyType(
     {
@@ -110,6 +109,19 @@ class RunEvent(NamedTuple):
         return ", ".join(parts)
 
 
+def checks_in(events: Iterable[RunEvent], logged: int | None) -> list[Checked]:
+    """Return the checks that found no difference, by step.
+
+    ``logged``: the newest step in metrics.jsonl that is checked. Its check may have no event: what it compared is then
+    not known.
+    """
+    found = [event for event in events if event.kind == "checked" and not event.undone]
+    checks = [Checked.read({**event.data, "step": event.step}) for event in found]
+    if logged is not None and all(one.step < logged for one in checks):
+        checks.append(Checked(logged, None))
+    return sorted(checks, key=lambda one: one.step)
+
+
 class Events:
     """Collects the events of a run. A new run voids those before it in the file; a resume marks them as undone.
 
@@ -125,7 +137,7 @@ class Events:
     def add(self, line: Mapping[str, Any]) -> bool:
         """Add a line with an integer ``step``. False: it is left out, because it is no event."""
         kind, after, slots = line.get("kind"), line.get("resumed_after"), line.get("slots")
-        if not isinstance(kind, str) or abs(line["step"]) >= _LARGEST or len({*self._kinds, kind}) > MOST_KINDS:
+        if not isinstance(kind, str) or abs(line["step"]) >= LARGEST or len({*self._kinds, kind}) > MOST_KINDS:
             return False
         if kind == "start" and not isinstance(after, int):
             self._kinds.clear()

@@ -9,13 +9,12 @@ import numpy as np
 
 from fp8dist.runs.report.columns import Floats
 from fp8dist.runs.report.folder import Lines
+from fp8dist.runs.report.records import LARGEST
 
 __all__ = ["Idle", "MixtureTokens", "idle_experts", "mixtures_of", "relative_loads"]
 
 MOST_MIXTURES, MOST_EXPERTS = 1 << 10, 1 << 12
 """Mixtures, and experts of one, that are read."""
-
-_LARGEST = 1 << 53
 
 
 class MixtureTokens(NamedTuple):
@@ -79,7 +78,7 @@ def _parsed(line: dict[str, Any]) -> MixtureTokens | None:
     ages = None if age is None else _numbers(age)
     if not isinstance(module, str) or not tokens or not idle or len(tokens) != len(idle) or sum(tokens) == 0:
         return None
-    if (age is not None and (ages is None or len(ages) != len(idle))) or abs(line["step"]) >= _LARGEST:
+    if (age is not None and (ages is None or len(ages) != len(idle))) or abs(line["step"]) >= LARGEST:
         return None
     shares, (ranks,) = np.array(tokens) / sum(tokens), _numbers([line.get("ranks")]) or (None,)
     return MixtureTokens(module, line["step"], shares, 1, idle, ages, float(sum(tokens)), ranks)
@@ -89,7 +88,7 @@ def _numbers(values: Any) -> list[int] | None:
     """Return a list of whole numbers from 0; None if it is something else."""
     if not isinstance(values, list) or len(values) > MOST_EXPERTS:
         return None
-    return values if all(type(value) is int and 0 <= value < _LARGEST for value in values) else None
+    return values if all(type(value) is int and 0 <= value < LARGEST for value in values) else None
 
 
 def idle_experts(mixtures: Sequence[MixtureTokens]) -> list[Idle]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8dist.checks.checked import Checked
 from fp8dist.common.text import shortened
-from fp8dist.runs.report.events import RunEvent
+from fp8dist.runs.report.events import RunEvent, checks_in
 from fp8dist.runs.report.numbers import RunNumbers
 
 __all__ = [
@@ -83,28 +83,16 @@ def goals(run: RunNumbers) -> dict[str, int | None]:
 
 def checks(run: RunNumbers) -> list[Checked]:
     """Return the checks that found no difference, by step."""
-    events = [event for event in run.events if event.kind == "checked" and not event.undone]
-    found = [Checked.read(event.data) for event in events]
     newest = run.metrics.newest("checked")
-    if newest is not None and all(one.step < newest for one in found):
-        found.append(Checked(_step(newest), None))
-    return sorted(found, key=lambda one: one.step)
+    return checks_in(run.events, None if newest is None else _step(newest))
 
 
 def verdict(run: RunNumbers) -> Soundness:
     """Return one sentence about the soundness of the run, and further ones."""
-    remarks, proof = tuple(_remarks(run)), _proof(run)
-    for event in _divergences(run):
-        if not event.undone and not event.repaired:
-            return Soundness("unsound", f"Not sound: {event.sentence}", (f"Proven: {proof}", *remarks))
-    if run.metrics.bad_losses:
-        text = f"Not sound: the loss is not finite in step {run.metrics.bad_losses[0]}."
-        return Soundness("unsound", text, (f"Proven: {proof}", *remarks))
+    remarks, proof, at = tuple(_remarks(run)), _proof(run), goals(run)
     last = next(reversed(checks(run)), None)
-    if last is not None and last.nonfinite:
-        text = f"Not sound: a check after step {last.step} found {last.text}."
-        return Soundness("unsound", text, (f"Proven: {proof}", *remarks))
-    at = goals(run)
+    if trouble := next(_trouble(run, last), ""):
+        return Soundness("unsound", f"Not sound: {trouble}", (f"Proven: {proof}", *remarks))
     if at["last"] is None or at["proven"] is None is at["checked"]:
         return Soundness("unknown", f"Not known: {proof}", remarks)
     if at["checked"] is None:
@@ -115,6 +103,15 @@ def verdict(run: RunNumbers) -> Soundness:
             hint = f"No check has compared parameters: {last.unverified.get('parameter', 'the run does not say why')}."
         remarks = (hint, *remarks)
     return Soundness("sound", f"Sound as far as it is proven: {proof}", remarks)
+
+
+def _trouble(run: RunNumbers, last: Checked | None) -> Iterator[str]:
+    """Yield what makes the run unsound. ``last``: the newest check."""
+    yield from (event.sentence for event in _divergences(run) if not event.undone and not event.repaired)
+    if run.metrics.bad_losses:
+        yield f"the loss is not finite in step {run.metrics.bad_losses[0]}."
+    if last is not None and last.nonfinite:
+        yield f"a check after step {last.step} found {last.text}."
 
 
 def _proof(run: RunNumbers) -> str:

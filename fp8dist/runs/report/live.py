@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections import deque
@@ -14,11 +13,11 @@ from typing import Any, NamedTuple
 
 from fp8dist.checks.checked import Checked
 from fp8dist.common.divergence import compared_text
-from fp8dist.common.numbers import number_or_none
 from fp8dist.common.text import printable, shortened
 from fp8dist.errors import ConfigurationError
-from fp8dist.runs.report.events import Events, RunEvent
+from fp8dist.runs.report.events import Events, RunEvent, checks_in
 from fp8dist.runs.report.folder import Lines, RunFolder
+from fp8dist.runs.report.records import numbers_in, rank_record, slot_in
 from fp8dist.runs.run_format import EVENTS, HEADER, METRICS, RANKS, SCALES
 
 __all__ = ["LiveRun", "NewestOfSlot", "RankWait", "Trouble"]
@@ -37,6 +36,9 @@ MAX_NAME = 1_000
 
 MAX_TEXT = 300
 """Characters of a text about a check or an event."""
+
+NUMBERS = ("loss", "grad_norm", "step_ms", "proven", "checked", "idle_experts", "longest_idle_steps")
+"""Fields of metrics.jsonl that are shown."""
 
 TAILS = MappingProxyType({METRICS: 1 << 23, SCALES: 1 << 26, RANKS: 1 << 24, EVENTS: 1 << 26})
 """Bytes at the end of each file that are read at the start. What a long run wrote before does not matter now."""
@@ -68,15 +70,17 @@ class NewestOfSlot(NamedTuple):
     @property
     def trouble(self) -> Trouble:
         """How near the slot is to trouble."""
-        amax = self.amax
-        if amax is not None and not math.isfinite(amax):
+        room = math.inf if self.headroom is None else self.headroom
+        if self._not_finite is not None:
             return Trouble(0, 0.0, 0.0)
-        for kind, share in ((1, self.saturated), (2, self.underflow)):
-            if share is not None and not math.isfinite(share):
-                return Trouble(0, 0.0, 0.0)
-            if share:
-                return Trouble(kind, -share, self.headroom or math.inf)
-        return Trouble(3, 0.0, math.inf if self.headroom is None else self.headroom)
+        if self.saturated:
+            return Trouble(1, -self.saturated, room)
+        return Trouble(2, -self.underflow, room) if self.underflow else Trouble(3, 0.0, room)
+
+    @property
+    def _not_finite(self) -> float | None:
+        measured = (self.amax, self.saturated, self.underflow)
+        return next((value for value in measured if value is not None and not math.isfinite(value)), None)
 
     @property
     def headroom(self) -> float | None:
@@ -91,10 +95,7 @@ class NewestOfSlot(NamedTuple):
         """The trouble as text."""
         kind = self.trouble.rank_of_kind
         if kind == 0:
-            value = next(
-                v for v in (self.amax, self.saturated, self.underflow) if v is not None and not math.isfinite(v)
-            )
-            return f"amax is {value}"
+            return f"amax is {self._not_finite}"
         if kind < 3:
             return f"{_percent(-self.trouble.share)} {('saturated', 'underflow')[kind - 1]}"
         if self.headroom is None:
@@ -103,10 +104,10 @@ class NewestOfSlot(NamedTuple):
 
 
 class RankWait(NamedTuple):
-    """What one rank waits in syncs, ms per step. A straggler waits least, because the others wait for it."""
+    """What one rank waits in syncs, ms per step; NaN: unknown. A straggler waits least: the others wait for it."""
 
     rank: int
-    wait: float | None
+    wait: float
 
 
 class LiveRun:
@@ -140,10 +141,9 @@ class LiveRun:
         self.grad_norm: float | None = None
         self.step_ms: float | None = None
         self.proven: int | None = None
-        self._logged_checked: int | None = None
+        self._of_step: dict[str, float] = {}  # The numbers of the newest step.
+        self._newest: dict[str, float] = {}  # Of each field the newest number.
         self._bad_since: int | None = None  # The step from which on no loss is finite.
-        self._idle_experts: float | None = None
-        self._longest_idle: float | None = None
         self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._seen: float | None = None  # Monotonic time of the newest step.
 
@@ -187,9 +187,7 @@ class LiveRun:
         kept = self._events.kept()
         self.events: Sequence[RunEvent] = kept[-KEPT_EVENTS:]
         self.ended = bool(kept) and kept[-1].kind == "end"
-        checked = [event for event in kept if event.kind == "checked" and not event.undone]
-        # By an event. They are not in the files' common order with the steps.
-        self._check = Checked.read({**checked[-1].data, "step": checked[-1].step}) if checked else None
+        self.check = next(reversed(checks_in(kept, self._newest_step("checked"))), None)
         stays = [event for event in kept[::-1] if event.kind == "diverged" and not (event.undone or event.repaired)]
         self.diverged = next((event for event in stays if not event.audited), None)
         # What an audit found last. No check can show that the damage is gone.
@@ -205,18 +203,11 @@ class LiveRun:
     def idle_experts(self) -> str:
         """How many experts had no token in the newest observation; "" if all had some, or there are none."""
         count, steps = (
-            number if number and 0 < number < 1e15 else None for number in (self._idle_experts, self._longest_idle)
+            number if number and 0 < number < 1e15 else None
+            for number in map(self._newest.get, ("idle_experts", "longest_idle_steps"))
         )
         longest = "" if steps is None else f", one for {steps:,.0f} step{'s' * (steps != 1)} or more"
         return "" if count is None else f"{count:,.0f} expert{'s' * (count != 1)} without tokens{longest}"
-
-    @property
-    def check(self) -> Checked | None:
-        """The newest check that found no difference."""
-        logged = self._logged_checked
-        if logged is not None and (self._check is None or self._check.step < logged):
-            return Checked(logged, None)
-        return self._check
 
     @property
     def sound(self) -> tuple[bool | None, str]:
@@ -257,24 +248,24 @@ class LiveRun:
     def _take_step(self, line: dict[str, Any]) -> None:
         age = 0.0 if self._seen is not None else max(0.0, time.time() - self._written())
         self._seen = time.monotonic() - age
-        loss = number_or_none(line.get("loss"))
+        numbers = numbers_in(line, NUMBERS)
+        loss = numbers.get("loss")
         if line["step"] != self.step:
-            self.step, self.loss, self.grad_norm, self.step_ms = line["step"], None, None, None
+            self.step, self._of_step = line["step"], {}
         elif self.loss is not None and loss is not None and self.losses:
             self.losses.pop()  # Of a step that is there twice the newer number counts.
-        for name in ("loss", "grad_norm", "step_ms"):
-            if (number := number_or_none(line.get(name))) is not None:
-                setattr(self, name, number)
+        self._of_step |= numbers
+        self._newest |= numbers
+        self.loss, self.grad_norm, self.step_ms = map(self._of_step.get, ("loss", "grad_norm", "step_ms"))
+        self.proven = self._newest_step("proven")
         if loss is not None:
             self.losses.append(loss)
             finite = math.isfinite(loss)
             self._bad_since = None if finite else self.step if self._bad_since is None else self._bad_since
-        if "idle_experts" in line:
-            self._idle_experts = number_or_none(line["idle_experts"])
-            self._longest_idle = number_or_none(line.get("longest_idle_steps"))
-        for name, place in (("proven", "proven"), ("checked", "_logged_checked")):
-            if name in line:
-                setattr(self, place, line[name] if type(line[name]) is int else None)
+
+    def _newest_step(self, field: str) -> int | None:
+        number = self._newest.get(field)
+        return int(number) if number is not None and math.isfinite(number) else None
 
     def _written(self) -> float:
         """Return when the file of the steps was last written to. It may have been long ago, at the first read."""
@@ -284,16 +275,16 @@ class LiveRun:
             return time.time()
 
     def _take_slot(self, line: dict[str, Any]) -> None:
-        name = line.get("slot")
-        if not isinstance(name, str):
+        name = slot_in(line)
+        if name is None:
             return
         if line["step"] != self._observed:
             self._observed = line["step"]
             self._observation += 1
         if len(self._slots) > MAX_SLOTS:
             del self._slots[next(iter(self._slots))]
-        keys = ("amax", "scale", "saturated", "underflow")
-        amax, scale, saturated, underflow = (number_or_none(line.get(key)) for key in keys)
+        fields = ("amax", "scale", "saturated", "underflow")
+        amax, scale, saturated, underflow = map(numbers_in(line, fields).get, fields)
         largest = self._formats[name].max if name in self._formats else None
         slot = NewestOfSlot(self._observation, clean(name), amax, scale, saturated, underflow, (None, None), largest)
         of = ("amax", "saturated", "underflow", "amax")[slot.trouble.rank_of_kind]
@@ -302,9 +293,8 @@ class LiveRun:
         self._slots[slot.name] = slot._replace(place=(place[0], place[1]))
 
     def _take_ranks(self, line: dict[str, Any]) -> None:
-        ranks, waits = (value if isinstance(value := line.get(key), list) else [] for key in ("ranks", "sync_wait_ms"))
-        found = itertools.zip_longest(ranks, waits)
-        self.waits[:] = [RankWait(rank, number_or_none(wait)) for rank, wait in found if type(rank) is int]
+        if (found := rank_record(line)) is not None:
+            self.waits[:] = map(RankWait, found.ranks, found.sync_wait_ms)
 
     def _take_event(self, line: dict[str, Any]) -> None:
         self.event_count += self._events.add(line)

@@ -7,16 +7,16 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fp8dist.common.numbers import from_json, number_or_none
 from fp8dist.runs.report.binned import SlotBins
 from fp8dist.runs.report.columns import Columns, Floats, Ints, scale_columns
 from fp8dist.runs.report.events import Events, RunEvent, cut
 from fp8dist.runs.report.experts import MixtureTokens, mixtures_of
 from fp8dist.runs.report.folder import Lines, RunFolder, whole_object
+from fp8dist.runs.report.records import LARGEST, numbers_in, rank_record
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 
 __all__ = ["Metrics", "RankWaits", "RunNumbers", "read_run"]
@@ -26,8 +26,6 @@ FIELDS = ("loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_p
 
 ROWS = 256
 """Rows of waits at which each two become their mean."""
-
-_LARGEST = 1 << 53
 
 
 class Metrics(NamedTuple):
@@ -100,7 +98,7 @@ def _metrics(lines: Lines) -> Metrics:
     bad: dict[str, list[int]] = {"loss": [], "grad_norm": []}
     for line in lines.new():
         step = line["step"]
-        if abs(step) >= _LARGEST:
+        if abs(step) >= LARGEST:
             lines.left_out += 1
             continue
         if steps and step < steps[-1]:
@@ -114,11 +112,8 @@ def _metrics(lines: Lines) -> Metrics:
             steps.append(step)
             for numbers in columns.values():
                 numbers.append(math.nan)
-        for field, numbers in columns.items():
-            number = number_or_none(line.get(field))
-            if number is None:
-                continue
-            numbers[-1] = number
+        for field, number in numbers_in(line, FIELDS).items():
+            columns[field][-1] = number
             if field in bad:
                 del bad[field][bisect_left(bad[field], step) :]
                 bad[field] += [step] * (not math.isfinite(number))
@@ -143,17 +138,15 @@ def _waits(lines: Lines) -> RankWaits | None:
     pending: list[Floats] = []
     each, sums = 1, np.zeros((4, 0))  # Observations in a row; sums of waits, of times of steps, and their numbers.
     for line in lines.new():
-        found = line.get("ranks")
-        if not isinstance(found, list) or not found or not all(type(rank) is int for rank in found):
+        found = rank_record(line)
+        if found is None:
             lines.left_out += 1
             continue
-        if tuple(found) != ranks:  # The first line, or a resume with other ranks: only the newest ranks are shown.
-            ranks, steps, rows, pending, each, sums = tuple(found), [], [], [], 1, np.zeros((4, len(found)))
-        pair = [_of_ranks(line.get(name), len(ranks)) for name in ("sync_wait_ms", "step_ms")]
-        for place, values in enumerate(pair):
-            sums[place] += np.nan_to_num(values)
-            sums[place + 2] += ~np.isnan(values)
-        pending.append(pair[0])
+        if found.ranks != ranks:  # The first line, or a resume with other ranks: only the newest ranks are shown.
+            ranks, steps, rows, pending, each, sums = found.ranks, [], [], [], 1, np.zeros((4, len(found.ranks)))
+        times = np.array(found[1:])
+        sums += np.concatenate([np.nan_to_num(times), ~np.isnan(times)])
+        pending.append(times[0])
         if len(pending) == each:
             steps.append(line["step"])
             rows.append(_mean(pending))
@@ -165,14 +158,6 @@ def _waits(lines: Lines) -> RankWaits | None:
     with np.errstate(invalid="ignore"):
         means = sums[:2] / np.where(sums[2:] > 0, sums[2:], np.nan)
     return RankWaits(ranks, np.array(steps, dtype=object), np.array(rows), means[0], means[1])
-
-
-def _of_ranks(values: Any, count: int) -> Floats:
-    """Return the finite numbers of a list, one for each rank; NaN for anything else."""
-    if not isinstance(values, list) or len(values) != count:
-        return np.full(count, np.nan)
-    found = np.array([from_json(value) for value in values])
-    return np.where(np.isfinite(found), found, np.nan)
 
 
 def _mean(rows: Sequence[Floats]) -> Floats:

@@ -82,8 +82,8 @@ def _losing(run: RunNumbers) -> Panel:
     anchor, question = "losing", "Which layer is losing numbers?"
     rows = rows_of(run)
     if rows is None:
-        text = "scales.jsonl has no observation. Record with fp8dist.Recorder(folder, manager, every=10), or call"
-        hint = f"{text} fp8dist.watch(manager, every=10, path=…) (the example job: --watch-every 10)."
+        text = "scales.jsonl has no observation. Record with fp8dist.Recorder(folder, manager, every=10)"
+        hint = f"{text} (the example job: --watch-every 10)."
         return Panel(anchor, question, [_empty(hint)])
     heat = heat_of(rows)
     parts: list[str | Plot] = [_about_rows(run, rows), _controls(), '<div class="maps">']

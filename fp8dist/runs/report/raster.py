@@ -1,10 +1,8 @@
-"""Heat maps as PNG, by numpy and zlib alone."""
+"""The colours of heat maps, and heat maps as PNG."""
 
 from __future__ import annotations
 
-import struct
-import zlib
-from typing import Any
+import io
 
 import numpy as np
 import numpy.typing as npt
@@ -68,21 +66,15 @@ def heat_map_png(
     Raises:
         ValueError: there are no values, or they are not in rows and columns.
     """
+    from PIL import Image  # Bokeh brings it. The colours are also for TensorBoard, which may be there alone.
+
     found = levels(values, low, high, log)
     if found.ndim != 2 or not found.size:
         raise ValueError(f"values must be [rows, columns] with at least one of each, got shape {list(found.shape)}")
     found = np.repeat(np.repeat(found, cell[0], axis=1), cell[1], axis=0)
-    rows = np.pad(found, ((0, 0), (1, 0)))  # Each row starts with its filter: none.
     colours = (*(PALETTE[::-1] if reverse else PALETTE), NOT_FINITE, NOTHING)
-    size = struct.pack(">IIBBBBB", found.shape[1], found.shape[0], 8, 3, 0, 0, 0)  # 8 bits, with a palette.
-    chunks: tuple[tuple[bytes, Any], ...] = (
-        (b"IHDR", size),
-        (b"PLTE", bytes(channel for colour in colours for channel in colour)),
-        (b"IDAT", zlib.compress(rows.tobytes(), 9)),
-        (b"IEND", b""),
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    picture = Image.fromarray(found)
+    picture.putpalette([channel for colour in colours for channel in colour])
+    made = io.BytesIO()
+    picture.save(made, "PNG", optimize=True)
+    return made.getvalue()

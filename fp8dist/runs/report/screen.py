@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
@@ -83,7 +84,7 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
         *_slot_lines(slots, len(inside) + bool(inside), width),
     ]
     if len(lines) == 5:
-        lines.append(Text("no slots yet: fp8dist.watch(manager, path=…) or Recorder writes scales.jsonl", "dim"))
+        lines.append(Text("no slots yet: fp8dist.Recorder(folder, manager, every=…) writes scales.jsonl", "dim"))
     if waits:
         lines += [_rule("waits in the sync, ms per step: who waits least is waited for", width)]
         lines += [Text(text) for text in _in_columns(waits, width)]
@@ -107,12 +108,10 @@ def _rule(title: str, width: int) -> Text:
 
 def _common_module(modules: Sequence[str]) -> str:
     """Return the module that all these modules are inside of, or ""."""
-    parts = [module.split(".")[:-1] for module in modules]
-    common = parts[0] if parts and len(set(modules)) > 1 else []
-    for other in parts[1:]:
-        same = next((i for i, (a, b) in enumerate(zip(common, other)) if a != b), min(len(common), len(other)))
-        common = common[:same]
-    return ".".join(common)
+    parents = [module.split(".")[:-1] for module in modules]
+    if len(set(modules)) < 2:
+        return ""
+    return ".".join(os.path.commonprefix(parents))  # noqa: RUF071  (lists: part by part)
 
 
 def _slot_lines(slots: Sequence[NewestOfSlot], skip: int, width: int) -> list[Text]:
@@ -153,19 +152,15 @@ def _event_line(run: LiveRun, place: int) -> Text:
 
 def _waits(waits: Sequence[RankWait]) -> Iterator[str]:
     """Yield a text per rank. Of many ranks only those that wait least and most, and the median."""
-    known = sorted((one for one in waits if one.wait is not None and math.isfinite(one.wait)), key=_wait_of)
+    known = sorted((one for one in waits if math.isfinite(one.wait)), key=lambda one: one.wait)
     shown = known
     if len(waits) > MOST_RANKS:
         half = MOST_RANKS // 2
         shown = [*known[:half], *known[max(half, len(known) - half) :]]
     yield from (f"rank {_count(one.rank)}: {_number(one.wait, 3)}" for one in shown)
     if len(waits) > len(shown):
-        middle = f", median {_number(median(map(_wait_of, known)), 3)}" if known else ""
+        middle = f", median {_number(median(one.wait for one in known), 3)}" if known else ""
         yield f"and {len(waits) - len(shown)} more{middle}"
-
-
-def _wait_of(one: RankWait) -> float:
-    return math.nan if one.wait is None else one.wait
 
 
 def _in_columns(texts: Sequence[str], width: int) -> list[str]:

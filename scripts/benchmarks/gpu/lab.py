@@ -77,6 +77,12 @@ def summary_of(cases: Sequence[Case], key: str) -> dict[str, Any]:
     }
 
 
+def by_field(cases: Sequence[Case], field: str, values: Iterable[str], key: str) -> dict[str, Any]:
+    """Return the summary of the ratios ``key`` by the value of a field of the cases."""
+    chosen = {value: [case for case in cases if case.get(field) == value] for value in values}
+    return {value: summary for value, mine in chosen.items() if (summary := summary_of(mine, key))}
+
+
 def by_recipe(cases: Sequence[Case], recipes: Iterable[str], keys: Sequence[str]) -> dict[str, Any]:
     """Return the summaries of all ratios by recipe and key. A case without a recipe has failed: it counts for all."""
     found = {}

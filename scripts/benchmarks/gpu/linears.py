@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
-from scripts.benchmarks.gpu.lab import Case, Lab, by_recipe, summary_of
+from scripts.benchmarks.gpu.lab import Case, Lab, by_field, by_recipe
 from scripts.benchmarks.gpu.stopwatch import Action, Comparison, compare, compare_in_a_row, issue_time, repeated
 from scripts.benchmarks.llama_shapes import LINEARS, RECIPES, Layer, fast_everywhere
 
@@ -144,8 +144,7 @@ class Torchao:
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by recipe."""
-        by_recipe = {recipe: [case for case in cases if case.get("recipe") == recipe] for recipe in LIKE_TORCHAO}
-        return {recipe: summary for recipe, mine in by_recipe.items() if (summary := summary_of(mine, OURS))}
+        return by_field(cases, "recipe", LIKE_TORCHAO, OURS)
 
 
 class Crossover:

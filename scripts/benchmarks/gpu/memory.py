@@ -36,22 +36,14 @@ from fp8dist_kernels.reference import casts as cast_twins
 from fp8dist_kernels.reference.content import ContentDigest
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.triton import blocks, casts, magnitude
-from scripts.benchmarks.gpu.lab import Case, Lab, poison, same_bits, summary_of
+from scripts.benchmarks.gpu.lab import Case, Lab, by_field, poison, same_bits
 from scripts.benchmarks.gpu.stopwatch import Action, compare, issue_time
 
 OURS, COPY = "fp8dist", "copy"
 READS = ("read by torch", "read by Triton")
 READ_ONLY = ("amax", "digest")
-BYTES = {
-    "cast_transpose_amax": 4,
-    "amax": 2,
-    "cast": 3,
-    "digest": 2,
-    "cast_1x128": 4,
-    "cast_128x128": 4,
-    "cast_rowwise": 6,
-}
-KERNELS = tuple(BYTES)
+KERNELS = ("cast_transpose_amax", "amax", "cast", "digest", "cast_1x128", "cast_128x128", "cast_rowwise")
+BYTES = dict(zip(KERNELS, (4, 2, 3, 2, 4, 4, 6)))
 EVERYWHERE = 3
 """The first EVERYWHERE kernels are measured at each size."""
 SIZES = ((8192, 14336, 1), (16384, 4096, 1), (8192, 4096, 1), (32768, 28672, 1))
@@ -117,8 +109,7 @@ class Memory:
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by kernel, over its sizes."""
-        by_kernel = {kernel: [case for case in cases if case.get("kernel") == kernel] for kernel in KERNELS}
-        return {kernel: summary for kernel, mine in by_kernel.items() if (summary := summary_of(mine, OURS))}
+        return by_field(cases, "kernel", KERNELS, OURS)
 
 
 def _references(planned: Planned, device: torch.device) -> dict[str, Action]:

@@ -17,13 +17,11 @@ Exit status: 0 success; 1 nothing could be measured; 2 no GPU; 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import functools
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -96,15 +94,6 @@ def versions() -> dict[str, str]:
     import triton
 
     return {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-
-
-def commit() -> str | None:
-    """Return the commit of this tree, marked if it has changes; None without a repository or without git."""
-    ask = ["git", "describe", "--always", f"--dirty={DIRTY}", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError):
-        done = subprocess.run(ask, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        return done.stdout.strip() or None
-    return None
 
 
 def products(options: argparse.Namespace) -> list[Product]:
@@ -186,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (torch.cuda.is_available() or options.smoke):
         print("tune_matmuls: no GPU found; nothing was measured or written", file=sys.stderr)
         return 2
-    of = f"{options.commit}{DIRTY if options.dirty else ''}" if options.commit else commit()
+    of = f"{options.commit}{DIRTY if options.dirty else ''}" if options.commit else None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     name, today = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", datetime.date.today().isoformat()
     out = options.out or TABLES / file_name(name)

@@ -21,7 +21,9 @@ def exporters_of(options: Options, resume_after: int | None = None) -> list[Expo
     Raises:
         BadInput: the tool of an exporter is not installed, or its argument is wrong.
     """
-    made = []
+    made: list[Exporter] = []
+    if options.tensorboard:
+        made.append(TensorBoard(options.out / "tensorboard", resume_after=resume_after, images=0, slots=True))
     for export in options.export:
         try:
             made.append(_exporter(export, options, resume_after))

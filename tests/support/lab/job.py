@@ -154,14 +154,14 @@ class Job(Training):
         self.guard = Guard(options, self.ranks, self.optimizer, self.manager)
         if self.loaded.guard is not None:
             self.guard.restore(self.loaded.guard)
+        if options.scale_jump is not None and self.manager is not None:
+            fp8dist.watch(self.manager, options.watch_every, jump=options.scale_jump)
         return fp8dist.Recorder(
             options.out,
             self.manager,
             every=options.watch_every,
             resume_after=self.done or None,
             ranks=options.watch_ranks,
-            jump=options.scale_jump,
-            tensorboard=options.out / "tensorboard" if options.tensorboard else None,
             precision=options.precision,
             exporters=exporters_of(options, self.done or None),
         )

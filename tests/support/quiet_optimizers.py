@@ -1,12 +1,13 @@
 """Correct programs are silent and accurate: optimizers of many kinds, and their states.
 
-See ``test_no_false_alarm.py``.
+See ``quiet_loops.py``.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,20 +28,21 @@ from torch.optim.optimizer import Optimizer
 import fp8dist
 from tests.support.quiet import (
     STEPS,
-    Table,
     Trial,
+    attached,
     done,
     mlp,
     off,
     plain_forward,
     plain_run,
-    silence,
     state_is_right,
+    take,
     weight_bits,
 )
+from tests.support.scenarios import Scenarios
 
-TABLE = Table()
-program, variants, cases = TABLE.program, TABLE.variants, TABLE.cases
+SCENARIOS = Scenarios()
+program, variants, cases = SCENARIOS.program, SCENARIOS.variants, SCENARIOS.cases
 
 
 # Optimizers of other kinds -----------------------------------------------------------------------
@@ -187,9 +189,7 @@ def subclass_that_calls_super(hooked: bool, closure: bool) -> None:
     original = AdamW.step if hooked else getattr(AdamW.step, "__wrapped__", AdamW.step)
     with mock.patch.object(AdamW, "step", original):
         assert getattr(AdamW.step, "hooked", False) == hooked
-        trial = Trial()
-        optimizer = Twice(trial.parameters(), lr=0.01)
-        trial.manager.attach(optimizer=optimizer)
+        trial, optimizer = attached(make=lambda trial: Twice(trial.net.parameters(), lr=0.01))
         for index in range(STEPS):
             if closure:
                 optimizer.step(lambda index=index: trial.backward(index))
@@ -266,9 +266,7 @@ class ScheduleFree(Optimizer):
 
 @program
 def schedule_free() -> None:
-    trial = Trial()
-    optimizer = ScheduleFree(trial.parameters())
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(make=lambda trial: ScheduleFree(trial.net.parameters()))
     for index in range(STEPS):
         trial.net.train()
         optimizer.train()
@@ -296,8 +294,7 @@ def torchao_low_bit(name: str) -> None:
             output = trial.net(x)
             trial.errors.append(off(output, plain_forward(trial, x)))
             nn.functional.mse_loss(output, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take(optimizer)
     assert any(type(s).__name__.startswith("OptimState") for s in optimizer.state[trial.net[0].weight].values())
     trial.accurate()
     state_is_right(trial.manager, STEPS)
@@ -314,9 +311,7 @@ class GradientsElsewhere(SGD):
 
 @program
 def gradients_that_are_not_in_grad() -> None:
-    trial = Trial()
-    optimizer = GradientsElsewhere(trial.net.parameters(), lr=0.1)
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(make=lambda trial: GradientsElsewhere(trial.net.parameters(), lr=0.1))
     for index in range(STEPS):
         trial.backward(index)
         for p in trial.parameters():
@@ -337,9 +332,7 @@ def one_of_two_optimizers_has_no_gradient(without: str) -> None:
     for index in range(STEPS):
         trial.backward(index)
         trial.net[idle].zero_grad()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take(*optimizers)
     trial.right(STEPS)
 
 
@@ -382,9 +375,7 @@ def cpu_offload() -> None:
     trial = Trial()
     optimizer = Offload(trial.parameters(), AdamW, lr=0.01)
     trial.manager.attach(boundary="manual")
-    for index in range(STEPS):
-        trial.train(optimizer, 1, start=index)
-        trial.manager.step()
+    trial.train(optimizer, STEPS, after=trial.manager.step)
     trial.right(STEPS)
     assert trial.bits() == done(plain_run(STEPS)).bits()
 
@@ -430,9 +421,7 @@ def master_copies_in_float32(given: str, masters: str) -> None:
 @variants(microbatches=[1])  # More would change weights between backwards, which warns.
 def sam_of_each_microbatch(microbatches: int) -> None:
     """m-sharpness: each microbatch climbs and returns separately."""
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached()
     for step in range(STEPS):
         total = [torch.zeros_like(p) for p in trial.parameters()]
         for micro in range(microbatches):
@@ -451,17 +440,14 @@ def sam_of_each_microbatch(microbatches: int) -> None:
             trial.net.zero_grad()
         for p, sum_ in zip(trial.parameters(), total):
             p.grad = sum_
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
     trial.right(STEPS)
 
 
 @program
 def compiled_optimizer() -> None:
     """Compiled as in PyTorch's tutorial."""
-    trial = Trial()
-    optimizer = trial.adamw(foreach=True)
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(make=lambda trial: trial.adamw(foreach=True))
 
     @torch.compile(fullgraph=False, backend="eager")
     def step() -> None:
@@ -590,19 +576,11 @@ def _resume(orders: Iterable[tuple[str, ...]], folder: Path | None) -> None:
         assert trial.bits() == whole.bits(), order
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["attach", "weights", "optimizer", "manager"])
-def test_resumed_in_any_order(first: str, tmp_path: Path) -> None:
+@variants(first=["attach", "weights", "optimizer", "manager"])
+def resumed_in_any_order(first: str) -> None:
     orders = [
         order for order in itertools.permutations(("attach", "weights", "optimizer", "manager")) if order[0] == first
     ]
-    with silence():
-        _resume(orders, None)
-        _resume(orders[:1], tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("compiled")) for name in TABLE.programs]
-)
-def test_silent_and_right(name: str) -> None:
-    TABLE.run(name)
+    _resume(orders, None)
+    with tempfile.TemporaryDirectory() as folder:
+        _resume(orders[:1], Path(folder))

@@ -1,4 +1,4 @@
-"""Correct programs are silent and accurate on two ranks; see ``test_no_false_alarm.py``."""
+"""Correct programs are silent and accurate on two ranks; see ``quiet_loops.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,21 +34,11 @@ import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from tests.support.pages import ROOT, blocks
 from tests.support.parallel import mesh_of
-from tests.support.quiet import (
-    HISTORY,
-    Table,
-    Trial,
-    batch,
-    fp8_bits,
-    mlp,
-    off,
-    state_is_right,
-    weight_bits,
-)
-from tests.support.ranks import RankPool
+from tests.support.quiet import HISTORY, Trial, attached, batch, fp8_bits, mlp, off, state_is_right, take, weight_bits
+from tests.support.scenarios import Scenarios
 
-TABLE = Table()
-program, variants, cases = TABLE.program, TABLE.variants, TABLE.cases
+SCENARIOS = Scenarios(ranks=2)
+program, variants, cases = SCENARIOS.program, SCENARIOS.variants, SCENARIOS.cases
 STEPS = 5
 
 
@@ -91,8 +80,7 @@ def ddp_no_sync(microbatches: int) -> Any:
             last = micro == microbatches - 1
             with contextlib.nullcontext() if last else net.no_sync():
                 trial.backward(step * microbatches + micro, me(), 1 / microbatches, net)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
     trial.right(3)
     return trial.bits()
 
@@ -213,12 +201,10 @@ def gan_in_ddp(kind: str) -> Any:
         else:
             net_d(fake).mean().backward()
             (-net_d(real).mean()).backward()
-        of_d.step()
-        of_d.zero_grad()
+        take(of_d)
         if index % 2:
             (-d.net(net_g(noise)).mean()).backward()
-            of_g.step()
-            of_g.zero_grad()
+            take(of_g)
             of_d.zero_grad()
     g.right(3)
     d.right(6)
@@ -258,9 +244,7 @@ def averaged_in_ddp_and_evaluated_on_rank_0() -> Any:
 def scheduler_in_ddp(order: str) -> Any:
     trial, net, optimizer = ddp_trial()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 3)
-    for index in range(STEPS):
-        trial.train(optimizer, 1, index, net, me())
-        schedule.step()
+    trial.train(optimizer, STEPS, 0, net, me(), schedule.step)
     trial.right(STEPS - 1)
     return trial.bits()
 
@@ -332,8 +316,7 @@ def train_sharded(trial: Trial, optimizer: Optimizer, steps: int, microbatches: 
                 near(trial, output, weights, x)
                 (nn.functional.mse_loss(output, y) / microbatches).backward()
         nn.utils.clip_grad_norm_(trial.net.parameters(), 10.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
 
 
 @cases({"gather": False, "microbatches": 3}, {"gather": True, "microbatches": 3}, {"gather": True, "microbatches": 1})
@@ -443,8 +426,7 @@ def fsdp1(hook: bool) -> Any:
         near(trial, output, weights, x)
         nn.functional.mse_loss(output, y).backward()
         net.clip_grad_norm_(10.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
     trial.accurate()
     state_is_right(trial.manager, STEPS)
     return fp8_bits(trial.manager)
@@ -463,8 +445,7 @@ def tensor_parallel(foreach: bool) -> Any:
         output = trial.net(x)
         near(trial, output, weights, x)
         nn.functional.mse_loss(output, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
     trial.accurate()
     state_is_right(trial.manager, STEPS)
     return fp8_bits(trial.manager)
@@ -522,9 +503,7 @@ def stages_of_a_pipeline() -> Any:
     groups = [dist.new_group([rank]) for rank in range(2)]
     net = nn.Sequential(nn.Linear(32, 16)) if me() else mlp()
     own(*net.parameters())
-    trial = Trial(net, group=groups[me()])
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(net, group=groups[me()])
     trial.train(optimizer, STEPS, rank=me())
     trial.right(STEPS)
     return None
@@ -557,8 +536,7 @@ def attached_again_with_statistics_of_each_rank(wrapped: bool) -> Any:
             trial.backward(2 * attachment + index, me(), net=called)
             for p in net.parameters() if not wrapped else ():
                 dist.all_reduce(p.grad)
-            optimizer.step()
-            optimizer.zero_grad()
+            take(optimizer)
         net.cache.fill_(me())
     state = {**net.state_dict(), "cache": torch.zeros(3)}
     again = world(resumed)
@@ -614,15 +592,3 @@ def page(which: str) -> Any:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         exec(compile(code, which, "exec"), {"__name__": "readme"})
     return None
-
-
-def run(name: str) -> Any:
-    """Run one program on this rank."""
-    return TABLE.run(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TABLE.programs)
-def test_silent_and_right_on_two_ranks(two_ranks: RankPool, name: str) -> None:
-    first, second = two_ranks.run(run, name, timeout=40)
-    assert first == second

@@ -1,6 +1,6 @@
 """Correct programs are silent and accurate: several optimizers and models, weight averages, adapters.
 
-See ``test_no_false_alarm.py``.
+See ``quiet_loops.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import copy
 import threading
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
@@ -21,8 +20,8 @@ from fp8dist import DelayedScaling
 from tests.support.quiet import (
     HISTORY,
     STEPS,
-    Table,
     Trial,
+    attached,
     batch,
     done,
     fp8_bits,
@@ -30,12 +29,14 @@ from tests.support.quiet import (
     off,
     plain_run,
     state_is_right,
+    take,
     weight_bits,
 )
+from tests.support.scenarios import Scenarios
 from tests.support.training import bits
 
-TABLE = Table()
-program, variants, cases = TABLE.program, TABLE.variants, TABLE.cases
+SCENARIOS = Scenarios()
+program, variants, cases = SCENARIOS.program, SCENARIOS.variants, SCENARIOS.cases
 
 
 # Several optimizers ------------------------------------------------------------------------------
@@ -50,9 +51,7 @@ def optimizers_of_disjoint_parameters(order: str) -> None:
     split.manager.attach(optimizer=optimizers)
     for index in range(STEPS):
         split.backward(index)
-        for optimizer in optimizers if order == "as attached" else reversed(optimizers):
-            optimizer.step()
-            optimizer.zero_grad()
+        take(*(optimizers if order == "as attached" else reversed(optimizers)))
     split.right(STEPS)
     whole = Trial()
     weights, biases = ([p for p in whole.parameters() if p.ndim == n] for n in (2, 1))
@@ -73,9 +72,7 @@ def an_optimizer_for_each_layer(order: str) -> None:
     trial.manager.attach(optimizer=optimizers)
     for index in range(STEPS):
         trial.backward(index)
-        for optimizer in optimizers if order == "as attached" else reversed(optimizers):
-            optimizer.step()
-            optimizer.zero_grad()
+        take(*(optimizers if order == "as attached" else reversed(optimizers)))
     trial.right(STEPS)
 
 
@@ -89,9 +86,7 @@ def one_of_two_optimizers_warms_up_from_zero(warms: str) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(warm, lambda step: max(0, step - 1) / 3)  # 0, 0, 1/3, …
     for index in range(STEPS):
         trial.backward(index)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take(*optimizers)
         scheduler.step()
     assert STEPS - 2 <= trial.manager.steps <= STEPS
     trial.right(trial.manager.steps)
@@ -108,10 +103,8 @@ def what_is_not_fp8_is_stepped_more_often() -> None:
         for micro in range(3):
             x, y = batch(3 * index + micro)
             nn.functional.mse_loss(trial.net(x) * temperature, y).backward()
-            often.step()
-            often.zero_grad()
-        main.step()
-        main.zero_grad()
+            take(often)
+        take(main)
     trial.right(STEPS)
 
 
@@ -124,10 +117,8 @@ def an_unrelated_plain_model_trains_beside_it() -> None:
         trial.backward(index)
         for _ in range(3):
             nn.functional.mse_loss(other(batch(index)[0]), batch(index)[1]).backward()
-            theirs.step()
-            theirs.zero_grad()
-        mine.step()
-        mine.zero_grad()
+            take(theirs)
+        take(mine)
     trial.right(STEPS)
     assert trial.bits() == done(plain_run(STEPS)).bits()
 
@@ -155,9 +146,7 @@ def muon_and_adamw() -> None:
     trial.manager.attach(optimizer=optimizers)
     for index in range(STEPS):
         trial.backward(index)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take(*optimizers)
     trial.right(STEPS)
 
 
@@ -182,8 +171,7 @@ def one_optimizer_for_two_managers() -> None:
     for index in range(STEPS):
         first.backward(index)
         second.backward(index)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
     first.right(STEPS)
     second.right(STEPS)
     assert first.bits() == done(plain_run(STEPS)).bits()
@@ -206,8 +194,7 @@ def gan(parts: str, frozen: bool, clipped: bool) -> None:
     for index in range(2 * STEPS):
         noise, real = batch(index)[0], batch(index + 1)[0]
         (d.net(g.net(noise).detach()).mean() - d.net(real).mean()).backward()
-        of_d.step()
-        of_d.zero_grad()
+        take(of_d)
         if clipped:
             with torch.no_grad():
                 for p in d.parameters():
@@ -215,8 +202,7 @@ def gan(parts: str, frozen: bool, clipped: bool) -> None:
         if index % 2:
             d.net.requires_grad_(not frozen)
             (-d.net(g.net(noise)).mean()).backward()
-            of_g.step()
-            of_g.zero_grad()
+            take(of_g)
             of_d.zero_grad()
             d.net.requires_grad_(True)
     g.right(STEPS)
@@ -233,11 +219,9 @@ def gan_with_one_manager() -> None:
     for index in range(STEPS):
         noise, real = batch(index)[0], batch(index + 1)[0]
         (both.d(both.g(noise).detach()).mean() - both.d(real).mean()).backward()
-        of_d.step()
-        of_d.zero_grad()
+        take(of_d)
         (-both.d(both.g(noise)).mean()).backward()
-        of_g.step()
-        of_g.zero_grad()
+        take(of_g)
         of_d.zero_grad()
     for part, twin in ((both.g, trial.twin.g), (both.d, trial.twin.d)):
         twin.load_state_dict(part.state_dict())
@@ -298,9 +282,7 @@ def two_managers_in_turn() -> None:
     for index in range(STEPS):
         first.backward(index)
         second.backward(index)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take(*optimizers)
     first.right(STEPS)
     second.right(STEPS)
     alone = plain_run(STEPS, lambda p: SGD(p, lr=0.1, momentum=0.9), mlp(32, 48, 16))
@@ -370,9 +352,7 @@ def averaged_model(made: str, kind: str, steps: int) -> None:
 
 @program
 def swa_with_batchnorm() -> None:
-    trial = Trial(mlp(norm=True))
-    optimizer = trial.sgd()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(mlp(norm=True), make=Trial.sgd)
     average, scheduler = AveragedModel(trial.net), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
     for index in range(STEPS):
         trial.train(optimizer, 1, start=index)
@@ -451,9 +431,7 @@ def ema_in_swapped_weights(how: str) -> None:
 
 @program
 def average_through_functional_call() -> None:
-    trial = Trial(judged=False)
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(judged=False)
     average = {name: p.detach().clone() for name, p in trial.net.named_parameters()}
     for index in range(STEPS):
         trial.train(optimizer, 1, start=index)
@@ -543,15 +521,8 @@ def one_group_has_lr_zero() -> None:
 
 @cases({"part": "BatchNorm", "steps": HISTORY + 2}, {"part": "a Linear", "steps": STEPS})
 def trained_with_a_part_in_eval_mode(part: str, steps: int) -> None:
-    trial = Trial(mlp(norm=True))
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(mlp(norm=True))
     trial.net.train()
     {"BatchNorm": trial.net[1], "a Linear": trial.net[0]}[part].eval()
     trial.train(optimizer, steps)
     trial.right(steps, lambda fqn, role: part == "BatchNorm" or fqn == "3")
-
-
-@pytest.mark.parametrize("name", TABLE.programs)
-def test_silent_and_right(name: str) -> None:
-    TABLE.run(name)

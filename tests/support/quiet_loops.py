@@ -2,15 +2,13 @@
 
 Silent: no exception, no log record from WARNING up, no Python warning. Accurate: each forward is within 8 % of float32
 with the same weights, steps match the optimizer's, and results are bitwise those of the equivalent program, if there is
-one. ``test_no_false_alarm_*.py`` has more programs.
+one. ``quiet_*.py`` has more programs.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,26 +22,25 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
-from fp8dist.errors import ConfigurationError
 from tests.support.quiet import (
     HISTORY,
     STEPS,
-    TOLERANCE,
-    Table,
     Trial,
+    attached,
     batch,
     done,
     mlp,
     off,
     plain_forward,
     plain_run,
-    silence,
     state_is_right,
+    take,
     weight_bits,
 )
+from tests.support.scenarios import Scenarios
 
-TABLE = Table()
-program, variants, cases = TABLE.program, TABLE.variants, TABLE.cases
+SCENARIOS = Scenarios()
+program, variants, cases = SCENARIOS.program, SCENARIOS.variants, SCENARIOS.cases
 
 
 # Schedulers, accumulation, closures --------------------------------------------------------------
@@ -56,13 +53,9 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 @variants(name=["OneCycle", "Linear"])
 def scheduler(name: str) -> None:
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached()
     schedule = SCHEDULERS[name](optimizer)
-    for index in range(STEPS):
-        trial.train(optimizer, 1, start=index)
-        schedule.step()
+    trial.train(optimizer, STEPS, after=schedule.step)
     trial.right(STEPS)
 
 
@@ -70,26 +63,19 @@ def scheduler(name: str) -> None:
 def scheduler_that_passes_zero(zeros: str) -> None:
     """A step with lr 0 changes nothing: it is not a boundary, and its amaxes count for the next step."""
     where = {"the first": (0,), "two in the middle": (2, 3), "the last": (STEPS - 1,)}[zeros]
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step in where else 1.0)
-    for index in range(STEPS):
-        trial.train(optimizer, 1, start=index)
-        schedule.step()
+    trial.train(optimizer, STEPS, after=schedule.step)
     trial.right(STEPS - len(where))
 
 
-@variants(microbatches=[8, 40])
+@variants(microbatches=[8, 100])
 def accumulation(microbatches: int) -> None:
-    trial = Trial(judged=microbatches < 40)
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(judged=microbatches < 100)
     for step in range(3):
         for micro in range(microbatches):
             trial.backward(step * microbatches + micro, times=1 / microbatches)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
     trial.errors.append(off(trial.net(batch(0)[0]), plain_forward(trial, batch(0)[0])))
     trial.right(3)
 
@@ -108,17 +94,14 @@ def evaluation_amid_accumulation() -> None:
                 each.evaluate()
                 each.net.train()
             if index % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
+                take(optimizer)
     trial.right(STEPS)
     assert trial.bits() == done(other).bits()
 
 
 @program
 def two_losses_for_one_step() -> None:
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached()
     for index in range(STEPS):
         x, y = batch(index)
         output = trial.net(x)
@@ -132,9 +115,7 @@ def two_losses_for_one_step() -> None:
 @program
 def steps_that_the_loop_leaves_out() -> None:
     """The loop skips steps with a bad loss. Their amaxes count for the next step."""
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached()
     for index in range(STEPS):
         trial.backward(index)
         if index not in (1, 2):
@@ -145,23 +126,18 @@ def steps_that_the_loop_leaves_out() -> None:
 
 @program
 def gradients_are_clipped() -> None:
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached()
     for index in range(STEPS):
         trial.backward(index)
         nn.utils.clip_grad_norm_(trial.net.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
     trial.right(STEPS)
 
 
 @variants(write=["clamp_", "noise", ".data"])
 def weights_written_after_each_step(write: str) -> None:
     """Clipping, pruning or noise, after the step and before the next forward."""
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached()
     generator = torch.Generator().manual_seed(1)
     masks = [torch.rand(p.shape, generator=generator) > 0.2 for p in trial.parameters()]
     for index in range(STEPS):
@@ -182,9 +158,7 @@ def weights_written_after_each_step(write: str) -> None:
 @program
 def layer_begun_anew() -> None:
     """A reinitialised layer's weights exceed the old scale, so they are cast just in time."""
-    trial = Trial()
-    optimizer = trial.adamw(0.001)
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached(make=lambda trial: trial.adamw(0.001))
     trial.train(optimizer, 3)
     with torch.no_grad():
         trial.net[2].weight.mul_(16)  # The last layer: its output is not cast.
@@ -244,9 +218,7 @@ def manager_step(when: str, given: str) -> None:
 def manager_step_without_attach() -> None:
     trial = Trial()
     optimizer = trial.adamw()
-    for index in range(STEPS):
-        trial.train(optimizer, 1, start=index)
-        trial.manager.step()
+    trial.train(optimizer, STEPS, after=trial.manager.step)
     trial.right(STEPS)
 
 
@@ -373,8 +345,7 @@ def compiled(update: str, whole: bool) -> None:
         output = forward(x)
         trial.errors.append(off(output, plain_forward(trial, x)))
         nn.functional.mse_loss(output, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take(optimizer)
     trial.accurate()
     state_is_right(trial.manager, STEPS)
 
@@ -426,8 +397,7 @@ def accelerate_prepared(accumulate: int) -> None:
                 optimizer.zero_grad()
             other.backward(index, times=1 / accumulate)
             if index % accumulate == accumulate - 1:
-                plain.step()
-                plain.zero_grad()
+                take(plain)
         trial.right(STEPS)
         assert trial.bits() == done(other).bits()
     finally:
@@ -437,9 +407,7 @@ def accelerate_prepared(accumulate: int) -> None:
 
 @program
 def calibrated_then_trained() -> None:
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached()
     with trial.manager.calibrate():
         for index in range(4):
             trial.backward(index)
@@ -454,9 +422,7 @@ def calibrated_then_trained() -> None:
 
 @variants(how=["set_precision", "no_fp8", "fp8 starts later"])
 def high_precision_meanwhile(how: str) -> None:
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
+    trial, optimizer = attached()
     if how == "fp8 starts later":
         trial.manager.set_precision("*", "high", steps=2)
     for index in range(STEPS):
@@ -622,32 +588,3 @@ def slots_of_foreign_modules() -> None:
         trial.train(optimizer, 1, start=index)
     trial.right(STEPS)
     assert trial.manager.slot("extra", "input").amax_history.tolist()[-STEPS:] == expected
-
-
-def _refusal() -> None:
-    """Proves that the programs of this table can raise: a step in calibrate() does."""
-    trial = Trial()
-    optimizer = trial.adamw()
-    trial.manager.attach(optimizer=optimizer)
-    with trial.manager.calibrate():
-        trial.train(optimizer, 1)
-
-
-def test_an_alarm_would_be_seen() -> None:
-    with pytest.raises(ConfigurationError), silence():
-        _refusal()
-    trial = Trial()
-    with pytest.raises(AssertionError, match="said so"), silence():
-        logging.getLogger("fp8dist").warning("said so")
-    with pytest.raises(AssertionError, match="fp8"), silence():
-        warnings.warn("of fp8", stacklevel=1)
-    trial.errors.append(2 * TOLERANCE)
-    with pytest.raises(AssertionError):
-        trial.accurate()
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("compiled")) for name in TABLE.programs]
-)
-def test_silent_and_right(name: str) -> None:
-    TABLE.run(name)

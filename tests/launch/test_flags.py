@@ -1,0 +1,236 @@
+"""The flags of the example job and of its lab: what they mean, and which ones are refused, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8dist
+from fp8dist.exporters import OpenTelemetry, Prometheus, PrometheusTextfile, TensorBoard
+from launch.train_gpt.data import BadInput
+from launch.train_gpt.model import GPT
+from launch.train_gpt.options import RECIPES
+from tests.support.exported import FIRST, play
+from tests.support.exporting import PYTHON, needs_tools, run
+from tests.support.lab.exporting import exporters_of
+from tests.support.lab.options import parse
+from tests.support.lab.recipes import fallback_of, overrides_of, recipe_of
+from tests.support.main_job import CHECK, EXAMPLE_CHECK, assert_refused, start
+
+OF_THE_EXAMPLE = {
+    "--recpie delayed": "unrecognized arguments: --recpie",
+    "--steps 0": "--steps: must be at least 1",
+    "--learning-rate much": "--learning-rate: invalid number value",
+    "--timeout 0": "--timeout: must be positive and finite",
+    "--keep 0": "--keep: must be at least 1",
+    "--parallel fsdp3": "--parallel: invalid choice: 'fsdp3'",
+    "--parallel none": "--parallel none is for one rank, got 2",
+    "--width 20": "a multiple of 16",
+    "--heads 5": "--width 192 is not a multiple of --heads 5",
+    "--recipe block --update next_step": "--update is for delayed scaling, got block",
+    "--precision bf16 --audit-every 2": "--audit-every needs --precision fp8, got bf16",
+    "--data /no/such/file": "--data /no/such/file: No such file or directory",
+    "--data /": "--data /: Is a directory",
+    "--data setup.cfg --context 5000": "--context 5000 needs at least 50011",
+}
+"""Flags on two ranks, and the message. The lab refuses them too."""
+
+GATHER = "--fp8-all-gather --parallel fsdp2"
+
+OF_THE_LAB = {
+    "--margin much": "--margin",
+    "--out setup.cfg/run": "--out setup.cfg/run: Not a directory",
+    "--sharding grad_op": "--sharding grad_op is for --parallel fsdp1, got ddp",
+    "--shard-size 2": "--shard-size is for --parallel hsdp, got ddp",
+    "--parallel hsdp --shard-size 3": "--shard-size 3 does not divide the 2 ranks",
+    # Weights that are gathered in FP8.
+    "--fp8-all-gather": "--fp8-all-gather is for --parallel fsdp2 and hsdp, got ddp",
+    f"{GATHER} --precision fp32": "--fp8-all-gather needs --precision fp8, got fp32",
+    "--fp8-all-gather --parallel hsdp --no-amax-sync": "--fp8-all-gather needs amaxes that ranks share",
+    f"{GATHER} --recipe rowwise": "--fp8-all-gather does not go with rowwise",
+    f"{GATHER} --override *.qkv=rowwise": "--fp8-all-gather does not go with rowwise",
+    f"{GATHER} --recipe block": "--width must be a multiple of 128 times the 2 ranks",
+    # Recipes.
+    "--recipe current --history-len 16": "--history-len is for delayed scaling",
+    "--recipe block --margin 0": "--margin is for delayed scaling, got block",
+    "--recipe rowwise --update next_step": "--update is for delayed scaling",
+    "--override blocks.0.*=fast": "--override: expected PATTERN=RECIPE, where RECIPE is one of delayed",
+    "--override current": "--override: expected PATTERN=RECIPE",
+    "--override a=current --override a=block": "--override a=… is given more than once",
+    "--layers 3 --high-first 2 --high-last 1": "leave none of the --layers 3 in FP8",
+    "--high-gemms fprop,bprop": "--high-gemms: expected any of fprop, dgrad, wgrad",
+    "--fast-gemms all": "--fast-gemms: expected any of fprop, dgrad, wgrad",
+    "--recipe block --fast-gemms fprop": "--fast-gemms is for delayed, current and rowwise scaling, got block",
+    "--steps 9 --fp8-start-step 10": "--fp8-start-step 10 is beyond --steps 9",
+    # Flags that need another.
+    "--fallback-steps 5 --fallback-saturated 1.5": "--fallback-saturated: must be a share",
+    "--fallback-underflow 0": "--fallback-underflow needs --fallback-steps",
+    "--scale-jump 8": "--scale-jump needs --watch-every",
+    "--watch-every 1 --scale-jump 1": "--scale-jump: must be finite and above 1",
+    "--tensorboard": "--tensorboard needs --watch-every",
+    "--watch-ranks": "--watch-ranks needs --watch-every",
+    "--loss-factor 2": "--loss-factor needs --loss-guard",
+    "--loss-guard warn --loss-factor 0.5": "--loss-factor: must be finite and at least 1",
+    "--loss-guard fallback --precision fp32": "--loss-guard fallback needs --precision fp8",
+    "--audit-every 0 --audit-bytes 9": "--audit-bytes needs --audit-every",
+    "--stop-after 4": "--stop-after needs --save-every",
+    "--stop-after 9 --steps 8": "--stop-after 9 is beyond --steps 8",
+    "--async-save": "--async-save needs --save-every",
+    "--resume no/such": "--resume no/such: there is no complete checkpoint",
+    # Mixtures.
+    "--top-k 2": "--top-k needs --experts",
+    "--experts 2 --top-k 3": "--top-k 3 is more than the --experts 2",
+    "--experts 2 --parallel fsdp1": "--experts in FP8 is not for --parallel fsdp1",
+    # Replays.
+    "--replay-on loss": "expected any of nonfinite, jump, spike, separated by commas, got 'loss'",
+    "--replay-on nonfinite --parallel fsdp1": "--replay-on is not for --parallel fsdp1",
+    "--replay-on jump": "--replay-on jump needs --precision fp8, --watch-every and --scale-jump",
+    "--replay-on spike": "--replay-on spike needs --loss-guard",
+    "--replay-on nonfinite --precision fp32": "--replay-on nonfinite needs --loss-guard, or --precision fp8",
+    # Exporters.
+    "--export graphite": "NAME must be one of tensorboard, wandb, mlflow, opentelemetry, prometheus, textfile, got",
+    "--export prometheus": "expected prometheus:PORT, got 'prometheus'",
+    "--export prometheus:": "expected prometheus:PORT, got 'prometheus:'",
+    "--export prometheus:66000": "PORT must be 0 to 65535, got 'prometheus:66000'",
+    "--export prometheus:-1": "PORT must be 0 to 65535, got 'prometheus:-1'",
+    "--export textfile": "expected textfile:FILE, got 'textfile'",
+    "--export wandb:": "expected wandb:PROJECT, got 'wandb:'",
+    "--export opentelemetry:x": "opentelemetry takes no argument, got 'opentelemetry:x'",
+    # Faults that cannot be planted: their form, their rank and step, and what they need.
+    "--inject boom:1:2": "argument --inject: KIND must be one of scale, weight, nan, skip, ",
+    "--inject weight:1": "argument --inject: expected weight:RANK:STEP, got 'weight:1'",
+    "--inject weight:-1:2": "argument --inject: expected weight:RANK:STEP",
+    "--inject slow:1": "argument --inject: expected slow:RANK:MILLISECONDS, got 'slow:1'",
+    "--inject slow:1:0": "--inject slow:1:0: the number of milliseconds must be at least 1",
+    "--inject product:1": "argument --inject: expected product:RANK:STEP[:GEMM], got 'product:1'",
+    "--inject product:1:3:grad": "GEMM must be one of fprop, dgrad, wgrad, got 'product:1:3:grad'",
+    "--inject bad-device": "expected bad-device:RANK or bad-device:RANK:P, got 'bad-device'",
+    "--inject bad-device:1:2": "P must be a probability from 0 to 1, got 'bad-device:1:2'",
+    "--inject hidden-state:1:3": "expected hidden-state:RANK, got 'hidden-state:1:3'",
+    "--inject nan-sample:1": "expected nan-sample:RANK:STEP, got 'nan-sample:1'",
+    "--inject weight:2:3": "--inject weight:2:3: there is no rank 2, ranks are 0 to 1",
+    "--inject slow:2:50": "--inject slow:2:50: there is no rank 2, ranks are 0 to 1",
+    "--inject outlier:2:1": "--inject outlier:2:1: there is no rank 2",
+    "--inject bad-device:2": "--inject bad-device:2:0.01: there is no rank 2, ranks are 0 to 1",
+    "--inject nondeterminism:2": "--inject nondeterminism:2: there is no rank 2",
+    "--inject weight:1:3 --inject skip:5:3": "--inject skip:5:3: there is no rank 5",
+    "--inject skip:1:0": "--inject skip:1:0: there is no step 0, steps are 1 to 200",
+    "--inject skip:1:9 --steps 8": "--inject skip:1:9: there is no step 9, steps are 1 to 8",
+    "--inject product:1:201:dgrad": "--inject product:1:201:dgrad: there is no step 201",
+    "--inject kill-sync:1:3 --no-amax-sync": "--inject kill-sync:1:3: needs ranks that share amaxes",
+    "--inject kill-save:1:3": "--inject kill-save:1:3: no checkpoint is saved at step 3; see --save-every",
+    "--inject kill-save:1:3 --save-every 2": "no checkpoint is saved at step 3",
+    "--inject weight:1:3 --parallel fsdp2": "--inject weight:1:3: shards have no replica to compare with",
+    "--inject gradient:1:3 --parallel fsdp2": "shards have no replica to compare with",
+    "--inject product:1:3 --precision bf16": "--inject product:1:3:wgrad: needs --precision fp8, got bf16",
+    **{
+        f"--inject {kind}:1:3 --precision bf16": f"--inject {kind}:1:3: needs --precision fp8, got bf16"
+        for kind in ("scale", "nan", "kill-sync", "stop-sync")
+    },
+}
+
+
+@pytest.mark.parametrize("flags", [*OF_THE_EXAMPLE, *OF_THE_LAB])
+def test_a_mistake_is_one_line_and_exit_2(flags: str) -> None:
+    message = {**OF_THE_EXAMPLE, **OF_THE_LAB}[flags]
+    for command in (CHECK, EXAMPLE_CHECK) if flags in OF_THE_EXAMPLE else (CHECK,):
+        assert_refused(start(command, *flags.split()), message)
+
+
+# Recipes ------------------------------------------------------------------------------------------
+
+
+def test_flags_of_recipes() -> None:
+    names = ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling")
+    for kind, name in zip(RECIPES, names, strict=True):
+        assert recipe_of(parse(["--recipe", kind])) == getattr(fp8dist, name)()  # Its defaults are the library's.
+    flags = "--recipe block --power-of-two --high-gemms wgrad,fprop --margin 1 --layers 4 --high-first 1 --high-last 2"
+    overrides = ["*.qkv=delayed", "blocks.2.*=current", "lm_head=high"]
+    given = parse([*flags.split(), *(part for override in overrides for part in ("--override", override))])
+    assert given.recipes == {"block", "delayed", "current"}
+    common: dict[str, Any] = {"power_of_two": True, "high_precision": ("fprop", "wgrad")}
+    assert recipe_of(given) == fp8dist.BlockScaling(**common)
+    assert list(overrides_of(given, GPT(4, 16, 1, 8)).items()) == [
+        ("blocks.0.*", "high"),
+        ("blocks.2.*", "high"),
+        ("blocks.3.*", "high"),
+        ("*.qkv", fp8dist.DelayedScaling(margin=1, **common)),
+        ("lm_head", "high"),
+    ]
+    assert fallback_of(given) is None
+    falls = parse(["--fallback-steps", "7", "--fallback-underflow", "0"])
+    assert fallback_of(falls) == fp8dist.Fallback(7, underflow=0.0)
+
+
+def test_gemms_with_fast_accumulation() -> None:
+    for recipe, kind in (
+        ("delayed", fp8dist.DelayedScaling),
+        ("current", fp8dist.CurrentScaling),
+        ("rowwise", fp8dist.RowwiseScaling),
+    ):
+        for flag, gemms in (("none", ()), ("wgrad,fprop", ("fprop", "wgrad")), ("dgrad", ("dgrad",))):
+            given = parse(["--recipe", recipe, "--fast-gemms", flag])
+            assert recipe_of(given) == kind(fast_accumulation=gemms)
+    mixed = parse(["--recipe", "block", "--override", "*.qkv=current", "--fast-gemms", "wgrad"])
+    assert recipe_of(mixed) == fp8dist.BlockScaling()
+    assert overrides_of(mixed, GPT(1, 16, 1, 8)) == {"*.qkv": fp8dist.CurrentScaling(fast_accumulation=("wgrad",))}
+
+
+@pytest.mark.parametrize(
+    ("flags", "gathered"),
+    [
+        ("--recipe current", True),
+        ("--recipe rowwise", False),
+        ("--override *.qkv=rowwise", False),
+        ("--recipe block --width 256", True),
+        ("--recipe block --width 384", False),
+        ("--recipe block --width 384 --parallel hsdp", True),  # Whole weights: shards of one rank.
+        ("--override *.qkv=block --width 192", False),
+        ("--parallel ddp", False),
+    ],
+)
+def test_weights_are_gathered_as_fp8_where_they_can_be(
+    monkeypatch: pytest.MonkeyPatch, flags: str, gathered: bool
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (parse(["--parallel", "fsdp2", *flags.split()]).why_not_gathered is None) == gathered
+
+
+# Exporters ----------------------------------------------------------------------------------------
+
+
+def test_each_flag_makes_an_exporter_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "run.prom"
+    names = ["tensorboard", "prometheus:0", f"textfile:{path}", "opentelemetry", "tensorboard:other"]
+    made = exporters_of(parse([part for name in names for part in ("--export", name)]))
+    assert [type(one) for one in made] == [TensorBoard, Prometheus, PrometheusTextfile, OpenTelemetry, TensorBoard]
+    for one in made:
+        one.close()
+    assert [*tmp_path.iterdir()] == []
+    assert exporters_of(parse([])) == []
+    (made_,) = exporters_of(parse(["--export", f"textfile:{path}"]))
+    play(made_, FIRST)
+    assert "fp8dist_last_step 4.0" in path.read_text(), "it is written where the flag says"
+    with pytest.raises(BadInput, match=r"--export textfile: node_exporter reads files that end in .prom, got 'x'"):
+        exporters_of(parse(["--export", "textfile:x"]))
+
+
+PROGRAM = """
+from tests.support.lab.exporting import exporters_of
+from tests.support.lab.options import parse
+from tests.support.exported import FIRST, play
+flags = ["--out", "run", "--export", "wandb:mine", "--export", "mlflow:sqlite:///runs.db"]
+for made in exporters_of(parse(flags)):
+    play(made, FIRST)
+"""
+
+
+@pytest.mark.long
+@needs_tools
+def test_a_run_of_other_tools_is_where_the_flags_say(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    run(PYTHON, "-c", PROGRAM, cwd=tmp_path, WANDB_MODE="offline")
+    assert len([*(tmp_path / "run").glob("wandb/offline-run-*/*.wandb")]) == 1
+    assert (tmp_path / "runs.db").exists()

@@ -1,0 +1,126 @@
+"""An observer changes no bit: a record of each slot, audits, replays, measured waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8dist.cli.main import main
+from tests.support import forked
+from tests.support.collectives import counted_collectives
+from tests.support.lab import job
+from tests.support.lab.waiting import Waiting
+from tests.support.main_job import ALONE, RANKS, STEPS, TINY, Runs, metrics
+
+PLAIN = ("--accumulate", "2", "--calibrate-steps", "2")
+WATCH = (*PLAIN, "--watch-every", "4", "--watch-ranks", "--save-every", "12")
+AUDIT, BLOCKS = ("--audit-every", "1"), ("--audit-bytes", "4096")
+SPIKE = ("--layers", "2", "--steps", "16", "--loss-guard", "warn", "--inject", "spike:1:12")
+MIXTURE = ("--experts", "4", "--steps", "24")
+ALARM = ("--layers", "2", "--width", "64", "--inject", "spike:0:11")
+
+OBSERVERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "the record": (PLAIN, WATCH[len(PLAIN) :]),
+    "audits": (WATCH, AUDIT),
+    "audits of blocks": (WATCH, (*AUDIT, *BLOCKS)),
+    "audits of a mixture": (MIXTURE, AUDIT),
+    "a loss guard that warns": (ALARM, ("--loss-guard", "warn")),
+    "a replay": (SPIKE, ("--replay-on", "nonfinite,spike")),
+    "a replay in float32": ((*SPIKE, "--precision", "fp32"), ("--replay-on", "nonfinite,spike")),
+}
+"""The flags of a job, and those of its observer."""
+
+USUAL = [("the record", "ddp"), ("audits", "ddp"), ("audits of blocks", "fsdp2"), ("audits of a mixture", "ddp")]
+CASES = [
+    pytest.param(observer, parallel, marks=[pytest.mark.slow] if (observer, parallel) in USUAL else [pytest.mark.long])
+    for observer in OBSERVERS
+    for parallel in ("ddp", "fsdp2")
+]
+
+TIMES = re.compile(r"_(?:ms|s|p50|p99|max)$|_ms_|^time$|wait|skew|last_rank|straggler|tokens_per_s")
+
+
+@pytest.mark.parametrize(("observer", "parallel"), CASES)
+def test_an_observer_changes_no_bit(observer: str, parallel: str, runs: Runs) -> None:
+    flags, more = OBSERVERS[observer]
+    plain, observed = (runs(RANKS, *TINY, "--parallel", parallel, *flags, *each) for each in ((), more))
+    for one, other in zip(plain.lines, observed.lines, strict=True):
+        same = {name for name in one if name in other and not TIMES.search(name)}
+        assert {"loss", "grad_norm", "learning_rate"} <= same
+        assert {name: other[name] for name in same} == {name: one[name] for name in same}
+    for name in ("parameters_sha256", "validation_loss"):
+        assert observed.summary[name] == plain.summary[name]
+    assert observed.summary["divergences"] == 0
+    if flags == WATCH:
+        assert (observed.out / "scales.jsonl").read_text() == (plain.out / "scales.jsonl").read_text()
+        folders = (str(run.out / "checkpoints/step-00000012") for run in (plain, observed))
+        assert main(["check", *folders]) == 0
+    if "replay" in observer:
+        events = [json.loads(line) for line in (observed.out / "events.jsonl").read_text().splitlines()]
+        (said,) = [event["sentence"] for event in events if event["kind"] == "replayed"]
+        # The fault is in the model of one rank, not in its data.
+        assert said.startswith("ranks 0, 1 differ on the same data, first in module 'lm_head', output")
+
+
+@pytest.mark.slow
+def test_a_guard_warns_of_a_jump_beyond_its_factor(runs: Runs) -> None:
+    """The same run as without a guard, which "the loss guard" above compares on two ranks."""
+    unwatched, warned, deaf = (
+        runs(ALONE, *TINY, *ALARM, *flags)
+        for flags in ((), ("--loss-guard", "warn"), ("--loss-guard", "warn", "--loss-factor", "1000"))
+    )
+    assert "step 11: the loss " in warned.output
+    assert [run.summary["loss_alarms"] for run in (unwatched, warned, deaf)] == [0, 1, 0]
+    assert warned.losses == unwatched.losses
+
+
+# Measured waits -----------------------------------------------------------------------------------
+
+
+def _measured(flags: list[str]) -> int:
+    """Run the job on one rank, and write the names of its collectives to a file."""
+    with counted_collectives() as calls:
+        status = job.start(flags)
+    folder = Path(flags[flags.index("--out") + 1])
+    (folder / f"calls-{os.environ['RANK']}.json").write_text(json.dumps(calls.names))
+    return status
+
+
+def _bare(flags: list[str]) -> int:
+    """Like ``_measured``, but without measuring the waits."""
+    waiting: Any = Waiting
+    waiting.step = waiting.collectives = lambda self: nullcontext()
+    waiting.backward = lambda self, loss: loss.backward()
+    waiting.take = lambda self, manager, steps: torch.full((3, steps), float("nan"))
+    return _measured(flags)
+
+
+def _driven(folder: Path, bare: bool, *flags: str) -> tuple[list[float], str, list[list[str]]]:
+    """Run the job on two ranks, without measuring if ``bare``. Return (losses, digest, each rank's collectives)."""
+    done = forked.run([*TINY, *flags, "--out", str(folder)], 2, {}, main=_bare if bare else _measured)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["waiting"] is None) == bare
+    calls = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(2)]
+    return [line["loss"] for line in metrics(folder)], summary["parameters_sha256"], calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+def test_measuring_changes_no_bit_and_no_collective(tmp_path: Path, parallel: str) -> None:
+    measured, bare = (_driven(tmp_path / str(bare), bare, "--parallel", parallel) for bare in (False, True))
+    assert measured == bare
+    losses, _, calls = measured
+    assert len(losses) == STEPS
+    for names in calls:
+        flushes, validations = 3, 1  # After steps 5, 10 and 12; at the end.
+        assert names.count("all_gather") == flushes + validations
+    if parallel == "ddp":  # Restarts, the comparison and weight amaxes at attach, and a sync per step.
+        assert [names.count("all_reduce") for names in calls] == [3 + STEPS] * 2
