@@ -286,6 +286,7 @@ def _audits_until_found(p: float, limit: int) -> Any:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("p", "limit", "share"), [(0.3, 1 << 26, 1.0), (0.8, 1, 0.25)], ids=["whole", "blocks"])
 def test_the_number_of_audits_until_then_is_geometric(p: float, limit: int, share: float, two_ranks: RankPool) -> None:
     """Each product has one wrong element with probability p, and an audit looks at a share of the result. Mean and

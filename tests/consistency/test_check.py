@@ -161,6 +161,7 @@ def test_a_flipped_bit_is_found_and_named_wherever_it_is(four_ranks: RankPool) -
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_thousand_flipped_bits_are_all_found_and_named(four_ranks: RankPool, seed: int) -> None:
     _assert_all_found(four_ranks, seed, 500)
@@ -214,7 +215,8 @@ def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ..
 
 
 @pytest.mark.parametrize(
-    "checks", [pytest.param(40, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.long)]
+    "checks",
+    [pytest.param(40, marks=pytest.mark.slow), pytest.param(1000, marks=[pytest.mark.long, pytest.mark.nightly])],
 )
 def test_clean_checks_raise_no_alarm_with_nan_inf_and_negative_zero(four_ranks: RankPool, checks: int) -> None:
     for count, alarms, compared in four_ranks.run(_clean_checks, checks, timeout=200):

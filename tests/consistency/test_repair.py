@@ -297,6 +297,7 @@ def test_ranks_that_differ_in_more_than_content_are_not_repaired(three_ranks: Ra
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_more_than_a_thousand_tensors_are_all_repaired(three_ranks: RankPool) -> None:
     values: dict[str, list[float]] = {f"p{i:04d}": [1.0, 2.0, 1.0] for i in range(1300)}
     for rank, result in enumerate(three_ranks.run(_refused, values, timeout=90)):

@@ -103,6 +103,7 @@ def test_what_was_taken_down_repeats(name: str, backend: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_20_000_audits_raise_no_alarm() -> None:
     """The same for some time, over all recipes."""
     done, seed = 0, 0

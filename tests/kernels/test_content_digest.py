@@ -314,6 +314,7 @@ def test_every_single_flipped_bit_is_seen() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_every_bit_of_a_small_tensor_and_every_pair_of_bits_is_seen() -> None:
     tensor = any_bytes(24, 1)
     bits = range(8 * 24)

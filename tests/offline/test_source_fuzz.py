@@ -179,6 +179,7 @@ def test_damaged_files(valid: dict[str, Content], data: st.DataObject) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(4))  # Split, so that two workers can share the test.
 @settings(_UNHURRIED, max_examples=7_500 // 4)

@@ -273,6 +273,7 @@ TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_from_end_to_end(tmp_path: Path) -> None:
     flags = ["--points", "1", "3", "--batches", "2", *TINY, "--out", str(tmp_path)]
     assert main(flags) == 0

@@ -85,6 +85,7 @@ def _convergence(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_from_end_to_end(tmp_path: Path) -> None:
     flags = [*TINY, "--seeds", "1", "--jobs", "2", "--out", str(tmp_path), "--variants", "fp32", "block"]
     done = _convergence(*flags)

@@ -145,6 +145,7 @@ TOY = {
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_caught_and_survived(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in TOY.items():
         (tmp_path / "toy" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -112,6 +112,7 @@ def _expected(program: Program) -> dict[Any, SlotOracle]:
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.nightly
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=programs())
 def test_random_programs(four_ranks: RankPool, program: Program) -> None:

@@ -165,6 +165,7 @@ def test_random_lives(recipe: dict[str, Any], life: list[tuple[str, Any]]) -> No
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(2))  # Split for two workers.
 @given(recipe=recipes, life=lives)
 @settings(max_examples=1000 // 2, database=None, **RELAXED)

@@ -269,6 +269,7 @@ def _held(size: int, rank: int, axes: tuple[int, int]) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_what_a_manager_holds_does_not_grow_with_the_world() -> None:
     with _sums_that_vanish():
         _held(2, 1, (2, 1))  # Fill caches first.
