@@ -84,7 +84,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
     report: pytest.TestReport = yield
-    report.user_properties.append((suite.PROPERTY, item.config.stash[_spent].since_last()))
+    if report.when == "teardown":  # Once per test: reading it takes milliseconds where ranks have many threads.
+        report.user_properties.append((suite.PROPERTY, item.config.stash[_spent].since_last()))
     return report
 
 

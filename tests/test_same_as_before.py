@@ -2,8 +2,9 @@
 
 The modules moved into rooms, and some API names changed. Neither affects numerics, so 20 steps must give the same
 losses, FP8 state and parameters, bit for bit. Commit 9a36b9e, the last one before the move, produced the digests in
-``tests/data/same_as_before.json``. ``tests/support/reference_runs.py`` has the cases, and says how to recreate the file
-after an intended change of numerics.
+``tests/data/same_as_before.json``: of five golden cases, from 19 with which the move was made.
+``tests/support/reference_runs.py`` has the cases, and says how to recreate the file after an intended change of
+numerics.
 
 Another CPU or torch version may compute other bits. The canary detects this: it runs the same nets in plain torch, in a
 process that never imports fp8dist, so no change in fp8dist can affect it. If its digest differs from the stored one,

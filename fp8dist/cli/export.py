@@ -20,9 +20,9 @@ import fp8dist
 from fp8dist.common.text import first_few
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.certificate import Origin
-from fp8dist.files.dcp import METADATA, dcp_states
+from fp8dist.files.dcp import METADATA
 from fp8dist.files.entries import Source
-from fp8dist.files.export import Export, fill, write_folder
+from fp8dist.files.export import Export, listed, write_folder
 from fp8dist.files.export_casts import Stored
 from fp8dist.files.export_experts import expert_names, mixtures_of, require_served
 from fp8dist.files.export_formats import FORMATS, require_e4m3
@@ -31,7 +31,7 @@ from fp8dist.modules.expert_layouts import mixture_of, read_layouts
 from fp8dist.modules.foreign import expert_products
 from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import clean_fqn
-from fp8dist.state.storage import from_bytes, validated_slots
+from fp8dist.state.storage import to_bytes, validated_slots
 from fp8dist_kernels.formats import Role
 
 __all__ = ["add_flags", "add_model_flags", "export", "exported", "read_config"]
@@ -107,15 +107,13 @@ def exported(path: str, format: str, options: argparse.Namespace, config: Mappin
     """
     if not os.path.isfile(os.path.join(path, METADATA)):
         raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, with {METADATA}")
-    data = _shared_state(path)
-    state, info = from_bytes(data, path)
     source = open_source(path)
+    state, info = _shared_state(source)
     shapes = _parameters(source, options.model)
     kind, layouts = read_layouts(info, path)
     skeleton = _with_mixtures(config.get("model_type", kind), layouts, shapes)
     _add_linears(skeleton, source, state, shapes)
-    manager = _restored(skeleton, state, data)
-    found = Export(format)
+    manager = _restored(skeleton, state, to_bytes(state, info))
     settings = _settings(info, path)
     names = expert_names(skeleton)
     mixtures = dict(mixtures_of(skeleton, names))
@@ -124,8 +122,7 @@ def exported(path: str, format: str, options: argparse.Namespace, config: Mappin
     others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
     dtype = options.gathered_in or _noted(source)
     stored = _stored(source, shapes, bool(settings.get("fp8_all_gather")), dtype)
-    fill(found, stored, {**others, **modules}, mixtures, names)
-    return found, manager.steps
+    return listed(format, stored, {**others, **modules}, mixtures, names), manager.steps
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -143,12 +140,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _shared_state(path: str) -> bytes:
-    states = dcp_states(path)
-    if len(states) == 1 and next(iter(states)).rpartition(".")[2] == "shared":
-        return next(iter(states.values()))
-    found = first_few(sorted(states)) if states else "none"
-    raise CheckpointError(f"{path}: expected one FP8 state that all ranks share, found {found}")
+def _shared_state(source: Source) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the FP8 state that all ranks share, and its notes."""
+    if [key.rpartition(".")[2] for key in source.states] == ["shared"]:
+        return next(iter(source.states.values()))
+    found = first_few(list(source.states)) if source.states else "none"
+    raise CheckpointError(f"{source.path}: expected one FP8 state that all ranks share, found {found}")
 
 
 def _parameters(source: Source, key: str) -> Shapes:

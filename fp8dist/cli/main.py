@@ -9,7 +9,9 @@ import logging
 import math
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import fp8dist
 from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, USAGE
@@ -23,6 +25,41 @@ to compare, 3 input cannot be read; "fp8dist launch --help" lists those of launc
 Under torchrun, each rank of "fp8dist check" reads one path, with {rank} replaced by its rank:
     torchrun --nproc-per-node=8 -m fp8dist check '/local/dump-{rank}.safetensors'
 torchrun itself exits with 1 if any rank fails, whatever the exit codes of the ranks."""
+
+_COMMANDS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "check": {
+            "help": "compare files or checkpoints of several ranks that should be equal, or traces of a step",
+            "description": "Compare files that should be equal: FP8 state, safetensors, torch.save files, DCP folders. "
+            "Of traces, say where they first part.",
+            "epilog": _EPILOG,
+            "formatter_class": argparse.RawDescriptionHelpFormatter,
+        },
+        "inspect": {"help": "print a file's slots, scales and amaxes, or tensors and digests"},
+        "doctor": {"help": "test this machine: FP8 casts and matmuls, Triton, an all-reduce"},
+        "report": {
+            "help": "draw a run's folder as one HTML file, or say where two runs part",
+            "description": "Draw the folder of a run as one HTML file that loads nothing, while the job runs or "
+            "afterwards.",
+        },
+        "export": {
+            "help": "write a checkpoint's FP8 weights and scales as inference servers read them",
+            "description": "Write the model of a DCP checkpoint with the FP8 bytes and scales that the job would "
+            "multiply with in eval() after a resume on one rank. Nothing in the checkpoint is executed.",
+        },
+        "verify": {
+            "help": "compare a served model with the checkpoint or the certificate that it comes from",
+            "description": "Compare every tensor of a served folder, and its config.json, with what fp8dist export "
+            "makes of a checkpoint, or with a certificate. Nothing from either side is executed.",
+        },
+        "watch": {
+            "help": "show a running job: loss, soundness, slots near trouble, waits, events",
+            "description": "Show a run from its folder, also while the job writes it. Without a terminal: lines.",
+        },
+        "launch": {"help": "start a training program on every rank of this node, and join other nodes"},
+    }
+)
+"""By command, the texts of its parser."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,11 +99,11 @@ def _parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fp8dist {fp8dist.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    check = _add_check(commands)
-    inspect = commands.add_parser("inspect", help="print a file's slots, scales and amaxes, or tensors and digests")
-    inspect.add_argument("path", metavar="PATH")
-    doctor = commands.add_parser("doctor", help="test this machine: FP8 casts and matmuls, Triton, an all-reduce")
-    doctor.add_argument(
+    its = {name: commands.add_parser(name, **words) for name, words in _COMMANDS.items()}
+    add = its["check"].add_argument
+    add("paths", nargs="+", metavar="PATH", help="file or folder; {rank} in a path expands to 0, 1, 2, …")
+    its["inspect"].add_argument("path", metavar="PATH")
+    its["doctor"].add_argument(
         "--burn",
         type=_seconds,
         default=0.0,
@@ -74,51 +111,12 @@ def _parser(command: str | None = None) -> argparse.ArgumentParser:
         help="then repeat casts and products for so long; compare the results with the first ones, with plain torch "
         "and, under torchrun, across ranks",
     )
-    drawing = commands.add_parser(
-        "report",
-        help="draw a run's folder as one HTML file, or say where two runs part",
-        description="Draw the folder of a run as one HTML file that loads nothing, while the job runs or afterwards.",
-    )
-    serving = commands.add_parser(
-        "export",
-        help="write a checkpoint's FP8 weights and scales as inference servers read them",
-        description="Write the model of a DCP checkpoint with the FP8 bytes and scales that the job would multiply "
-        "with in eval() after a resume on one rank. Nothing in the checkpoint is executed.",
-    )
-    verifying = commands.add_parser(
-        "verify",
-        help="compare a served model with the checkpoint or the certificate that it comes from",
-        description="Compare every tensor of a served folder, and its config.json, with what fp8dist export makes of a "
-        "checkpoint, or with a certificate. Nothing from either side is executed.",
-    )
-    live = commands.add_parser(
-        "watch",
-        help="show a running job: loss, soundness, slots near trouble, waits, events",
-        description="Show a run from its folder, also while the job writes it. Without a terminal: lines.",
-    )
-    commands.add_parser("launch", help="start a training program on every rank of this node, and join other nodes")
-    flagged = {"report": drawing, "export": serving, "verify": verifying, "watch": live}
-    for name, its in flagged.items():
+    for name in ("report", "export", "verify", "watch"):
         if command in (None, name):
-            importlib.import_module(f"fp8dist.cli.{name}").add_flags(its)
-    for its in (check, inspect, doctor, verifying):
-        its.add_argument("--json", action="store_true", help="print JSON instead of text")
+            importlib.import_module(f"fp8dist.cli.{name}").add_flags(its[name])
+    for name in ("check", "inspect", "doctor", "verify"):
+        its[name].add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
-
-
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    check = commands.add_parser(
-        "check",
-        help="compare files or checkpoints of several ranks that should be equal, or traces of a step",
-        description="Compare files that should be equal: FP8 state, safetensors, torch.save files, DCP folders. Of "
-        "traces, say where they first part.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    check.add_argument(
-        "paths", nargs="+", metavar="PATH", help="file or folder; {rank} in a path expands to 0, 1, 2, …"
-    )
-    return check
 
 
 def _seconds(text: str) -> float:

@@ -13,26 +13,25 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.files.entries import Item, SavedEntry, dtype_name
+from fp8dist.files.entries import Item, SavedEntry, States, dtype_name
 from fp8dist.files.pickles import Unpickler
-from fp8dist.files.safetensor_files import state_items
+from fp8dist.files.safetensor_files import slot_items
 from fp8dist.files.slices import FileSlice
 from fp8dist.files.values import TORCH_SAVE, Storage, StoredTensor, flatten, plain_tensor, storage_of
-from fp8dist.state.storage import looks_like_state
+from fp8dist.state.storage import from_bytes, looks_like_state
 
 __all__ = [
-    "LEGACY_MAGIC",
     "Archive",
     "Locate",
     "items_of",
     "legacy_content",
+    "saved_content",
     "zip_content",
 ]
 
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # After the pickle's two protocol bytes.
 _LEGACY_VERSION = 1001
 _LARGEST_PICKLE = 1 << 32  # FP8 state is in the pickle: 410 MB of history at 100,000 slots, half more if encoded.
-_CHUNK = 1 << 20
 _HOUSEKEEPING = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 
 Locate = Callable[[Storage], tuple[int, int]]
@@ -71,16 +70,12 @@ class Archive:
         for name, info in self._records.items():
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
                 raise CheckpointError(f"record {name} is compressed or encrypted, torch.save does neither")
-        for name, info in self._records.items():
-            try:
-                with self._zip.open(info) as record:
-                    while record.read(_CHUNK):
-                        pass
-            except (zipfile.BadZipFile, EOFError) as error:
-                raise CheckpointError(
-                    f"record {name} is damaged: {error or 'truncated'} (or it was written without checksums, "
-                    "under torch.serialization.set_crc32_options(False))"
-                ) from None
+        damaged = self._zip.testzip()
+        if damaged is not None:
+            raise CheckpointError(
+                f"record {damaged.partition('/')[2]} is damaged: its CRC or header does not match (or it was written "
+                "without checksums, under torch.serialization.set_crc32_options(False))"
+            )
 
     def content(self) -> tuple[Any, int]:
         """Return (the saved value, with tensors as references; size of the pickle in bytes)."""
@@ -114,15 +109,17 @@ class Archive:
         return self._zip.read(self._records[name])
 
 
-def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str = "") -> list[Item]:
-    """Return the entries of all leaves of a saved value. FP8 state is listed slot by slot.
+def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str = "") -> tuple[list[Item], States]:
+    """Return the entries of all leaves of a saved value, and the FP8 states among them, which are listed slot by slot.
 
     ``locate`` returns (place in ``file``, size in bytes) of a storage.
     """
     items: list[Item] = []
+    states: States = {}
     for name, leaf in flatten(value, size, prefix):
         if isinstance(leaf, bytes) and looks_like_state(leaf):
-            items += state_items(leaf, name)
+            states[name] = from_bytes(leaf, name)
+            items += slot_items(states[name][0], f"{name}.")
             continue
         load: Callable[[], Tensor]
         if isinstance(leaf, Storage):
@@ -137,7 +134,15 @@ def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str
             found = load()
             entry = SavedEntry(name, "parameter", tuple(found.shape), dtype_name(found.dtype))
         items.append((entry, load))
-    return items
+    return items, states
+
+
+def saved_content(file: FileSlice) -> tuple[Any, int, Locate] | None:
+    """Return the content of a file of torch.save, as ``zip_content`` does; None if it is none, by its first bytes."""
+    head = file.bytes_at(0, min(16, file.length)).numpy().tobytes()
+    if head.startswith(b"PK"):
+        return zip_content(file)
+    return legacy_content(file) if head[:1] == b"\x80" and head[2:].startswith(LEGACY_MAGIC) else None
 
 
 def zip_content(file: FileSlice) -> tuple[Any, int, Locate]:

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from fp8dist.errors import CheckpointError
 from fp8dist.files.archives import Archive, items_of, zip_content
-from fp8dist.files.entries import PARAMETERS, Item, SavedEntry, Source, dtype_name
+from fp8dist.files.entries import PARAMETERS, Item, SavedEntry, Source, States, dtype_name
 from fp8dist.files.failures import Unsupported, reading
 from fp8dist.files.pickles import Builder, Record, Unpickler
 from fp8dist.files.slices import FileSlice
 from fp8dist.files.values import COMMON, StoredTensor, sizes
-from fp8dist.state.storage import looks_like_state
 
-__all__ = ["METADATA", "dcp_source", "dcp_states", "tiles"]
+__all__ = ["METADATA", "dcp_source", "tiles"]
 
 METADATA = ".metadata"
 _LARGEST_INDEX = 1 << 30
@@ -74,31 +73,17 @@ def dcp_source(folder: str) -> Source:
     with reading(index):
         tensors, pieces = _load_index(index, folder)
     items: list[Item] = []
+    states: States = {}
     for name, description in tensors.items():
         with reading(index):
             if _is_tensor(description):
                 items.append(_tensor_item(name, description, pieces))
                 continue
             piece = _piece(pieces, (name, None))
-        items += _value_items(name, piece)
-    return Source(folder, PARAMETERS, items)
-
-
-def dcp_states(folder: str) -> dict[str, bytes]:
-    """Return the FP8 states in a folder with ``.metadata``, as ``manager.state_dict()`` returned them, by name."""
-    index = os.path.join(folder, METADATA)
-    with reading(index):
-        tensors, pieces = _load_index(index, folder)
-    states: dict[str, bytes] = {}
-    for name, description in tensors.items():
-        with reading(index):
-            piece = None if _is_tensor(description) else _piece(pieces, (name, None))
-        if piece is not None and piece.bytes_at(0, min(4, piece.length)).numpy().tobytes() == b"PK\x03\x04":
-            with _naming(piece, f"the value {name}"):
-                value, _ = Archive(piece).content()
-            if isinstance(value, bytes) and looks_like_state(value):
-                states[name] = value
-    return states
+        of_value, inside = _value_items(name, piece)
+        items += of_value
+        states |= inside
+    return Source(folder, PARAMETERS, items, states)
 
 
 def _load_index(path: str, folder: str) -> tuple[dict[str, Record], dict[Key, FileSlice]]:
@@ -220,8 +205,8 @@ def _part(name: str, dtype: torch.dtype, chunk: Chunk) -> Tensor:
         return value.read(file, start)
 
 
-def _value_items(name: str, file: FileSlice) -> list[Item]:
-    """Return the entries of a value that is not a tensor.
+def _value_items(name: str, file: FileSlice) -> tuple[list[Item], States]:
+    """Return the entries of a value that is not a tensor, and the FP8 states in it.
 
     Lists values rather than bytes, because equal values may be stored as different bytes (a pickle distinguishes two
     equal objects from one object that occurs twice). A value with more than tensors, numbers and text is listed as
@@ -229,13 +214,14 @@ def _value_items(name: str, file: FileSlice) -> list[Item]:
     """
     with _naming(file, f"the value {name}"):
         if file.bytes_at(0, min(4, file.length)).numpy().tobytes() != b"PK\x03\x04":
-            return [(SavedEntry(name, "parameter", (file.length,), "uint8"), partial(file.bytes_at, 0, file.length))]
+            entry = SavedEntry(name, "parameter", (file.length,), "uint8")
+            return [(entry, partial(file.bytes_at, 0, file.length))], {}
         archive = Archive(file)
         try:
             value, size = archive.content()
             return items_of(value, size, file, archive.storage, name)
         except Unsupported:
-            return [(SavedEntry(name, "parameter", (archive.payload_size(),), "uint8"), archive.payload)]
+            return [(SavedEntry(name, "parameter", (archive.payload_size(),), "uint8"), archive.payload)], {}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from fp8dist.errors import CheckpointError
 from fp8dist.files.failures import reading
 
-__all__ = ["PARAMETERS", "STATE", "Item", "SavedEntry", "Source", "dtype_name"]
+__all__ = ["PARAMETERS", "STATE", "Item", "SavedEntry", "Source", "States", "dtype_name"]
 
 STATE, PARAMETERS = "state", "parameters"
 
@@ -34,17 +35,23 @@ class SavedEntry:
 
 Item = tuple[SavedEntry, Callable[[], Tensor]]
 
+States = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+"""By key: FP8 states and their notes, as ``storage.from_bytes`` returns them."""
+
 
 class Source:
     """A checkpoint. Entries are sorted and unique. Files are open only while a tensor is read, and no tensor is kept.
 
-    ``family`` is "state" (an fp8dist state file) or "parameters" (any other checkpoint).
+    ``family`` is "state" (an fp8dist state file) or "parameters" (any other checkpoint). ``states``: the FP8 states in
+    it by key, whose slots are among the entries, too; that of a state file has the key "".
     """
 
-    def __init__(self, path: str, family: str, items: Iterable[Item]) -> None:
+    def __init__(self, path: str, family: str, items: Iterable[Item], states: States | None = None) -> None:
         ordered = sorted(items, key=lambda item: item[0])
         self.path = path
         self.family = family
+        # In the order of their entries "step".
+        self.states = dict(sorted((states or {}).items(), key=lambda item: f"{item[0]}.step"))
         self.entries: tuple[SavedEntry, ...] = tuple(entry for entry, _ in ordered)
         self._loaders = [load for _, load in ordered]
         for first, second in pairwise(self.entries):

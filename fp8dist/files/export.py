@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +22,11 @@ from fp8dist.common.names import require_choice
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.certificate import Origin, certificate_of
 from fp8dist.files.export_casts import Stored, cast_of, dequantised, grid_of, whole
-from fp8dist.files.export_experts import ExpertNames, Listed, are_in_fp8, expert_names, list_experts, mixtures_of
+from fp8dist.files.export_experts import ExpertNames, are_in_fp8, expert_names, list_experts, mixtures_of
 from fp8dist.files.export_files import Folder
 from fp8dist.files.export_formats import (
     FORMATS,
     Grid,
-    Scheme,
     inputs_of,
     laid_out,
     quantization_config,
@@ -37,7 +35,7 @@ from fp8dist.files.export_formats import (
     tensors_of,
 )
 from fp8dist.files.export_names import require_storable
-from fp8dist.files.export_tensors import ExportedTensor, ExportPart
+from fp8dist.files.export_tensors import ExportedTensor, ExportPart, Scheme
 from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
 from fp8dist.modules.fp8_linear import FP8Linear
@@ -48,26 +46,35 @@ from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Export", "ExportedTensor", "config_of", "export_of", "fill", "write_folder"]
+__all__ = ["Export", "ExportedTensor", "config_of", "export_of", "listed", "write_folder"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Export:
     """All tensors of an exported model, in an order that is the same on all ranks.
 
-    ``schemes``, ``recipes``: by name, those of modules whose weights are in FP8. ``ignored``: the other modules with
-    weights of two dimensions. ``tied``: by name, tensors that are left out: the name of the same tensor.
+    Args:
+        ignored: names of modules with weights of two dimensions that are not in FP8.
+        tied: by name, tensors that are left out: the name of the same tensor.
+        moment: returns the same as long as no optimizer step has ended.
     """
 
     format: str
-    parts: list[ExportPart] = field(default_factory=list)
-    schemes: dict[str, Scheme] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
-    tied: dict[str, str] = field(default_factory=dict)
-    recipes: dict[str, Recipe] = field(default_factory=dict)
-    sharded: bool = False
-    moment: Callable[[], object] = lambda: None
-    """Returns the same as long as no optimizer step has ended."""
+    parts: Sequence[ExportPart]
+    ignored: Sequence[str]
+    tied: Mapping[str, str]
+    sharded: bool
+    moment: Callable[[], object]
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """By name, the schemes of the modules whose weights are in FP8."""
+        return {name: part.scheme for part in self.parts if part.scheme for name in part.linears}
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """By name, the recipes of the modules whose weights are in FP8."""
+        return {name: part.recipe for part in self.parts if part.recipe for name in part.linears}
 
     @property
     def tensors(self) -> list[ExportedTensor]:
@@ -118,13 +125,11 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
     reshard(fsdp2_modules(inner))
     if cycle.scales.sharded is not None:
         cycle.scales.sharded.fit_scales()
-    found = Export(format, moment=lambda: job.boundaries)
     modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
     names = expert_names(inner)
     mixtures = {clean_fqn(name): module for name, module in mixtures_of(inner, names)}
     matrices = {name: module for name, module in modules.items() if _has_matrix(module)}
-    fill(found, _stored(inner, cycle), matrices, mixtures, names)
-    return found
+    return listed(format, _stored(inner, cycle), matrices, mixtures, names, lambda: job.boundaries)
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -195,48 +200,67 @@ def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
             )
 
 
-def fill(
-    found: Export,
+def listed(
+    format: str,
     tensors: Iterable[Stored],
     modules: Mapping[str, nn.Module],
-    mixtures: Mapping[str, nn.Module] = MappingProxyType({}),
-    names: ExpertNames | None = None,
-) -> None:
-    """List the tensors of a model in ``found``.
+    mixtures: Mapping[str, nn.Module],
+    names: ExpertNames | None,
+    moment: Callable[[], object] = lambda: None,
+) -> Export:
+    """List the tensors of a model.
 
     Args:
         modules: by name, all modules with weights of two dimensions.
         mixtures: by name, mixtures that are exported expert by expert, under ``names``.
+        moment: see ``Export``.
 
     Raises:
         ConfigurationError: see ``export_of``.
     """
     in_fp8 = {name for name, module in modules.items() if isinstance(module, FP8Linear) and _in_fp8(module)}
-    once = list(_once(found, tensors, in_fp8))
+    once, tied = _once(tensors, in_fp8)
     grids = _grids(once, modules, in_fp8)
-    high: list[str] = []
     names = names or ExpertNames()
-    for stored in once:
-        name = _module_of(stored)
-        linear = modules.get(name)
-        found.sharded |= is_dtensor(stored.value)
-        holder = stored.name.rpartition(".")[0]
-        listed = list_experts(found.format, names, holder, mixtures[holder], stored) if holder in mixtures else None
-        if listed is not None:
-            high += _add_experts(found, listed)
-        elif name not in grids or not isinstance(linear, FP8Linear):
-            entry = ExportedTensor(stored.name, "high", holder, stored.value.dtype, tuple(stored.value.shape))
-            found.parts.append(ExportPart((entry,), partial(_whole, stored)))
-        elif name in in_fp8:
-            found.parts.append(_of_linear(found, name, linear, stored, grids))
-        else:
-            found.parts.append(_dequantised(name, linear, stored, grids[name][0]))
-    found.ignored = [*(name for name in modules if name not in in_fp8), *high]
-    _require_untied(found.tied, mixtures)
-    _require_all(found, once, in_fp8, mixtures)
-    _rename(found, names)
+    parts = [_part_of(format, stored, modules, mixtures, names, in_fp8, grids) for stored in once]
+    _require_untied(tied, mixtures)
+    _require_all(parts, once, tied, in_fp8, mixtures)
+    served = names.served
+    high = [name for part in parts if part.scheme is None for name in part.linears]
+    found = Export(
+        format,
+        [_renamed(part, served) for part in parts],
+        [served(name) for name in (*(name for name in modules if name not in in_fp8), *high)],
+        {served(name): served(owner) for name, owner in tied.items()},
+        any(is_dtensor(stored.value) for stored in once),
+        moment,
+    )
     require_storable(found.tensors)
-    found.quantization_config()
+    found.quantization_config()  # Refuses names.
+    return found
+
+
+def _part_of(
+    format: str,
+    stored: Stored,
+    modules: Mapping[str, nn.Module],
+    mixtures: Mapping[str, nn.Module],
+    names: ExpertNames,
+    in_fp8: Set[str],
+    grids: Mapping[str, tuple[Grid, torch.Size]],
+) -> ExportPart:
+    """Return what one tensor of the model becomes."""
+    name, holder = _module_of(stored), stored.name.rpartition(".")[0]
+    part = list_experts(format, names, holder, mixtures[holder], stored) if holder in mixtures else None
+    if part is not None:
+        return part
+    linear = modules.get(name)
+    if name not in grids or not isinstance(linear, FP8Linear):
+        entry = ExportedTensor(stored.name, "high", holder, stored.value.dtype, tuple(stored.value.shape))
+        return ExportPart((entry,), lambda: (whole(stored),))
+    if name in in_fp8:
+        return _of_linear(format, name, linear, stored, grids)
+    return _dequantised(name, linear, stored, grids[name][0])
 
 
 def _grids(
@@ -251,28 +275,24 @@ def _grids(
     return grids
 
 
-def _require_all(found: Export, once: Iterable[Stored], in_fp8: Set[str], mixtures: Mapping[str, nn.Module]) -> None:
+def _require_all(
+    parts: Iterable[ExportPart],
+    once: Iterable[Stored],
+    tied: Iterable[str],
+    in_fp8: Set[str],
+    mixtures: Mapping[str, nn.Module],
+) -> None:
     """Raise ConfigurationError if a weight in FP8 has no tensor, or nothing is in FP8."""
-    tied = {name.rpartition(".")[0] for name in found.tied}
+    found = {name for part in parts if part.scheme for name in part.linears}
     stored = {one.name for one in once}
-    lost = [f"{name}.weight" for name in sorted(in_fp8 - found.schemes.keys() - tied)]
+    lost = [f"{name}.weight" for name in sorted(in_fp8 - found - {name.rpartition(".")[0] for name in tied})]
     for name, mixture in ((name, mixture) for name, mixture in mixtures.items() if are_in_fp8(name, mixture)):
         lost += sorted({f"{name}.{weight}" for weight in expert_products(mixture) or ()} - stored)
     if lost:
         module = lost[0].rpartition(".")[0]
         raise ConfigurationError(f"{module} is in FP8, but state_dict() has no {lost[0]}: a hook renames it")
-    if not found.schemes:
+    if not found:
         raise ConfigurationError("nothing to export in FP8: every module is in high precision")
-
-
-def _add_experts(found: Export, listed: Listed) -> Sequence[str]:
-    """Add the tensors of experts. Return the names of their Linears in high precision."""
-    found.parts.append(listed.part)
-    if listed.scheme is None or listed.recipe is None:
-        return listed.linears
-    found.schemes |= dict.fromkeys(listed.linears, listed.scheme)
-    found.recipes |= dict.fromkeys(listed.linears, listed.recipe)
-    return ()
 
 
 def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) -> None:
@@ -284,17 +304,10 @@ def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) 
             )
 
 
-def _rename(found: Export, names: ExpertNames) -> None:
-    """Give all tensors and modules the names of checkpoints."""
-    served = names.served
-    found.parts = [
-        replace(part, tensors=tuple(replace(t, name=served(t.name), module=served(t.module)) for t in part.tensors))
-        for part in found.parts
-    ]
-    found.schemes = {served(name): scheme for name, scheme in found.schemes.items()}
-    found.recipes = {served(name): recipe for name, recipe in found.recipes.items()}
-    found.ignored = [served(name) for name in found.ignored]
-    found.tied = {served(name): served(owner) for name, owner in found.tied.items()}
+def _renamed(part: ExportPart, served: Callable[[str], str]) -> ExportPart:
+    """Give tensors and modules the names of checkpoints."""
+    tensors = (replace(one, name=served(one.name), module=served(one.module)) for one in part.tensors)
+    return replace(part, tensors=tuple(tensors), linears=tuple(map(served, part.linears)))
 
 
 def _module_of(stored: Stored) -> str:
@@ -303,33 +316,29 @@ def _module_of(stored: Stored) -> str:
     return module if kind == "weight" else ""
 
 
-def _once(found: Export, tensors: Iterable[Stored], in_fp8: set[str]) -> Iterator[Stored]:
-    """Yield each tensor under its first name, and note its other names."""
-    owners: dict[int, str] = {}
+def _once(tensors: Iterable[Stored], in_fp8: Set[str]) -> tuple[list[Stored], dict[str, str]]:
+    """Return each tensor under its first name, and by its other names, the first one."""
+    first: dict[int, Stored] = {}
+    tied: dict[str, str] = {}
     for stored in tensors:
-        owner = owners.setdefault(id(stored.value), stored.name)
-        if owner == stored.name:
-            yield stored
-        else:
-            _require_one_precision(stored.name, owner, in_fp8)
-            found.tied[stored.name] = owner
+        owner = first.setdefault(id(stored.value), stored)
+        if owner is not stored:
+            _require_one_precision(stored.name, owner.name, in_fp8)
+            tied[stored.name] = owner.name
+    return list(first.values()), tied
 
 
 def _same(value: Tensor) -> Tensor:
     return value
 
 
-def _whole(stored: Stored) -> tuple[Tensor]:
-    return (whole(stored),)
-
-
 def _in_fp8(linear: FP8Linear) -> bool:
     return "fprop" not in linear.fp8_slots.precision.high
 
 
-def _require_one_precision(name: str, owner: str, in_fp8: set[str]) -> None:
+def _require_one_precision(name: str, owner: str, in_fp8: Set[str]) -> None:
     users = [each.removesuffix(".weight") for each in (name, owner)]
-    if len(in_fp8.intersection(users)) == 1:
+    if len(in_fp8 & set(users)) == 1:
         fp8, high = sorted(users, key=lambda user: user not in in_fp8)
         raise ConfigurationError(
             f"{fp8} is in FP8 and shares its weight with {high}, which is not: a server has one copy of it. Name {fp8} "
@@ -338,7 +347,7 @@ def _require_one_precision(name: str, owner: str, in_fp8: set[str]) -> None:
 
 
 def _of_linear(
-    found: Export,
+    format: str,
     name: str,
     linear: FP8Linear,
     stored: Stored,
@@ -349,19 +358,18 @@ def _of_linear(
     state, input_state = slots.states(stored.device)[1::-1]
     require_e4m3(name, state.format.name)
     grid, shape = grids[name]
-    strategy = strategy_of(found.format, grid, shape)
+    strategy = strategy_of(format, grid, shape)
     if strategy is None:
-        raise ConfigurationError(_unfit(found.format, name, linear, grids))
-    scheme = found.schemes[name] = Scheme(strategy, inputs_of(slots.recipe, bool(input_state.cold)))
-    found.recipes[name] = slots.recipe
-    entries = tensors_of(found.format, name, shape, scheme)
+        raise ConfigurationError(_unfit(format, name, linear, grids))
+    scheme = Scheme(strategy, inputs_of(slots.recipe, bool(input_state.cold)))
+    entries = tensors_of(format, name, shape, scheme)
 
     def read() -> Sequence[Tensor]:
         rows, inv_scale = cast_of(linear, stored, grid)
         input_scale = torch.reciprocal(slots.states(stored.device)[0].scale).reshape(1)
         return [rows, laid_out(inv_scale, grid, strategy, shape), input_scale][: len(entries)]
 
-    return ExportPart(tuple(entries), read)
+    return ExportPart(tuple(entries), read, (name,), scheme, slots.recipe)
 
 
 def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> ExportPart:

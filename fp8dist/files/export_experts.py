@@ -18,18 +18,17 @@ from torch import Tensor, nn
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_casts import Stored, experts_cast_of, whole
-from fp8dist.files.export_formats import Scheme, grid_by, inputs_of, laid_out, require_e4m3, strategy_of, tensors_of
-from fp8dist.files.export_tensors import ExportedTensor, ExportPart
+from fp8dist.files.export_formats import grid_by, inputs_of, laid_out, require_e4m3, strategy_of, tensors_of
+from fp8dist.files.export_tensors import ExportedTensor, ExportPart, Scheme
 from fp8dist.modules.expert_layouts import model_type_of
 from fp8dist.modules.foreign import expert_products, gate_fits
 from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.grouped_slots import GroupedSlots
-from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
 
-__all__ = ["ExpertNames", "Listed", "are_in_fp8", "expert_names", "list_experts", "mixtures_of", "require_served"]
+__all__ = ["ExpertNames", "are_in_fp8", "expert_names", "list_experts", "mixtures_of", "require_served"]
 
 
 class ExpertNames(NamedTuple):
@@ -64,18 +63,6 @@ _UNREAD = MappingProxyType(
     }
 )
 """By model type, why servers read experts in no format of an export."""
-
-
-class Listed(NamedTuple):
-    """What one parameter of a mixture adds to an export. ``linears``: names of its experts' Linears.
-
-    ``scheme``: how a server multiplies with them; None: in high precision.
-    """
-
-    part: ExportPart
-    linears: tuple[str, ...]
-    scheme: Scheme | None = None
-    recipe: Recipe | None = None
 
 
 class _Piece(NamedTuple):
@@ -146,7 +133,7 @@ def are_in_fp8(name: str, module: nn.Module) -> bool:
     return not high
 
 
-def list_experts(format: str, names: ExpertNames, holder: str, module: Any, stored: Stored) -> Listed | None:
+def list_experts(format: str, names: ExpertNames, holder: str, module: Any, stored: Stored) -> ExportPart | None:
     """List what is exported for a parameter of the mixture ``module``. None: it is no weight or bias of a product.
 
     Raises:
@@ -182,7 +169,7 @@ def _pieces(module: Any, first: bool, names: ExpertNames, rows: int) -> tuple[_P
 
 def _in_high_precision(
     module: Any, product: str, stored: Stored, shape: tuple[int, ...], linears: Sequence[Any], with_bias: bool
-) -> Listed:
+) -> ExportPart:
     as_fp8 = stored.gathered and isinstance(module, FP8Experts) and not with_bias
     gathered = as_fp8 or stored.sharded is not None
     dtype = stored.computed_in if gathered else stored.value.dtype
@@ -201,12 +188,12 @@ def _in_high_precision(
             every = every.mT if module.is_transposed and not with_bias else every
         return [every[expert, piece.rows].contiguous() for expert, _, piece in linears]
 
-    return Listed(ExportPart(tuple(entries), read), () if with_bias else tuple(name for _, name, _ in linears))
+    return ExportPart(tuple(entries), read, () if with_bias else tuple(name for _, name, _ in linears))
 
 
 def _in_fp8(
     format: str, module: FP8Experts, product: str, stored: Stored, shape: tuple[int, ...], linears: Sequence[Any]
-) -> Listed:
+) -> ExportPart:
     slots = module.fp8_products[product]
     state = slots.states(stored.device)[1]
     require_e4m3(slots.fqn, state.format.name)
@@ -240,7 +227,7 @@ def _in_fp8(
         return values
 
     names = tuple(name for _, name, _ in linears)
-    return Listed(ExportPart(tuple(itertools.chain(*entries)), read), names, scheme, slots.recipe)
+    return ExportPart(tuple(itertools.chain(*entries)), read, names, scheme, slots.recipe)
 
 
 def _of_rows(slots: GroupedSlots, inv_scale: Tensor, rows: slice) -> Tensor:

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_names import require_distinct, require_names
-from fp8dist.files.export_tensors import ExportedTensor
+from fp8dist.files.export_tensors import ExportedTensor, Inputs, Scheme, Strategy
 from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
 __all__ = [
     "FORMATS",
     "Grid",
-    "Scheme",
     "grid_by",
     "inputs_of",
     "laid_out",
@@ -38,10 +37,6 @@ __all__ = [
     "strategy_of",
     "tensors_of",
 ]
-
-Strategy = Literal["tensor", "channel", "block"]
-Inputs = Literal["static", "tensor", "token"]
-"""How inputs are cast: with a fixed scale, or with a scale from the amax of each tensor or token."""
 
 FORMATS: Mapping[str, tuple[Strategy, ...]] = MappingProxyType(
     {
@@ -71,13 +66,6 @@ class Grid(NamedTuple):
     def text(self, shape: Sequence[int]) -> str:
         """Return a phrase for a message about a weight of ``shape``."""
         return "one scale" if self == tuple(shape) else f"one scale for each {self.height} x {self.width} elements"
-
-
-class Scheme(NamedTuple):
-    """How a server multiplies with a module's weight."""
-
-    strategy: Strategy
-    inputs: Inputs
 
 
 def grid_by(recipe: Recipe, shape: Sequence[int]) -> Grid:

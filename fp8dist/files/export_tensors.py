@@ -1,15 +1,31 @@
-"""ExportedTensor: one tensor of an exported model. ExportPart: several of them that come from one cast."""
+"""ExportedTensor: one tensor of an exported model. ExportPart: several of them that come from one cast. Scheme: how a
+server multiplies with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["ExportPart", "ExportedTensor"]
+from fp8dist.state.recipe import Recipe
+
+__all__ = ["ExportPart", "ExportedTensor", "Inputs", "Scheme", "Strategy"]
+
+Strategy = Literal["tensor", "channel", "block"]
+"""Which part of a weight has a scale of its own: all of it, a row, or a block."""
+
+Inputs = Literal["static", "tensor", "token"]
+"""How inputs are cast: with a fixed scale, or with a scale from the amax of each tensor or token."""
+
+
+class Scheme(NamedTuple):
+    """How a server multiplies with a module's weight."""
+
+    strategy: Strategy
+    inputs: Inputs
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,16 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class ExportPart:
-    """Tensors that come from one cast. ``read`` returns them in order. COLLECTIVE if they are sharded."""
+    """Tensors that come from one cast.
+
+    Args:
+        read: returns them in order. COLLECTIVE if they are sharded.
+        linears: names of the modules whose weights are among them, if these are in FP8 or of experts.
+        scheme, recipe: of these modules; None: they are in high precision.
+    """
 
     tensors: tuple[ExportedTensor, ...]
     read: Callable[[], Sequence[Tensor]]
+    linears: tuple[str, ...] = ()
+    scheme: Scheme | None = None
+    recipe: Recipe | None = None

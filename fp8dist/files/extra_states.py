@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.files.archives import LEGACY_MAGIC, Locate, legacy_content, zip_content
+from fp8dist.files.archives import Locate, legacy_content, saved_content
 from fp8dist.files.failures import reading
 from fp8dist.files.pickles import Builder, Record, Unpickler
 from fp8dist.files.slices import MemorySlice
 from fp8dist.files.values import TORCH_SAVE, Storage, StoredTensor
 from fp8dist_kernels.formats import Role
 
-__all__ = ["ExtraState", "SavedSlot", "read_extra_state"]
+__all__ = ["Gemms", "SavedSlot", "read_extra_state"]
 
 _SCALES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 _STATELESS = ("recipe", "extra_fp8_variables")  # Other keys. Recipes without state have only these.
@@ -60,24 +60,21 @@ class SavedSlot:
         history: float32[any length], oldest first, zeros where nothing is known.
         due: True if the newest amax is not in the scale yet.
         fp8_max: largest finite value of the scale's format; None if the entry does not contain it.
+        margin: of the recipe; None if the entry does not contain it.
     """
 
     scale: float
     history: Tensor
     due: bool
     fp8_max: float | None
-
-
-@dataclass(frozen=True, eq=False)
-class ExtraState:
-    """The FP8 state of a module with ``gemms`` GEMMs: ``slots`` by GEMM and role. ``margin``: None if unknown."""
-
-    gemms: int
-    slots: Mapping[tuple[int, Role], SavedSlot]
     margin: int | None
 
 
-def read_extra_state(name: str, value: object) -> ExtraState | None:
+Gemms = list[dict[Role, SavedSlot]]
+"""The FP8 state of a module: for each of its GEMMs, the slots by role."""
+
+
+def read_extra_state(name: str, value: object) -> Gemms | None:
     """Return the FP8 state in the ``_extra_state`` of one module, or None if it has none.
 
     Args:
@@ -125,14 +122,12 @@ def _content(name: str, value: object) -> tuple[Any, _Load]:
     if not value:
         return None, lambda leaf: leaf
     file = MemorySlice(name, bytes(value))
-    if value.startswith(b"PK"):
-        content, _, locate = zip_content(file)
+    saved = saved_content(file)
+    if saved is not None:
+        content, _, locate = saved
         return content, partial(_load, lambda storage: (file, locate))
     if value[:1] != b"\x80":
         raise CheckpointError(f"is no pickle: it starts with {bytes(value[:8])!r}")
-    if value[2:].startswith(LEGACY_MAGIC):
-        content, _, locate = legacy_content(file)
-        return content, partial(_load, lambda storage: (file, locate))
     storages = _PickledStorages(name)
     vocabulary = {**_VOCABULARY, "torch.storage._load_from_bytes": Builder("torch.storage", storages.add)}
     return Unpickler(io.BytesIO(value), len(value), vocabulary).load(), partial(_load, storages.find)
@@ -196,7 +191,7 @@ _VOCABULARY: Mapping[str, object] = MappingProxyType(
 # What it means -------------------------------------------------------------------------------------
 
 
-def _state(content: Mapping[Any, Any], load: _Load) -> ExtraState:
+def _state(content: Mapping[Any, Any], load: _Load) -> Gemms:
     forward = _Direction("fwd", content, load)
     backward = _Direction("bwd", content, load)
     variables = content.get("extra_fp8_variables")
@@ -205,13 +200,16 @@ def _state(content: Mapping[Any, Any], load: _Load) -> ExtraState:
     gradients = _gradient_columns(gemms, per_backward, "recipe" in content, backward)
     recipe = _attributes(content.get("recipe"))
     fp8_max, gradient_max = _maxima(recipe, variables)
-    slots = {}
-    for gemm in range(gemms):
-        slots[gemm, Role.INPUT] = forward.slot(per_forward * gemm, fp8_max)
-        slots[gemm, Role.WEIGHT] = forward.slot(per_forward * gemm + 1, fp8_max)
-        slots[gemm, Role.GRAD_OUTPUT] = backward.slot(gradients[gemm], gradient_max)
-    margin = recipe.get("margin")
-    return ExtraState(gemms, slots, margin if type(margin) is int and -64 <= margin <= 64 else None)
+    given = recipe.get("margin")
+    margin = given if type(given) is int and -64 <= given <= 64 else None
+    return [
+        {
+            Role.INPUT: forward.slot(per_forward * gemm, fp8_max, margin),
+            Role.WEIGHT: forward.slot(per_forward * gemm + 1, fp8_max, margin),
+            Role.GRAD_OUTPUT: backward.slot(gradients[gemm], gradient_max, margin),
+        }
+        for gemm in range(gemms)
+    ]
 
 
 class _Direction:
@@ -238,7 +236,7 @@ class _Direction:
     def __len__(self) -> int:
         return len(self._scale)
 
-    def slot(self, column: int, fp8_max: float | None) -> SavedSlot:
+    def slot(self, column: int, fp8_max: float | None, margin: int | None) -> SavedSlot:
         """Return one scaled tensor.
 
         Row 0 collects the amax of the current step. After TransformerEngine has made a scale of the window, it rolls
@@ -248,7 +246,8 @@ class _Direction:
         """
         rows = self._history[:, column]
         due = bool(rows[0] > 0)
-        return SavedSlot(float(self._scale[column]), rows.roll(-1) if due else rows.clone(), due, fp8_max)
+        history = rows.roll(-1) if due else rows.clone()
+        return SavedSlot(float(self._scale[column]), history, due, fp8_max, margin)
 
     def used(self, column: int) -> bool:
         """Return True if the module has ever seen this tensor."""

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from fp8dist.checks.contents import Digester
 from fp8dist.common.text import aligned
 from fp8dist.files.comparison import SourceContent, bytes_in
-from fp8dist.files.entries import STATE, SavedEntry, Source
+from fp8dist.files.entries import STATE, Source
 from fp8dist.files.failures import one_line
 from fp8dist.state.slots import Slot
-from fp8dist.state.storage import read_file
 
 __all__ = ["Inspection", "inspect_source"]
 
-_KINDS = ("scale", "amax", "cold", "history")
 _SLOT_COLUMNS = ("slot", "scale", "amax", "window max", "cold", "taken", "non-finite", "saturated")
 
 
@@ -63,69 +59,25 @@ def inspect_source(source: Source) -> Inspection:
         CheckpointError: the checkpoint cannot be read.
     """
     if source.family == STATE:
-        return _state_file(source.path)
-    tensors = _tensors(_part(source, lambda entry: entry.kind == "parameter"))
-    return replace(tensors, states=tuple(_states_inside(source)))
+        ((state, info),) = source.states.values()
+        more = {"recipes": state["recipes"], "precision": state["precision"], "settings": info.get("settings")}
+        facts = {"file": source.path, "version": state["version"], **_counts(state)}
+        return _slots({**facts, "history length": state["history"].shape[1], **more}, state)
+    parts = ((entry, partial(source.read, i)) for i, entry in enumerate(source.entries) if entry.kind == "parameter")
+    states = (
+        _slots({"FP8 state": one_line(key), **_counts(state)}, state) for key, (state, _) in source.states.items()
+    )
+    return replace(_tensors(Source(source.path, source.family, parts)), states=tuple(states))
 
 
-def _part(source: Source, belongs: Callable[[SavedEntry], bool]) -> Source:
-    items = ((entry, partial(source.read, i)) for i, entry in enumerate(source.entries) if belongs(entry))
-    return Source(source.path, source.family, items)
+def _counts(state: Mapping[str, Any]) -> dict[str, int]:
+    return {"step": int(state["step"]), "slots": len(state["slots"]), "cold": int(state["cold"].sum())}
 
 
-def _state_file(path: str) -> Inspection:
-    state, info = read_file(path)
-    rows = [
-        _slot_row(str(Slot(*slot)), {**{kind: state[kind][i] for kind in _KINDS}, "counters": state["counters"][:, i]})
-        for i, slot in enumerate(state["slots"])
-    ]
-    facts = {
-        "file": path,
-        "version": state["version"],
-        "step": int(state["step"]),
-        "slots": len(rows),
-        "cold": int(state["cold"].sum()),
-        "history length": state["history"].shape[1],
-        "recipes": state["recipes"],
-        "precision": state["precision"],
-        "settings": info.get("settings"),
-    }
-    return Inspection(facts, _SLOT_COLUMNS, tuple(rows))
-
-
-def _states_inside(source: Source) -> Iterator[Inspection]:
-    places = [entry.name.removesuffix("step") for entry in source.entries if entry.kind == "step"]
-    for place in places:
-        inner = [other for other in places if other.startswith(place) and other != place]
-        yield _state_inside(_part(source, partial(_is_state_at, place, inner)), place)
-
-
-def _is_state_at(place: str, inner: Sequence[str], entry: SavedEntry) -> bool:
-    here = entry.kind != "parameter" and entry.name.startswith(place)
-    return here and not any(entry.name.startswith(other) for other in inner)
-
-
-def _state_inside(source: Source, place: str) -> Inspection:
-    step = 0
-    slots: dict[str, dict[str, Tensor]] = {}
-    for i, entry in enumerate(source.entries):
-        if entry.kind == "step":
-            step = int(source.read(i))
-        else:
-            slots.setdefault(entry.name.removeprefix(place), {})[entry.kind] = source.read(i)
-    facts = {
-        "FP8 state": one_line(place.removesuffix(".")),
-        "step": step,
-        "slots": len(slots),
-        "cold": sum(bool(found["cold"]) for found in slots.values()),
-    }
-    rows = [_slot_row(one_line(slot), found) for slot, found in slots.items()]
-    return Inspection(facts, _SLOT_COLUMNS, tuple(rows))
-
-
-def _slot_row(name: str, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    shown = (state["scale"], state["amax"], state["history"].max(), state["cold"])
-    return (name, *map(Tensor.item, shown), *state["counters"].tolist())
+def _slots(facts: Mapping[str, Any], state: Mapping[str, Any]) -> Inspection:
+    numbers = (state["scale"], state["amax"], state["history"].amax(1), state["cold"], *state["counters"])
+    names = (str(Slot(*slot)) for slot in state["slots"])
+    return Inspection(facts, _SLOT_COLUMNS, tuple(zip(map(one_line, names), *(each.tolist() for each in numbers))))
 
 
 def _hexadecimal(digest: list[int]) -> str:

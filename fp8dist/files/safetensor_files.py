@@ -17,7 +17,7 @@ from fp8dist.files.entries import PARAMETERS, STATE, Item, SavedEntry, Source, d
 from fp8dist.files.failures import reading
 from fp8dist.files.json_files import json_object
 from fp8dist.files.slices import FileSlice
-from fp8dist.state.storage import FILE_FORMAT, from_bytes, read_file, validated_slots
+from fp8dist.state.storage import FILE_FORMAT, read_file, validated_slots
 
 __all__ = [
     "DTYPES",
@@ -27,7 +27,7 @@ __all__ = [
     "header_of",
     "is_state",
     "safetensors_source",
-    "state_items",
+    "slot_items",
     "state_source",
 ]
 
@@ -124,21 +124,13 @@ def _values(part: FileSlice, entry: SavedEntry) -> Tensor:
 
 def state_source(path: str) -> Source:
     """Open a state file. Reads the whole file, because the checksum covers all of it."""
-    state, _ = read_file(path)
-    return Source(path, STATE, _slot_items(state, ""))
+    state, info = read_file(path)
+    return Source(path, STATE, slot_items(state, ""), {"": (state, info)})
 
 
-def state_items(data: bytes, place: str) -> list[Item]:
-    """Return the entries of an FP8 state that is the value ``place`` of a checkpoint. All of it stays in memory.
+def slot_items(state: Mapping[str, Any], prefix: str) -> Iterator[Item]:
+    """Yield the entries of an FP8 state, slot by slot."""
 
-    Raises:
-        CheckpointError: the state is damaged. The message names ``place``.
-    """
-    state, _ = from_bytes(data, place)
-    return list(_slot_items(state, f"{place}."))
-
-
-def _slot_items(state: Mapping[str, Any], prefix: str) -> Iterator[Item]:
     def item(name: str, kind: str, values: Tensor) -> Item:
         return SavedEntry(f"{prefix}{name}", kind, tuple(values.shape), dtype_name(values.dtype)), partial(values.clone)
 

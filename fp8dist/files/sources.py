@@ -18,7 +18,7 @@ import struct
 from pathlib import Path
 
 from fp8dist.errors import CheckpointError
-from fp8dist.files.archives import LEGACY_MAGIC, items_of, legacy_content, zip_content
+from fp8dist.files.archives import items_of, saved_content
 from fp8dist.files.dcp import METADATA, dcp_source
 from fp8dist.files.entries import PARAMETERS, Source
 from fp8dist.files.failures import reading
@@ -64,10 +64,10 @@ def _open_file(path: str) -> Source:
     head = file.bytes_at(0, min(512, file.length)).numpy().tobytes()
     if not head:
         raise CheckpointError("is empty")
-    zipped = head.startswith(b"PK")
-    if zipped or (head[:1] == b"\x80" and head[2:].startswith(LEGACY_MAGIC)):
-        value, size, locate = (zip_content if zipped else legacy_content)(file)
-        return Source(path, PARAMETERS, items_of(value, size, file, locate))
+    saved = saved_content(file)
+    if saved is not None:
+        value, size, locate = saved
+        return Source(path, PARAMETERS, *items_of(value, size, file, locate))
     framed = len(head) > 8 and struct.unpack("<Q", head[:8])[0] + 8 <= file.length and head[8:9] == b"{"
     if framed or path.endswith(SUFFIX):
         return state_source(path) if is_state(path) else safetensors_source(path, [path])

@@ -9,7 +9,7 @@ import torch
 
 from fp8dist.common.text import first_few
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.files.extra_states import ExtraState, SavedSlot, read_extra_state
+from fp8dist.files.extra_states import Gemms, SavedSlot, read_extra_state
 from fp8dist.job.manager import Internals, StateManager
 from fp8dist.state import overwrites
 from fp8dist.state.arena import TAKEN, Arena, unchanged_on_failure
@@ -17,7 +17,7 @@ from fp8dist.state.slots import Slot, SlotSpec, clean_fqn
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.scaling import amax_behind_scale
 
-__all__ = ["ImportReport", "NameMap", "import_state", "load_transformer_engine"]
+__all__ = ["ImportReport", "NameMap", "load_transformer_engine"]
 
 Theirs = str | tuple[str, int]
 NameMap = Mapping[str, Theirs] | Callable[[str], Theirs | None]
@@ -28,7 +28,7 @@ _KEY = "_extra_state"
 
 @dataclass(frozen=True)
 class ImportReport:
-    """Result of ``import_state``.
+    """Result of ``load_transformer_engine``.
 
     Args:
         matched: (slot, source) of each slot that was written.
@@ -59,11 +59,13 @@ class ImportReport:
         return "\n".join(lines)
 
 
-def import_state(
-    arenas: Sequence[Arena], state_dict: Mapping[str, object], name_map: NameMap | None = None
+def load_transformer_engine(
+    manager: StateManager, state_dict: Mapping[str, object], name_map: NameMap | None = None
 ) -> ImportReport:
-    """Load scales and amax histories from the ``_extra_state`` entries of a state_dict. Local: call it with the same
-    entries on all ranks.
+    """Load the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
+
+    Local: on all ranks alike. Nothing inside a pickle is imported or called. Amaxes that wait for a boundary are
+    dropped.
 
     Histories are matched by age: of a longer history the newest entries are kept. A slot is cold if its entry has
     neither a scale nor an amax. Saved scales are kept, unless this model computes scales by another rule (another
@@ -73,22 +75,42 @@ def import_state(
 
     Args:
         state_dict: entries by name; keys other than ``_extra_state`` are ignored.
-        name_map: names of the modules in ``state_dict``: a mapping (modules that it lacks have the same name there), or
-            a callable that returns None for a module without an entry.
+        name_map: names of the modules in TransformerEngine's model: a mapping from the fqn here, or a function of
+            it. A value is a name, or (name, GEMM) for a module with two GEMMs, such as LayerNormMLP: ``{"mlp.fc2":
+            ("layernorm_mlp", 1)}``. A function returns None for a module without an entry. None: the same names as
+            here, which modules also have that a mapping lacks.
+
+    Returns:
+        A report of the slots that matched, and of those that did not.
 
     Raises:
         ConfigurationError: ``name_map`` is invalid, or names a module, entry or GEMM that does not exist.
-        CheckpointError: an entry that is needed is damaged, or holds more than data.
-        In both cases nothing was changed.
+        CheckpointError: an entry that is needed is damaged, or contains more than data. Nothing was changed then, nor
+            after a ConfigurationError.
     """
-    plan = _Imported(arenas, _entries(state_dict), name_map)
+    cycle = Internals(manager).cycle
+    cycle.require("loading state")
+    cycle.state.settle()
+    arenas = [sync.arena for sync in cycle.syncs if sync.arena.recipe.delayed]
+    entries = _entries(state_dict)
+    ours: dict[str, list[Slot]] = {}
+    for slot in sorted(slot for arena in arenas for slot in arena.index):
+        ours.setdefault(slot.fqn, []).append(slot)
+    names = _names(list(ours), entries, name_map)
+    wanted = dict.fromkeys(name for name, _ in names.values() if name is not None)
+    states = {name: read_extra_state(f"{name}.{_KEY}", entries[name]) for name in wanted}
+    origins, saved = _matched(names, states)
+    slots = {slot: of[Role(slot.role)] for fqn, of in saved.items() for slot in ours[fqn]}
     with unchanged_on_failure(arenas):
-        converted = [found for arena in arenas for found in _write(arena, plan.slots)]
+        converted = [found for arena in arenas for found in _write(arena, slots)]
+    for sync in cycle.syncs:
+        sync.abandon()
+    cycle.state_loaded(sorted(slots))
     return ImportReport(
-        matched=tuple((slot, plan.origins[slot.fqn]) for slot in sorted(plan.slots)),
-        missing=tuple(plan.missing),
-        unused=tuple(plan.unused),
-        stateless=tuple(plan.stateless),
+        matched=tuple((slot, origins[slot.fqn]) for slot in sorted(slots)),
+        missing=tuple(fqn for fqn in names if fqn not in origins),
+        unused=tuple(sorted(entries.keys() - states.keys())),
+        stateless=tuple(sorted(name for name, gemms in states.items() if gemms is None)),
         converted=tuple(sorted(converted)),
     )
 
@@ -107,57 +129,33 @@ def _entries(state_dict: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Import:
-    """Saved state for one slot."""
+def _names(
+    ours: Sequence[str], entries: Mapping[str, object], name_map: NameMap | None
+) -> dict[str, tuple[str | None, int]]:
+    """Return (TransformerEngine fqn or None, GEMM) by our fqn."""
+    named = {fqn: _parsed(fqn, value) for fqn, value in _mapped(ours, name_map).items()}
+    absent = sorted({name for name, _ in named.values() if name is not None and name not in entries})
+    if absent:
+        raise ConfigurationError(
+            f"name_map: there is no {_KEY} of {first_few(absent)}; there are {first_few(sorted(entries))}"
+        )
+    return {fqn: named.get(fqn, (fqn if fqn in entries else None, 0)) for fqn in ours}
 
-    saved: SavedSlot
-    margin: int | None
 
-
-class _Imported:
-    """Saved state by slot (``slots``), and the source of each module's state by fqn (``origins``).
-
-    Raises:
-        ConfigurationError, CheckpointError: see ``import_state``.
-    """
-
-    def __init__(self, arenas: Sequence[Arena], entries: Mapping[str, object], name_map: NameMap | None) -> None:
-        self._entries = entries
-        self._read: dict[str, ExtraState | None] = {}
-        ours: dict[str, list[Slot]] = {}
-        for slot in sorted(slot for arena in arenas for slot in arena.index):
-            ours.setdefault(slot.fqn, []).append(slot)
-        self.slots: dict[Slot, _Import] = {}
-        self.origins: dict[str, str] = {}
-        self.missing: list[str] = []
-        for fqn, (name, gemm) in self._names(list(ours), name_map).items():
-            state = self._state(name) if name is not None else None
-            if name is None or state is None:
-                self.missing.append(fqn)
-                continue
-            if not 0 <= gemm < state.gemms:
-                raise ConfigurationError(f"name_map: {name} has {state.gemms} GEMMs, and {fqn} asks for number {gemm}")
-            self.origins[fqn] = f"{name} (GEMM {gemm})" if state.gemms > 1 else name
-            for slot in ours[fqn]:
-                self.slots[slot] = _Import(state.slots[gemm, Role(slot.role)], state.margin)
-        self.unused = sorted(entries.keys() - self._read.keys())
-        self.stateless = sorted(name for name, state in self._read.items() if state is None)
-
-    def _names(self, ours: Sequence[str], name_map: NameMap | None) -> dict[str, tuple[str | None, int]]:
-        """Return (TransformerEngine fqn or None, GEMM) by our fqn."""
-        named = {fqn: _parsed(fqn, value) for fqn, value in _mapped(ours, name_map).items()}
-        absent = sorted({name for name, _ in named.values() if name is not None and name not in self._entries})
-        if absent:
-            raise ConfigurationError(
-                f"name_map: there is no {_KEY} of {first_few(absent)}; there are {first_few(sorted(self._entries))}"
-            )
-        return {fqn: named.get(fqn, (fqn if fqn in self._entries else None, 0)) for fqn in ours}
-
-    def _state(self, name: str) -> ExtraState | None:
-        if name not in self._read:
-            self._read[name] = read_extra_state(f"{name}.{_KEY}", self._entries[name])
-        return self._read[name]
+def _matched(
+    names: Mapping[str, tuple[str | None, int]], states: Mapping[str, Gemms | None]
+) -> tuple[dict[str, str], dict[str, dict[Role, SavedSlot]]]:
+    """Return by our fqn: the source of its state, and the state. Modules without FP8 state there are left out."""
+    origins, saved = {}, {}
+    for fqn, (name, gemm) in names.items():
+        gemms = None if name is None else states[name]
+        if name is None or gemms is None:
+            continue
+        if not 0 <= gemm < len(gemms):
+            raise ConfigurationError(f"name_map: {name} has {len(gemms)} GEMMs, and {fqn} asks for number {gemm}")
+        origins[fqn] = f"{name} (GEMM {gemm})" if len(gemms) > 1 else name
+        saved[fqn] = gemms[gemm]
+    return origins, saved
 
 
 def _mapped(ours: Sequence[str], name_map: NameMap | None) -> Mapping[str, object]:
@@ -184,15 +182,15 @@ def _parsed(fqn: str, value: object) -> tuple[str | None, int]:
     return clean_fqn(name), gemm
 
 
-def _write(arena: Arena, slots: Mapping[Slot, _Import]) -> list[tuple[Slot, str]]:
+def _write(arena: Arena, slots: Mapping[Slot, SavedSlot]) -> list[tuple[Slot, str]]:
     """Write to an arena. Return (slot, reason) of the scales that were derived anew."""
     specs = [spec for spec in arena.specs if spec.slot in slots]
     found = [slots[spec.slot] for spec in specs]
-    scale = torch.tensor([one.saved.scale for one in found], dtype=torch.float32, device="cpu")
+    scale = torch.tensor([one.scale for one in found], dtype=torch.float32, device="cpu")
     length = arena.ring.length
     history = torch.zeros(len(found), length, dtype=torch.float32, device="cpu")
     for row, one in zip(history, found):
-        newest = one.saved.history[-length:]
+        newest = one.history[-length:]
         row[length - len(newest) :] = newest
     positive = history > 0
     seen = positive.any(1)
@@ -217,49 +215,19 @@ def _write(arena: Arena, slots: Mapping[Slot, _Import]) -> list[tuple[Slot, str]
     return [(spec.slot, why) for spec, why in zip(specs, reasons) if why is not None]
 
 
-def _reason(arena: Arena, spec: SlotSpec, found: _Import) -> str | None:
+def _reason(arena: Arena, spec: SlotSpec, found: SavedSlot) -> str | None:
     """Return why the saved scale does not fit here, or None if it does."""
-    saved, recipe = found.saved, arena.recipe
-    if saved.fp8_max not in (None, spec.format.max):
-        return f"its format goes up to {saved.fp8_max:g} there and {spec.format.max:g} here"
+    recipe = arena.recipe
+    if found.fp8_max not in (None, spec.format.max):
+        return f"its format goes up to {found.fp8_max:g} there and {spec.format.max:g} here"
     if found.margin not in (None, recipe.margin):
         return f"margin is {found.margin} there and {recipe.margin} here"
     if recipe.power_of_two:
         return "scales are powers of two here"
-    return "its newest amax was not in the scale yet" if saved.due else None
+    return "its newest amax was not in the scale yet" if found.due else None
 
 
-def _largest(arena: Arena, spec: SlotSpec, found: _Import) -> float:
+def _largest(arena: Arena, spec: SlotSpec, found: SavedSlot) -> float:
     """Return the value that TransformerEngine scaled an amax to."""
     margin = arena.recipe.margin if found.margin is None else found.margin
-    return (found.saved.fp8_max or spec.format.max) / 2.0**margin
-
-
-def load_transformer_engine(
-    manager: StateManager, state_dict: Mapping[str, object], name_map: NameMap | None = None
-) -> ImportReport:
-    """Load the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
-
-    Local: on all ranks alike. Nothing inside a pickle is imported or called. Amaxes that wait for a boundary are
-    dropped. ``import_state`` describes how scales and histories are converted.
-
-    Args:
-        name_map: names of the modules in TransformerEngine's model: a mapping from the fqn here, or a function of
-            it. A value is a name, or (name, GEMM) for a module with two GEMMs, such as LayerNormMLP: ``{"mlp.fc2":
-            ("layernorm_mlp", 1)}``. None: the same names as here.
-
-    Returns:
-        A report of the slots that matched, and of those that did not.
-
-    Raises:
-        ConfigurationError: ``name_map`` has a name that does not exist. Nothing was changed.
-        CheckpointError: an entry is damaged, or contains more than data. Nothing was changed.
-    """
-    cycle = Internals(manager).cycle
-    cycle.require("loading state")
-    cycle.state.settle()
-    report = import_state([sync.arena for sync in cycle.syncs if sync.arena.recipe.delayed], state_dict, name_map)
-    for sync in cycle.syncs:
-        sync.abandon()
-    cycle.state_loaded([slot for slot, _ in report.matched])
-    return report
+    return (found.fp8_max or spec.format.max) / 2.0**margin

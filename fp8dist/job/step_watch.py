@@ -7,7 +7,6 @@ scales, while the loss falls. So the second such step raises an error.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from fp8dist.job.changes import Gradients, Masters, WeightLoads
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.parts import Part, fp8_parts
-from fp8dist.modules.weight_notes import WeightNote, find, take_all
+from fp8dist.modules.weight_notes import Held, NoteList, WeightNote
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import compiled_any
@@ -58,11 +57,11 @@ class StepWatch:
     def __init__(self, listener: StepListener, model: weakref.ref[nn.Module]) -> None:
         self._listener = weakref.ref(listener)  # Weak: a reference cycle would delay the release of GPU memory.
         self._model = model
-        self._notes: list[WeightNote] | None = None
+        self._notes: NoteList | None = None
         self._slots: list[LinearSlots] = []
         self._began = 0
         self._lists: list[tuple[int, int]] = []  # Of the optimizer that steps; and the weights that it holds.
-        self._held: list[WeightNote] = []
+        self._held: Held | None = None
         self._unrecorded: list[WeightNote] = []
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: Masters | None = None
@@ -95,11 +94,11 @@ class StepWatch:
             handle.remove()
 
     @property
-    def notes(self) -> list[WeightNote]:
+    def notes(self) -> NoteList:
         """The notes of the model's FP8 weights, as they were at ``attach``."""
         if self._notes is not None:
             return self._notes
-        return [part.slots.note.bind(part.module) for part in self._parts()]
+        return NoteList([part.slots.note.bind(part.module) for part in self._parts()], lasts=False)
 
     @property
     def slots(self) -> list[LinearSlots]:
@@ -127,17 +126,18 @@ class StepWatch:
         is hot and has the scale of the old weight.
         """
         self._notes = self._masters = None
-        self._slots, self._notes = self.slots, self.notes
+        self._slots, notes = self.slots, self.notes.notes
         self._attached = weakref.WeakSet(optimizers)
         self._last = weakref.ref(optimizers[-1]) if optimizers else None
-        for note in self._notes:
+        for note in notes:
             linear = note.linear
             assert linear is not None
             changed = note.written(linear)
             note.take(linear, attached=True)
-            note.forget_steps()
+            note.stepped_at, note.skipped = -1, None
             if changed:
                 note.mark_written()
+        self._notes = NoteList(notes)
 
     def detached(self) -> None:
         """Forget the attached optimizers. Local."""
@@ -153,7 +153,7 @@ class StepWatch:
         """
         listener = self._listener()
         boundaries = -1 if listener is None else listener.state.job.boundaries - 1
-        for note in take_all(self.notes, boundaries if after_step else None):
+        for note in self.notes.take(stepped_at=boundaries if after_step else None):
             if after_step:
                 note.mark_written()
 
@@ -161,11 +161,11 @@ class StepWatch:
     def kept_notes(self) -> Iterator[None]:
         """Restore the notes at exit. The caller undoes, inside the context, all its writes to weights. Local."""
         notes = self.notes
-        awaited, written = [note for note in notes if note.awaited], find(notes)[1]
+        awaited, written = [note for note in notes.notes if note.awaited], notes.find()[1]
         try:
             yield
         finally:
-            take_all(notes)
+            notes.take()
             for note in awaited:
                 note.trust_next()
             for note in written:
@@ -200,11 +200,13 @@ class StepWatch:
         if self._masters is not None and self._masters.check(optimizer):
             self._masters = None
         self._lists = _lists_of(optimizer)
-        self._held, written = find(self.notes if listener.state.job.enabled else (), _ids_of(optimizer))
+        if not listener.state.job.enabled:
+            return
+        self._held, written = self.notes.find(optimizer)
         self._unrecorded = [note for note in written if note.unrecorded]
         brings_boundary = listener.state.job.by_optimizer and self._last_one is optimizer
         if is_real_step(optimizer) and not brings_boundary:
-            self._require_boundary(listener, optimizer, self._held)
+            self._require_boundary(listener, optimizer, [*self._held.listed, *self._held.others])
 
     @property
     def _last_one(self) -> Optimizer | None:
@@ -231,18 +233,19 @@ class StepWatch:
         since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
         held = self._held
         if nested or self._lists != _lists_of(optimizer):  # A closure may change them.
-            held, _ = find(self.notes, _ids_of(optimizer))
-        still = [note for note in held if note.recorded_at < since <= note.backward_at]
-        take_all([note for note in held if not note.awaited])
-        if counts:
-            for note in held:
+            held, _ = self.notes.find(optimizer)
+        if held is not None:
+            self.notes.take(held)
+        if held is not None and counts:
+            notes = [*held.listed, *held.others]
+            for note in notes:
                 note.stepped_at, note.skipped = self._began, skipped
-        if counts and still and not self._warned_of_eval and listener.state.speaks:
-            self._warn_of_eval(optimizer, still, since)
+            if listener.state.job.unrecorded_at >= since and listener.state.speaks:
+                self._warn_of_eval(optimizer, notes, since)
         if not nested:
             for note in self._unrecorded:  # Written to between the last forward and this step.
                 note.mark_written()
-            self._lists, self._held, self._unrecorded = [], [], []
+            self._lists, self._held, self._unrecorded = [], None, []
             self._gradients.after(optimizer, listener.state.speaks)
         listener.after_step(optimizer, real)
 
@@ -251,11 +254,15 @@ class StepWatch:
         while its slots are cold, and thus cast with their tensors' own amaxes.
 
         Args:
-            notes: of the weights without a recorded backward since so many boundaries.
+            notes: of the weights that ``optimizer`` holds.
+            since: number of boundaries passed before the backwards that count.
         """
-        still = self._slots_of([note for note in notes if any(p.requires_grad for p in note.stored)])
+        if self._warned_of_eval:
+            return
+        trained = [note for note in notes if note.recorded_at < since <= note.unrecorded_at]
+        still = self._slots_of([note for note in trained if any(p.requires_grad for p in note.stored)])
         hot = any(slots.sync.arena.known_hot for slots in still)
-        alone = all(note.recorded_at < since for note in self.notes)
+        alone = all(note.recorded_at < since for note in self.notes.notes)
         if still and (hot or alone):
             self._warned_of_eval = True
             logger.warning(
@@ -290,11 +297,6 @@ def _second_step(optimizer: Optimizer, late: Sequence[LinearSlots], attached: bo
         "If the optimizer was made after attach() or was not given to it, call attach(optimizer=…) again; or call "
         "manager.step() once per optimizer step"
     )
-
-
-def _ids_of(optimizer: Optimizer) -> set[int]:
-    """Return the ids of an optimizer's parameters."""
-    return set(map(id, itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])))
 
 
 def _lists_of(optimizer: Optimizer) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.casters import Cast, ExpertMask, Request, count_tokens
+from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.high_precision import in_autocast, in_high_precision, of_rows, product, weight_gradient
 from fp8dist.modules.linear_slots import LinearSlots, States
 from fp8dist.modules.main_grad import MainGrad
@@ -80,12 +81,17 @@ def _observed(
     call: _Call, parameter: Tensor, offsets: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Compute in high precision, and record the amaxes of the tensors that FP8 would cast, if steps sync amaxes."""
-    slots, states, recorded = call.slots, call.states, call.recorded
-    _require_features(slots, x, weight)
+    slots: Any = call.slots  # GroupedSlots, if there are offsets.
+    states, recorded = call.states, call.recorded
+    if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
+        raise _misfit(slots, x, weight)
     if not slots.sync.every_step:
         return in_high_precision(x, weight, bias, offsets)
     slots.caster.observe(x.detach(), states[0], recorded[0], offsets)
-    slots.record_weight(weight, None, offsets, states[1], recorded[1])
+    if offsets is not None:
+        slots.record_weight(weight, None, offsets, states[1], recorded[1])
+    elif not isinstance(weight, FP8Weight):  # Otherwise its shards were recorded before the gather.
+        slots.caster.observe(weight.detach(), states[1])
     output = in_high_precision(x, weight, bias, offsets)
     if output.requires_grad and recorded[2] is not False:
         output = _ObserveGradient.apply(output, offsets, call)
@@ -95,8 +101,10 @@ def _observed(
 def _in_fp8(
     call: _Call, parameter: Tensor, offsets: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    slots, (high, *_) = call.slots, call.mode.choice
-    _require_features(slots, x, weight)
+    slots: Any = call.slots  # GroupedSlots, if there are offsets.
+    high = call.mode.choice.high
+    if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
+        raise _misfit(slots, x, weight)
     state, outgrown = call.states[1], call.mode.outgrown
     if outgrown.once and offsets is None:
         outgrown = slots.policy.limits_of_parts(outgrown, weight, parameter, state)
@@ -112,9 +120,8 @@ def _in_fp8(
     return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[-2]))
 
 
-def _require_features(slots: LinearSlots, x: Tensor, weight: Tensor) -> None:
-    if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
-        raise ConfigurationError(f"{slots.fqn}: expected [..., {weight.shape[-1]}], got {tuple(x.shape)}")
+def _misfit(slots: LinearSlots, x: Tensor, weight: Tensor) -> ConfigurationError:
+    return ConfigurationError(f"{slots.fqn}: expected [..., {weight.shape[-1]}], got {tuple(x.shape)}")
 
 
 def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:

@@ -103,6 +103,8 @@ class JobState:
 
     boundaries: int = 0
     """Number of boundaries passed so far, as counted on the host."""
+    unrecorded_at: int = -2
+    """The largest ``WeightNote.unrecorded_at`` of the model."""
 
     # Casts of weights.
     reuse_casts: bool = False

@@ -201,7 +201,7 @@ class LinearSlots:
             outgrown = self.policy.limits(module, record, training)
         else:
             outgrown = Outgrown(None)
-            self.note.idle_in(job.boundaries)
+            self.note.idle_at = job.boundaries
         if repeated is not None:
             return repeated, record
         mode = Mode(casts, observes, recording, training, choice, outgrown)
@@ -274,11 +274,6 @@ class LinearSlots:
             bounds = torch.cat([offsets.new_zeros(1), offsets]).long()
             total = torch.segment_reduce(gradient.float(), "sum", offsets=bounds, axis=0, unsafe=True).to(dtype)
         return total
-
-    def record_weight(self, weight: Tensor, cast: Cast | None, offsets: Any, state: SlotViews, recorded: Any) -> None:
-        """Record the amax of a weight, of which there may be a cast. FSDP's gather records its shards itself."""
-        if not isinstance(weight, FP8Weight):
-            self.caster.observe(weight.detach(), state, recorded)
 
     def weight_cast(self, weight: Tensor, parameter: Tensor, request: Request) -> Cast:
         """Return the weight in FP8: as gathered, cast now, or cached from an earlier microbatch of this step. Columns

@@ -44,9 +44,9 @@ class LoopMonitor:
         job, note = self._job, self._note
         if not recorded:
             if self._sync.every_step:
-                note.backward_at = job.boundaries
+                note.unrecorded_at = job.unrecorded_at = job.boundaries
             return
-        note.backward_at = note.recorded_at = job.boundaries
+        note.recorded_at = job.boundaries
         if job.microbatches is not None:
             job.microbatches.backward()
         if job.unsynced:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fp8dist.state.groups import is_dtensor, local_part
 
-__all__ = ["SAMPLED_WEIGHTS", "WeightNote", "find", "sample_of", "stored_parameters", "take_all"]
+__all__ = ["SAMPLED_WEIGHTS", "Held", "NoteList", "WeightNote", "sample_of", "stored_parameters"]
 
 SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
 """Number of weights, and of elements of each, that are compared with what they were."""
@@ -33,6 +37,8 @@ def stored_parameters(linear: nn.Module, name: str = "weight") -> tuple[Tensor, 
     return tuple(p for key, p in linear._parameters.items() if p is not None and key.startswith(name))
 
 
+_version_of = operator.attrgetter("_version")
+
 _KEPT_SHARDS = 8
 """Number of local tensors, handed out by as many calls of state_dict, that are watched."""
 
@@ -48,8 +54,8 @@ class WeightNote:
     Scales follow optimizer steps, so a new note is taken after each of them. Writes that torch does not count
     (``.data``, numpy, fused optimizers) do not show here; the cast notices a weight that outgrew its scale.
 
-    Notes are read in every forward and taken in every step, so the code makes few calls: ``take_all`` and ``find``
-    make none of Python for a weight that is a plain parameter.
+    Notes are read in every forward, so the code makes few calls. They are taken in every step, for which ``NoteList``
+    has those of plain parameters in arrays.
     """
 
     def __init__(self, name: str = "weight") -> None:
@@ -59,12 +65,13 @@ class WeightNote:
         """True if FSDP frees the weight between forward and backward. It shows gathered weights as other tensors, so
         the note keeps the parameters found at ``attach``."""
         self.awaited = True
-        """True: take the note at the next forward that records. FP8 state is new or loaded, and fits its weight."""
+        """True: take the note at the next forward that records. FP8 state is new or loaded, and fits its weight.
+        Set by ``trust_next``."""
         self.used_at = self.idle_at = -1
         """Boundaries passed before the last forward that cast the weight to FP8, and before the last that did not."""
-        self.backward_at = self.recorded_at = -2
-        """Boundaries passed before the last backward in FP8, if the recipe needs amaxes, and before the last that
-        recorded them."""
+        self.recorded_at = self.unrecorded_at = -2
+        """Boundaries passed before the last backward in FP8 that recorded amaxes, and before the last that did not,
+        although the recipe needs them."""
         self.of_copy = False
         """True if the Linear was copied or unpickled, and no note was taken since."""
         self._shards: list[tuple[Tensor, int]] = []
@@ -79,14 +86,16 @@ class WeightNote:
         self._counted: tuple[Tensor, ...] = ()  # ``stored`` and local tensors of DTensors: each has a version.
         self._versions: list[int] = []
         self._address = 0  # 0: not compared, because FSDP or tensor parallelism moves the weight.
+        self._arrays: _Arrays | None = None  # Has the version and the address instead, at ``_place``.
+        self._place = 0
         self._plain: Tensor | None = None  # The weight, if its version, address and identity are all there is to note.
-        self._home: Mapping[str, Tensor | None] = {}  # Where its Linear has it.
+        self._home: dict[str, nn.Parameter | None] = {}  # Where its Linear has it.
         self.marked = False  # Replaced in a way that versions do not show.
         self._original_written = False  # The weight of which this one is a copy was, when the copy was made.
         self._linear: weakref.ref[nn.Module] | None = None
         self._now: list[int] | None = None  # Versions when ``written`` was last called.
         self._recorded: list[int] | None = None  # Versions at the last forward that recorded.
-        self._in_backward: list[int] | None = None
+        self._in_backward: tuple[int, list[int]] | None = None  # (``_Arrays.takes``, versions).
         self._remembered: list[weakref.ref[Tensor]] = []
 
     def copied(self) -> WeightNote:
@@ -143,6 +152,7 @@ class WeightNote:
         Args:
             attached: True if called by ``attach``, when FSDP shows its shards.
         """
+        self._leave_arrays()
         weight = linear._parameters.get(self.name)
         if attached or not self.stored or not (self.resharded or weight is self.stored[0]):
             self._look_at(linear)
@@ -173,19 +183,8 @@ class WeightNote:
 
     def trust_next(self) -> None:
         """Note that FP8 state was loaded: the scale is right for the weight that the next forward finds."""
+        self._leave_arrays()
         self.awaited = True
-
-    def cast_at(self, boundaries: int) -> None:
-        """Note a forward that casts the weight to FP8. ``boundaries``: number passed so far."""
-        self.used_at = boundaries
-
-    def idle_in(self, boundaries: int) -> None:
-        """Note a forward that does not cast the weight. ``boundaries``: number passed so far."""
-        self.idle_at = boundaries
-
-    def forget_steps(self) -> None:
-        """Forget optimizer steps before ``attach``."""
-        self.stepped_at, self.skipped = -1, None
 
     def _read(self) -> list[int]:
         return [tensor._version for tensor in self._counted]
@@ -199,6 +198,7 @@ class WeightNote:
 
     def mark_written(self) -> None:
         """Mark the weight as replaced in a way that versions do not show, and as not recorded since."""
+        self._leave_arrays()
         self.marked, self._recorded = True, None
 
     @property
@@ -209,7 +209,7 @@ class WeightNote:
     @property
     def copy_written(self) -> bool:
         """True if the Linear is a copy that may have been written to since it was made. Call ``written`` first."""
-        return self.of_copy and (self.written_in_place or self.marked or self._versions != self._now)
+        return self.of_copy and (self.written_in_place or self.marked or self._noted[0] != self._now)
 
     def was_recorded(self) -> None:
         """Note that the forward that has just called ``written`` records the weight's amax."""
@@ -224,93 +224,194 @@ class WeightNote:
         """True if the weight was written to, replaced or given other memory since the note was taken."""
         if self.awaited:
             return False
-        self._now = self._read()
-        if self.marked or self._original_written or self._versions != self._now:
+        self._now = [tensor._version for tensor in self._counted]
+        versions, address = self._noted
+        if self.marked or self._original_written or versions != self._now:
             return True
-        if not self._address:
+        if not address:
             return False
         weight = linear._parameters.get(self.name)
         if weight is not self.stored[0]:
             self._plain = None  # Its Linear may have another dict of parameters, too.
             return True
         # Under a dispatch mode, the weight may have no memory.
-        return torch._C._len_torch_dispatch_stack() == 0 and weight.data_ptr() != self._address
+        return torch._C._len_torch_dispatch_stack() == 0 and weight.data_ptr() != address
 
     def holders(self, linear: nn.Module) -> tuple[Tensor, ...]:
         """Return the parameters that an optimizer of the weight holds."""
         return self.stored if self.resharded and self.stored else stored_parameters(linear, self.name)
 
-    def held_in(self, parameters: Collection[int], linear: nn.Module) -> bool:
-        """True if one of the parameters with these ids stores the weight."""
-        return any(id(holder) in parameters for holder in self.holders(linear))
-
     def changed_between_backwards(self) -> bool:
         """True if versions changed since the last call, without a note in between. Called in each recorded backward."""
-        before, self._in_backward = self._in_backward, self._read()
-        return before is not None and before != self._in_backward
+        before, takes = self._in_backward, 0 if self._arrays is None else self._arrays.takes
+        self._in_backward = takes, self._read()
+        return before is not None and before[0] == takes and before != self._in_backward
+
+    @property
+    def _noted(self) -> tuple[list[int], int]:
+        """The versions and the address of the weight when the note was taken."""
+        if self._arrays is None:
+            return self._versions, self._address
+        return [self._arrays.versions[self._place]], self._arrays.addresses[self._place]
+
+    @property
+    def _ordinary(self) -> bool:
+        """True if the version, the address and the identity of the weight are all that the note is about."""
+        special = self.awaited or self.marked or self._original_written or self.of_copy
+        return not special and self._plain is not None and self._home.get(self.name) is self._plain
+
+    def _leave_arrays(self) -> None:
+        """Have what was noted in this note itself, because it is about to change alone."""
+        if self._arrays is not None:
+            self._arrays.stale = True
+            self._move(*self._noted, None)
+
+    def _move(self, versions: list[int], address: int, arrays: _Arrays | None, place: int = 0) -> None:
+        """Have what was noted in these arrays from now on, or in this note."""
+        takes, now = (0 if each is None else each.takes for each in (self._arrays, arrays))
+        seen = self._in_backward
+        self._in_backward = (now, seen[1]) if seen is not None and seen[0] == takes else None
+        self._versions, self._address, self._arrays, self._place = versions, address, arrays, place
 
 
-def take_all(notes: Iterable[WeightNote], stepped_at: int | None = None) -> list[WeightNote]:
-    """Take these notes, as ``WeightNote.take`` does one by one.
+class _Arrays:
+    """Versions and addresses of the weights of many notes. Refers to no note, because notes refer to it."""
 
-    Args:
-        stepped_at: number of boundaries passed before an optimizer step that has ended. None: there was none.
+    def __init__(self, versions: list[int], addresses: list[int]) -> None:
+        self.versions, self.addresses = versions, addresses
+        self.takes = 0
+        """How often all notes were taken."""
+        self.stale = False
+        """True if a note has left, or may come back."""
 
-    Returns:
-        the notes of weights that were written to since that step; and of those that ``mark_written`` marked, and that
-        no forward has recorded since.
+
+class Held(NamedTuple):
+    """The notes of the weights that an optimizer holds. ``listed``: those with their values in ``arrays``, at
+    ``places``; None: at all places. ``weights``: theirs. ``others``: the rest."""
+
+    listed: list[WeightNote]
+    weights: list[Tensor]
+    arrays: _Arrays
+    places: list[int] | None
+    others: list[WeightNote]
+
+    def changed(self, versions: list[int], addresses: list[int]) -> list[WeightNote]:
+        """Return the listed notes whose weights have other versions or addresses in the arrays."""
+        old = self.arrays
+        if self.places is None and versions == old.versions and addresses == old.addresses:
+            return []
+        places = range(len(self.listed)) if self.places is None else self.places
+        now = zip(self.listed, places, versions, addresses)
+        return [note for note, at, *values in now if values != [old.versions[at], old.addresses[at]]]
+
+
+class NoteList:
+    """The notes of a model's weights, which a step compares and takes all at once.
+
+    Ordinary notes have their versions and addresses in arrays. So a step makes no call for each of them, and writes to
+    none of them. Other notes (of a DTensor, a parametrization or a replaced parameter, or marked) are looked at one by
+    one. A note that changes alone leaves the arrays, and comes back once it has been taken.
     """
+
+    def __init__(self, notes: Sequence[WeightNote], lasts: bool = True) -> None:
+        """``lasts``: False for a list that is used once, for which arrays do not pay."""
+        self.notes = notes
+        self._lasts = lasts
+        self._all = Held([], [], _Arrays([], []), None, [*notes])
+        self._all.arrays.stale = lasts
+        self._homes: list[dict[str, nn.Parameter | None]] = []  # Where the Linears have them, and their names.
+        self._names: list[str] = []
+        # The ids of an optimizer's parameters, and which listed weights these are.
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], Held]] = weakref.WeakKeyDictionary()
+
+    def take(self, held: Held | None = None, stepped_at: int | None = None) -> list[WeightNote]:
+        """Take the notes, as ``WeightNote.take`` does one by one.
+
+        Args:
+            held: those to take, without those that are awaited. None: all.
+            stepped_at: number of boundaries passed before an optimizer step that has ended. None: there was none.
+
+        Returns:
+            the notes of weights that were written to since that step; and of those that ``mark_written`` marked, and
+            that no forward has recorded since.
+        """
+        self._sort()
+        arrays, others = self._all.arrays, self._all.others
+        if held is None:
+            held = self._all
+        else:
+            others = held.others and [note for note in held.others if not note.awaited]
+        if held.arrays is not arrays:  # Notes have changed alone, inside the optimizer's step.
+            return _take_each([*(note for note in held.listed if not note.awaited), *others], stepped_at)
+        versions, addresses = list(map(_version_of, held.weights)), list(map(Tensor.data_ptr, held.weights))
+        found = [] if stepped_at is None else held.changed(versions, addresses)
+        if held.places is None:
+            arrays.versions, arrays.addresses = versions, addresses
+            arrays.takes += 1
+        else:
+            for note, place, version, address in zip(held.listed, held.places, versions, addresses):
+                arrays.versions[place], arrays.addresses[place] = version, address
+                note._in_backward = None
+        found = found and [note for note in found if note.stepped_at == stepped_at]
+        if others:
+            found = found + _take_each(others, stepped_at)
+            arrays.stale |= any([note._plain is not None for note in others])
+        return found
+
+    def find(self, optimizer: Optimizer | None = None) -> tuple[Held, list[WeightNote]]:
+        """Return the notes of the weights that an optimizer holds, or of all, and those for which ``written`` is
+        True."""
+        self._sort()
+        held = self._all if optimizer is None else self._held_by(optimizer)
+        if torch._C._len_torch_dispatch_stack():
+            suspects = held.listed  # ``written`` knows what not to look at.
+        else:
+            suspects = held.changed(list(map(_version_of, held.weights)), list(map(Tensor.data_ptr, held.weights)))
+        living = ((note, note.linear) for note in (*suspects, *held.others))
+        return held, [note for note, linear in living if linear is not None and note.written(linear)]
+
+    def _held_by(self, optimizer: Optimizer) -> Held:
+        ids = list(map(id, itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])))
+        known, held = self._held.get(optimizer, (None, self._all))
+        if known != ids:
+            listed, weights, arrays, _, _ = held = self._all
+            distinct = set(ids)
+            places = [place for place, weight in enumerate(weights) if id(weight) in distinct]
+            if len(places) < len(weights):
+                held = Held([listed[at] for at in places], [weights[at] for at in places], arrays, places, [])
+            self._held[optimizer] = ids, held
+        if not self._all.others:
+            return held
+        distinct = set(ids)
+        living = ((note, note.linear) for note in self._all.others)
+        stored = ((note, note.holders(linear)) for note, linear in living if linear is not None)
+        return held._replace(others=[note for note, holders in stored if not distinct.isdisjoint(map(id, holders))])
+
+    def _sort(self) -> None:
+        """Put all ordinary notes into the arrays, and no others, if this may have changed."""
+        same = all(map(operator.is_, map(dict.get, self._homes, self._names), self._all.weights))
+        if (same and not self._all.arrays.stale) or not self._lasts:
+            return
+        for note in self.notes:
+            note._leave_arrays()
+        listed = [note for note in self.notes if note._ordinary]
+        arrays = _Arrays([note._versions[0] for note in listed], [note._address for note in listed])
+        others = [note for note in self.notes if not note._ordinary]
+        self._all = Held(listed, [note.stored[0] for note in listed], arrays, None, others)
+        self._homes, self._names = [note._home for note in listed], [note.name for note in listed]
+        self._held.clear()
+        for place, note in enumerate(listed):
+            note._move(note._versions, note._address, arrays, place)
+
+
+def _take_each(notes: Iterable[WeightNote], stepped_at: int | None) -> list[WeightNote]:
+    """Do what ``NoteList.take`` does, one by one."""
     found = []
     for note in notes:
-        weight = note._plain
-        plain = weight is not None and note._home.get(note.name) is weight
-        if plain:
-            versions, address = [weight._version], weight.data_ptr()  # type: ignore[union-attr]
-        stepped = note.stepped_at == stepped_at
-        if not plain or note.marked or (stepped and (versions != note._versions or address != note._address)):
-            linear = note.linear
-            if linear is None:
-                continue
-            if (stepped and note.written(linear)) or note.marked_unrecorded:
-                found.append(note)
-            if not plain:
-                note.take(linear)
-                continue
-        note._versions = versions
-        note._address = address
-        note.awaited = note.marked = note._original_written = note.of_copy = False
-        note._in_backward = None
-    return found
-
-
-def find(notes: Iterable[WeightNote], held: Collection[int] | None = None) -> tuple[list[WeightNote], list[WeightNote]]:
-    """Find the weights that an optimizer holds, and those that were written to, in one walk.
-
-    Args:
-        held: ids of the optimizer's parameters. None: look at all weights.
-
-    Returns:
-        the notes of the weights that it holds; and those of them for which ``written`` is True.
-    """
-    found, written = [], []
-    in_mode = torch._C._len_torch_dispatch_stack() > 0
-    for note in notes:
-        weight = note._plain
-        plain = weight is not None and note._home.get(note.name) is weight
-        if plain and held is not None and id(weight) not in held:
-            continue
-        if (
-            plain
-            and weight._version == note._versions[0]  # type: ignore[union-attr]
-            and not (note.marked or note._original_written or in_mode)
-            and weight.data_ptr() == note._address  # type: ignore[union-attr]
-        ):
-            found.append(note)
-            continue
         linear = note.linear
-        if linear is None or not (plain or held is None or note.held_in(held, linear)):
+        if linear is None:
             continue
-        found.append(note)
-        if note.written(linear):
-            written.append(note)
-    return found, written
+        if (note.stepped_at == stepped_at and note.written(linear)) or note.marked_unrecorded:
+            found.append(note)
+        note.take(linear)
+    return found

@@ -44,7 +44,7 @@ class WritePolicy:
         if not self._recipe.delayed or capturing(self._sync.arena.device):
             return Outgrown(self.limit if training else self.eval_limit)
         note = self._note
-        note.cast_at(self._job.boundaries)
+        note.used_at = self._job.boundaries
         if record and note.awaited:
             note.take(module)
         limits = self.limits_now(module, training)

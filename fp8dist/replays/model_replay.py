@@ -7,6 +7,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from dataclasses import replace as changed
 from datetime import timedelta
 from typing import Any
@@ -90,24 +91,22 @@ def replay(
     return _Replay(model, step, batch, everyone, group is not None, scaler, timeout).report(random_state)
 
 
+@dataclass(eq=False)
 class _Replay:
-    """One call of ``replay`` on one rank."""
+    """One call of ``replay`` on one rank, with its arguments. ``_chosen``: the caller gave the group."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        step: Step,
-        batch: Any,
-        group: SyncGroup | None,
-        chosen: bool,
-        scaler: Any,
-        timeout: timedelta,
-    ) -> None:
-        self._model, self._step, self._batch, self._scaler = model, step, batch, scaler
-        self._group, self._chosen = group, chosen
-        self._sharing = _sharing(model, group)
-        groups = self._sharing if group is None else [group, *self._sharing]
-        self._accords = [Accord(one, "replay()", timeout) for one in groups]
+    _model: nn.Module
+    _step: Step
+    _batch: Any
+    _group: SyncGroup | None
+    _chosen: bool
+    _scaler: Any
+    _timeout: timedelta
+
+    def __post_init__(self) -> None:
+        self._sharing = _sharing(self._model, self._group)
+        groups = self._sharing if self._group is None else [self._group, *self._sharing]
+        self._accords = [Accord(one, "replay()", self._timeout) for one in groups]
         self._digester = Digester()
 
     def report(self, given: RandomState | None) -> ReplayReport:

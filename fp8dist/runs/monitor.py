@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from fp8dist.common.names import warn_moved
 from fp8dist.errors import ConfigurationError
 from fp8dist.runs.exporter import Exporter, Exporters
 from fp8dist.runs.exporters.tensorboard import TensorBoard
-from fp8dist.runs.run_files import append_lines, opened_lines
+from fp8dist.runs.run_files import append_lines, opened_lines, slot_lines
 from fp8dist.state.statistics import JumpAlarm, ScaleJump, SlotStatistics
 from fp8dist.state.watch import Observation
 
-__all__ = ["Monitor", "SlotOutputs", "boards", "slot_lines"]
+__all__ = ["Monitor", "SlotOutputs", "boards"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -52,9 +52,11 @@ class Monitor(SlotOutputs):
     """Old: a ``Recorder`` writes the statistics of slots, and ``watch(jump=…)`` finds jumps of scales. Local.
 
     Args:
-        path, tensorboard, resume_after: files to write, as ``fp8dist.watch`` had them.
+        path: the file of JSON lines to write; None: none.
+        tensorboard: the folder of TensorBoard's files; None: none.
         jump: see ``fp8dist.watch``.
         writes: False on all ranks but one: return the same jumps, but write and log nothing.
+        resume_after: the step that the run resumes from. Lines of later steps are dropped.
 
     Raises:
         ConfigurationError: ``jump`` is not a finite factor above 1.
@@ -111,8 +113,3 @@ def boards(folder: str | os.PathLike[str] | None, resume_after: int | None) -> l
     except ConfigurationError as error:
         logger.warning("fp8dist: nothing is written for TensorBoard: %s", error)
         return []
-
-
-def slot_lines(step: int, slots: Sequence[SlotStatistics]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of scales.jsonl."""
-    return ({"step": step, "slot": str(one.slot), **dict(one.numbers())} for one in slots)

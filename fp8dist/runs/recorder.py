@@ -20,8 +20,8 @@ from fp8dist.common.names import check_keywords, require_int
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.manager import Internals
 from fp8dist.runs.exporter import Exporter, Exporters
-from fp8dist.runs.monitor import boards, slot_lines
-from fp8dist.runs.run_files import RunFiles
+from fp8dist.runs.monitor import boards
+from fp8dist.runs.run_files import RunFiles, slot_lines
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 from fp8dist.runs.run_header import header
 from fp8dist.runs.run_numbers import TABLE, NumberSource

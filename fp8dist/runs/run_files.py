@@ -8,15 +8,16 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fp8dist.common.numbers import to_json
 from fp8dist.errors import ConfigurationError
 from fp8dist.runs.run_format import EVENTS, HEADER
+from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["RunFiles", "append_lines", "keep_lines", "opened_lines"]
+__all__ = ["RunFiles", "append_lines", "keep_lines", "opened_lines", "slot_lines"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -139,6 +140,11 @@ def append_lines(file: int, lines: Iterable[Mapping[str, Any]]) -> None:
     text = "".join(json.dumps(_plain(line)) + "\n" for line in lines).encode()
     while text:  # Of a long text, one call may write a part.
         text = text[os.write(file, text) :]
+
+
+def slot_lines(step: int, slots: Sequence[SlotStatistics]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of scales.jsonl."""
+    return ({"step": step, "slot": str(one.slot), **dict(one.numbers())} for one in slots)
 
 
 def _close(files: dict[str, int]) -> None:

@@ -76,10 +76,10 @@ def commit(arrays: HostArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor |
     """See ``reference.update.commit``. ``reduced`` may be longer than the message."""
     a, message = arrays, reduced.numpy()
     header = message[:HEADER].tolist()
-    agree = [word == ~complement for word, complement in zip(header[:WORDS], header[WORDS:])]
+    differ = [word != ~complement for word, complement in zip(header[:WORDS], header[WORDS:])]
     held = hold is not None and bool(hold)
     bits = a.nothing
-    if all(agree[: WORD_STEP + 1]) and not held:
+    if not any(differ[: WORD_STEP + 1]) and not held:
         bits = _amax_bits(a, message[HEADER : HEADER + len(a.pending)])
     with np.errstate(all="ignore"):  # As in torch, x / 0 is Inf, and integers wrap.
         _update(a, rule, bits)
@@ -87,7 +87,7 @@ def commit(arrays: HostArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor |
             a.words[WORD_STEP] += 1
     nonfinite = np.count_nonzero(a.nonfinite) > 0  # Faster than any(), which is written in Python.
     saturated = a.shards.size > 0 and np.count_nonzero(a.saturated[a.shard_slots]) > 0
-    return torch.from_numpy(np.array([*(not same for same in agree), nonfinite, saturated, True]))
+    return torch.from_numpy(np.array([*differ, nonfinite, saturated, True]))
 
 
 def _amax_bits(a: HostArrays, bits: Array) -> Array:

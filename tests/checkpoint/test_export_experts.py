@@ -26,7 +26,8 @@ def _multiplied(called: nn.Module, x: Tensor, interleaved: bool = False) -> Mult
         called.eval()(x)
     called.train()
     found: Multiplied = {}
-    for fqn, (weights, scales) in seen.items():
+    of_experts = {fqn: factors for fqn, factors in seen.items() if factors[0].ndim == 3}  # The inlet is a Linear.
+    for fqn, (weights, scales) in of_experts.items():
         for expert, (weight, scale) in enumerate(zip(weights, scales)):
             each = spread(scale, weight.shape)
             parts = {"down_proj": (weight, each)}

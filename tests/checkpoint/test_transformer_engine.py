@@ -80,10 +80,10 @@ def test_every_layout_says_the_same(version: str) -> None:
         state = read_extra_state("fc._extra_state", entry_of(module, version))
         assert "transformer_engine" not in sys.modules
         assert state is not None
-        assert state.gemms == 1
-        assert state.margin == (1 if version.startswith("2") else None)
+        assert len(state) == 1
         for role in ROLES:
-            slot, scaled = state.slots[0, Role(role)], module.of(0, role)
+            slot, scaled = state[0][Role(role)], module.of(0, role)
+            assert slot.margin == (1 if version.startswith("2") else None)
             assert slot.scale == scaled.scale
             # One of the five rows belongs to the current step. It is empty after the scale update.
             assert slot.history.tolist() == fitted(scaled.seen[-5 if due else -4 :], 5)
@@ -96,7 +96,7 @@ def test_protocols() -> None:
         module = trained(3)
         state = read_extra_state("fc", entry_of(module, version, protocol))
         assert state is not None
-        assert state.slots[0, Role.INPUT].scale == module.of(0, "input").scale
+        assert state[0][Role.INPUT].scale == module.of(0, "input").scale
 
 
 def test_formats_by_name() -> None:
@@ -108,7 +108,7 @@ def test_formats_by_name() -> None:
         entry = as_bytes({"recipe": recipe, **trained(2).tensors(), "extra_fp8_variables": {}})
     state = read_extra_state("fc", entry)
     assert state is not None
-    assert state.slots[0, Role.GRAD_OUTPUT].fp8_max == 448
+    assert state[0][Role.GRAD_OUTPUT].fp8_max == 448
 
 
 def test_two_gemms() -> None:
@@ -156,8 +156,8 @@ def test_a_recipe_that_somebody_has_unpickled() -> None:
         content = pickle.loads(entry_of_inside(module, classes).numpy().tobytes())
         state = read_extra_state("fc", content)
     assert state is not None
-    assert state.margin == 2
-    assert state.slots[0, Role.GRAD_OUTPUT].fp8_max == 448
+    assert {slot.margin for slot in state[0].values()} == {2}
+    assert state[0][Role.GRAD_OUTPUT].fp8_max == 448
 
 
 def entry_of_inside(module: Module, classes: Any) -> Tensor:
@@ -535,7 +535,7 @@ def test_damaged_bytes_are_refused_or_read_as_they_stand() -> None:
             continue
         assert place not in names, place
         assert state is not None, place
-        found = {str(role): (slot.scale, slot.history.tolist(), slot.due) for (_, role), slot in state.slots.items()}
+        found = {str(role): (slot.scale, slot.history.tolist(), slot.due) for role, slot in state[0].items()}
         if place in shapes:
             saved = {number for values in there.values() for number in values.view(-1).tolist()}
             assert saved.issuperset(number for scale, history, _ in found.values() for number in (scale, *history))

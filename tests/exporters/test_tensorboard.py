@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fp8dist import Slot, SlotStatistics
 from fp8dist.errors import ConfigurationError
 from fp8dist.exporters import TensorBoard
 from fp8dist.runs.exporters import tensorboard as module
@@ -47,6 +48,17 @@ def test_its_reader_finds_the_numbers_as_float32(tmp_path: Path) -> None:
     assert (second.num, second.min, second.max) == (1, 3.0, 3.0)
     (nonfinite,) = read(tmp_path).Tensors("events/nonfinite/text_summary")
     assert b"blocks.1.up:input" in nonfinite.tensor_proto.string_val[0]
+
+
+def test_with_slots_it_has_what_a_line_of_a_slot_has_except_null(tmp_path: Path) -> None:
+    board, slot = TensorBoard(tmp_path, slots=True, images=0), Slot("a", "input")
+    board.write(3, {}, [SlotStatistics(slot, 2.5, NAN, 0.25, None, 1)])
+    found = read(tmp_path).Tags()["scalars"]  # Before it is closed.
+    assert [tag for tag in found if ":" in tag] == [
+        f"fp8/a:input/{name}" for name in ("amax", "saturated", "amax_rank")
+    ]
+    assert scalars(tmp_path, "fp8/a:input/amax") == expected((3, 2.5))
+    board.close()
 
 
 @pytest.mark.slow

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.state.groups import local_part
-from tests.support.examples import run_example
+from tests.integrations.contract import Adapter, Kept, same
 from tests.support.forked import ROOT
-from tests.support.ranks import RankPool
-from tests.support.recorded import die, fingerprint, recorder, require_readable, require_resumed, require_run
+from tests.support.recorded import die, fingerprint, recorder, require_readable
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed"),
@@ -70,16 +69,12 @@ def _prepared(accelerator: Any, **options: Any) -> tuple[Any, ...]:
     return prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
 
 
-def _kept(prepared: tuple[Any, ...]) -> tuple[dict[str, bytes], list[Tensor]]:
+def _kept(prepared: tuple[Any, ...]) -> Kept:
     manager, model, _ = prepared
     return manager.state_dict(), [local_part(p.detach()).clone() for p in model.parameters()]
 
 
-def _equal(a: tuple[dict[str, bytes], list[Tensor]], b: tuple[dict[str, bytes], list[Tensor]]) -> bool:
-    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-
-
-def _as_by_hand(accumulate: int) -> None:
+def _as_by_hand(folder: str, accumulate: int) -> None:
     accelerator = _accelerator(gradient_accumulation_steps=accumulate)
     prepared = _prepared(accelerator)
     before = prepared[0].metrics()["fp8/collectives"]
@@ -97,12 +92,7 @@ def _as_by_hand(accumulate: int) -> None:
         if wrapped.require_backward_grad_sync:
             optimizer.step()
             optimizer.zero_grad()
-    assert _equal(_kept(prepared), _kept((manager, model, optimizer)))
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_it_trains_as_a_loop_by_hand(two_ranks: RankPool, accumulate: int) -> None:
-    two_ranks.run(_as_by_hand, accumulate)
+    assert same(_kept(prepared), _kept((manager, model, optimizer)))
 
 
 def _resumed(folder: str, sharded: bool, options: dict[str, Any]) -> None:
@@ -117,7 +107,7 @@ def _resumed(folder: str, sharded: bool, options: dict[str, Any]) -> None:
     accelerator, resumed = start()
     accelerator.load_state(f"{folder}/saved")
     _train(accelerator, resumed, range(8, STEPS))
-    assert _equal(_kept(whole), _kept(resumed))
+    assert same(_kept(whole), _kept(resumed))
 
 
 def _plugin(sharded: bool) -> dict[str, Any]:
@@ -131,18 +121,7 @@ def _plugin(sharded: bool) -> dict[str, Any]:
     return {"fsdp_plugin": plugin}
 
 
-@pytest.mark.parametrize(
-    ("sharded", "options"),
-    [(False, {}), (True, {}), (True, {"fp8_all_gather": True})],
-    ids=["ddp", "fsdp2", "fp8 gather"],
-)
-def test_a_resumed_run_has_the_same_bits(
-    two_ranks: RankPool, tmp_path: Path, sharded: bool, options: dict[str, Any]
-) -> None:
-    two_ranks.run(_resumed, str(tmp_path), sharded, options)
-
-
-def _diverged() -> str:
+def _diverged(folder: str) -> str:
     accelerator = _accelerator()
     prepared = _prepared(accelerator, check_every=2)
     _train(accelerator, prepared, range(4))
@@ -154,12 +133,7 @@ def _diverged() -> str:
     return str(caught.value)
 
 
-def test_a_divergence_is_an_error_on_all_ranks(two_ranks: RankPool) -> None:
-    for said in two_ranks.run(_diverged):
-        assert "2.bias" in said
-
-
-def _misused() -> None:
+def _misused(folder: str) -> None:
     from fp8dist.integrations.accelerate import prepare
 
     accelerator = _accelerator()
@@ -179,11 +153,7 @@ def _misused() -> None:
         _train(accelerator, (None, *accelerator.prepare(unattached, optimizer)), range(2))
 
 
-def test_misuse_is_an_error(two_ranks: RankPool) -> None:
-    two_ranks.run(_misused)
-
-
-def _two_models() -> None:
+def _two_models(folder: str) -> None:
     """A second model in the process, trained by turns with the first, changes nothing in the first."""
     accelerator = _accelerator()
     alone = _prepared(accelerator)
@@ -194,11 +164,7 @@ def _two_models() -> None:
         _train(accelerator, first, range(step, step + 1))
         if step % 2:
             _train(accelerator, second, range(step, step + 1))
-    assert _equal(_kept(alone), _kept(first))
-
-
-def test_two_models_are_isolated(two_ranks: RankPool) -> None:
-    two_ranks.run(_two_models)
+    assert same(_kept(alone), _kept(first))
 
 
 def _gan(managers: list[Any], models: list[Any], optimizers: list[Any], backward: Any) -> Any:
@@ -215,7 +181,7 @@ def _gan(managers: list[Any], models: list[Any], optimizers: list[Any], backward
     return [_kept((manager, model, None)) for manager, model in zip(managers, models)]
 
 
-def _two_in_one_loop() -> None:
+def _two_in_one_loop(folder: str) -> None:
     accelerator = _accelerator()
     one, other = _prepared(accelerator), _prepared(accelerator)
     found = _gan([one[0], other[0]], [one[1], other[1]], [one[2], other[2]], accelerator.backward)
@@ -227,14 +193,10 @@ def _two_in_one_loop() -> None:
     for manager, model, optimizer in zip(managers, wrapped, optimizers):
         manager.attach(model, optimizer=optimizer)
     for ours, theirs in zip(found, _gan(managers, wrapped, optimizers, torch.Tensor.backward), strict=True):
-        assert _equal(ours, theirs)
+        assert same(ours, theirs)
 
 
-def test_a_gan_trains_as_by_hand(two_ranks: RankPool) -> None:
-    two_ranks.run(_two_in_one_loop)
-
-
-def _interrupted() -> None:
+def _interrupted(folder: str) -> None:
     """Evaluations, and an FP8 teacher in eval(), change nothing in the student, and the teacher stays as it is."""
     accelerator = _accelerator()
     alone = _prepared(accelerator)
@@ -252,16 +214,12 @@ def _interrupted() -> None:
         with torch.no_grad():
             student[1](3 * _batch(100 + step))
         student[1].train()
-    assert _equal(_kept(alone), _kept(student))
-    assert _equal(_kept(teacher), before)
+    assert same(_kept(alone), _kept(student))
+    assert same(_kept(teacher), before)
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-def test_evaluations_and_a_teacher_change_nothing(two_ranks: RankPool) -> None:
-    two_ranks.run(_interrupted)
-
-
-def _another_optimizer() -> None:
+def _another_optimizer(folder: str) -> None:
     accelerator = _accelerator()
     manager, model, optimizer = _prepared(accelerator)
     _train(accelerator, (manager, model, optimizer), range(4))
@@ -285,11 +243,7 @@ def _another_optimizer() -> None:
             wrapped(_batch(step)).square().mean().backward()
             new.step()
             new.zero_grad()
-    assert _equal(_kept((manager, model, None)), _kept((theirs, by_hand, None)))
-
-
-def test_another_optimizer_must_be_attached(two_ranks: RankPool) -> None:
-    two_ranks.run(_another_optimizer)
+    assert same(_kept((manager, model, None)), _kept((theirs, by_hand, None)))
 
 
 def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
@@ -319,23 +273,6 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     return fingerprint(*_kept((manager, model, None))), losses, len(manager.slots)
 
 
-def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
-    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
-    two_ranks.close()  # ``end_training`` has destroyed their process group.
-    events = require_run(tmp_path / "run-whole", losses, slots).events
-    assert [event.step for event in events if event.kind == "saved"] == [6, 12, 18]
-    require_resumed(two_ranks, _recorded, tmp_path, (whole, losses, slots), "grad_norm")
-    two_ranks.close()
-
-
-@pytest.mark.long
-def test_the_example_trains(tmp_path: Path) -> None:
-    assert "FP8: " in run_example("accelerate", "--steps", "4", "--out", str(tmp_path))
-    require_readable(tmp_path, 4)
-
-
 @pytest.mark.long
 def test_accelerate_launch_starts_the_example(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
@@ -346,3 +283,19 @@ def test_accelerate_launch_starts_the_example(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("FP8: ") == 1
     require_readable(tmp_path, 4)
+
+
+ADAPTER = Adapter(
+    by_hand={"1": (_as_by_hand, 1), "4": (_as_by_hand, 4), "a GAN": (_two_in_one_loop,)},
+    resumed={
+        "ddp": (_resumed, False, {}),
+        "fsdp2": (_resumed, True, {}),
+        "fp8 gather": (_resumed, True, {"fp8_all_gather": True}),
+    },
+    diverged={"a parameter": ("2.bias", (_diverged,))},
+    undisturbed={"two models": (_two_models,), "evaluations and a teacher": (_interrupted,)},
+    refused={"misuse": (_misused,), "another optimizer": (_another_optimizer,)},
+    recorded=_recorded,
+    ends_group=True,  # By ``end_training``.
+    saved=(6, 12, 18),
+)

@@ -17,9 +17,9 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
-from tests.support.examples import run_example
+from tests.integrations.contract import Adapter, Kept, same
 from tests.support.ranks import RankPool
-from tests.support.recorded import die, fingerprint, require_readable, require_resumed, require_run
+from tests.support.recorded import die, fingerprint
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
@@ -119,17 +119,11 @@ def _gathered(engine: Any) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in parameters]
 
 
-def _kept(engine: Any) -> tuple[dict[str, bytes], list[Tensor]]:
+def _kept(engine: Any) -> Kept:
     return engine.fp8_manager.state_dict(), _parameters(engine)
 
 
-def _equal(a: tuple[dict[str, bytes], list[Tensor]], b: tuple[dict[str, bytes], list[Tensor]]) -> bool:
-    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-
-
-def _by_hand(
-    accumulate: int, reduces_each: bool, optimizers: int = 1
-) -> tuple[list[float], tuple[dict[str, bytes], list[Tensor]]]:
+def _by_hand(accumulate: int, reduces_each: bool, optimizers: int = 1) -> tuple[list[float], Kept]:
     """Train with DDP, with each of the optimizers from the first batch on.
 
     Args:
@@ -159,7 +153,7 @@ def _by_hand(
     return losses, (manager.state_dict(), [p.detach().clone() for p in model.parameters()])
 
 
-def _as_by_hand(zero: dict[str, Any], accumulate: int) -> None:
+def _as_by_hand(folder: str, zero: dict[str, Any], accumulate: int) -> None:
     engine = _attached(zero, accumulate)
     before = engine.fp8_manager.metrics()["fp8/collectives"]
     losses = _train(engine, range(STEPS))
@@ -167,13 +161,7 @@ def _as_by_hand(zero: dict[str, Any], accumulate: int) -> None:
     # Stages 2 and 3 reduce the gradients of each micro-batch.
     expected, kept = _by_hand(accumulate, reduces_each=accumulate > 1 and zero["stage"] > 1)
     assert losses == expected
-    assert _equal(_kept(engine), kept)
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-@every_stage
-def test_it_trains_as_a_loop_by_hand(two_ranks: RankPool, zero: dict[str, Any], accumulate: int) -> None:
-    two_ranks.run(_as_by_hand, zero, accumulate)
+    assert same(_kept(engine), kept)
 
 
 def _in_low_precision(kind: str) -> None:
@@ -195,7 +183,7 @@ def _in_low_precision(kind: str) -> None:
     # Without ZeRO, DeepSpeed has another optimizer for low precision, with other arithmetic.
     for losses, kept in results[2:]:
         assert str(losses) == str(results[1][0])  # One is NaN.
-        assert _equal(kept, results[1][1])
+        assert same(kept, results[1][1])
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
@@ -213,17 +201,7 @@ def _resumed(folder: str, zero: dict[str, Any], options: dict[str, Any]) -> None
     assert client_state["mine"] == 1
     assert "fp8dist" not in client_state
     _train(resumed, range(8, STEPS))
-    assert _equal(_kept(whole), _kept(resumed))
-
-
-@every_stage
-def test_a_resumed_run_has_the_same_bits(two_ranks: RankPool, tmp_path: Path, zero: dict[str, Any]) -> None:
-    two_ranks.run(_resumed, str(tmp_path), zero, {})
-
-
-@pytest.mark.parametrize("stage", ["zero 1", "zero 3"])
-def test_a_resumed_run_has_the_state_of_its_own_rank(two_ranks: RankPool, tmp_path: Path, stage: str) -> None:
-    two_ranks.run(_resumed, str(tmp_path), STAGES[stage], {"amax_sync": False})
+    assert same(_kept(whole), _kept(resumed))
 
 
 def _begun_anew(folder: str, zero: dict[str, Any]) -> None:
@@ -251,7 +229,7 @@ def test_scales_begin_anew_with_a_checkpoint_without_fp8(
     two_ranks.run(_begun_anew, str(tmp_path), zero)
 
 
-def _diverged(zero: dict[str, Any], in_state: bool) -> str:
+def _diverged(folder: str, zero: dict[str, Any], in_state: bool) -> str:
     engine = _attached(zero, options={"check_every": 2})
     _train(engine, range(4))
     if dist.get_rank() == 1:
@@ -265,18 +243,7 @@ def _diverged(zero: dict[str, Any], in_state: bool) -> str:
     return str(caught.value)
 
 
-@every_stage
-def test_a_divergence_of_fp8_state_ends_the_step_on_all_ranks(two_ranks: RankPool, zero: dict[str, Any]) -> None:
-    for said in two_ranks.run(_diverged, zero, True):
-        assert "2:input" in said
-
-
-def test_a_divergence_of_parameters_ends_the_step_on_all_ranks(two_ranks: RankPool) -> None:
-    for said in two_ranks.run(_diverged, STAGES["zero 0"], False):
-        assert "2.bias" in said
-
-
-def _evaluated(zero: dict[str, Any]) -> None:
+def _evaluated(folder: str, zero: dict[str, Any]) -> None:
     """Evaluations change nothing, and two engines in turn do not disturb each other. Parts are not compared."""
     alone = _attached(zero)
     losses = _train(alone, range(6))
@@ -291,15 +258,10 @@ def _evaluated(zero: dict[str, Any]) -> None:
             first(3 * _batch(100 + step))
         first.train()
     assert found == losses
-    assert _equal(_kept(alone), _kept(first))
+    assert same(_kept(alone), _kept(first))
     assert second.fp8_manager.steps == 3
     compared = first.fp8_manager.check().compared
     assert compared.get("parameter", 0) == (6 if zero["stage"] < 3 else 0)
-
-
-@every_stage
-def test_evaluations_and_a_second_engine_change_nothing(two_ranks: RankPool, zero: dict[str, Any]) -> None:
-    two_ranks.run(_evaluated, zero)
 
 
 def _casts(zero: dict[str, Any]) -> tuple[int, int]:
@@ -381,12 +343,7 @@ def _require_refusals() -> None:
         _attached({"stage": 2}, options={"group": alone})
 
 
-def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_misused, str(tmp_path))
-    two_ranks.close()  # DeepSpeed keeps torch_autocast's loss scale for later engines of a process.
-
-
-def _another_engine(zero: dict[str, Any]) -> None:
+def _another_engine(folder: str, zero: dict[str, Any]) -> None:
     """Make another engine around the model; prepare a model that has one; call the model, not its engine."""
     from fp8dist.integrations.deepspeed import attach
 
@@ -399,7 +356,7 @@ def _another_engine(zero: dict[str, Any]) -> None:
     losses += _train(engine, range(STEPS))
     expected, kept = _by_hand(1, reduces_each=False, optimizers=2)
     assert losses == expected
-    assert _equal(_kept(engine), kept)
+    assert same(_kept(engine), kept)
 
     if zero["stage"] < 3:
         engine = _initialized(_model(), zero)
@@ -416,12 +373,7 @@ def _another_engine(zero: dict[str, Any]) -> None:
     assert found == expected[:STEPS]
 
 
-@every_stage
-def test_another_engine_and_a_direct_call_train_as_by_hand(two_ranks: RankPool, zero: dict[str, Any]) -> None:
-    two_ranks.run(_another_engine, zero)
-
-
-def _forgotten(zero: dict[str, Any]) -> None:
+def _forgotten(folder: str, zero: dict[str, Any]) -> None:
     engine = _attached(zero)
     again = _initialized(engine.module, zero)
     with pytest.raises(ConfigurationError, match="trained by something else than the engine"):
@@ -431,16 +383,10 @@ def _forgotten(zero: dict[str, Any]) -> None:
     engine = _initialized(model, zero)
     with pytest.raises(ConfigurationError, match="attach"):
         _train(engine, range(4))
-    assert manager.steps == 0
+    assert manager.steps == 0  # The backward that raised leaves reductions of ZeRO under way, into freed memory.
 
 
-@every_stage
-def test_an_engine_that_is_not_attached_is_an_error(two_ranks: RankPool, zero: dict[str, Any]) -> None:
-    two_ranks.run(_forgotten, zero)
-    two_ranks.close()  # A backward that raises leaves reductions of ZeRO under way, into memory that is freed.
-
-
-def _gan(zero: dict[str, Any]) -> None:
+def _gan(folder: str, zero: dict[str, Any]) -> None:
     """Two engines in one loop, beside an FP8 teacher in eval()."""
     engines = [_attached(zero), _attached(zero)]
     teacher = _model().eval()
@@ -463,7 +409,7 @@ def _gan(zero: dict[str, Any]) -> None:
 
     assert found == _play(*wrapped, lambda i, loss: loss.backward(), step, None)
     for engine, manager, model in zip(engines, managers, models):
-        assert _equal(_kept(engine), (manager.state_dict(), [p.detach() for p in model.parameters()]))
+        assert same(_kept(engine), (manager.state_dict(), [p.detach() for p in model.parameters()]))
 
 
 def _play(generator: Any, judge: Any, backward: Any, step: Any, teacher: Any) -> list[float]:
@@ -482,11 +428,6 @@ def _play(generator: Any, judge: Any, backward: Any, step: Any, teacher: Any) ->
 
 def _wide(x: Tensor) -> Tensor:
     return torch.cat([x, x], 1)
-
-
-@every_stage
-def test_two_models_in_one_loop_train_as_by_hand(two_ranks: RankPool, zero: dict[str, Any]) -> None:
-    two_ranks.run(_gan, zero)
 
 
 def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
@@ -513,15 +454,26 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     return fingerprint(*_kept(engine)), losses, len(manager.slots)
 
 
-def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
-    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
-    events = require_run(tmp_path / "run-whole", losses, slots).events
-    assert [event.step for event in events if event.kind == "saved"] == [6, 12, 18]
-    require_resumed(two_ranks, _recorded, tmp_path, (whole, losses, slots), "grad_norm")
-
-
-def test_the_example_trains(tmp_path: Path) -> None:
-    assert "FP8: " in run_example("deepspeed", "--steps", "4", "--out", str(tmp_path))
-    require_readable(tmp_path, 4)
+ADAPTER = Adapter(
+    by_hand={
+        **{f"{name}, {n}": (_as_by_hand, zero, n) for name, zero in STAGES.items() for n in (1, 4)},
+        **{f"{name}, another engine, a direct call": (_another_engine, zero) for name, zero in STAGES.items()},
+        **{f"{name}, two models": (_gan, zero) for name, zero in STAGES.items()},
+    },
+    resumed={
+        **{name: (_resumed, zero, {}) for name, zero in STAGES.items()},
+        **{f"{name}, own state": (_resumed, STAGES[name], {"amax_sync": False}) for name in ("zero 1", "zero 3")},
+    },
+    diverged={
+        **{f"{name}, FP8 state": ("2:input", (_diverged, zero, True)) for name, zero in STAGES.items()},
+        "a parameter": ("2.bias", (_diverged, STAGES["zero 0"], False)),
+    },
+    undisturbed={name: (_evaluated, zero) for name, zero in STAGES.items()},
+    refused={
+        "misuse": (_misused,),
+        **{f"{name}, not attached": (_forgotten, zero) for name, zero in STAGES.items()},
+    },
+    unclean=True,  # DeepSpeed also keeps torch_autocast's loss scale for later engines of a process.
+    recorded=_recorded,
+    saved=(6, 12, 18),
+)

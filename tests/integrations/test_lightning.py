@@ -16,9 +16,9 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.state.groups import local_part
-from tests.support.examples import run_example
+from tests.integrations.contract import Adapter, Kept, same
 from tests.support.ranks import RankPool
-from tests.support.recorded import die, fingerprint, recorder, require_readable, require_resumed, require_run
+from tests.support.recorded import die, fingerprint, recorder
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed"),
@@ -111,17 +111,17 @@ def _trainer(precision: Any, folder: str, shards: bool = False, unused: bool = F
     )
 
 
-def _kept(manager: fp8dist.StateManager, model: nn.Module) -> tuple[dict[str, bytes], list[Tensor]]:
+def _kept(manager: fp8dist.StateManager, model: nn.Module) -> Kept:
     return manager.state_dict(), [local_part(p.detach()).clone() for p in model.parameters()]
 
 
-def _fit(trainer: Any, module: Any, **options: Any) -> tuple[dict[str, bytes], list[Tensor]]:
+def _fit(trainer: Any, module: Any, **options: Any) -> Kept:
     loaders = torch.utils.data.DataLoader(Batches(), batch_size=None)
     trainer.fit(module, loaders, **options)
     return _kept(trainer.precision_plugin.manager, module.net)
 
 
-def _by_hand(accumulate: int, optimizers: int = 1) -> tuple[dict[str, bytes], list[Tensor]]:
+def _by_hand(accumulate: int, optimizers: int = 1) -> Kept:
     """Train, with each of the optimizers from the first batch on."""
     model = nn.ModuleDict({"net": _model()})
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
@@ -139,22 +139,13 @@ def _by_hand(accumulate: int, optimizers: int = 1) -> tuple[dict[str, bytes], li
     return _kept(manager, model)
 
 
-def _equal(a: tuple[dict[str, bytes], list[Tensor]], b: tuple[dict[str, bytes], list[Tensor]]) -> bool:
-    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-
-
 def _as_by_hand(folder: str, accumulate: int) -> None:
     from fp8dist.integrations.lightning import FP8Precision
 
     precision = FP8Precision()
     found = _fit(_trainer(precision, folder, accumulate_grad_batches=accumulate), _module())
     assert precision.manager.metrics()["fp8/collectives"] == STEPS + 1  # One in attach().
-    assert _equal(found, _by_hand(accumulate))
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_it_trains_as_a_loop_by_hand(two_ranks: RankPool, tmp_path: Path, accumulate: int) -> None:
-    two_ranks.run(_as_by_hand, str(tmp_path), accumulate)
+    assert same(found, _by_hand(accumulate))
 
 
 def _resumed(folder: str, shards: bool) -> None:
@@ -162,7 +153,7 @@ def _resumed(folder: str, shards: bool) -> None:
 
     from fp8dist.integrations.lightning import FP8Precision
 
-    def run(resume: str | None) -> tuple[dict[str, bytes], list[Tensor]]:
+    def run(resume: str | None) -> Kept:
         saves = ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=8, save_top_k=-1)
         options = {"enable_checkpointing": True, "callbacks": [saves]}
         trainer = _trainer(FP8Precision(fp8_all_gather=shards), folder, shards, **options)
@@ -173,12 +164,7 @@ def _resumed(folder: str, shards: bool) -> None:
 
     whole = run(None)
     dist.barrier()
-    assert _equal(run(f"{folder}/at-step=8.ckpt"), whole)
-
-
-@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
-def test_a_resumed_run_has_the_same_bits(two_ranks: RankPool, tmp_path: Path, shards: bool) -> None:
-    two_ranks.run(_resumed, str(tmp_path), shards)
+    assert same(run(f"{folder}/at-step=8.ckpt"), whole)
 
 
 def _diverged(folder: str) -> str:
@@ -187,11 +173,6 @@ def _diverged(folder: str) -> str:
     with pytest.raises(DivergenceError) as caught:
         _fit(_trainer(FP8Precision(check_every=2), folder), _module(damage=4))
     return str(caught.value)
-
-
-def test_a_divergence_ends_fit_on_all_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
-    for said in two_ranks.run(_diverged, str(tmp_path)):
-        assert "net.2.bias" in said
 
 
 def _misused(folder: str) -> None:
@@ -223,10 +204,6 @@ def _misused(folder: str) -> None:
         _fit(_trainer(FP8Precision(), folder, callbacks=[Anew()]), _module())
 
 
-def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_misused, str(tmp_path))
-
-
 def _validated(folder: str) -> None:
     from fp8dist.integrations.lightning import FP8Precision
 
@@ -235,11 +212,7 @@ def _validated(folder: str) -> None:
     loaders = [torch.utils.data.DataLoader(Batches(0, n), batch_size=None) for n in (1000, 2)]
     trainer.fit(module, *loaders)
     assert "val_loss" in trainer.callback_metrics
-    assert _equal(_kept(trainer.precision_plugin.manager, module.net), _by_hand(1))
-
-
-def test_validation_changes_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_validated, str(tmp_path))
+    assert same(_kept(trainer.precision_plugin.manager, module.net), _by_hand(1))
 
 
 def _trained_twice(folder: str) -> None:
@@ -251,7 +224,7 @@ def _trained_twice(folder: str) -> None:
         trainer = _trainer(precision, folder, log_every_n_steps=1)
         found = _fit(trainer, module)
         assert trainer.loggers == []
-    assert _equal(found, _by_hand(1, optimizers=2))
+    assert same(found, _by_hand(1, optimizers=2))
     if dist.get_rank() == 0:
         assert read_run(Path(folder, "run")).metrics.step.tolist() == list(range(1, 2 * STEPS + 1))
 
@@ -313,11 +286,7 @@ def _gan(folder: str) -> None:
 
     for batch in Batches(0, 8):
         by_hand.play(batch, optimizers, backward)
-    assert _equal(_kept(trainer.precision_plugin.manager, module), _kept(manager, by_hand))
-
-
-def test_a_gan_trains_as_by_hand(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_gan, str(tmp_path))
+    assert same(_kept(trainer.precision_plugin.manager, module), _kept(manager, by_hand))
 
 
 def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
@@ -347,17 +316,15 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     return fingerprint(*_kept(precision.manager, module.net)), losses, len(precision.manager.slots)
 
 
-def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
-    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
-    run = require_run(tmp_path / "run-whole", losses, slots)
-    assert run.metrics.step[run.metrics.columns["validation_loss"] > 0].tolist() == [5, 10, 15, 20]
-    saved = [(event.step, Path(event.data["path"]).name) for event in run.events if event.kind == "saved"]
-    assert saved == [(step, f"step={step}.ckpt") for step in (6, 12, 18)]
-    require_resumed(two_ranks, _recorded, tmp_path, (whole, losses, slots))
-
-
-def test_the_example_trains(tmp_path: Path) -> None:
-    assert "FP8: " in run_example("lightning", "--steps", "4", "--out", str(tmp_path))
-    require_readable(tmp_path, 4)
+ADAPTER = Adapter(
+    by_hand={"1": (_as_by_hand, 1), "3": (_as_by_hand, 3), "a GAN": (_gan,)},
+    resumed={"ddp": (_resumed, False), "fsdp2": (_resumed, True)},
+    diverged={"a parameter": ("net.2.bias", (_diverged,))},
+    undisturbed={"validation": (_validated,)},
+    refused={"misuse": (_misused,)},
+    recorded=_recorded,
+    saved=(6, 12, 18),
+    evaluated=(5, 10, 15, 20),
+    checkpoint="step={step}.ckpt",
+    logged=(),
+)

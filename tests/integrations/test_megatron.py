@@ -21,11 +21,10 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
-from tests.support.examples import run_example
+from tests.integrations.contract import Adapter, Kept, same
 from tests.support.logs import captured_log
 from tests.support.megatron import LENGTH, VOCABULARY, gpt, initialize, mask, with_stand_ins
 from tests.support.ranks import RankPool
-from tests.support.recorded import require_run
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
@@ -143,12 +142,8 @@ def _parameters(*models: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
 
-def _kept(job: Job) -> tuple[dict[str, bytes], list[Tensor]]:
+def _kept(job: Job) -> Kept:
     return job.manager.state_dict(), _parameters(*job.chunks)
-
-
-def _equal(a: tuple[Any, list[Tensor]], b: tuple[Any, list[Tensor]]) -> bool:
-    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
 
 # By hand -------------------------------------------------------------------------------------------
@@ -217,6 +212,16 @@ def _by_hand(model: Any, sequence_parallel: bool) -> None:
         setattr(model.get_submodule(parent), last, linear)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallelisms. The other ranks are data-parallel."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    ep: int = 1
+    experts: int = 0
+
+
 def _trained_by_hand(layout: Layout, accumulate: int) -> tuple[list[float], Any]:
     from megatron.core import parallel_state
 
@@ -257,7 +262,7 @@ def _fuse(job: Job) -> None:
 
 
 @with_stand_ins
-def _as_by_hand(layout: Layout, accumulate: int, optimizer: dict[str, Any]) -> None:
+def _as_by_hand(folder: str, layout: Layout, accumulate: int, optimizer: dict[str, Any]) -> None:
     initialize(layout.tp, expert_model_parallel_size=layout.ep)
     job = _job(gpt(sequence_parallel=layout.sequence_parallel, experts=layout.experts), **optimizer)
     linears = list(fp8_linears(job.chunks[0]))
@@ -271,40 +276,11 @@ def _as_by_hand(layout: Layout, accumulate: int, optimizer: dict[str, Any]) -> N
     expected, kept = _trained_by_hand(layout, accumulate)
     assert losses == expected
     assert losses[-1] < losses[0]
-    assert _equal(_kept(job), kept)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of the parallelisms. The other ranks are data-parallel."""
-
-    tp: int = 1
-    sequence_parallel: bool = False
-    ep: int = 1
-    experts: int = 0
-
-
-@pytest.mark.parametrize(
-    ("layout", "accumulate", "optimizer"),
-    [
-        (Layout(tp=2), 1, DISTRIBUTED),
-        (Layout(tp=2), 3, {}),
-        (Layout(tp=2, sequence_parallel=True), 1, {}),
-        (Layout(tp=2, sequence_parallel=True), 3, DISTRIBUTED),
-        (Layout(), 1, {}),
-        (Layout(), 3, DISTRIBUTED),
-        (Layout(ep=2, experts=4), 1, {}),
-    ],
-    ids=str,
-)
-def test_it_trains_as_a_loop_by_hand(
-    two_ranks: RankPool, layout: Layout, accumulate: int, optimizer: dict[str, Any]
-) -> None:
-    two_ranks.run(_as_by_hand, layout, accumulate, optimizer)
+    assert same(_kept(job), kept)
 
 
 def test_tensor_and_data_parallel_ranks_share_scales(four_ranks: RankPool) -> None:
-    four_ranks.run(_as_by_hand, Layout(tp=2, sequence_parallel=True), 2, DISTRIBUTED)
+    four_ranks.run(_as_by_hand, "", Layout(tp=2, sequence_parallel=True), 2, DISTRIBUTED)
 
 
 # Pipelines -----------------------------------------------------------------------------------------
@@ -407,23 +383,7 @@ def _resumed(folder: str, tp: int, pp: int, optimizer: dict[str, Any], options: 
         state["step"] = state["step"].clone()  # Megatron gives all parameters the same counter, which each one raises.
     assert resumed.manager.steps == 6
     _train(resumed, range(6, STEPS), 2)
-    assert _equal(_kept(whole), _kept(resumed))
-
-
-@pytest.mark.parametrize(
-    ("tp", "pp", "optimizer", "options"),
-    [
-        (2, 1, {}, {}),
-        (1, 1, {**DISTRIBUTED, "bf16": True}, {}),
-        (1, 2, {**DISTRIBUTED, "bf16": True}, {}),
-        (1, 1, {}, {"amax_sync": False}),
-    ],
-    ids=["tp", "dp", "stages", "own state"],
-)
-def test_a_resumed_run_has_the_same_bits(
-    two_ranks: RankPool, tmp_path: Path, tp: int, pp: int, optimizer: dict[str, Any], options: dict[str, Any]
-) -> None:
-    two_ranks.run(_resumed, str(tmp_path), tp, pp, optimizer, options)
+    assert same(_kept(whole), _kept(resumed))
 
 
 @with_stand_ins
@@ -455,7 +415,7 @@ def test_scales_begin_anew_with_a_checkpoint_without_fp8(two_ranks: RankPool, tm
 
 
 @with_stand_ins
-def _diverged(optimizer: dict[str, Any]) -> str:
+def _diverged(folder: str, optimizer: dict[str, Any]) -> str:
     initialize(2)
     job = _job(**optimizer)
     _train(job, range(4))
@@ -466,12 +426,6 @@ def _diverged(optimizer: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("optimizer", [{}, DISTRIBUTED], ids=["whole", "distributed"])
-def test_a_divergence_of_fp8_state_ends_the_step_on_all_ranks(two_ranks: RankPool, optimizer: dict[str, Any]) -> None:
-    for said in two_ranks.run(_diverged, optimizer):
-        assert "decoder.layers.1.mlp.linear_fc2:input" in said
-
-
 @with_stand_ins
 def _with_a_skipped_step(optimizer: dict[str, Any]) -> None:
     initialize(2)
@@ -480,7 +434,7 @@ def _with_a_skipped_step(optimizer: dict[str, Any]) -> None:
     before = _parameters(*job.chunks)
     _train(job, [7], infinite=7)
     assert job.manager.steps == 7
-    assert _equal((0, before), (0, _parameters(*job.chunks)))
+    assert same((0, before), (0, _parameters(*job.chunks)))
     losses = _train(job, range(8, STEPS))
     assert job.manager.steps == STEPS - 1
     assert job.manager.metrics()["fp8/nonfinite_amaxes"] == 0
@@ -516,7 +470,7 @@ def test_scales_follow_weights_that_main_parameters_are_copied_to(two_ranks: Ran
     for (losses, kept, fits), (others, theirs, _) in zip(whole, distributed, strict=True):
         assert losses[-1] < losses[0]
         assert losses == others
-        assert _equal(kept, theirs)
+        assert same(kept, theirs)
         assert all(0.9 < fit < 1.2 for fit in fits)  # They follow the weight of one step ago.
 
 
@@ -544,7 +498,7 @@ def _overlapped() -> None:
     _fuse(job)  # Reductions begin in hooks on weights, whose gradients the layers have added.
     assert _train(job, range(STEPS), 2) == expected
     job.chunks[0].disable_forward_pre_hook()  # Gathers what the next forward would.
-    assert _equal(_kept(job), _kept(plain))
+    assert same(_kept(job), _kept(plain))
 
 
 def test_weights_that_are_gathered_in_the_forward_are_cast_after_that(two_ranks: RankPool) -> None:
@@ -559,7 +513,7 @@ def _recomputed() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     job = _job(gpt(sequence_parallel=True, **full))
     assert _train(job, range(STEPS), 2) == expected
-    assert _equal(_kept(job), _kept(kept))
+    assert same(_kept(job), _kept(kept))
 
 
 def test_recomputed_activations_have_the_same_bits(two_ranks: RankPool) -> None:
@@ -567,7 +521,7 @@ def test_recomputed_activations_have_the_same_bits(two_ranks: RankPool) -> None:
 
 
 @with_stand_ins
-def _evaluated() -> None:
+def _evaluated(folder: str) -> None:
     initialize(2)
     alone = _job()
     losses = _train(alone, range(6))
@@ -582,22 +536,18 @@ def _evaluated() -> None:
             _forward(first.chunks[0], 100 + step)
         first.chunks[0].train()
     assert found == losses
-    assert _equal(_kept(alone), _kept(first))
+    assert same(_kept(alone), _kept(first))
     assert second.manager.steps == 3
 
 
-def test_evaluations_and_a_second_model_change_nothing(two_ranks: RankPool) -> None:
-    two_ranks.run(_evaluated)
-
-
 @with_stand_ins
-def _recorded(folder: str) -> tuple[dict[int, float], int]:
+def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
     from fp8dist.integrations.megatron import attach, prepare
 
     initialize(2)
     model = gpt(sequence_parallel=True)
     manager = prepare(model)
-    recorder = fp8dist.Recorder(folder, manager, every=4)
+    recorder = fp8dist.Recorder(f"{folder}/run-{name}", manager, every=4)
     job = _unattached([model], manager)
     attach(manager, job.optimizer)
     losses = {}
@@ -605,12 +555,7 @@ def _recorded(folder: str) -> tuple[dict[int, float], int]:
         for step in range(1, STEPS + 1):
             losses[step] = _train(job, [step])[0]
             recorder.log(manager.run_step, loss=losses[step], grad_norm=1.0)
-    return losses, len(manager.slots)
-
-
-def test_its_run_can_be_recorded(two_ranks: RankPool, tmp_path: Path) -> None:
-    losses, slots = two_ranks.run(_recorded, str(tmp_path / "run"))[0]
-    require_run(tmp_path / "run", losses, slots)
+    return "", losses, len(manager.slots)
 
 
 @with_stand_ins
@@ -645,7 +590,7 @@ def test_modules_stay_megatrons(two_ranks: RankPool) -> None:
 
 
 @with_stand_ins
-def _misused() -> None:
+def _misused(folder: str) -> None:
     from megatron.core import parallel_state
 
     from fp8dist.integrations.megatron import attach, prepare
@@ -689,7 +634,7 @@ def _misused() -> None:
 
 
 @with_stand_ins
-def _forgotten() -> None:
+def _forgotten(folder: str) -> None:
     from fp8dist.integrations.megatron import prepare
 
     initialize()
@@ -716,14 +661,6 @@ def test_attaching_to_an_optimizer_that_was_loaded_is_told(two_ranks: RankPool) 
     assert [len(told) for told in two_ranks.run(_attached_late)] == [1, 1]
 
 
-def test_misuse_is_an_error(two_ranks: RankPool) -> None:
-    two_ranks.run(_misused)
-
-
-def test_a_forgotten_attach_is_an_error(two_ranks: RankPool) -> None:
-    two_ranks.run(_forgotten)
-
-
 @with_stand_ins
 def _experts() -> None:
     from fp8dist.integrations.megatron import prepare
@@ -741,10 +678,6 @@ def _experts() -> None:
 
 def test_experts_with_tensor_parallelism_need_a_group(four_ranks: RankPool) -> None:
     four_ranks.run(_experts)
-
-
-def test_the_example_trains() -> None:
-    assert "FP8: 92.3 %" in run_example("megatron", "--steps", "4", through=("-m", "tests.support.megatron"))
 
 
 # The checks of a manager ----------------------------------------------------------------------------
@@ -784,3 +717,35 @@ def _check_of_chunks() -> Any:
 def test_a_check_of_all_chunks_compares_their_fp8_state(four_ranks: RankPool) -> None:
     for report in four_ranks.run(_check_of_chunks):
         assert [(f.kind, f.ranks) for f in report.findings] == [("scale", (2, 3))]
+
+
+_LAYOUTS: dict[str, tuple[Layout, int, dict[str, Any]]] = {
+    "tp": (Layout(tp=2), 1, DISTRIBUTED),
+    "tp, accumulated": (Layout(tp=2), 3, {}),
+    "sequence parallel": (Layout(tp=2, sequence_parallel=True), 1, {}),
+    "sequence parallel, accumulated": (Layout(tp=2, sequence_parallel=True), 3, DISTRIBUTED),
+    "dp": (Layout(), 1, {}),
+    "dp, accumulated": (Layout(), 3, DISTRIBUTED),
+    "experts": (Layout(ep=2, experts=4), 1, {}),
+}
+
+ADAPTER = Adapter(
+    by_hand={name: (_as_by_hand, *layout) for name, layout in _LAYOUTS.items()},
+    resumed={
+        "tp": (_resumed, 2, 1, {}, {}),
+        "dp": (_resumed, 1, 1, {**DISTRIBUTED, "bf16": True}, {}),
+        "stages": (_resumed, 1, 2, {**DISTRIBUTED, "bf16": True}, {}),
+        "own state": (_resumed, 1, 1, {}, {"amax_sync": False}),
+    },
+    diverged={
+        name: ("decoder.layers.1.mlp.linear_fc2:input", (_diverged, optimizer))
+        for name, optimizer in (("whole", {}), ("distributed", DISTRIBUTED))
+    },
+    undisturbed={"evaluations and a second model": (_evaluated,)},
+    refused={"misuse": (_misused,), "a forgotten attach": (_forgotten,)},
+    recorded=_recorded,
+    resumes=False,  # Its loop saves, and keeps its own count.
+    prints="FP8: 92.3 %",
+    through=("-m", "tests.support.megatron"),
+    lines=0,
+)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.state.groups import local_part
-from tests.support.examples import run_example
+from tests.integrations.contract import Adapter, Kept, same
 from tests.support.ranks import RankPool
-from tests.support.recorded import die, fingerprint, recorder, require_readable, require_resumed, require_run
+from tests.support.recorded import die, fingerprint, recorder
 from tests.support.titan import with_stand_ins
 
 pytestmark = [
@@ -29,7 +29,6 @@ pytestmark = [
 ]
 
 STEPS, LENGTH, VOCABULARY = 20, 32, 2048
-Kept = tuple[dict[str, bytes], list[Tensor]]
 
 
 def _batch(place: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -156,10 +155,6 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [local_part(p.detach()).clone() for p in model.parameters()]
 
 
-def _equal(a: Kept, b: Kept) -> bool:
-    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-
-
 def _by_hand(config: Any, weights: list[Tensor], accumulate: int, options: dict[str, Any]) -> tuple[Kept, list[float]]:
     """Train the model with torchtitan's shards, and nothing else of it but the loss's function."""
     from torchtitan.components.loss import cross_entropy_loss
@@ -202,8 +197,8 @@ def _by_hand(config: Any, weights: list[Tensor], accumulate: int, options: dict[
 
 
 @with_stand_ins
-def _as_by_hand(accumulate: int, tensor: int, options: dict[str, Any]) -> None:
-    config = _config(_fp8(**options), accumulate=accumulate, tensor=tensor)
+def _as_by_hand(folder: str, accumulate: int, tensor: int, options: dict[str, Any]) -> None:
+    config = _config(_fp8(**options), folder, accumulate, tensor)
     trainer = _built(config)
     from torchtitan.models.common.linear import Linear
 
@@ -221,18 +216,7 @@ def _as_by_hand(accumulate: int, tensor: int, options: dict[str, Any]) -> None:
     assert manager.metrics()["fp8/collectives"] - before == STEPS
     expected, theirs = _by_hand(config, weights, accumulate, options)
     assert losses == theirs
-    assert _equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "tensor", "options"),
-    [(1, 1, {}), (3, 1, {}), (2, 1, {"fp8_all_gather": True}), (1, 2, {}), (1, 2, {"fp8_all_gather": True})],
-    ids=["fsdp2", "accumulated", "fp8 gather", "tp", "tp and fp8 gather"],
-)
-def test_it_trains_as_a_loop_by_hand(
-    two_ranks: RankPool, tmp_path: Path, accumulate: int, tensor: int, options: dict[str, Any]
-) -> None:
-    two_ranks.run(_as_by_hand, accumulate, tensor, options)
+    assert same(found, expected)
 
 
 @with_stand_ins
@@ -248,14 +232,7 @@ def _resumed(folder: str, options: dict[str, Any]) -> None:
         return kept
 
     whole = run()
-    assert _equal(run(load_step=8), whole)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"fp8_all_gather": True}, {"amax_sync": False}], ids=["fsdp2", "fp8 gather", "without a sync"]
-)
-def test_a_resumed_run_has_the_same_bits(two_ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    two_ranks.run(_resumed, str(tmp_path), options)
+    assert same(run(load_step=8), whole)
 
 
 @with_stand_ins
@@ -282,11 +259,6 @@ def _diverged(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_divergence_ends_train_on_all_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
-    for said in two_ranks.run(_diverged, str(tmp_path)):
-        assert "norm.weight" in said
-
-
 def _refused(spec: Any, match: str, parallelism: dict[str, Any], **training: Any) -> None:
     from torchtitan.config import ParallelismConfig
 
@@ -298,7 +270,7 @@ def _refused(spec: Any, match: str, parallelism: dict[str, Any], **training: Any
 
 
 @with_stand_ins
-def _misused() -> None:
+def _misused(folder: str) -> None:
     spec = _fp8()
     from torchtitan.components.quantization import Float8LinearConverter
     from torchtitan.models.llama3 import model_registry, parallelize_llama
@@ -337,10 +309,6 @@ def _require_one_way() -> None:
         _steps(trainer, 3)
 
 
-def test_misuse_is_an_error(two_ranks: RankPool) -> None:
-    two_ranks.run(_misused)
-
-
 @with_stand_ins
 def _validated(folder: str) -> None:
     from torchtitan.components.validate import Validator
@@ -352,11 +320,7 @@ def _validated(folder: str) -> None:
         _train(_built(_config(_fp8(), folder, validator=one)))
         for one in (validator, Validator.Config(enable=False))
     ]  # fmt: skip
-    assert _equal(*kept)
-
-
-def test_a_validation_in_between_changes_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_validated, str(tmp_path))
+    assert same(*kept)
 
 
 @with_stand_ins
@@ -374,13 +338,9 @@ def _two_models(folder: str) -> None:
         _steps(first, 1)
         if step % 2:
             _steps(second, 1)
-    assert _equal(_kept(alone), _kept(first))
+    assert same(_kept(alone), _kept(first))
     assert fp8dist.get_manager(teacher).state_dict() == before  # Its head stays gathered.
     assert all(torch.equal(output, outputs[0]) for output in outputs)
-
-
-def test_two_models_are_isolated(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_two_models, str(tmp_path))
 
 
 @with_stand_ins
@@ -398,7 +358,7 @@ def _recomputed(folder: str) -> None:
         head = fp8dist.get_manager(trainer.model_parts[0]).coverage()
         assert [row.fp8 for row in head if row.fqn == "lm_head"] == [True]
         kept.append(_kept(trainer))
-    assert _equal(*kept)
+    assert same(*kept)
 
 
 def test_recomputation_changes_no_bit(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -418,7 +378,7 @@ def _compiled(folder: str, recomputed: str | None) -> None:
         trainer = _built(config)
         _steps(trainer, 3)
         kept.append(_kept(trainer))
-    assert _equal(*kept)
+    assert same(*kept)
 
 
 @pytest.mark.parametrize("recomputed", [None, "FullAC", "SelectiveAC"])
@@ -454,17 +414,25 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     return fingerprint(*kept), losses, len(fp8dist.get_manager(trainer.model_parts[0]).slots)
 
 
-def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
-    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
-    run = require_run(tmp_path / "run-whole", losses, slots)
-    assert run.metrics.columns["tokens"].tolist() == [2 * 2 * LENGTH] * STEPS
-    require_resumed(two_ranks, _recorded, tmp_path, (whole, losses, slots), "grad_norm")
+GATHER = {"fp8_all_gather": True}
 
-
-def test_the_example_trains(tmp_path: Path) -> None:
-    through = ("-m", "tests.support.titan")
-    flags = ("--steps", "4", "--out", str(tmp_path / "run"))
-    assert "FP8: " in run_example("torchtitan", *flags, through=through, folder=tmp_path)
-    require_readable(tmp_path / "run", 4)
+ADAPTER = Adapter(
+    by_hand={
+        "fsdp2": (_as_by_hand, 1, 1, {}),
+        "accumulated": (_as_by_hand, 3, 1, {}),
+        "fp8 gather": (_as_by_hand, 2, 1, GATHER),
+        "tp": (_as_by_hand, 1, 2, {}),
+        "tp and fp8 gather": (_as_by_hand, 1, 2, GATHER),
+    },
+    resumed={
+        "fsdp2": (_resumed, {}),
+        "fp8 gather": (_resumed, GATHER),
+        "without a sync": (_resumed, {"amax_sync": False}),
+    },
+    diverged={"a parameter": ("norm.weight", (_diverged,))},
+    undisturbed={"validation": (_validated,), "two models": (_two_models,)},
+    refused={"misuse": (_misused,)},
+    recorded=_recorded,
+    columns={"tokens": [2 * 2 * LENGTH] * STEPS},
+    through=("-m", "tests.support.titan"),
+)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.state.groups import local_part
-from tests.support.examples import run_example
+from tests.integrations.contract import Adapter
 from tests.support.ranks import RankPool
-from tests.support.recorded import die, fingerprint, recorder, require_readable, require_resumed, require_run
+from tests.support.recorded import die, fingerprint, recorder, require_run
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Transformers is not installed"),
@@ -137,11 +137,6 @@ def _as_by_hand(folder: str, accumulate: int) -> None:
     assert callback.manager.metrics()["fp8/collectives"] == STEPS + 1  # One in attach().
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_trains_as_a_loop_by_hand(two_ranks: RankPool, tmp_path: Path, accumulate: int) -> None:
-    two_ranks.run(_as_by_hand, str(tmp_path), accumulate)
-
-
 def _resumed(folder: str, options: dict[str, Any], arguments: dict[str, Any]) -> None:
     from fp8dist.integrations.transformers import FP8Callback
 
@@ -161,17 +156,6 @@ def _resumed(folder: str, options: dict[str, Any], arguments: dict[str, Any]) ->
     assert files == [f"fp8dist-rank{rank}.safetensors" for rank in ranks]
 
 
-@pytest.mark.parametrize(
-    ("options", "arguments"),
-    [({}, {}), ({"amax_sync": False}, {}), ({}, FSDP2), ({"fp8_all_gather": True}, FSDP2)],
-    ids=["shared", "own", "fsdp2", "fp8 gather"],
-)
-def test_a_resumed_run_has_the_same_bits(
-    two_ranks: RankPool, tmp_path: Path, options: dict[str, Any], arguments: dict[str, Any]
-) -> None:
-    two_ranks.run(_resumed, str(tmp_path), options, arguments)
-
-
 def _diverged(folder: str) -> str:
     from transformers import TrainerCallback
 
@@ -188,11 +172,6 @@ def _diverged(folder: str) -> str:
         trainer.train()
     assert trainer.state.global_step in (5, 6)
     return str(caught.value)
-
-
-def test_a_divergence_ends_train_on_all_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
-    for said in two_ranks.run(_diverged, str(tmp_path)):
-        assert "model.norm.weight" in said
 
 
 def _zoo(name: str) -> tuple[nn.Module, dict[str, Any], float]:
@@ -306,10 +285,6 @@ def _require_attached_optimizer(folder: str) -> None:
         trainer.train()
 
 
-def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_misused, str(tmp_path))
-
-
 def _trained_twice(folder: str) -> None:
     from fp8dist.integrations.transformers import FP8Callback
 
@@ -332,7 +307,7 @@ def test_a_second_training_with_another_optimizer_goes_on(two_ranks: RankPool, t
     two_ranks.run(_trained_twice, str(tmp_path))
 
 
-def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], list[str]]:
+def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
     """Train 20 steps; or until step 14, where the ranks are killed; or from there."""
     from transformers import TrainerCallback
 
@@ -349,24 +324,12 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     trainer = _trainer(_model(), f"{folder}/{name}", [callback, Killed()], **options)
     trainer.train(resume_from_checkpoint=end == "resumed")
     losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
-    slots = [str(slot) for slot in callback.manager.slots]
+    slots = len(callback.manager.slots)
     return fingerprint(callback.manager.state_dict(), trainer.model.parameters()), losses, slots
 
 
-def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
-    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
-    run = require_run(tmp_path / "run-whole", losses, len(slots))
-    assert run.metrics.columns["tokens"].tolist() == [2 * BATCH * TOKENS] * STEPS
-    evaluated = run.metrics.step[run.metrics.columns["validation_loss"] > 0]
-    assert evaluated.tolist() == [5, 10, 15, 20]
-    saved = [(event.step, Path(event.data["path"]).name) for event in run.events if event.kind == "saved"]
-    assert saved == [(step, f"checkpoint-{step}") for step in (6, 12, 18, 20)]
-    require_resumed(two_ranks, _recorded, tmp_path, (whole, losses, len(slots)), "grad_norm")
-
-
 def _with_evaluations_and_a_teacher(folder: str) -> None:
+    """The Trainer makes the models: it does so twice, when it is made and when training begins."""
     from transformers import Trainer
 
     from fp8dist.integrations.transformers import FP8Callback
@@ -384,11 +347,6 @@ def _with_evaluations_and_a_teacher(folder: str) -> None:
     assert sum("eval_loss" in line for line in second.state.log_history) == STEPS // 5
     assert plain.manager.state_dict() == busy.manager.state_dict()
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
-
-
-def test_evaluations_and_other_models_change_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
-    """The Trainer makes the models: it does so twice, when it is made and when training begins."""
-    two_ranks.run(_with_evaluations_and_a_teacher, str(tmp_path))
 
 
 def _beside_a_teacher(folder: str) -> None:
@@ -419,10 +377,23 @@ def _beside_a_teacher(folder: str) -> None:
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-def test_a_teacher_beside_the_student_changes_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_beside_a_teacher, str(tmp_path))
-
-
-def test_the_example_trains(tmp_path: Path) -> None:
-    assert "FP8: " in run_example("transformers", "--steps", "20", "--out", str(tmp_path))
-    require_readable(tmp_path / "run", 2)  # It logs every 10 steps.
+ADAPTER = Adapter(
+    by_hand={"1": (_as_by_hand, 1), "2": (_as_by_hand, 2)},
+    resumed={
+        "shared": (_resumed, {}, {}),
+        "own": (_resumed, {"amax_sync": False}, {}),
+        "fsdp2": (_resumed, {}, FSDP2),
+        "fp8 gather": (_resumed, {"fp8_all_gather": True}, FSDP2),
+    },
+    diverged={"a parameter": ("model.norm.weight", (_diverged,))},
+    undisturbed={"evaluations": (_with_evaluations_and_a_teacher,), "a teacher": (_beside_a_teacher,)},
+    refused={"misuse": (_misused,)},
+    recorded=_recorded,
+    saved=(6, 12, 18, 20),
+    evaluated=(5, 10, 15, 20),
+    checkpoint="checkpoint-{step}",
+    columns={"tokens": [2 * BATCH * TOKENS] * STEPS},
+    steps=20,
+    run="run",
+    lines=2,  # It logs every 10 steps.
+)

@@ -12,6 +12,7 @@ import pytest
 
 from fp8dist import ConfigurationError, Monitor, ScaleJump, Slot, SlotStatistics
 from fp8dist.runs.run_files import keep_lines
+from fp8dist.state.statistics import JumpAlarm
 from tests.support.logs import captured_log
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8dist.Monitor is now:FutureWarning")
@@ -114,37 +115,37 @@ def test_resuming_without_a_file_begins_one(tmp_path: Path) -> None:
 
 
 def test_a_scale_jumps_up_or_down_by_the_factor_or_more() -> None:
-    monitor = Monitor(None, jump=4.0, writes=False)
-    assert monitor.observe(1, scales(1.0)) == []
-    assert monitor.observe(2, scales(3.9)) == []
-    assert monitor.observe(3, scales(15.6)) == [ScaleJump(A, 3, 3.9, 15.6, 4.0)]
-    assert monitor.observe(4, scales(4.0)) == []
-    assert monitor.observe(5, scales(0.5)) == [ScaleJump(A, 5, 4.0, 0.5, 8.0)]
-    assert monitor.observe(6, scales(0.5)) == []
+    alarm = JumpAlarm(4.0, logs=False)
+    assert alarm.jumps(1, scales(1.0)) == []
+    assert alarm.jumps(2, scales(3.9)) == []
+    assert alarm.jumps(3, scales(15.6)) == [ScaleJump(A, 3, 3.9, 15.6, 4.0)]
+    assert alarm.jumps(4, scales(4.0)) == []
+    assert alarm.jumps(5, scales(0.5)) == [ScaleJump(A, 5, 4.0, 0.5, 8.0)]
+    assert alarm.jumps(6, scales(0.5)) == []
 
 
 def test_the_largest_jump_is_first() -> None:
-    monitor = Monitor(None, jump=2.0, writes=False)
-    monitor.observe(1, scales(1.0, 1.0))
-    assert [jump.slot for jump in monitor.observe(2, scales(2.0, 0.25))] == [B, A]
+    alarm = JumpAlarm(2.0, logs=False)
+    alarm.jumps(1, scales(1.0, 1.0))
+    assert [jump.slot for jump in alarm.jumps(2, scales(2.0, 0.25))] == [B, A]
 
 
 def test_slots_that_are_new_or_cold_do_not_jump() -> None:
-    monitor = Monitor(None, jump=2.0, writes=False)
-    monitor.observe(1, [SlotStatistics(A, 1.0, NAN)])
-    assert monitor.observe(2, scales(64.0, 64.0)) == []
-    assert monitor.observe(3, scales(NAN, NAN)) == []
-    assert monitor.observe(4, scales(1.0, 1.0)) == []
+    alarm = JumpAlarm(2.0, logs=False)
+    alarm.jumps(1, [SlotStatistics(A, 1.0, NAN)])
+    assert alarm.jumps(2, scales(64.0, 64.0)) == []
+    assert alarm.jumps(3, scales(NAN, NAN)) == []
+    assert alarm.jumps(4, scales(1.0, 1.0)) == []
     # A slot that is not observed for a while is compared with its last observed scale.
-    assert monitor.observe(5, [SlotStatistics(A, 1.0, 1.0)]) == []
-    assert [jump.slot for jump in monitor.observe(6, scales(1.0, 2.0))] == [B]
+    assert alarm.jumps(5, [SlotStatistics(A, 1.0, 1.0)]) == []
+    assert [jump.slot for jump in alarm.jumps(6, scales(1.0, 2.0))] == [B]
 
 
 def test_an_impossible_scale_is_nothing_to_compare_with() -> None:
     for impossible in (0.0, INF, -1.0):
-        monitor = Monitor(None, jump=2.0, writes=False)
+        alarm = JumpAlarm(2.0, logs=False)
         for scale in (1.0, impossible, 8.0):
-            assert monitor.observe(1, scales(scale)) == []
+            assert alarm.jumps(1, scales(scale)) == []
 
 
 def test_no_alarms_unless_asked_for() -> None:
@@ -157,10 +158,10 @@ def test_no_alarms_unless_asked_for() -> None:
 
 def test_one_warning_names_the_first_few_slots() -> None:
     slots = [Slot(f"layers.{i}", "input") for i in range(8)]
-    monitor = Monitor(None, jump=2.0)
-    monitor.observe(1, [SlotStatistics(slot, 1.0, 1.0) for slot in slots])
+    alarm = JumpAlarm(2.0, logs=True)
+    alarm.jumps(1, [SlotStatistics(slot, 1.0, 1.0) for slot in slots])
     with captured_log() as log:
-        monitor.observe(50, [SlotStatistics(slot, 1.0, 16.0 + i) for i, slot in enumerate(slots)])
+        alarm.jumps(50, [SlotStatistics(slot, 1.0, 16.0 + i) for i, slot in enumerate(slots)])
     ((_, message),) = log
     assert "step 50: 8 scale(s) jumped by a factor of 2 or more" in message
     assert "layers.7:input from 1 to 23" in message

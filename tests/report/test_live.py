@@ -16,6 +16,7 @@ import pytest
 from fp8dist.common.text import shortened
 from fp8dist.runs.report import live
 from fp8dist.runs.report.live import LiveRun, RankWait, clean
+from fp8dist.runs.report.numbers import read_run
 from fp8dist.runs.report.screen import one_line, screen, sparkline, stuck
 
 
@@ -121,6 +122,19 @@ def test_a_slot_that_is_no_longer_watched_is_not_shown(tmp_path: Path) -> None:
             _write(tmp_path / "scales.jsonl", {"step": step, "slot": "goes:input", "amax": "NaN"})
     run.read()
     assert [slot.name for slot in run.nearest(10)] == ["stays:input"]
+
+
+@pytest.mark.parametrize("ranks", [None, [], ["0", 1], "01"])
+def test_a_line_that_names_no_ranks_changes_no_wait_and_is_left_out_of_a_report(ranks: Any, tmp_path: Path) -> None:
+    run = _run(tmp_path, {"step": 1})
+    good = {"step": 1, "ranks": [0, 1], "sync_wait_ms": [2.5, "NaN"], "step_ms": [9.0]}
+    _write(tmp_path / "ranks.jsonl", good, {"step": 2, "ranks": ranks, "sync_wait_ms": [7.0, 7.0]})
+    run.read()
+    assert repr(run.waits) == repr([RankWait(0, 2.5), RankWait(1, math.nan)])
+    numbers = read_run(tmp_path)
+    assert numbers.left_out == {"ranks.jsonl": 1}
+    assert numbers.waits is not None
+    assert [repr(float(wait)) for wait in numbers.waits.sync_wait_ms] == ["2.5", "nan"]
 
 
 AUDITED = {"kind": "audit", "name": "a: wgrad", "ranks": [1], "detail": "rank 1 computes wrong repeatedly"}

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +25,7 @@ from scripts.benchmarks.gpu.lab import Lab
 from scripts.benchmarks.gpu.matmuls import Matmuls
 from scripts.benchmarks.gpu.memory import Memory
 from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch
+from tests.support.scripts import program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,24 +62,14 @@ def test_wrong_arguments_show_the_commands() -> None:
 
 def test_a_command_ends_well_inside_ten_minutes() -> None:
     """Asking three Pythons, the stage, its last words, and the summary."""
-    script = _script()
+    script = program("gpu")
     assert script.LONGEST + script.GRACE + script.GRACE < 560
-
-
-def _script() -> Any:
-    loader = SourceFileLoader("gpu_script", str(ROOT / "scripts" / "gpu"))
-    spec = spec_from_loader("gpu_script", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 DEAF = """
 import os, signal, subprocess, sys, time
-sys.path.insert(0, "tests/scripts")
-from test_gpu_script import _script
-script = _script()
+from tests.support.scripts import program
+script = program("gpu")
 script.GRACE = 1
 os.setpgrp()
 signal.signal(signal.SIGTERM, script.terminated)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import itertools
 import json
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -15,21 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.scripts import program
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    """Return the script, which has no suffix, as a module."""
-    loader = importlib.machinery.SourceFileLoader("scripts_mutants", str(ROOT / "scripts" / "mutants"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "dont_write_bytecode", True)  # Else bytecode lands beside the script.
-        patch.setitem(sys.modules, loader.name, module)  # dataclasses look modules up there.
-        loader.exec_module(module)
-    return module
+    return program("mutants")
 
 
 SOURCE = '''"""Docstring: 1 < 2."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support.scripts import program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,15 +49,7 @@ CODE = {5, *range(7, 11), 14, 17, 19, 20, 22, 24, 25, 26, 27, 28, 29, 31}
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    """Return the script, which has no suffix, as a module."""
-    loader = importlib.machinery.SourceFileLoader("scripts_sizes", str(ROOT / "scripts" / "sizes"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "dont_write_bytecode", True)  # Else bytecode lands beside the script.
-        loader.exec_module(module)
-    return module
+    return program("sizes")
 
 
 def test_lines_functions_and_classes(tool: ModuleType, tmp_path: Path) -> None:

@@ -83,12 +83,9 @@ def _attached_optimizer(linears: int) -> Counter[str]:
     return counted
 
 
-@pytest.mark.parametrize(
-    ("counts", "calls_of_c"),
-    [(_end_of_step, 2), (_after_optimizer, 2), (_after_foreign_update, 2), (_attached_optimizer, 6)],
-)
-def test_a_step_makes_no_python_call_per_linear(counts: Callable[[int], Counter[str]], calls_of_c: int) -> None:
-    """Calls of C are bounded as measured. They were 6 to 18, with 9 to 14 calls of Python, for each Linear."""
-    few, many = counts(FEW), counts(MANY)
-    assert many["call"] == few["call"]
-    assert 0 < many["c_call"] - few["c_call"] <= calls_of_c * (MANY - FEW)
+@pytest.mark.parametrize("counts", [_end_of_step, _after_optimizer, _after_foreign_update, _attached_optimizer])
+def test_a_step_makes_no_call_per_linear(counts: Callable[[int], Counter[str]]) -> None:
+    """There were once 6 to 18 calls of C, and 9 to 14 of Python, for each Linear."""
+    few = counts(FEW)
+    assert few["call"] > 0
+    assert counts(MANY) == few

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -38,7 +38,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -46,7 +45,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StateManager
+from fp8dist import BlockScaling, DelayedScaling, Recipe, RowwiseScaling, StateManager
 from tests.support.reference_nets import (
     OPTIMIZERS,
     STEPS,
@@ -87,10 +86,6 @@ class Case:
     net: str = "net"
     optimizer: str = "sgd"
     fp8_all_gather: bool = False
-    accumulate: int = 1
-    silent: bool = False  # Only the last microbatch reduces gradients over ranks.
-    manual: bool = False  # The loop calls manager.step().
-    batches: tuple[int, ...] = ()  # Number of batches of each rank, inside Join. None: 20 each.
     resume: bool = False  # Save after 10 steps, and resume in new objects.
 
     @property
@@ -104,23 +99,9 @@ def delayed(history_len: int = 32, **settings: Any) -> DelayedScaling:
 
 
 CASES: dict[str, Case] = {
-    "ddp": Case(delayed()),
     "ddp, next step": Case(delayed(update="next_step"), optimizer="adamw"),
-    "ddp, short history, margin, power of two": Case(delayed(4, margin=1, power_of_two=True, amax_algo="most_recent")),
-    "ddp, e4m3, unit warmup": Case(delayed(5, format="e4m3", warmup="unit"), optimizer="adamw"),
-    "ddp, manager.step": Case(delayed(6, update="next_step"), manual=True),
-    "fsdp2": Case(delayed(), "fsdp2", optimizer="adamw"),
-    "fsdp2, fp8 gather": Case(delayed(), "fsdp2", optimizer="adamw", fp8_all_gather=True),
-    "fsdp2, fp8 gather, next step": Case(delayed(4, update="next_step"), "fsdp2", fp8_all_gather=True),
-    "tp x fsdp2": Case(delayed(update="next_step"), "tp", "tower", "adamw"),
     "tp x fsdp2, fp8 gather": Case(delayed(5), "tp", "tower", fp8_all_gather=True),
-    "join": Case(delayed(), batches=(12, 20)),
-    "join, next step": Case(delayed(5, update="next_step"), batches=(20, 7)),
-    "accumulation, no_sync": Case(delayed(), optimizer="adamw", accumulate=2, silent=True),
-    "accumulation, fsdp2, fp8 gather": Case(delayed(), "fsdp2", fp8_all_gather=True, accumulate=2, silent=True),
-    "resume, next step": Case(delayed(5, update="next_step"), resume=True),
     "resume, fsdp2, fp8 gather": Case(delayed(), "fsdp2", optimizer="adamw", fp8_all_gather=True, resume=True),
-    "current scaling, fp8 gather": Case(CurrentScaling(), "fsdp2", optimizer="adamw", fp8_all_gather=True),
     "rowwise scaling": Case(RowwiseScaling(), optimizer="adamw"),
     "block scaling, fp8 gather": Case(BlockScaling(), "fsdp2", "wide", fp8_all_gather=True),
 }
@@ -143,10 +124,10 @@ class Run:
     group: Any = None  # The ranks that share a sequence.
 
     def backward(self, index: int) -> float:
-        """Return the loss of one microbatch."""
+        """Return the loss of one batch."""
         x, target = batch(self.case.net, self.data, index)
         if self.part is None:
-            loss = loss_of(self.called(x), target) / self.case.accumulate
+            loss = loss_of(self.called(x), target)
             loss.backward()
             return float(loss.detach())
         x, target = (t.chunk(2, 1)[self.part] for t in (x, target))
@@ -156,30 +137,12 @@ class Run:
         dist.all_reduce(total, group=self.group)
         return float(total)
 
-    @contextlib.contextmanager
-    def silence(self, silent: bool) -> Iterator[None]:
-        """Skip gradient reduction inside, if ``silent``."""
-        if not silent:
-            yield
-        elif isinstance(self.called, DistributedDataParallel):
-            with self.called.no_sync():
-                yield
-        else:
-            self.called.set_requires_gradient_sync(False)
-            yield
-            self.called.set_requires_gradient_sync(True)
-
     def steps(self, first: int, last: int) -> list[float]:
-        """Train. Return the losses of all microbatches."""
+        """Train. Return the losses of all batches."""
         losses = []
-        every = self.case.accumulate
         for step in range(first, last):
-            for micro in range(every):
-                with self.silence(self.case.silent and micro < every - 1):
-                    losses.append(self.backward(step * every + micro))
+            losses.append(self.backward(step))
             self.optimizer.step()
-            if self.case.manual:
-                self.manager.step()
             self.optimizer.zero_grad()
         return losses
 
@@ -229,7 +192,7 @@ def build(case: Case, seed: int = 0) -> Run:
     else:
         called = DistributedDataParallel(model)
     optimizer = OPTIMIZERS[case.optimizer](called.parameters())
-    manager.attach(called, optimizer=None if case.manual else optimizer)
+    manager.attach(called, optimizer=optimizer)
     if mesh is None:
         return Run(case, model, called, manager, optimizer, rank)
     return Run(case, model, called, manager, optimizer, rank // 2, rank % 2, mesh.get_group("tp"))
@@ -254,9 +217,6 @@ def train(case: Case) -> Digests:
         run = build(case, seed=1)
         run.load(saved)
         losses += run.steps(STEPS // 2, STEPS)
-    elif case.batches:
-        with Join([run.called, run.manager]):
-            losses = run.steps(0, case.batches[run.data])
     else:
         losses = run.steps(0, STEPS)
     return run.digests(losses)

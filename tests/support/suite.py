@@ -1,8 +1,8 @@
 """What the suite needs, and which part of it runs.
 
-CPU time is that of the tests and of the processes that they start: a sum per folder, and the tests that need most. Each
-report of a test's phase carries what the worker's process tree used since the last one. A busy machine makes tests take
-longer, but needs hardly more CPU time for them, so the limit is one of CPU time.
+CPU time is that of the tests and of the processes that they start: a sum per folder, and the tests that need most. The
+last report of a test carries what the worker's process tree used since the test before it. A busy machine makes tests
+take longer, but needs hardly more CPU time for them, so the limit is one of CPU time.
 """
 
 from __future__ import annotations

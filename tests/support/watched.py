@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp8dist import Observation
-from fp8dist.runs.monitor import slot_lines
-from fp8dist.runs.run_files import append_lines
+from fp8dist.runs.run_files import append_lines, slot_lines
 
 __all__ = ["lines_into"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -50,22 +50,17 @@ def checkpoint_table(run: RunNumbers) -> Iterator[str]:
         yield '<p class="empty">No checkpoint is recorded: Recorder notes each one that a job saves (--save-every).</p>'
         return
     suspect, found = _suspect(run), checks(run)
-    states = {id(event): DIVERGED if id(event) in suspect else _state(event.step, run, found) for event in saved}
-    good = [event for event in saved if states[id(event)] == GOOD]
+    states = [DIVERGED if id(event) in suspect else _state(event.step, run, found) for event in saved]
+    good = [event for event, state in zip(saved, states) if state == GOOD]
     if good:
         path = escape(shortened(str(good[-1].data.get("path") or ""), 200))
         step = f"<strong>step {good[-1].step:,}</strong>"
         yield f"<p>The newest checkpoint that is known to be good is of {step} {path}. {_since(good[-1], found)}</p>"
     else:
-        yield f"<p>No checkpoint is known to be good: {escape(_why_none(states.values(), found))}.</p>"
+        yield f"<p>No checkpoint is known to be good: {escape(_why_none(states[-1], found))}.</p>"
     rows = [
-        (
-            f"{event.step:,}",
-            states[id(event)],
-            str(event.data.get("path") or ""),
-            str(event.data.get("digest") or ""),
-        )
-        for event in saved[: -MOST_SAVED - 1 : -1]
+        (f"{event.step:,}", state, *(str(event.data.get(name) or "") for name in ("path", "digest")))
+        for event, state in [*zip(saved, states)][: -MOST_SAVED - 1 : -1]
     ]
     yield table(("step", "state", "path", "digest"), rows, numbers=(0,))
 
@@ -119,9 +114,8 @@ def _since(event: RunEvent, found: Sequence[Checked]) -> str:
     return escape(f"After step {check.step:,} a check found {shortened(check.text, 200)}.")
 
 
-def _why_none(states: Iterable[str], found: Sequence[Checked]) -> str:
-    """Return why no checkpoint is good. ``states``: of the checkpoints, the newest last."""
-    newest = [*states][-1]
+def _why_none(newest: str, found: Sequence[Checked]) -> str:
+    """Return why no checkpoint is good. ``newest``: the state of the newest."""
     about = f"after step {found[-1].step:,} a check found {shortened(found[-1].text, 200)}" if found else ""
     if newest == NOT_VERIFIABLE:
         return f"they are saved, not verifiable, because {about}"

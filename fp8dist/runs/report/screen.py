@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from fp8dist.common.text import shortened
+from fp8dist.runs.report.events import RunEvent
 from fp8dist.runs.report.live import MAX_TEXT, LiveRun, NewestOfSlot, RankWait, clean
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
     room = height - len(lines) - 2
     if room > 0 and run.events:
         lines.append(_rule("events", width))
-        lines += [_event_line(run, place) for place in range(max(0, len(run.events) - room), len(run.events))]
+        lines += map(_event_line, run.events[-room:])
     lines = [*lines[: max(1, height - 1)], Text("Ctrl-C ends the view, not the run", "dim")]
     for line in lines:
         line.rstrip()
@@ -141,10 +142,9 @@ def _slot_lines(slots: Sequence[NewestOfSlot], skip: int, width: int) -> list[Te
     ]
 
 
-def _event_line(run: LiveRun, place: int) -> Text:
+def _event_line(event: RunEvent) -> Text:
     from rich.text import Text
 
-    event = run.events[place]
     bad = event.kind in ("diverged", "nonfinite", "nonfinite_loss")
     kind = (clean(event.kind), "bold red" if bad else "bold")
     return Text.assemble(f"step {_count(event.step)}  ", kind, f"  {clean(event.beside_kind, MAX_TEXT)}")
