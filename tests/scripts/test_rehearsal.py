@@ -77,6 +77,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+@pytest.mark.alone  # It takes 150 of its 240 seconds.
 def test_check(tree: Path, tmp_path: Path) -> None:
     lines = _run(tree, tmp_path / "out", "check", "--smoke", "--", *ALONE)
     data = results.read(tmp_path / "out" / FILE)
@@ -111,12 +112,14 @@ def test_a_failure_is_in_the_last_lines(tree: Path, tmp_path: Path) -> None:
     assert result.startswith("gpu: check FAILED (status 1), ")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["delayed", "current", "rowwise", "blocks", "autocast"])
 def test_products_of_any_number_of_tokens(part: str) -> None:
     _on_a_pretended_gpu("9.0", "13.0", part)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("capability", "cuda"), [("9.0", "12.8"), ("8.9", "13.0"), ("10.0", "13.0")])
 def test_products_where_torch_has_fewer(capability: str, cuda: str) -> None:
@@ -144,6 +147,7 @@ def test_tune(tree: Path, tmp_path: Path) -> None:
     TileTable.from_json(json.dumps(table))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_benchmark(tree: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
