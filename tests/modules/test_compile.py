@@ -54,7 +54,7 @@ class Tied(nn.Module):
         return y
 
 
-STEPS = 8
+STEPS = 6
 WARM = 3
 """Steps after which nothing may be compiled again."""
 
