@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import itertools
-import os
 import pickle
 import shutil
 import struct
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import CheckpointError
 from fp8dist.files.sources import open_source
+from tests.support.pickles import LEGACY_HEAD, bombs
 
 # A checkpoint as {file name: content}. A checkpoint of a single file has the name "".
 Content = dict[str, bytes]
@@ -198,40 +198,15 @@ def test_bytes_all_over_an_index(valid: dict[str, Content]) -> None:
         _read_all({**valid["dcp"], ".metadata": bytes(broken)})
 
 
-class _Call:
-    """Pickles as a call of the given function."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-def _bombs(marker: str) -> Iterator[tuple[str, Any]]:
-    leave = f"touch '{marker}'"
-    yield "os.system", _Call(os.system, leave)
-    yield "eval", _Call(eval, f"__import__('os').system({leave!r})")
-    yield "exec", _Call(exec, f"open({marker!r}, 'w')")
-    yield "getattr", _Call(getattr, "os", "system")
-    yield "open", _Call(open, marker, "w")
-    yield "nested", {"a": [(_Call(os.system, leave),)]}
-    yield "argument", _Call(torch.Size, _Call(os.system, leave))
-    yield "load", _Call(torch.load, marker)
-    yield "rebuild", _Call(torch._utils._rebuild_tensor, _Call(os.system, leave), 0, (1,), (1,))
-    yield "from type", _Call(torch._tensor._rebuild_from_type_v2, os.system, torch.Tensor, (leave,), {})
-
-
-@pytest.mark.parametrize(("name", "protocol"), [*zip([name for name, _ in _bombs("")], itertools.cycle((0, 2, 4)))])
+@pytest.mark.parametrize(("name", "protocol"), [*zip(bombs(Path()), itertools.cycle((0, 2, 4))), ("nested", 5)])
 def test_crafted_pickles(valid: dict[str, Content], name: str, protocol: int, tmp_path: Path) -> None:
     """A crafted pickle never runs: alone, appended, or in place of a pickle of any kind of checkpoint."""
     marker = tmp_path / "marker"
-    bomb = pickle.dumps(dict(_bombs(str(marker)))[name], protocol)
-    head = b"".join(pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+    bomb = pickle.dumps(bombs(marker)[name], protocol)
     index = valid["dcp"]
     assert not _read_all({"": bomb}, marker)
-    assert not _read_all({"": head + bomb}, marker)
-    assert not _read_all({"": head + pickle.dumps({}, 2) + bomb}, marker)
+    assert not _read_all({"": LEGACY_HEAD + bomb}, marker)
+    assert not _read_all({"": LEGACY_HEAD + pickle.dumps({}, 2) + bomb}, marker)
     assert not _read_all({"": _rezipped(valid["zip"][""], lambda _: bomb)}, marker)
     assert not _read_all({**index, ".metadata": bomb}, marker)
     assert not _read_all(_remade(index, {"w": lambda piece: _rezipped(piece, lambda _: bomb)}), marker)
@@ -241,8 +216,17 @@ def test_crafted_pickles(valid: dict[str, Content], name: str, protocol: int, tm
     assert _read_all(_remade(index, {"lr": lambda _: bomb}), marker)
     # Inside an otherwise valid index.
     metadata = pickle.loads(index[".metadata"])
-    metadata.planner_data = dict(_bombs(str(marker)))[name]
+    metadata.planner_data = bombs(marker)[name]
     assert not _read_all({**index, ".metadata": pickle.dumps(metadata, protocol)}, marker)
+
+
+def test_the_bombs_are_some(tmp_path: Path) -> None:
+    for name in ("os.system", "eval", "exec", "open", "nested"):
+        marker = tmp_path / name
+        made = pickle.loads(pickle.dumps(bombs(marker)[name]))
+        assert marker.exists(), name
+        if name == "open":
+            made.close()
 
 
 @pytest.mark.slow

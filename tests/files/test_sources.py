@@ -18,6 +18,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from fp8dist.files import failures, slices, values
 from fp8dist.files.dcp import tiles
 from fp8dist.files.entries import SavedEntry, Source
 from fp8dist.files.sources import open_source
+from tests.support.pickles import HOSTILE, LEGACY_HEAD, Call
 from tests.support.ranks import RankPool
 from tests.support.states import saved_of
 
@@ -98,6 +100,117 @@ def _save(path: Path, value: Any, legacy: bool = False) -> Path:
     return path
 
 
+def _save_safetensors(path: Path, value: dict[str, Tensor]) -> Path:
+    save_file(value, path)
+    return path
+
+
+def _save_state(path: Path, value: Any) -> Path:
+    fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), DelayedScaling(history_len=3)).save(path)
+    return path
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the warnings of DCP (no process group) and of tracing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _dcp(folder: Path, state: dict[str, Any], **options: Any) -> Path:
+    with _quiet():
+        dcp.save(state, storage_writer=FileSystemWriter(folder, **options))
+    return folder
+
+
+TORCH_SAVE: dict[str, Callable[[Path, Any], Path]] = {"zip": _save, "legacy": partial(_save, legacy=True)}
+DCP: dict[str, Callable[[Path, Any], Path]] = {
+    "DCP": _dcp,
+    "DCP, two threads": partial(_dcp, thread_count=2),
+    "DCP, a file for each tensor": partial(_dcp, single_file_per_rank=False),
+}
+FILES = {**TORCH_SAVE, "safetensors": _save_safetensors, "state": _save_state}
+
+
+# All formats ---------------------------------------------------------------------------------------------
+
+
+def _trained() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4, dtype=torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, betas=(0.5, 0.75))
+    model(torch.randn(5, 8)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7, "rng": torch.get_rng_state()}
+
+
+def _views() -> dict[str, Any]:
+    base, attributed = torch.arange(24.0), torch.ones(2)
+    attributed.note = "kept by torch, no content"  # type: ignore[attr-defined]
+    return {
+        **TENSORS,
+        "attributed": attributed,
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "expanded": torch.ones(1).expand(3, 4),
+        "part": base[5:9],
+        "parameter": nn.Parameter(torch.ones(2)),
+        "permuted": base.reshape(2, 3, 4).permute(2, 0, 1),
+        "step": base[::3],
+        "uint16": torch.tensor([65535, 1], dtype=torch.uint16),
+    }
+
+
+def _plain_values() -> dict[Any, Any]:
+    return {
+        "bytes": b"\x00\xff",
+        "complex": 1 + 2j,
+        "counter": Counter({"x": 3}),
+        "empty": {},
+        "false": False,
+        "float": -0.0,
+        "int": -(1 << 63),
+        "nested": [{"deep": (1, (2.0, None))}],
+        "ordered": OrderedDict(y=1),
+        "shape": torch.Size([3, 4]),
+        5: {True: "numbers are names too"},
+    }
+
+
+def _nested() -> dict[str, Any]:
+    view = TENSORS["a"].t()
+    return {**TENSORS, "nested": {"view": view, "lr": 0.5, "name": "x", "none": None, "list": [1, (2, "y")]}}
+
+
+@pytest.mark.parametrize(
+    ("save", "value"),
+    [
+        *((save, value) for save in TORCH_SAVE.values() for value in (_trained, _views, _plain_values)),
+        *((save, _nested) for save in DCP.values()),
+        (_save_safetensors, TENSORS.copy),
+    ],
+)
+def test_what_was_saved_is_read(tmp_path: Path, save: Callable[[Path, Any], Path], value: Callable[[], Any]) -> None:
+    saved = value()
+    _same(_all(save(tmp_path / "saved", saved)), dict(_flat(saved)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FILES)
+def test_truncation_is_seen(tmp_path: Path, format: str) -> None:
+    path = FILES[format](tmp_path / "a", {"a": torch.ones(4), "b": torch.arange(3)})
+    data = path.read_bytes()
+    for length in (*range(0, len(data) - 100, 11), *range(len(data) - 100, len(data))):
+        path.write_bytes(data[:length])
+        _refused(path)
+    path.write_bytes(data + b"x")
+    if format == "legacy":
+        _refused(path, "1 bytes after its last storage")
+    if format in ("safetensors", "state"):
+        path.write_bytes(struct.pack("<Q", 1 << 60) + data[8:])
+        _refused(path)
+
+
 # State files ---------------------------------------------------------------------------------------------
 
 
@@ -124,9 +237,7 @@ def test_state_files(tmp_path: Path) -> None:
 
 
 def test_a_damaged_state_file(tmp_path: Path) -> None:
-    manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), DelayedScaling(history_len=3))
-    path = tmp_path / "state.safetensors"
-    manager.save(path)
+    path = _save_state(tmp_path / "state.safetensors", None)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -136,10 +247,7 @@ def test_a_damaged_state_file(tmp_path: Path) -> None:
 # Safetensors ---------------------------------------------------------------------------------------------
 
 
-def test_safetensors_file_and_folder(tmp_path: Path) -> None:
-    one = tmp_path / "one.safetensors"
-    save_file(TENSORS, one)
-    _same(_all(one), TENSORS)
+def test_a_folder_of_safetensors(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     names = sorted(TENSORS)
@@ -153,23 +261,11 @@ def test_safetensors_file_and_folder(tmp_path: Path) -> None:
 
 def test_a_folder_does_not_hide_state_or_pipes(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "a.safetensors")
-    manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), DelayedScaling(history_len=3))
-    manager.save(tmp_path / "fp8.safetensors")
+    _save_state(tmp_path / "fp8.safetensors", None)
     _refused(tmp_path, "fp8.safetensors", "name the file itself")
     (tmp_path / "fp8.safetensors").unlink()
     os.mkfifo(tmp_path / "b.safetensors")
     _refused(tmp_path, "b.safetensors", "a pipe")
-
-
-def test_truncated_safetensors(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    save_file(TENSORS, path)
-    data = path.read_bytes()
-    for length in (4, 8, 40, len(data) // 2, len(data) - 1):
-        path.write_bytes(data[:length])
-        _refused(path)
-    path.write_bytes(struct.pack("<Q", 1 << 60) + data[8:])
-    _refused(path)
 
 
 def test_hugging_face_storage(tmp_path: Path) -> None:
@@ -181,15 +277,6 @@ def test_hugging_face_storage(tmp_path: Path) -> None:
 
 
 # torch.save ----------------------------------------------------------------------------------------------
-
-
-def _trained() -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4, dtype=torch.float32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, betas=(0.5, 0.75))
-    model(torch.randn(5, 8)).sum().backward()
-    optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7, "rng": torch.get_rng_state()}
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -213,58 +300,10 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         yield prefix, torch.tensor(value)
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_a_training_checkpoint(tmp_path: Path, legacy: bool) -> None:
-    path = _save(tmp_path / "checkpoint.pt", _trained(), legacy)
-    found = _all(path)
-    _same(found, dict(_flat(torch.load(path, weights_only=True, map_location="cpu"))))
-    assert found["optimizer.param_groups.0.lr"].item() == 0.125
-    assert found["optimizer.param_groups.0.betas.1"].item() == 0.75
-    assert found["optimizer.state.0.exp_avg"].shape == (16, 8)
-    assert found["step"].item() == 7
-
-
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_views_and_kinds_of_tensors(tmp_path: Path, legacy: bool) -> None:
-    base = torch.arange(24.0)
-    attributed = torch.ones(2)
-    attributed.note = "kept by torch, no content"  # type: ignore[attr-defined]
-    value = {
-        **TENSORS,
-        "attributed": attributed,
-        "conj": torch.tensor([1 + 2j]).conj(),
-        "expanded": torch.ones(1).expand(3, 4),
-        "part": base[5:9],
-        "parameter": nn.Parameter(torch.ones(2)),
-        "permuted": base.reshape(2, 3, 4).permute(2, 0, 1),
-        "step": base[::3],
-        "uint16": torch.tensor([65535, 1], dtype=torch.uint16),
-    }
-    path = _save(tmp_path / "a.bin", value, legacy)
-    _same(_all(path), dict(_flat(value)))
-
-
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_plain_values(tmp_path: Path, legacy: bool) -> None:
-    value = {
-        "bytes": b"\x00\xff",
-        "complex": 1 + 2j,
-        "counter": Counter({"x": 3}),
-        "empty": {},
-        "false": False,
-        "float": -0.0,
-        "int": -(1 << 63),
-        "nested": [{"deep": (1, (2.0, None))}],
-        "ordered": OrderedDict(y=1),
-        "shape": torch.Size([3, 4]),
-        5: {True: "numbers are names too"},
-    }
-    path = _save(tmp_path / "a.pth", value, legacy)
-    found = _all(path)
-    _same(found, dict(_flat(value)))
-    assert found["nested.0.deep.1.1"].numel() == 0
+@pytest.mark.parametrize("save", TORCH_SAVE.values(), ids=TORCH_SAVE)
+def test_values_that_are_read_as_text(tmp_path: Path, save: Callable[[Path, Any], Path]) -> None:
     others = {"big": 1 << 70, "dtype": torch.float8_e5m2, "set": {"b", "a"}, "device": torch.device("cuda:1")}
-    found = _all(_save(path, others, legacy))
+    found = _all(save(tmp_path / "a", others))
     texts = {name: bytes(tensor.tolist()).decode() for name, tensor in found.items()}
     expected = {"big": str(1 << 70), "dtype": "torch.float8_e5m2", "set.0": "a", "set.1": "b", "device": "cuda:1"}
     assert texts == expected
@@ -319,19 +358,6 @@ def test_every_flipped_bit_of_a_zip_record_is_seen(tmp_path: Path) -> None:
             _refused(path, f"record {name.partition('/')[2]} is damaged", "CRC", "set_crc32_options(False)")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_truncation_is_seen(tmp_path: Path, legacy: bool) -> None:
-    path = _save(tmp_path / "a.pt", {"a": torch.ones(4), "b": torch.arange(3)}, legacy)
-    data = path.read_bytes()
-    for length in (*range(0, len(data) - 100, 5), *range(len(data) - 100, len(data))):
-        path.write_bytes(data[:length])
-        _refused(path)
-    path.write_bytes(data + b"x")
-    if legacy:
-        _refused(path, "1 bytes after its last storage")
-
-
 def test_files_without_checksums(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
@@ -377,84 +403,13 @@ def test_a_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
 # Hostile pickles -----------------------------------------------------------------------------------------
 
 
-class Bomb:
-    """Creates the file ``marker`` when pickle loads it."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch '{self.marker}'",)
-
-
-@pytest.mark.parametrize("protocol", [0, 2, 5])
-def test_pickles_are_never_executed(tmp_path: Path, protocol: int) -> None:
-    marker, path = tmp_path / "marker", tmp_path / "a.pt"
-    bomb = pickle.dumps({"a": Bomb(marker)}, protocol)
-    _rezip(_save(path, {}), {"data.pkl": bomb})
-    _refused(path)
-    head = b"".join(pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
-    path.write_bytes(head + bomb)
-    _refused(path)
-    path.write_bytes(bomb)
-    _refused(path)
-    folder = _dcp(tmp_path / "dcp", {"a": torch.ones(2), "b": "text"})
-    index = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(bomb)
-    _refused(folder, ".metadata")
-    (folder / ".metadata").write_bytes(index)
-    _replace_pieces(folder, lambda data: _rezipped(data, bomb))
-    source = open_source(folder)  # A non-tensor value is listed as its bytes. Tensors are not.
-    assert [(e.name, e.dtype) for e in source.entries] == [("a", "float32"), ("b", "uint8")]
-    assert bytes(source.read(1).tolist()).startswith(bomb)
-    with pytest.raises(CheckpointError, match="the piece of a at"):
-        source.read(0)
-    assert not marker.exists()
-    pickle.loads(bomb)
-    assert marker.exists(), "the bomb is none"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "pickled"),
-    [
-        ("a deep key", b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s."),
-        ("a deep tuple", b"\x80\x02)" + b"\x85" * 100_000 + b"."),
-        ("a deep list", b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."),
-        ("a list in itself", b"\x80\x02]q\x00h\x00a."),
-        (
-            "a billion lists",
-            b"\x80\x02]q\x00"
-            + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60))
-            + b".",
-        ),
-        ("a huge memo", b"\x80\x02Nr\xff\xff\xff\xffNj\x00\x00\x00\x7f."),
-        ("a huge text", b"\x80\x02X\xff\xff\xff\x7fabc."),
-        ("huge bytes", b"\x80\x05\x8e" + struct.pack("<Q", 1 << 62) + b"abc."),
-        ("a huge allocation", b"\x80\x02ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R."),
-        ("a huge bytearray", b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."),
-        (
-            "many copies",
-            b"\x80\x02c_codecs\nencode\nq\x00X\x40\x42\x0f\x00" + b"x" * 1_000_000 + b"X\x06\x00\x00\x00latin1"
-            b"\x86q\x01" + b"h\x00h\x01R" * 100_000 + b".",
-        ),
-        ("nothing", b"."),
-        ("no end", b"\x80\x02}"),
-        ("no mark", b"\x80\x02}u."),
-        ("half a dict", b"\x80\x02}(K\x01u."),
-        ("state of a tensor class", b"\x80\x02ctorch\nFloatStorage\n}b."),
-        ("a call of a dtype", b"\x80\x02ctorch\nfloat32\n)R."),
-        ("a lone surrogate", b"\x80\x02X\x03\x00\x00\x00\xed\xa0\x80."),
-        ("a name with a line break", b"\x80\x02cevil\x0b\x1b[31m\nx\n."),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("name", "pickled"), HOSTILE, ids=[name for name, _ in HOSTILE])
 def test_hostile_pickles(tmp_path: Path, name: str, pickled: bytes) -> None:
     path = _rezip(_save(tmp_path / "a.pt", {}), {"data.pkl": pickled})
     text = _refused(path)
     assert "Recursion" not in text, name
-    head = b"".join(pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
-    path.write_bytes(head + pickled)
+    path.write_bytes(LEGACY_HEAD + pickled)
     _refused(path)
     folder = _dcp(tmp_path / "dcp", {"a": torch.ones(2)})
     (folder / ".metadata").write_bytes(pickled)
@@ -493,16 +448,6 @@ def test_lists_that_unfold_without_end(tmp_path: Path, where: str) -> None:
     _refused(path)
     if where in ("value", "set", "key"):
         _refused(_rezip(_save(path, {}), {"data.pkl": parts[3]}))
-
-
-class Call:
-    """Pickles as a call of the given function."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.call
 
 
 @pytest.mark.parametrize(
@@ -576,20 +521,6 @@ def test_tensors_stay_inside_their_storage(tmp_path: Path, changes: dict[str, An
 # DCP -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the warnings of DCP (no process group) and of tracing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _dcp(folder: Path, state: dict[str, Any], **options: Any) -> Path:
-    with _quiet():
-        dcp.save(state, storage_writer=FileSystemWriter(folder, **options))
-    return folder
-
-
 def _index(folder: Path) -> Any:
     return pickle.loads((folder / ".metadata").read_bytes())
 
@@ -597,35 +528,6 @@ def _index(folder: Path) -> Any:
 def _write_index(folder: Path, index: Any) -> Path:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     return folder
-
-
-def _rezipped(data: bytes, pickled: bytes) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, pickled if name.endswith("/data.pkl") else old.read(name))
-    return stream.getvalue()
-
-
-def _replace_pieces(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change every stored piece, and store each in a file of its own."""
-    index = _index(folder)
-    for number, (key, place) in enumerate(index.storage_data.items()):
-        data = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
-        new = change(data)
-        (folder / f"piece{number}").write_bytes(new)
-        index.storage_data[key] = type(place)(f"piece{number}", 0, len(new))
-    _write_index(folder, index)
-
-
-@pytest.mark.parametrize("options", [{}, {"thread_count": 2}, {"single_file_per_rank": False}], ids=str)
-def test_dcp_folders(tmp_path: Path, options: dict[str, Any]) -> None:
-    state = {
-        **TENSORS,
-        "nested": {"view": TENSORS["a"].t(), "lr": 0.5, "name": "x", "none": None, "list": [1, (2, "y")]},
-    }
-    found = _all(_dcp(tmp_path, state, **options))
-    _same(found, dict(_flat(state)))
 
 
 def test_equal_values_are_equal_however_they_were_pickled(tmp_path: Path) -> None:

@@ -290,6 +290,16 @@ def test_the_digest_leaves_the_tensor_alone_and_needs_no_graph() -> None:
 # What changes it --------------------------------------------------------------------------------------------
 
 
+def flipped(tensor: Tensor, *bits: int) -> tuple[int, int]:
+    """Return the digest with these bits flipped. The tensor stays as it was."""
+    for bit in bits:
+        flip(tensor, bit)
+    found = digest_of(tensor)
+    for bit in bits:
+        flip(tensor, bit)
+    return found
+
+
 def test_every_single_flipped_bit_is_seen() -> None:
     """Flip 500 random bits of two blocks and a partial one: each flip changes both lanes."""
     tensor = any_tensor(torch.bfloat16, (BLOCK_BYTES + 13,), 6)
@@ -297,11 +307,9 @@ def test_every_single_flipped_bit_is_seen() -> None:
     chance = random.Random(0)
     for _ in range(500):
         bit = chance.randrange(8 * tensor.nbytes)
-        flip(tensor, bit)
-        after = digest_of(tensor)
+        after = flipped(tensor, bit)
         assert after[0] != before[0], bit
         assert after[1] != before[1], bit
-        flip(tensor, bit)
     assert digest_of(tensor) == before
 
 
@@ -309,20 +317,10 @@ def test_every_single_flipped_bit_is_seen() -> None:
 @pytest.mark.nightly
 def test_every_bit_of_a_small_tensor_and_every_pair_of_bits_is_seen() -> None:
     tensor = any_bytes(24, 1)
-    seen = {digest_of(tensor)}
     bits = range(8 * 24)
-    count = 1
-    for i in bits:
-        flip(tensor, i)
-        seen.add(digest_of(tensor))
-        count += 1
-        for j in range(i):
-            flip(tensor, j)
-            seen.add(digest_of(tensor))
-            flip(tensor, j)
-            count += 1
-        flip(tensor, i)
-    assert len(seen) == count == 1 + 192 + 192 * 191 // 2
+    pairs = itertools.combinations(bits, 2)
+    seen = {digest_of(tensor), *(flipped(tensor, i) for i in bits), *(flipped(tensor, *pair) for pair in pairs)}
+    assert len(seen) == 1 + 192 + 192 * 191 // 2
 
 
 @settings(max_examples=80, deadline=None)
@@ -357,27 +355,15 @@ def test_two_equal_flips_are_seen(value: str) -> None:
         words = torch.zeros_like(words)
     before = digest_of(words)
     for bit, (first, second) in itertools.product((0, 31, 32, 63), places):
-        flip(words, 64 * first + bit)
-        once = digest_of(words)
-        flip(words, 64 * second + bit)
-        twice = digest_of(words)
+        once, twice = flipped(words, 64 * first + bit), flipped(words, 64 * first + bit, 64 * second + bit)
         assert len({before, once, twice}) == 3, (bit, first, second)
-        flip(words, 64 * first + bit)
-        flip(words, 64 * second + bit)
 
 
 def test_two_flips_of_different_bits_of_one_word_are_seen() -> None:
     """The fold mixes bit i + 32 into the low half of the word. It must not cancel a flip of bit i."""
     word = torch.zeros(1, dtype=torch.int64)
-    seen = {digest_of(word)}
-    for i in range(32):
-        for flips in ((i,), (i + 32,), (i, i + 32)):
-            for bit in flips:
-                flip(word, bit)
-            seen.add(digest_of(word))
-            for bit in flips:
-                flip(word, bit)
-    assert len(seen) == 97
+    seen = {flipped(word, *bits) for i in range(32) for bits in ((i,), (i + 32,), (i, i + 32))}
+    assert len({digest_of(word), *seen}) == 97
 
 
 @pytest.mark.slow
@@ -389,11 +375,7 @@ def test_hundreds_of_pairs_of_sign_bits_are_seen() -> None:
         before = digest_of(words)
         for _ in range(400):
             a, b = chance.sample(range(8 * BLOCK_BYTES // width), 2)
-            flip(words, width * a + width - 1)
-            flip(words, width * b + width - 1)
-            assert digest_of(words) != before, (a, b)
-            flip(words, width * a + width - 1)
-            flip(words, width * b + width - 1)
+            assert flipped(words, width * a + width - 1, width * b + width - 1) != before, (a, b)
 
 
 def test_a_change_of_all_signs_is_seen() -> None:
@@ -411,13 +393,7 @@ def test_the_same_change_of_both_halves_of_two_words_is_seen() -> None:
         words = any_bytes(8 * 64, 5).view(torch.int64)
         before = digest_of(words)
         for second in range(1, 64):
-            for word in (0, second):
-                flip(words, 64 * word + high)
-                flip(words, 64 * word + high - 32)
-            assert digest_of(words) != before, second
-            for word in (0, second):
-                flip(words, 64 * word + high)
-                flip(words, 64 * word + high - 32)
+            assert flipped(words, high, high - 32, 64 * second + high, 64 * second + high - 32) != before, second
 
 
 def _swap(x: Tensor, a: slice | int, b: slice | int) -> Tensor:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8dist_kernels.reference import blocks as plain
 from fp8dist_kernels.triton import blocks as fused
 from tests.support.casting import FORMATS, LAYOUTS, assert_same, hard_values, poison
+from tests.support.counted import Operations
 from tests.support.devices import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
 BLOCKS = (None, (1, 128), (128, 128))
-SHAPES = ((1, 16), (33, 80), (130, 272), (17, 3), (0, 32))
 
 
 def run(kernels: Any, x: Tensor, dtype: torch.dtype, block: Any, **changes: Any) -> tuple[Tensor, ...]:
@@ -32,29 +30,6 @@ def compare(x: Tensor, dtype: torch.dtype, block: Any, **options: Any) -> None:
     assert_same(run(fused, x, dtype, block, **options), run(plain, x, dtype, block, **options))
 
 
-@pytest.mark.parametrize(
-    ("block", "layout"),
-    [
-        *((block, "contiguous") for block in BLOCKS),
-        *(pytest.param(block, "transposed", marks=pytest.mark.slow) for block in (None, (128, 128))),
-    ],
-)
-def test_a_cast_is_the_twins(block: Any, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
-    compare(LAYOUTS[layout](hard_values(20, 144).bfloat16()), torch.float8_e4m3fn, block)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_all_shapes_and_strides(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
-    sources = itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
-    for index, ((tokens, features), layout) in enumerate(itertools.product(SHAPES, LAYOUTS)):
-        x = hard_values(tokens, features, index, finite=index % 2 == 0)
-        dtype = FORMATS[(index + index // 8) % 2]
-        compare(LAYOUTS[layout](x.to(next(sources))), dtype, block, power_of_two=index % 3 == 0)
-
-
 @pytest.mark.parametrize("shape", [(1, 528), (520, 16), (144, 400)], ids=str)
 def test_amaxes_of_rows_in_parts(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one row, of several tiles, and in more parts than usual, as of rows of more than 131,072 elements."""
@@ -64,26 +39,14 @@ def test_amaxes_of_rows_in_parts(shape: tuple[int, int], monkeypatch: pytest.Mon
     compare(hard_values(*shape).bfloat16(), torch.float8_e4m3fn, None)
 
 
-class _Operations(TorchDispatchMode):
-    """Lists torch's operations that launch a kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (function.is_view or function.overloadpacket is torch.ops.aten.empty):
-            self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 def test_rows_and_columns_take_two_launches(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x = hard_values(130, 272).bfloat16()
     grids = launches(monkeypatch, run_them=False)
-    with _Operations() as operations:
+    with Operations() as operations:
         run(fused, x.t() if transposed else x, FORMATS[0], None)
-    assert (len(grids), operations.names) == (2, [])
+    launching = [op for op in operations.seen if not (op.is_view or op.overloadpacket is torch.ops.aten.empty)]
+    assert (len(grids), launching) == (2, [])
 
 
 @pytest.mark.slow
@@ -93,15 +56,6 @@ def test_either_copy_alone(block: Any, layout: str, monkeypatch: pytest.MonkeyPa
     x = LAYOUTS[layout](hard_values(20, 130).bfloat16())
     for rows, columns in ((True, False), (False, True), (False, False)):
         compare(x, torch.float8_e5m2, block, rows=rows, columns=columns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_offsets_beyond_32_bits(block: Any) -> None:
-    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched pages take no CPU memory.
-    for x in (room.as_strided((3, 16), (2**30, 1)), room.as_strided((16, 257), (1, 2**23))):
-        x.copy_(hard_values(*x.shape, finite=True))
-        assert_same(run(fused, x, torch.float8_e4m3fn, block), run(plain, x.clone(), torch.float8_e4m3fn, block))
 
 
 @pytest.mark.slow

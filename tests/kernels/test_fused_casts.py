@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8dist_kernels.reference import casts as plain
 from fp8dist_kernels.triton import casts as fused
-from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison, rounded
+from tests.support.casting import FORMATS, LAYOUTS, assert_same, hard_values, poison, rounded
 from tests.support.devices import DEVICE
 from tests.support.oracle import FLOAT32_MAX, amax_of, divide, float32, scale_for
 
@@ -43,25 +43,6 @@ def run(kernels: Any, x: Tensor, dtype: torch.dtype, before: float = -1.0, **cha
 
 def compare(x: Tensor, dtype: torch.dtype, **options: Any) -> None:
     assert_same(run(fused, x, dtype, **options), run(plain, x, dtype, **options))
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "shifted"])
-def test_a_cast_is_the_twins(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
-    compare(LAYOUTS[layout](hard_values(33, 80).bfloat16()), torch.float8_e4m3fn)
-
-
-@pytest.mark.slow
-def test_all_shapes_and_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five shapes times eight layouts, with the pairs of dtypes in turn."""
-    poison(monkeypatch)
-    types = [*itertools.product(DTYPES, FORMATS)]
-    for index, ((tokens, features), layout) in enumerate(itertools.product(SHAPES, LAYOUTS)):
-        turn = index + index // len(LAYOUTS)  # Shift the pairing, so that each layout meets all types.
-        source, dtype = types[turn % 6]
-        finite = turn % 4 < 2
-        x = LAYOUTS[layout](hard_values(tokens, features, index, finite).to(source))
-        compare(x, dtype, just_in_time=finite, cold=finite)
 
 
 @pytest.mark.slow
@@ -156,48 +137,13 @@ def test_a_negative_nan_is_recorded_as_nan() -> None:
     assert run(fused, x.bfloat16(), torch.float8_e4m3fn)[3].isnan()
 
 
-@pytest.mark.parametrize(("tokens", "stride"), [(3, 2**30), (260, 2**23)], ids=["in a tile", "between tiles"])
-def test_offsets_beyond_32_bits(tokens: int, stride: int) -> None:
-    for on_its_side in (False, True):
-        # Untouched pages take no CPU memory.
-        room = torch.empty((tokens - 1) * stride + 16, dtype=torch.float16, device=DEVICE)
-        x = room.as_strided((tokens, 16), (stride, 1))
-        x.copy_(hard_values(tokens, 16, finite=True))
-        far = x.t() if on_its_side else x
-        near = x.clone().t() if on_its_side else x.clone()
-        options = {"cold": True, "just_in_time": True}
-        assert_same(run(fused, far, torch.float8_e4m3fn, **options), run(plain, near, torch.float8_e4m3fn, **options))
-
-
 def _bytes(*shape: int) -> Tensor:
     return torch.arange(math.prod(shape), device=DEVICE).mul(37).to(torch.uint8).view(shape).view(torch.float8_e5m2)
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("one for")])
-@pytest.mark.parametrize("shape", [(1, 16), (16, 1), (33, 80), (130, 272)], ids=str)
-def test_a_transposition_is_the_twins(shape: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the bytes are: NaNs keep their payload."""
-    poison(monkeypatch)
-    fp8 = LAYOUTS[layout](_bytes(*shape).view(torch.int8)).view(torch.float8_e5m2)
-    ours = fused.transpose(fp8)
-    assert ours.is_contiguous()
-    assert ours.data_ptr() != fp8.data_ptr()
-    assert_same((ours,), (plain.transpose(fp8),))
-    assert torch.equal(ours.view(torch.uint8), fp8.mT.contiguous().view(torch.uint8))
 
 
 def test_experts_and_nothing_are_transposed() -> None:
     for fp8 in (_bytes(3, 33, 48), _bytes(4, 16, 33)[::2], _bytes(2, 48, 16).mT, _bytes(0, 16, 32), _bytes(0, 16)):
         assert_same((fused.transpose(fp8),), (plain.transpose(fp8),))
-
-
-@pytest.mark.parametrize(("tokens", "stride"), [(3, 2**30), (260, 2**24)], ids=["in a tile", "between tiles"])
-def test_a_transposition_beyond_32_bits(tokens: int, stride: int) -> None:
-    room = torch.empty((tokens - 1) * stride + 16, dtype=torch.float8_e5m2, device=DEVICE)  # Untouched: no memory.
-    far, near = room.as_strided((tokens, 16), (stride, 1)), _bytes(tokens, 16)
-    far.copy_(near)
-    assert_same((fused.transpose(far),), (near.t().contiguous(),))
-    assert_same((fused.transpose(far.t()),), (near,))
 
 
 @VERSIONS
@@ -215,24 +161,6 @@ def test_columns_are_added_in_the_documented_order(version: Any) -> None:
     tiles = [halved(fours[:32]), halved(fours[32:])]
     expected = np.float32(0) + halved(tiles + [np.zeros(16, np.float32)] * 30)
     assert_same((version.add_up(x, torch.float32),), (torch.from_numpy(expected).to(DEVICE),))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("tokens", "features"), [(1, 16), (130, 80), (0, 32)], ids=str)
-def test_sums_of_a_cast_are_the_twins(tokens: int, features: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the cast takes them or not: it does not of a tensor that is transposed, or without a transposed copy."""
-    poison(monkeypatch)
-    if layout == "one for each row" and not tokens:
-        return
-    x = LAYOUTS[layout](hard_values(tokens, features, finite=tokens > 1).bfloat16())
-    for columns, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        made = [torch.full((features,), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
-        options = {"columns": columns}
-        ours = run(fused, x, FORMATS[1], sums=made[0], **options)
-        assert_same(ours, run(plain, x, FORMATS[1], sums=made[1], **options))
-        alone = [kernels.add_up(x, dtype).float() for kernels in (fused, plain)]
-        for total in (made[1].float(), *alone):
-            assert_same((made[0].float(),), (total,))
 
 
 def test_sums_of_many_and_of_far_tokens() -> None:
@@ -438,26 +366,6 @@ def test_a_cold_slot_in_one_launch(layout: str, monkeypatch: pytest.MonkeyPatch)
         for cold, value in ((True, 3.0), (True, math.nan), (True, 0.0), (False, 3.0)):
             x = hard_values(tokens, features, finite=True) * value
             in_one_launch(LAYOUTS[layout](x.bfloat16()), FORMATS[1], cold=cold, margin=1, record=bool(value))
-
-
-@pytest.mark.slow
-def test_all_shapes_and_strides_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
-    types = [*itertools.product(DTYPES, FORMATS)]
-    for index, ((tokens, features), layout) in enumerate(itertools.product(SHAPES, LAYOUTS)):
-        source, dtype = types[(index + index // len(LAYOUTS)) % 6]
-        x = LAYOUTS[layout](hard_values(tokens, features, index, finite=True).to(source))
-        rows, columns = index % 3 != 1, index % 3 != 2
-        in_one_launch(x, dtype, cold=True, power_of_two=index % 2 == 0, rows=rows, columns=columns)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="untouched pages of a GPU take memory")
-def test_offsets_beyond_32_bits_in_one_launch() -> None:
-    room = torch.empty(2**31 + 64, dtype=torch.float16)  # Untouched pages take no memory.
-    x = room.as_strided((3, 16), (2**30, 1))
-    x.fill_(0.25)
-    x[-1, -1] = -7.0
-    in_one_launch(x, FORMATS[0], cold=True)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the flag is not looked at")

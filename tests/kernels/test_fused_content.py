@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
 from fp8dist import DelayedScaling
@@ -33,6 +31,7 @@ from tests.kernels.test_content_digest import (
     digest_in_python,
     unsigned,
 )
+from tests.support.counted import Operations
 from tests.support.devices import DEVICE
 
 TILE_BYTES = BLOCK_BYTES // 16
@@ -247,18 +246,6 @@ class Using(Digester):
         return ContentDigest(device, self.backend)
 
 
-class Ops(TorchDispatchMode):
-    """Records the names of the torch ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_digests_of_named_tensors_are_those_of_plain_torch() -> None:
     shapes = [(3, 5), (), (0, 2), (7,)]
     tensors = [any_tensor(torch.float32, shape, i) for i, shape in enumerate(shapes)]
@@ -276,7 +263,7 @@ def test_what_runs_does_not_depend_on_the_number_of_tensors(monkeypatch: pytest.
         tensors = [NamedTensor(str(i), torch.ones(9, device=DEVICE)) for i in range(count)]
         content = TensorContent("parameter", tensors)
         digester = Using("triton")
-        with Ops() as ops:
+        with Operations() as ops:
             content.digests(digester)
         seen.append(ops.seen)
     assert launches == [2, 50]

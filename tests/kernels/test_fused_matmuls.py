@@ -12,10 +12,14 @@ from fp8dist_kernels.reference.matmuls import Scaling, matmul_reference
 from fp8dist_kernels.triton.matmuls import matmul, matmul_with
 from fp8dist_kernels.triton.tables import Tile
 from tests.support.devices import DEVICE
-from tests.support.products import E4M3, E5M2, PAIRS, Product, random_numbers, shapes_of_scales, small_integers
+from tests.support.products import E4M3, E5M2, PAIRS, Product, random_numbers, small_integers
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALINGS = pytest.mark.parametrize("scaling", list(Scaling), ids=lambda scaling: scaling.value)
+KINDS = pytest.mark.parametrize(  # With scales in blocks, both speeds are one kernel.
+    ("scaling", "fast"),
+    [(scaling, fast) for scaling in Scaling for fast in (False, True) if not (fast and scaling.in_blocks)],
+)
 COLUMNS = (16, 48, 144)
 SHAPES = tuple(  # Each pair of sizes occurs.
     (m, COLUMNS[(i + j) % 3], k) for i, m in enumerate((1, 17, 129)) for j, k in enumerate((16, 80, 144, 272))
@@ -56,8 +60,7 @@ def _assert_exact(got: Tensor, given: Product, out_dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_poisoned")
-@SCALINGS
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@KINDS
 def test_every_shape_is_exact_where_sums_are(scaling: Scaling, fast: bool) -> None:
     variants = zip(cycle(PAIRS), cycle((*OUT_DTYPES, torch.bfloat16)), cycle((False, True, True)), cycle(TILES[::-1]))
     for m, n, k in SHAPES:
@@ -80,8 +83,7 @@ def test_ragged_shapes_are_exact_where_sums_are(scaling: Scaling) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_poisoned")
-@SCALINGS
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@KINDS
 def test_wide_tiles_are_exact_where_sums_are(scaling: Scaling, fast: bool) -> None:
     shapes = ((200, 272, 272), (130, 528, 16), (1, 144, 144), (300, 48, 80))
     for (m, n, k), out_dtype in zip(shapes, cycle(OUT_DTYPES)):
@@ -90,8 +92,7 @@ def test_wide_tiles_are_exact_where_sums_are(scaling: Scaling, fast: bool) -> No
 
 
 @pytest.mark.slow
-@SCALINGS
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@KINDS
 def test_random_numbers_within_the_error_of_the_accumulator(scaling: Scaling, fast: bool) -> None:
     for pair, out_dtype in zip(PAIRS, OUT_DTYPES):
         given = random_numbers(97, 144, 272, scaling, pair, biased=True)
@@ -130,18 +131,9 @@ def test_infinite_elements_of_e5m2_and_scales_are_not_hidden() -> None:
 # How operands lie in memory --------------------------------------------------------------------------
 
 
-def test_block_scales_may_have_any_strides() -> None:
-    given = small_integers(130, 272, 272, Scaling.BLOCKWISE)
-    a, b, inv_scale_a, inv_scale_b = given.operands
-    for lying_a, lying_b in (
-        (inv_scale_a.T.contiguous().T, inv_scale_b.T.contiguous().T),
-        (inv_scale_a.repeat(2, 3)[:130, :3], inv_scale_b.repeat_interleave(2, 1)[:, ::2]),
-    ):
-        _assert_exact(matmul(a, b, lying_a, lying_b, torch.float32, False), given, torch.float32)
-
-
-def test_scales_of_lines_may_have_any_strides() -> None:
-    given = small_integers(130, 272, 272, Scaling.BLOCKWISE_1D)
+@pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])
+def test_scales_of_blocks_and_lines_may_have_any_strides(scaling: Scaling) -> None:
+    given = small_integers(130, 272, 272, scaling)
     a, b, inv_scale_a, inv_scale_b = given.operands
     for lying_a, lying_b in (
         (inv_scale_a.T.contiguous().T, inv_scale_b.T.contiguous().T),
@@ -157,15 +149,6 @@ def test_row_scales_and_biases_may_have_any_strides() -> None:
     got = matmul(a, b, inv_scale_a.repeat(1, 3)[:, 1:2], inv_scale_b.repeat_interleave(2, 0)[::2], torch.float32, True,
                  given.bias.repeat_interleave(2)[::2])  # fmt: skip
     _assert_exact(got, given, torch.float32)
-
-
-def test_a_bias_of_any_dtype_is_added_before_rounding() -> None:
-    for dtype in OUT_DTYPES:
-        a = torch.full((16, 16), 16.0).to(E4M3).to(DEVICE)
-        b = torch.ones(16, 16).to(E4M3).to(DEVICE)
-        inv_scale_a, inv_scale_b = torch.tensor(256.5 / 256.0, device=DEVICE), torch.tensor(1.0, device=DEVICE)
-        bias = torch.full((16,), 0.75, device=DEVICE, dtype=dtype)
-        assert matmul(a, b, inv_scale_a, inv_scale_b, torch.bfloat16, True, bias).unique().tolist() == [258.0]
 
 
 def test_operands_may_begin_anywhere() -> None:
@@ -187,8 +170,7 @@ def _sideways(b: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("_poisoned")
-@SCALINGS
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@KINDS
 def test_a_weight_may_lie_sideways(scaling: Scaling, fast: bool) -> None:
     shapes = ((17, 48, 80), (129, 144, 272), (1, 16, 16))
     for (m, n, k), pair, out_dtype, tile in zip(shapes, PAIRS, OUT_DTYPES, (TILES[0], TILES[2], WIDE)):
@@ -199,16 +181,6 @@ def test_a_weight_may_lie_sideways(scaling: Scaling, fast: bool) -> None:
             matmul_with(tile, a, _sideways(b), *scales, out_dtype, fast, given.bias),
         ):
             _assert_exact(got, given, out_dtype)
-
-
-@SCALINGS
-def test_products_of_nothing(scaling: Scaling) -> None:
-    for m, k in ((0, 32), (4, 0), (0, 0)):
-        a, b = torch.empty(m, k, device=DEVICE).to(E4M3), torch.empty(16, k, device=DEVICE).to(E4M3)
-        scales = [torch.ones(shape, device=DEVICE) for shape in shapes_of_scales(m, 16, k, scaling)]
-        for bias in (None, torch.arange(16.0, device=DEVICE)):
-            got = matmul(a, b, *scales, torch.bfloat16, True, bias)
-            assert torch.equal(got, matmul_reference(a, b, *scales, torch.bfloat16, bias))
 
 
 # Refused arguments -----------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from fp8dist_kernels.reference import blocks, casts
 from fp8dist_kernels.reference import grouped_casts as plain
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.triton import grouped_casts as fused
-from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison
+from tests.support.casting import FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.devices import DEVICE
-from tests.support.grouped import COUNTS, WRONG, ends, poisoned_rows
+from tests.support.grouped import COUNTS, WRONG, ends, poisoned_rows, slots_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
@@ -22,13 +22,6 @@ VERSIONS = pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fus
 OPTIONS: dict[str, Any] = {
     "record": True, "just_in_time": True, "margin": 0, "power_of_two": False, "rows": True, "columns": True,
 }  # fmt: skip
-
-
-def slots_of(groups: int, apart: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales, cold flags and pendings of slots in an arena: every ``apart``-th is used, every third is cold."""
-    scale = torch.linspace(0.2, 3.0, groups * apart, device=DEVICE)
-    cold = torch.arange(groups * apart, device=DEVICE) % 3 == 0
-    return scale[::apart], cold[::apart], torch.full_like(scale, -1.0)[::apart]
 
 
 def run(version: Any, x: Tensor, offsets: Tensor | None, dtype: torch.dtype, apart: int = 1, **changes: Any) -> Any:
@@ -79,14 +72,6 @@ def test_a_cast_is_the_twins(counts: tuple[int, ...], monkeypatch: pytest.Monkey
     poison(monkeypatch)
     for beyond in (0, 21):
         compare(poisoned_rows(counts, 80, beyond).bfloat16(), ends(counts), FORMATS[0], apart=3)
-
-
-@pytest.mark.slow
-def test_all_layouts_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
-    for index, layout in enumerate(LAYOUTS):
-        x = LAYOUTS[layout](poisoned_rows(COUNTS[0], 80, 5 * (index % 2), index, finite=True).to(DTYPES[index % 3]))
-        compare(x, ends(COUNTS[0]), FORMATS[index % 2], power_of_two=index % 3 == 0, margin=index % 2)
 
 
 @pytest.mark.slow
@@ -165,34 +150,6 @@ def test_lines_of_each_expert_are_cast_as_alone(in_blocks: bool) -> None:
 def test_lines_are_the_twins(in_blocks: bool, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     compare_lines(poisoned_rows(counts, 144, 5).bfloat16(), ends(counts), FORMATS[0], in_blocks=in_blocks)
-
-
-@pytest.mark.slow
-@IN_BLOCKS
-def test_lines_of_all_layouts(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
-    for index, layout in enumerate(LAYOUTS):
-        x = LAYOUTS[layout](poisoned_rows((3, 0, 18), 80, 2, index, finite=index % 2 == 0).to(DTYPES[index % 3]))
-        compare_lines(
-            x, ends((3, 0, 18)), FORMATS[index % 2], in_blocks=in_blocks, power_of_two=index % 3 == 0,
-            rows=index != 2, columns=index not in (2, 5),
-        )  # fmt: skip
-    compare_lines(torch.empty(0, 32, device=DEVICE), ends((0, 0)), FORMATS[0], in_blocks=in_blocks)
-
-
-@pytest.mark.slow
-def test_offsets_beyond_32_bits() -> None:
-    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched pages take no CPU memory.
-    x, weight = room.as_strided((3, 16), (2**30, 1)), room.as_strided((3, 2, 16), (2**30, 16, 1))
-    for given, offsets in ((x, ends((1, 0, 1))), (weight, None)):
-        given.copy_(hard_values(given.numel() // 16, 16, finite=True).view(given.shape))
-        assert_same(run(fused, given, offsets, FORMATS[0]), run(plain, given.clone(), offsets, FORMATS[0]))
-    for in_blocks in (True, False):
-        options = {"in_blocks": in_blocks, "power_of_two": False, "rows": True, "columns": True}
-        assert_same(
-            fused.quantize_grouped_lines(x, ends((1, 2)), FORMATS[0], **options),
-            plain.quantize_grouped_lines(x.clone(), ends((1, 2)), FORMATS[0], **options),
-        )
 
 
 # Offsets that do not fit --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.nn import functional
 from fp8dist_kernels.multipliers import ProductError
 from fp8dist_kernels.reference.matmuls import Scaling, matmul_reference, scaling_of
 from fp8dist_kernels.reference.torch_matmuls import block_scales_for_torch, matmul_torch
+from fp8dist_kernels.triton.matmuls import matmul
 from tests.support.devices import DEVICE
 from tests.support.products import E4M3, PAIRS, random_numbers, shapes_of_scales, small_integers
 
@@ -67,12 +68,13 @@ def test_a_bias_is_added_before_rounding() -> None:
     a = torch.full((16, 16), 16.0).to(E4M3).to(DEVICE)
     b = torch.ones(16, 16).to(E4M3).to(DEVICE)
     inv_scale_a, inv_scale_b = torch.tensor(256.5 / 256.0, device=DEVICE), torch.tensor(1.0, device=DEVICE)
-    bias = torch.full((16,), 0.75, device=DEVICE)
-    for out in (
-        matmul_reference(a, b, inv_scale_a, inv_scale_b, torch.bfloat16, bias),
-        matmul_torch(a, b, inv_scale_a, inv_scale_b, torch.bfloat16, False, bias),
-    ):
-        assert out.unique().tolist() == [258.0]
+    for bias in (torch.full((16,), 0.75, device=DEVICE, dtype=dtype) for dtype in OUT_DTYPES):
+        for out in (
+            matmul_reference(a, b, inv_scale_a, inv_scale_b, torch.bfloat16, bias),
+            matmul_torch(a, b, inv_scale_a, inv_scale_b, torch.bfloat16, False, bias),
+            matmul(a, b, inv_scale_a, inv_scale_b, torch.bfloat16, True, bias),
+        ):
+            assert out.unique().tolist() == [258.0]
 
 
 @SCALINGS
@@ -83,8 +85,12 @@ def test_products_of_nothing(scaling: Scaling) -> None:
         bias = torch.arange(16.0, device=DEVICE)
         for given in (None, bias):
             expected = torch.zeros(m, 16) if given is None else bias.cpu().expand(m, 16)
-            assert torch.equal(matmul_torch(a, b, *scales, torch.bfloat16, False, given).float().cpu(), expected)
-            assert torch.equal(matmul_reference(a, b, *scales, torch.bfloat16, given).float().cpu(), expected)
+            for got in (
+                matmul_torch(a, b, *scales, torch.bfloat16, False, given),
+                matmul_reference(a, b, *scales, torch.bfloat16, given),
+                matmul(a, b, *scales, torch.bfloat16, True, given),
+            ):
+                assert torch.equal(got.float().cpu(), expected)
 
 
 # Scales ----------------------------------------------------------------------------------------------

@@ -40,42 +40,28 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def _train_block(compiled: bool, update: str) -> tuple[list[bytes], dict[str, bytes], dict[str, bytes]]:
-    block = Block()
-    manager = fp8dist.prepare(block, DelayedScaling(history_len=4, update=update))  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
-    manager.attach(block, optimizer=optimizer)
-    forward = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
-    losses = []
-    for step in range(4):
-        for micro in range(2):
-            x = inputs(6, 32, seed=20 + 2 * step + micro) * (1 + step)
-            loss = forward(x).square().mean()
-            loss.backward()
-            losses.append(bits(loss))
-        optimizer.step()
-        optimizer.zero_grad()
-        block.eval()
-        with torch.no_grad():
-            losses.append(bits(forward(inputs(6, 32, seed=50 + step))))
-        block.train()
-    torch._dynamo.reset()
-    return losses, state_bits(manager), parameter_bits(block)
+class Tied(nn.Module):
+    """Two Linears of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.relu(self.first(x)))
+        return y
 
 
-@pytest.mark.parametrize("update", ["same_step", "next_step"])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
-@pytest.mark.slow
-def test_compiled_in_one_graph_it_trains_as_in_eager_mode(update: str) -> None:
-    assert _train_block(True, update) == _train_block(False, update)
-
-
-LONG = 12
+STEPS = 6
 WARM = 3
+"""Steps after which nothing may be compiled again."""
+
 BOUNDARIES: dict[str, Callable[[StateManager, nn.Module, torch.optim.Optimizer], Any]] = {
-    "optimizer": lambda manager, block, optimizer: manager.attach(block, optimizer=optimizer),
-    "manager.step()": lambda manager, block, optimizer: manager.attach(block),
-    "manual": lambda manager, block, optimizer: manager.attach(block, optimizer=optimizer, boundary="manual"),
+    "optimizer": lambda manager, model, optimizer: manager.attach(model, optimizer=optimizer),
+    "manager.step()": lambda manager, model, optimizer: manager.attach(model),
+    "manual": lambda manager, model, optimizer: manager.attach(model, optimizer=optimizer, boundary="manual"),
 }
 
 
@@ -97,152 +83,108 @@ def _selective(block: nn.Module, x: Tensor) -> Tensor:
     )
 
 
-def _train_long(
+def _train(
     compiler: str | None,
-    update: str = "same_step",
-    boundary: str = "optimizer",
+    make: Callable[[], nn.Module] = Block,
     run: Callable[[nn.Module, Tensor], Tensor] = _plain,
+    *,
+    update: Any = "same_step",
+    boundary: str = "optimizer",
     backend: str = "auto",
+    evaluate: bool = False,
+    compiled_from: int = 0,
 ) -> Any:
-    block = Block()
-    recipe = DelayedScaling(history_len=4, update=update)  # type: ignore[arg-type]
-    manager = fp8dist.prepare(block, recipe, backend=backend)
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
-    BOUNDARIES[boundary](manager, block, optimizer)
+    """Return the losses and evaluations, the state and the parameters after steps of two microbatches each.
 
-    def forward(x: Tensor) -> Tensor:
-        return run(block, x)
-
-    if compiler is not None:
-        forward = torch.compile(forward, fullgraph=True, backend=compiler)
+    The blocks of an nn.Sequential are compiled one by one, other models whole.
+    """
+    model = make()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4, update=update), backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    BOUNDARIES[boundary](manager, model, optimizer)
+    eager: list[Callable[[Tensor], Tensor]] = [
+        partial(run, part) for part in (model if isinstance(model, nn.Sequential) else [model])
+    ]
+    compiled = [torch.compile(each, fullgraph=True, backend=compiler) for each in eager] if compiler else eager
     losses = []
-    for step in range(LONG):
-        with torch._dynamo.config.patch(error_on_recompile=step >= WARM):
-            loss = forward(inputs(6, 32, seed=20 + step) * (1 + step % 5)).square().mean()
-            loss.backward()
-        losses.append(bits(loss))
-        optimizer.step()
-        if boundary != "optimizer":
-            manager.step()
-        optimizer.zero_grad()
+    for step in range(STEPS):
+        parts = compiled if step >= compiled_from else eager
+        with torch._dynamo.config.patch(error_on_recompile=step >= compiled_from + WARM):
+            for micro in range(2):
+                x = inputs(6, 32, seed=20 + 2 * step + micro) * (1 + step % 5)
+                for part in parts:
+                    x = part(x)
+                loss = x.square().mean()
+                loss.backward()
+                losses.append(bits(loss))
+            optimizer.step()
+            if boundary != "optimizer":
+                manager.step()
+            optimizer.zero_grad()
+            if evaluate:
+                model.eval()
+                with torch.no_grad():
+                    losses.append(bits(parts[0](inputs(6, 32, seed=50 + step))))
+                model.train()
     torch._dynamo.reset()
-    return losses, state_bits(manager), parameter_bits(block)
+    return losses, state_bits(manager), parameter_bits(model)
+
+
+dynamo = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 
 
 @pytest.mark.parametrize(
     ("update", "boundary"), [("same_step", "optimizer"), ("next_step", "manager.step()"), ("next_step", "manual")]
 )
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@dynamo
 @pytest.mark.slow
-def test_compiled_in_one_graph_it_is_not_compiled_again(update: str, boundary: str) -> None:
-    assert _train_long("aot_eager", update, boundary) == _train_long(None, update, boundary)
+def test_compiled_in_one_graph_it_trains_as_in_eager_mode_and_is_not_compiled_again(update: str, boundary: str) -> None:
+    """With evaluations in between."""
+    compiled = _train("aot_eager", update=update, boundary=boundary, evaluate=True)
+    assert compiled == _train(None, update=update, boundary=boundary, evaluate=True)
 
 
 @pytest.mark.parametrize("run", [_checkpointed, _selective])
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.long)])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@dynamo
 @pytest.mark.slow
 def test_compiled_with_checkpointing_it_is_not_compiled_again(backend: str, run: Any) -> None:
-    assert _train_long("aot_eager", run=run, backend=backend) == _train_long(None, run=_plain, backend=backend)
+    assert _train("aot_eager", run=run, backend=backend) == _train(None, backend=backend)
 
 
-class Tied(nn.Module):
-    """Two Linears of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(torch.relu(self.first(x)))
-        return y
-
-
-def _train_tied(compiled: bool) -> Any:
-    model = Tied()
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    manager.attach(model, optimizer=optimizer)
-    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    for step in range(4):
-        forward(inputs(6, 32, seed=step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch._dynamo.reset()
-    return state_bits(manager), parameter_bits(model)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@dynamo
 @pytest.mark.slow
 def test_compiled_linears_may_share_a_weight() -> None:
-    assert _train_tied(True) == _train_tied(False)
+    assert _train("aot_eager", Tied) == _train(None, Tied)
 
 
-def _train_blocks(compiled: bool, run: Callable[[nn.Module, Tensor], Tensor]) -> Any:
-    model = nn.Sequential(Block(), Block(), Block())
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    manager.attach(model, optimizer=optimizer)
-    forwards = [partial(run, block) for block in model]
-    if compiled:
-        forwards = [torch.compile(each, fullgraph=True, backend="aot_eager") for each in forwards]
-    losses = []
-    for step in range(3):
-        for micro in range(2):
-            x = inputs(6, 32, seed=20 + 2 * step + micro)
-            for forward in forwards:
-                x = forward(x)
-            loss = x.square().mean()
-            loss.backward()
-            losses.append(bits(loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    torch._dynamo.reset()
-    return losses, state_bits(manager), parameter_bits(model)
+def _three_blocks() -> nn.Module:
+    return nn.Sequential(Block(), Block(), Block())
 
 
 @pytest.mark.parametrize("run", [_checkpointed, pytest.param(_selective, marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at each input's.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@dynamo
 @pytest.mark.slow
 def test_blocks_compiled_one_by_one_may_recompute(run: Any) -> None:
     """A block's graph saves where its recomputation records amaxes. Other blocks record beside that place."""
-    assert _train_blocks(True, run) == _train_blocks(False, _plain)
+    assert _train("aot_eager", _three_blocks, run) == _train(None, _three_blocks)
 
 
-def _train_mixed(update: str, compiled_from: int) -> Any:
-    block = Block()
-    manager = fp8dist.prepare(block, DelayedScaling(history_len=4, update=update))  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
-    manager.attach(block, optimizer=optimizer)
-    forward = torch.compile(block, fullgraph=True, backend="aot_eager")
-    losses = []
-    for step in range(6):
-        loss = (forward if step >= compiled_from else block)(inputs(6, 32, seed=20 + step) * (1 + step)).square().mean()
-        loss.backward()
-        losses.append(bits(loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    torch._dynamo.reset()
-    return losses, state_bits(manager)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@dynamo
 @pytest.mark.slow
 def test_compiled_after_eager_steps() -> None:
     """A pending commit runs before the first compiled forward."""
-    assert _train_mixed("next_step", 2) == _train_mixed("same_step", 6)
+    assert _train("aot_eager", update="next_step", compiled_from=2) == _train(None, update="same_step")
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@dynamo
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.long
 def test_inductor_traces_the_ops() -> None:
     """Inductor fuses the operations around the ops, so losses are equal up to rounding; amaxes and scales follow."""
-    mine, theirs = _train_long("inductor", backend="torch"), _train_long(None, backend="torch")
+    mine, theirs = _train("inductor", backend="torch"), _train(None, backend="torch")
     for a, b in zip(mine[0], theirs[0]):
         assert torch.frombuffer(bytearray(a), dtype=torch.float32).item() == pytest.approx(
             torch.frombuffer(bytearray(b), dtype=torch.float32).item(), rel=1e-4
@@ -339,7 +281,7 @@ def test_opcheck_quantize_with_a_limit(just_in_time: bool, outgrown: float) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@dynamo
 def test_a_graph_decides_anew_whether_a_tensor_has_outgrown_its_scale() -> None:
     graphs = 0
 

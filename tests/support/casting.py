@@ -83,7 +83,7 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 def codes(fp8: Tensor) -> Tensor:
     """Return the bytes, with all NaN alike: compiled code has one NaN, but the interpreter and torch keep signs."""
     if fp8.dtype.itemsize > 1:
-        return torch.where(fp8.isnan(), 0x7FC00000, fp8.view(torch.int32))
+        return torch.where(fp8.isnan(), 0x7FC00000, fp8.float().view(torch.int32))
     return torch.where(fp8.float().isnan(), 0xFF, fp8.view(torch.uint8).int())
 
 
@@ -115,7 +115,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def _numbers(dtype: torch.dtype) -> tuple[float, ...]:
+def numbers_of(dtype: torch.dtype) -> tuple[float, ...]:
     """Return all finite numbers >= 0 of an FP8 format, by code."""
     values = (value_of(bytes([code]), dtype) for code in range(128))
     return tuple(value for value in values if math.isfinite(value))
@@ -125,7 +125,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     """Round ``value`` to FP8: to nearest, ties to even codes, saturating; Inf and NaN become NaN."""
     if not math.isfinite(value):
         return math.nan
-    numbers, magnitude = _numbers(dtype), abs(value)
+    numbers, magnitude = numbers_of(dtype), abs(value)
     above = min(bisect.bisect_left(numbers, magnitude), len(numbers) - 1)
     if above == 0 or magnitude >= numbers[-1]:
         return math.copysign(numbers[above], value)

@@ -10,6 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed.tensor  # noqa: F401 - Jobs have it, and is_dtensor() looks only at what was imported.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operations(TorchDispatchMode):
+    """Lists the torch ops that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -28,3 +28,10 @@ def poisoned_rows(counts: Sequence[int], features: int, beyond: int, seed: int =
     x = hard_values(sum(counts) + beyond, features, seed, finite)
     x[sum(counts) :] = torch.nan
     return x
+
+
+def slots_of(groups: int, apart: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scales, cold flags and pendings of slots in an arena: every ``apart``-th is used, every third is cold."""
+    scale = torch.linspace(0.2, 3.0, groups * apart, device=DEVICE)
+    cold = torch.arange(groups * apart, device=DEVICE) % 3 == 0
+    return scale[::apart], cold[::apart], torch.full_like(scale, -1.0)[::apart]
