@@ -31,7 +31,6 @@ REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
         "exits-job": exit_codes.of_job,
         "exits-lab": exit_codes.of_lab,
         "exits-cli": exit_codes.of_cli,
-        "exits-launcher": exit_codes.of_launcher,
         "errors": messages.errors,
         "exported-numbers": exported.of_numbers,
         "watch-screen": screens.watch_screen,
