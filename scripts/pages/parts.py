@@ -55,6 +55,7 @@ def parts_of(root: Path = ROOT) -> Parts:
         "versions": partial(runs.versions, versions),
         "stacks": partial(runs.stacks, results_files.load("stacks", root) or []),
         "hardware": partial(runs.hardware, measured, convergence, versions),
+        "front": partial(runs.front, results_files.load("front", root), convergence, measured),
         **audits.parts_of(root),
         **serving.parts_of(root),
         **REFERENCE,
