@@ -45,7 +45,7 @@ def certificate_of(
     origin: Origin,
     digests: Mapping[str, str],
 ) -> bytes:
-    """Return the bytes of ``fp8dist-certificate.json``. docs/verify.md describes its fields.
+    """Return the bytes of ``fp8dist-certificate.json``. docs/design/formats.md describes its fields.
 
     Args:
         layout: the export's format.

@@ -1,6 +1,6 @@
 """Certificates of exported models: their digests, and reading one.
 
-docs/verify.md specifies the digests, with examples, for programs that compute them without this library.
+docs/design/formats.md specifies the digests, with examples, for programs that compute them without this library.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Certified(NamedTuple):
 
 
 class Certificate(NamedTuple):
-    """A certificate that was read. docs/verify.md describes the fields."""
+    """A certificate that was read. docs/design/formats.md describes the fields."""
 
     step: int
     tensors: dict[str, Certified]

@@ -1,4 +1,4 @@
-"""Traces: the digests of one step in execution order, as a file of JSON lines. docs/reference/files.md describes it."""
+"""Traces: the digests of one step in execution order, as a file of JSON lines. docs/design/formats.md describes it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _OLD: Mapping[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = MappingP
 
 
 class Recorder:
-    """Writes the folder of a run (docs/reference/run-folder.md). Local: it adds no collective to those of the watch.
+    """Writes the folder of a run (docs/reference/files.md). Local: it adds no collective to those of the watch.
 
     One rank writes: the lowest that shares the manager's FP8 state, or rank 0. On the others all calls do nothing.
 
@@ -227,7 +227,7 @@ class Recorder:
         """Write an event, such as "saved" with ``path=…``. Local.
 
         Args:
-            kind: any name. The kinds that the library writes are in docs/reference/run-folder.md.
+            kind: any name. The kinds that the library writes are in docs/reference/files.md.
             fields: JSON values; others are written as their ``str()``.
 
         Raises:

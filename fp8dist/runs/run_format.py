@@ -1,4 +1,4 @@
-"""The format of a run's folder: names of its files. docs/reference/run-folder.md describes it."""
+"""The format of a run's folder: names of its files. docs/reference/files.md describes it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ _CHECKED = Number("checked_step", "Newest step after which a check found paramet
 TABLE: Mapping[NumberSource, Mapping[str, Number]] = MappingProxyType(
     {
         NumberSource.JOB: {
-            "loss": Number("loss", "Training loss of the step, mean over the ranks"),
+            "loss": Number("loss", "Training loss of the step, as the loop logs it"),
             "loss_of_rank_0": Number(
                 "loss_of_rank_0", "Training loss of rank 0 alone, in steps that could not be shared"
             ),

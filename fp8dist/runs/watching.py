@@ -83,7 +83,7 @@ def describe(manager: StateManager) -> dict[str, Any]:
 
     The keys are ``attached``, ``writes`` (True on the lowest rank that shares the state), ``began_after``
     (``run_step`` at the last ``attach`` or load; None: FP8 is switched off), ``device``, ``fp8``, ``experts``
-    (True if there are some in FP8), ``recipe``, ``modules`` and ``slots``; docs/reference/run-folder.md describes
+    (True if there are some in FP8), ``recipe``, ``modules`` and ``slots``; docs/reference/files.md describes
     the last three.
     """
     inside = Internals(manager)

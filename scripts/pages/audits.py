@@ -65,7 +65,7 @@ def _cost(cost: dict[str, Any] | None) -> str:
     rows = [
         ["step without audits", f"{cost['step_ms']:.1f} ms"],
         ["one audit: copies, digests, the repeated work, collectives", f"{cost['audit_ms']:.2f} ms"],
-        ["in each step: calls that nobody wants", f"{1e3 * cost['listening_ms']:.0f} µs"],
+        ["in each step: the hooks on casts and products", f"{1e3 * cost['listening_ms']:.0f} µs"],
         [f"share of the step with `audit_every={cost['every']}`", f"{cost['share']:.3%}"],
         [
             "step with an audit in each, against one without",

@@ -8,7 +8,6 @@ import itertools
 import re
 from types import ModuleType
 
-from fp8dist.cli import launch
 from fp8dist.cli import main as command_line
 from launch.train_gpt import exits
 from scripts.benchmarks.markdown import table
@@ -40,12 +39,6 @@ def of_cli() -> str:
     """Return the table of ``fp8dist check``, ``inspect``, ``doctor`` and ``watch``, from their help."""
     said = " ".join(command_line._EPILOG.split("exit codes: ")[1].split(";")[0].split())
     return _table({int(number): text for number, text in re.findall(r"(\d+) ([^,]+)", said)})
-
-
-def of_launcher() -> str:
-    """Return the paragraph on the exit status in the launcher's help."""
-    (text,) = re.findall(r"^Exit status.*?(?=\n\n|\Z)", launch.__doc__ or "", re.M | re.S)
-    return text.strip() + "\n"
 
 
 def _table(statuses: dict[int, str]) -> str:

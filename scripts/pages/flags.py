@@ -8,7 +8,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import fp8dist
@@ -18,13 +17,6 @@ from fp8dist.state.settings import VARIABLES, Settings
 from launch.train_gpt.options import parser as job_parser
 from scripts.benchmarks.markdown import table
 from scripts.simulation.__main__ import parser as simulation_parser
-
-FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "enabled": ("--precision",),
-    }
-)
-"""Flags of the example job that set an argument of ``prepare`` or a recipe field of another name."""
 
 RECIPES = (fp8dist.DelayedScaling, fp8dist.CurrentScaling, fp8dist.RowwiseScaling, fp8dist.BlockScaling)
 
@@ -52,7 +44,8 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
 def command_help(name: str) -> str:
     """Return the usage and the arguments of a subcommand, as Markdown."""
     if name == "launch":
-        return f"```text\nusage: {launch.USAGE}\n\n{(launch.__doc__ or '').strip()}\n```\n"
+        text = (launch.__doc__ or "").split("\nEnvironment (")[0].strip()  # The rest is on docs/launching.md.
+        return f"```text\nusage: {launch.USAGE}\n\n{text}\n```\n"
     parser = _subcommands()[name]
     places = [action for action in parser._actions if not action.option_strings]
     usage = " ".join(f"{action.metavar}{' …' if action.nargs == '+' else ''}" for action in places)
@@ -75,7 +68,7 @@ def of_job() -> str:
 
 
 def of_prepare() -> str:
-    """Return a table of the arguments of ``prepare``, with their environment variables and the example job's flags."""
+    """Return a table of the arguments of ``prepare``, with their environment variables."""
     meanings = _arguments_of(fp8dist.prepare)
     resolved = Settings.resolve(environ={})
     rows = []
@@ -84,10 +77,8 @@ def of_prepare() -> str:
             continue
         variable = f"FP8DIST_{name.upper()}"
         default = getattr(resolved, name) if variable in VARIABLES else parameter.default
-        rows.append(
-            [f"`{name}`", _code_if(variable, variable in VARIABLES), _flags(name), _value(default), meanings[name]]
-        )
-    return table(["argument", "environment variable", "flag of the example job", "default", "meaning"], rows)
+        rows.append([f"`{name}`", _code_if(variable, variable in VARIABLES), _value(default), meanings[name]])
+    return table(["argument", "environment variable", "default", "meaning"], rows)
 
 
 def of_recipes() -> str:
@@ -104,8 +95,8 @@ def of_recipes() -> str:
         default = "; ".join(_value(v) + (f" ({', '.join(of)})" if several else "") for v, of in defaults.items())
         of_all = sum(map(len, defaults.values())) == len(RECIPES)
         owners = "all" if of_all else ", ".join(of for each in defaults.values() for of in each)
-        rows.append([f"`{name}`", owners, _flags(name), default, meanings[name]])
-    return table(["field", "recipes", "flag of the example job", "default", "meaning"], rows)
+        rows.append([f"`{name}`", owners, default, meanings[name]])
+    return table(["field", "recipes", "default", "meaning"], rows)
 
 
 def _rows(actions: Iterable[argparse.Action]) -> str:
@@ -149,11 +140,6 @@ def _arguments_of(documented: Callable[..., Any]) -> dict[str, str]:
         name, _, text = entry.partition(": ")
         found[name] = _sentence(" ".join(text.split()).replace("``", "`"), coded=False)
     return found
-
-
-def _flags(name: str) -> str:
-    same = [flag for action in job_parser()._actions if action.dest == name for flag in action.option_strings]
-    return ", ".join(f"`{flag}`" for flag in FLAGS_OF.get(name, same))
 
 
 def _code_if(text: str, condition: bool) -> str:

@@ -1,4 +1,4 @@
-"""The reference of errors: each public exception with its messages, from the code."""
+"""The list of errors: each public exception and message, from the code, grouped by what to do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from fp8dist import errors as exceptions
 from fp8dist.job import order
+from scripts.benchmarks.markdown import table
 from scripts.pages.filling import ROOT
 
 PLACE = "\u2039…\u203a"
@@ -37,6 +39,92 @@ _UNCHANGED = ("one_line", "str")
 Texts = Mapping[str, list[ast.expr]]
 
 
+class Group(NamedTuple):
+    """Messages with one answer: of exceptions ``kinds``, or raised in files that begin with ``places``."""
+
+    title: str
+    advice: str
+    places: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
+
+
+GROUPS = (
+    Group(
+        "Take another file, or load it differently",
+        "`CheckpointError`. A file that is damaged, truncated or of another program has further messages, which begin "
+        "with its path: take another copy.",
+        (),
+        ("CheckpointError",),
+    ),
+    Group(
+        "Look at the named rank",
+        "Raised on all ranks of the group: see [Between ranks](#between-ranks).",
+        (),
+        ("DivergenceError", "ManifestMismatchError", "SyncError", "LossDiverged"),
+    ),
+    Group("Correct a command", "Exit status 2.", ("cli/", "runs/report/")),
+    Group("Change an export", "See [what is refused](export.md#what-is-refused).", ("files/",)),
+    Group(
+        "Set up a trainer differently",
+        "See [Train with a trainer](trainers.md).",
+        ("integrations/",),
+    ),
+    Group(
+        "Wrap, shard or group differently",
+        "See [DDP](ddp.md), [FSDP2](fsdp2.md) and [tensor parallelism](tensor-parallel.md).",
+        ("parallel/", "modules/tensor_parallel.py", "modules/fp8_weight.py", "state/groups.py"),
+    ),
+    Group("Change a replay or a check", "See [replays](replays.md) and [checks](healthy.md).", ("replays/", "checks/")),
+    Group(
+        "Change a recorder, watch or guard", "See [Record a run](watching.md).", ("runs/", "state/watch", "state/stat")
+    ),
+    Group(
+        "Change the order or the inputs of a step",
+        "See [Optimizers and steps](#optimizers-and-steps).",
+        (
+            "modules/",
+            "job/boundary",
+            "job/calib",
+            "job/cycle",
+            "job/early",
+            "job/joined",
+            "job/step_watch",
+            "common/opt",
+        ),
+    ),
+    Group(
+        "Correct the arguments of prepare, attach or a recipe",
+        "See [arguments of prepare](reference/cli.md#arguments-of-prepare).",
+        ("",),
+    ),
+)
+"""The first that fits counts."""
+
+_OF_DAMAGED_FILES = tuple(
+    f"files/{name}.py"
+    for name in (
+        *("archives", "dcp", "entries", "extra_states", "json_files"),
+        *("pickles", "safetensor_files", "slices", "traces", "values"),
+    )
+)
+"""Their messages say what is wrong with the bytes of a file. The answer is always to take another copy."""
+
+_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "Fp8DistError": "",
+        "CheckpointError": "Load another file, or pass `strict=False` or `convert=True`.",
+        "ConfigurationError": "Change the call as the message says.",
+        "DivergenceError": "Follow the [runbook](good-checkpoints.md#runbook-the-check-has-fired).",
+        "LossDiverged": "Resume from an earlier checkpoint.",
+        "ManifestMismatchError": "Make code, settings and versions of the ranks equal.",
+        "NotAModelError": "Keep calling the model.",
+        "SyncError": "Look at the rank that is [missing](launching.md#when-a-rank-or-a-host-dies).",
+        "UnknownArgumentError": "Use the name in the message.",
+    }
+)
+"""What to do about each exception."""
+
+
 def public_errors() -> dict[str, type[Exception]]:
     """Return the exceptions of ``fp8dist.errors``, the base class first."""
     found = {name: getattr(exceptions, name) for name in exceptions.__all__}
@@ -45,21 +133,41 @@ def public_errors() -> dict[str, type[Exception]]:
 
 
 def errors() -> str:
-    """Return a heading for each exception, and its messages by subpackage."""
-    by_kind: dict[str, dict[str, dict[str, None]]] = {}
+    """Return a table of the exceptions, and the messages grouped by what to do, each cut to its first clause."""
+    kinds = [[f"`{name}`", _first_line(error), _INSTEAD[name]] for name, error in public_errors().items()]
+    found: dict[str, dict[str, None]] = {group.title: {} for group in GROUPS}
     for path in sorted((ROOT / "fp8dist").rglob("*.py")):
-        room = path.relative_to(ROOT / "fp8dist").parts[0].removesuffix(".py")
-        for kind, text in [*messages_in(path), *_from_elsewhere(path), *_of_order(room)]:
-            by_kind.setdefault(kind, {}).setdefault(room, {})[text] = None
-    texts = []
-    for name, error in public_errors().items():
-        bases = [base.__name__ for base in error.__bases__]
-        first = (inspect.getdoc(error) or "").splitlines()[0].replace("``", "`")
-        texts.append(f"## {name}\n\n{first} (A subclass of {', '.join(f'`{base}`' for base in bases)}.)\n")
-        for room, said in sorted(by_kind.get(name, {}).items()):
-            lines = "".join(f"- {_code(text)}\n" for text in said)
-            texts.append(f"**{room}**\n\n{lines}")
+        place = path.relative_to(ROOT / "fp8dist").as_posix()
+        if place not in _OF_DAMAGED_FILES:
+            for kind, text in [*messages_in(path), *_from_elsewhere(path)]:
+                if len(re.findall(r"[A-Za-z]{2,}", shortened(text))) >= 3:  # Else nothing to search for.
+                    found[_group_of(kind, place).title][shortened(text)] = None
+    texts = [table(["exception", "meaning", "what to do"], kinds)]
+    for group in GROUPS:
+        lines = "".join(f"- {_code(text)}\n" for text in found[group.title])
+        texts.append(f"### {group.title}\n\n{group.advice}\n\n{lines}")
+    refused = "".join(f"- `{call}` {', '.join(phase.value for phase in by)}\n" for call, by in order._REFUSED.items())
+    texts.append(f"### Calls that a phase refuses\n\nThe message says where to call it instead.\n\n{refused}")
     return "\n".join(texts)
+
+
+def shortened(text: str) -> str:
+    """Return the first clause of a message with at least four words, at most eight of its words."""
+    first, *rest = re.split(r"(?<=[:;.,]) |(?= \()", text)
+    for clause in rest:
+        if len(re.findall(r"[A-Za-z]{2,}", first)) >= 4:
+            break
+        first += f" {clause.strip()}"
+    words = first.rstrip(":;., ").split()
+    return " ".join(words) if len(words) <= 9 else f"{' '.join(words[:8])} …"
+
+
+def _first_line(error: type[Exception]) -> str:
+    return (inspect.getdoc(error) or "").splitlines()[0].replace("``", "`")
+
+
+def _group_of(kind: str, place: str) -> Group:
+    return next(group for group in GROUPS if kind in group.kinds or place.startswith(group.places))
 
 
 def messages_in(path: Path) -> Iterator[tuple[str, str]]:
@@ -98,14 +206,6 @@ def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
         for text in (text for value in values for text in _templates(value, known, {})):
             if re.search(r"[a-z]{3} ", text):
                 yield _ELSEWHERE[place, node.name], " ".join(text.split())
-
-
-def _of_order(room: str) -> Iterator[tuple[str, str]]:
-    """Yield the messages for calls in the wrong order, from the table in ``fp8dist/job/order.py``."""
-    if room == "job":
-        for call, refused in order._REFUSED.items():
-            for phase, instead in refused.items():
-                yield "ConfigurationError", f"{call} {phase.value}: {instead}"
 
 
 def _texts_in(nodes: list[ast.stmt] | list[ast.AST]) -> dict[str, list[ast.expr]]:

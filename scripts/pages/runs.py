@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.benchmarks.markdown import table
+from scripts.convergence.comparison import compare
 
 Results = Mapping[str, Any]
+
+HEADER_BYTES = 32
+"""Of the message of a sync, for which docs/design/protocol.md has the layout."""
 
 
 def versions(rows: Sequence[Results]) -> str:
@@ -49,8 +53,34 @@ def hardware(measured: Sequence[Results], convergence: Results | None, rows: Seq
     if rows:
         pythons = _range([row["python"] for row in rows])
         torches = _range([row["torch"] for row in rows])
-        lines.append(f"- **Versions:** Python {pythons} and torch {torches}, {len(rows)} pairs of them.")
+        lines.append(f"- **Versions:** Python {pythons} and torch {torches}, tested in {len(rows)} combinations.")
     return "\n".join(lines) + "\n"
+
+
+def front(numbers: Results | None, convergence: Results | None, measured: Sequence[Results]) -> str:
+    """Return README's table of numbers, each with the command that makes it.
+
+    Args:
+        numbers: the results of ``scripts.front``, or None.
+        convergence: the results of ``scripts/convergence``, or None.
+        measured: the results of GPUs.
+    """
+    rows = [["silent bugs of public repositories that it finds", "not counted yet", ""]]
+    if numbers is not None:
+        each = (numbers["bytes_per_sync"] - HEADER_BYTES) / numbers["slots"]
+        syncs = f"{numbers['collectives_per_step']:g} all-reduce of {HEADER_BYTES} bytes and {each:g} per slot"
+        gathered = [f"{numbers[name] / 1e6:.2f} MB" for name in ("gathered_fp8", "gathered_bf16")]
+        rows.append(["communication per step for FP8 state, `DelayedScaling`", syncs, "`python -m scripts.front`"])
+        what = "gathered per step by FSDP2, the example job on 2 ranks"
+        rows.append([what, f"{gathered[0]} with the FP8 all-gather, {gathered[1]} in bf16", "the same"])
+    if convergence is not None:
+        found = compare(convergence["runs"])
+        gaps = {name: found[name].training_gap for name in ("delayed", "bf16") if name in found}
+        texts = [f"{name}: {gap.mean:+.3f} ± {gap.deviation or 0:.3f} %" for name, gap in gaps.items() if gap]
+        what = f"final training loss against FP32: small GPT, {convergence['steps']} steps, on a CPU"
+        rows.append([what, ", ".join(texts), "`scripts/convergence/run --layers 3 --width 128`"])
+    gpu = "; ".join(_gpu(data) for data in measured) or "nothing has run on one yet"
+    return table(["what", "measured", "made by"], [*rows, ["on a GPU", gpu, "`scripts/gpu check`"]])
 
 
 def _gpu(data: Results) -> str:

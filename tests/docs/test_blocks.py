@@ -36,7 +36,10 @@ DDP = PREPARED + "model = torch.nn.parallel.DistributedDataParallel(model)\n" + 
 PRELUDES = {"model": MODEL, "prepared": PREPARED, "attached": ATTACHED, "ddp": DDP}
 """Code that runs before a fragment. The pages do not show it."""
 
-PYTHON = [block for page, text in pages().items() for block in blocks(page, text) if block.language == "python"]
+SHOWN = ("python", "diff")
+PYTHON = [
+    block for page, text in pages().items() for block in blocks(page, text) if block.language in ("python", "diff")
+]
 
 
 def _words(how: str) -> dict[str, str]:
@@ -53,13 +56,15 @@ def _run_script(words: list[str]) -> int:
 
 def _whole(block: Block, ranks: int | None) -> str:
     """Return the whole program: the block with its prelude and the end of the process group."""
-    prelude = _words(block.how).get("prelude")
+    prelude, text = _words(block.how).get("prelude"), block.text
+    if block.language == "diff":
+        text = re.sub(r"^[ +]", "", re.sub(r"^-.*\n", "", text, flags=re.M), flags=re.M)  # The file after the change.
     if prelude is None:
-        return block.text
+        return text
     group = "dist.group.WORLD" if ranks else "None"
     end = "\nif dist.is_initialized():\n    dist.barrier()\n    dist.destroy_process_group()\n"
     begin = PRELUDES[prelude].replace("group=group", f"group={group}").replace("if rendezvous", f"if {bool(ranks)}")
-    return begin + block.text + end
+    return begin + text + end
 
 
 def _matches(printed: str, expected: str) -> bool:
@@ -100,7 +105,7 @@ def test_blocks_are_of_languages_that_something_checks() -> None:
     for page, text in pages().items():
         for block in blocks(page, MADE.sub("", text)):
             reason = block.language == "text" and block.how.startswith("no,")
-            if block.language not in ("python", "sh", "json") and not reason:
+            if block.language not in ("python", "diff", "sh", "json") and not reason:
                 left.append((page, block.text[:60]))
         fences = re.findall(r"^ *```(.*)$", text, re.M)
         assert [fence for fence in fences if not re.fullmatch(r"\w*", fence)] == [], page

@@ -20,7 +20,7 @@ from fp8dist.job.manager import StateManager
 from fp8dist.state import storage
 from fp8dist.state.settings import VARIABLES, Settings
 from launch.train_gpt import exits
-from scripts.pages import exit_codes, flags, variables
+from scripts.pages import exit_codes, flags, messages, variables
 from tests.support.lab import exits as lab_exits
 from tests.support.main_job import EXAMPLE_RANKS, RANKS, SIZE, TINY, start
 
@@ -44,11 +44,11 @@ def section(text: str, heading: str) -> str:
     return str(found)
 
 
-# api.md, cli.md, flags.md, environment.md -----------------------------------------------------------
+# api.md, cli.md --------------------------------------------------------------------------------------
 
 
 def test_every_public_name_is_on_an_api_page_once() -> None:
-    directives = re.findall(r"^::: (\S+)$", page("api.md") + page("api-tools.md"), re.M)
+    directives = re.findall(r"^::: (\S+)$", page("api.md"), re.M)
     hooks = [
         f"fp8dist.{module.__name__.rpartition('.')[2]}.{name}"
         for module in (ddp, exporters, fsdp)
@@ -66,11 +66,8 @@ def test_every_verb_has_its_help() -> None:
 def test_all_arguments_and_flags_are_in_the_tables() -> None:
     job = first_cells(flags.of_job())
     assert sorted(job) == sorted(set(flags.flags_of(flags.job_parser())) - {"-h", "--help"})
-    named = {flag for several in flags.FLAGS_OF.values() for flag in several}
-    assert named <= set(job)
     fields = {field.name for recipe in flags.RECIPES for field in dataclasses.fields(recipe)}
     assert set(first_cells(flags.of_recipes())) == fields
-    assert set(flags.FLAGS_OF) <= fields | set(first_cells(flags.of_prepare()))
 
 
 def test_a_value_and_a_default_are_told_apart() -> None:
@@ -78,7 +75,7 @@ def test_a_value_and_a_default_are_told_apart() -> None:
     assert "| `--check-every` | `N` | 0, never | " in table
     assert "| `--watch-ranks` |  | off | " in table
     assert "| `--precision` | `bf16`, `fp32`, `fp8` | `fp8` | " in table
-    assert "| `check_every` | `FP8DIST_CHECK_EVERY` | `--check-every` | `0` | " in flags.of_prepare()
+    assert "| `check_every` | `FP8DIST_CHECK_EVERY` | `0` | " in flags.of_prepare()
     assert "| `--ranks` | `N` | required | " in flags.of_simulation()
 
 
@@ -108,15 +105,15 @@ def test_variables_are_those_that_the_code_reads() -> None:
 
 def test_variables_that_the_launcher_sets() -> None:
     plan = (ROOT / "fp8dist" / "cli" / "launcher" / "plan.py").read_text()
-    rest = page("environment.md").split("sets the following variables")[1]
+    rest = section((ROOT / "docs" / "launching.md").read_text(), "Variables").split("sets the following variables")[1]
     assert [name for name in first_cells(rest) if f'"{name}"' not in plan] == []
 
 
-# collectives.md, exit-codes.md, metrics.md, errors.md -------------------------------------------------
+# collective calls, exit statuses, metrics, errors -----------------------------------------------------
 
 
 def test_table_of_collective_calls_is_complete() -> None:
-    text = page("collectives.md")
+    text = section(page("api.md"), "Collective calls")
     hooks = {"join_hook", "join_device", "join_process_group"}
     public = {name for name in vars(StateManager) if not name.startswith("_")} - hooks
     assert {name for name in public if f"manager.{name}" not in text} == set()
@@ -134,7 +131,6 @@ def test_every_exit_status_has_a_meaning() -> None:
     source = (ROOT / "fp8dist" / "cli" / "exit_codes.py").read_text()
     assert "CONSISTENT, DIVERGED, USAGE, UNREADABLE = range(4)" in source
     assert [line[:4] for line in exit_codes.of_cli().splitlines()[2:]] == ["| 0 ", "| 1 ", "| 2 ", "| 3 "]
-    assert exit_codes.of_launcher().startswith("Exit status")
 
 
 def _constants(path: Path) -> Iterator[int]:
@@ -145,14 +141,15 @@ def _constants(path: Path) -> Iterator[int]:
 
 def test_metrics_are_those_of_a_manager() -> None:
     manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
-    assert first_cells(page("metrics.md")) == list(manager.metrics())
+    names = first_cells(section((ROOT / "docs" / "watching.md").read_text(), "manager.metrics()"))
+    assert names == list(manager.metrics())
 
 
-# files.md ---------------------------------------------------------------------------------------------
+# files of a run, states, reports ----------------------------------------------------------------------
 
 
 def test_fields_of_reports_and_states() -> None:
-    text = page("files.md")
+    text = page("files.md") + (ROOT / "docs" / "design" / "formats.md").read_text()
     report = {field.name for field in dataclasses.fields(Divergence)} | {"consistent", "diverged"}
     assert set(first_cells(section(text, "divergence.json and divergence.txt"))) == report
     assert set(first_cells(section(text, "findings"))) == {field.name for field in dataclasses.fields(Finding)}
@@ -168,7 +165,9 @@ def test_fields_are_those_that_a_run_writes(tmp_path: Path) -> None:
     done = start(EXAMPLE_RANKS, *SIZE, "--out", str(tmp_path / "example"))
     assert done.returncode == 0, done.stderr
     by_example = json.loads((tmp_path / "example" / "summary.json").read_text())
-    sentence = section(page("files.md"), "summary.json").split("\n| field")[0]
+    pages = ("reference/files.md", "design/formats.md", "example-job.md")
+    text = "\n".join((ROOT / "docs" / name).read_text() for name in pages)
+    sentence = section(text, "summary.json").split("\n| field")[0]
     assert set(re.findall(r"`(\w+)`", sentence)) == set(by_example)
     evidence = tmp_path / "evidence"
     stopped = start(
@@ -184,18 +183,18 @@ def test_fields_are_those_that_a_run_writes(tmp_path: Path) -> None:
         "FP8DIST_REPORT_DIR": {"stepS-report.txt", "stepS-report.json", "stepS-rankR.json", *mine},
     }
     for heading, fields in written.items():
-        assert set(first_cells(section(page("files.md"), heading))) == fields, heading
+        assert set(first_cells(section(text, heading))) == fields, heading
     lines = {
         f"{name}.jsonl": _keys(tmp_path / f"done/{name}.jsonl") for name in ("metrics", "scales", "ranks", "experts")
     }
     lines["metrics.jsonl"] |= _keys(tmp_path / "stopped" / "metrics.jsonl")
     lines["run.json"] = set(json.loads((tmp_path / "done" / "run.json").read_text()))
     for heading, fields in lines.items():
-        assert set(first_cells(section(page("run-folder.md"), heading))) == fields, heading
+        assert set(first_cells(section(text, heading))) == fields, heading
     kinds = {json.loads(line)["kind"] for line in (tmp_path / "stopped" / "events.jsonl").read_text().splitlines()}
-    assert {kind for kind in kinds if f'"{kind}"' not in section(page("run-folder.md"), "events.jsonl")} == set()
+    assert {kind for kind in kinds if f'"{kind}"' not in section(text, "events.jsonl")} == set()
     assert kinds >= {"start", "checked", "diverged", "end"}
-    told = section(page("files.md"), "waiting")
+    told = section(text, "waiting")
     inside = {name for rank in summary["waiting"]["ranks"] for name in rank} | {"behind_ms"}
     assert {name for name in inside if f"`{name}`" not in told} == set()
     assert {re.sub(r"\d{8}", "S", re.sub(r"rank\d", "rankR", path.name)) for path in evidence.iterdir()} == {
@@ -208,6 +207,13 @@ def _keys(path: Path) -> set[str]:
     return {key for line in lines for key in line}
 
 
-def test_calls_that_a_phase_refuses_are_on_the_errors_page() -> None:
-    text = page("errors.md")
-    assert "- `a step inside calibrate(): a calibration changes no parameter: step after it`\n" in text
+def test_calls_that_a_phase_refuses_are_among_the_errors() -> None:
+    text = section((ROOT / "docs" / "mistakes.md").read_text(), "Calls that a phase refuses")
+    (line,) = [line for line in text.splitlines() if line.startswith("- `a step` ")]
+    assert "inside calibrate()" in line
+
+
+def test_a_message_is_cut_after_its_first_clause() -> None:
+    assert messages.shortened("FP8 state: X is Y, expected Z") == "FP8 state: X is Y, expected Z"
+    assert messages.shortened("no FP8 state in this: call prepare() first") == "no FP8 state in this"
+    assert messages.shortened("a b c d e f g h i j k l") == "a b c d e f g h …"

@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 import pytest
 
+from launch.train_gpt.options import Options
 from scripts.pages.filling import names
 from tests.support.pages import MADE, ROOT, TOP, blocks, pages
 
@@ -18,32 +19,55 @@ OTHERS = ("train.py", "check.py", "loop.py", "launch.py", "your_script.py", "X.p
 
 
 def _written(text: str) -> str:
-    """Return the page without its generated parts."""
-    return MADE.sub("", text)
+    """Return the page without its generated parts, of which a directive of mkdocstrings is one."""
+    return re.sub(r"^::: \S+\n(?: +.*\n)*\n?", "", MADE.sub("", text), flags=re.M)
 
 
 def test_readme_is_short_and_in_order() -> None:
     readme = PAGES["README.md"]
-    assert len(readme.splitlines()) <= 150
-    assert max(map(len, readme.splitlines())) <= 100
+    assert len(readme.splitlines()) <= 130
+    assert max(len(line) for line in readme.splitlines() if not line.startswith("|")) <= 100
     order = [
         "# fp8dist",
-        "docs/images/boxes.svg",
-        "It is for ",
+        "docs/images/report.svg",
         "<!-- made: hardware -->",
         "## Install",
-        "## Check that your ranks agree",
+        "git+https://",
+        "## Find the rank that differs",
         "parameters differ between ranks",
         "## Train in FP8",
-        "## Two commands",
-        "| you have | read |",
+        "## Numbers",
+        "<!-- made: front -->",
+        "## Who should use something else",
         "| | fp8dist | TransformerEngine | torchao |",
+        "| you have | read |",
     ]
     places = [readme.index(part) for part in order]
     assert places == sorted(places)
-    check, train = (block.text for block in blocks("README.md", readme) if block.language == "python")
-    assert len([line for line in check.splitlines() if line.strip()]) == 10
-    assert len([line for line in train.splitlines() if line.strip()]) == 15
+    code = {block.language: block.text for block in blocks("README.md", readme)}
+    assert len([line for line in code["python"].splitlines() if line.strip()]) == 10
+    assert len([line for line in code["diff"].splitlines() if line.startswith(("+", "-"))]) <= 5
+
+
+def test_the_manual_is_short() -> None:
+    """Pages of the tab "Manual" beside README, and their words. Bars of tables and dashes are no words."""
+    listed = (ROOT / "mkdocs.yml").read_text().split("- Manual:")[1].split("- Design and project:")[0]
+    manual = [f"docs/{page}" for page in re.findall(r"- (\S+\.md)$", listed, re.M) if page != "index.md"]
+    assert len(manual) <= 32
+    assert sum(len(re.findall(r"\S*\w\S*", PAGES[page])) for page in manual) <= 38_000
+
+
+def test_recommendations_agree() -> None:
+    """README, the quickstart, recipes and the convergence of a first run advise one call; the example job makes it."""
+    call = "prepare(model, group="
+    assert "This is the call for a first run" in PAGES["README.md"]
+    assert "`prepare(model, group=…)` is the call for a first run" in PAGES["docs/quickstart.md"]
+    assert "**Call `fp8dist.prepare(model, group=…)`.**" in PAGES["docs/recipes.md"]
+    assert all(call in PAGES[page] for page in ("README.md", "docs/quickstart.md", "docs/ddp.md"))
+    assert "that is advised for [a first run](recipes.md#the-first-run)" in " ".join(
+        PAGES["docs/convergence.md"].split()
+    )
+    assert Options().recipe == "delayed"
 
 
 def test_the_first_screen_says_what_has_run_on_which_hardware() -> None:
@@ -70,9 +94,11 @@ def test_lines_are_at_most_100_characters(page: str) -> None:
 
 
 def test_quoted_messages_stand_in_the_code() -> None:
-    """Troubleshooting quotes literal parts of messages, between placeholders. Adjacent literals count as one."""
-    quoted = re.findall(r"\*\*Text:\*\* (`+) ?(.+?) ?\1", PAGES["docs/troubleshooting.md"], re.S)
-    assert len(quoted) >= 20
+    """Tables of "message has" quote literal parts of messages, between placeholders. Adjacent literals count as one."""
+    tables = re.findall(r"^\| message has \|.*?\n\n", PAGES["docs/mistakes.md"], re.M | re.S)
+    rows = [line for text in tables for line in text.splitlines()[2:] if "(gloo, NCCL)" not in line]
+    quoted = [found for line in rows for found in re.findall(r"^\| (`+) ?(.+?) ?\1", line)]
+    assert len(quoted) >= 30
     trees = [ast.parse(path.read_text()) for room in ("fp8dist", "launch") for path in (ROOT / room).rglob("*.py")]
     literals = [" ".join(n.value.split()) for t in trees for n in ast.walk(t) if _is_text(n)]
     assert [text for _, text in quoted if not any(" ".join(text.split()) in literal for literal in literals)] == []

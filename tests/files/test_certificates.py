@@ -16,7 +16,7 @@ from fp8dist.files.safetensor_files import DTYPES
 from fp8dist.files.verification import sha256_of
 from tests.support.pages import pages
 
-PAGE = pages()["docs/verify.md"]
+PAGE = pages()["docs/design/formats.md"]
 VECTORS = re.findall(r"^\| `([^`]+)` \| `(\w+)` \| `([\w]+)` \|(?: `(\w+)`)? +\| `(\w{64})` \|$", PAGE, re.M)
 (MODEL,) = re.findall(r"^`([0-9a-f]{64})`\.$", PAGE, re.M)
 

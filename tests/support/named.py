@@ -225,7 +225,10 @@ def _files() -> tuple[str, ...]:
 
 def _is_a_file(name: str) -> bool:
     return (
-        name in (ROOT / "docs/reference/files.md").read_text()
+        any(
+            name in (ROOT / "docs" / page).read_text()
+            for page in ("reference/files.md", "example-job.md", "design/formats.md")
+        )
         or any(ROOT.glob(name))
         or any(re.fullmatch(name.replace(".", r"\.").replace("*", ".*"), one) for one in _files())
     )

@@ -584,10 +584,11 @@ def weights_are_inference_tensors() -> Any:
 # Pages -------------------------------------------------------------------------------------------
 
 
-@variants(which=["README.md", "docs/ddp.md", "docs/fsdp2.md"])
+@variants(which=["docs/quickstart.md", "docs/ddp.md", "docs/fsdp2.md"])
 def page(which: str) -> Any:
-    """Run the first program for two ranks that a page shows."""
-    code = next(block.text for block in blocks(which, (ROOT / which).read_text()) if block.how == "ranks=2")
+    """Run the first program in FP8 for two ranks that a page shows."""
+    programs = (block.text for block in blocks(which, (ROOT / which).read_text()) if block.how == "ranks=2")
+    code = next(text for text in programs if "fp8dist.prepare(" in text)
     code = re.sub(r"dist\.(init|destroy)_process_group\(\)", "pass", code)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         exec(compile(code, which, "exec"), {"__name__": "readme"})

@@ -116,7 +116,7 @@ class Options(example.Options):
     inject: tuple[Fault, ...] = flag(
         None,
         "plant a fault on one rank; may be repeated. A job that torchrun restarted ignores it. "
-        "docs/example-job.md has all kinds",
+        "docs/fault-lab.md has all kinds",
         type=flags.fault,
         action="append",
         metavar="KIND:RANK:STEP",
