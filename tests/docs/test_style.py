@@ -57,6 +57,11 @@ def test_the_manual_is_short() -> None:
     assert sum(len(re.findall(r"\S*\w\S*", PAGES[page])) for page in manual) <= 38_000
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_begins_with_what_it_will_do_for_a_reader(page: str) -> None:
+    assert not re.search(r"^(After (reading )?this page|This page)", PAGES[page], re.M)
+
+
 def test_recommendations_agree() -> None:
     """README, the quickstart, recipes and the convergence of a first run advise one call; the example job makes it."""
     call = "prepare(model, group="
