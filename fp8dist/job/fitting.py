@@ -129,7 +129,8 @@ def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> Non
 
 
 def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ConfigurationError for an optimizer that holds former parameters of the model."""
+    """Raise ConfigurationError for an optimizer that holds former parameters of the model, or weights that FSDP2 had
+    gathered as the optimizer was made: ``model.parameters()`` gives these after a forward without a backward."""
     current = _own(model, whole)
     known = [(p, part) for part in fp8_parts(model) for p in part.slots.note.remembered]  # Keeps the parameters alive.
     former = {id(p): part.slots.slots[Role.WEIGHT].fqn for p, part in known if id(p) not in current}
@@ -141,6 +142,17 @@ def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Op
                 "materialised or given new parameters: it trains nothing that the model uses. Make the optimizer after "
                 "that, then call attach(optimizer=…)"
             )
+        if any(map(_is_freed, _held([optimizer]).values())):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} was made while FSDP2 had gathered the weights for a forward: it trains "
+                "nothing. Call reshard() of the FSDP module first, or make the optimizer before evaluations"
+            )
+
+
+def _is_freed(parameter: Tensor) -> bool:
+    """True for a gathered weight whose memory FSDP2 has released."""
+    plain = type(parameter) is nn.Parameter and not parameter.is_meta  # Some subclasses have no storage.
+    return plain and parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 
 
 def warn_of_padding(model: nn.Module, cycle: StepCycle) -> None:

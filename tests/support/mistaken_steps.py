@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from tests.support.mistakes import (
@@ -323,6 +324,19 @@ def before_sharding(case: Case) -> None:
     manager = case.prepare(net)
     optimizer = adamw(net)
     called = case.wrap(net, "fsdp2")
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@scenario("the optimizer was made while FSDP2 had gathered the weights", RAISED, "gathered", "reshard", ranks=2)
+def while_gathered(case: Case) -> None:
+    net = make_net()
+    manager = case.prepare(net)
+    called = fully_shard(net, mesh=case.mesh)  # Only what the outermost module holds stays gathered after a forward.
+    with torch.no_grad():
+        called(batch(0, 0)[0])
+    optimizer = adamw(called)
     manager.attach(called, optimizer=optimizer)
     case.train(called, optimizer)
     case.judge(called, STEPS)
