@@ -78,7 +78,7 @@ def _check(options: argparse.Namespace) -> int:
     with _bar(sum(map(bytes_in, sources)), options.json) as bar:
         report = compare_sources(sources, bar.update)
     _require_compared(report)
-    _print(options.json, {**report.to_json(), "files": paths}, _summary(report) if options.summary else str(report))
+    _print(options.json, {**report.to_json(), "files": paths}, _text(report, options))
     return _outcome(report)
 
 
@@ -88,11 +88,18 @@ def _opened(path: str, options: argparse.Namespace) -> Source:
     return source if options.only is None else only_of(source, options.only)
 
 
-def _summary(report: DivergenceReport) -> str:
-    """Return a report as one line: the number of findings by kind, and the first one."""
+def _text(report: DivergenceReport, options: argparse.Namespace) -> str:
+    """Return a report; with ``--summary`` as one line: the number of findings by kind, and the first one."""
+    if not options.summary:
+        return str(report)
     counts = Counter(finding.kind for finding in report.findings)
     first = replace(report, findings=report.findings[:1]).summary().partition("\n")[0]
     return f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}; first: {first}" if counts else first
+
+
+def _traces_text(report: DivergenceReport, options: argparse.Namespace) -> str:
+    text = traces_text(report)
+    return text.partition("\n")[0] if options.summary else text
 
 
 def _require_no_kind(options: argparse.Namespace) -> None:
@@ -106,8 +113,7 @@ def _check_traces(paths: list[str], options: argparse.Namespace) -> int:
         _require_trace(path)
     report = compare_traces(paths)
     _require_compared(report)
-    text = traces_text(report)
-    _print(options.json, {**report.to_json(), "files": paths}, text.partition("\n")[0] if options.summary else text)
+    _print(options.json, {**report.to_json(), "files": paths}, _traces_text(report, options))
     return _outcome(report)
 
 
@@ -169,7 +175,7 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
                 for finding in report.findings:
                     print(f"fp8dist check: rank {finding.ranks[0]}: {finding.detail}", file=sys.stderr)
             else:
-                _print(options.json, report.to_json(), _summary(report) if options.summary else str(report))
+                _print(options.json, report.to_json(), _text(report, options))
         dist.barrier()  # A launcher kills all ranks as soon as one fails, so wait until the report is printed.
         return code
     finally:
@@ -204,8 +210,7 @@ def _check_traces_across_ranks(path: str, group: SyncGroup, options: argparse.Na
         return UNREADABLE
     _require_compared(report)
     if group.rank == 0:
-        text = traces_text(report)
-        _print(options.json, report.to_json(), text.partition("\n")[0] if options.summary else text)
+        _print(options.json, report.to_json(), _traces_text(report, options))
     dist.barrier()
     return _outcome(report)
 

@@ -189,13 +189,12 @@ _PHASES = (Phase.explicit, Phase.generate)
 
 
 def compare(pool: RankPool, folder: Path, job: Job) -> None:
-    """Run the job, and compare every rank with the oracle after every action."""
+    """Run the job, and compare every rank with the oracle after every action. ``folder``: empty, for this job alone:
+    ranks that find the store of another job hang."""
     oracle, saved, start = _Oracle(job), None, Action("start", ranks=job.ranks, history_len=job.rules.history_len)
     for life, (first, *actions) in enumerate(_lives(start, job.actions)):
         rules = replace(job.rules, history_len=first.history_len)
-        returned = pool.run(
-            run, job, rules, first.ranks, actions, saved, str(folder / f"{id(oracle)}-{life}"), timeout=200
-        )
+        returned = pool.run(run, job, rules, first.ranks, actions, saved, str(folder / f"store-{life}"), timeout=200)
         lives = [seen for seen, _ in returned[: first.ranks]]
         assert returned[first.ranks :] == [None] * (RANKS - first.ranks)
         saved = returned[0][1]
@@ -261,9 +260,9 @@ def pool() -> Iterator[RankPool]:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-@seed(2)
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=_PHASES)
+@seed(0)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=_PHASES)
 @given(job=jobs)
 def test_whole_jobs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
-    """80 jobs with about 1,000 actions: always the same, so that a failure is that of a change."""
+    """150 jobs with about 2,000 actions: always the same, so that a failure is that of a change."""
     compare(pool, tmp_path_factory.mktemp("stores"), job)

@@ -172,7 +172,6 @@ class _Running:
         self._amaxes: Amaxes = {}
         self._recorded: Amaxes = {}
         self._calibrates = False
-        self._weights = self._amaxes_of_weights()
         self.attach()
         if saved is not None:
             self.manager.load_state_dict(saved["fp8"])
@@ -184,9 +183,12 @@ class _Running:
         ddp = self.job.wrapper == "ddp"
         self.called: nn.Module = DistributedDataParallel(self.net, find_unused_parameters=True) if ddp else self.net
         if self.job.wrapper in ("fsdp2", "gather"):
-            self.net.reshard()  # Parameters are those of the shards again.
-        trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.SGD(trained, lr=1e-3)
+            self.net.reshard()
+        # After a forward without a backward, the net has the weights that FSDP2 has gathered, in FP8 perhaps.
+        self.parameters = dict(self.net.named_parameters(remove_duplicate=False))
+        trained = {id(parameter): parameter for parameter in self.parameters.values() if parameter.requires_grad}
+        self.optimizer = torch.optim.SGD(trained.values(), lr=1e-3)
+        self._weights = self._amaxes_of_weights()
         self.manager.attach(self.called, optimizer=self.optimizer)
 
     def act(self, action: Action) -> None:
@@ -273,7 +275,7 @@ class _Running:
     def _amaxes_of_weights(self) -> Amaxes:
         """COLLECTIVE where weights are sharded."""
         slots = [slot for slot in self.manager.slots if slot.role == "weight"]
-        return {tuple(slot): largest(whole(self.net.get_submodule(slot.fqn).weight)) for slot in slots}  # type: ignore
+        return {tuple(slot): largest(whole(self.parameters[f"{slot.fqn}.weight"])) for slot in slots}  # type: ignore
 
     def saved(self) -> dict[str, Any]:
         """COLLECTIVE. Return the model and its FP8 state."""
