@@ -57,7 +57,12 @@ def checkpoint_table(run: RunNumbers) -> Iterator[str]:
     else:
         yield f"<p>No checkpoint is known to be good: {escape(why_none(run, saved))}.</p>"
     rows = [
-        (f"{event.step:,}", state, str(event.data.get("path") or ""), str(event.data.get("digest") or "")[:SHOWN_DIGEST])
+        (
+            f"{event.step:,}",
+            state,
+            str(event.data.get("path") or ""),
+            str(event.data.get("digest") or "")[:SHOWN_DIGEST],
+        )
         for event, state in saved[: -MOST_SAVED - 1 : -1]
     ]
     yield table(("step", "state", "path", "digest"), rows, numbers=(0,))
