@@ -40,7 +40,7 @@ def _results(name: str, backend: str) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["row", "block"])
 def test_triton_casts_to_the_same_bits_and_multiplies_nearly_the_same(name: str) -> None:
     reference, fused = (_results(name, backend) for backend in ("reference", "triton"))
     assert reference.keys() == fused.keys()
