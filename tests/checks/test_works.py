@@ -1,4 +1,4 @@
-"""Works: casts and products that are recorded and repeated bit for bit, whole or in blocks, by any program."""
+"""Works: casts and products, of experts too, that are recorded and repeated bit for bit, whole or in parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import random
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,19 +20,26 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8dist.checks.contents import Digester
 from fp8dist.checks.work_parts import part_of_lines
-from fp8dist.checks.works import digest_of, repeat_work, work_of_call
+from fp8dist.checks.works import Work, describe_work, digest_of, part_of_call, repeat_work, work_of_call
 from fp8dist.modules.linear_slots import SITES
-from fp8dist_kernels import ops
+from fp8dist_kernels import grouped_ops, ops
 from fp8dist_kernels.formats import Role
 from tests.support.audited import RECIPES, Heard, flip
+from tests.support.experts import Experts, Mixture, routes, rows
 
 MASK = (1 << 64) - 1
+WIDTH = 144
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "gated": {"hidden": 144, "inner": 80},
+    "gpt-oss": {"hidden": 144, "inner": 80, "bias": True, "transposed": True, "interleaved": True},
+}
+"""Of experts. All widths are such that a product is cut: a block has 128 lines."""
 
 
 class Blocks(nn.Module):
     """Linears with all that makes their calls differ: a tied weight, recomputation, a transposed gradient."""
 
-    def __init__(self, checkpointed: bool = False, width: int = 272, hidden: int = 400) -> None:
+    def __init__(self, checkpointed: bool = False, width: int = WIDTH, hidden: int = 272) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
         self.tied = nn.Linear(width, hidden)
@@ -46,13 +55,10 @@ class Blocks(nn.Module):
         return self.tied(y) + self.first(y.t().contiguous().t())
 
 
-def test_a_work_says_where_it_was_done() -> None:
-    heard = Heard(Blocks(), limits=(1 << 26,))
-    heard.step(torch.randn(48, 272))
-    fqns = ("first", "second", "tied")
+def _assert_all_ran(heard: Heard, *fqns: str) -> None:
+    """A work says where it was done."""
     ran = {f"{fqns[site // len(SITES)]} {SITES[site % len(SITES)]}" for site in heard.sites}
-    kinds = [*(Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), "fprop", "dgrad", "wgrad"]
-    assert ran == {f"{fqn} {kind}" for fqn in fqns for kind in kinds}
+    assert ran == {f"{fqn} {kind}" for fqn in fqns for kind in (*Role, "fprop", "dgrad", "wgrad")}
 
 
 def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +71,7 @@ def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ops, "_product", noted)
     digester, one = Digester(), torch.ones(())
-    a, b = torch.randn(48, 272).to(torch.float8_e4m3fn), torch.randn(272, 400).to(torch.float8_e4m3fn).t()
+    a, b = torch.randn(48, 144).to(torch.float8_e4m3fn), torch.randn(144, 272).to(torch.float8_e4m3fn).t()
     options = {"fast_accumulation": False, "backend": "torch"}
     for limit in (1 << 26, 1):
         for given in (b, b.contiguous()):
@@ -84,24 +90,24 @@ def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("torch", marks=pytest.mark.long)])
 def test_what_was_recorded_repeats(name: str, backend: str) -> None:
     """Whole and in blocks: values of all sizes, NaN, infinities, ragged batches, no tokens, recomputation,
-    accumulation, autocast, several calls."""
+    accumulation, autocast, several calls. Each bit of a result counts."""
     if backend == "torch" and name == "block":
         return  # Refused on a CPU.
     chance = random.Random(name + backend)
-    # torch multiplies FP8 on a CPU value by value: less of everything.
-    few = backend == "torch"
-    width, hidden, steps, tokens = (144, 272, 3, [0, 1, 16, 150]) if few else (272, 400, 6, [0, 1, 16, 150, 300])
-    heard = Heard(Blocks(True, width, hidden), RECIPES[name], backend=backend)
-    for index in range(steps):
-        batches = [torch.randn(chance.choice(tokens), width) for _ in range(2)]
+    heard = Heard(Blocks(True), RECIPES[name], backend=backend)
+    heard.step(torch.randn(150, WIDTH))
+    heard.spoils = False
+    for index, (several, odd) in enumerate((((16, 0), None), ((1, 150), torch.nan), ((150, 16), torch.inf))):
+        batches = [torch.randn(tokens, WIDTH) for tokens in several]
         batches[0] *= 10.0 ** chance.randrange(-30, 30, 5)
-        if index % 3 == 2 and batches[1].numel():
-            batches[1].view(-1)[chance.randrange(batches[1].numel())] = chance.choice([torch.nan, torch.inf])
+        if odd is not None:
+            batches[1].view(-1)[chance.randrange(batches[1].numel())] = odd
         with torch.autocast("cpu", torch.bfloat16, enabled=index % 2 == 0):
             heard.step(*batches, calls=1 + index % 2)
     assert heard.wrong == []
-    assert heard.shares[True] > 16 * steps
-    assert heard.shares[False] > 8 * steps
+    assert heard.shares[True] > 48
+    assert heard.shares[False] > 24
+    _assert_all_ran(heard, "first", "second", "tied")
 
 
 @pytest.mark.long
@@ -128,32 +134,47 @@ def test_20_000_audits_raise_no_alarm() -> None:
         done, seed = done + len(heard.works), seed + 1
 
 
+class Mixed(nn.Module):
+    """Three Linears, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delayed, self.row, self.block = (nn.Linear(32, 32) for _ in range(3))
+        self.experts = Experts()
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out: Tensor = self.experts(self.block(self.row(self.delayed(x))), index, weights)
+        return out
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.parametrize("name", ["delayed", "row", "block"])
+@pytest.mark.parametrize("experts", ["delayed", *(pytest.param(r, marks=pytest.mark.long) for r in ("row", "block"))])
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", *(pytest.param(c, marks=pytest.mark.long) for c in ("eager", "inductor"))]
 )
-def test_compiled_works_repeat_and_nothing_is_compiled_again(name: str, compiler: str) -> None:
+def test_compiled_works_repeat_and_nothing_is_compiled_again(compiler: str, experts: str) -> None:
     """Products, and casts that no compiler has fused, are heard. Which site is wanted changes no graph."""
     torch._dynamo.reset()
-    model = Blocks()
-    heard = Heard(model, RECIPES[name], limits=(1 << 26,))
+    torch.manual_seed(0)
+    model = Mixed()
+    overrides = {"delayed": RECIPES["delayed"], "row": RECIPES["row"], "block": RECIPES["block"]}
+    heard = Heard(model, RECIPES[experts], limits=(1 << 26, 1), overrides=overrides)
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     frames = []
-    for _ in range(8):
-        compiled(torch.randn(48, 272)).square().mean().backward()
+    for index in range(8):
+        among = (0, 1, 2, 3) if index % 2 else (1, 3)
+        compiled(rows(12, 32, index).requires_grad_(), *routes(12, 2, among, index)).square().mean().backward()
         heard.optimizer.step()
         heard.optimizer.zero_grad()
         frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
     assert heard.wrong == []
     assert len({*frames[2:]}) == 1
-    ran = Counter(site % len(SITES) for site in heard.sites)
-    products = range(3, 6)
-    assert all(ran[product] for product in products)
-    assert ran[SITES.index(Role.WEIGHT)]
+    casts = {"delayed": "quantize_grouped", "row": "quantize_grouped_lines", "block": "quantize_blocks"}
+    products = {"matmul", "matmul_grouped", "matmul_grouped_columns"}
+    assert heard.ops >= {"quantize", "quantize_rowwise", "quantize_blocks", casts[experts], *products}
 
 
 @pytest.mark.slow
@@ -177,18 +198,6 @@ def test_what_is_exported_has_no_listener(way: str) -> None:
         assert torch.equal(copy(x), expected)
         if way != "trace":  # A trace is checked against the model, which is heard.
             assert len(heard.sites) == before
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_one_wrong_bit_of_a_part_changes_the_digest(name: str) -> None:
-    heard = Heard(Blocks(), RECIPES[name], limits=(1 << 26, 1))
-    heard.step(torch.randn(300, 272))
-    for work in heard.works:
-        results = repeat_work(work.message)
-        for result_name, result in results.items():
-            spoiled = {**results, result_name: result.clone().contiguous()}
-            flip(spoiled[result_name], random.Random(result_name).randrange(result.numel()))
-            assert not torch.equal(digest_of(spoiled, heard.digester), work.digest), (work.what, result_name)
 
 
 def test_nans_with_other_bits_are_equal() -> None:
@@ -254,6 +263,158 @@ def test_memory_is_that_of_the_copies(op: str) -> None:
     assert work is not None
     assert args[0].numel() * args[0].element_size() >= 4 << 20
     assert peak.most < 5 << 20  # The message, the part of the results and its copy, and what a digest works with.
+
+
+# Experts --------------------------------------------------------------------------------------------
+
+
+class Routed(Mixture):
+    """A mixture whose routes are an attribute."""
+
+    index: Tensor
+    weights: Tensor
+
+    def route(self, tokens: int, among: Sequence[int], seed: int) -> None:
+        """Choose the routes of the next forwards."""
+        self.index, self.weights = routes(tokens, min(2, len(among)), among, seed)
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        """Return the experts' outputs."""
+        return super().forward(x, self.index, self.weights)
+
+
+def _stepped(heard: Heard, tokens: int, among: Sequence[int], seed: int, scale: float = 1.0) -> None:
+    model: Any = heard.model
+    model.route(tokens, among, seed)
+    hidden = model.experts.down_proj.shape[2 if model.experts.is_transposed else 1]
+    heard.step(rows(tokens, hidden, seed).requires_grad_() * scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*zip(RECIPES, ("gated", "gpt-oss", "gpt-oss", "gated", "gated")), ("row", "gpt-oss"), ("block", "gpt-oss")],
+)
+def test_what_was_recorded_of_experts_repeats(name: str, layout: str) -> None:
+    """Whole and in parts: experts without tokens (cold ones too), with one, with all; values of all sizes, NaN, no
+    tokens at all."""
+    chance = random.Random(name)
+    heard = Heard(Routed(Experts(**LAYOUTS[layout])), RECIPES[name])
+    steps = ((20, (1, 3)), (200, (0, 1, 2, 3)), (0, (1, 3)), (150, (2,)), (1, (0, 1)))
+    for seed, (tokens, among) in enumerate(steps):
+        scale = 10.0 ** chance.randrange(-12, 12, 4) if seed > 1 else 1.0
+        _stepped(heard, tokens, among, seed, torch.nan if seed == 3 else scale)
+        heard.spoils = seed == 0
+    assert heard.wrong == []
+    assert heard.shares[True] > 60
+    assert heard.shares[False] > 30
+    _assert_all_ran(heard, "experts.down", "experts.gate_up")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["delayed", "row", "block"])
+def test_what_triton_computes_repeats(name: str) -> None:
+    model = Routed(Experts(experts=3, hidden=32, inner=80, bias=True))
+    heard = Heard(model, RECIPES[name], limits=(1,), backend="triton")
+    heard.spoils = False
+    _stepped(heard, 6, (0, 2), 0)
+    assert heard.wrong == []
+    assert heard.shares[True] >= 4  # The products of one expert.
+
+
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded of a product, or of rows that are cast with known scales, never comes to the host."""
+    heard = Heard(Routed(Experts(**LAYOUTS["gated"])), limits=())
+    calls: list[tuple[Any, ...]] = []
+    tap = heard.manager._job.tap
+    assert tap is not None
+    _stepped(heard, 300, range(4), 0)  # Then scales are known.
+    tap.listener = lambda *call: calls.append(call)  # type: ignore[attr-defined]
+    _stepped(heard, 300, range(4), 1)
+    watched = [call for call in calls if SITES[call[1] % len(SITES)] is not Role.WEIGHT]
+    for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy"):
+        monkeypatch.setattr(Tensor, name, mock.Mock(side_effect=AssertionError(name)))
+    with _NoReads():
+        for op, _, args, options, results in watched:
+            for limit in (1 << 26, 1):
+                part_of_call(op, args, options, results, limit, 3)
+    assert {op for op, *_ in watched} == {"quantize_grouped", "matmul_grouped", "matmul_grouped_columns"}
+
+
+class _NoReads(TorchDispatchMode):
+    """Fails if an operation needs the values of a tensor on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(part in str(func) for part in ("_local_scalar_dense", "nonzero", "aten.equal"))
+        assert (kwargs or {}).get("device") is None or func is not torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def _product(counts: Sequence[int], tail: int = 0, k: int = 256, n: int = 256) -> tuple[Any, ...]:
+    """Return what the tap hears of a grouped product."""
+    torch.manual_seed(0)
+    offsets = torch.tensor(counts).cumsum(0).int()
+    a = torch.randn(sum(counts) + tail, k).to(torch.float8_e4m3fn)
+    b = torch.randn(len(counts), n, k).to(torch.float8_e4m3fn)
+    scales = torch.rand(len(counts)) + 0.5, torch.rand(len(counts)) + 0.5
+    args = a, b, *scales, offsets, torch.float32
+    options = {"fast_accumulation": False, "bias": None, "backend": "reference"}
+    return args, options, grouped_ops.matmul_grouped(*args, **options)
+
+
+def test_parts_of_a_product_reach_every_row_of_experts_with_rows() -> None:
+    """A wrong element is found by some audits, which name its expert. Rows of nobody are not looked at."""
+    counts, digester = (130, 0, 7, 400, 0), Digester()
+    args, options, product = _product(counts, tail=60)
+
+    def work_of(results: Tensor, at: int) -> Work:
+        work = work_of_call("matmul_grouped", 0, args, options, (results,), 1, at, digester)
+        assert work is not None
+        return work
+
+    sound = [work_of(product, at) for at in range(60)]
+    experts = [describe_work(work).rpartition(", expert ")[2] for work in sound]
+    assert Counter(experts).most_common() == sorted(Counter(experts).items(), key=lambda each: -counts[int(each[0])])
+    assert {*experts} == {"0", "2", "3"}
+    for row, of in ((0, "0"), (129, "0"), (130, "2"), (136, "2"), (137, "3"), (536, "3"), (537, None)):
+        wrong = product.clone()
+        flip(wrong[row], 200)
+        works = [work_of(wrong, at) for at in range(len(sound))]
+        found = {expert for expert, one, other in zip(experts, works, sound) if not one.digest.equal(other.digest)}
+        assert found == ({of} if of else set()), row
+
+
+def test_an_expert_without_rows_is_not_chosen() -> None:
+    args, options, product = _product([0, 1, 0, 1])
+    works = [work_of_call("matmul_grouped", 0, args, options, (product,), 1, at, Digester()) for at in range(8)]
+    assert {describe_work(work).rpartition(" ")[2] for work in works if work is not None} == {"1", "3"}
+
+
+@pytest.mark.slow
+def test_products_with_offsets_that_kernels_cut_repeat() -> None:
+    """Decreasing, and beyond the 140 rows: the experts have 130, no, and 10 of them."""
+    args, _, _ = _product([130, 0, 10], k=16, n=144)
+    args = *args[:4], torch.tensor([130, 20, 900], dtype=torch.int32), args[5]
+    options = {"fast_accumulation": False, "bias": None, "backend": "triton"}
+    product, experts = grouped_ops.matmul_grouped(*args, **options), set()
+    for at in range(8):
+        work = work_of_call("matmul_grouped", 0, args, options, (product,), 1, at, Digester())
+        assert work is not None
+        assert torch.equal(digest_of(repeat_work(work.message), Digester()), work.digest)
+        experts.add(describe_work(work).rpartition(" ")[2])
+    assert experts <= {"0", "2"}
+
+
+def test_a_part_of_many_experts_takes_the_bytes_that_it_may() -> None:
+    """Of 64 experts with large weights, whichever the rows choose."""
+    args, options, product = _product([16] * 64, k=256, n=512)
+    limit = 1 << 17
+    assert args[1].numel() > 60 * limit
+    for at in range(2):
+        work = work_of_call("matmul_grouped", 0, args, options, (product,), limit, at, Digester())
+        assert work is not None
+        assert limit // 2 < len(work.message) <= limit + 4096
+        assert torch.equal(digest_of(repeat_work(work.message), Digester()), work.digest)
 
 
 # Another program ------------------------------------------------------------------------------------

@@ -19,12 +19,17 @@ from fp8dist_kernels import grouped_ops, ops
 
 __all__ = ["RECIPES", "Heard", "bad_casts", "bad_grouped_products", "bad_products", "flip"]
 
-LIMITS = (1 << 26, 1 << 17, 1)
+LIMITS = (1 << 26, 1 << 15, 1)
 """Whole, in blocks, in the smallest blocks."""
 
 
 class Heard:
-    """A prepared model whose casts and products are all taken down, and repeated at once."""
+    """A prepared model whose casts and products are all taken down, and repeated at once.
+
+    ``spoils``: also that a wrong bit in one result gives another digest.
+    """
+
+    spoils = True
 
     def __init__(self, model: nn.Module, recipe: Any = None, limits: tuple[int, ...] = LIMITS, **options: Any) -> None:
         self.model = model
@@ -33,6 +38,7 @@ class Heard:
         self.manager.attach(model, optimizer=self.optimizer)
         self.digester, self.limits = Digester(), limits
         self.sites: list[int] = []
+        self.ops: set[str] = set()
         self.works: list[Work] = []
         self.wrong: list[str] = []
         self.shares: Counter[bool] = Counter()
@@ -41,6 +47,7 @@ class Heard:
 
     def hear(self, op: str, site: int, args: Any, options: Any, results: Any) -> None:
         self.sites.append(site)
+        self.ops.add(op)
         for limit in self.limits:
             work = work_of_call(op, site, args, options, results, limit, len(self.sites), self.digester)
             if work is None:
@@ -48,8 +55,14 @@ class Heard:
                 continue
             self.works.append(work)
             self.shares[work.share < 1] += 1
-            if not torch.equal(digest_of(repeat_work(work.message), self.digester), work.digest):
+            repeated = repeat_work(work.message)
+            if not torch.equal(digest_of(repeated, self.digester), work.digest):
                 self.wrong.append(f"{work.what}, share {work.share}")
+            for name, result in repeated.items() if self.spoils else ():
+                spoiled = {**repeated, name: result.clone().contiguous()}
+                flip(spoiled[name], random.Random(name).randrange(result.numel()))
+                if torch.equal(digest_of(spoiled, self.digester), work.digest):
+                    self.wrong.append(f"{work.what}, share {work.share}: a wrong bit in {name} is not seen")
         self._own(op, site, args, options, results)
 
     def step(self, *inputs: Tensor, calls: int = 1) -> None:
