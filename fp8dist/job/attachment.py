@@ -20,11 +20,11 @@ from fp8dist.job.agreement import agree
 from fp8dist.job.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.job.cycle import StepCycle
 from fp8dist.job.fitting import require_fitting, warn_of_padding, warn_of_unheld
-from fp8dist.job.joining import EarlyLauncher
+from fp8dist.job.joining import JoinLink
 from fp8dist.job.trial import try_products
 from fp8dist.modules.fp8_module import FP8Module, require_revertible, revert
 from fp8dist.modules.parts import fp8_parts
-from fp8dist.parallel.ddp import JoinLink, find_ddp
+from fp8dist.parallel.ddp import find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, shard_weights
 from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, unknown, warning
@@ -180,7 +180,7 @@ class Attachment:
             self._compilations = CompilationWatch(cycle)
         ddp = find_ddp(whole)
         if ddp is not None:
-            self._join_link = JoinLink(ddp, EarlyLauncher(cycle))
+            self._join_link = JoinLink(ddp, cycle)
 
     def _warn_of_torch(self, whole: nn.Module) -> None:
         """Warn once if this torch lacks private state that fp8dist reads from the model's wrappers."""

@@ -711,7 +711,7 @@ def _log_changes(manager: StateManager, model: nn.Module) -> None:
     here = {of.slots[Role.INPUT] for part in fp8_parts(model) for of in part.slots.precisions}
     gone = [fqn for fqn, of in cycle.precisions.by_fqn.items() if of.slots[Role.INPUT] not in here]
     before, manager._changes = manager._changes, (new, gone)
-    if before == (new, gone) or not (new or gone) or not cycle.state.speaks:
+    if before == (new, gone) or not (new or gone) or not cycle.state.logs:
         return
     texts = []
     if new:
