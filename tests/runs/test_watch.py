@@ -483,6 +483,7 @@ def test_microbatches_that_can_be_distinguished(
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("compiled watches")  # So that one process imports Dynamo.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own call.
 def test_compiled_forwards_have_no_microbatch_and_compile_no_more() -> None:
     net, _, optimizer, seen = attached(every=2, watch={"ranks": True})
@@ -553,6 +554,7 @@ def test_tokens_are_those_of_all_backwards(recipe: Recipe, microbatches: int, re
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("compiled watches")  # So that one process imports Dynamo.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 def test_compiled_experts_count_alike() -> None:
     seen = trained_experts(compiles=True, every=3)
