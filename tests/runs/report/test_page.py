@@ -92,6 +92,14 @@ def test_empty_panels_say_what_to_switch_on(tmp_path: Path) -> None:
     assert body.count('class="empty"') >= 6
 
 
+def test_a_recipe_without_a_sync_has_no_picture_of_waits(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", steps=20, layers=1)
+    lines(folder / "ranks.jsonl", [{"step": 10, "ranks": [0, 1], "sync_wait_ms": [None, None], "step_ms": [9.0, 9.0]}])
+    body = _body(page_of(read_run(folder)))
+    assert "No sync was timed, so no rank is known to wait" in body
+    assert "milliseconds that each rank waited" not in body
+
+
 EVIL = "</script><script>window.evil=1</script><img src=x onerror=window.evil=1>'\"&$$x^2$$\\[y\\]\u2028\x00"
 
 
