@@ -535,7 +535,9 @@ class Loop:
         self.net = make_net()
         made = make(self.net)
         self.optimizers: list[Optimizer] = made if isinstance(made, list) else [made]
-        self.guard = LossGuard(action, min_history=10 if shown is None else 2, optimizer=given(made))
+        manager = fp8dist.prepare(self.net).attach(optimizer=made) if action == "fallback" else None
+        history = 10 if shown is None else 2
+        self.guard = LossGuard(action, min_history=history, optimizer=given(made), manager=manager)
         if shown is not None:
             self.guard.load_state_dict(FOUR_LOSSES)
         self._shown = iter(shown or ())
@@ -748,7 +750,7 @@ RIGHT = {
     "resumed each step": "forward backward observe resume step zero",
     "resumed before forward": "resume forward backward observe step zero",
 }
-ACTIONS: dict[str, Any] = {"warn": "warn", "skip": "skip", "stop": "stop", "callable": lambda alarm: None}
+ACTIONS: dict[str, Any] = {**{name: name for name in ("warn", "skip", "stop", "fallback")}, "callable": silent}
 
 
 def test_what_is_in_time_is_in_time() -> None:
@@ -813,12 +815,11 @@ WRONG = {
 }
 
 
-def test_what_is_late_is_told() -> None:
+def test_what_is_late_is_an_error_or_a_warning() -> None:
     cases = [
         *((order, "skip") for order in WRONG),
         *((order, "warn") for order in WRONG),
-        ("usual", "stop"),
-        ("usual", "callable"),
+        *(("usual", action) for action in ("stop", "fallback", "callable")),
     ]
     for order, action in cases:
         loop = Loop(ACTIONS[action])
@@ -834,6 +835,9 @@ def test_what_is_late_is_told() -> None:
             "fp8dist: LossGuard: observe() came after optimizer.step(): the update with this loss's gradients is made "
             "already. Call it between loss.backward() and optimizer.step()"
         )
+    with captured_log() as log:
+        Loop("warn", given=lambda optimizer: None).run(WRONG["usual"])
+    assert log == []  # Without an optimizer nothing is noticed.
 
 
 def test_a_late_loss_is_still_judged() -> None:
@@ -853,43 +857,16 @@ def test_a_loss_older_than_the_step_is_late_even_where_losses_come_before_backwa
         loop.observe()
 
 
-def test_fallback_is_told_too() -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, fp8dist.DelayedScaling(history_len=4))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    manager.attach(optimizer=optimizer)
-    guard = LossGuard("fallback", manager=manager, optimizer=optimizer)
-    with captured_log() as log:
-        loss_of(net, *batch(0, 0)).backward()
-        optimizer.step()
-        guard.observe(1.0)
-    assert [LATE.replace("\\", "") in message for _, message in log] == [True]
-
-
-def test_without_an_optimizer_nothing_is_noticed() -> None:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    guard = LossGuard("warn")
-    with captured_log() as log:
-        loss_of(net, *batch(0, 0)).backward()
-        optimizer.step()
-        guard.observe(1.0)
-    assert log == []
-
-
-def test_a_closure_is_refused() -> None:
-    for order in ("observe first", "step"):
-        net = make_net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        guard = LossGuard("skip", optimizer=optimizer)
-        if order == "observe first":
-            guard.observe(1.0)
-        before = parameter_bits(net)
+@pytest.mark.parametrize("observed", [True, False])
+def test_a_closure_is_refused(observed: bool) -> None:
+    loop = Loop()
+    if observed:
+        loop.guard.observe(1.0)
+    before = parameter_bits(loop.net)
+    for arguments, named in (((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})):
         with pytest.raises(ConfigurationError, match=r"not support optimizer\.step\(closure\)"):
-            optimizer.step(lambda: 1.0)
-        with pytest.raises(ConfigurationError, match=r"not support optimizer\.step\(closure\)"):
-            optimizer.step(closure=lambda: 1.0)
-        assert parameter_bits(net) == before
+            loop.optimizers[0].step(*arguments, **named)
+    assert parameter_bits(loop.net) == before
 
 
 # Lifetimes -----------------------------------------------------------------------------------------------
@@ -919,15 +896,11 @@ def test_hooks_go_with_the_guard_and_the_guard_keeps_nothing() -> None:
 
 
 def test_gradients_are_not_kept() -> None:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    guard = skipping(optimizer)
-    loss_of(net, *batch(0, 0)).backward()
+    loop = Loop(shown=[50.0])
     with captured_log():
-        guard.observe(50.0)
-    optimizer.step()
-    gradient = weakref.ref(net.first.weight.grad)  # type: ignore[arg-type]
-    optimizer.zero_grad()
+        loop.run("forward backward observe step", times=1)
+    gradient = weakref.ref(loop.net.first.weight.grad)  # type: ignore[arg-type]
+    loop.zero()
     gc.collect()
     assert gradient() is None
 

@@ -35,7 +35,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_line_per_slot_and_observation(tmp_path: Path) -> None:
-    path = tmp_path / "made" / "slots.jsonl"
+    path = tmp_path / "newly" / "made" / "slots.jsonl"
     with Monitor(path) as monitor:
         monitor.observe(
             7, [SlotStatistics(A, 2.5, 128.0, 0.25, 0.0, 1, 0, 3, 4, 2, age=6), SlotStatistics(B, 0.5, 4.0)]

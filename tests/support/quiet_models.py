@@ -235,7 +235,7 @@ def evaluated(how: str = "", update: str = "same_step", within: bool = False) ->
         average: list[Tensor] = trial.average  # type: ignore[attr-defined]
         for mean, p in zip(average, trial.parameters()):
             mean.lerp_(p.detach(), 0.5)
-        trial.net.eval()
+        trial.net.train(within)
         if within:
             trial.evaluate()  # Casts weights that a write to .data would leave stale.
             with trial.manager.swapped_weights():
