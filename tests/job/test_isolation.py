@@ -550,3 +550,26 @@ def test_a_manager_does_not_keep_a_destroyed_process_group_alive(tmp_path: Path)
     gc.collect()
     assert group() is None
     assert manager.steps == 1
+
+
+def _fails(window: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+def test_a_conversion_that_fails_changes_nothing() -> None:
+    """The failing function is a user's callable."""
+
+    def trained(algorithm: Any) -> fp8dist.StateManager:
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32)
+        manager = fp8dist.prepare(model, DelayedScaling(history_len=4, amax_algo=algorithm))
+        manager._kept = model  # type: ignore[attr-defined]
+        return manager
+
+    saved, other = trained("max"), trained(_fails)
+    saved._kept(torch.ones(2, 32)).sum().backward()  # type: ignore[attr-defined]
+    saved.step()
+    before = other.state_dict()
+    with pytest.raises(RuntimeError, match="planted"):
+        other.load_state_dict(saved.state_dict(), convert=True)
+    assert other.state_dict() == before

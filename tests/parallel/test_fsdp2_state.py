@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import DelayedScaling
-from fp8dist.errors import DivergenceError
-from tests.support.logs import captured_log
 from tests.support.oracle import Oracle, Rules
 from tests.support.ranks import RankPool
 from tests.support.sharded import (
@@ -191,61 +189,7 @@ def test_first_step_is_that_of_one_process_with_the_whole_batch(two_ranks: RankP
             assert amax / factor == pytest.approx(alone[slot], rel=0.25), slot
 
 
-# Proof, checks, calibration ------------------------------------------------------------------------
-
-
-def _damaged() -> str:
-    _model, called, manager, optimizer = build(Job(optimizer="sgd"))
-    assert manager is not None
-
-    def step(index: int) -> None:
-        x, y = batch(dist.get_rank(), index)
-        nn.functional.mse_loss(called(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(0)
-    if dist.get_rank() == 1:
-        manager.slot("branch", "weight").scale.mul_(2)
-    message = ""
-    with captured_log():
-        try:
-            step(1)
-        except DivergenceError as error:
-            message = str(error)
-    optimizer.zero_grad()
-    step(2)  # The job continues.
-    step(3)
-    report = manager.check(policy="warn")
-    assert not report.diverged, str(report)
-    return message
-
-
-def test_a_damaged_scale_is_caught_by_the_next_sync(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(_damaged):
-        assert "scale" in message
-        assert "branch" in message
-
-
-def _checked() -> list[tuple[bool, dict[str, int]]]:
-    _model, called, manager, optimizer = build(Job(model="deep"))
-    assert manager is not None
-    found = []
-    for index in range(3):
-        x, y = batch(dist.get_rank(), index)
-        nn.functional.mse_loss(called(x), y).backward()
-        report = manager.check(gradients=True, optimizer=optimizer, policy="warn")
-        found.append((not report.diverged, dict(report.compared)))
-        optimizer.step()
-        optimizer.zero_grad()
-        report = manager.check(policy="warn")
-        found.append((not report.diverged, dict(report.compared)))
-    return found
-
-
-def test_a_healthy_run_has_no_finding(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_checked):
-        assert all(agree for agree, _ in found)
+# Calibration ---------------------------------------------------------------------------------------
 
 
 def _calibrated(parallel: str) -> tuple[Any, ...]:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -25,88 +18,11 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
 from tests.support.meshes import mesh_of
 from tests.support.ranks import RankPool
-from tests.support.running import FITS, Running
-from tests.support.sharded import Job, arena_bits, fp8_linears, seeded, shard
+from tests.support.running import Running
+from tests.support.sharded import Job, fp8_linears, seeded, shard
 from tests.support.training import batch
 
 pytestmark = pytest.mark.slow
-
-
-def _times_8(run: Running) -> None:
-    with torch.no_grad():
-        for linear in fp8_linears(run.model).values():
-            linear.weight.mul_(8)
-
-
-def _attach_again_after_load(run: Running) -> None:
-    run.called.load_state_dict({k: v * 8 for k, v in run.called.state_dict().items()})
-    run.manager.attach(run.called, optimizer=run.optimizer)
-
-
-def _attach_again_after_replacing(run: Running) -> None:
-    run.called.load_state_dict({k: v * 8 for k, v in run.called.state_dict().items()}, assign=True)
-    run.manager.attach(run.called, optimizer=torch.optim.SGD(run.called.parameters(), lr=0.0))
-
-
-def _before_the_step(run: Running) -> None:
-    run.loss().backward()
-    _times_8(run)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-
-
-def _before_a_manual_step(run: Running) -> None:
-    run.manager.attach(run.called, optimizer=run.optimizer, boundary="manual")
-    run.loss().backward()
-    run.optimizer.step()
-    _times_8(run)
-    run.manager.step()
-
-
-def _while_calibrating(run: Running) -> None:
-    run.manager.attach(run.called)
-    with run.manager.calibrate():
-        run.called(batch(0, 0)[0])
-        _times_8(run)
-
-
-WRITES: dict[str, Callable[[Running], None]] = {
-    "loaded, attached again": _attach_again_after_load,
-    "replaced, attached again": _attach_again_after_replacing,
-    "before the optimizer's step": _before_the_step,
-    "before a manual step": _before_a_manual_step,
-    "while calibrating": _while_calibrating,
-}
-
-
-def _share_after(write: str) -> float:
-    run = Running(Job())
-    run.step()
-    WRITES[write](run)
-    return max(run.saturated().values())
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_no_write_is_accepted_without_a_look(two_ranks: RankPool, write: str) -> None:
-    for share in two_ranks.run(_share_after, write):
-        assert share < FITS
-
-
-def _share_after_setting_state() -> float:
-    run = Running(Job())
-    run.step()
-    model = {k: v * 8 for k, v in run.called.state_dict().items()}
-    fresh = torch.optim.AdamW(run.called.parameters(), lr=1e-3)
-    run.manager.attach(run.called, optimizer=fresh)
-    set_model_state_dict(run.called, model)
-    # torch steps a fresh optimizer once with a learning rate of 0, to create state for loading.
-    set_optimizer_state_dict(run.called, fresh, get_optimizer_state_dict(run.called, run.optimizer))
-    return max(run.saturated().values())
-
-
-def test_the_step_that_makes_optimizer_state_hides_no_write(two_ranks: RankPool) -> None:
-    for share in two_ranks.run(_share_after_setting_state):
-        assert share < FITS
 
 
 class Experts(nn.Module):
@@ -154,24 +70,6 @@ def _experts(trouble: str) -> list[float]:
 def test_an_expert_of_one_rank_leaves_no_rank_alone(two_ranks: RankPool, trouble: str) -> None:
     for losses in two_ranks.run(_experts, trouble, timeout=40.0):
         assert all(map(torch.isfinite, torch.tensor(losses)))
-
-
-def _validated(how: str) -> list[float]:
-    """Return the losses of steps, with a validation before each step except the first."""
-    run = Running(Job(reshard=False))
-    losses = []
-    for step in range(3):
-        if step and how != "none":
-            with torch.inference_mode():
-                run.called(batch(dist.get_rank(), 100)[0])
-        losses.append(run.step())
-    return losses
-
-
-def test_validation_in_inference_mode_changes_no_loss(two_ranks: RankPool) -> None:
-    """Weights stay gathered from the validation until the next step's backward."""
-    without, inferred = (two_ranks.run(_validated, how) for how in ("none", "inference"))
-    assert without == inferred
 
 
 def _before_attach() -> str:
@@ -292,28 +190,6 @@ def test_a_weight_that_is_tied_outside_of_the_model_stays_in_high_precision(two_
         assert seen == [False, False, True]  # The embedding runs first.
 
 
-def _amaxes(swap: bool) -> dict[str, bytes]:
-    """Run a step in which other weights are evaluated between backward and the optimizer step."""
-    run = Running(Job(optimizer="sgd"))
-    for _ in range(2):
-        run.loss().backward()
-        if swap:
-            kept = [p.detach().clone() for p in run.called.parameters()]
-            with torch.no_grad():
-                for parameter in run.called.parameters():
-                    parameter.mul_(0.75)
-                run.called(batch(dist.get_rank(), 50)[0])
-                for parameter, value in zip(run.called.parameters(), kept):
-                    parameter.copy_(value)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    return arena_bits(run.manager)
-
-
-def test_an_evaluation_of_other_weights_leaves_no_amax(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_amaxes, True) == two_ranks.run(_amaxes, False)
-
-
 def _kept_bytes() -> dict[str, int]:
     """Return the bytes that autograd keeps in dense tensors of a weight's shape, by mode."""
     run = Running(Job())
@@ -431,33 +307,3 @@ def _silent_writes() -> list[str]:
 
 def test_writes_to_a_gathered_weight_are_refused(two_ranks: RankPool) -> None:
     assert two_ranks.run(_silent_writes) == [["refused"] * 3] * 2
-
-
-def _after_a_nan() -> bool:
-    run = Running(Job(optimizer="sgd"))
-    for _ in range(2):
-        run.step()
-    before = arena_bits(run.manager)
-    weight = run.model.first.weight  # type: ignore[union-attr]
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        weight.fill_(torch.nan)
-        run.called(batch(0, 0)[0])
-        weight.copy_(kept)
-        run.called(batch(0, 0)[0])
-    return arena_bits(run.manager) == before
-
-
-def test_a_nan_empties_no_history(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_after_a_nan) == [True, True]
-
-
-def _copies() -> bool:
-    run = Running(Job())
-    run.step()
-    optimizer, parameters = copy.deepcopy((run.optimizer, list(run.called.parameters())))
-    return all(type(p._local_tensor) is torch.Tensor for p in parameters) and len(optimizer.param_groups) == 1
-
-
-def test_copies_of_parameters_and_optimizers_are_plain(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_copies) == [True, True]

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from tests.support.ranks import RankPool
+from tests.support.running import Running
 from tests.support.sharded import OPTIMIZERS, Job, arena_bits, build, full
 from tests.support.training import Net, batch, bits
 
@@ -114,6 +116,10 @@ def _copies() -> dict[str, Any]:
     found["expected sum"] = float(sum(value.float().sum() for value in full(model).values()))
     weight = model.branch.weight
     found["full"] = bits(weight.full_tensor()) == bits(full(model)["branch.weight"])
+    optimizers, parameters = copy.deepcopy((optimizer, list(called.parameters())))
+    found["deepcopied with its optimizer"] = all(type(p._local_tensor) is Tensor for p in parameters) and (
+        len(optimizers.param_groups) == 1
+    )
     found["norm"] = float(nn.utils.get_total_norm(called.parameters()).full_tensor()) > 0
     for name, make in {
         "deepcopied parameter": lambda: copy.deepcopy(weight),
@@ -148,40 +154,6 @@ def test_copies_and_sums_of_parameters(two_ranks: RankPool) -> None:
         assert found == dict.fromkeys(found, True)
 
 
-def _evals(between: str) -> tuple[Any, Any, Any, Any]:
-    runs = []
-    for evaluate in (True, False):
-        _model, called, manager, optimizer = _started(Job(update=between.partition(" ")[2] or "same_step"))
-        losses = []
-        for index in range(2, 5):
-            if evaluate:
-                called.eval()
-                if "no_grad" in between:
-                    with torch.no_grad():
-                        called(batch(9, index)[0] * 100)
-                else:
-                    called(batch(9, index)[0] * 100)
-                called.train()
-            x, y = batch(dist.get_rank(), index)
-            loss = nn.functional.mse_loss(called(x), y)
-            if evaluate:
-                with torch.no_grad():
-                    called(batch(9, index)[0] * 100)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        runs += [losses, arena_bits(manager)]
-    return tuple(runs)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("between", ["no_grad next_step", "grad same_step"])
-def test_eval_passes_change_no_state(two_ranks: RankPool, between: str) -> None:
-    for losses, state, plain_losses, plain_state in two_ranks.run(_evals, between):
-        assert losses == plain_losses
-        assert state == plain_state
-
-
 def _manual(parallel: str) -> tuple[list[float], dict[str, bytes]]:
     _model, called, manager, optimizer = build(Job(parallel=parallel))
     assert manager is not None
@@ -200,104 +172,128 @@ def test_manual_boundaries_as_under_ddp(two_ranks: RankPool) -> None:
     assert two_ranks.run(_manual, "fsdp2") == two_ranks.run(_manual, "ddp")
 
 
-def _fails_in_forward(where: str) -> tuple[Any, Any, Any, Any]:
-    results = []
-    for failing in (True, False):
-        model, called, _manager, optimizer = _started()
-        if failing:
-            if where == "forward":
-                handle = model.branch.register_forward_pre_hook(_raise)
-                with pytest.raises(ZeroDivisionError):
-                    called(batch(0, 0)[0])
-            else:
-                handle = model.last.register_forward_hook(lambda m, a, out: _Raise.apply(out))
-                loss = called(batch(0, 0)[0]).sum()
-                with pytest.raises(ZeroDivisionError):
-                    loss.backward()
-            handle.remove()
-            optimizer.zero_grad()
-            for module in called.modules():
-                if hasattr(module, "reshard"):
-                    module.reshard()
-        losses = [_step(called, optimizer, index) for index in range(2, 4)]
-        results += [losses, {name: bits(value) for name, value in full(model).items()}]
-    return tuple(results)  # type: ignore[return-value]
+# What does no harm: training goes on as if it had not been done. ---------------------------------
 
 
-def _raise(*args: Any) -> None:
-    raise ZeroDivisionError
+def _before(action: Callable[[Running], Any]) -> Callable[[Running], float]:
+    def step(run: Running) -> float:
+        action(run)
+        return run.step()
+
+    return step
 
 
-class _Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+def _moved(run: Running) -> None:
+    for move in (lambda: run.called.to("cpu"), run.called.float, run.called.cpu):
+        move()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+
+def _refused_undo(run: Running) -> None:
+    for how, undo in (("detach", run.manager.detach), ("restore", lambda: fp8dist.restore(run.called))):
+        with pytest.raises(ConfigurationError, match=rf"^{how}\(\) cannot change what FSDP2 gathers") as refused:
+            undo()
+        assert "save the state_dict and build the model anew" in str(refused.value)
+
+
+def _failed_forward(run: Running) -> None:
+    """With the next batch, so its amaxes are not larger. FSDP2 itself does not recover from an error in backward."""
+
+    def fail(*args: Any) -> None:
         raise ZeroDivisionError
 
-
-def test_an_exception_in_forward_and_going_on(two_ranks: RankPool) -> None:
-    # FSDP2 itself does not recover from an error in backward (its training state stays PRE_BACKWARD).
-    for losses, parameters, plain_losses, plain_parameters in two_ranks.run(_fails_in_forward, "forward"):
-        assert losses == plain_losses
-        assert parameters == plain_parameters
-
-
-def _undoes() -> tuple[list[str], list[float], list[float]]:
-    _, called, manager, optimizer = _started()
-    _, plain, _, plain_optimizer = _started()
-    messages = []
-    for undo in (manager.detach, lambda: fp8dist.restore(called)):
-        with pytest.raises(ConfigurationError) as refused:
-            undo()
-        messages.append(str(refused.value))
-    return (
-        messages,
-        [_step(called, optimizer, index) for index in range(2, 4)],
-        [_step(plain, plain_optimizer, index) for index in range(2, 4)],
-    )
+    handle = run.model.branch.register_forward_pre_hook(fail)  # type: ignore[union-attr]
+    with pytest.raises(ZeroDivisionError):
+        run.called(batch(dist.get_rank(), run.index)[0])
+    handle.remove()
+    for module in run.called.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
-def test_detach_and_restore_are_refused_and_do_no_harm(two_ranks: RankPool) -> None:
-    for messages, losses, plain in two_ranks.run(_undoes):
-        for how, message in zip(("detach", "restore"), messages):
-            assert message.startswith(f"{how}() cannot change what FSDP2 gathers")
-            assert "save the state_dict and build the model anew" in message
-        assert losses == plain
+def _reloaded(run: Running) -> None:
+    state = {name: value.clone() for name, value in run.called.state_dict().items()}
+    with torch.no_grad():
+        for parameter in run.called.parameters():
+            parameter.copy_(parameter * 1.01)
+    run.called.load_state_dict(state)
+    with torch.no_grad():
+        for name, parameter in run.called.named_parameters():
+            parameter.copy_(state[name])
 
 
-def _moves() -> tuple[list[float], list[float]]:
-    job = Job(model="mlp")  # Uneven shards on three ranks: FSDP2 pads them again.
-    _, called, _, optimizer = _started(job)
-    _, plain, _, plain_optimizer = _started(job)
-    for move in (lambda: called.to("cpu"), called.float, called.cpu, called.zero_grad):
-        move()
-    return (
-        [_step(called, optimizer, index) for index in range(2, 4)],
-        [_step(plain, plain_optimizer, index) for index in range(2, 4)],
-    )
+def _validated(run: Running) -> None:
+    """Weights stay gathered from here until the next step's backward."""
+    with torch.inference_mode():
+        run.called(batch(dist.get_rank(), 100)[0])
 
 
-def test_moving_to_where_it_is_changes_nothing(three_ranks: RankPool) -> None:
-    for losses, plain in three_ranks.run(_moves):
-        assert losses == plain
+def _evaluated(grad: bool) -> Callable[[Running], float]:
+    """Evaluate much larger inputs before the forward, and between forward and backward."""
+
+    def step(run: Running) -> float:
+        x = batch(9, run.index)[0] * 100
+        run.called.eval()
+        with torch.set_grad_enabled(grad):
+            run.called(x)
+        run.called.train()
+        loss = run.loss()
+        with torch.no_grad():
+            run.called(x)
+        loss.backward()
+        return run.update(loss)
+
+    return step
 
 
-def _attach_again() -> tuple[list[float], list[float]]:
-    _model, called, manager, optimizer = _started()
-    _other_model, other, _, other_optimizer = _started()
-    manager.attach(called, optimizer=optimizer)
-    return (
-        [_step(called, optimizer, index) for index in range(2, 5)],
-        [_step(other, other_optimizer, index) for index in range(2, 5)],
-    )
+def _other_weights_evaluated(run: Running) -> float:
+    loss = run.loss()
+    loss.backward()
+    kept = [parameter.detach().clone() for parameter in run.called.parameters()]
+    with torch.no_grad():
+        for parameter in run.called.parameters():
+            parameter.mul_(0.75)
+        run.called(batch(dist.get_rank(), 50)[0])
+        for parameter, value in zip(run.called.parameters(), kept):
+            parameter.copy_(value)
+    return run.update(loss)
 
 
-def test_attach_again_changes_nothing(two_ranks: RankPool) -> None:
-    for ours, other in two_ranks.run(_attach_again):
-        assert ours == other
+def _nan_for_a_while(run: Running) -> None:
+    weight: Any = run.model.first.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+        run.called(batch(0, 0)[0])
+        weight.copy_(kept)
+        run.called(batch(0, 0)[0])
+
+
+HARMLESS: dict[str, tuple[Job, Callable[[Running], float]]] = {
+    "attach again": (Job(), _before(lambda run: run.manager.attach(run.called, optimizer=run.optimizer))),
+    "moved to where it is, with uneven shards": (Job(model="mlp"), _before(_moved)),
+    "detach and restore, which are refused": (Job(), _before(_refused_undo)),
+    "a failed forward": (Job(), _before(_failed_forward)),
+    "a reload of the same weights": (Job(optimizer="sgd"), _before(_reloaded)),
+    "a validation in inference mode": (Job(reshard=False), _before(_validated)),
+    "evaluations": (Job(update="next_step"), _evaluated(False)),
+    "evaluations with grad": (Job(), _evaluated(True)),
+    "an evaluation of other weights": (Job(optimizer="sgd"), _other_weights_evaluated),
+    "a NaN in a weight for a while": (Job(optimizer="sgd"), _before(_nan_for_a_while)),
+}
+
+
+def _trained(what: str, harmless: bool) -> tuple[list[float], dict[str, bytes], dict[str, bytes]]:
+    """Return losses, FP8 state and parameters after two plain steps and two of the kind ``what``."""
+    job, step = HARMLESS[what]
+    run = Running(job)
+    losses = [run.step(), run.step()]
+    losses += [step(run) if harmless else run.step() for _ in range(2)]
+    return losses, arena_bits(run.manager), {name: bits(value) for name, value in full(run.model).items()}
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_training_goes_on_as_without(three_ranks: RankPool, what: str) -> None:
+    assert three_ranks.run(_trained, what, True) == three_ranks.run(_trained, what, False)
 
 
 # Mistakes ----------------------------------------------------------------------------------------
@@ -326,48 +322,6 @@ def test_settings_that_cannot_be() -> None:
     for settings, match in (({"amax_sync": False}, "amax_sync"), ({"eval_precision": "high"}, "eval_precision")):
         with pytest.raises(ConfigurationError, match=match):
             fp8dist.prepare(Net(), fp8_all_gather=True, **settings)  # type: ignore[arg-type]
-
-
-def _small_group() -> str:
-    from torch.distributed.fsdp import fully_shard
-
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    model = Net()
-    manager = fp8dist.prepare(model, group=groups[dist.get_rank()], fp8_all_gather=True)
-    fully_shard(model)
-    try:
-        manager.attach(model)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-def test_a_group_smaller_than_the_shard_mesh_is_an_error(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(_small_group):
-        assert "ranks 0, 1," in message
-        assert "whole mesh" in message
-
-
-def _writes_in_forward() -> str:
-    model, called, _manager, _optimizer = _started()
-
-    def write(module: nn.Module, args: Any) -> None:
-        with torch.no_grad():
-            module.weight.mul_(2)  # type: ignore[operator]
-
-    handle = model.branch.register_forward_pre_hook(write)
-    try:
-        called(batch(0, 0)[0])
-    except ConfigurationError as error:
-        return str(error)
-    finally:
-        handle.remove()
-    return ""
-
-
-def test_writing_to_a_gathered_weight_is_an_error(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(_writes_in_forward):
-        assert "write to the sharded parameter" in message
 
 
 def _back_in_fp8() -> set[str]:

@@ -7,19 +7,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling
 from fp8dist.checks.checker import Event
-from fp8dist.errors import ConfigurationError
+from fp8dist.errors import ConfigurationError, ManifestMismatchError
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.parallel.fsdp2 import LOOK_AHEAD
 from tests.support.collectives import counted_collectives
@@ -30,7 +36,7 @@ from tests.support.sharded import Job, arena_bits, fp8_linears, full, seeded
 from tests.support.training import batch, bits
 
 
-def _in_place(factor: float) -> Callable[[Running], None]:
+def _times(factor: float) -> Callable[[Running], None]:
     def write(run: Running) -> None:
         with torch.no_grad():
             for linear in fp8_linears(run.model).values():
@@ -57,17 +63,93 @@ def _local_then_refresh(run: Running) -> None:
     run.manager.refresh_weights()
 
 
-def _load(run: Running) -> None:
-    run.called.load_state_dict({k: v * 8 for k, v in run.called.state_dict().items()})
+def _load(run: Running, assign: bool = False) -> None:
+    run.called.load_state_dict({k: v * 8 for k, v in run.called.state_dict().items()}, assign=assign)
 
 
-WRITES: dict[str, Callable[[Running], None]] = {
-    "times 8": _in_place(8),
-    "by an eighth": _in_place(0.125),
-    "copy_": _foreach,
-    ".data, refresh": _data_then_refresh,
-    "load_state_dict, times 8": _load,
-    "local, refresh": _local_then_refresh,
+def _load_and_attach(run: Running) -> None:
+    _load(run)
+    run.manager.attach(run.called, optimizer=run.optimizer)
+
+
+def _replace_and_attach(run: Running) -> None:
+    _load(run, assign=True)
+    run.optimizer = torch.optim.SGD(run.called.parameters(), lr=0.0)
+    run.manager.attach(run.called, optimizer=run.optimizer)
+
+
+def _before_the_step(run: Running) -> None:
+    loss = run.loss()
+    loss.backward()
+    _times(8)(run)
+    run.update(loss)
+
+
+def _before_a_manual_step(run: Running) -> None:
+    run.manager.attach(run.called, optimizer=run.optimizer, boundary="manual")
+    loss = run.loss()
+    loss.backward()
+    run.update(loss)
+    _times(8)(run)
+    run.manager.step()
+
+
+def _while_calibrating(run: Running) -> None:
+    run.manager.attach(run.called)
+    with run.manager.calibrate():
+        run.called(batch(0, 0)[0])
+        _times(8)(run)
+
+
+def _before_setting_optimizer_state(run: Running) -> None:
+    """torch steps a fresh optimizer once with a learning rate of 0, to create state for loading."""
+    model = {k: v * 8 for k, v in run.called.state_dict().items()}
+    fresh = torch.optim.AdamW(run.called.parameters(), lr=1e-3)
+    run.manager.attach(run.called, optimizer=fresh)
+    set_model_state_dict(run.called, model)
+    set_optimizer_state_dict(run.called, fresh, get_optimizer_state_dict(run.called, run.optimizer))
+    run.optimizer = fresh
+
+
+def _before_loading_nothing(run: Running) -> None:
+    _times(8)(run)
+    run.manager.load_state_dict({}, strict=False)
+
+
+def _before_an_attach_that_fails(run: Running) -> None:
+    _times(8)(run)
+    with (
+        mock.patch("fp8dist.job.agreement.agree_on_manifests", side_effect=ManifestMismatchError("planted")),
+        pytest.raises(ManifestMismatchError, match="planted"),
+    ):
+        run.manager.attach(run.called, optimizer=run.optimizer)
+    run.manager.attach(run.called, optimizer=run.optimizer)
+
+
+def _bad_for_a_while(run: Running) -> None:
+    good = {name: value.clone() for name, value in run.called.state_dict().items()}
+    _times(1000)(run)
+    run.saturated()
+    run.called.load_state_dict(good)
+
+
+ADAMW, FUSED = Job(), Job(optimizer="adamw_fused", update="next_step", per_module=False)
+WRITES: dict[str, tuple[Job, Callable[[Running], None]]] = {
+    "times 8": (ADAMW, _times(8)),
+    "by an eighth": (FUSED, _times(0.125)),
+    "copy_": (ADAMW, _foreach),
+    ".data, refresh": (FUSED, _data_then_refresh),
+    "load_state_dict, times 8": (ADAMW, _load),
+    "local, refresh": (FUSED, _local_then_refresh),
+    "loaded, attached again": (ADAMW, _load_and_attach),
+    "replaced, attached again": (ADAMW, _replace_and_attach),
+    "before the optimizer's step": (ADAMW, _before_the_step),
+    "before a manual step": (ADAMW, _before_a_manual_step),
+    "while calibrating": (ADAMW, _while_calibrating),
+    "before optimizer state is set": (ADAMW, _before_setting_optimizer_state),
+    "before nothing is loaded": (ADAMW, _before_loading_nothing),
+    "before an attach that fails": (ADAMW, _before_an_attach_that_fails),
+    "bad weights for a while": (Job(optimizer="sgd"), _bad_for_a_while),
 }
 
 
@@ -81,32 +163,30 @@ def _step_against_float32(run: Running) -> float:
     return run.step() / expected
 
 
-def _written(job: Job, write: str) -> tuple[Any, ...]:
+def _written(what: str) -> tuple[Any, ...]:
+    job, write = WRITES[what]
     run = Running(job)
     for _ in range(2):
         run.step()
-    WRITES[write](run)
+    write(run)
     shares = run.saturated()
     scales, fitting = run.scales(), run.fitting()
     windows = {n: run.manager.slot(n, "weight").amax_history.tolist() for n in fp8_linears(run.model)}
     before = run.counted
     loss = _step_against_float32(run)
-    inputs = run.manager.slot("first", "input").amax_history.tolist()
     counted = run.counted - before
+    inputs = run.manager.slot("first", "input").amax_history.tolist()
     return shares, scales, fitting, windows, inputs, loss, counted, arena_bits(run.manager)
 
 
-JOBS = (Job(), Job(optimizer="adamw_fused", update="next_step", per_module=False))
-
-
-@pytest.mark.parametrize(("job", "write"), [(JOBS[i % 2], write) for i, write in enumerate(WRITES)], ids=WRITES)
-def test_scales_follow_weights_that_were_written_to(two_ranks: RankPool, job: Job, write: str) -> None:
-    outcomes = two_ranks.run(_written, job, write)
+@pytest.mark.parametrize("what", WRITES)
+def test_scales_follow_weights_that_were_written_to(two_ranks: RankPool, what: str) -> None:
+    outcomes = two_ranks.run(_written, what)
     for shares, scales, fitting, windows, inputs, loss, counted, state in outcomes:
         assert max(shares.values()) < FITS
         assert scales == fitting
         assert all(not any(window) for window in windows.values())  # The window held amaxes of other weights.
-        assert sum(1 for amax in inputs if amax) == 3  # The windows of inputs stay.
+        assert sum(1 for amax in inputs if amax) >= 3  # The windows of inputs stay.
         assert loss == pytest.approx(1, abs=0.1)
         assert counted == 0
         assert state == outcomes[0][-1]
@@ -145,30 +225,6 @@ def test_data_without_refresh_is_counted_and_told(two_ranks: RankPool) -> None:
         assert event.step == LOOK_AHEAD + 2
         assert [slot.fqn for slot in event.slots] == ["branch", "first", "last"]
         assert {slot.role for slot in event.slots} == {"weight"}
-
-
-def _reload(job: Job) -> tuple[Any, ...]:
-    run, other = Running(job), Running(job)
-    for each in (run, other):
-        each.step()
-        each.step()
-    state = {name: value.clone() for name, value in run.called.state_dict().items()}
-    with torch.no_grad():
-        for parameter in run.called.parameters():
-            parameter.copy_(parameter * 1.01)
-    run.called.load_state_dict(state)
-    with torch.no_grad():
-        for name, parameter in run.called.named_parameters():
-            parameter.copy_(state[name])
-    losses = [(run.step(), other.step()) for _ in range(3)]
-    return losses, arena_bits(run.manager), arena_bits(other.manager)
-
-
-@pytest.mark.slow
-def test_a_reload_of_the_same_weights_touches_nothing(two_ranks: RankPool) -> None:
-    for losses, ours, other in two_ranks.run(_reload, Job(optimizer="sgd")):
-        assert all(mine == theirs for mine, theirs in losses)
-        assert ours == other
 
 
 def _unshard_after_a_change(per_module: bool) -> list[str]:
@@ -511,3 +567,58 @@ def test_attach_again_while_weights_are_gathered(two_ranks: RankPool) -> None:
     for failure, _, _, loss in two_ranks.run(_while_gathered, "attach"):
         assert not failure
         assert loss == pytest.approx(1, abs=0.1)
+
+
+# Whose scale is trusted. ---------------------------------------------------------------------------
+
+
+def _loaded_and_attached(then_attach: bool) -> tuple[dict[str, bytes], float]:
+    """Return the state of a job whose weights have outgrown their scales, in a new job, and the next loss."""
+    first, second = Running(Job(optimizer="adamw")), Running(Job(optimizer="adamw"))
+    for _ in range(2):
+        first.step()
+    weights = {name: value.clone() for name, value in first.called.state_dict().items()}
+    second.index = first.index
+    second.called.load_state_dict(weights)
+    second.manager.load_state_dict(first.manager.state_dict())
+    if then_attach:
+        second.manager.attach(second.called, optimizer=torch.optim.SGD(second.called.parameters(), lr=0.0))
+    loss = second.loss()
+    return arena_bits(second.manager), float(loss.detach())
+
+
+def test_attaching_again_forgets_no_trust(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_loaded_and_attached, True) == two_ranks.run(_loaded_and_attached, False)
+
+
+def _gathered_by_hand() -> tuple[str, list[float]]:
+    """A weight that was zero gets its scale in a forward. Gathered before that, it has none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    nn.init.zeros_(model[1].weight)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=True)
+    for part in (*model, model):
+        fully_shard(part)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    manager.attach(model, optimizer=optimizer)
+    text, scales = "", []
+    for step in range(2):
+        x, y = batch(dist.get_rank(), step)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            try:
+                model[1].unshard()  # type: ignore[operator]
+            except ConfigurationError as error:
+                text = str(error)
+        scales.append(float(manager.slot("1", "weight").scale))
+    return text, scales
+
+
+def test_a_cold_weight_is_not_gathered_by_hand(two_ranks: RankPool) -> None:
+    for text, scales in two_ranks.run(_gathered_by_hand):
+        assert "1: it has no FP8 scale yet" in text
+        assert "refresh_weights()" in text
+        assert scales[0] == 1.0
+        assert scales[1] > 1.0

@@ -38,6 +38,10 @@ class Running:
     def step(self) -> float:
         loss = self.loss()
         loss.backward()
+        return self.update(loss)
+
+    def update(self, loss: Tensor) -> float:
+        """Take the optimizer's step, and return the loss."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach())
