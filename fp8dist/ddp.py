@@ -36,13 +36,13 @@ def comm_hook(manager: StateManager, inner: CommHook | None = None) -> CommHook:
         ConfigurationError: the weight of an FP8Linear is frozen. Its grad_output comes after the last bucket, so its
             amax would be one step late.
     """
-    launcher = early_launcher(manager)
+    launch = early_launcher(manager)
     reduce = allreduce_hook if inner is None else inner
 
     def launching_hook(state, bucket):  # type: ignore[no-untyped-def]
         future = reduce(state, bucket)
         if bucket.is_last():
-            launcher.launch_from_hook()
+            launch()
         return future
 
     return launching_hook

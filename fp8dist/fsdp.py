@@ -39,7 +39,7 @@ def comm_hook(manager: StateManager, inner: Callable[..., None] | None = None) -
     """
     from torch.distributed.algorithms._comm_hooks.default_hooks import allreduce_hook, reduce_scatter_hook
 
-    launcher = early_launcher(manager, frozen_weights=True)
+    launch = early_launcher(manager, frozen_weights=True)
     last_backward = -1
 
     def launching_hook(state: Any, gradient: Tensor, *output: Tensor) -> None:
@@ -47,7 +47,7 @@ def comm_hook(manager: StateManager, inner: Callable[..., None] | None = None) -
         backward = torch._C._current_graph_task_id()
         if backward != last_backward:
             last_backward = backward
-            Variable._execution_engine.queue_callback(launcher.launch_from_hook)
+            Variable._execution_engine.queue_callback(launch)
         if inner is not None:
             inner(state, gradient, *output)
         elif output:

@@ -271,7 +271,7 @@ class Checker:
         self._queued.append(Event("saturated", step, slots))
         if not self._warned_saturated and bool((used[places] > FAR_BEYOND).any()):
             self._warned_saturated = True
-            if sync.speaks:
+            if sync.logs:
                 logger.warning(
                     "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, '%s' first: either other "
                     "code has written to them in a way that torch does not report (.data, to_local()), and should "
@@ -285,7 +285,7 @@ class Checker:
         """Queue a "nonfinite" event. One rank warns once, because the user may have forgotten ``attach(scaler=…)``."""
         cause = self.cause_of_nonfinite()
         self._queued.append(Event("nonfinite", step, slots, cause=cause))
-        if not self._warned_nonfinite and sync.speaks:
+        if not self._warned_nonfinite and sync.logs:
             self._warned_nonfinite = True
             logger.warning(
                 "fp8dist: step %d: the amaxes of %s were not finite%s: their scales stay as they are. If a loss scaler "
@@ -309,7 +309,7 @@ class Checker:
             return
         self._queued.append(Event("fallback", step, slots))
         assert self.state.settings.fallback is not None
-        if sync.speaks:
+        if sync.logs:
             logger.warning(
                 "fp8dist: step %d: %d module(s) go to high precision for %d steps, '%s' first (%s)",
                 step,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.checks.differences import unravel
+from fp8dist.common.text import dtype_name
 from fp8dist.state.arena import Arena
 from fp8dist_kernels.reference.content import ContentDigest, block_count
 
@@ -153,7 +154,7 @@ class TensorContent(Content):
     def __init__(self, kind: str, tensors: Sequence[NamedTensor]) -> None:
         device = tensors[0].tensor.device if tensors else torch.device("cpu")
         self._tensors = [named.tensor.detach() for named in tensors]
-        looks = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in self._tensors]
+        looks = [(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in self._tensors]
         super().__init__([Key(named.name, kind, *look) for named, look in zip(tensors, looks)], device)
         self._stores = [named.store for named in tensors]
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fp8dist.common.text import dtype_name
 from fp8dist.modules.casters import Cast, Request, caster_for
 from fp8dist.modules.grouped_slots import slot_names
 from fp8dist.modules.job_state import JobState
@@ -90,7 +91,7 @@ class CastOf(NamedTuple):
         copies = "" if self.rows and self.columns else ", rows only" if self.rows else ", columns only"
         by, shape = ops.implementer(self.backend, device), "x".join(map(str, self.shape))
         grouped, of = ("grouped ", f" of {self.experts} experts") if self.experts else ("", "")
-        what = f"{grouped}cast of {self.role} {shape}{of} {_short(self.dtype)}"
+        what = f"{grouped}cast of {self.role} {shape}{of} {dtype_name(self.dtype)}"
         return f"{what}, {_described(self.recipe)}{copies}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
@@ -149,7 +150,7 @@ class ProductOf(NamedTuple):
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
         extras += ", sideways" * self.sideways + ", into a buffer" * self.into
-        return f"{self.gemm} {shape} {formats} {_short(self.dtype)}{extras}, {self.scaling.value}, {by}"
+        return f"{self.gemm} {shape} {formats} {dtype_name(self.dtype)}{extras}, {self.scaling.value}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
         """See ``Computation``. The result has the name ""."""
@@ -226,7 +227,7 @@ class GroupedProductOf(NamedTuple):
     def name(self, device: torch.device) -> str:
         """See ``Computation``."""
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation
-        how = f"{' '.join(self.formats)} {_short(self.dtype)}{extras}, a scale per {self.by}"
+        how = f"{' '.join(self.formats)} {dtype_name(self.dtype)}{extras}, a scale per {self.by}"
         by = ops.implementer(self.backend, device)
         if self.gemm != "wgrad":
             a, b = (FORMATS[name].dtype for name in self.formats)
@@ -295,8 +296,3 @@ def _described(recipe: Recipe) -> str:
     extras = [" power_of_two"] if recipe.power_of_two else []
     extras += [f" margin={recipe.margin}"] if recipe.margin else []
     return f"{type(recipe).__name__} {recipe.format}{''.join(extras)}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    """Return the name of a dtype."""
-    return str(dtype).removeprefix("torch.")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fp8dist.checks.contents import Digester
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import has_base, local_part
 from fp8dist.state.slots import clean_fqn
@@ -168,8 +169,7 @@ class Outputs:
         local = local_part(tensor.detach())
         if self._keep == len(self._places):
             self.kept = local.clone()
-        dtype = str(local.dtype).removeprefix("torch.")
-        self._places.append(Place(fqn, what, call, part, tuple(local.shape), dtype))
+        self._places.append(Place(fqn, what, call, part, tuple(local.shape), dtype_name(local.dtype)))
         self._leaves.append(self._digester.leaves(local))
         self._nonfinite.append(any_nonfinite(local))
         self._marks.append(None if self._mark is None else self._mark())

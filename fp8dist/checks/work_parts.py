@@ -25,7 +25,6 @@ __all__ = [
     "lines_of",
     "part_of_lines",
     "part_of_product",
-    "text_of",
 ]
 
 ALIGNMENT = 256
@@ -91,8 +90,3 @@ def aligned(nbytes: int, like: int, device: torch.device) -> Tensor:
     memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     start = (like - memory.data_ptr()) % ALIGNMENT
     return memory[start : start + nbytes]
-
-
-def text_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")

@@ -46,8 +46,8 @@ from fp8dist.checks.work_parts import (
     lines_of,
     part_of_lines,
     part_of_product,
-    text_of,
 )
+from fp8dist.common.text import dtype_name
 from fp8dist_kernels import BLOCK, grouped_ops, ops
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
@@ -143,7 +143,7 @@ def part_of_call(
     """
     given = {name: value for name, value in zip(_ARGUMENTS[op], args) if value is not None}
     kept = {"backend": "auto", **{name: options[name] for name in _OPTIONS if name in options}}
-    header = {"op": op, "dtype": text_of(given["dtype"]), "options": kept}
+    header = {"op": op, "dtype": dtype_name(given["dtype"]), "options": kept}
     if "x" in given:
         return _part_of_cast(header, given, options, results, limit, at)
     del given["dtype"]
@@ -408,7 +408,7 @@ def _packed(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
         begin = end + (tensor.data_ptr() - end) % ALIGNMENT
         end = begin + tensor.numel() * tensor.element_size()
         places[name] = slice(begin, end)
-    listed = [[name, text_of(t.dtype), list(t.shape), places[name].start] for name, t in tensors.items()]
+    listed = [[name, dtype_name(t.dtype), list(t.shape), places[name].start] for name, t in tensors.items()]
     text = json.dumps({**header, "tensors": listed}).encode()
     head = len(text).to_bytes(_HEAD, "little") + text
     device = next(iter(tensors.values())).device

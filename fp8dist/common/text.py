@@ -5,7 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Sequence
 
-__all__ = ["aligned", "columns", "first_few", "plural", "printable", "ranks_text", "shortened", "size_text", "wrapped"]
+__all__ = [
+    "aligned",
+    "columns",
+    "dtype_name",
+    "first_few",
+    "placed",
+    "plural",
+    "printable",
+    "ranks_text",
+    "shortened",
+    "size_text",
+    "wrapped",
+]
 
 _SHOWN_RANKS = 8
 """The most ranks that a text lists. The rest is counted."""
@@ -21,6 +33,17 @@ def first_few(names: Sequence[object], most: int = 4, none: str = "none") -> str
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks as text: the first eight, and how many more there are."""
     return first_few(ranks, _SHOWN_RANKS, none="")
+
+
+def placed(rank: object, microbatch: object) -> str:
+    """Return where something happened, as the end of a text: ", rank 3, microbatch 0". None: not known, left out."""
+    known = (("rank", rank), ("microbatch", microbatch))
+    return "".join(f", {name} {number}" for name, number in known if number is not None)
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype of torch, such as "bfloat16". (This module does not import torch.)"""
+    return str(dtype).removeprefix("torch.")
 
 
 def size_text(count: int) -> str:

@@ -12,8 +12,9 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import CheckpointError
-from fp8dist.files.entries import Item, SavedEntry, States, dtype_name
+from fp8dist.files.entries import Item, SavedEntry, States
 from fp8dist.files.pickles import Unpickler
 from fp8dist.files.safetensor_files import slot_items
 from fp8dist.files.slices import FileSlice

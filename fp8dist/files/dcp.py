@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import CheckpointError
 from fp8dist.files.archives import Archive, items_of, zip_content
-from fp8dist.files.entries import PARAMETERS, Item, SavedEntry, Source, States, dtype_name
+from fp8dist.files.entries import PARAMETERS, Item, SavedEntry, Source, States
 from fp8dist.files.failures import Unsupported, reading
 from fp8dist.files.pickles import Builder, Record, Unpickler
 from fp8dist.files.slices import FileSlice

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import CheckpointError
 from fp8dist.files.failures import reading
 
-__all__ = ["PARAMETERS", "STATE", "Item", "SavedEntry", "Source", "States", "dtype_name"]
+__all__ = ["PARAMETERS", "STATE", "Item", "SavedEntry", "Source", "States"]
 
 STATE, PARAMETERS = "state", "parameters"
 """The two families of checkpoints: files of FP8 state alone, and all others."""
@@ -79,8 +79,3 @@ class Source:
                     f"but {entry.dtype} {entry.shape} when the file was opened"
                 )
             return tensor
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as in ``SavedEntry.dtype``."""
-    return str(dtype).removeprefix("torch.")

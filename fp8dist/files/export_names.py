@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_tensors import ExportedTensor
 from fp8dist.files.safetensor_files import DTYPES
@@ -31,7 +32,7 @@ def require_storable(tensors: Iterable[ExportedTensor]) -> None:
             why = "safetensors uses this name itself: rename the tensor"
         elif any("\ud800" <= letter <= "\udfff" for letter in tensor.name):  # Surrogates.
             why = "safetensors needs names in UTF-8: rename the tensor"
-        elif str(tensor.dtype).removeprefix("torch.") not in DTYPES.values():
+        elif dtype_name(tensor.dtype) not in DTYPES.values():
             why = f"safetensors has no {tensor.dtype}: convert the tensor"
         if why:
             raise ConfigurationError(f"{tensor.name!a}: {why}")

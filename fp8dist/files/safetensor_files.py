@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import CheckpointError
-from fp8dist.files.entries import PARAMETERS, STATE, Item, SavedEntry, Source, dtype_name
+from fp8dist.files.entries import PARAMETERS, STATE, Item, SavedEntry, Source
 from fp8dist.files.failures import reading
 from fp8dist.files.json_files import json_object
 from fp8dist.files.slices import FileSlice

@@ -207,7 +207,7 @@ def _write(arena: Arena, slots: Mapping[Slot, SavedSlot]) -> list[tuple[Slot, st
     ]
     if any(reasons):
         largest = [_largest(arena, spec, one) for spec, one in zip(specs, found)]
-        stood_for = amax_behind_scale(scale, torch.tensor(largest, dtype=torch.float32, device="cpu"), 0)
+        stood_for = amax_behind_scale(scale, torch.tensor(largest, dtype=torch.float32, device="cpu"))
         where, amaxes = torch.zeros_like(arena.cold), torch.zeros_like(arena.amax)
         where[index] = torch.tensor([why is not None for why in reasons], device=arena.device)
         amaxes[index] = stood_for.to(arena.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.model_state import ModelState
@@ -87,7 +88,7 @@ def _described_weights(model: nn.Module) -> dict[Slot, dict[str, Any]]:
     described: dict[Slot, dict[str, Any]] = {}
     for parts in by_weight.values():
         first, users = parts[0], sorted(part.fqn for part in parts)
-        dtype = str(first.weight.dtype).removeprefix("torch.")
+        dtype = dtype_name(first.weight.dtype)
         if isinstance(first.module, FP8Linear):
             shape = [first.module.out_features, first.module.in_features]
             same = {"shape": shape, "dtype": dtype, "users": users}

@@ -1,9 +1,11 @@
-"""Validation of what a program passes to ``prepare`` as model and groups, and to ``attach`` as module, optimizer,
-scaler and timeout. All functions are local. A message says what was expected, what came, and often where it belongs."""
+"""Validation of what a program passes to ``prepare`` as model and groups, to ``attach`` as module, optimizer, scaler
+and timeout, and to a manager's calls as names of modules. All functions are local. A message says what was expected,
+what came, and often where it belongs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -12,12 +14,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fp8dist.common.names import is_number
-from fp8dist.common.patterns import require_patterns
+from fp8dist.common.names import did_you_mean, is_number
+from fp8dist.common.optimizer_hooks import hooked_optimizers
+from fp8dist.common.patterns import require_patterns, unmatched
 from fp8dist.errors import ConfigurationError
+from fp8dist.job.coverage import Coverage
 from fp8dist.state.groups import has_base
+from fp8dist.state.precision import Precisions
+from fp8dist.state.slots import Slot, clean_fqn
+from fp8dist_kernels.formats import Role
 
-__all__ = ["require_attachable", "require_mapping_of_groups", "require_model"]
+__all__ = [
+    "hooked",
+    "meant",
+    "require_attachable",
+    "require_mapping_of_groups",
+    "require_match",
+    "require_model",
+]
 
 _WRAPPERS: Mapping[str, str] = MappingProxyType(
     {
@@ -142,3 +156,54 @@ def _shown(value: object) -> str:
     if value is None or isinstance(value, (str, bool, int, float)):
         return repr(value)
     return f"{type(value).__name__}"
+
+
+def hooked(optimizer: Any, enabled: bool) -> list[Optimizer]:
+    """Return the torch optimizers of ``attach(optimizer=…)``. With FP8 switched off, no boundary is needed: those
+    without step hooks are then left out.
+
+    Raises:
+        ConfigurationError: an optimizer has no step hooks.
+    """
+    if optimizer is None:
+        return []
+    try:
+        return hooked_optimizers(optimizer)
+    except ConfigurationError:
+        if enabled:
+            raise
+        return []
+
+
+def require_match(pattern: object, precisions: Precisions, coverage: Callable[[], Coverage]) -> None:
+    """Raise ConfigurationError unless ``pattern`` matches an FP8Linear, or an expert of a mixture. ``coverage``: called
+    only for the message."""
+    if not isinstance(pattern, str):
+        raise ConfigurationError(f'pattern must be a string such as "blocks.0.*", got {pattern!r}')
+    if precisions.matching(pattern):
+        return
+    other = next((row for row in coverage() if fnmatch.fnmatchcase(row.fqn, pattern)), None)
+    if other is None:
+        fqns = list(precisions.by_fqn)
+        raise ConfigurationError(
+            f"no FP8Linear matches {unmatched([pattern], fqns)[0]}; there are {len(fqns)} FP8Linears"
+        )
+    if other.fp8:  # A mixture.
+        first = precisions.within(other.fqn)[0].slots[Role.INPUT].fqn
+        raise ConfigurationError(
+            f"no FP8Linear or expert matches {pattern!r}: patterns match single experts, such as {first!r}"
+        )
+    raise ConfigurationError(f"no FP8Linear matches {pattern!r}: {other.fqn} stays in high precision, {other.reason}")
+
+
+def meant(fqn: object, slots: Sequence[Slot], coverage: Callable[[], Coverage]) -> str:
+    """Return a hint for the message that a slot is missing: the roles of this module, why it is not in FP8, or similar
+    names."""
+    known = sorted({slot.fqn for slot in slots})
+    clean = clean_fqn(str(fqn))
+    if fqn in known:
+        return f" (of {fqn!r} there is {', '.join(slot.role for slot in slots if slot.fqn == fqn)})"
+    reason = next((row.reason for row in coverage() if row.fqn == fqn), "")
+    if reason:
+        return f" ({reason})"
+    return f" (did you mean {clean!r}?)" if clean in known else did_you_mean(clean, known)

@@ -20,11 +20,11 @@ from fp8dist.job.agreement import agree
 from fp8dist.job.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.job.cycle import StepCycle
 from fp8dist.job.fitting import require_fitting, warn_of_padding, warn_of_unheld
-from fp8dist.job.joining import EarlyLauncher
+from fp8dist.job.joining import JoinLink
 from fp8dist.job.trial import try_products
 from fp8dist.modules.fp8_module import FP8Module, require_revertible, revert
 from fp8dist.modules.parts import fp8_parts
-from fp8dist.parallel.ddp import JoinLink, find_ddp
+from fp8dist.parallel.ddp import find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, shard_weights
 from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, unknown, warning
@@ -91,9 +91,6 @@ class Attachment:
         self._before = cycle.scales.sharded or self._before
         self.release()
         _place(model, whole, cycle)
-        for sync, group in zip(cycle.syncs, cycle.groups):
-            if group is not None and group.communicates:
-                group.require_backend(sync.arena.device)
         if cycle.settings.enabled:
             try_products(model, resharded)
         self._module = weakref.ref(whole)
@@ -105,16 +102,11 @@ class Attachment:
         also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
         self._agree(model, also, timeout)
         if start is not None:
-            try:
-                cycle.checker.compare_start(model, whole, start)
-            except BaseException:  # The caller may make the ranks equal, and attach again.
-                self._forget_agreement()
-                self._module = None
-                raise
-        for part in fp8_parts(model):
+            self._compare_start(model, whole, start)
+        parts = {part.fqn: part for part in fp8_parts(model)}
+        for part in parts.values():
             part.slots.note.resharded = part.module in resharded
-        by_fqn = {part.fqn: part.slots for part in fp8_parts(model)}
-        cycle.audits = audits_of(cycle.state, [by_fqn[fqn] for fqn in sorted(by_fqn)])
+        cycle.audits = audits_of(cycle.state, [parts[fqn].slots for fqn in sorted(parts)])
         cycle.begin_audit()
         warn_of_padding(model, cycle)
         self._derive_scales(model, whole)
@@ -144,6 +136,16 @@ class Attachment:
         cycle.control.tie(manifests)
         cycle.checks.restart()
         cycle.count_from_state()
+
+    def _compare_start(self, model: nn.Module, whole: nn.Module, start: Start) -> None:
+        """Compare what the ranks start with. COLLECTIVE. After an error this rank shares no state: the caller may make
+        the ranks equal, and attach again."""
+        try:
+            self._cycle.checker.compare_start(model, whole, start)
+        except BaseException:
+            self._forget_agreement()
+            self._module = None
+            raise
 
     def _forget_agreement(self) -> None:
         """Undo ``_agree``: this rank shares no state until it agrees again. Keeps the state. Local."""
@@ -180,7 +182,7 @@ class Attachment:
             self._compilations = CompilationWatch(cycle)
         ddp = find_ddp(whole)
         if ddp is not None:
-            self._join_link = JoinLink(ddp, EarlyLauncher(cycle))
+            self._join_link = JoinLink(ddp, cycle)
 
     def _warn_of_torch(self, whole: nn.Module) -> None:
         """Warn once if this torch lacks private state that fp8dist reads from the model's wrappers."""
@@ -269,6 +271,11 @@ def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
 
 
 def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
+    """Place the state on the devices that compute. Local.
+
+    Raises:
+        ConfigurationError: a group has no backend for such a device.
+    """
     default = next((p.device for p in model.parameters()), torch.device("cpu"))
     device_of = compute_devices(whole)
     for part in fp8_parts(model):
@@ -278,3 +285,6 @@ def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
     for sync in cycle.syncs:
         if not sync.arena.placed:
             sync.arena.place(default)
+    for sync, group in zip(cycle.syncs, cycle.groups):
+        if group is not None and group.communicates:
+            group.require_backend(sync.arena.device)

@@ -44,14 +44,7 @@ class CompilationWatch:
         from torch._dynamo.callback import callback_handler
 
         self._handler = callback_handler
-        alive = weakref.ref(owner)
-
-        def begins(compilation: Any) -> None:
-            living = alive()
-            if living is not None:
-                living.compilation_begins()
-
-        self._callback = callback_handler.register_start_callback(begins)
+        self._callback = callback_handler.register_start_callback(weakly(owner.compilation_begins))
         weakref.finalize(owner, self.remove)
 
     def remove(self) -> None:

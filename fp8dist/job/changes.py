@@ -86,14 +86,14 @@ class Gradients:
             held = (p for p in trained if local_part(p).numel())  # FSDP1 and ZeRO leave some ranks nothing.
             self._before = [(p, sample_of(p)) for p in itertools.islice(held, SAMPLED_WEIGHTS)]
 
-    def after(self, optimizer: Optimizer, speaks: bool) -> None:
+    def after(self, optimizer: Optimizer, logs: bool) -> None:
         """Warn if the step had no gradients, and changed nothing. Local."""
         before, self._before = self._before, []
         if not before:
             return
         # An optimizer that changes parameters without gradients has its own way to get them.
         self._over = True
-        if speaks and all(torch.equal(sample_of(p), values) for p, values in before):
+        if logs and all(torch.equal(sample_of(p), values) for p, values in before):
             logger.warning(
                 "fp8dist: %s has stepped, but no parameter has a gradient, so nothing was trained. manager.calibrate() "
                 "restores the gradients that it finds: to train while amaxes are recorded, use `with manager.no_fp8(), "
@@ -114,7 +114,7 @@ class WeightLoads:
         """Forget the last load: the optimizer's state was loaded, too."""
         self._seen = []
 
-    def before(self, optimizer: Optimizer, loads: dict[WeightNote, Tensor], speaks: bool) -> None:
+    def before(self, optimizer: Optimizer, loads: dict[WeightNote, Tensor], logs: bool) -> None:
         """Warn, before the second step after a load, if the weights are as before the load. Local.
 
         Args:
@@ -126,12 +126,12 @@ class WeightLoads:
             known = [each for each in undone if each is not None]
             if known and all(known):
                 self._over = True
-                self._warn(optimizer, speaks)
+                self._warn(optimizer, logs)
             self._seen = [(note, old, sample_of(note.stored[0])) for note, old in loads.items() if note.stored]
             loads.clear()
 
-    def _warn(self, optimizer: Optimizer, speaks: bool) -> None:
-        if speaks:
+    def _warn(self, optimizer: Optimizer, logs: bool) -> None:
+        if logs:
             logger.warning(
                 "fp8dist: the step of %s after load_state_dict() of the model has undone the load: it keeps copies of "
                 "the weights (master weights), which still have the values from before. Load these, too, with the "

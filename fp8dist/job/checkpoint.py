@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8dist.common.text import first_few
@@ -17,7 +16,7 @@ from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.expert_layouts import describe_experts
 from fp8dist.state import overwrites, storage
 from fp8dist.state.arena import Arena, fitted, unchanged_on_failure
-from fp8dist.state.groups import SyncGroup, world_size
+from fp8dist.state.groups import SyncGroup, own_rank, world_size
 from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels.formats import FORMATS
@@ -133,16 +132,12 @@ class Checkpoint:
 def _key(group: SyncGroup | None) -> str:
     if world_size() == 1 or (group is not None and group.size == world_size()):
         return "shared"
-    return f"rank{_rank()}" if group is None else f"ranks{min(group.ranks)}-{group.identity}"
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return f"rank{own_rank()}" if group is None else f"ranks{min(group.ranks)}-{group.identity}"
 
 
 def with_rank(path: str | os.PathLike[str]) -> str:
     """Return the path with ``{rank}`` replaced by this rank's number."""
-    return os.fspath(path).replace("{rank}", str(_rank()))
+    return os.fspath(path).replace("{rank}", str(own_rank()))
 
 
 def _parsed(key: str, value: Any) -> dict[str, Any]:
@@ -277,7 +272,7 @@ class _Match:
             raise CheckpointError(f"it has slots of format {unknown[0]!r}, which is unknown here")
         largest = torch.tensor([FORMATS[name].max for name in names], dtype=torch.float32, device="cpu")
         factors = torch.tensor([2.0 ** margins[i] for i in self._saved["recipe_of"]], device="cpu")
-        return amax_behind_scale(self._saved["scale"].cpu(), largest / factors, margin=0)
+        return amax_behind_scale(self._saved["scale"].cpu(), largest / factors)
 
     def apply(self) -> None:
         """Write the saved state to the arenas."""

@@ -227,7 +227,7 @@ class StepCycle:
 
     # Called by hooks -----------------------------------------------------------------------------
 
-    def compilation_begins(self) -> None:
+    def compilation_begins(self, compilation: Any) -> None:
         """Commit pending syncs, because torch.compile is about to trace, maybe a forward. Local."""
         self.job.compiled = True
         try:

@@ -1,9 +1,12 @@
-"""Makes the EarlyLauncher of a manager, for the hooks of ``fp8dist.ddp`` and ``fp8dist.fsdp``."""
+"""Early launches of a manager's syncs, for the hooks of ``fp8dist.ddp`` and ``fp8dist.fsdp``."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.joining import EarlyLauncher
+from fp8dist.job.joining import launch_from_hook
 from fp8dist.job.manager import Internals, StateManager
 from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.formats import Role
@@ -11,8 +14,9 @@ from fp8dist_kernels.formats import Role
 __all__ = ["early_launcher"]
 
 
-def early_launcher(manager: StateManager, frozen_weights: bool = False) -> EarlyLauncher:
-    """Return the object that launches syncs before the boundary, for the hooks of DDP and FSDP1. Local.
+def early_launcher(manager: StateManager, frozen_weights: bool = False) -> Callable[[], None]:
+    """Return a function that launches syncs before the boundary, for the hooks of DDP and FSDP1. Local; the function is
+    COLLECTIVE.
 
     Args:
         frozen_weights: True if weights may be frozen, because the hook launches after the gradient amaxes of their
@@ -30,4 +34,4 @@ def early_launcher(manager: StateManager, frozen_weights: bool = False) -> Early
                 "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
             )
     inside.cycle.job.launches_early = True
-    return EarlyLauncher(inside.cycle)
+    return functools.partial(launch_from_hook, inside.cycle)

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8dist.common.patterns import Skip
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.foreign import expert_products, gate_fits, is_parallel, linear_base
 from fp8dist.modules.overrides import Overrides
@@ -281,7 +282,7 @@ def _quantised(of: Candidate) -> LeftOut | None:
         if subclass is not None:
             return LeftOut("quantised weight", f"its {name} is a {subclass}, a tensor subclass (quantised?)")
         if not weight.is_floating_point() or weight.element_size() < 2:
-            return LeftOut("quantised weight", f"its {name} is {str(weight.dtype).removeprefix('torch.')}")
+            return LeftOut("quantised weight", f"its {name} is {dtype_name(weight.dtype)}")
     return None
 
 

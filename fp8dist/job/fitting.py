@@ -157,7 +157,7 @@ def _is_freed(parameter: Tensor) -> bool:
 
 def warn_of_padding(model: nn.Module, cycle: StepCycle) -> None:
     """Log which experts FSDP2 pads. Local."""
-    if not cycle.settings.enabled or not cycle.state.speaks:
+    if not cycle.settings.enabled or not cycle.state.logs:
         return
     for module in fp8_experts(model):
         for name, slots in module.fp8_products.items():

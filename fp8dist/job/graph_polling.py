@@ -47,7 +47,7 @@ class GraphPolling:
         if job.captured or job.graphed or not cycle.settings.enabled or self._warned:
             return
         idle, self._polled = self._polled == job.boundaries, job.boundaries
-        if idle and cycle.state.speaks:
+        if idle and cycle.state.logs:
             self._warned = True
             logger.warning(
                 "fp8dist: poll() without a graph: no step was captured into a CUDA graph, and none has ended since the "

@@ -6,15 +6,33 @@ import weakref
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.attachment import Attachment
 from fp8dist.job.cycle import StepCycle
-from fp8dist.job.joining import EarlyLauncher
-from fp8dist.parallel.ddp import ManagerJoinHook
+from fp8dist.job.joining import launch_idle, resync_after_join
 
 __all__ = ["JoinedManager"]
+
+
+class ManagerJoinHook(JoinHook):
+    """Makes a rank without data take part in the syncs of the other ranks. ``Join`` calls its methods."""
+
+    def __init__(self, cycle: StepCycle, ddp: DistributedDataParallel) -> None:
+        self._cycle = cycle
+        self._ddp = ddp
+
+    def main_hook(self) -> None:
+        """Shadow one launch, if DDP's own hook has just shadowed a synchronised forward. COLLECTIVE."""
+        if self._ddp.require_forward_param_sync:
+            launch_idle(self._cycle)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy the state of the rank that has made the most steps, because ranks that ran out of data have old state.
+        COLLECTIVE."""
+        resync_after_join(self._cycle)
 
 
 class JoinedManager(Joinable):
@@ -44,7 +62,7 @@ class JoinedManager(Joinable):
             raise ConfigurationError(
                 "Join does not work with comm_hook, which ranks without data never reach: leave the hook out"
             )
-        hook = ManagerJoinHook(EarlyLauncher(self._cycle), ddp)
+        hook = ManagerJoinHook(self._cycle, ddp)
         self._cycle.job.join_hook = weakref.ref(hook)
         return hook
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import logging
 import os
 import weakref
@@ -13,19 +12,17 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
-from torch.optim import Optimizer
 
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.checker import Event
 from fp8dist.checks.inventory import Scope
 from fp8dist.checks.report import DivergenceReport
-from fp8dist.common.names import check_keywords, did_you_mean, require_bool, require_choice, require_int
-from fp8dist.common.optimizer_hooks import hooked_optimizers, unwrap_optimizers
-from fp8dist.common.patterns import unmatched
+from fp8dist.common.names import check_keywords, require_bool, require_choice, require_int
+from fp8dist.common.optimizer_hooks import unwrap_optimizers
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.agreement import require_groups
-from fp8dist.job.arguments import require_attachable
+from fp8dist.job.arguments import hooked, meant, require_attachable, require_match
 from fp8dist.job.attachment import Attachment, local_weights
 from fp8dist.job.calibration import calibration
 from fp8dist.job.checkpoint import Checkpoint
@@ -46,7 +43,7 @@ from fp8dist.state.arena import NONFINITE
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.recipe import GEMMS, Gemm, Recipe, gemms_in_order
 from fp8dist.state.settings import Policy, Start
-from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
+from fp8dist.state.slots import Slot, SlotSpec, parse_role
 from fp8dist_kernels.formats import FORMATS, Role
 
 __all__ = ["ATTRIBUTE", "WHOLE", "Internals", "StateManager", "Verified", "get_manager", "managers_in"]
@@ -185,7 +182,7 @@ class StateManager(FormerNames, JoinedManager):
         require_attachable(module, optimizer, scaler, timeout)
         self._cycle.require("attach()")
         require_groups(self.settings, self._cycle.groups)
-        optimizers = _hooked(optimizer, self.settings.enabled)
+        optimizers = hooked(optimizer, self.settings.enabled)
         model = _existing(self._model)
         if module is not None and get_manager(module) is not self:
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
@@ -415,7 +412,7 @@ class StateManager(FormerNames, JoinedManager):
         """
         self._cycle.require("set_precision()")
         require_choice("precision", precision, ("high", "fp8"), '"high" or "fp8"')
-        _require_match(self, pattern)
+        require_match(pattern, self._cycle.precisions, self.coverage)
         if steps is not None:
             require_int("steps", steps, 1, what="None or a number of optimizer steps")
         chosen = gemms_in_order("gemms", gemms)
@@ -485,7 +482,8 @@ class StateManager(FormerNames, JoinedManager):
         for sync in self._syncs:
             if slot in sync.arena.index:
                 return SlotState(self._cycle, sync, slot, fqn)
-        raise ConfigurationError(f"there is no slot {slot}{_meant(self, fqn)}; manager.slots lists them")
+        hint = meant(fqn, self.slots, self.coverage)
+        raise ConfigurationError(f"there is no slot {slot}{hint}; manager.slots lists them")
 
     @property
     def verified(self) -> Verified:
@@ -686,23 +684,6 @@ def _existing(model: weakref.ref[nn.Module]) -> nn.Module:
     return found
 
 
-def _hooked(optimizer: Any, enabled: bool) -> list[Optimizer]:
-    """Return the torch optimizers of ``attach(optimizer=…)``. With FP8 switched off, no boundary is needed: those
-    without step hooks are then left out.
-
-    Raises:
-        ConfigurationError: an optimizer has no step hooks.
-    """
-    if optimizer is None:
-        return []
-    try:
-        return hooked_optimizers(optimizer)
-    except ConfigurationError:
-        if enabled:
-            raise
-        return []
-
-
 def _log_changes(manager: StateManager, model: nn.Module) -> None:
     """Log which modules came after ``prepare`` or are gone, unless the last ``attach`` logged the same. One rank
     logs."""
@@ -711,7 +692,7 @@ def _log_changes(manager: StateManager, model: nn.Module) -> None:
     here = {of.slots[Role.INPUT] for part in fp8_parts(model) for of in part.slots.precisions}
     gone = [fqn for fqn, of in cycle.precisions.by_fqn.items() if of.slots[Role.INPUT] not in here]
     before, manager._changes = manager._changes, (new, gone)
-    if before == (new, gone) or not (new or gone) or not cycle.state.speaks:
+    if before == (new, gone) or not (new or gone) or not cycle.state.logs:
         return
     texts = []
     if new:
@@ -720,37 +701,3 @@ def _log_changes(manager: StateManager, model: nn.Module) -> None:
     if gone:
         texts.append(f"modules that prepare() converted are gone, and their slots stay unused: {first_few(gone)}")
     logger.log(logging.WARNING if new else logging.INFO, "fp8dist: attach(): %s", "; ".join(texts))
-
-
-def _require_match(manager: StateManager, pattern: object) -> None:
-    """Raise ConfigurationError unless a pattern matches an FP8Linear, or an expert of a mixture."""
-    if not isinstance(pattern, str):
-        raise ConfigurationError(f'pattern must be a string such as "blocks.0.*", got {pattern!r}')
-    precisions = manager._cycle.precisions
-    if precisions.matching(pattern):
-        return
-    other = next((row for row in manager.coverage() if fnmatch.fnmatchcase(row.fqn, pattern)), None)
-    if other is None:
-        fqns = list(precisions.by_fqn)
-        raise ConfigurationError(
-            f"no FP8Linear matches {unmatched([pattern], fqns)[0]}; there are {len(fqns)} FP8Linears"
-        )
-    if other.fp8:  # A mixture.
-        first = precisions.within(other.fqn)[0].slots[Role.INPUT].fqn
-        raise ConfigurationError(
-            f"no FP8Linear or expert matches {pattern!r}: patterns match single experts, such as {first!r}"
-        )
-    raise ConfigurationError(f"no FP8Linear matches {pattern!r}: {other.fqn} stays in high precision, {other.reason}")
-
-
-def _meant(manager: StateManager, fqn: object) -> str:
-    """Return a hint for the message that a slot is missing: the roles of this module, why it is not in FP8, or similar
-    names."""
-    known = sorted({slot.fqn for slot in manager.slots})
-    clean = clean_fqn(str(fqn))
-    if fqn in known:
-        return f" (of {fqn!r} there is {', '.join(slot.role for slot in manager.slots if slot.fqn == fqn)})"
-    reason = next((row.reason for row in manager.coverage() if row.fqn == fqn), "")
-    if reason:
-        return f" ({reason})"
-    return f" (did you mean {clean!r}?)" if clean in known else did_you_mean(clean, known)

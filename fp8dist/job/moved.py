@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -37,16 +38,9 @@ def _call_of_slot(name: str) -> Callable[[Any], Any]:
     return lambda manager: lambda fqn, role, *args, **named: getattr(manager.slot(fqn, role), name)(*args, **named)
 
 
-def _high_precision(manager: Any) -> Callable[[str], Any]:
-    return lambda fqn: manager.slot(fqn, "input").high_precision
-
-
-def _recipe_of(manager: Any) -> Callable[[str], Any]:
-    def recipe_of(fqn: str) -> Any:
-        role = next((slot.role for slot in manager.slots if slot.fqn == fqn), "weight")
-        return manager.slot(fqn, role).recipe
-
-    return recipe_of
+def _recipe_of(manager: Any, fqn: str) -> Any:
+    role = next((slot.role for slot in manager.slots if slot.fqn == fqn), "weight")
+    return manager.slot(fqn, role).recipe
 
 
 MOVED: Mapping[str, tuple[str, Callable[[Any], Any]]] = MappingProxyType(
@@ -63,11 +57,15 @@ MOVED: Mapping[str, tuple[str, Callable[[Any], Any]]] = MappingProxyType(
             name: (f"manager.slot(fqn, role).{name}({argument})", _call_of_slot(name))
             for name, argument in (("set_scale", "scale"), ("record", "x"))
         },
-        "high_precision": ("manager.slot(fqn, role).high_precision", _high_precision),
-        "recipe_of": ("manager.slot(fqn, role).recipe", _recipe_of),
-        "proven_step": ("manager.verified.proven_step", lambda manager: manager.verified.proven_step),
-        "checked_step": ("manager.verified.checked_step", lambda manager: manager.verified.checked_step),
-        "last_check": ("manager.verified.last_check", lambda manager: manager.verified.last_check),
+        "high_precision": (
+            "manager.slot(fqn, role).high_precision",
+            lambda manager: lambda fqn: manager.slot(fqn, "input").high_precision,
+        ),
+        "recipe_of": ("manager.slot(fqn, role).recipe", lambda manager: functools.partial(_recipe_of, manager)),
+        **{
+            name: (f"manager.verified.{name}", operator.attrgetter(f"verified.{name}"))
+            for name in ("proven_step", "checked_step", "last_check")
+        },
     }
 )
 """By old name: the new call, and a function of the manager that returns what the old name gave."""

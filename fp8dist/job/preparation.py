@@ -276,9 +276,9 @@ def _log_conversion(surveyed: Survey, state: ModelState) -> None:
             "fp8dist: torch's fast path of nn.TransformerEncoderLayer in eval() does not call its Linears, so "
             "it is not FP8; torch.backends.mha.set_fastpath_enabled(False) turns it off"
         )
-    _warn_of_routers(surveyed, state.speaks)
+    _warn_of_routers(surveyed, state.logs)
     _log_share(surveyed, state)
-    if (strangers := unknown_variables()) and state.speaks:
+    if (strangers := unknown_variables()) and state.logs:
         named = ", ".join(f"{variable}{hint}" for variable, hint in strangers.items())
         logger.warning("fp8dist: environment: there is no setting %s", named)
 
@@ -287,7 +287,7 @@ def _log_share(surveyed: Survey, state: ModelState) -> None:
     """Log how much of the model is in FP8, if that is little."""
     coverage = surveyed.coverage(True)
     converted = len(surveyed.chosen) + len(surveyed.experts)
-    level = logging.WARNING if state.speaks else logging.INFO
+    level = logging.WARNING if state.logs else logging.INFO
     if not state.settings.enabled:
         logger.warning("fp8dist is switched off: %d modules stay in high precision", converted)
     elif not coverage.rows:
@@ -301,7 +301,7 @@ def _log_share(surveyed: Survey, state: ModelState) -> None:
         logger.log(level, "fp8dist: FP8: %s; left out: %s", coverage.summary, surveyed.summary())
 
 
-def _warn_of_routers(surveyed: Survey, speaks: bool) -> None:
+def _warn_of_routers(surveyed: Survey, logs: bool) -> None:
     """Warn about Linears beside a mixture that have an output per expert."""
     beside = set()
     for fqn, module in surveyed.experts.items():
@@ -311,7 +311,7 @@ def _warn_of_routers(surveyed: Survey, speaks: bool) -> None:
     routers = [fqn for fqn, of in linears if (fqn.rpartition(".")[0], getattr(of, "out_features", 0)) in beside]
     if routers:
         logger.log(
-            logging.WARNING if speaks else logging.INFO,
+            logging.WARNING if logs else logging.INFO,
             "fp8dist: %s: as many outputs as the mixture has experts. If it is a router, its rounding in FP8 sends "
             "tokens to other experts: prepare(skip=%r)",
             first_few(routers, 3),

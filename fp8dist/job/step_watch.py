@@ -16,7 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fp8dist.common.optimizer_hooks import found_inf, has_closure, is_real_step, retire_with, step_frames, untraced
+from fp8dist.common.optimizer_hooks import (
+    found_inf,
+    has_closure,
+    is_real_step,
+    retire_with,
+    step_frames,
+    untraced,
+    weakly,
+)
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.changes import Gradients, Masters, WeightLoads
@@ -69,21 +77,9 @@ class StepWatch:
         self._loads = WeightLoads()
         self._warned_of_eval = False
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        alive = weakref.ref(self)
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            living = alive()
-            if living is not None:
-                living._before(optimizer, _is_nested(), has_closure(args, kwargs))
-
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            living = alive()
-            if living is not None:
-                living._after(optimizer, _is_nested())
-
         self._handles = (
-            register_optimizer_step_pre_hook(untraced(before)),
-            register_optimizer_step_post_hook(untraced(after)),
+            register_optimizer_step_pre_hook(untraced(weakly(self._before))),
+            register_optimizer_step_post_hook(untraced(weakly(self._after))),
         )
         for handle in self._handles:
             retire_with(self, handle)  # Never removes a hook inside a step: torch iterates over the hooks then.
@@ -184,18 +180,18 @@ class StepWatch:
         if listener is not None:
             listener.state.job.loads.clear()
 
-    def _before(self, optimizer: Optimizer, nested: bool, closure: bool) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         listener = self._listener()
         if listener is None:
             return
         listener.before_step(optimizer)
-        if nested or listener.state.captures:
+        if _is_nested() or listener.state.captures:
             return
         if listener.state.job.enabled and optimizer in self._attached and is_real_step(optimizer):
             is_last = optimizer is self._last_one
-            self._gradients.before(optimizer, is_last, closure)
+            self._gradients.before(optimizer, is_last, has_closure(args, kwargs))
             if is_last:
-                self._loads.before(optimizer, listener.state.job.loads, listener.state.speaks)
+                self._loads.before(optimizer, listener.state.job.loads, listener.state.logs)
         self._began, listener.state.job.stepping = listener.state.job.boundaries, True
         if self._masters is not None and self._masters.check(optimizer):
             self._masters = None
@@ -222,8 +218,8 @@ class StepWatch:
             listener.publish_error(text)
             raise ConfigurationError(text)
 
-    def _after(self, optimizer: Optimizer, nested: bool) -> None:
-        listener, real = self._listener(), is_real_step(optimizer)
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        listener, nested, real = self._listener(), _is_nested(), is_real_step(optimizer)
         if listener is None:
             return
         counts = real and not nested and not listener.state.captures
@@ -240,13 +236,13 @@ class StepWatch:
             notes = [*held.listed, *held.others]
             for note in notes:
                 note.stepped_at, note.skipped = self._began, skipped
-            if listener.state.job.unrecorded_at >= since and listener.state.speaks:
+            if listener.state.job.unrecorded_at >= since and listener.state.logs:
                 self._warn_of_eval(optimizer, notes, since)
         if not nested:
             for note in self._unrecorded:  # Written to between the last forward and this step.
                 note.mark_written()
             self._lists, self._held, self._unrecorded = [], None, []
-            self._gradients.after(optimizer, listener.state.speaks)
+            self._gradients.after(optimizer, listener.state.logs)
         listener.after_step(optimizer, real)
 
     def _warn_of_eval(self, optimizer: Optimizer, notes: Sequence[WeightNote], since: int) -> None:

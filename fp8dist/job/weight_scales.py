@@ -55,7 +55,7 @@ class WeightScales:
     def warn_of_outgrown(self) -> None:
         """Warn of gathered weights that were written to without a trace. COLLECTIVE if there are gathered weights."""
         found = [] if self.sharded is None or self._state.job.joined else self.sharded.outgrown()
-        if found and found[0].slots.weight_sync.speaks:
+        if found and found[0].slots.weight_sync.logs:
             logger.warning(
                 "fp8dist: %d weight(s) have outgrown their FP8 scales, '%s' first: other code has written to them in a "
                 "way that torch does not report (.data, to_local(), dcp.load). The next forward casts them with scales "

@@ -20,7 +20,6 @@ from fp8dist.modules.high_precision import in_autocast, in_high_precision, of_ro
 from fp8dist.modules.linear_slots import LinearSlots, States
 from fp8dist.modules.main_grad import MainGrad
 from fp8dist.modules.modes import Choice, Mode, Records
-from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Multiply
 from fp8dist.modules.unsupported import differentiable_once
@@ -207,7 +206,7 @@ class _FP8Product(torch.autograd.Function):
         call: _Call = ctx.call
         slots, (high, *_) = call.slots, call.mode.choice
         slots.settle()  # A step may have ended since the forward, whose sync is then still pending.
-        wants_input_grad, wants_bias_grad, wants_weight_grad = needed_gradients(ctx)
+        wants_input_grad, wants_bias_grad, wants_weight_grad = _needed_gradients(ctx)
         copies = wants_input_grad and high.dgrad is not True, wants_weight_grad and high.wgrad is not True
         grad_input = grad_weight = grad_bias = None
         if wants_input_grad or wants_weight_grad:  # Otherwise only the bias needs a gradient.
@@ -229,6 +228,31 @@ class _FP8Product(torch.autograd.Function):
             grad_bias = slots.bias_gradient(grad_output, ctx.bias_dtype, offsets)
         slots.monitor.count_backward(call.record)
         return (grad_input, grad_bias, grad_weight, *[None] * 6)
+
+
+def _needed_gradients(ctx: Any) -> tuple[bool, bool, bool]:
+    """Return, for the first three inputs of an autograd function, True if the backward that runs now uses the gradient.
+
+    ``ctx.needs_input_grad`` shows what the forward knew. That is not enough for pipelines with split backward (zero
+    bubble): they run each backward twice, first for the gradients of inputs, later for those of weights, and each run
+    should compute its own part only. Every backward calls this, so the code makes few Python calls.
+
+    Args:
+        ctx: the autograd context, inside ``backward``.
+    """
+    needs: tuple[bool, bool, bool] = ctx.needs_input_grad[:3]
+    if torch.compiler.is_compiling():
+        return needs
+    nodes = [node for node, _ in ctx.next_functions if node is not None]  # Of the inputs that need gradients, in order.
+    used, first = [False, False, False], 0
+    for place in range(3):
+        if needs[place]:
+            try:
+                used[place] = torch._C._will_engine_execute_node(nodes[first])
+            except (AttributeError, RuntimeError):  # A leaf whose gradient autograd.grad() returns; or another torch.
+                used[place] = True
+            first += 1
+    return used[0], used[1], used[2]
 
 
 Factor = tuple[Tensor | None, Tensor, Tensor]

@@ -46,7 +46,7 @@ class ModelState:
         return any([capturing(sync.arena.device) for sync in self.syncs])
 
     @property
-    def speaks(self) -> bool:
+    def logs(self) -> bool:
         """True on the one rank that logs for its group: the lowest."""
         group = next((group for group in self.groups if group is not None), None)
         return group is None or group.rank == min(group.ranks)

@@ -46,7 +46,7 @@ class PrecisionControl:
         fqns = self.precisions.matching(pattern)
         self._state.job.invalidate_casts()
         cold = self.wake(self.precisions.change(fqns, gemms, to_high, steps))
-        if cold and self._state.speaks:
+        if cold and self._state.logs:
             logger.warning(
                 "fp8dist: %d slots have no scale yet, and are cast with their own amaxes in the next step: "
                 "manager.calibrate() over a few batches gives them scales",
@@ -119,7 +119,7 @@ class PrecisionControl:
         arenas = [sync.arena for sync in self._state.syncs if sync.arena.recipe.delayed]
         cold = sum(flag for arena in arenas for slot, flag in zip(arena.index, arena.cold.tolist()) if slot in cast)
         slots = sum(len(sync.arena) for sync in self._state.syncs)
-        if cold and self._state.speaks:
+        if cold and self._state.logs:
             logger.warning(
                 "fp8dist: training resumes without FP8 state: %d of %d slots had no amax in the first step. If this "
                 "continues a run in FP8, load its FP8 state before that step, too (manager.load_state_dict or "

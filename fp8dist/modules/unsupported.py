@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import ConfigurationError
 
 __all__ = ["FLOATING", "differentiable_once", "require_eager", "require_floating"]
@@ -26,8 +27,8 @@ def require_floating(input: Tensor, fqn: str) -> None:
     if dtype in FLOATING or (dtype.is_floating_point and torch.is_autocast_enabled(input.device.type)):
         return
     raise ConfigurationError(
-        f"{fqn}: expected an input in {', '.join(str(known).removeprefix('torch.') for known in FLOATING)}, got "
-        f"{str(dtype).removeprefix('torch.')}: convert it first, for example with input.float(); the module casts to "
+        f"{fqn}: expected an input in {', '.join(map(dtype_name, FLOATING))}, got "
+        f"{dtype_name(dtype)}: convert it first, for example with input.float(); the module casts to "
         "FP8 itself"
     )
 
@@ -37,7 +38,7 @@ def require_eager(input: Tensor, weight: Tensor, module: nn.Module, fqn: str) ->
     compiled code: Dynamo raises its own errors."""
     what = None
     if input.layout is not torch.strided or input.is_nested:
-        what = f"inputs with layout {'nested' if input.is_nested else str(input.layout).removeprefix('torch.')}"
+        what = f"inputs with layout {'nested' if input.is_nested else dtype_name(input.layout)}"
     elif torch._C._functorch.peek_interpreter_stack() is not None:
         what = "torch.vmap and the transforms of torch.func"
     elif forward_ad._current_level >= 0:

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.sharded_weight import ForwardState, ShardedWeight, in_backward
@@ -421,8 +420,8 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
     weights = []
     for part, *_ in found:
         arena = part.slots.weight_sync.arena
-        held = [orders[id(arena)][arena.index[slot]] for slot in part.slots.weight_slots]
-        of_experts = isinstance(part.module, FP8Experts)
-        amax = arena.shards[held[0] :][: len(held)] if of_experts else arena.shards[held[0]]
+        slots = part.slots.weight_slots  # Those of experts follow each other.
+        first = orders[id(arena)][arena.index[slots[0]]]
+        amax = arena.shards[first : first + len(slots)] if part.slots.grouped else arena.shards[first]
         weights.append(ShardedWeight(part, amax, forward))
     return ShardedWeights(settle, fit, weights, fsdp_modules, forward)

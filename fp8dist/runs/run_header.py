@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fp8dist.common.text import dtype_name
 from fp8dist.common.versions import version_of
 from fp8dist.runs.run_format import FORMAT, VERSION
 from fp8dist.state.groups import world_size
@@ -59,7 +60,7 @@ def header(
         "ranks": ranks,
         "hosts": [socket.gethostname()] if ranks == 1 else known_hosts(ranks),
         "device": device,
-        "precision": precision or ("fp8" if in_fp8 else str(torch.get_default_dtype()).removeprefix("torch.")),
+        "precision": precision or ("fp8" if in_fp8 else dtype_name(torch.get_default_dtype())),
         "recipe": described.get("recipe", ""),
         "every": every,
         "versions": {

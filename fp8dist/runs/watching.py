@@ -56,7 +56,7 @@ def watch(
     inside = Internals(manager)
     cycle = inside.cycle
     cycle.require("watch()")
-    writes = cycle.state.speaks or not manager.settings.amax_sync
+    writes = cycle.state.logs or not manager.settings.amax_sync
     alarm = None if jump is None else JumpAlarm(jump, writes)
     precisions = (of for part in inside.parts() for of in part.slots.precisions)
     order = {of.slots[Role.INPUT].fqn: place for place, of in enumerate(precisions)}
@@ -97,7 +97,7 @@ def describe(manager: StateManager) -> dict[str, Any]:
     specs = sorted(spec for sync in cycle.syncs for spec in sync.arena.specs)
     return {
         "attached": cycle.job.attached,
-        "writes": cycle.state.speaks and (any(cycle.groups) or own_rank() == 0),
+        "writes": cycle.state.logs and (any(cycle.groups) or own_rank() == 0),
         "began_after": cycle.job.began if manager.settings.enabled else None,
         "device": str(cycle.syncs[0].arena.device),
         "fp8": manager.settings.enabled,

@@ -203,23 +203,21 @@ class Arena:
         return larger
 
     @torch.inference_mode(False)
-    def hold_shards(self, users: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+    def hold_shards(self, users: Mapping[int, Sequence[int]]) -> None:
         """Mark weights as sharded: no rank sees a whole weight, and each rank reports the amax of its part.
 
         A rank reports the amax even if its own modules did not run, because it still holds a part of the weight. A
         commit takes the amax if any rank ran one of the weight's users.
 
+        ``shards`` has a place for the amax of each such slot, in the order of ``shard_slots``; -1 until written.
+
         Args:
             users: by index of a weight slot, the indices of its users' input slots, which show if the users ran.
-
-        Returns:
-            By index of the slot, the place for this rank's amax: 0-d float32 views, -1 until written.
         """
         places = sorted(users)
         widest = max((len(users[place]) for place in places), default=0)
         padded = [[*users[place], *[users[place][0]] * (widest - len(users[place]))] for place in places]
         self._use(self.arrays.with_shards(places, padded))
-        return {place: self.shards[i] for i, place in enumerate(places)}
 
     # The step ------------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ class ArenaSync:
             self.lookout = Lookout(self.owner, group, place)
 
     @property
-    def speaks(self) -> bool:
+    def logs(self) -> bool:
         """True on the one rank of the group that logs messages for all of its ranks."""
         return self.group is None or self.group.rank == min(self.group.ranks)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from fp8dist.common.text import placed
 from fp8dist.state.statistics import SlotStatistics
 
 __all__ = ["Cause", "earliest"]
@@ -26,9 +27,7 @@ class Cause(NamedTuple):
     role: str
 
     def __str__(self) -> str:
-        known = ((name, number) for name, number in (("rank", self.rank), ("microbatch", self.microbatch)))
-        places = "".join(f", {name} {number}" for name, number in known if number is not None)
-        return f"{self.module}, {self.role}{places}"
+        return f"{self.module}, {self.role}{placed(self.rank, self.microbatch)}"
 
 
 def earliest(step: int, slots: Iterable[SlotStatistics], order: Mapping[str, int]) -> Cause | None:

@@ -24,9 +24,8 @@ from torch import Tensor
 from fp8dist_kernels import BLOCK
 from fp8dist_kernels.backends import nvidia_capability
 from fp8dist_kernels.multipliers import Product, refused, torch_can_group
-from fp8dist_kernels.ops import implementer, version_of_backend
+from fp8dist_kernels.ops import cast, copies_fake, implementer, version_of_backend
 from fp8dist_kernels.reference import grouped_casts, grouped_matmuls, scaled_grouped
-from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.taps import notify
@@ -78,16 +77,6 @@ def register_flops() -> None:
 
     register_flop_formula(torch.ops.fp8dist.matmul_grouped)(of_rows)
     register_flop_formula(torch.ops.fp8dist.matmul_grouped_columns)(of_columns)
-
-
-def _cast(
-    name: str, x: Tensor, *rest: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
-) -> tuple[Tensor, ...]:
-    cast = getattr(version_of_backend(backend, x.device, grouped_casts), name)
-    results: tuple[Tensor, ...] = cast(x, *rest, **options)
-    if tap is not None:
-        notify(tap, name, site, (x, *rest), {**options, "backend": backend}, *results)
-    return results
 
 
 def _multiply(
@@ -157,21 +146,6 @@ def multiplier_name(
     return implementer(backend, device)
 
 
-def _copies_fake(x: Tensor, groups: Any, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """Return the copies of rows of ``groups`` experts, or of a weight [E, n, k]."""
-    if x.ndim == 3:
-        experts, tokens, features = x.shape
-        padded = (tokens + TOKEN_ALIGNMENT - 1) // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT
-        of_columns = [experts, features, padded]
-    else:
-        tokens, features = x.shape
-        of_columns = [features, columns_bound(tokens, groups)]
-    return (
-        x.new_empty(x.shape if rows else (0,), dtype=dtype),
-        x.new_empty(of_columns if columns else (0,), dtype=dtype),
-    )
-
-
 def _quantize_grouped_fake(
     x: Tensor,
     offsets: Tensor | None,
@@ -185,14 +159,14 @@ def _quantize_grouped_fake(
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = scale.shape[0]
-    return (*_copies_fake(x, groups, dtype, rows, columns), scale.new_empty(groups))
+    return (*copies_fake(x, dtype, rows, columns, groups), scale.new_empty(groups))
 
 
 def _quantize_grouped_lines_fake(
     x: Tensor, offsets: Tensor, dtype: torch.dtype, *, in_blocks: bool, rows: bool, columns: bool, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (tokens, features), groups = x.shape, offsets.shape[0]
-    row_major, transposed = _copies_fake(x, groups, dtype, rows, columns)
+    row_major, transposed = copies_fake(x, dtype, rows, columns, groups)
 
     def scales(wanted: bool, *shape: Any) -> Tensor:
         return x.new_empty(shape if wanted else (0,), dtype=torch.float32)
@@ -217,28 +191,28 @@ def _matmul_grouped_columns_fake(
     return a.new_empty((offsets.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+_OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
     {
-        "quantize_grouped": functools.partial(_cast, "quantize_grouped"),
-        "quantize_grouped_lines": functools.partial(_cast, "quantize_grouped_lines"),
-        "matmul_grouped": functools.partial(_multiply, "matmul_grouped"),
-        "matmul_grouped_columns": functools.partial(_multiply, "matmul_grouped_columns"),
+        "quantize_grouped": (functools.partial(cast, grouped_casts, "quantize_grouped"), _quantize_grouped_fake),
+        "quantize_grouped_lines": (
+            functools.partial(cast, grouped_casts, "quantize_grouped_lines"),
+            _quantize_grouped_lines_fake,
+        ),
+        "matmul_grouped": (functools.partial(_multiply, "matmul_grouped"), _matmul_grouped_fake),
+        "matmul_grouped_columns": (
+            functools.partial(_multiply, "matmul_grouped_columns"),
+            _matmul_grouped_columns_fake,
+        ),
     }
 )
+"""As in ``ops``."""
+
+IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({name: made for name, (made, _) in _OPS.items()})
 """By name of an op, the function that selects the backend and calls it."""
 
-_FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "quantize_grouped": _quantize_grouped_fake,
-        "quantize_grouped_lines": _quantize_grouped_lines_fake,
-        "matmul_grouped": _matmul_grouped_fake,
-        "matmul_grouped_columns": _matmul_grouped_columns_fake,
-    }
-)
-
-for _name, _implementation in IMPLEMENTATIONS.items():
+for _name, (_implementation, _fake) in _OPS.items():
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8dist::{_name}", _FAKES[_name], lib=_LIBRARY)
+    torch.library.register_fake(f"fp8dist::{_name}", _fake, lib=_LIBRARY)
 
 quantize_grouped = torch.ops.fp8dist.quantize_grouped.default
 """``(x[tokens, features], offsets[E], scale[E], cold[E], pending[E], dtype, …) -> (rows, columns, inv_scale[E])``, or

@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import torch
 
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.backends import nvidia_capability, why_not_triton
-from fp8dist_kernels.reference.matmuls import ALIGNMENT, SCALE_BLOCK, Scaling
+from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling
 
 __all__ = [
     "ROWS",
@@ -109,7 +110,7 @@ def _without_fp8(product: Product, machine: Machine) -> bool:
 
 def _single_block(product: Product, machine: Machine) -> bool:
     # Neither libtorch's tests nor TransformerEngine ever multiply such a short block.
-    return product.scaling is Scaling.BLOCKWISE and product.k < SCALE_BLOCK and machine.capability is not None
+    return product.scaling is Scaling.BLOCKWISE and product.k < BLOCK and machine.capability is not None
 
 
 def _blocks_elsewhere(product: Product, machine: Machine) -> bool:

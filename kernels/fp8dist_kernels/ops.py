@@ -39,14 +39,17 @@ from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.multipliers import Product, machine_of, reads_sideways, row_of
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, torch_matmuls, update
+from fp8dist_kernels.reference.groups import columns_bound
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.taps import notify
 
 __all__ = [
     "IMPLEMENTATIONS",
     "add_up",
+    "cast",
     "choose_scale",
     "commit",
+    "copies_fake",
     "implementer",
     "launch",
     "matmul",
@@ -134,72 +137,29 @@ def version_of_backend(backend: str, device: torch.device, of: Any) -> Any:
     return fused.version_of(of)
 
 
-def _quantize(
+def cast(
+    of: Any,
+    name: str,
     x: Tensor,
-    *slot: Any,
-    sums: Tensor | None = None,
-    scratch: Tensor | None = None,
+    *rest: Any,
     backend: str = "auto",
     site: int = -1,
     tap: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    version = version_of_backend(backend, x.device, casts)
-    results: tuple[Tensor, Tensor, Tensor] = version.quantize(x, *slot, sums=sums, scratch=scratch, **options)
+) -> Any:
+    """Call function ``name`` of the backend's version of module ``of``, and notify the tap, if there is one."""
+    if "block" in options:  # An op gets a list.
+        options["block"] = tuple(options["block"])
+    results = getattr(version_of_backend(backend, x.device, of), name)(x, *rest, **options)
     if tap is not None:
-        notify(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
+        shown = {key: value for key, value in options.items() if key not in ("sums", "scratch")}
+        notify(tap, name, site, (x, *rest), {**shown, "backend": backend}, *results)
     return results
 
 
 def _choose_scale(amax: Tensor | None, scale: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> Tensor:
     chosen: Tensor = version_of_backend(backend, scale.device, casts).choose_scale(amax, scale, *slot, **options)
     return chosen
-
-
-def _quantize_rowwise(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    backend: str = "auto",
-    site: int = -1,
-    tap: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = version_of_backend(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
-    if tap is not None:
-        notify(tap, "quantize_rowwise", site, (x, dtype), {**options, "backend": backend}, *results)
-    return results
-
-
-def _quantize_blocks(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    block: Sequence[int],
-    backend: str = "auto",
-    site: int = -1,
-    tap: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = version_of_backend(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
-    if tap is not None:
-        shown = {**options, "block": tuple(block), "backend": backend}
-        notify(tap, "quantize_blocks", site, (x, dtype), shown, *results)
-    return results
-
-
-def _add_up(x: Tensor, dtype: torch.dtype, *, backend: str = "auto") -> Tensor:
-    total: Tensor = version_of_backend(backend, x.device, casts).add_up(x, dtype)
-    return total
-
-
-def _transpose(fp8: Tensor, *, backend: str = "auto") -> Tensor:
-    transposed: Tensor = version_of_backend(backend, fp8.device, casts).transpose(fp8)
-    return transposed
-
-
-def _observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
-    version_of_backend(backend, x.device, magnitude).observe(x, pending)
 
 
 def _measure(
@@ -329,36 +289,27 @@ def _launch(arrays: Sequence[Tensor], hold: Tensor | None, *, drop_nonfinite: bo
 
 
 def _commit(
-    arrays: Sequence[Tensor],
-    reduced: Tensor,
-    hold: Tensor | None,
-    *,
-    length: int,
-    margin: int,
-    power_of_two: bool,
-    just_in_time: bool,
-    algorithm: str,
-    backend: str = "auto",
+    arrays: Sequence[Tensor], reduced: Tensor, hold: Tensor | None, *, backend: str = "auto", **rule: Any
 ) -> Tensor:
-    rule = UpdateRule(length, margin, power_of_two, just_in_time, algorithm)  # type: ignore[arg-type]
-    return version_of_backend(backend, reduced.device, update).commit(StateArrays(*arrays), rule, reduced, hold)
+    version = version_of_backend(backend, reduced.device, update)
+    return version.commit(StateArrays(*arrays), UpdateRule(**rule), reduced, hold)
 
 
-def _padded(tokens: Any) -> Any:
-    """Return the row length of a transposed copy. ``tokens`` may be symbolic."""
-    alignment = casts.TOKEN_ALIGNMENT
-    return (tokens + alignment - 1) // alignment * alignment
+def copies_fake(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, groups: Any = 1) -> tuple[Tensor, Tensor]:
+    """Return the copies of [tokens, features], or of rows of ``groups`` experts, or of a weight [E, n, k]. Sizes may be
+    symbolic."""
+    *experts, tokens, features = x.shape
+    length = columns_bound(tokens, 1 if experts else groups)
+    return (
+        x.new_empty(x.shape if rows else (0,), dtype=dtype),
+        x.new_empty((*experts, features, length) if columns else (0,), dtype=dtype),
+    )
 
 
 def _quantize_fake(
     x: Tensor, scale: Tensor, cold: Tensor, pending: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, features = x.shape
-    return (
-        x.new_empty((tokens, features) if rows else (0,), dtype=dtype),
-        x.new_empty((features, _padded(tokens)) if columns else (0,), dtype=dtype),
-        torch.empty_like(scale),
-    )
+    return *copies_fake(x, dtype, rows, columns), torch.empty_like(scale)
 
 
 def _choose_scale_fake(amax: Tensor | None, scale: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -368,32 +319,26 @@ def _choose_scale_fake(amax: Tensor | None, scale: Tensor, *_: Any, **__: Any) -
 def _quantize_rowwise_fake(
     x: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, features = x.shape
-    return (
-        x.new_empty((tokens, features) if rows else (0,), dtype=dtype),
-        x.new_empty((tokens, 1) if rows else (0,), dtype=torch.float32),
-        x.new_empty((features, _padded(tokens)) if columns else (0,), dtype=dtype),
-        x.new_empty((features, 1) if columns else (0,), dtype=torch.float32),
-    )
+    (tokens, features), (row_major, transposed) = x.shape, copies_fake(x, dtype, rows, columns)
+    of_rows = x.new_empty((tokens, 1) if rows else (0,), dtype=torch.float32)
+    return row_major, of_rows, transposed, x.new_empty((features, 1) if columns else (0,), dtype=torch.float32)
 
 
 def _quantize_blocks_fake(
     x: Tensor, dtype: torch.dtype, *, block: Sequence[int], rows: bool, columns: bool, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def inverse(lines: Any, length: Any) -> Tensor:
+    def inverse(wanted: bool, lines: Any, length: Any) -> Tensor:
         height, width = block
         down, across = -(-lines // height), -(-length // width)
+        if not wanted:
+            return x.new_empty(0, dtype=torch.float32)
         if height > 1:
             return x.new_empty((*experts, down, across), dtype=torch.float32)
         return x.new_empty((*experts, across, down), dtype=torch.float32).mT
 
-    (*experts, tokens, features), nothing = x.shape, x.new_empty(0, dtype=torch.float32)
-    return (
-        x.new_empty((*experts, tokens, features) if rows else (0,), dtype=dtype),
-        inverse(tokens, features) if rows else nothing,
-        x.new_empty((*experts, features, _padded(tokens)) if columns else (0,), dtype=dtype),
-        inverse(features, tokens) if columns else torch.empty_like(nothing),
-    )
+    *experts, tokens, features = x.shape
+    row_major, transposed = copies_fake(x, dtype, rows, columns)
+    return row_major, inverse(rows, tokens, features), transposed, inverse(columns, features, tokens)
 
 
 def _add_up_fake(x: Tensor, dtype: torch.dtype, **_: Any) -> Tensor:
@@ -419,40 +364,30 @@ def _commit_fake(arrays: Sequence[Tensor], reduced: Tensor, hold: Tensor | None,
     return reduced.new_empty(update.OUTCOME, dtype=torch.bool)
 
 
-IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+_OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
     {
-        "quantize": _quantize,
-        "choose_scale": _choose_scale,
-        "quantize_rowwise": _quantize_rowwise,
-        "quantize_blocks": _quantize_blocks,
-        "add_up": _add_up,
-        "transpose": _transpose,
-        "observe": _observe,
-        "measure": _measure,
-        "matmul": _matmul,
-        "matmul_into": _matmul_into,
-        "launch": _launch,
-        "commit": _commit,
+        "quantize": (functools.partial(cast, casts, "quantize"), _quantize_fake),
+        "choose_scale": (_choose_scale, _choose_scale_fake),
+        "quantize_rowwise": (functools.partial(cast, blocks, "quantize_rowwise"), _quantize_rowwise_fake),
+        "quantize_blocks": (functools.partial(cast, blocks, "quantize_blocks"), _quantize_blocks_fake),
+        "add_up": (functools.partial(cast, casts, "add_up"), _add_up_fake),
+        "transpose": (functools.partial(cast, casts, "transpose"), _transpose_fake),
+        "observe": (functools.partial(cast, magnitude, "observe"), _nothing_fake),
+        "measure": (_measure, _nothing_fake),
+        "matmul": (_matmul, _matmul_fake),
+        "matmul_into": (_matmul_into, _nothing_fake),
+        "launch": (_launch, _nothing_fake),
+        "commit": (_commit, _commit_fake),
     }
 )
+"""By name of an op: the function that selects the backend and calls it, and the one that torch.compile traces."""
+
+IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({name: made for name, (made, _) in _OPS.items()})
 """By name of an op, the function that selects the backend and calls it."""
 
-_FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "quantize": _quantize_fake,
-        "choose_scale": _choose_scale_fake,
-        "quantize_rowwise": _quantize_rowwise_fake,
-        "quantize_blocks": _quantize_blocks_fake,
-        "add_up": _add_up_fake,
-        "transpose": _transpose_fake,
-        "matmul": _matmul_fake,
-        "commit": _commit_fake,
-    }
-)
-
-for _name, _implementation in IMPLEMENTATIONS.items():
+for _name, (_implementation, _fake) in _OPS.items():
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8dist::{_name}", _FAKES.get(_name, _nothing_fake), lib=_LIBRARY)
+    torch.library.register_fake(f"fp8dist::{_name}", _fake, lib=_LIBRARY)
 
 quantize = torch.ops.fp8dist.quantize.default
 """``(x[tokens, features], scale, cold, pending, dtype, …) -> (rows, columns, inv_scale)``.

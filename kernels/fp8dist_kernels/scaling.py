@@ -49,14 +49,10 @@ def scale_from_amax(
     return torch.where(usable, scale, previous, out=out)
 
 
-def amax_behind_scale(scale: Tensor, fp8_max: Tensor, margin: int) -> Tensor:
-    """Return the amax from which ``scale`` was computed. Approximate for power-of-two scales, which were rounded down.
-    Elementwise, float32.
-
-    Args:
-        margin: the margin of the recipe that computed the scale.
-    """
-    return (fp8_max / 2.0**margin / scale).clamp(max=FLOAT32_MAX)
+def amax_behind_scale(scale: Tensor, fp8_max: Tensor) -> Tensor:
+    """Return the amax from which ``scale`` was computed, with margin 0. Approximate for power-of-two scales, which were
+    rounded down. Elementwise, float32."""
+    return (fp8_max / scale).clamp(max=FLOAT32_MAX)
 
 
 def round_down_to_power_of_two(x: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ those of the ops in ``ops.py`` bit for bit. A GPU's float32 divisions may round 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,58 +33,28 @@ def quantize(
     pending: Tensor,
     dtype: torch.dtype,
     *,
-    record: bool,
-    just_in_time: bool,
-    margin: int,
-    power_of_two: bool,
     rows: bool,
     columns: bool,
-    outgrown: float | None = None,
-    backend: str = "auto",
     site: int = -1,
     tap: Tensor | None = None,
+    **how: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``ops.quantize``."""
+    """See ``ops.quantize``. ``how``: the arguments that ``ops.choose_scale`` has as well."""
     if _may_be_empty(x):
-        return ops.quantize(
-            x, scale, cold, pending, dtype, record=record, just_in_time=just_in_time, margin=margin,
-            power_of_two=power_of_two, rows=rows, columns=columns, outgrown=outgrown, backend=backend,
-            site=site, tap=tap,
-        )  # fmt: skip
+        return ops.quantize(x, scale, cold, pending, dtype, rows=rows, columns=columns, site=site, tap=tap, **how)
+    depends = how["record"] or how["just_in_time"] or how.get("outgrown") is not None
     # Inductor may recompute torch operations in the backward, where the slot may have another scale. It keeps the
     # result of an op, so the backward has the forward's scale.
-    chosen = ops.choose_scale(
-        _amax(x) if record or just_in_time or outgrown is not None else None,
-        scale,
-        cold,
-        pending,
-        dtype,
-        record=record,
-        just_in_time=just_in_time,
-        margin=margin,
-        power_of_two=power_of_two,
-        outgrown=outgrown,
-        backend=backend,
-    )
+    chosen = ops.choose_scale(_amax(x) if depends else None, scale, cold, pending, dtype, **how)
     return *_copies(x, chosen[0], chosen[0], dtype, rows, columns), chosen[1]
 
 
 def quantize_rowwise(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-    backend: str = "auto",
-    site: int = -1,
-    tap: Tensor | None = None,
+    x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool, **how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``ops.quantize_rowwise``."""
+    """See ``ops.quantize_rowwise``. ``how``: the arguments that only the op needs."""
     if _may_be_empty(x):
-        return ops.quantize_rowwise(
-            x, dtype, power_of_two=power_of_two, rows=rows, columns=columns, backend=backend, site=site, tap=tap
-        )
+        return ops.quantize_rowwise(x, dtype, power_of_two=power_of_two, rows=rows, columns=columns, **how)
     nothing = x.new_empty(0, dtype=torch.float32)
     row_scale, row_inverse = _scales(x, 1, dtype, power_of_two) if rows else (nothing, nothing)
     column_scale, column_inverse = _scales(x, 0, dtype, power_of_two) if columns else (nothing, nothing)

@@ -31,11 +31,8 @@ class Parallel:
         self.options, self.ranks = options, ranks
         fp8_on_gpu = options.precision == "fp8" and ranks.device.type == "cuda"
         self.bf16 = options.precision == "bf16" or fp8_on_gpu
-
-    @property
-    def group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        self.group: dist.ProcessGroup | DeviceMesh | None = dist.group.WORLD
         """The ranks that share FP8 state."""
-        return dist.group.WORLD
 
     @property
     def gathered_in(self) -> str | None:
@@ -76,6 +73,7 @@ class FSDP2(Parallel):
         super().__init__(options, ranks)
         axes = self.axes()
         self.mesh = init_device_mesh(ranks.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.group = self.mesh
 
     def axes(self) -> dict[str, int]:
         """Return the axes of the mesh and their sizes."""
@@ -83,10 +81,6 @@ class FSDP2(Parallel):
         replicas = 2 if size % 2 == 0 else 1
         hsdp = {"replicate": replicas, "shard": size // replicas}
         return hsdp if self.options.parallel == "hsdp" else {"shard": size}
-
-    @property
-    def group(self) -> dist.ProcessGroup | DeviceMesh | None:
-        return self.mesh
 
     def wrap(self, model: GPT) -> nn.Module:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.bf16 else MixedPrecisionPolicy()

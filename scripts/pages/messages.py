@@ -72,7 +72,7 @@ GROUPS = (
     Group(
         "Wrap, shard or group differently",
         "See [DDP](ddp.md), [FSDP2](fsdp2.md) and [tensor parallelism](tensor-parallel.md).",
-        ("parallel/", "modules/tensor_parallel.py", "modules/fp8_weight.py", "state/groups.py"),
+        ("parallel/", "job/joining", "modules/tensor_parallel.py", "modules/fp8_weight.py", "state/groups.py"),
     ),
     Group("Change a replay or a check", "See [replays](replays.md) and [checks](healthy.md).", ("replays/", "checks/")),
     Group(

@@ -69,60 +69,44 @@ def check(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
 
 
-@pytest.mark.parametrize("how", WRITERS)
-def test_equal_checkpoints_are_consistent(how: str, tmp_path: Path, capsys: Capture) -> None:
-    code, report = check(capsys, *(write(weights(), tmp_path / f"c{i}", how) for i in range(3)))
-    assert code == 0
-    assert report["consistent"]
-    assert report["compared"] == [["parameter", 4]]
+def test_equal_checkpoints_are_consistent_in_any_format(tmp_path: Path, capsys: Capture) -> None:
+    paths = {how: [write(weights(), tmp_path / f"{how}{i}", how) for i in range(2)] for how in WRITERS}
+    for compared in (*paths.values(), [first for first, _ in paths.values()]):
+        code, report = check(capsys, *compared)
+        assert (code, report["consistent"], report["compared"]) == (0, True, [["parameter", 4]])
 
 
-@pytest.mark.parametrize("how", WRITERS)
-@pytest.mark.parametrize(("name", "place", "bit"), [("big", 119_000, 20), ("bf16", 11, 3), ("fp8", 32, 0)])
-def test_one_flipped_bit_is_found_and_told(
-    how: str, name: str, place: int, bit: int, tmp_path: Path, capsys: Capture
-) -> None:
-    paths = []
-    for i in range(3):
-        tensors = weights()
-        if i == 1:
-            flip(tensors[name], place, bit)
-        paths.append(write(tensors, tmp_path / f"c{i}", how))
-    code, report = check(capsys, *paths)
-    assert code == 1
-    (finding,) = report["findings"]
+@pytest.mark.parametrize(
+    ("how", "name", "place", "bit"),
+    [("safetensors", "big", 119_000, 20), ("torch", "bf16", 11, 3), ("dcp", "fp8", 32, 0), ("dcp", "big", 7, 22)],
+)
+def test_one_flipped_bit_is_found(how: str, name: str, place: int, bit: int, tmp_path: Path, capsys: Capture) -> None:
     right, wrong = weights(), weights()
     flip(wrong[name], place, bit)
+    paths = [write(tensors, tmp_path / f"c{i}", how) for i, tensors in enumerate((right, wrong, right))]
+    code, report = check(capsys, *paths)
+    assert (code, report["files"]) == (1, paths)
+    (finding,) = report["findings"]
     columns = right[name].shape[-1] if right[name].ndim == 2 else None
     assert finding["index"] == ([place] if columns is None else [place // columns, place % columns])
-    assert (finding["name"], finding["kind"], finding["ranks"], finding["reference_rank"]) == (
-        name,
-        "parameter",
-        [1],
-        0,
-    )
-    assert finding["hosts"] == [paths[1]]
-    assert finding["value"] == wrong[name].view(-1)[place].double().item()
-    assert finding["expected"] == right[name].view(-1)[place].double().item()
+    where = ("name", "kind", "ranks", "reference_rank", "hosts")
+    assert [finding[field] for field in where] == [name, "parameter", [1], 0, [paths[1]]]
+    value, expected = (of[name].view(-1)[place].double().item() for of in (wrong, right))
+    assert (finding["value"], finding["expected"]) == (value, expected)
     assert finding["ulp"] == 1 << bit
-    assert report["files"] == paths
-
-
-def test_formats_are_compared_with_each_other(tmp_path: Path, capsys: Capture) -> None:
-    paths = [write(weights(), tmp_path / how, how) for how in WRITERS]
-    assert check(capsys, *paths)[0] == 0
 
 
 def test_a_wrong_first_file_is_named_and_two_files_have_no_culprit(tmp_path: Path, capsys: Capture) -> None:
     wrong = weights()
     wrong["count"] += 1
+    wrong["big"] = -wrong["big"]  # As a whole.
     paths = [write(wrong, tmp_path / "a"), write(weights(), tmp_path / "b"), write(weights(), tmp_path / "c")]
     _, report = check(capsys, *paths)
-    assert [(f["ranks"], f["reference_rank"], f["value"], f["expected"]) for f in report["findings"]] == [
-        ([0], 1, 4, 3)
-    ]
+    found = {f["name"]: (f["ranks"], f["reference_rank"], f["value"], f["expected"]) for f in report["findings"]}
+    assert found.keys() == {"count", "big"}
+    assert found["count"] == ([0], 1, 4, 3)
     _, report = check(capsys, *paths[:2])
-    assert [(f["ranks"], f["reference_rank"]) for f in report["findings"]] == [([0, 1], None)]
+    assert [(f["ranks"], f["reference_rank"]) for f in report["findings"]] == [([0, 1], None)] * 2
 
 
 def test_absent_names_shapes_and_dtypes(tmp_path: Path, capsys: Capture) -> None:
@@ -175,9 +159,12 @@ def saved_states(folder: Path, count: int, damage: Callable[[int, fp8dist.StateM
 
 
 def test_state_dumps(tmp_path: Path, capsys: Capture) -> None:
+    """``load`` refuses a scale below zero and an amax that is NaN, but ``check`` must find the damage."""
+
     def damage(rank: int, manager: fp8dist.StateManager) -> None:
         if rank == 2:
-            manager.slot("0", "weight").scale.mul_(2)
+            manager.slot("0", "weight").scale.neg_()
+            manager.slot("1", "input").amax.fill_(math.nan)
         if rank == 1:
             manager._syncs[0].arena.history[3, 0] = 7.0
 
@@ -185,20 +172,26 @@ def test_state_dumps(tmp_path: Path, capsys: Capture) -> None:
     code, report = check(capsys, path)
     assert code == 1
     found = [(f["kind"], f["name"], f["field"], f["ranks"], f["reference_rank"]) for f in report["findings"]]
-    assert found == [("scale", "0:weight", "scale", [2], 0), ("history", "1:grad_output", "history", [1], 0)]
-    assert report["findings"][1]["value"] == 7.0
-    assert report["findings"][1]["index"] == [1]  # Three of four entries are used, so the first step is at 1.
+    assert found == [
+        ("scale", "0:weight", "scale", [2], 0),
+        ("history", "1:grad_output", "history", [1], 0),
+        ("history", "1:input", "amax", [2], 0),
+    ]
+    history = report["findings"][1]
+    assert (history["value"], history["index"]) == (7.0, [1])  # The first step is at 1.
     assert main(["check", path]) == 1
     table = capsys.readouterr().out
     assert "'0:weight'" in table
     assert str(tmp_path / "dump-2.safetensors") in table
-
-
-def test_equal_state_dumps(tmp_path: Path, capsys: Capture) -> None:
-    path = saved_states(tmp_path, 2, lambda rank, manager: None)
+    assert main(["inspect", "--json", path.replace("{rank}", "2")]) == 0
+    assert json.loads(capsys.readouterr().out)["entries"]
+    with pytest.raises(fp8dist.errors.CheckpointError):
+        fp8dist.prepare(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))).load(path.replace("{rank}", "2"))
+    (tmp_path / "dump-1.safetensors").unlink()
+    (tmp_path / "dump-3.safetensors").rename(tmp_path / "dump-1.safetensors")
+    (tmp_path / "dump-2.safetensors").unlink()
     code, report = check(capsys, path)
-    assert code == 0
-    assert dict(report["compared"])["scale"] == 6
+    assert (code, dict(report["compared"])["scale"]) == (0, 6)
 
 
 def test_a_flipped_bit_of_a_state_file_is_damage(tmp_path: Path, capsys: Capture) -> None:
@@ -240,7 +233,9 @@ def checkpoints(folder: Path, how: str, damage: Callable[[int, fp8dist.StateMana
 
 
 @pytest.mark.parametrize("how", ["torch", "dcp"])
-def test_fp8_state_in_a_checkpoint_is_compared_slot_by_slot(how: str, tmp_path: Path, capsys: Capture) -> None:
+def test_fp8_state_in_a_checkpoint_is_compared_and_shown_slot_by_slot(
+    how: str, tmp_path: Path, capsys: Capture
+) -> None:
     def damage(number: int, manager: fp8dist.StateManager) -> None:
         if number == 1:
             manager.slot("0", "weight").scale.mul_(2)
@@ -249,40 +244,29 @@ def test_fp8_state_in_a_checkpoint_is_compared_slot_by_slot(how: str, tmp_path: 
     equal, damaged = tmp_path / "equal", tmp_path / "damaged"
     for folder in (equal, damaged):
         folder.mkdir()
-    code, report = check(capsys, *checkpoints(equal, how, lambda number, manager: None))
-    assert code == 0
+    paths = checkpoints(equal, how, lambda number, manager: None)
+    code, report = check(capsys, *paths)
     counts = {"amax": 6, "cold": 6, "counters": 6, "history": 6, "scale": 6, "step": 1, "parameter": 4}
-    assert dict(report["compared"]) == counts
+    assert (code, dict(report["compared"])) == (0, counts)
     code, report = check(capsys, *checkpoints(damaged, how, damage))
     assert code == 1
-    found = [(f["kind"], f["name"], f["field"]) for f in report["findings"]]
-    assert found == [
+    assert [(f["kind"], f["name"], f["field"]) for f in report["findings"]] == [
         ("scale", "fp8.shared.0:weight", "scale"),
         ("history", "fp8.shared.1:grad_output", "history"),
     ]
     assert report["findings"][1]["value"] == 7.0
-
-
-@pytest.mark.parametrize("how", ["torch", "dcp"])
-def test_fp8_state_in_a_checkpoint_is_shown_slot_by_slot(how: str, tmp_path: Path, capsys: Capture) -> None:
-    path, _ = checkpoints(tmp_path, how, lambda number, manager: None)
-    assert main(["inspect", path]) == 0
+    assert main(["inspect", paths[0]]) == 0
     text = capsys.readouterr().out
     assert "FP8 state: fp8.shared\nstep: 3\nslots: 6\ncold: 0\n" in text
     assert "tensors: 4" in text
     row = next(line.split() for line in text.splitlines() if line.startswith("0:weight"))
     assert float(row[1]) == pytest.approx(448 / float(row[2]), rel=1e-6)
-    assert main(["inspect", "--json", path]) == 0
+    assert main(["inspect", "--json", paths[0]]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [entry["name"] for entry in shown["entries"]] == [
-        "model.0.bias",
-        "model.0.weight",
-        "model.1.bias",
-        "model.1.weight",
-    ]
+    names = [f"model.{i}.{part}" for i in range(2) for part in ("bias", "weight")]
+    assert [entry["name"] for entry in shown["entries"]] == names
     (state,) = shown["fp8 states"]
-    assert len(state["entries"]) == 6
-    assert state["entries"][0]["taken"] == 3
+    assert (len(state["entries"]), state["entries"][0]["taken"]) == (6, 3)
 
 
 def test_states_of_many_keys_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
@@ -322,13 +306,17 @@ def test_bad_usage_exits_with_2(capsys: Capture) -> None:
         assert "usage: fp8dist" in capsys.readouterr().err
 
 
-def test_one_path_or_two_kinds_of_paths_are_usage_errors(tmp_path: Path, capsys: Capture) -> None:
-    path = write(weights(), tmp_path / "w")
+def test_what_cannot_be_compared_is_a_usage_error(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, state = write(weights(), tmp_path / "w"), saved_states(tmp_path, 1, lambda rank, manager: None)
+    for words, text in (([path], "at least two"), ([path, state], "compare files of one kind")):
+        assert main(["check", *words]) == 2
+        assert text in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
     assert main(["check", path]) == 2
-    assert "at least two" in capsys.readouterr().err
-    state = saved_states(tmp_path, 1, lambda rank, manager: None)
-    assert main(["check", path, state]) == 2
-    assert "compare files of one kind" in capsys.readouterr().err
+    assert "torchrun" in capsys.readouterr().err
 
 
 def test_unreadable_input_is_one_line_that_names_the_file(tmp_path: Path, capsys: Capture) -> None:
@@ -347,13 +335,16 @@ def test_unreadable_input_is_one_line_that_names_the_file(tmp_path: Path, capsys
 
 
 def test_a_rank_that_is_missing_in_between_is_named(tmp_path: Path, capsys: Capture) -> None:
-    for rank in (0, 1, 3):
-        write(weights(), tmp_path / f"r{rank}")
+    """Also before a stray file with a huge number. Numbers may be padded."""
+    for name in ("r0", "r1", "r3", "h0", "h1", "h1700000000", "z-00000", "z-00001"):
+        write(weights(), tmp_path / name)
     (tmp_path / "r1x").write_text("another file")
-    assert main(["check", str(tmp_path / "r{rank}")]) == 3
-    assert str(tmp_path / "r2") in capsys.readouterr().err
+    for name, missing in (("r", "r2"), ("h", "h2")):
+        assert main(["check", str(tmp_path / f"{name}{{rank}}")]) == 3
+        assert str(tmp_path / missing) in capsys.readouterr().err
     write(weights(), tmp_path / "r2")
-    assert main(["check", str(tmp_path / "r{rank}")]) == 0
+    for name in ("r", "z-"):
+        assert main(["check", str(tmp_path / f"{name}{{rank}}")]) == 0
 
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -429,7 +420,7 @@ def test_the_installed_command(capsys: Capture) -> None:
     assert (left.value.code, capsys.readouterr().out) == (0, f"fp8dist {fp8dist.__version__}\n")
 
 
-def _of_two_steps(folder: Path, how: str) -> list[str]:
+def _of_two_steps(folder: Path) -> list[str]:
     """Write two checkpoints of a model with FP8 state, which differ in one weight and in some scales."""
     paths = []
     for scaled in (1.0, 2.0):
@@ -440,15 +431,14 @@ def _of_two_steps(folder: Path, how: str) -> list[str]:
         manager.step()
         with torch.no_grad():
             model[0].bias[3] = scaled
-        path = folder / f"{how}{scaled}"
-        WRITERS[how]({"model": model.state_dict(), "fp8": manager.state_dict()}, path)  # type: ignore[dict-item]
+        path = folder / f"step{scaled}"
+        torch.save({"model": model.state_dict(), "fp8": manager.state_dict()}, path)
         paths.append(str(path))
     return paths
 
 
-@pytest.mark.parametrize("how", ["torch", "dcp"])
-def test_one_kind_alone(how: str, tmp_path: Path, capsys: Capture) -> None:
-    paths = _of_two_steps(tmp_path, how)
+def test_one_kind_alone(tmp_path: Path, capsys: Capture) -> None:
+    paths = _of_two_steps(tmp_path)
     kinds = {kind: check(capsys, "--only", kind, *paths) for kind in ("parameter", "scale", "history", "step")}
     assert {kind: code for kind, (code, _) in kinds.items()} == {"parameter": 1, "scale": 1, "history": 1, "step": 0}
     for kind, (_, report) in kinds.items():
@@ -463,7 +453,7 @@ def test_one_kind_alone(how: str, tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_a_summary_is_one_line(tmp_path: Path, capsys: Capture) -> None:
-    paths = _of_two_steps(tmp_path, "torch")
+    paths = _of_two_steps(tmp_path)
     assert main(["check", "--summary", *paths]) == 1
     text = capsys.readouterr().out
     assert text.count("\n") == 1
@@ -496,54 +486,10 @@ def test_more_differences_than_are_looked_into(tmp_path: Path, capsys: Capture) 
     assert "more" in capsys.readouterr().out
 
 
-def test_damaged_scales_and_histories_of_dumps_can_be_looked_at(tmp_path: Path, capsys: Capture) -> None:
-    """``load`` refuses such state, but ``check`` must find the damage."""
-
-    def damage(rank: int, manager: fp8dist.StateManager) -> None:
-        if rank == 1:
-            manager.slot("0", "weight").scale.neg_()
-            manager.slot("1", "input").amax.fill_(math.nan)
-
-    path = saved_states(tmp_path, 3, damage)
-    code, report = check(capsys, path)
-    assert code == 1
-    assert [(f["kind"], f["name"], f["ranks"]) for f in report["findings"]] == [
-        ("scale", "0:weight", [1]),
-        ("history", "1:input", [1]),
-    ]
-    assert main(["inspect", "--json", path.replace("{rank}", "1")]) == 0
-    with pytest.raises(fp8dist.errors.CheckpointError):
-        fp8dist.prepare(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))).load(path.replace("{rank}", "1"))
-
-
 def test_every_odd_file_is_named_however_many_sides_there_are(tmp_path: Path, capsys: Capture) -> None:
     paths = [write({"x": torch.full((4,), max(0.0, i - 10.0))}, tmp_path / f"{i}") for i in range(21)]
     _, report = check(capsys, *paths)
     assert sorted(rank for f in report["findings"] for rank in f["ranks"]) == list(range(11, 21))
-
-
-def test_negated_tensors_differ(tmp_path: Path, capsys: Capture) -> None:
-    tensors = weights()
-    negated = {name: -tensor if name == "big" else tensor for name, tensor in tensors.items()}
-    code, report = check(capsys, write(tensors, tmp_path / "a"), write(negated, tmp_path / "b"))
-    assert (code, [f["name"] for f in report["findings"]]) == (1, ["big"])
-
-
-def test_padded_numbers_and_a_stray_file_with_a_huge_one(tmp_path: Path, capsys: Capture) -> None:
-    for name in ("z-00000", "z-00001", "h0", "h1", "h1700000000"):
-        write(weights(), tmp_path / name)
-    assert check(capsys, str(tmp_path / "z-{rank}"))[0] == 0
-    assert main(["check", str(tmp_path / "h{rank}")]) == 3
-    assert str(tmp_path / "h2") in capsys.readouterr().err
-
-
-def test_a_world_size_without_a_launcher_is_a_usage_error(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["check", write(weights(), tmp_path / "w")]) == 2
-    assert "torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -558,19 +504,20 @@ def test_a_closed_pipe_does_not_change_the_verdict(tmp_path: Path) -> None:
     assert run.returncode == 1
 
 
-@pytest.mark.parametrize("word", ["--help", "--version", "watch --help", "launch --help"])
-def test_help_imports_no_torch(word: str) -> None:
+def test_help_imports_no_torch() -> None:
     """torch takes two seconds."""
     code = (
         "import runpy, sys\n"
-        f"sys.argv[1:] = {word.split()!r}\n"
-        "try:\n"
-        "    runpy.run_module('fp8dist', run_name='__main__')\n"
-        "except SystemExit as end:\n"
-        "    print(end.code, 'torch' in sys.modules)\n"
+        "for words in ('--help', '--version', 'watch --help', 'launch --help'):\n"
+        "    sys.argv[1:] = words.split()\n"
+        "    try:\n"
+        "        runpy.run_module('fp8dist', run_name='__main__')\n"
+        "    except SystemExit as end:\n"
+        "        print(end.code, 'torch' in sys.modules, file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+    assert done.stderr.splitlines() == ["0 False"] * 4
+    assert done.stdout.count("usage: fp8dist") == 3
 
 
 def test_public_names_are_there_after_any_import() -> None:

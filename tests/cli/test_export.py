@@ -22,7 +22,6 @@ from tests.support.serving import NATIVE, RECIPES, read, served, tensor_bits
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 FLAGS = [*TINY, "--steps", "4", "--save-every", "4"]
-KINDS = ("delayed", "current", "rowwise", "block")
 
 
 def _job(out: Path, command: Any, *flags: str) -> Path:
@@ -30,25 +29,37 @@ def _job(out: Path, command: Any, *flags: str) -> Path:
     return out / "checkpoints" / "step-00000004"
 
 
-def _inside(checkpoint: Path, recipe: fp8dist.Recipe, **settings: Any) -> Any:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a job of one process."""
+    return _job(tmp_path_factory.mktemp("alone") / "run", ALONE)
+
+
+def _inside(checkpoint: Path, kind: str = "delayed") -> Any:
     """Return the manager of a job that has loaded the checkpoint."""
     model = GPT(layers=1, width=32, heads=2, context=32)
-    manager = fp8dist.prepare(model, recipe, **settings)
+    manager = fp8dist.prepare(model, {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind])
     dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
     manager._tested = model
     return manager
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        *(("delayed", parallel) for parallel in ("ddp", "fsdp2", "fsdp2 --fp8-all-gather")),
+        *(("current", parallel) for parallel in ("none", "fsdp2 --fp8-all-gather")),
+        *(("rowwise", parallel) for parallel in ("none", "fsdp2")),
+        *(("block", parallel) for parallel in ("none", "fsdp2")),
+    ],
+)
 def test_a_checkpoint_is_exported_as_the_job_would_export_it(tmp_path: Path, kind: str, parallel: str) -> None:
     command = ALONE if parallel == "none" else RANKS
-    checkpoint = _job(tmp_path / "run", command, "--recipe", kind, "--parallel", parallel)
+    checkpoint = _job(tmp_path / "run", command, "--recipe", kind, "--parallel", *parallel.split())
     out = tmp_path / "out"
     assert main(["export", str(checkpoint), "--out", str(out), "--format", NATIVE[kind]]) == 0
-    recipe = {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind]
-    manager = _inside(checkpoint, recipe)
-    assert tensor_bits(read(out)) == tensor_bits(dict(fp8dist.exported(manager, format=NATIVE[kind])))
+    expected = dict(fp8dist.exported(_inside(checkpoint, kind), format=NATIVE[kind]))
+    assert tensor_bits(read(out)) == tensor_bits(expected)
     assert len(served(read(out))) == 4
 
 
@@ -115,11 +126,10 @@ def test_settings_and_dtypes_that_a_checkpoint_may_hold(
     assert re.search(text, capsys.readouterr().err)
 
 
-def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = _job(tmp_path / "run", ALONE)
+def test_what_is_printed_and_written(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.json").write_text('{"model_type": "gpt", "hidden_size": 32}')
     out = tmp_path / "out"
-    words = ["export", str(checkpoint), "--out", str(out), "--config", str(tmp_path / "own.json"), "--shard-bytes"]
+    words = ["export", str(alone), "--out", str(out), "--config", str(tmp_path / "own.json"), "--shard-bytes"]
     assert main([*words, "20000"]) == 0
     assert capsys.readouterr().out == f"{out}: 25 tensors, 4 weights in FP8, after step 4\n"
     config = json.loads((out / "config.json").read_text())
@@ -129,40 +139,28 @@ def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*words, "20000"]) == USAGE
     assert "exists: export to a new folder" in capsys.readouterr().err
     assert main([*words, "0"]) == USAGE
+    assert tensor_bits(read(out)) == tensor_bits(dict(fp8dist.exported(_inside(alone))))
 
 
-def test_weights_that_fsdp_gathered_in_bfloat16(tmp_path: Path) -> None:
+def test_weights_that_fsdp_gathered_in_bfloat16(alone: Path, tmp_path: Path) -> None:
     """They are cast from bfloat16. The example job notes it; other jobs say it by a flag."""
-    checkpoint = _job(tmp_path / "run", ALONE)
-    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), "--gathered-in", "bfloat16"]) == 0
-    manager = _inside(checkpoint, fp8dist.DelayedScaling())
+    manager = _inside(alone)
+    noted = {"model": manager._tested, "fp8": manager, "run": {"step": 4, "gathered_in": "bfloat16"}}
+    dcp.save(noted, checkpoint_id=tmp_path / "noted")
+    for out, source, words in (
+        ("out", alone, ["--gathered-in", "bfloat16"]),
+        ("plain", alone, []),
+        ("of noted", tmp_path / "noted", []),
+    ):
+        assert main(["export", str(source), "--out", str(tmp_path / out), *words]) == 0
     with torch.no_grad():
         for name, parameter in manager._tested.named_parameters():
             if name.endswith("weight") and parameter.ndim == 2:
                 parameter.copy_(parameter.bfloat16())
     expected = served(dict(fp8dist.exported(manager)))
     assert served(read(tmp_path / "out")) == expected
-    assert main(["export", str(checkpoint), "--out", str(tmp_path / "plain")]) == 0
     assert served(read(tmp_path / "plain")) != expected
-
-
-def test_the_dtype_that_the_example_job_notes(tmp_path: Path) -> None:
-    checkpoint = _job(tmp_path / "run", ALONE)
-    manager = _inside(checkpoint, fp8dist.DelayedScaling())
-    noted = {"model": manager._tested, "fp8": manager, "run": {"step": 4, "gathered_in": "bfloat16"}}
-    dcp.save(noted, checkpoint_id=tmp_path / "noted")
-    assert main(["export", str(tmp_path / "noted"), "--out", str(tmp_path / "out")]) == 0
-    flags = ["--gathered-in", "bfloat16"]
-    assert main(["export", str(checkpoint), "--out", str(tmp_path / "said"), *flags]) == 0
-    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(read(tmp_path / "said"))
-
-
-@pytest.mark.parametrize("kind", ["delayed", "current"])
-def test_weights_that_fsdp_gathered_in_fp8(tmp_path: Path, kind: str) -> None:
-    checkpoint = _job(tmp_path / "run", RANKS, "--recipe", kind, "--parallel", "fsdp2", "--fp8-all-gather")
-    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
-    recipe = {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind]
-    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(_inside(checkpoint, recipe))))
+    assert tensor_bits(read(tmp_path / "of noted")) == tensor_bits(read(tmp_path / "out"))
 
 
 def test_modules_that_the_job_had_in_high_precision(tmp_path: Path) -> None:
@@ -183,20 +181,23 @@ def test_modules_that_the_job_had_in_high_precision(tmp_path: Path) -> None:
             "has no tensors of 'weights', its keys are 'model', 'optimizer', 'run': --model names",
         ),
         ([], ["--config", "/nowhere"], USAGE, "--config /nowhere cannot be read"),
+        (None, [], UNREADABLE, "no checkpoint"),
     ],
 )
 def test_what_cannot_be_exported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: list[str], code: int, text: str
+    alone: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str] | None,
+    words: list[str],
+    code: int,
+    text: str,
 ) -> None:
-    checkpoint = _job(tmp_path / "run", ALONE, *flags)
+    """``flags``: of the job; None: a folder without a checkpoint."""
+    checkpoint = tmp_path if flags is None else _job(tmp_path / "run", ALONE, *flags) if flags else alone
     assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), *words]) == code
     assert text in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(tmp_path), "--out", str(tmp_path / "out")]) == UNREADABLE
-    assert "no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("legacy", [False, True])

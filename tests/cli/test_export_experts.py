@@ -118,9 +118,9 @@ def test_names_by_the_config_that_is_given(tmp_path: Path) -> None:
 
 def test_experts_in_high_precision(tmp_path: Path) -> None:
     """By ``set_precision``; and by ``skip``, so that they have no slots."""
-    for case in ("set", "skip"):
+    for case, prepared in (("set", None), ("skip", {"skip": "*.experts"})):
         folder = tmp_path / case
-        manager = _trained(folder, "delayed", prepared={"skip": "*.experts"} if case == "skip" else None)
+        manager = _trained(folder, "delayed", prepared=prepared)
         if case == "set":
             manager.set_precision("mlp.experts.*", "high")
             dcp.save({"model": manager._tested.state_dict(), "fp8": manager}, checkpoint_id=folder / "checkpoint")
@@ -273,14 +273,16 @@ def test_a_flipped_bit_of_one_expert_is_named(
 # FSDP2 -----------------------------------------------------------------------------------------------
 
 
-def _sharded(job: Job, folder: Path, high: bool) -> None:
+def _sharded(job: Job, folder: Path) -> None:
+    """Export twice: with experts in FP8, and in high precision."""
     _, called, manager, optimizer = build(job)
     for index in range(2):
         step(job, called, optimizer, index)
-    if high:
-        manager.set_precision("experts.*", "high")
-    fp8dist.export(manager, folder / "job", called, format=_format(job))
-    dcp.save({"model": called.state_dict(), "fp8": manager}, checkpoint_id=folder / "checkpoint")
+    for case in ("fp8", "high"):
+        if case == "high":
+            manager.set_precision("experts.*", "high")
+        fp8dist.export(manager, folder / case / "job", called, format=_format(job))
+        dcp.save({"model": called.state_dict(), "fp8": manager}, checkpoint_id=folder / case / "checkpoint")
 
 
 def _format(job: Job) -> str:
@@ -305,14 +307,14 @@ SHARDED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("high", [False, True])
 @pytest.mark.parametrize("job", SHARDED.values(), ids=SHARDED)
-def test_a_checkpoint_of_sharded_experts(two_ranks: RankPool, tmp_path: Path, job: Job, high: bool) -> None:
-    """With ``high``, forwards multiply with experts as they are stored, or as FSDP2 gathered them in FP8."""
-    two_ranks.run(_sharded, job, tmp_path, high)
+def test_a_checkpoint_of_sharded_experts(two_ranks: RankPool, tmp_path: Path, job: Job) -> None:
+    """In high precision, forwards multiply with experts as they are stored, or as FSDP2 gathered them in FP8."""
+    two_ranks.run(_sharded, job, tmp_path)
     flags = ["--gathered-in", "bfloat16"] if "mp_policy" in job.shard else []
-    assert _exported(tmp_path, "--format", _format(job), *flags) == 0
-    _assert_one_folder(tmp_path / "job", tmp_path / "out")
+    for case in ("fp8", "high"):
+        assert _exported(tmp_path / case, "--format", _format(job), *flags) == 0
+        _assert_one_folder(tmp_path / case / "job", tmp_path / case / "out")
 
 
 @pytest.mark.slow

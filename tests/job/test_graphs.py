@@ -323,7 +323,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
     job = _Job()
     job.manager.poll()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="comm_hook while a CUDA graph is captured"):
-        early_launcher(job.manager).launch_from_hook()
+        early_launcher(job.manager)()
     job.manager._cycle.scales.sharded = mock.Mock()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="cannot be captured"):
         job.step()

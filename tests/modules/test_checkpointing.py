@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -17,39 +16,154 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8dist
-from fp8dist import DelayedScaling
-from fp8dist.modules.casters import Caster
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from fp8dist_kernels import ops
+from fp8dist_kernels.formats import Role
 from tests.support.experts import Experts
+from tests.support.linear import watched_casts
 from tests.support.training import batch, bits, gradient_bits, histories, parameter_bits, state_bits
 
 # Reentrant, with grad off.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+# Kinds of checkpoints --------------------------------------------------------------------------------
+
+
+def plain(block: nn.Module, h: Tensor) -> Tensor:
+    return block(h)
+
+
+def within(outer: bool, inner: bool) -> Run:
+    """A checkpoint within a checkpoint recomputes twice. True: reentrant."""
+
+    def run(block: nn.Module, h: Tensor) -> Tensor:
+        return checkpoint(lambda h: checkpoint(block, h, use_reentrant=inner), h, use_reentrant=outer)
+
+    return run
+
+
+def selective(*saved: Any) -> Run:
+    """Selective checkpointing that keeps the results of these ops and recomputes all others."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
+
+
+WHOLE: dict[str, Run] = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "non-reentrant": partial(checkpoint, use_reentrant=False),
+    "reentrant in reentrant": within(True, True),
+    "reentrant in non-reentrant": within(False, True),
+    "non-reentrant in reentrant": within(True, False),
+}
+REPEATING = {
+    **WHOLE,
+    "non-reentrant in non-reentrant": within(False, False),
+    "selective, tanh saved": selective(torch.ops.aten.tanh.default),
+    "selective, nothing saved": selective(),
+}
+KINDS = {
+    **REPEATING,
+    "plain": plain,
+    "selective, FP8 products saved": selective(ops.matmul),
+    "selective, FP8 casts saved": selective(ops.quantize),
+    "selective, both saved": selective(ops.quantize, ops.matmul),
+}
+
+# Blocks ----------------------------------------------------------------------------------------------
+
 
 class Block(nn.Module):
     """Linears with values in between that must be kept or recomputed."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
 
 
-Run = Callable[[nn.Module, Tensor], Tensor]
+class Mixing(nn.Module):
+    """A block with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts(hidden=32, inner=32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.arange(2 * len(x)).view(len(x), 2) % 4
+        return x + self.experts(x, index, torch.full((len(x), 2), 0.5))
+
+
+class Calling(nn.Module):
+    """A block that calls its Linear several times. ``no_fp8``: the manager's."""
+
+    def __init__(self, calls: Callable[[Any, Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.both, self.calls = nn.Linear(32, 32), calls
+        self.no_fp8: Callable[[], Any] = contextlib.nullcontext
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.calls(self.both, self.no_fp8, x)
+
+
+def twice(linear: nn.Linear, no_fp8: Any, x: Tensor) -> Tensor:
+    return linear(torch.tanh(linear(x)))
+
+
+def high_last(linear: nn.Linear, no_fp8: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(linear(x))
+    with no_fp8():
+        return torch.tanh(linear(h))
+
+
+def high_first(linear: nn.Linear, no_fp8: Any, x: Tensor) -> Tensor:
+    with no_fp8():
+        h = torch.tanh(linear(x))
+    return linear(torch.tanh(linear(h)))
+
+
+def teaching(linear: nn.Linear, no_fp8: Any, x: Tensor) -> Tensor:
+    """Learns from itself, as with a mean teacher."""
+    linear.eval()
+    with torch.no_grad():
+        target = linear(3 * x)
+    linear.train()
+    return linear(x) - target
+
+
+def eval_first(linear: nn.Linear, no_fp8: Any, x: Tensor) -> Tensor:
+    linear.eval()
+    h = torch.tanh(linear(20 * x))
+    linear.train()
+    return linear(h)
+
+
+def in_part(linear: nn.Linear, no_fp8: Any, x: Tensor) -> Tensor:
+    """Checkpoints its calls one by one."""
+    h = torch.tanh(WHOLE["reentrant"](linear, x) if x.requires_grad else linear(x))
+    with no_fp8():
+        h = WHOLE["non-reentrant"](linear, h)
+    return linear(torch.tanh(h))
+
+
+CALLS = (twice, high_last, high_first, teaching, eval_first, in_part)
 
 
 class Stack(nn.Module):
     """A Linear, two blocks that ``run`` may checkpoint, and another Linear."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.first = nn.Linear(32, 32)
-        self.blocks = nn.ModuleList(Block(32) for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.last = nn.Linear(32, 16)
         self.run = run
 
@@ -60,411 +174,145 @@ class Stack(nn.Module):
         return self.last(h)
 
 
-def plain(block: nn.Module, h: Tensor) -> Tensor:
-    return block(h)
+# Steps: forwards and backwards in many orders. The mode belongs to the forward ------------------------
 
 
-def reentrant(block: nn.Module, h: Tensor) -> Tensor:
-    return checkpoint(block, h, use_reentrant=True)
+class Flight:
+    """A stack in training."""
 
+    def __init__(self, kind: str, block: Callable[[], nn.Module], reuse: bool = True, **options: Any) -> None:
+        self.model = Stack(KINDS[kind], block)
+        recipe = options.pop("recipe", DelayedScaling(history_len=3))
+        self.manager = fp8dist.prepare(self.model, recipe, skip=(), **options)
+        # It changes weights without bumping their versions.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        self.manager.attach(self.model, optimizer=self.optimizer)
+        self.manager._job.reuse_casts &= reuse
+        self.no_fp8 = self.manager.no_fp8
+        for each in self.model.blocks:
+            if isinstance(each, Calling):
+                each.no_fp8 = self.no_fp8
+        self.seen: list[bytes] = []
 
-def non_reentrant(block: nn.Module, h: Tensor) -> Tensor:
-    return checkpoint(block, h, use_reentrant=False)
+    def loss(self, index: int) -> Tensor:
+        x, y = batch(0, index)
+        loss = nn.functional.mse_loss(self.model(x), y)
+        self.seen.append(bits(loss))
+        return loss
 
+    def evaluate(self, index: int, training: bool = False) -> None:
+        self.model.train(training)
+        self.seen.append(bits(self.model(30 * batch(1, index)[0])))
+        self.model.train()
 
-def nested(block: nn.Module, h: Tensor) -> Tensor:
-    """A checkpoint within a checkpoint recomputes twice."""
-    return checkpoint(non_reentrant, block, h, use_reentrant=False)
+    def accumulated(self, step: int) -> None:
+        for micro in range(2):
+            self.loss(2 * step + micro).backward()
+            with torch.no_grad():
+                self.evaluate(step)
 
+    def high_forward(self, step: int) -> None:
+        with self.no_fp8():
+            loss = self.loss(step)
+        loss.backward()
 
-def _policy(saved: tuple[Any, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def selective(*saved: Any) -> Run:
-    """Selective checkpointing that keeps the results of these ops and recomputes all others."""
-    context = partial(create_selective_checkpoint_contexts, partial(_policy, saved))
-
-    def run(block: nn.Module, h: Tensor) -> Tensor:
-        return checkpoint(block, h, use_reentrant=False, context_fn=context)
-
-    return run
-
-
-KINDS = {
-    "reentrant": reentrant,
-    "non-reentrant": non_reentrant,
-    "nested": nested,
-    "selective, FP8 products saved": selective(ops.matmul),
-    "selective, FP8 casts saved": selective(ops.quantize),
-    "selective, both saved": selective(ops.quantize, ops.matmul),
-    "selective, tanh saved": selective(torch.ops.aten.tanh.default),
-    "selective, nothing saved": selective(),
-}
-
-
-@dataclass
-class Log:
-    """Everything in a run that must not depend on checkpointing."""
-
-    losses: list[bytes] = field(default_factory=list)
-    gradients: list[Any] = field(default_factory=list)
-    states: list[dict[str, bytes]] = field(default_factory=list)
-    parameters: dict[str, bytes] = field(default_factory=dict)
-
-
-def train(
-    run: Run,
-    accumulate: int = 1,
-    read_each_step: bool = True,
-    evaluate: bool = False,
-    fused: bool = False,
-    reuse: bool = True,
-    **recipe: Any,
-) -> Log:
-    stack = Stack(run)
-    manager = fp8dist.prepare(stack, DelayedScaling(history_len=4, **recipe))
-    optimizer = torch.optim.AdamW(stack.parameters(), lr=0.01, fused=fused)
-    manager.attach(stack, optimizer=optimizer)
-    if not reuse:
-        manager._job.reuse_casts = False
-    log = Log()
-    for step in range(4):
-        for micro in range(accumulate):
-            x, y = batch(0, accumulate * step + micro)
-            loss = nn.functional.mse_loss(stack(x), y)
-            log.losses.append(bits(loss))
+    def high_backward(self, step: int) -> None:
+        loss = self.loss(step)
+        with self.no_fp8():
             loss.backward()
-            if evaluate:
-                stack.eval()
-                with torch.no_grad():
-                    log.losses.append(bits(stack(batch(1, step)[0] * 10)))
-                stack.train()
-        log.gradients.append(gradient_bits(stack))
-        optimizer.step()
-        optimizer.zero_grad()
-        if read_each_step:
-            log.states.append(state_bits(manager))
-    log.states.append(state_bits(manager))
-    assert manager.steps == 4
-    assert all(window.count(0.0) == 0 for window in histories(manager).values())  # Every slot ran in every step.
-    log.parameters = parameter_bits(stack)
-    return log
+
+    def eval_in_backward(self, step: int) -> None:
+        loss = self.loss(step)
+        self.model.eval()
+        loss.backward()
+        self.model.train()
+
+    def trained_in_eval(self, step: int) -> None:
+        """Records nothing, though the backward runs in train()."""
+        self.model.eval()
+        loss = self.loss(step)
+        self.model.train()
+        loss.backward()
+
+    def evaluated_before(self, step: int) -> None:
+        """The last forward is that of the evaluation, and the first of two microbatches is in high precision."""
+        self.high_forward(step)
+        loss = self.loss(step + 100)
+        with self.no_fp8(), torch.no_grad():
+            self.evaluate(step)
+        loss.backward()
+
+    def validated_with_grad(self, step: int) -> None:
+        loss = self.loss(step)
+        self.evaluate(step)
+        with self.no_fp8():
+            self.evaluate(step, training=True)
+        loss.backward()
+
+    def in_flight(self, step: int) -> None:
+        """As in a pipeline: three forwards of two modes, then their backwards."""
+        losses = []
+        for i in range(3):
+            with self.no_fp8() if i == 1 else contextlib.nullcontext():
+                losses.append(self.loss(3 * step + i))
+        for i in (1, 0, 2):
+            losses[i].backward()
+
+    def retained(self, step: int) -> None:
+        """Two backwards repeat one forward twice."""
+        self.high_forward(step)
+        loss = self.loss(step + 100)
+        loss.backward(retain_graph=True)
+        with self.no_fp8():
+            loss.backward()
+
+    def recorded_in_eval(self, step: int) -> None:
+        self.model.eval()
+        with self.manager.recording():
+            loss = self.loss(step)
+        loss.backward()
+        self.model.train()
+
+    def changed_precision(self, step: int) -> None:
+        loss = self.loss(step)
+        self.manager.set_precision("*", "high" if step % 2 else "fp8", gemms=("fprop", "wgrad"))
+        loss.backward()
 
 
-@cache
-def _plain_run(accumulate: int, evaluate: bool = False) -> Log:
-    return train(plain, accumulate, evaluate=evaluate)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_plain_run(kind: str) -> None:
-    """With microbatches."""
-    assert train(KINDS[kind], 2) == _plain_run(2)
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
-def test_equals_the_plain_run_without_microbatches(kind: str) -> None:
-    assert train(KINDS[kind], 1) == _plain_run(1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "warmup"),
-    [("reentrant", "current"), ("non-reentrant", "unit"), ("selective, FP8 products saved", "current")],
+MODES = (
+    *("high_forward", "high_backward", "eval_in_backward", "trained_in_eval", "evaluated_before"),
+    *("validated_with_grad", "in_flight", "retained", "recorded_in_eval", "changed_precision"),
 )
-def test_equals_the_plain_run_with_scales_that_lag(kind: str, warmup: str) -> None:
-    """next_step without reads: the commit happens in a forward, and the recomputation uses the same scales."""
-    recipe = {"update": "next_step", "warmup": warmup, "amax_algo": "most_recent"}
-    checkpointed = train(KINDS[kind], 2, read_each_step=False, **recipe)
-    assert checkpointed == train(plain, 2, read_each_step=False, **recipe)
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "nested", "selective, both saved"])
-def test_evaluation_in_between_changes_nothing(kind: str) -> None:
-    assert train(KINDS[kind], 2, evaluate=True) == _plain_run(2, True)
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "selective, FP8 casts saved"])
-def test_reused_weight_casts_equal_fresh_ones(kind: str) -> None:
-    """AdamW(fused=True) changes weights without bumping their version."""
-    reused = train(KINDS[kind], 2, fused=True)
-    assert reused == train(KINDS[kind], 2, fused=True, reuse=False)
-
-
-def _run_that_must_recompute(kind: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    stack = Stack(KINDS.get(kind, plain))
-    manager = fp8dist.prepare(stack)
-    manager.attach(stack)
-    casts = 0
-    original = Caster.cast
-
-    def counting(self: Caster, *args: Any, **kwargs: Any) -> Any:
-        nonlocal casts
-        casts += 1
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Caster, "cast", counting)
-    stack(batch(0, 0)[0]).sum().backward()
-    return casts
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "selective, nothing saved"])
-def test_these_tests_do_recompute(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four checkpointed Linears cast input and weight again. Otherwise the tests above would prove nothing."""
-    with monkeypatch.context() as patch:
-        once = _run_that_must_recompute("plain", patch)
-    with monkeypatch.context() as patch:
-        assert _run_that_must_recompute(kind, patch) == once + 8
-
-
-def test_reentrant_records_in_its_recomputation_only() -> None:
-    """Its first forward runs with grad off; the amaxes of a checkpointed module still enter the history."""
-    stack = Stack(reentrant)
-    manager = fp8dist.prepare(stack)
-    (sync,) = manager._syncs
-    slot = next(s for s in manager.slots if (s.fqn, s.role) == ("blocks.0.up", "input"))
-    place = sync.arena.index[slot]
-    loss = stack(batch(0, 0)[0]).sum()
-    assert float(sync.arena.pending[place]) == -1.0
-    loss.backward()
-    assert float(sync.arena.pending[place]) > 0
-
-
-# The mode belongs to the forward -----------------------------------------------------------------
-
-
-class Mixing(nn.Module):
-    """A block with experts."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.experts = Experts(hidden=width, inner=32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        index = torch.arange(2 * len(x)).view(len(x), 2) % 4
-        return x + self.experts(x, index, torch.full((len(x), 2), 0.5))
-
-
-class Sharing(nn.Module):
-    """A block that calls its Linear twice."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.both = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.both(torch.tanh(self.both(x)))
-
-
-class TwoModes(nn.Module):
-    """A block that calls its Linear in two modes. ``no_fp8``: the manager's."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.both = nn.Linear(width, width)
-        self.no_fp8: Callable[[], Any] = contextlib.nullcontext
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.both(x))
-        with self.no_fp8():
-            h = torch.tanh(self.both(h))
-        return x + h
-
-
-class HighFirst(TwoModes):
-    def forward(self, x: Tensor) -> Tensor:
-        with self.no_fp8():
-            h = torch.tanh(self.both(x))
-        return x + self.both(torch.tanh(self.both(h)))
-
-
-class Teaching(TwoModes):
-    """Learns from itself, as with a mean teacher."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.both.eval()
-        with torch.no_grad():
-            target = self.both(3 * x)
-        self.both.train()
-        return x + self.both(x) - target
-
-
-class EvalFirst(TwoModes):
-    def forward(self, x: Tensor) -> Tensor:
-        self.both.eval()
-        h = torch.tanh(self.both(20 * x))
-        self.both.train()
-        return x + self.both(h)
-
-
-class InPart(TwoModes):
-    """Checkpoints its calls one by one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(reentrant(self.both, x) if x.requires_grad else self.both(x))
-        with self.no_fp8():
-            h = non_reentrant(self.both, h)
-        return x + self.both(torch.tanh(h))
-
-
-MIXED = (TwoModes, HighFirst, Teaching, EvalFirst, InPart)
-
-
-def reentrant_within_reentrant(block: nn.Module, h: Tensor) -> Tensor:
-    return checkpoint(reentrant, block, h, use_reentrant=True)
-
-
-def other_within_reentrant(block: nn.Module, h: Tensor) -> Tensor:
-    return checkpoint(non_reentrant, block, h, use_reentrant=True)
-
-
-def reentrant_within_other(block: nn.Module, h: Tensor) -> Tensor:
-    return checkpoint(reentrant, block, h, use_reentrant=False)
-
-
-NESTED = {
-    "reentrant in reentrant": reentrant_within_reentrant,
-    "reentrant in non-reentrant": reentrant_within_other,
-    "non-reentrant in reentrant": other_within_reentrant,
-}
-
-Flight = Callable[[nn.Module, fp8dist.StateManager, int, list[bytes]], None]
-
-
-def _loss(model: nn.Module, index: int, seen: list[bytes]) -> Tensor:
-    x, y = batch(0, index)
-    loss = nn.functional.mse_loss(model(x), y)
-    seen.append(bits(loss))
-    return loss
-
-
-def _evaluate(model: nn.Module, index: int, seen: list[bytes], training: bool = False) -> None:
-    model.train(training)
-    seen.append(bits(model(30 * batch(1, index)[0])))
-    model.train()
-
-
-def high_forward(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    with manager.no_fp8():
-        loss = _loss(model, step, seen)
-    loss.backward()
-
-
-def high_backward(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    loss = _loss(model, step, seen)
-    with manager.no_fp8():
-        loss.backward()
-
-
-def eval_in_backward(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    loss = _loss(model, step, seen)
-    model.eval()
-    loss.backward()
-    model.train()
-
-
-def trained_in_eval(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    """Records nothing, though the backward runs in train()."""
-    model.eval()
-    loss = _loss(model, step, seen)
-    model.train()
-    loss.backward()
-
-
-def evaluated_before(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    """The last forward is that of the evaluation, and the first of two microbatches is in high precision."""
-    high_forward(model, manager, step, seen)
-    loss = _loss(model, step + 100, seen)
-    with manager.no_fp8(), torch.no_grad():
-        _evaluate(model, step, seen)
-    loss.backward()
-
-
-def validated_with_grad(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    loss = _loss(model, step, seen)
-    _evaluate(model, step, seen)
-    with manager.no_fp8():
-        _evaluate(model, step, seen, training=True)
-    loss.backward()
-
-
-def in_flight(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    """As in a pipeline: three forwards of two modes, then their backwards."""
-    losses = []
-    for i in range(3):
-        if i == 1:
-            with manager.no_fp8():
-                losses.append(_loss(model, 3 * step + i, seen))
-        else:
-            losses.append(_loss(model, 3 * step + i, seen))
-    for i in (1, 0, 2):
-        losses[i].backward()
-
-
-def retained(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    """Two backwards repeat one forward twice."""
-    high_forward(model, manager, step, seen)
-    loss = _loss(model, step + 100, seen)
-    loss.backward(retain_graph=True)
-    with manager.no_fp8():
-        loss.backward()
-
-
-def recorded_in_eval(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    model.eval()
-    with manager.recording():
-        loss = _loss(model, step, seen)
-    loss.backward()
-    model.train()
-
-
-def changed_precision(model: nn.Module, manager: fp8dist.StateManager, step: int, seen: list[bytes]) -> None:
-    loss = _loss(model, step, seen)
-    manager.set_precision("*", "high" if step % 2 else "fp8", gemms=("fprop", "wgrad"))
-    loss.backward()
-
-
-FLIGHTS: dict[str, Flight] = {
-    flight.__name__: flight
-    for flight in (
-        *(high_forward, high_backward, eval_in_backward, trained_in_eval, evaluated_before, validated_with_grad),
-        *(in_flight, retained, recorded_in_eval, changed_precision),
-    )
-}
 
 
 @cache
-def fly(flight: str, kind: str, block: type[nn.Module] = Block, apart: bool = False, **options: Any) -> Any:
-    """Train for four steps. Return losses, gradients and FP8 state.
+def fly(
+    name: str, kind: str, block: Any = Block, apart: bool = False, reads: bool = True, steps: int = 3, **options: Any
+) -> Any:
+    """Train. Return losses, gradients, FP8 state and parameters.
 
     Args:
-        apart: True: run backwards in a thread of their own, as on a GPU.
+        apart: run backwards in a thread of their own, as on a GPU.
+        reads: read the FP8 state between steps, which commits what is pending.
+        options: of ``Flight``; overrides as items.
     """
-    model = Stack({**KINDS, **NESTED, "plain": plain}[kind])
-    model.blocks = nn.ModuleList(block(32) for _ in range(2))
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=3), skip=(), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
-    for each in model.blocks:
-        if isinstance(each, TwoModes):
-            each.no_fp8 = manager.no_fp8
-    seen: list[bytes] = []
+    flight = Flight(kind, block, **{key: dict(of) if key == "overrides" else of for key, of in options.items()})
     found = []
     with _threaded_backwards() if apart else contextlib.nullcontext():
-        for step in range(4):
-            FLIGHTS[flight](model, manager, step, seen)
-            found.append((gradient_bits(model), histories(manager)))
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen, found, state_bits(manager), parameter_bits(model)
+        for step in range(steps):
+            getattr(flight, name)(step)
+            found.append((gradient_bits(flight.model), histories(flight.manager) if reads else None))
+            flight.optimizer.step()
+            flight.optimizer.zero_grad()
+    return flight.seen, found, state_bits(flight.manager), parameter_bits(flight.model)
 
 
 @contextlib.contextmanager
 def _threaded_backwards() -> Iterator[None]:
     original = Tensor.backward
 
-    def backward(self: Tensor) -> None:
-        thread = threading.Thread(target=original, args=(self,))
+    def backward(self: Tensor, **options: Any) -> None:
+        thread = threading.Thread(target=original, args=(self,), kwargs=options)
         thread.start()
         thread.join()
 
@@ -472,61 +320,110 @@ def _threaded_backwards() -> Iterator[None]:
         yield
 
 
-REPEATING = (*(kind for kind in KINDS if "FP8" not in kind), *NESTED)
+def assert_repeated(kind: str, names: tuple[str, ...], block: Callable[[], nn.Module] = Block, **options: Any) -> None:
+    for name in names:
+        if name == "retained" and "selective" in kind:
+            continue  # torch refuses a second backward of a selective checkpoint.
+        expected = fly(
+            name, "plain", block, **{key: of for key, of in options.items() if key not in ("apart", "reuse")}
+        )
+        assert fly(name, kind, block, **options) == expected, name
 
 
-def _possible(flights: Iterable[str]) -> list[tuple[str, str]]:
-    """Torch refuses a second backward of a selective checkpoint."""
-    return [(f, kind) for kind in REPEATING for f in flights if f != "retained" or "selective" not in kind]
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
+def test_microbatches_and_evaluations(kind: str) -> None:
+    """Also in each way to save some results, and with weights that are cast anew each time."""
+    assert_repeated(kind, ("accumulated",))
+    assert_repeated(kind, ("accumulated",), reuse=False)
 
 
-@pytest.mark.parametrize(("flight", "kind"), _possible(FLIGHTS))
-def test_a_repeated_forward_computes_as_it_did(flight: str, kind: str) -> None:
-    assert fly(flight, kind) == fly(flight, "plain")
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "selective, FP8 products saved"])
+@pytest.mark.parametrize("warmup", ["current", "unit"])
+def test_scales_that_lag(kind: str, warmup: str) -> None:
+    """next_step without reads: the commit happens in a forward, and the recomputation uses the same scales."""
+    recipe = DelayedScaling(history_len=3, update="next_step", warmup=warmup, amax_algo="most_recent")
+    assert_repeated(kind, ("accumulated",), reads=False, recipe=recipe)
 
 
-@pytest.mark.parametrize("flight", FLIGHTS)
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
-def test_experts_compute_as_they_did(flight: str, kind: str) -> None:
-    assert fly(flight, kind, Mixing) == fly(flight, "plain", Mixing)
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        (CurrentScaling(), (("first", "high"), ("blocks.1.down", "high"))),
+        (RowwiseScaling(high_precision=("fprop",)), ()),
+        (BlockScaling(high_precision=("fprop", "wgrad")), ()),
+        (DelayedScaling(history_len=3), (("blocks.0.up", BlockScaling()), ("*.1.*", RowwiseScaling()))),
+    ],
+    ids=repr,
+)
+def test_every_recipe(kind: str, recipe: Recipe, overrides: Any) -> None:
+    assert_repeated(kind, ("accumulated", "in_flight"), recipe=recipe, overrides=overrides)
 
 
-@pytest.mark.parametrize("flight", ["in_flight", "evaluated_before", "validated_with_grad"])
+@pytest.mark.parametrize("kind", REPEATING)
+def test_a_repeated_forward_computes_as_it_did(kind: str) -> None:
+    assert_repeated(kind, MODES)
+
+
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
-def test_a_module_that_is_called_twice(flight: str, kind: str) -> None:
-    assert fly(flight, kind, Sharing) == fly(flight, "plain", Sharing)
+def test_experts_compute_as_they_did(kind: str) -> None:
+    assert_repeated(kind, MODES, Mixing)
 
 
-@pytest.mark.parametrize("flight", ["in_flight", "evaluated_before"])
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", *NESTED])
-def test_backwards_in_a_thread_of_their_own(flight: str, kind: str) -> None:
-    """As on a GPU. Each thread counts its nodes."""
-    assert fly(flight, kind, apart=True) == fly(flight, "plain")
-    assert fly(flight, kind, eval_precision="high") == fly(flight, "plain", eval_precision="high")
+BLOCKS = {calls.__name__: partial(Calling, calls) for calls in CALLS}
 
 
-@pytest.mark.parametrize(("flight", "kind"), _possible(["high_backward", "in_flight", "evaluated_before", "retained"]))
-@pytest.mark.parametrize("block", MIXED)
-def test_a_forward_in_several_modes(flight: str, block: type[nn.Module], kind: str) -> None:
+@pytest.mark.parametrize("kind", REPEATING)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_forward_in_several_modes(block: str, kind: str) -> None:
     """Each call of a module computes as it did."""
-    assert fly(flight, kind, block) == fly(flight, "plain", block)
+    more = ("high_backward", "retained") if kind in ("reentrant", "non-reentrant") else ()
+    assert_repeated(kind, ("in_flight", "evaluated_before", *more), BLOCKS[block])
 
 
-@pytest.mark.parametrize("block", MIXED)
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", *NESTED])
-def test_a_forward_in_several_modes_with_backwards_in_a_thread(block: type[nn.Module], kind: str) -> None:
-    assert fly("in_flight", kind, block, apart=True) == fly("in_flight", "plain", block)
+@pytest.mark.parametrize("kind", WHOLE)
+def test_backwards_in_a_thread_of_their_own(kind: str) -> None:
+    """As on a GPU. Each thread counts its nodes."""
+    assert_repeated(kind, ("in_flight", "evaluated_before"), apart=True)
+    for block in BLOCKS.values():
+        assert_repeated(kind, ("in_flight",), block, apart=True)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", *NESTED])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_evaluations_in_high_precision(kind: str) -> None:
+    assert_repeated(kind, ("in_flight", "evaluated_before", "validated_with_grad"), eval_precision="high")
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "selective, nothing saved"])
+def test_these_tests_do_recompute(kind: str) -> None:
+    """Four checkpointed Linears cast their inputs again. Otherwise the tests above would prove nothing."""
+    counts = []
+    for each in ("plain", kind):
+        flight = Flight(each, Block)
+        with watched_casts(Role.INPUT) as casts:
+            flight.loss(0).backward()
+        counts.append(len(casts))
+    assert counts == [6, 10]
+
+
+def test_reentrant_records_in_its_recomputation_only() -> None:
+    """Its first forward runs with grad off; the amaxes of a checkpointed module still enter the history."""
+    flight = Flight("reentrant", Block)
+    arena = flight.manager._syncs[0].arena
+    place = arena.index[next(s for s in flight.manager.slots if (s.fqn, s.role) == ("blocks.0.up", "input"))]
+    loss = flight.loss(0)
+    assert float(arena.pending[place]) == -1.0
+    loss.backward()
+    assert float(arena.pending[place]) > 0
+
+
+@pytest.mark.parametrize("kind", WHOLE)
 def test_a_forward_whose_mode_is_forgotten_is_not_repeated_in_another(kind: str) -> None:
-    model = Stack({**KINDS, **NESTED}[kind])
-    manager = fp8dist.prepare(model)
-    manager.attach(model)
+    flight = Flight(kind, Block)
     losses = []
     for i in range(40):
-        with manager.no_fp8() if i % 2 else contextlib.nullcontext():
-            losses.append(_loss(model, i, []))
+        with flight.no_fp8() if i % 2 else contextlib.nullcontext():
+            losses.append(flight.loss(i))
     losses[-30].backward()
     with pytest.raises(fp8dist.ConfigurationError, match=r"blocks.1.*mode is no longer known"):
         losses[0].backward()
@@ -536,27 +433,9 @@ def test_a_forward_whose_mode_is_forgotten_is_not_repeated_in_another(kind: str)
 def test_many_calls_of_a_module_in_one_checkpoint(kind: str) -> None:
     """More than are kept of each mode."""
 
-    def gradient(run: Any) -> bytes:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(32, 32))
-        manager = fp8dist.prepare(net, skip=())
-        manager.attach(net)
-        x = torch.randn(16, 32, requires_grad=True)
+    def often(linear: nn.Linear, no_fp8: Any, h: Tensor) -> Tensor:
+        for _ in range(40):
+            h = torch.tanh(linear(h))
+        return h
 
-        def often(h: Tensor) -> Tensor:
-            for _ in range(40):
-                h = torch.tanh(net(h))
-            return h
-
-        losses = []
-        for i in range(4):
-            with manager.no_fp8() if i % 2 else contextlib.nullcontext():
-                losses.append(run(often, x).square().sum())
-            with torch.no_grad():
-                net(x)
-        for i in (1, 0, 3, 2):
-            losses[i].backward()
-        assert x.grad is not None
-        return bits(x.grad)
-
-    assert gradient(KINDS[kind]) == gradient(plain)
+    assert_repeated(kind, ("in_flight",), partial(Calling, often), steps=1)

@@ -17,7 +17,7 @@ from tests.support.experts import Experts, LoopedExperts, Mixture, looped, route
 from tests.support.states import state_of
 from tests.support.training import bits
 
-STEPS = 20
+STEPS = 12
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(history_len=4),
     "delayed-unit": DelayedScaling(history_len=3, warmup="unit", margin=1, power_of_two=True),
@@ -110,7 +110,7 @@ def _run(model: Mixture, seed: int, among: tuple[int, ...], tokens: int) -> tupl
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_equal_an_fp8_linear_for_each_expert(recipe: Recipe) -> None:
-    """Over 20 steps of two microbatches, in which experts see no token, or one, or all."""
+    """Over 12 steps of two microbatches, in which experts see no token, or one, or all."""
     pair = Pair(recipe, {})
     for step in range(STEPS):
         among = ((0, 1, 2, 3), (1, 3), (2,), (0, 1))[step % 4]
@@ -144,15 +144,15 @@ def test_momentum_moves_experts_that_do_not_run() -> None:
 def test_precision_of_single_experts(recipe: str, gemms: tuple[Any, ...]) -> None:
     """Some experts in high precision, then some for a number of steps, then all."""
     pair = Pair(RECIPES[recipe], {"bias": True})
-    for step in range(24):
+    for step in range(20):
         for manager in pair.managers:
-            if step == 2:
+            if step == 1:
                 manager.set_precision("experts.gate_up.[13]", "high", gemms)
+            elif step == 2:
+                manager.set_precision("experts.down.2", "high", gemms, steps=17)
             elif step == 4:
-                manager.set_precision("experts.down.2", "high", gemms, steps=18)
-            elif step == 8:
                 manager.set_precision("experts.gate_up.1", "fp8")
-            elif step == 12:
+            elif step == 7:
                 manager.set_precision("*", "high", gemms, steps=3)
         pair.micro(step, (0, 1, 2, 3) if step % 3 else (1, 2))
         pair.step()

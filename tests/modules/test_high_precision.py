@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from fp8dist.modules.casters import Cast, Request
-from fp8dist.state.recipe import GEMMS
+from fp8dist.state.recipe import GEMMS, Gemm
 from tests.support.gemms import Gemms
 from tests.support.training import bits
 
@@ -71,9 +72,12 @@ def run(linear: nn.Linear, case: Case) -> Result:
     return Result(y.detach(), x.grad, linear.weight.grad, linear.bias.grad if case.bias else None, len(gemms.seen))
 
 
-def prepared(case: Case, recipe: Recipe) -> nn.Linear:
+def prepared(case: Case, kind: Callable[..., Recipe], high: Sequence[Gemm] = (), by_call: bool = False) -> nn.Linear:
+    """Return a Linear with these GEMMs in high precision: by its recipe, or by a call of ``set_precision``."""
     linear = make(case)
-    fp8dist.prepare(linear, recipe)
+    manager = fp8dist.prepare(linear, kind(high_precision=() if by_call else high))
+    if by_call and high:
+        manager.set_precision("*", "high", gemms=tuple(high))
     return linear
 
 
@@ -91,7 +95,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     ],
 )
 def test_what_is_named_is_as_nn_linear_has_it_and_the_rest_in_fp8(case: Case, kind: Any) -> None:
-    plain, fp8 = run(make(case), case), run(prepared(case, kind()), case)
+    plain, fp8 = run(make(case), case), run(prepared(case, kind), case)
     assert plain.products == 0
     assert fp8.products == 3 - case.frozen
     assert not same(plain.y, fp8.y)
@@ -101,8 +105,8 @@ def test_what_is_named_is_as_nn_linear_has_it_and_the_rest_in_fp8(case: Case, ki
         assert plain.db is not None
         exact = case.input == torch.float32 and not case.autocast
         torch.testing.assert_close(fp8.db, plain.db, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 2e-2)
-    for high in SUBSETS:
-        got = run(prepared(case, kind(high_precision=high)), case)
+    for high, by_call in itertools.product(SUBSETS, (False, True)):
+        got = run(prepared(case, kind, high, by_call), case)
         assert got.products == sum(gemm not in high and not (gemm == "wgrad" and case.frozen) for gemm in GEMMS), high
         assert same(got.y, plain.y if "fprop" in high else fp8.y), high
         assert same(got.dx, plain.dx if "dgrad" in high else fp8.dx), high
@@ -116,7 +120,7 @@ def test_what_is_named_is_as_nn_linear_has_it_and_the_rest_in_fp8(case: Case, ki
 def test_the_formulas() -> None:
     """Does not use nn.Linear's autograd: y = x Wᵀ + b, dx = dy W, dW = dyᵀ x."""
     for kind in KINDS:
-        linear = prepared(Case(), kind(high_precision=("dgrad", "fprop", "wgrad")))
+        linear = prepared(Case(), kind, GEMMS)
         x, dy = torch.randn(7, 144).requires_grad_(), torch.randn(7, 48)
         y = linear(x)
         y.backward(dy)
@@ -144,7 +148,7 @@ def copies_that_are_cast(linear: nn.Linear) -> dict[str, tuple[bool, bool]]:
 def test_what_a_gemm_in_high_precision_does_not_need_is_not_cast() -> None:
     """Each tensor gets exactly the copies that its FP8 products multiply."""
     for high, kind in (*zip(SUBSETS, itertools.cycle(KINDS)), *((("fprop",), kind) for kind in KINDS)):
-        linear = prepared(Case(), kind(high_precision=high))
+        linear = prepared(Case(), kind, high)
         wanted = {
             "input": ("fprop" not in high, "wgrad" not in high),
             "weight": ("fprop" not in high, "dgrad" not in high),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import pickle
 from typing import Any
 
@@ -56,35 +55,35 @@ def recipes(manager: StateManager) -> dict[str, Recipe]:
 # Patterns ----------------------------------------------------------------------------------------
 
 
-def test_the_first_pattern_that_matches_counts() -> None:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"overrides": {"b*": RowwiseScaling(), "*": "high", "branch": BlockScaling()}}, {"branch": RowwiseScaling()}),
+        (
+            {"overrides": {"l*": "high", "[fl]*": RowwiseScaling()}},
+            {"branch": DelayedScaling(margin=3), "first": RowwiseScaling()},
+        ),
+        ({"overrides": {"first": CurrentScaling(), "last": "high"}, "skip": ("*",)}, {"first": CurrentScaling()}),
+        (
+            {"overrides": {"*": CurrentScaling()}, "filter_fn": lambda module, fqn: module.out_features == 16},
+            {"last": CurrentScaling()},
+        ),
+    ],
+    ids=["the first match counts", "the default elsewhere", "a recipe beats skip", "no Linear becomes eligible"],
+)
+def test_which_recipe_a_module_has(settings: Any, expected: dict[str, Recipe]) -> None:
     model = make_net()
-    delayed, row = DelayedScaling(margin=3), RowwiseScaling()
-    manager = fp8dist.prepare(model, delayed, overrides={"b*": row, "*": "high", "branch": BlockScaling()})
-    assert recipes(manager) == {"branch": row}
-    assert converted(model) == ["branch"]
-    manager = fp8dist.prepare(make_net(), delayed, overrides={"l*": "high", "[fl]*": row})
-    assert recipes(manager) == {"branch": delayed, "first": row}
+    manager = fp8dist.prepare(model, DelayedScaling(margin=3), **settings)
+    assert recipes(manager) == expected
+    assert sorted(converted(model)) == sorted(expected)
+    if "skip" in settings:
+        reasons = {row.fqn: row.reason for row in manager.coverage() if not row.fp8}
+        assert reasons.keys() == {"last", "branch"}
+        assert "overrides" in reasons["last"]
+        assert reasons["branch"] == "it matches skip '*'"
 
 
-def test_an_override_with_a_recipe_beats_skip_and_high_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_net()
-    with caplog.at_level(logging.INFO, "fp8dist"):
-        manager = fp8dist.prepare(model, skip=("*",), overrides={"first": CurrentScaling(), "last": "high"})
-    assert recipes(manager) == {"first": CurrentScaling()}
-    said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "last stays in high precision: overrides say so" in said
-    assert "branch stays in high precision: it matches skip" in said
-
-
-def test_overrides_do_not_make_a_linear_eligible() -> None:
-    model = nn.Sequential(nn.Linear(32, 24), nn.Linear(32, 32))
-    manager = fp8dist.prepare(
-        model, overrides={"*": CurrentScaling()}, filter_fn=lambda module, fqn: module.out_features == 32
-    )
-    assert recipes(manager) == {"1": CurrentScaling()}
-
-
-def test_a_pattern_that_matches_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pattern_that_matches_nothing_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     fp8dist.prepare(make_net(), overrides={"frist": CurrentScaling(), "*": RowwiseScaling(), "blocks.*": "high"})
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
@@ -94,15 +93,12 @@ def test_a_pattern_that_matches_nothing_is_told_once(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_an_override_that_is_no_recipe_is_refused() -> None:
+def test_what_is_no_recipe_is_refused() -> None:
     for wrong in ("current", None, CurrentScaling, False, 1):
         model = make_net()
         with pytest.raises(ConfigurationError, match=r"overrides\['first'\] must be a recipe, or \"high\""):
             fp8dist.prepare(model, overrides={"first": wrong})
         assert not converted(model)
-
-
-def test_a_recipe_that_is_none_is_refused() -> None:
     for wrong in ("delayed", DelayedScaling, {}):
         with pytest.raises(ConfigurationError, match="recipe must be a recipe such as"):
             fp8dist.prepare(make_net(), wrong)
@@ -127,56 +123,67 @@ def test_modules_that_share_a_weight_have_one_recipe() -> None:
 # First and last layers ---------------------------------------------------------------------------
 
 
-class Transformer(nn.Module):
+def _linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(32, 32) for _ in range(count)]
+
+
+def _transformer() -> nn.Module:
     """Two stacks, the outer one with a nested list, and Linears outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(32, 32)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"mlp": nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)]), "norm": nn.LayerNorm(32)})
-            for _ in range(4)
-        )
-        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(3))})
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
-        self.head = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
-
-
-def test_first_and_last_of_module_lists() -> None:
-    model = Transformer()
-    assert first_and_last(model) == dict.fromkeys(
-        ["blocks.0.*", "blocks.3.*", "decoder.layers.0", "decoder.layers.2"], "high"
+    layers = {"mlp": nn.ModuleList(_linears(2)), "norm": nn.LayerNorm(32)}
+    return nn.ModuleDict(
+        {
+            "embed": nn.Linear(32, 32),
+            "blocks": nn.ModuleList(nn.ModuleDict(copy.deepcopy(layers)) for _ in range(4)),
+            "decoder": nn.ModuleDict({"layers": nn.ModuleList(_linears(3))}),
+            "norms": nn.ModuleList(nn.LayerNorm(32) for _ in range(2)),
+            "head": nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)),
+        }
     )
-    assert list(first_and_last(model, 2, 0)) == ["blocks.0.*", "blocks.1.*", "decoder.layers.0", "decoder.layers.1"]
-    assert list(first_and_last(model, 0, 1)) == ["blocks.3.*", "decoder.layers.2"]
-    assert first_and_last(model, 0, 0) == {}
+
+
+class DistributedDataParallel(nn.Module):
+    """A wrapper: patterns have the names that ``prepare`` uses."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+def _tower() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Sequential(*_linears(2)), nn.Linear(32, 32), nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("model", "counts", "expected"),
+    [
+        (_transformer, (), ["blocks.0.*", "blocks.3.*", "decoder.layers.0", "decoder.layers.2"]),
+        (_transformer, (2, 0), ["blocks.0.*", "blocks.1.*", "decoder.layers.0", "decoder.layers.1"]),
+        (_transformer, (0, 1), ["blocks.3.*", "decoder.layers.2"]),
+        (_transformer, (0, 0), []),
+        (
+            lambda: DistributedDataParallel(_transformer()),
+            (),
+            ["blocks.0.*", "blocks.3.*", "decoder.layers.0", "decoder.layers.2"],
+        ),
+        (_tower, (), ["0", "3"]),
+        (_tower, (0, 2), ["2.*", "3"]),
+        (lambda: nn.ModuleDict({"tower": _tower(), "other": nn.Linear(32, 32)}), (), ["tower.0", "tower.3"]),
+        (lambda: nn.ModuleList(_linears(3)), (1, 2), ["0", "1", "2"]),
+    ],
+)
+def test_first_and_last(model: Any, counts: tuple[int, ...], expected: list[str]) -> None:
+    assert first_and_last(model(), *counts) == dict.fromkeys(expected, "high")
+
+
+def test_first_and_last_stay_in_high_precision(caplog: pytest.LogCaptureFixture) -> None:
+    model = _transformer()
     fp8dist.prepare(model, CurrentScaling(), overrides=first_and_last(model))
     inside = [f"blocks.{i}.mlp.{j}" for i in (1, 2) for j in (0, 1)]
     assert converted(model) == ["embed", *inside, "decoder.layers.1", "head.0", "head.1"]
-
-
-def test_first_and_last_of_a_sequential() -> None:
-    model = nn.Sequential(
-        nn.Linear(32, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), nn.Linear(32, 32), nn.ReLU()
-    )
-    assert list(first_and_last(model)) == ["0", "3"]
-    assert list(first_and_last(model, 0, 2)) == ["2.*", "3"]
-    inner = nn.ModuleDict({"tower": model, "other": nn.Linear(32, 32)})
-    assert list(first_and_last(inner)) == ["tower.0", "tower.3"]
-    fp8dist.prepare(inner, overrides=first_and_last(inner))
-    assert converted(inner) == ["tower.2.0", "tower.2.1", "other"]
-
-
-def test_first_and_last_through_wrappers() -> None:
-    """The names are those that ``prepare`` uses."""
-
-    class DistributedDataParallel(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self._orig_mod = module
-
-    wrapped = DistributedDataParallel(Transformer())
-    assert first_and_last(wrapped) == first_and_last(Transformer())
+    model = nn.ModuleList(_linears(3))
+    fp8dist.prepare(model, overrides=first_and_last(model, 1, 2))
+    assert not converted(model)
+    assert "no Linear of this model is eligible" in caplog.text
 
 
 def test_first_and_last_without_layers_or_with_too_few() -> None:
@@ -185,16 +192,7 @@ def test_first_and_last_without_layers_or_with_too_few() -> None:
             first_and_last(model)
     for first, last in ((2, 2), (4, 0), (-1, 1), (1, -1)):
         with pytest.raises(ConfigurationError, match=f"cannot take {first} and {last} of 3 layers"):
-            first_and_last(nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), first, last)
-
-
-def test_all_layers_may_be_first_or_last(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-    overrides = first_and_last(model, 1, 2)
-    assert list(overrides) == ["0", "1", "2"]
-    fp8dist.prepare(model, overrides=overrides)
-    assert not converted(model)
-    assert "no Linear of this model is eligible" in caplog.text
+            first_and_last(nn.ModuleList(_linears(3)), first, last)
 
 
 # Several recipes ---------------------------------------------------------------------------------
@@ -267,13 +265,15 @@ class Job:
         self.manager.attach(self.model, optimizer=self.optimizer)
         self.losses: list[bytes] = []
 
-    def step(self, index: int) -> None:
-        x, y = batch(0, index)
-        loss = (self.model(x) - y).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(bits(loss))
+    def steps(self, *indexes: int) -> Job:
+        for index in indexes:
+            x, y = batch(0, index)
+            loss = (self.model(x) - y).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(bits(loss))
+        return self
 
     def everything(self) -> Any:
         return self.losses, parameter_bits(self.model), state_bits(self.manager)
@@ -282,27 +282,18 @@ class Job:
 @pytest.mark.parametrize("second", [RECIPES[1], *ONE_OF_EACH], ids=repr)
 def test_two_managers_with_other_recipes_do_not_see_each_other(second: Recipe) -> None:
     """Trained in turn, each gives the losses, parameters and state of training alone, bit for bit."""
-    alone = [Job(RECIPES[0]), Job(second, seed=1)]
-    for job in alone:
-        for index in range(4):
-            job.step(index)
+    alone = [Job(RECIPES[0]).steps(*range(4)), Job(second, seed=1).steps(*range(4))]
     both = [Job(RECIPES[0]), Job(second, seed=1)]
     for index in range(4):
         for job in both if index % 2 else reversed(both):
-            job.step(index)
+            job.steps(index)
     assert [job.everything() for job in both] == [job.everything() for job in alone]
     assert alone[0].losses != alone[1].losses
 
 
 def test_each_recipe_trains_another_way() -> None:
     """Every option affects the losses, except options that must not."""
-    losses = {}
-    for recipe in RECIPES:
-        job = Job(recipe)
-        for index in range(4):
-            job.step(index)
-        losses[recipe] = tuple(job.losses)
-    assert len(set(losses.values())) == len(RECIPES)
+    assert len({tuple(Job(recipe).steps(*range(4)).losses) for recipe in RECIPES}) == len(RECIPES)
 
 
 # Recipes as values -------------------------------------------------------------------------------
@@ -326,34 +317,21 @@ def test_recipes_compare_hash_print_and_can_be_copied() -> None:
         assert repr(recipe).startswith(f"{type(recipe).__name__}(")
 
 
-def test_recipes_of_other_kinds_with_equal_fields_differ() -> None:
+def test_what_makes_recipes_equal() -> None:
     assert RowwiseScaling() != BlockScaling()
-    assert CurrentScaling(format="e4m3") != RowwiseScaling()
     assert len({RowwiseScaling(), BlockScaling(), CurrentScaling(format="e4m3")}) == 3
-
-
-def test_the_order_of_gemms_does_not_matter() -> None:
     for given in (("wgrad", "fprop"), ["fprop", "wgrad", "wgrad"], {"wgrad", "fprop"}):
-        assert CurrentScaling(high_precision=given) == CurrentScaling(high_precision=("fprop", "wgrad"))  # type: ignore[arg-type]
+        assert CurrentScaling(high_precision=given) == CurrentScaling(high_precision=("fprop", "wgrad"))
 
 
-def saved_recipes(manager: StateManager) -> dict[str, Recipe]:
-    """Return each module's recipe, from the bytes of a checkpoint."""
+@pytest.mark.parametrize(("recipe", "overrides"), [*((recipe, {}) for recipe in RECIPES), (RECIPES[0], MIXED)])
+def test_recipes_come_back_from_a_checkpoint(recipe: Recipe, overrides: Any) -> None:
+    manager = fp8dist.prepare(make_net(), recipe, overrides=overrides)
     (blob,) = manager.state_dict().values()
     saved, _ = from_bytes(blob, "a test")
     made = [Recipe.from_description(description) for description in saved["recipes"]]
-    return {fqn: made[place] for (fqn, _), place in zip(saved["slots"], saved["recipe_of"])}
-
-
-def test_a_recipe_comes_back_from_a_checkpoint() -> None:
-    for recipe in RECIPES:
-        manager = fp8dist.prepare(make_net(), recipe)
-        assert saved_recipes(manager) == dict.fromkeys(("first", "branch", "last"), recipe)
-
-
-def test_the_recipes_of_a_mixed_model_come_back_from_a_checkpoint() -> None:
-    manager = fp8dist.prepare(make_net(), RECIPES[0], overrides=MIXED)
-    assert saved_recipes(manager) == {"branch": RECIPES[0], **MIXED} == recipes(manager)
+    found = {fqn: made[place] for (fqn, _), place in zip(saved["slots"], saved["recipe_of"])}
+    assert found == recipes(manager) == {**dict.fromkeys(("first", "branch", "last"), recipe), **overrides}
 
 
 def _median(windows: Tensor) -> Tensor:
@@ -386,64 +364,42 @@ def test_strange_descriptions_are_refused() -> None:
 
 
 def test_a_resume_of_a_mixed_model_is_bitwise() -> None:
-    straight = Job(RECIPES[0], MIXED)
-    for index in range(6):
-        straight.step(index)
-    first = Job(RECIPES[0], MIXED)
-    for index in range(3):
-        first.step(index)
+    straight = Job(RECIPES[0], MIXED).steps(*range(6))
+    first = Job(RECIPES[0], MIXED).steps(*range(3))
     resumed = Job(RECIPES[0], MIXED, seed=5)
     saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.manager.state_dict()))
-    resumed.model.load_state_dict(saved[0])
-    resumed.optimizer.load_state_dict(saved[1])
-    resumed.manager.load_state_dict(saved[2])
-    for index in range(3, 6):
-        resumed.step(index)
+    for part, state in zip((resumed.model, resumed.optimizer, resumed.manager), saved):
+        part.load_state_dict(state)
+    resumed.steps(*range(3, 6))
     assert resumed.losses == straight.losses[3:]
     assert resumed.everything()[1:] == straight.everything()[1:]
 
 
 @pytest.mark.parametrize("recipe", ONE_OF_EACH, ids=repr)
-def test_delayed_state_goes_into_a_recipe_without_state(recipe: Recipe) -> None:
-    """The saved state is ignored: losses equal those of a run that loaded none."""
-    delayed = Job(RECIPES[0])
-    for index in range(3):
-        delayed.step(index)
-    losses = []
+def test_between_delayed_scaling_and_a_recipe_without_state(recipe: Recipe) -> None:
+    """The state that delayed scaling saved is ignored: losses equal those of a run that loaded none. The other way,
+    there are no scales: refused, unless the caller asks for a conversion."""
+    delayed, losses = Job(RECIPES[0]).steps(*range(3)), []
     for load in (False, True):
         job = Job(recipe)
         job.model.load_state_dict(copy.deepcopy(delayed.model.state_dict()))
         if load:
             job.manager.load_state_dict(delayed.manager.state_dict())
             assert job.manager.steps == 3
-        for index in range(3, 5):
-            job.step(index)
-        losses.append(job.losses)
+        losses.append(job.steps(3, 4).losses)
     assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("recipe", ONE_OF_EACH, ids=repr)
-def test_delayed_scaling_refuses_state_without_scales(recipe: Recipe) -> None:
-    current, delayed = Job(recipe), Job(RECIPES[0])
-    for job in (current, delayed):
-        for index in range(3):
-            job.step(index)
     before = state_bits(delayed.manager)
     with pytest.raises(CheckpointError, match=rf"recipe is '{type(recipe).__name__}' there and 'DelayedScaling' here"):
-        delayed.manager.load_state_dict(current.manager.state_dict())
+        delayed.manager.load_state_dict(job.manager.state_dict())
     assert state_bits(delayed.manager) == before
-    delayed.manager.load_state_dict(current.manager.state_dict(), convert=True)
-    for index in range(3, 5):
-        delayed.step(index)
+    delayed.manager.load_state_dict(job.manager.state_dict(), convert=True)
+    delayed.steps(3, 4)
     assert all(bool(torch.isfinite(p).all()) for p in delayed.model.parameters())
 
 
 def test_an_override_more_or_less_is_another_recipe() -> None:
     """One module switches from delayed scaling, another switches to it; unchanged modules are loaded."""
-    mixed, plain = Job(RECIPES[0], MIXED), Job(RECIPES[0])
-    for job in (mixed, plain):
-        for index in range(3):
-            job.step(index)
+    mixed, plain = Job(RECIPES[0], MIXED).steps(0, 1, 2), Job(RECIPES[0]).steps(0, 1, 2)
     scale = float(plain.manager.slot("branch", "input").scale)
     mixed.manager.load_state_dict(plain.manager.state_dict())
     assert float(mixed.manager.slot("branch", "input").scale) == scale
@@ -452,8 +408,7 @@ def test_an_override_more_or_less_is_another_recipe() -> None:
 
 
 def test_a_default_that_no_module_has_synchronises_nothing() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    manager = fp8dist.prepare(model, DelayedScaling(), overrides={"*": CurrentScaling()})
+    manager = fp8dist.prepare(make_net(), DelayedScaling(), overrides={"*": CurrentScaling()})
     assert [sync.arena.recipe for sync in manager._syncs] == [CurrentScaling()]
     alone = fp8dist.prepare(nn.Sequential(nn.ReLU()), DelayedScaling())
     assert [sync.arena.recipe for sync in alone._syncs] == [DelayedScaling()]

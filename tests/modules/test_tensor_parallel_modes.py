@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -53,108 +54,61 @@ class Inner(nn.Module):
         return self.proj(x)
 
 
-def _unaligned(style: str, rows: int, columns: int) -> str:
+def _refusal(
+    placements: tuple[Placement, Placement] | None = None,
+    input: Placement | None = None,
+    style: Any = None,
+    rows: int = 32,
+    columns: int = 32,
+    group: Any = None,
+) -> str:
+    """Return the error of ``attach``, or of the first forward.
+
+    Args:
+        placements: of weight and bias. None: as ``style`` places them.
+        input: the input's; None: a plain tensor.
+    """
+    mesh = mesh_of((2,), ("tp",))
     model = nn.ModuleDict({"inner": Inner(rows, columns)})
-    manager = fp8dist.prepare(model, group=dist.group.WORLD)
-    plan = {"inner.proj": ColwiseParallel() if style == "columns" else RowwiseParallel()}
-    parallelize_module(model, mesh_of((2,), ("tp",)), plan)
+    manager = fp8dist.prepare(model, group=group or mesh)
+    proj: Any = model["inner"].proj
+    if style is not None:
+        parallelize_module(model, mesh, {"inner.proj": style})
+    for name, placement in zip(("weight", "bias"), placements or ()):
+        setattr(proj, name, nn.Parameter(distribute_tensor(getattr(proj, name).detach(), mesh, [placement])))
+    x = torch.randn(4, columns // 2 if input == Shard(1) else columns)
     with pytest.raises(ConfigurationError) as error:
-        manager.attach(model)
+        manager.attach(model) and proj(x if input is None else DTensor.from_local(x, mesh, [input]))
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("style", "rows", "columns", "shape"),
-    [("columns", 48, 32, "(24, 32)"), ("rows", 32, 48, "(32, 24)"), ("columns", 16, 32, "(8, 32)")],
-)
-def test_parts_that_fp8_cannot_multiply_are_refused_at_attach(
-    two_ranks: RankPool, style: str, rows: int, columns: int, shape: str
-) -> None:
-    for text in two_ranks.run(_unaligned, style, rows, columns):
-        assert "inner.proj" in text
-        assert shape in text
-
-
-def _plain_input() -> str:
-    mesh = mesh_of((2,), ("tp",))
-    model = nn.ModuleDict({"inner": Inner(32, 32)})
-    manager = fp8dist.prepare(model, group=mesh)
-    proj = model["inner"].proj
-    proj.weight = nn.Parameter(distribute_tensor(proj.weight.detach(), mesh, [Shard(0)]))
-    manager.attach(model)
-    with pytest.raises(ConfigurationError) as error:
-        proj(torch.randn(4, 32))
-    return str(error.value)
-
-
-def test_a_plain_input_is_refused(two_ranks: RankPool) -> None:
-    assert all("inner.proj" in text and "plain tensor" in text for text in two_ranks.run(_plain_input))
-
-
-def _unfitting(weight: Placement, input: Placement) -> str:
-    mesh = mesh_of((2,), ("tp",))
-    model = nn.ModuleDict({"inner": Inner(32, 32)})
-    manager = fp8dist.prepare(model, group=mesh)
-    proj = model["inner"].proj
-    proj.weight = nn.Parameter(distribute_tensor(proj.weight.detach(), mesh, [weight]))
-    proj.bias = nn.Parameter(distribute_tensor(proj.bias.detach(), mesh, [Replicate()]))
-    manager.attach(model)
-    x = torch.randn(4, 32) if input != Shard(1) else torch.randn(4, 16)
-    with pytest.raises(ConfigurationError) as error:
-        proj(DTensor.from_local(x, mesh, [input]))
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("weight", "input"),
-    [
-        (Shard(0), Shard(1)),
-        (Shard(0), Partial()),
-        (Shard(1), Replicate()),
-        (Replicate(), Partial()),
-        (Replicate(), Shard(1)),
-    ],
-)
-def test_placements_without_a_product_are_refused(two_ranks: RankPool, weight: Placement, input: Placement) -> None:
-    assert all("inner.proj" in text for text in two_ranks.run(_unfitting, weight, input))
-
-
-def _unfitting_bias() -> str:
-    mesh = mesh_of((2,), ("tp",))
-    model = nn.ModuleDict({"inner": Inner(32, 32)})
-    manager = fp8dist.prepare(model, group=mesh)
-    proj = model["inner"].proj
-    proj.weight = nn.Parameter(distribute_tensor(proj.weight.detach(), mesh, [Shard(0)]))
-    proj.bias = nn.Parameter(distribute_tensor(proj.bias.detach(), mesh, [Replicate()]))
-    x = distribute_tensor(torch.randn(4, 32), mesh, [Replicate()])
-
-    def attach_and_run() -> None:
-        manager.attach(model)
-        proj(x)
-
-    with pytest.raises(ConfigurationError) as error:
-        attach_and_run()
-    return str(error.value)
-
-
-def test_a_bias_that_is_not_split_like_its_columns_is_refused(two_ranks: RankPool) -> None:
-    assert all("inner.proj" in text for text in two_ranks.run(_unfitting_bias))
-
-
-def _narrow_group() -> str:
+def _refusals() -> list[tuple[str, str]]:
+    """Return errors, and what each must name."""
     own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    model = nn.ModuleDict({"inner": Inner(32, 32)})
-    manager = fp8dist.prepare(model, group=own)
-    parallelize_module(model, mesh_of((2,), ("tp",)), {"inner.proj": ColwiseParallel()})
-    with pytest.raises(ConfigurationError) as error:
-        manager.attach(model)
-    return str(error.value)
+    whole, columns = (Replicate(), Replicate()), (Shard(0), Shard(0))
+    placements = [
+        *((columns, Shard(1)), (columns, Partial()), ((Shard(1), Replicate()), Replicate())),
+        *((whole, Partial()), (whole, Shard(1)), ((Shard(0), Replicate()), Replicate())),
+    ]
+    alone = f"by ranks 0, 1, but its FP8 state only by ranks {dist.get_rank()}:"
+    return [
+        (_refusal(style=ColwiseParallel(), rows=48), "(24, 32)"),
+        (_refusal(style=RowwiseParallel(), columns=48), "(32, 24)"),
+        (_refusal(style=ColwiseParallel(), rows=16), "(8, 32)"),
+        (_refusal(columns), "plain tensor"),
+        (_refusal(style=ColwiseParallel(), group=own), alone),
+        *((_refusal(of, input), "") for of, input in placements),
+    ]
 
 
-def test_a_group_without_the_tensor_parallel_ranks_is_refused(two_ranks: RankPool) -> None:
-    for rank, text in enumerate(two_ranks.run(_narrow_group)):
-        assert "inner.proj" in text
-        assert f"by ranks 0, 1, but its FP8 state only by ranks {rank}:" in text
+def test_what_has_no_product_is_refused_by_name(two_ranks: RankPool) -> None:
+    """Parts that FP8 cannot multiply, plain inputs, a group without the tensor-parallel ranks, and placements that do
+    not fit each other."""
+    for refusals in two_ranks.run(_refusals):
+        assert len(refusals) == 11
+        for text, named in refusals:
+            assert "inner.proj" in text
+            assert named in text
 
 
 # High precision ----------------------------------------------------------------------------------------
@@ -167,16 +121,8 @@ def _high_precision(name: str, how: str) -> None:
     plain = Pair(layout)
     parallelize(plain, layout)
     before = state_bits(manager)
-    if how == "eval":
-        model.eval()
-        x = forward_backward(model, layout, 0)
-    elif how == "no_fp8":
-        with manager.no_fp8():
-            x = forward_backward(model, layout, 0)
-    elif how == "calibrate":
-        with manager.calibrate():
-            x = forward_backward(model, layout, 0)
-    else:
+    model.train(how != "eval")
+    with {"no_fp8": manager.no_fp8, "calibrate": manager.calibrate}.get(how, contextlib.nullcontext)():
         x = forward_backward(model, layout, 0)
     expected = forward_backward(plain, layout, 0)
     pairs = [(model.z, plain.z), (model.y, plain.y), (x.grad, expected.grad)]

@@ -1,19 +1,30 @@
-"""Losses that raise an alarm, the action that follows, and the agreement of all ranks on the step."""
+"""Losses that raise an alarm, the action that follows, updates that are skipped, and the agreement of all ranks."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import math
 import pickle
 import random
 import statistics
-from typing import Any, cast
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import fp8dist
 from fp8dist import ConfigurationError, LossAlarm, LossDiverged, LossGuard
@@ -21,6 +32,7 @@ from fp8dist.errors import CheckpointError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
+from tests.support.training import Net, batch, bits, gradient_bits, histories, make_net, parameter_bits
 
 NAN, INF = math.nan, math.inf
 
@@ -41,97 +53,66 @@ def noisy(level: float, deviation: float, count: int, seed: int = 0) -> list[flo
     return [generator.gauss(level, deviation) for _ in range(count)]
 
 
-# Spikes ------------------------------------------------------------------------------------------------
+# Alarms --------------------------------------------------------------------------------------------------
+
+STEADY = [2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.0, 2.1, 1.9]
+NEAR_ZERO = [abs(loss) for loss in noisy(0.0, 1e-4, 2000)]
+"""One in six absolute values of normal noise exceeds twice the median, so the noise term must prevent alarms."""
+FALLING = [11 * math.exp(-i / 100) + 2 + noise for i, noise in enumerate(noisy(0.0, 0.05, 1000))]
 
 
-def test_a_spike_lies_above_factor_times_the_median() -> None:
-    guard = guard_after([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.0, 2.1, 1.9])
-    assert guard.observe(4.0) is None
-    alarm = guard.observe(4.01)
-    assert alarm == LossAlarm(step=12, loss=4.01, median=2.0, kind="spike", streak=1)
-    assert guard.alarms == 1
+@pytest.mark.parametrize(
+    ("options", "losses", "alarms"),
+    [
+        pytest.param({}, [*STEADY, 4.0, 4.01], [12], id="above twice the median"),
+        pytest.param({}, [*noisy(5.0, 0.1, 50), 0.1, 0.0, -30.0], [], id="below the median"),
+        pytest.param({"min_history": 3}, [1.0, 1.0, 50.0], [], id="before min_history"),
+        pytest.param({"min_history": 3}, [1.0, 1.0, 1.0, 50.0], [4], id="from min_history on"),
+        pytest.param({"window": 5, "min_history": 5}, [*[8.0] * 20, *[1.0] * 5, 2.5], [26], id="of the window only"),
+        # Although -2.7 > 2 * -3.
+        pytest.param({}, [*[-3.0] * 20, -2.7, -0.1, 0.1], [23], id="a negative loss may rise by its magnitude"),
+        pytest.param({}, [*NEAR_ZERO, 2e-3], [2001], id="usual noise near zero"),
+        pytest.param({}, [*noisy(2.5, 0.02, 200), 3.0], [], id="less than twice"),
+        pytest.param({"factor": 1.0}, [*noisy(2.5, 0.02, 200), 2.55, 3.0], [202], id="only the noise counts"),
+        pytest.param({"factor": 1.3}, FALLING, [], id="a falling loss"),
+        pytest.param({"window": 20}, [1.0] * 20 + [5.0, 1.0] * 30, [*range(21, 80, 2)], id="spikes leave the bar"),
+        pytest.param(
+            {}, [*[1.0] * 100, *noisy(5.0, 0.1, 200), 11.0, 1.0], [*range(101, 111), 301],
+            id="a new level, accepted after min_history spikes in a row",
+        ),
+        pytest.param({}, [NAN, 2.0, INF, -INF, 2.0], [1, 3, 4], id="non-finite losses from the first"),
+        pytest.param({}, [*[2.0] * 20, *[NAN] * 200, 2.1, 5.0], [*range(21, 221), 222], id="NaN is no new level"),
+        *(
+            pytest.param({}, [*noisy(level, size / 10, 500), level + 3 * size], [501], id=f"at the level {level}")
+            for level, size in ((-3.0, 3.0), (0.0, 1e-12), (1e-6, 1e-6), (1e30, 1e30), (-1e30, 1e30))
+        ),
+    ],
+)  # fmt: skip
+def test_losses_that_raise_an_alarm(options: dict[str, Any], losses: list[float], alarms: list[int]) -> None:
+    guard = LossGuard(action=silent, **options)
+    found = [guard.observe(loss) for loss in losses]
+    assert [alarm.step for alarm in found if alarm is not None] == alarms
+    assert guard.alarms == len(alarms)
+    for alarm in found:
+        if alarm is not None:
+            assert alarm.kind == ("spike" if math.isfinite(alarm.loss) else "nonfinite")
 
 
-def test_below_the_median_nothing_is_a_spike() -> None:
-    guard_after([*noisy(5.0, 0.1, 50), 0.1, 0.0, -30.0])
-
-
-def test_no_spike_is_seen_before_min_history() -> None:
-    guard_after([1.0, 1.0, 50.0], min_history=3)
-    assert guard_after([1.0, 1.0, 1.0], min_history=3).observe(50.0) is not None
-
-
-def test_the_median_is_of_the_window_only() -> None:
-    guard = guard_after([*[8.0] * 20, *[1.0] * 5], window=5, min_history=5)
-    assert guard.observe(2.5) is not None
+def test_without_the_noise_term_noise_is_an_alarm() -> None:
+    strict = LossGuard(action=silent, noise=0.0)
+    assert sum(strict.observe(loss) is not None for loss in NEAR_ZERO) > 100
 
 
 def test_the_median_is_that_of_the_good_losses() -> None:
     """The guard's median equals that of the standard library over the last good losses."""
-    guard, good = LossGuard(action=silent, window=20, min_history=5), cast(list[float], [])
-    spikes = 0
-    for i, loss in enumerate(noisy(3.0, 0.3, 300)):
-        seen = 9.0 if i % 17 == 16 else loss
-        alarm = guard.observe(seen)
-        if seen == 9.0:
-            assert alarm is not None
-            assert alarm.median == statistics.median(good[-20:])
-            spikes += 1
+    guard, good = LossGuard(action=silent, window=20, min_history=5), list[float]()
+    for i, loss in enumerate(noisy(3.0, 0.3, 100)):
+        alarm = guard.observe(9.0 if i % 17 == 16 else loss)
+        if i % 17 == 16:
+            assert alarm == LossAlarm(step=i + 1, loss=9.0, median=statistics.median(good[-20:]), kind="spike")
         else:
             assert alarm is None
             good.append(loss)
-    assert guard.alarms == spikes == 17
-
-
-def test_losses_of_any_sign_and_size() -> None:
-    """At any level, usual noise raises no alarm; a rise by three times the level does."""
-    for level in (-3.0, 0.0, 1e-6, 1e30, -1e30):
-        size = abs(level) or 1e-12
-        guard = guard_after(noisy(level, size / 10, 2000))
-        assert guard.observe(level + 3 * size) is not None
-
-
-def test_a_negative_loss_may_rise_by_its_magnitude() -> None:
-    """From -3 to -2.7 is no spike, although -2.7 > 2 * -3."""
-    guard = guard_after([-3.0] * 20 + [-2.7, -0.1])
-    assert guard.observe(0.1) is not None
-
-
-def test_near_zero_the_usual_noise_counts() -> None:
-    """One in six absolute values of normal noise exceeds twice the median, so the noise term must prevent alarms."""
-    losses = [abs(loss) for loss in noisy(0.0, 1e-4, 2000)]
-    guard_after(losses)
-    strict = LossGuard(action=silent, noise=0.0)
-    assert sum(strict.observe(loss) is not None for loss in losses) > 100
-    assert guard_after(losses).observe(2e-3) is not None
-
-
-def test_factor_one_leaves_only_the_noise() -> None:
-    losses = noisy(2.5, 0.02, 200)
-    assert guard_after(losses).observe(3.0) is None
-    assert guard_after(losses, factor=1.0).observe(3.0) is not None
-    assert guard_after(losses, factor=1.0).observe(2.55) is None
-
-
-def test_a_falling_loss_raises_no_alarm() -> None:
-    noise = noisy(0.0, 0.05, 1000)
-    guard_after([11 * math.exp(-i / 100) + 2 + noise[i] for i in range(1000)], factor=1.3)
-
-
-def test_spikes_do_not_raise_the_bar_for_others() -> None:
-    guard = guard_after([1.0] * 20, window=20)
-    for _ in range(30):
-        assert guard.observe(5.0) is not None
-        assert guard.observe(1.0) is None
-    assert guard.alarms == 30
-
-
-def test_a_new_level_is_accepted_after_min_history_spikes_in_a_row() -> None:
-    guard = guard_after([1.0] * 100, min_history=10)
-    told = [guard.observe(loss) is not None for loss in noisy(5.0, 0.1, 200)]
-    assert told == [True] * 10 + [False] * 190
-    assert guard.observe(11.0) is not None
-    assert guard.observe(1.0) is None
 
 
 def test_what_rises_on_is_an_alarm_of_its_own() -> None:
@@ -143,58 +124,27 @@ def test_what_rises_on_is_an_alarm_of_its_own() -> None:
     assert guard.alarms == 10
 
 
-# Losses that are not finite ------------------------------------------------------------------------------
-
-
-def test_non_finite_losses_are_seen_from_the_first() -> None:
-    for before in (0, 20):
-        for loss in (NAN, INF, -INF):
-            guard = guard_after([2.0] * before)
-            alarm = guard.observe(loss)
-            assert alarm is not None
-            assert (alarm.kind, alarm.step, alarm.median) == ("nonfinite", before + 1, 2.0 if before else None)
-            assert guard.observe(2.0) is None
-            assert len(guard.state_dict()["losses"]) == before + 1
-
-
-def test_non_finite_losses_are_never_a_new_level() -> None:
-    guard = guard_after([2.0] * 20)
-    assert all(guard.observe(NAN) is not None for _ in range(200))
-    assert guard.observe(2.1) is None
-    assert guard.observe(5.0) is not None
-
-
-# Kinds of loss -------------------------------------------------------------------------------------------
-
-
-def test_tensors() -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
-        guard = LossGuard(action=silent, min_history=1)
-        loss = torch.tensor(3, dtype=dtype, requires_grad=dtype.is_floating_point)
-        assert guard.observe(loss) is None
-        assert guard.observe(loss.reshape(1)) is None
-        alarm = guard.observe(3 * loss)
-        assert alarm is not None
-        assert alarm.loss == 9.0
+def test_numbers_and_tensors_are_losses() -> None:
+    made: list[Callable[[float], Any]] = [
+        *(lambda value, dtype=dtype: torch.tensor(value, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)),
+        lambda value: torch.tensor([value], requires_grad=True),
+        lambda value: torch.tensor(int(value)),
+        *(lambda value, kind=kind: kind(value) for kind in (np.float32, np.float64, np.int64, int)),
+    ]
+    for loss in made:
+        guard = guard_after([loss(3.0)], min_history=1)
+        alarm = guard.observe(loss(9.0))
+        assert alarm == LossAlarm(2, 9.0, 3.0, "spike")
         assert isinstance(alarm.loss, float)
-
-
-def test_what_is_no_loss() -> None:
-    for loss in (torch.ones(2), torch.ones(0), torch.tensor(1j), None, "2.0", True):
-        guard = LossGuard()
+    for other in (torch.ones(2), torch.ones(0), torch.tensor(1j), None, "2.0", True):
         with pytest.raises(ConfigurationError, match="the loss must be"):
-            guard.observe(loss)
-
-
-def test_numpy_numbers() -> None:
-    guard = LossGuard()
-    assert all(guard.observe(loss) is None for loss in (np.float32(2), np.float64(2), np.int64(2)))
+            LossGuard().observe(other)  # type: ignore[arg-type]
 
 
 def test_steps_are_the_callers_or_counted() -> None:
     guard = LossGuard(action=silent)
     steps = [guard.observe(NAN, step) for step in (None, 40, None)]
-    assert [alarm and alarm.step for alarm in steps] == [1, 40, 41]
+    assert [alarm and (alarm.step, alarm.median) for alarm in steps] == [(1, None), (40, None), (41, None)]
 
 
 # Actions -------------------------------------------------------------------------------------------------
@@ -226,31 +176,23 @@ def test_stop_raises_at_each_alarm() -> None:
     assert (copy.alarm, str(copy)) == (caught.value.alarm, str(caught.value))
 
 
-class Switch:
-    """Stands in for a manager and records the calls that set its precision."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, str, int | None]] = []
-
-    def set_precision(
-        self,
-        pattern: str,
-        precision: str,
-        gemms: tuple[str, ...] = ("fprop", "dgrad", "wgrad"),
-        steps: int | None = None,
-    ) -> None:
-        self.calls.append((pattern, precision, steps))
-
-
-def test_fallback_sets_high_precision_once_for_alarms_in_a_row() -> None:
-    switch = Switch()
-    guard = guard_after([2.0] * 20, action="fallback", manager=switch, steps=50)
+def test_fallback_sets_high_precision() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    manager = fp8dist.prepare(net, fp8dist.DelayedScaling(history_len=4))
+    manager.attach()
+    guard = LossGuard("fallback", manager=manager, steps=2)
+    high = []
     with captured_log() as log:
-        for _ in range(3):
-            guard.observe(7.5)
-    assert switch.calls == [("*", "high", 51)]  # 50 steps, and the end of this step.
+        for loss in (1.0, math.nan, 1.0, 1.0, 1.0):
+            net(torch.ones(4, 16)).sum().backward()
+            guard.observe(loss)
+            manager.step()
+            high.append((manager.slot("0", "input").high_precision, manager.slot("1", "input").high_precision))
+    everything = ("fprop", "dgrad", "wgrad")
+    # Read after each step: steps 3 and 4 run in high precision.
+    assert high == [((), ()), *[(everything, everything)] * 2, ((), ()), ((), ())]
     ((_, message),) = log
-    assert message.endswith("; 50 steps follow in high precision")
+    assert message.endswith("; 2 steps follow in high precision")
 
 
 def test_a_callable_lowers_the_learning_rate() -> None:
@@ -348,17 +290,37 @@ def test_mistakes() -> None:
         ({"noise": -1.0}, "noise must be"),
         ({"noise": INF}, "noise must be"),
         ({"mean_over": 3}, "group must be a ProcessGroup or a DeviceMesh"),
+        ({"action": "skip"}, "needs optimizer="),
+        ({"action": "skip", "optimizer": 3}, "optimizer= must be one torch optimizer or several, got int"),
+        ({"action": "skip", "optimizer": []}, "optimizer= must be one torch optimizer or several, got list"),
+        ({"action": "warn", "optimizer": "adam"}, "optimizer= must be one torch optimizer or several, got str"),
     ]
     for options, message in cases:
         with pytest.raises(ConfigurationError, match=message):
             LossGuard(**options)
 
 
-# Ranks ---------------------------------------------------------------------------------------------------
+# All ranks act alike -------------------------------------------------------------------------------------
+
+
+class Switch:
+    """Stands in for a manager and records the calls that set its precision."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, int | None]] = []
+
+    def set_precision(
+        self,
+        pattern: str,
+        precision: str,
+        gemms: tuple[str, ...] = ("fprop", "dgrad", "wgrad"),
+        steps: int | None = None,
+    ) -> None:
+        self.calls.append((pattern, precision, steps))
 
 
 def one_rank_differs(odd: float, mesh: bool) -> dict[str, Any]:
-    """Rank 1 alone observes the loss ``odd`` at step 13."""
+    """Rank 1 alone observes the loss ``odd`` at steps 13 and 14."""
     group: Any = init_device_mesh("cpu", (2,)) if mesh else dist.group.WORLD
     called: list[LossAlarm] = []
     switch = Switch()
@@ -370,16 +332,16 @@ def one_rank_differs(odd: float, mesh: bool) -> dict[str, Any]:
     }
     out: dict[str, Any] = {}
     with captured_log() as log, counted_collectives() as calls:
-        for step in range(1, 15):
-            loss = odd if dist.get_rank() == 1 and step == 13 else 2.0 + dist.get_rank()
+        for step in range(1, 16):
+            loss = odd if dist.get_rank() == 1 and step in (13, 14) else 2.0 + dist.get_rank()
             for name, guard in guards.items():
                 try:
                     alarm = guard.observe(torch.tensor(loss))
                 except LossDiverged as error:
                     alarm = error.alarm
-                    out["stopped"] = step
+                    out["stopped"] = out.get("stopped", 0) + 1
                 if alarm is not None:
-                    out[name] = str(alarm)
+                    out.setdefault(name, str(alarm))
     out["called"], out["switched"] = [str(alarm) for alarm in called], switch.calls
     out["state"] = repr(guards["warn"].state_dict())
     out["log"] = [message for _, message in log]
@@ -387,23 +349,22 @@ def one_rank_differs(odd: float, mesh: bool) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("mesh", [False, True], ids=["group", "mesh"])
 @pytest.mark.parametrize(
-    ("odd", "told"),
+    ("odd", "mesh", "told"),
     [
-        (NAN, "step 13: the loss nan is not finite, the running median is 2.5"),
-        (INF, "step 13: the loss inf is not finite, the running median is 2.5"),
-        (20.0, "step 13: the loss 11 is a spike, the running median is 2.5"),
+        (NAN, False, "step 13: the loss nan is not finite, the running median is 2.5"),
+        (INF, False, "step 13: the loss inf is not finite, the running median is 2.5"),
+        (20.0, True, "step 13: the loss 11 is a spike, the running median is 2.5"),
     ],
 )
-def test_what_one_rank_meets_all_ranks_act_on(two_ranks: RankPool, odd: float, told: str, mesh: bool) -> None:
+def test_what_one_rank_meets_all_ranks_act_on(two_ranks: RankPool, odd: float, mesh: bool, told: str) -> None:
     first, second = two_ranks.run(one_rank_differs, odd, mesh)
     for rank in (first, second):
         assert [rank[name] for name in ("warn", "call", "fallback", "stop")] == [told] * 4
-        assert rank["stopped"] == 13
+        assert rank["stopped"] == 2  # At each alarm; the others act once for alarms in a row.
         assert rank["called"] == [told]
         assert rank["switched"] == [("*", "high", 101)]
-        assert rank["collectives"] == ({"all_reduce"}, 14 * 4, {8})
+        assert rank["collectives"] == ({"all_reduce"}, 15 * 4, {8})
     assert first["state"] == second["state"]
     assert [line.split(";")[0] for line in first["log"]] == [f"fp8dist: {told}"] * 3
     assert second["log"] == []
@@ -435,8 +396,6 @@ def test_local_losses_are_averaged_in_float64_and_left_alone(two_ranks: RankPool
 
 
 def dtensor_loss() -> str:
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ConfigurationError) as caught:
         LossGuard().observe(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]))
@@ -447,18 +406,654 @@ def test_a_dtensor_is_refused(two_ranks: RankPool) -> None:
     assert all("loss.full_tensor()" in text for text in two_ranks.run(dtensor_loss))
 
 
-def test_fallback_of_a_real_manager() -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-    manager = fp8dist.prepare(net, fp8dist.DelayedScaling(history_len=4))
-    manager.attach()
-    guard = LossGuard("fallback", manager=manager, steps=2)
-    high = []
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
+    "muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=0.01, weight_decay=0.1),
+}
+FOUR_LOSSES = {"step": 4, "alarms": 0, "losses": [1.0] * 4, "spikes": [], "streak": None}
+LATE = r"observe\(\) came after optimizer\.step\(\)"
+
+
+def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = (net(x) - y).square().mean()
+    return loss
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def state_of(optimizer: Optimizer) -> list[tuple[str, object]]:
+    """Return the optimizer's whole state, tensors as bits."""
+    states = optimizer.state_dict()
+    return [
+        (f"{index}.{name}", bits(local(value)) if isinstance(value, Tensor) else value)
+        for index, state in sorted(states["state"].items())
+        for name, value in sorted(state.items())
+    ] + [(f"group {i}", repr(group)) for i, group in enumerate(states["param_groups"])]
+
+
+def skipping(optimizer: Any, **options: Any) -> LossGuard:
+    """Return a guard that has seen four losses of 1.0."""
+    guard = LossGuard("skip", min_history=2, optimizer=optimizer, **options)
+    guard.load_state_dict(FOUR_LOSSES)
+    return guard
+
+
+# Updates that are skipped: nothing is touched ------------------------------------------------------------
+
+
+def test_a_skipped_step_leaves_parameters_and_state_alone() -> None:
+    cases = [
+        *((name, False, 50.0) for name in OPTIMIZERS),
+        *((name, True, math.nan) for name in OPTIMIZERS),
+        ("adamw", False, math.inf),
+    ]
+    for name, first, bad in cases:
+        net = make_net()
+        optimizer = OPTIMIZERS[name](list(net.parameters()))
+        guard = skipping(optimizer)
+        for index in range(0 if first else 3):
+            loss_of(net, *batch(0, index)).backward()
+            assert guard.observe(1.0) is None
+            before = parameter_bits(net)
+            optimizer.step()
+            assert parameter_bits(net) != before
+            net.zero_grad()
+        loss_of(net, *batch(0, 7)).backward()
+        before, state, gradients = parameter_bits(net), state_of(optimizer), gradient_bits(net)
+        with captured_log() as log:
+            for _ in range(2):  # Every alarm skips, not only the first of a streak.
+                assert guard.observe(bad) is not None
+                optimizer.step()
+                assert (parameter_bits(net), state_of(optimizer), gradient_bits(net)) == (before, state, gradients)
+                net.zero_grad()
+                loss_of(net, *batch(0, 7)).backward()
+        assert guard.alarms == 2
+        assert [message.split("; ")[1] for _, message in log] == ["this step's update is skipped"]
+        assert guard.observe(1.0) is None
+        optimizer.step()
+        assert parameter_bits(net) != before
+
+
+def test_an_alarm_is_for_one_step() -> None:
+    """A step without an observed loss runs. So does a step after an alarm whose own step the loop never ran."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    guard = skipping(optimizer)
+    loss_of(net, *batch(0, 0)).backward()
+    before = parameter_bits(net)
     with captured_log():
-        for loss in (1.0, math.nan, 1.0, 1.0, 1.0):
-            net(torch.ones(4, 16)).sum().backward()
-            guard.observe(loss)
-            manager.step()
-            high.append((manager.slot("0", "input").high_precision, manager.slot("1", "input").high_precision))
-    everything = ("fprop", "dgrad", "wgrad")
-    # Read after each step: steps 3 and 4 run in high precision.
-    assert high == [((), ()), *[(everything, everything)] * 2, ((), ()), ((), ())]
+        assert guard.observe(50.0) is not None
+    gradients = [p.grad for p in net.parameters()]
+    optimizer.step()
+    assert parameter_bits(net) == before
+    # The same tensor objects are restored, because a CUDA graph may write to them again.
+    assert all(p.grad is gradient for p, gradient in zip(net.parameters(), gradients))
+    optimizer.step()
+    assert parameter_bits(net) != before
+    loss_of(net, *batch(0, 0)).backward()
+    before = parameter_bits(net)
+    with captured_log():
+        assert guard.observe(50.0) is not None  # The loop takes no step for this loss.
+    optimizer.zero_grad()
+    loss_of(net, *batch(0, 1)).backward()
+    assert guard.observe(1.0) is None
+    optimizer.step()
+    assert parameter_bits(net) != before
+
+
+# Loops whose updates are skipped -------------------------------------------------------------------------
+
+
+class Wrapped:
+    """Wraps an optimizer as Accelerate does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class Loop:
+    """A training loop whose order of calls each test chooses. ``shown``: losses to observe in place of its own."""
+
+    def __init__(
+        self,
+        action: Any = "skip",
+        make: Callable[[nn.Module], Any] = lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+        given: Callable[[Any], Any] = lambda optimizer: optimizer,
+        shown: list[float] | None = None,
+    ) -> None:
+        self.net = make_net()
+        made = make(self.net)
+        self.optimizers: list[Optimizer] = made if isinstance(made, list) else [made]
+        manager = fp8dist.prepare(self.net).attach(optimizer=made) if action == "fallback" else None
+        history = 10 if shown is None else 2
+        self.guard = LossGuard(action, min_history=history, optimizer=given(made), manager=manager)
+        if shown is not None:
+            self.guard.load_state_dict(FOUR_LOSSES)
+        self._shown = iter(shown or ())
+        self._indices = count()
+        self.loss = torch.tensor(0.0)
+
+    def forward(self) -> None:
+        self.loss = loss_of(self.net, *batch(0, next(self._indices)))
+
+    def backward(self) -> None:
+        self.loss.backward()
+
+    def observe(self) -> None:
+        self.guard.observe(next(self._shown, self.loss))
+
+    def observe_detached(self) -> None:
+        self.guard.observe(float(self.loss.detach()))
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def zero_in_place(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+
+    def accumulate(self) -> None:
+        for _ in range(3):
+            self.forward()
+            self.backward()
+
+    def resume(self) -> None:
+        state = self.guard.state_dict()
+        self.guard = LossGuard(self.guard._action, optimizer=self.optimizers)  # type: ignore[arg-type]
+        self.guard.load_state_dict(state)
+
+    def run(self, order: str, times: int = 4) -> list[bool]:
+        """Return which of ``times`` repetitions changed parameters, and optimizers' states with them."""
+        changed = []
+        for _ in range(times):
+            before = parameter_bits(self.net), [state_of(optimizer) for optimizer in self.optimizers]
+            for name in order.split():
+                getattr(self, name)()
+            after = parameter_bits(self.net), [state_of(optimizer) for optimizer in self.optimizers]
+            changed.append(before != after)
+            assert (before[0] == after[0]) is (before[1] == after[1])
+        return changed
+
+
+class CompiledLoop(Loop):
+    """Compiles the optimizer's step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._step = torch.compile(self.optimizers[0].step, backend="eager")
+
+    def step(self) -> None:
+        self._step()
+
+
+class FP8Loop(Loop):
+    """In FP8, with a GradScaler or not. The batch of step 2 is a thousand times as large."""
+
+    def __init__(self, scaled: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.manager = fp8dist.prepare(self.net, fp8dist.DelayedScaling(history_len=4))
+        self.scaler = GradScaler("cpu", init_scale=64.0, enabled=scaled)
+        given = {"scaler": self.scaler} if scaled else {}
+        self.manager.attach(optimizer=self.optimizers[0], **given)
+
+    def forward(self) -> None:
+        index = next(self._indices)
+        x, y = batch(0, index)
+        self.loss = self.scaler.scale(loss_of(self.net, x * (1000 if index == 2 else 1), y))
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizers[0])
+        self.scaler.update()
+
+
+def muon_and_adamw(net: nn.Module) -> list[Optimizer]:
+    matrices, others = ([p for p in net.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+
+USUAL = "forward backward observe step zero"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Raised by torch itself.
+@pytest.mark.parametrize(
+    ("kind", "options", "order"),
+    [
+        pytest.param(Loop, {}, "forward observe zero backward step", id="observe before backward"),
+        pytest.param(Loop, {"make": muon_and_adamw}, USUAL, id="several optimizers"),
+        pytest.param(Loop, {"given": Wrapped}, USUAL, id="a wrapped optimizer"),
+        pytest.param(CompiledLoop, {}, USUAL, id="compiled", marks=pytest.mark.slow),
+        pytest.param(FP8Loop, {}, USUAL, id="FP8"),
+        pytest.param(FP8Loop, {"scaled": True}, USUAL, id="FP8 with GradScaler"),
+    ],
+)
+def test_a_loop_skips_the_update_of_an_alarm(kind: type[Loop], options: dict[str, Any], order: str) -> None:
+    loop = kind(shown=[1.0, 1.0, 50.0, 1.0], **options)
+    with captured_log():
+        assert loop.run(order) == [True, True, False, True]
+    if isinstance(loop, FP8Loop):  # Its FP8 step ends as usual.
+        assert loop.manager.steps == 4
+        inputs = [float((batch(0, i)[0] * (1000 if i == 2 else 1)).abs().max()) for i in range(4)]
+        assert histories(loop.manager)["first", "input"] == inputs
+
+
+class Around(Optimizer):
+    """Steps another optimizer inside its own step, as Lookahead does, and then changes the parameters itself."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.mul_(0.5)
+
+
+def test_an_optimizer_inside_another() -> None:
+    net = make_net()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    outer = Around(inner)
+    guard = skipping([inner, outer])
+    loss_of(net, *batch(0, 0)).backward()
+    before, state, gradients = parameter_bits(net), state_of(inner), gradient_bits(net)
+    with captured_log():
+        guard.observe(50.0)
+    outer.step()
+    assert (parameter_bits(net), state_of(inner), gradient_bits(net)) == (before, state, gradients)
+    outer.step()
+    assert parameter_bits(net) != before
+
+
+# GradScaler ----------------------------------------------------------------------------------------------
+
+
+def test_grad_scaler() -> None:
+    """GradScaler still checks the dropped gradients for Inf, so step() and update() both work."""
+    cases = [
+        ("adamw", ""),
+        ("adamw", "before observe"),
+        ("adamw", "after observe"),
+        ("adamw fused", ""),
+        ("adamw fused", "before observe"),
+        ("adamw fused", "after observe"),
+        ("muon", "after observe"),
+    ]
+    for name, unscale in cases:
+        net = make_net()
+        optimizer = OPTIMIZERS[name](list(net.parameters()))
+        guard = skipping(optimizer)
+        scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        changed, scales = [], []
+        for index, loss in enumerate([1.0, 50.0, math.nan, 1.0, 1.0]):
+            net.zero_grad()
+            scaled = scaler.scale(loss_of(net, *batch(0, index)))
+            (scaled * math.inf if math.isnan(loss) else scaled).backward()
+            before, state = parameter_bits(net), state_of(optimizer)
+            if unscale == "before observe":
+                scaler.unscale_(optimizer)
+            with captured_log():
+                guard.observe(loss)
+            if unscale == "after observe":
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            assert (parameter_bits(net) == before) is (state_of(optimizer) == state)
+            changed.append(parameter_bits(net) != before)
+            scales.append(scaler.get_scale())
+        assert changed == [True, False, False, True, True]
+        assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # The same scales as without a guard.
+
+
+# Orders of calls -----------------------------------------------------------------------------------------
+
+RIGHT = {
+    "usual": "forward backward observe step zero",
+    "a number": "forward backward observe_detached step zero",
+    "zero in place": "forward backward observe step zero_in_place",
+    "zero first": "zero forward backward observe step",
+    "zero in place first": "zero_in_place forward backward observe step",
+    "zero before backward": "forward zero backward observe step",
+    "never zero": "forward backward observe step",
+    "accumulation": "accumulate observe step zero",
+    "clip after": "forward backward observe clip step zero",
+    "clip before": "forward backward clip observe step zero",
+    "before backward": "forward observe backward step zero",
+    "before backward, a number": "forward observe_detached backward step zero",
+    "before zero": "forward observe zero backward step",
+    "before zero, a number": "forward observe_detached zero backward step",
+    "before zero in place": "forward observe_detached zero_in_place backward step",
+    "two observes": "forward backward observe observe step zero",
+    "not each step": "forward backward step zero forward backward observe step zero",
+    "not each step, before backward": "forward backward step zero forward observe backward step zero",
+    "resumed each step": "forward backward observe resume step zero",
+    "resumed before forward": "resume forward backward observe step zero",
+}
+ACTIONS: dict[str, Any] = {**{name: name for name in ("warn", "skip", "stop", "fallback")}, "callable": silent}
+
+
+def test_what_is_in_time_is_in_time() -> None:
+    cases = [
+        *((order, "skip") for order in RIGHT),
+        *((order, "warn") for order in RIGHT),
+        ("usual", "stop"),
+        ("usual", "callable"),
+    ]
+    for order, action in cases:
+        loop = Loop(ACTIONS[action])
+        with captured_log() as log:
+            loop.run(RIGHT[order], times=3)
+        assert log == []
+
+
+def test_a_step_that_a_scaler_skips_is_no_step() -> None:
+    for fused in (False, True):
+        net = make_net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
+        guard = LossGuard("skip", optimizer=optimizer)
+        scaler = GradScaler("cpu", init_scale=2.0**127)  # The first steps overflow.
+        with captured_log() as log:
+            for index in range(6):
+                loss = 100 * loss_of(net, *batch(0, index))
+                scaler.scale(loss).backward()
+                guard.observe(loss)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        assert log == []
+        assert scaler.get_scale() < 2.0**127
+
+
+def test_optimizers_that_take_turns() -> None:
+    """Each step belongs to one optimizer; the other still has old gradients."""
+    net = make_net()
+    half = torch.optim.SGD(net.first.parameters(), lr=0.1)
+    other = torch.optim.SGD(net.last.parameters(), lr=0.1)
+    guard = LossGuard("skip", optimizer=[half, other])
+    for index in range(6):
+        optimizer = (half, other)[index % 2]
+        inputs = [p for group in optimizer.param_groups for p in group["params"]]
+        loss = loss_of(net, *batch(0, index))
+        loss.backward(inputs=inputs)
+        guard.observe(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# Wrong orders --------------------------------------------------------------------------------------------
+
+WRONG = {
+    "usual": "forward backward step observe zero",
+    "a number": "forward backward step observe_detached zero",
+    "after zero": "forward backward step zero observe",
+    "after zero, a number": "forward backward step zero observe_detached",
+    "zero first": "zero forward backward step observe_detached",
+    "zero in place first": "zero_in_place forward backward step observe_detached",
+    "accumulation": "accumulate clip step zero observe_detached",
+    "not each step": "forward backward step zero forward backward step zero observe_detached",
+}
+
+
+def test_what_is_late_is_an_error_or_a_warning() -> None:
+    cases = [
+        *((order, "skip") for order in WRONG),
+        *((order, "warn") for order in WRONG),
+        *(("usual", action) for action in ("stop", "fallback", "callable")),
+    ]
+    for order, action in cases:
+        loop = Loop(ACTIONS[action])
+        if action == "skip":
+            for _ in range(2):  # The first wrong order raises, and so does the second.
+                with pytest.raises(ConfigurationError, match=LATE):
+                    loop.run(WRONG[order], times=1)
+            continue
+        with captured_log() as log:
+            loop.run(WRONG[order])
+        ((_, message),) = log
+        assert message == (
+            "fp8dist: LossGuard: observe() came after optimizer.step(): the update with this loss's gradients is made "
+            "already. Call it between loss.backward() and optimizer.step()"
+        )
+    with captured_log() as log:
+        Loop("warn", given=lambda optimizer: None).run(WRONG["usual"])
+    assert log == []  # Without an optimizer nothing is noticed.
+
+
+def test_a_late_loss_is_still_judged() -> None:
+    loop = Loop("stop")
+    with captured_log() as log:
+        loop.run("forward backward step")
+        with pytest.raises(LossDiverged):
+            loop.guard.observe(math.nan)
+    assert len(log) == 1
+
+
+def test_a_loss_older_than_the_step_is_late_even_where_losses_come_before_backward() -> None:
+    loop = Loop("skip")
+    loop.run("forward observe backward step zero")
+    loop.run("forward backward step zero", times=1)
+    with pytest.raises(ConfigurationError, match=LATE):
+        loop.observe()
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_a_closure_is_refused(observed: bool) -> None:
+    loop = Loop()
+    if observed:
+        loop.guard.observe(1.0)
+    before = parameter_bits(loop.net)
+    for arguments, named in (((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})):
+        with pytest.raises(ConfigurationError, match=r"not support optimizer\.step\(closure\)"):
+            loop.optimizers[0].step(*arguments, **named)
+    assert parameter_bits(loop.net) == before
+
+
+# Lifetimes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_hooks_go_with_the_guard_and_the_guard_keeps_nothing() -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    guard = LossGuard("skip", optimizer=optimizer)
+    loss = loss_of(net, *batch(0, 0))
+    loss.backward()
+    guard.observe(loss)
+    optimizer.step()
+    del loss
+    assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == (1, 1)
+    del guard
+    gc.collect()
+    assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == (0, 0)
+    guard = LossGuard("skip", optimizer=optimizer)
+    gone = [weakref.ref(thing) for thing in (net, optimizer, next(net.parameters()))]
+    del net, optimizer
+    gc.collect()
+    assert [thing() for thing in gone] == [None] * 3
+    with pytest.raises(ConfigurationError, match="no longer exists"):
+        guard.observe(1.0)
+
+
+def test_gradients_are_not_kept() -> None:
+    loop = Loop(shown=[50.0])
+    with captured_log():
+        loop.run("forward backward observe step", times=1)
+    gradient = weakref.ref(loop.net.first.weight.grad)  # type: ignore[arg-type]
+    loop.zero()
+    gc.collect()
+    assert gradient() is None
+
+
+def test_copies() -> None:
+    for duplicate in (copy.copy, copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))):
+        plain = LossGuard("warn")
+        plain.observe(1.0)
+        assert duplicate(plain).state_dict() == plain.state_dict()
+        optimizer = torch.optim.SGD(make_net().parameters(), lr=0.1)
+        with pytest.raises(ConfigurationError, match=r"save its state_dict\(\)"):
+            duplicate(LossGuard("warn", optimizer=optimizer))
+
+
+def test_a_copied_optimizer_has_no_hooks() -> None:
+    optimizer = torch.optim.SGD(make_net().parameters(), lr=0.1)
+    guard = LossGuard("skip", optimizer=optimizer)
+    twin = copy.deepcopy(optimizer)
+    twin.step(lambda: 1.0)
+    del guard
+
+
+# Skipped on ranks ----------------------------------------------------------------------------------------
+
+BAD = 5
+"""Index of the batch whose loss spikes on rank 1."""
+
+
+def batches(leave_out: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+    rank = dist.get_rank()
+    for index in range(9):
+        if index == BAD and leave_out:
+            continue
+        x, y = batch(rank, index)
+        yield index, x, y + 300 * (index == BAD and rank == 1)
+
+
+def parallel(kind: str) -> nn.Module:
+    net = make_net()
+    if kind == "fsdp2":
+        for module in (net.first, net.branch, net.last, net):
+            fully_shard(module)
+        return net
+    if kind == "fsdp1":
+        return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+    if kind == "fsdp1 flat":
+        return FullyShardedDataParallel(net, use_orig_params=False, device_id=torch.device("cpu"))
+    return DistributedDataParallel(net, gradient_as_bucket_view=kind == "ddp view")
+
+
+def trained(kind: str, name: str, leave_out: bool, clip: bool) -> dict[str, Any]:
+    """Train with a guard that skips the bad batch, or, if ``leave_out``, without a guard and without the bad batch."""
+    net = parallel(kind)
+    optimizer = OPTIMIZERS[name](list(net.parameters()))
+    guard = None if leave_out else LossGuard("skip", min_history=3, mean_over=dist.group.WORLD, optimizer=optimizer)
+    alarms: list[LossAlarm] = []
+    same = []
+    with captured_log() as log, counted_collectives() as calls:
+        for index, x, y in batches(leave_out):
+            for half in (slice(0, 4), slice(4, 8)):
+                loss = loss_of(net, x[half], y[half])
+                (loss / 2).backward()
+            before = local_bits(net), state_of(optimizer)
+            alarm = None if guard is None else guard.observe(loss)
+            if alarm is not None:
+                alarms.append(alarm)
+            if clip:
+                if isinstance(net, FullyShardedDataParallel):
+                    net.clip_grad_norm_(1.0)
+                else:
+                    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            if (local_bits(net), state_of(optimizer)) == before:
+                same.append(index)
+            optimizer.zero_grad()
+    sizes = {size for name, size in zip(calls.names, calls.sizes) if (name, size) == ("all_reduce", 16)}
+    return {
+        "parameters": local_bits(net),
+        "state": state_of(optimizer),
+        "alarms": [alarm.kind for alarm in alarms],
+        "same": same,
+        "log": [message for _, message in log],
+        "sizes": sizes,
+    }
+
+
+def local_bits(net: nn.Module) -> list[bytes]:
+    return [bits(local(p)) for p in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "clip"),
+    [
+        ("ddp view", "sgd momentum", True),
+        pytest.param("fsdp2", "adamw", True, marks=pytest.mark.slow),
+        ("fsdp1", "adamw", False),
+        pytest.param("fsdp1 flat", "sgd momentum", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_skipped_batch_is_as_if_it_had_not_been(two_ranks: RankPool, kind: str, name: str, clip: bool) -> None:
+    skipped = two_ranks.run(trained, kind, name, False, clip)
+    without = two_ranks.run(trained, kind, name, True, clip)
+    for rank, (mine, expected) in enumerate(zip(skipped, without)):
+        assert mine["alarms"] == ["spike"]
+        assert mine["same"] == [BAD]
+        assert expected["same"] == []
+        assert mine["parameters"] == expected["parameters"]
+        assert mine["state"] == expected["state"]
+        assert mine["sizes"] == {16}
+        assert len(mine["log"]) == 1 - rank
+    if kind.startswith("ddp"):
+        assert skipped[0]["parameters"] == skipped[1]["parameters"]
+
+
+def late_on_ranks(kind: str, action: str) -> tuple[int, list[str]]:
+    net = parallel(kind)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    guard: Any = LossGuard(action, mean_over=dist.group.WORLD, optimizer=optimizer)  # type: ignore[arg-type]
+    raised = 0
+    with captured_log() as log:
+        for index in range(3):
+            loss = loss_of(net, *batch(dist.get_rank(), index))
+            loss.backward()
+            optimizer.step()
+            try:
+                guard.observe(loss.detach())
+            except ConfigurationError as error:
+                raised += "came after" in str(error)
+            optimizer.zero_grad()
+    return raised, [message for _, message in log]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1 flat"])
+def test_late_on_all_ranks(two_ranks: RankPool, kind: str) -> None:
+    assert two_ranks.run(late_on_ranks, kind, "skip") == [(3, []), (3, [])]
+    (none, told), other = two_ranks.run(late_on_ranks, kind, "warn")
+    assert (none, len(told), other) == (0, 1, (0, []))
+
+
+def one_rank_is_idle() -> list[str]:
+    """On rank 1, every other step has no gradients."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    guard = LossGuard("skip", mean_over=dist.group.WORLD, optimizer=optimizer)
+    with captured_log() as log:
+        for index in range(6):
+            if dist.get_rank() == 0 or index % 2 == 0:
+                loss_of(net, *batch(0, index)).backward()
+            guard.observe(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [message for _, message in log]
+
+
+def test_a_rank_without_gradients_is_not_late(two_ranks: RankPool) -> None:
+    assert two_ranks.run(one_rank_is_idle) == [[], []]

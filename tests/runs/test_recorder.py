@@ -47,24 +47,52 @@ def kinds(folder: Path) -> list[str]:
     return [line["kind"] for line in read(folder, "events")]
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def recorded(
+    folder: Path | str, ddp: bool = False, lr: float = 1e-30, prepared: dict[str, Any] | None = None, **made: Any
+) -> tuple[Any, fp8dist.StateManager, Recorder, Any]:
+    """Return a net as the loop calls it, its manager, a recorder, and an optimizer. With ``lr``, it changes no weight;
+    with 0 the step would not count."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), **(prepared or {}))
+    recorder = Recorder(folder, manager, **made)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    called = DistributedDataParallel(net) if ddp else net
+    manager.attach(called, optimizer=optimizer)
+    return called, manager, recorder, optimizer
+
+
+def step_of(net: Any, optimizer: Any, index: int, rank: int = 0) -> None:
+    net(batch(rank, index)[0]).sum().backward()
+    optimizer.step()
+
+
+def in_world(**prepared: Any) -> dict[str, Any]:
+    return {"group": dist.group.WORLD, **prepared}
+
+
 def train(
     folder: Path,
     steps: int,
-    group: Any = None,
     after: int = 0,
     planted: Mapping[int, float] | None = None,
-    ddp: bool = False,
+    prepared: dict[str, Any] | None = None,
+    jump: float | None = None,
     **made: Any,
 ) -> fp8dist.StateManager:
     """Train and record a net. ``planted``: a number for one input element, by step, on the last rank."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
-    prepared = {name: made.pop(name) for name in ("fallback", "check_every") if name in made}
+    rank, size = (dist.get_rank(), dist.get_world_size()) if "group" in (prepared or {}) else (0, 1)
+    made = {"every": 3, "resume_after": after or None, **made}
     net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=group, **prepared)
-    if (jump := made.pop("jump", None)) is not None:
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), **(prepared or {}))
+    if jump is not None:
         fp8dist.watch(manager, 3, jump=jump)
-    recorder = Recorder(folder, manager, **{"every": 3, "resume_after": after or None, **made})
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with 0 the step would not count.
+    ddp = made.pop("ddp", False)
+    recorder = Recorder(folder, manager, **made)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
     called = DistributedDataParallel(net) if ddp else net
     manager.attach(called, optimizer=optimizer)
     with recorder:
@@ -132,7 +160,9 @@ def test_numbers_of_a_due_step_are_those_of_the_state(tmp_path: Path) -> None:
 
 
 def test_events_are_the_managers_and_name_who_held_a_nan(tmp_path: Path) -> None:
-    manager = train(tmp_path, 6, planted={3: math.nan, 4: 1e4, 5: math.nan}, fallback=Fallback(steps=1), jump=2.0)
+    manager = train(
+        tmp_path, 6, planted={3: math.nan, 4: 1e4, 5: math.nan}, prepared={"fallback": Fallback(steps=1)}, jump=2.0
+    )
     events = read(tmp_path, "events")
     nonfinite = [event for event in events if event["kind"] == "nonfinite"]
     assert [event["step"] for event in nonfinite] == [3, 5]
@@ -186,9 +216,10 @@ def test_a_resume_drops_later_numbers_and_keeps_all_events(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_run_continues_from_the_state_that_is_loaded(tmp_path: Path, early: bool) -> None:
+    """Until a step after it, the folder is left alone, also by a check."""
     state = train(tmp_path, 3).state_dict()
     train(tmp_path, 5)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = files(tmp_path)
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
     if early:
@@ -196,15 +227,13 @@ def test_a_run_continues_from_the_state_that_is_loaded(tmp_path: Path, early: bo
     recorder = Recorder(tmp_path, manager, every=3, resume_after="state")
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
     manager.attach(optimizer=optimizer)
+    manager.check(policy="warn")
     if not early:
         manager.load_state_dict(state)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    with pytest.raises(ConfigurationError, match="another process records a run there"):
-        Recorder(tmp_path)
+    assert files(tmp_path) == before
     with recorder:
         for step in (4, 5, 6):
-            net(batch(0, step)[0]).sum().backward()
-            optimizer.step()
+            step_of(net, optimizer, step)
             recorder.log(step, loss=0.0)
     assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in read(tmp_path, "scales")] == [3] * SLOTS + [6] * SLOTS
@@ -214,10 +243,10 @@ def test_a_run_continues_from_the_state_that_is_loaded(tmp_path: Path, early: bo
 
 def test_a_run_without_loaded_state_is_a_new_one_as_soon_as_it_steps(tmp_path: Path) -> None:
     train(tmp_path, 5)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = files(tmp_path)
     manager = fp8dist.prepare(make_net())
     Recorder(tmp_path, manager, resume_after="state").close()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert files(tmp_path) == before
     train(tmp_path, 2, resume_after="state")
     assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2]
     assert read(tmp_path, "events")[-2]["resumed_after"] is None
@@ -243,26 +272,24 @@ def test_a_new_run_replaces_the_numbers_of_an_earlier_one(tmp_path: Path) -> Non
 def test_a_second_writer_is_refused_in_one_line(tmp_path: Path) -> None:
     first = Recorder(tmp_path)
     first.log(1, loss=1.0)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = files(tmp_path)
     with pytest.raises(ConfigurationError, match="another process records a run there") as caught:
         Recorder(tmp_path)
     assert "\n" not in str(caught.value)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert files(tmp_path) == before
     first.close()
     Recorder(tmp_path, resume_after=1).close()
 
 
-def test_an_unusable_folder_is_told_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=r"file/run: cannot record there: Not a directory: give a folder"):
-        Recorder(tmp_path / "file" / "run")
-
-
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="every must be a number of steps"):
-        Recorder(tmp_path, every=-1)
-    with pytest.raises(ConfigurationError, match="needs the manager"):
-        Recorder(tmp_path, resume_after="state")
+    (tmp_path / "file").write_text("")
+    for where, made, message in (
+        ("run", {"every": -1}, "every must be a number of steps"),
+        ("run", {"resume_after": "state"}, "needs the manager"),
+        ("file/run", {}, r"file/run: cannot record there: Not a directory: give a folder"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            Recorder(tmp_path / where, **made)
     with pytest.raises(UnknownArgumentError):
         Recorder(tmp_path, evry=3)  # type: ignore[call-arg]
     with Recorder(tmp_path) as recorder:
@@ -278,15 +305,10 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_reset_of_the_state_is_no_reset_of_the_run(tmp_path: Path) -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
-    recorder = Recorder(tmp_path, manager, every=2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    manager.attach(optimizer=optimizer)
+    net, manager, recorder, optimizer = recorded(tmp_path, every=2)
     with recorder:
         for step in range(1, 7):
-            net(batch(0, step)[0]).sum().backward()
-            optimizer.step()
+            step_of(net, optimizer, step)
             recorder.log(step)
             if step == 3:
                 manager.reset()
@@ -303,14 +325,14 @@ def test_a_call_that_is_refused_leaves_an_earlier_run_as_it_is(
     attached: bool, wrong: dict[str, Any], tmp_path: Path
 ) -> None:
     train(tmp_path, 6)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = files(tmp_path)
     net = make_net()
     manager = fp8dist.prepare(net)
     if attached:
         manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ConfigurationError):
         Recorder(tmp_path, manager, **wrong)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert files(tmp_path) == before
     Recorder(tmp_path, resume_after=6).close()  # The lock is released.
 
 
@@ -439,7 +461,8 @@ def test_exporters_get_what_the_files_get(tmp_path: Path) -> None:
     for (step, numbers, _), line in zip([got for kind, got in sink.got if kind == "numbers"], lines):
         assert step == line.pop("step")
         assert line.pop("time") > 0
-        assert numbers == pytest.approx({name: from_json(value) for name, value in line.items()}, abs=0, nan_ok=True)
+        exact = {name: repr(float(from_json(value))) for name, value in line.items()}
+        assert {name: repr(float(value)) for name, value in numbers.items()} == exact
     ((step, numbers, slots),) = [got for kind, got in sink.got if kind == "slots"]
     assert (step, numbers) == (3, {})
     for one, line in zip(slots, read(tmp_path, "scales"), strict=True):
@@ -460,7 +483,7 @@ def test_peaks_are_those_of_the_exact_device() -> None:
 
 def _recorded(folder: str, every: int, ranks: bool) -> tuple[list[int], dict[str, float], list[str]]:
     with counted_collectives() as calls, captured_log() as log:
-        manager = train(Path(folder), 6, dist.group.WORLD, every=every, ranks=ranks, planted={6: math.nan})
+        manager = train(Path(folder), 6, prepared=in_world(), every=every, ranks=ranks, planted={6: math.nan})
     return calls.sizes, manager.metrics(), [text for _, text in log]
 
 
@@ -497,11 +520,8 @@ def test_collectives_are_the_watchs_and_no_others(two_ranks: RankPool, tmp_path:
 
 
 def _slow_rank(folder: str) -> None:
-    rank, net = dist.get_rank(), make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
-    recorder = Recorder(folder, manager, every=4)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with 0 the step would not count.
-    manager.attach(optimizer=optimizer)
+    rank = dist.get_rank()
+    net, manager, recorder, optimizer = recorded(folder, prepared=in_world(), every=4)
     for _ in range(4):
         net(batch(rank, 0)[0]).sum().backward()
         time.sleep(0.05 * rank)
@@ -521,7 +541,7 @@ def test_a_slow_rank_shows_in_the_waits_of_the_others(two_ranks: RankPool, tmp_p
 
 def _checked(folder: str, ddp: bool) -> tuple[int | None, int | None, dict[str, float]]:
     with captured_log():
-        manager = train(Path(folder), 6, dist.group.WORLD, check_every=2, ddp=ddp)
+        manager = train(Path(folder), 6, prepared=in_world(check_every=2), ddp=ddp)
     return manager.verified.proven_step, manager.verified.checked_step, manager.metrics()
 
 
@@ -552,41 +572,13 @@ def test_a_check_is_recorded_when_it_ends(two_ranks: RankPool, tmp_path: Path) -
 
 
 def _checked_and_saved(folder: str) -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
-    recorder = Recorder(folder, manager)
-    called = DistributedDataParallel(net)
-    manager.attach(called, optimizer=optimizer)
-    called(batch(dist.get_rank(), 0)[0]).sum().backward()
-    optimizer.step()
+    net, manager, recorder, optimizer = recorded(folder, ddp=True, prepared=in_world())
+    step_of(net, optimizer, 0, dist.get_rank())
     recorder.log(1, loss=0.0)
     manager.check()
     recorder.event("saved", 1, path="here")
     manager.check()
     recorder.close()
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_check_before_the_state_is_loaded_leaves_the_folder_alone(tmp_path: Path, early: bool) -> None:
-    train(tmp_path, 5)
-    state = train(tmp_path / "other", 3).state_dict()
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
-    if early:
-        manager.load_state_dict(state)
-    recorder = Recorder(tmp_path, manager, resume_after="state")
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
-    manager.attach(optimizer=optimizer)
-    manager.check(policy="warn")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-    manager.load_state_dict(state)
-    net(batch(0, 4)[0]).sum().backward()
-    optimizer.step()
-    recorder.log(4, loss=0.0)
-    recorder.close()
-    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -647,12 +639,10 @@ def test_a_step_that_the_scaler_skips_leaves_the_numbers_of_the_one_before(
     assert {step: got["loss"] for _, (step, got, _) in sink.numbers() if "loss" in got} == logged
 
 
-def _damaged(folder: str) -> tuple[int | None, list[str]]:
-    rank, net = dist.get_rank(), make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, check_policy="warn")
-    with Recorder(folder, manager, every=2) as recorder, captured_log():
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
-        manager.attach(optimizer=optimizer)
+def _damaged(folder: str) -> int | None:
+    rank = dist.get_rank()
+    net, manager, recorder, optimizer = recorded(folder, prepared=in_world(check_policy="warn"), every=2)
+    with recorder, captured_log():
         for step in range(1, 5):
             net(batch(rank, 0)[0]).sum().backward()
             if step == 3 and rank == 1:
@@ -661,11 +651,11 @@ def _damaged(folder: str) -> tuple[int | None, list[str]]:
                 proven = manager.verified.proven_step
             optimizer.step()
             recorder.log(step, loss=1.0)
-    return proven, recorder.folder.name.split()
+    return proven
 
 
 def test_a_divergence_is_recorded_with_its_report(two_ranks: RankPool, tmp_path: Path) -> None:
-    assert [proven for proven, _ in two_ranks.run(_damaged, str(tmp_path))] == [2, 2]
+    assert two_ranks.run(_damaged, str(tmp_path)) == [2, 2]
     (event,) = [line for line in read(tmp_path, "events") if line["kind"] == "diverged"]
     assert event["step"] == 3
     assert event["report"]["findings"][0]["name"] == "first:input"
@@ -673,14 +663,9 @@ def test_a_divergence_is_recorded_with_its_report(two_ranks: RankPool, tmp_path:
 
 
 def _unshared(folder: str) -> bool:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, amax_sync=False)
-    recorder = Recorder(folder, manager, every=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with 0 the step would not count.
-    manager.attach(optimizer=optimizer)
+    net, _, recorder, optimizer = recorded(folder, prepared=in_world(amax_sync=False), every=1)
     with recorder:
-        net(batch(0, 0)[0]).sum().backward()
-        optimizer.step()
+        step_of(net, optimizer, 0)
         recorder.log(1, loss=1.0)
     return recorder.writes
 
@@ -692,16 +677,12 @@ def test_one_rank_writes_also_without_shared_state(two_ranks: RankPool, tmp_path
 
 
 def _in_two_groups(folder: str) -> list[int]:
-    rank, net = dist.get_rank(), make_net()
+    rank = dist.get_rank()
     alone = [dist.new_group([member]) for member in range(2)][rank]
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, groups={"branch": alone})
-    recorder = Recorder(folder, manager, every=2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
-    manager.attach(optimizer=optimizer)
+    net, _, recorder, optimizer = recorded(folder, prepared=in_world(groups={"branch": alone}), every=2)
     with counted_collectives() as calls, recorder:
         for step in range(2):
-            net(batch(rank, step)[0]).sum().backward()
-            optimizer.step()
+            step_of(net, optimizer, step, rank)
     return calls.sizes
 
 
@@ -716,34 +697,24 @@ def test_each_group_has_its_own_collective_and_the_ranks_are_merged(two_ranks: R
 
 def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
     """The watch goes on, because ranks have agreed on it, but another job may have the folder by now."""
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
-    recorder = Recorder(tmp_path, manager, every=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
-    manager.attach(optimizer=optimizer)
+    net, manager, recorder, optimizer = recorded(tmp_path, every=1)
     for step in (1, 2):
-        x, y = batch(0, step)
-        (net(x) - y).square().mean().backward()
-        optimizer.step()
+        step_of(net, optimizer, step)
         if step == 1:
             recorder.close()
-            before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+            before = files(tmp_path)
     assert manager.run_step == 2
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert files(tmp_path) == before
     assert len(read(tmp_path, "scales")) == SLOTS
 
 
 @pytest.mark.parametrize(("ahead", "warned"), [(0, 0), (1, 0), (2, 1)])
 def test_steps_that_run_ahead_of_the_optimizer_are_said_once(ahead: int, warned: int, tmp_path: Path) -> None:
     """A loop may log before the optimizer's step. Steps that a GradScaler skips move it further ahead."""
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
-    with captured_log() as log, Recorder(tmp_path, manager, every=1) as recorder:
-        manager.attach(optimizer=optimizer)
-        for step in (1, 2, 3):
-            x, y = batch(0, step)
-            (net(x) - y).square().mean().backward()
-            optimizer.step()
-            recorder.log(step + ahead)
+    with captured_log() as log:
+        net, _, recorder, optimizer = recorded(tmp_path, every=1)
+        with recorder:
+            for step in (1, 2, 3):
+                step_of(net, optimizer, step)
+                recorder.log(step + ahead)
     assert sum("Log manager.run_step" in text for _, text in log) == warned

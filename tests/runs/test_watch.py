@@ -1,15 +1,23 @@
-"""watch(): statistics of the slots on all ranks, every n steps, in one collective."""
+"""watch(): statistics of the slots on all ranks, every n steps, in one collective: who held a maximum, which experts
+had tokens, and scales that jump."""
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import (
@@ -18,224 +26,192 @@ from fp8dist import (
     DelayedScaling,
     Event,
     Fallback,
+    Observation,
     Recipe,
     RowwiseScaling,
     SlotStatistics,
+    StateManager,
 )
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
 from fp8dist.runs.exporters.slots import headroom
+from fp8dist.state.expert_loads import ExpertLoad, idle_numbers
 from tests.support.collectives import counted_collectives
+from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
+from tests.support.parallel import mesh_of
 from tests.support.ranks import RankPool
 from tests.support.training import Net, batch, make_net, state_bits
-from tests.support.watched import lines_into
 
 SLOTS = 9
+DELAYED = DelayedScaling(history_len=8)
 
 
-def trained(path: Path | None, recipe: Recipe, steps: int = 6, rank: int = 0, **options: Any) -> Any:
-    """Train a net with a watch every third step; return (lines, manager, net)."""
-    prepared = {name: options.pop(name) for name in ("group", "overrides", "fallback", "amax_sync") if name in options}
-    net = make_net()
+def attached(
+    recipe: Recipe = DELAYED, every: int | None = 3, net: nn.Module | None = None, watch: Any = None, **prepared: Any
+) -> tuple[Any, StateManager, torch.optim.Optimizer, list[Observation]]:
+    """Return a net, its manager, its optimizer, and what a watch will observe. ``watch``: its other arguments."""
+    seen: list[Observation] = []
+    net = make_net() if net is None else net
     manager = fp8dist.prepare(net, recipe, **prepared)
-    fp8dist.watch(manager, 3, observer=lines_into(path and Path(str(path).format(rank=rank))), **options)
+    if every is not None:
+        fp8dist.watch(manager, every, observer=seen.append, **(watch or {}))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
-    for step in range(steps):
-        train(net, optimizer, rank, step)
-    return read(path and Path(str(path).format(rank=rank))), manager, net
+    return net, manager, optimizer, seen
 
 
-def train(net: Net, optimizer: Any, rank: int, step: int) -> None:
-    x, y = batch(rank, step)
-    (net(x) - y).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def read(path: Path | None) -> list[dict[str, Any]]:
-    return [] if path is None else [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_every_third_step_all_slots(tmp_path: Path) -> None:
-    lines, manager, _ = trained(tmp_path / "scales.jsonl", DelayedScaling(history_len=8))
-    assert [line["step"] for line in lines] == [3] * SLOTS + [6] * SLOTS
-    assert [line["slot"] for line in lines] == [str(slot) for slot in manager.slots] * 2
-    assert all(line["amax_rank"] is None for line in lines)
-    for line, slot in zip(lines[SLOTS:], manager.slots):
-        assert line["amax"] == manager.slot(*slot).amax.item()
-        assert 0 <= line["saturated"] <= 1
-        assert 0 <= line["underflow"] <= 1
-
-
-def test_statistics_know_the_range_of_their_format() -> None:
-    """A scale of current scaling makes the amax the largest value: no doubling is left, up to the scale's rounding."""
-    seen: list[SlotStatistics] = []
-    manager = fp8dist.prepare(net := make_net(), CurrentScaling())
-    fp8dist.watch(manager, 1, observer=lambda observation: seen.extend(observation.slots))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    manager.attach(optimizer=optimizer)
-    train(net, optimizer, 0, 0)
-    assert {(one.slot.role, one.fp8_max) for one in seen} == {
-        ("input", 448.0),
-        ("weight", 448.0),
-        ("grad_output", 57344.0),
-    }
-    assert all(abs(headroom(one) or 0.0) < 2**-22 for one in seen)
-    assert None not in map(headroom, seen)
-
-
-def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts(tmp_path: Path) -> None:
-    """Compare with an independent count on the tensors."""
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    fp8dist.watch(manager, 3, observer=lines_into(tmp_path / "s"))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    manager.attach(optimizer=optimizer)
-    seen: dict[str, torch.Tensor] = {}
-    net.branch.register_forward_pre_hook(lambda m, args: seen.update(input=args[0].detach().clone()))
-    for step in range(3):
-        scale = manager.slot("branch", "input").scale.item()
-        x, y = batch(0, 0 if step < 2 else 4)  # The third input exceeds the range of its scale.
-        (net(3 * x if step == 2 else x) - y).square().mean().backward()
+def train(net: nn.Module, optimizer: Any, *steps: int, rank: int = 0, factor: float = 1.0) -> None:
+    for step in steps:
+        x, y = batch(rank, step)
+        (net(factor * x) - y).square().mean().backward()
         optimizer.step()
-    (line,) = [line for line in read(tmp_path / "s") if line["slot"] == "branch:input"]
-    scaled = seen["input"].double().abs() * scale
-    assert line["scale"] == scale
-    assert line["saturated"] == pytest.approx((scaled > 464).double().mean().item(), abs=1e-7)
-    assert line["underflow"] == pytest.approx(((scaled > 0) & (scaled <= 2**-10)).double().mean().item(), abs=1e-7)
-    assert line["saturated"] > 0
+        optimizer.zero_grad()
+
+
+def trained(recipe: Recipe = DELAYED, rank: int = 0, **options: Any) -> tuple[list[Observation], StateManager, Any]:
+    """Train six steps with a watch every third step."""
+    net, manager, optimizer, seen = attached(recipe, **options)
+    train(net, optimizer, *range(6), rank=rank)
+    return seen, manager, net
+
+
+def slot_of(one: Observation, name: str = "first:input") -> SlotStatistics:
+    return next(slot for slot in one.slots if str(slot.slot) == name)
+
+
+def test_every_third_step_all_slots() -> None:
+    seen, manager, _ = trained()
+    assert [one.step for one in seen] == [3, 6]
+    for one in seen:
+        assert [slot.slot for slot in one.slots] == list(manager.slots)
+        assert all(slot.amax_rank is None for slot in one.slots)
+    for slot in seen[1].slots:
+        assert slot.amax == manager.slot(*slot.slot).amax.item()
+        assert slot.saturated is not None
+        assert slot.underflow is not None
+        assert 0 <= slot.saturated <= 1
+        assert 0 <= slot.underflow <= 1
 
 
 @pytest.mark.parametrize("recipe", [CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=lambda r: type(r).__name__)
-def test_recipes_without_state_are_watched_as_well(tmp_path: Path, recipe: Recipe) -> None:
-    lines, manager, _ = trained(tmp_path / "s", recipe)
-    assert len(lines) == 2 * SLOTS
-    for line in lines:
-        assert line["amax"] > 0
-        assert line["saturated"] == 0
-        if recipe.by == "tensor":
-            largest = 57344.0 if line["slot"].endswith("grad_output") else 448.0
-            assert line["scale"] == (torch.tensor(largest) / torch.tensor(line["amax"])).item()
-        else:
-            assert line["scale"] is None  # Each row or block has a scale of its own.
+def test_recipes_without_state_are_watched_as_well(recipe: Recipe) -> None:
+    """A scale of current scaling makes the amax the largest value: no doubling is left, up to the scale's rounding."""
+    seen, manager, _ = trained(recipe)
+    assert [len(one.slots) for one in seen] == [SLOTS] * 2
     assert manager.steps == 6
+    for slot in [*seen[0].slots, *seen[1].slots]:
+        largest = 57344.0 if slot.slot.role == "grad_output" else 448.0
+        assert slot.amax is not None
+        assert slot.amax > 0
+        assert slot.saturated == 0
+        if recipe.by == "tensor":
+            assert slot.fp8_max == largest
+            assert slot.scale == (torch.tensor(largest) / torch.tensor(slot.amax)).item()
+            assert headroom(slot) == pytest.approx(0, abs=2**-22)
+        else:
+            assert math.isnan(slot.scale)  # Each row or block has a scale of its own.
 
 
-def test_watching_changes_no_number(tmp_path: Path) -> None:
-    for recipe in (DelayedScaling(history_len=8), DelayedScaling(history_len=8, update="next_step")):
-        _, watched, net = trained(tmp_path / recipe.update, recipe)
-        plain = make_net()
-        manager = fp8dist.prepare(plain, recipe)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-        manager.attach(optimizer=optimizer)
-        for step in range(6):
-            train(plain, optimizer, 0, step)
-        assert state_bits(watched) == state_bits(manager)
-        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters()))
+def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts() -> None:
+    """Compare with an independent count on the tensors."""
+    net, manager, optimizer, seen = attached()
+    inputs: list[Tensor] = []
+    net.branch.register_forward_pre_hook(lambda m, args: inputs.append(args[0].detach().clone()))
+    train(net, optimizer, 0, 0)
+    scale = manager.slot("branch", "input").scale.item()
+    train(net, optimizer, 4, factor=3.0)  # The third input exceeds the range of its scale.
+    slot = slot_of(seen[0], "branch:input")
+    scaled = inputs[2].double().abs() * scale
+    assert slot.scale == scale
+    assert slot.saturated == pytest.approx((scaled > 464).double().mean().item(), abs=1e-7)
+    assert slot.underflow == pytest.approx(((scaled > 0) & (scaled <= 2**-10)).double().mean().item(), abs=1e-7)
+    assert slot.saturated
 
 
-def test_what_a_calibration_sees_is_not_of_the_step_that_is_watched(tmp_path: Path) -> None:
-    seen = []
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_watching_changes_no_number(update: Any) -> None:
+    recipe = DelayedScaling(history_len=8, update=update)
+    _, watched, net = trained(recipe)
+    _, plain, other = trained(recipe, every=None)
+    assert state_bits(watched) == state_bits(plain)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters()))
+
+
+def test_what_a_calibration_sees_is_not_of_the_step_that_is_watched_nor_counted() -> None:
+    """The step count of the state may differ from the run's: one more after a calibration, fewer if FP8 starts late."""
+    amaxes = []
     for calibrates in (False, True):
-        net = make_net()
-        manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-        fp8dist.watch(manager, 1, observer=lines_into(tmp_path / "s"))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        manager.attach(optimizer=optimizer)
+        net, manager, optimizer, seen = attached(every=1, watch={"resume_after": 100})
         if calibrates:
             with manager.calibrate():
                 net(100 * batch(0, 0)[0]).mean().backward()
-        train(net, optimizer, 0, 0)
-        (line,) = [line for line in read(tmp_path / "s") if line["slot"] == "first:input"]
-        seen.append(line["amax"])
-    assert seen[0] == seen[1]
+        train(net, optimizer, 0, 1)
+        assert [one.step for one in seen] == [101, 102]
+        amaxes.append(slot_of(seen[0]).amax)
+    assert amaxes[0] == amaxes[1]
 
 
-def test_steps_between_measure_nothing(tmp_path: Path) -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    fp8dist.watch(manager, 3, observer=lines_into(tmp_path / "s"))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    manager.attach(optimizer=optimizer)
+def test_steps_between_measure_nothing() -> None:
+    net, _, optimizer, _ = attached()
     measured = []
-    for step in range(6):
+    for step in range(4):
         with torch.profiler.profile() as profile:
-            train(net, optimizer, 0, step)
-        measured.append(sum(event.count for event in profile.key_averages() if event.key == "fp8dist::measure"))
-    assert measured == [0, 0, SLOTS, 0, 0, SLOTS]
+            train(net, optimizer, step)
+        measured.append(sum(event.name == "fp8dist::measure" for event in profile.events()))
+    assert measured == [0, 0, SLOTS, 0]
 
 
-def test_a_jump_is_told_once() -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=1))
-    fp8dist.watch(manager, 1, jump=8)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with lr=0 the step would not count.
-    manager.attach(optimizer=optimizer)
+def test_a_jump_is_logged_once() -> None:
+    net, manager, optimizer, _ = attached(DelayedScaling(history_len=1), every=1, watch={"jump": 8})
     events: list[Event] = []
     manager.on_event(events.append)
+    optimizer.param_groups[0]["lr"] = 1e-30  # Changes no weight; with lr=0 the step would not count.
     with captured_log() as log:
         for step in range(6):
-            x, _ = batch(0, 0)
-            net(x * (100 if step == 2 else 1)).mean().backward()
-            optimizer.step()
+            train(net, optimizer, 0, factor=100 if step == 2 else 1)
     steps = [event.step for event in events if event.kind == "jump"]
     assert steps == [4, 5]  # Step 4 casts with the scale that step 3 computes.
     assert {slot.fqn for slot in events[0].slots} >= {"first"}
     assert len(log) == 2
 
 
+@pytest.mark.filterwarnings("ignore:fp8dist.watch.path=…. is now:FutureWarning")
 @pytest.mark.parametrize("steps", [5, 6])
 def test_a_resume_goes_on_in_the_same_file(tmp_path: Path, steps: int) -> None:
-    whole, _, _ = trained(tmp_path / "whole", DelayedScaling(history_len=8), steps=9)
-    _, manager, net = trained(tmp_path / "part", DelayedScaling(history_len=8), steps=steps)
-    resumed = make_net()
-    resumed.load_state_dict(net.state_dict())
-    again = fp8dist.prepare(resumed, DelayedScaling(history_len=8))
-    with pytest.warns(FutureWarning, match=r"watch\(path=…\) is now fp8dist.Recorder"):
-        fp8dist.watch(again, 3, tmp_path / "part", resume_after=steps)
-    optimizer = torch.optim.SGD(resumed.parameters(), lr=0.05)
-    again.attach(optimizer=optimizer)
-    again.load_state_dict(manager.state_dict())
-    for step in range(steps, 9):
-        train(resumed, optimizer, 0, step)
-    assert read(tmp_path / "part") == whole
-
-
-def test_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
-    """The step count of the state may differ: one more after a calibration, fewer if FP8 starts late."""
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    fp8dist.watch(manager, 3, observer=lines_into(tmp_path / "scales"), resume_after=100)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    manager.attach(optimizer=optimizer)
-    with manager.calibrate():
-        net(batch(0, 0)[0]).sum().backward()
-    for step in range(5):
-        train(net, optimizer, 0, step)
-    assert sorted({line["step"] for line in read(tmp_path / "scales")}) == [102, 105]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    saved: dict[str, Any] = {}
+    for path, first, last in ((whole, 0, 9), (part, 0, steps), (part, steps, 9)):
+        net = make_net()
+        manager = fp8dist.prepare(net, DELAYED)
+        fp8dist.watch(manager, 3, path, resume_after=first or None)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        manager.attach(optimizer=optimizer)
+        if first:
+            net.load_state_dict(saved["net"])
+            manager.load_state_dict(saved["fp8"])
+        train(net, optimizer, *range(first, last))
+        saved = {"net": net.state_dict(), "fp8": manager.state_dict()}
+        fp8dist.restore(net)
+    assert part.read_text() == whole.read_text() != ""
 
 
 def test_each_of_two_watches_has_its_steps(tmp_path: Path) -> None:
     """The second has an alarm, an observer, and a step to count from, which is that of both."""
-    alone, _, _ = trained(tmp_path / "alone", DelayedScaling(history_len=8))
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
-    seen: list[Any] = []
-    events: list[Event] = []
+    alone, _, _ = trained()
+    net, seen, events = make_net(), (list[Observation](), list[Observation]()), list[Event]()
+    manager = fp8dist.prepare(net, DELAYED)
     manager.on_event(events.append)
-    fp8dist.watch(manager, 3, observer=lines_into(tmp_path / "first"))
+    fp8dist.watch(manager, 3, observer=seen[0].append)
     with pytest.warns(FutureWarning, match="path"):
-        fp8dist.watch(manager, 2, tmp_path / "second", jump=1.0001, resume_after=0, observer=seen.append)
+        fp8dist.watch(manager, 2, tmp_path / "second", jump=1.0001, resume_after=0, observer=seen[1].append)
     (outputs,) = (weakref.ref(one) for one in manager._cycle.measurement.watch.observers if hasattr(one, "path"))  # type: ignore[union-attr]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
-    for step in range(6):
-        train(net, optimizer, 0, step)
-    assert read(tmp_path / "first") == alone
-    lines = read(tmp_path / "second")
-    assert sorted({line["step"] for line in lines}) == [one.step for one in seen] == [2, 4, 6]
-    assert lines[-SLOTS:] == alone[-SLOTS:]
+    train(net, optimizer, *range(6))
+    assert repr(seen[0]) == repr(alone)
+    assert repr(seen[1][-1].slots) == repr(alone[-1].slots)
+    lines = [json.loads(line) for line in (tmp_path / "second").read_text().splitlines()]
+    assert sorted({line["step"] for line in lines}) == [one.step for one in seen[1]] == [2, 4, 6]
     jumps = [event for event in events if event.kind == "jump"]
     assert {event.step for event in jumps} <= {4, 6}
     assert all(len(set(event.slots)) == len(event.slots) > 0 for event in jumps)
@@ -253,7 +229,7 @@ def test_mistakes(tmp_path: Path) -> None:
             fp8dist.watch(manager, every)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="jump must be a factor"):
         fp8dist.watch(manager, 3, tmp_path / "s", jump=0.5)
-    with pytest.warns(FutureWarning, match="path"):
+    with pytest.warns(FutureWarning, match=r"watch\(path=…\) is now fp8dist.Recorder"):
         fp8dist.watch(manager, 3, tmp_path / "s", resume_after=4)
     (tmp_path / "s").write_text("kept")
     with (
@@ -273,26 +249,35 @@ def test_mistakes(tmp_path: Path) -> None:
 # Ranks -------------------------------------------------------------------------------------------
 
 
-def _watched(path: str, recipe: Recipe, ranks: bool, options: dict[str, Any]) -> tuple[Any, list[int], Any]:
-    rank = dist.get_rank()
+def _watched(recipe: Recipe, ranks: bool, prepared: dict[str, Any]) -> tuple[Any, list[int], Any]:
+    group, rank = dist.group.WORLD, dist.get_rank()
     with counted_collectives() as calls:
-        lines, _, _ = trained(
-            Path(path) if rank == 0 else None, recipe, rank=rank, group=dist.group.WORLD, ranks=ranks, **options
-        )
-    own, _, _ = trained(Path(f"{path}.{{rank}}"), recipe, rank=rank, group=dist.group.WORLD, amax_sync=False, **options)
-    return lines, calls.sizes, own
+        seen, _, _ = trained(recipe, rank, watch={"ranks": ranks}, group=group, **prepared)
+    own, _, _ = trained(recipe, rank, group=group, amax_sync=False, **prepared)
+    return seen, calls.sizes, own
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("delayed", True), ("current", False), ("three", True), ("three", False)])
-def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path, kind: str, ranks: bool) -> None:
-    """The lines hold the largest amax over ranks and the rank that had it."""
-    options: dict[str, Any] = {}
-    recipe: Recipe = CurrentScaling() if kind == "current" else DelayedScaling(history_len=8)
-    if kind == "three":
-        options = {"overrides": {"first": BlockScaling(), "last": CurrentScaling()}}
-    (lines, sizes, own), (_, sizes_there, there) = two_ranks.run(_watched, str(tmp_path / "s"), recipe, ranks, options)
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("delayed", True), ("fallback", True), ("current", False), ("three", True), ("three", False)]
+)
+def test_one_collective_for_the_whole_model(two_ranks: RankPool, kind: str, ranks: bool) -> None:
+    """It has the largest amax over ranks and the rank that had it. A fallback reads the same shares."""
+    prepared: dict[str, Any] = {
+        "three": {"overrides": {"first": BlockScaling(), "last": CurrentScaling()}},
+        "fallback": {"fallback": Fallback(steps=2, saturated=1.0)},
+    }.get(kind, {})
+    recipe: Recipe = CurrentScaling() if kind == "current" else DELAYED
+    (seen, sizes, own), (_, sizes_there, there) = two_ranks.run(_watched, recipe, ranks, prepared)
     size = 8 * (3 * SLOTS + 2 * 2) if ranks else 4 * 3 * SLOTS  # With ranks, also two times of each rank.
     assert sizes == sizes_there
+    for line, here, other in zip(seen[1].slots, own[1].slots, there[1].slots):
+        assert line.slot == here.slot
+        assert (line.amax_rank is not None) == ranks
+        assert line.saturated is not None
+        if kind == "current":  # Scales are local, so the group does not change the training.
+            assert line.amax == max(here.amax, other.amax)
+    if kind == "fallback":
+        return
     compared, *sizes = sizes  # What the ranks start with.
     assert compared <= 128
     assert sizes.count(size) == 2
@@ -300,70 +285,349 @@ def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path,
     syncs = [4 * (8 + slots)] * 6 if slots else []
     # The other collectives: weight amaxes at attach, and the syncs of delayed scaling.
     assert sorted(size_ for size_ in sizes if size_ != size) == sorted(syncs + ([4 * slots] if slots else []))
-    for line, here, other in zip(lines, own, there):
-        if kind == "current":  # Scales are local, so the group does not change the training.
-            assert line["amax"] == max(here["amax"], other["amax"])
-            if ranks:
-                assert line["amax_rank"] == (0 if here["amax"] >= other["amax"] else 1)
-        assert (line["amax_rank"] is not None) == ranks
-        assert line["slot"] == here["slot"]
 
 
-def _watched_twice(path: str) -> list[int]:
+def _watched_twice() -> list[int]:
     manager = fp8dist.prepare(net := make_net(), CurrentScaling(), group=dist.group.WORLD)
-    fp8dist.watch(manager, 3)
-    fp8dist.watch(manager, 2, observer=lines_into(path if dist.get_rank() == 0 else None))
+    for every in (3, 2):
+        fp8dist.watch(manager, every)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     with counted_collectives() as calls:
-        for step in range(6):
-            train(net, optimizer, dist.get_rank(), step)
+        train(net, optimizer, *range(6), rank=dist.get_rank())
     return calls.sizes
 
 
-def test_two_watches_share_the_collective_of_a_step(two_ranks: RankPool, tmp_path: Path) -> None:
-    assert two_ranks.run(_watched_twice, str(tmp_path / "s")) == [[4 * 3 * SLOTS] * 4] * 2  # Of steps 2, 3, 4 and 6.
+def test_two_watches_share_the_collective_of_a_step(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_watched_twice) == [[4 * 3 * SLOTS] * 4] * 2  # Of steps 2, 3, 4 and 6.
 
 
-def _tied_maxima(path: str) -> Any:
-    return trained(Path(f"{path}{dist.get_rank()}"), CurrentScaling(), group=dist.group.WORLD, ranks=True, rank=0)[0]
-
-
-def test_of_equals_the_lowest_rank_holds_it(two_ranks: RankPool, tmp_path: Path) -> None:
-    lines, _ = two_ranks.run(_tied_maxima, str(tmp_path / "s"))
-    assert {line["amax_rank"] for line in lines} == {0}
-
-
-def _differently(path: str) -> str:
-    net = make_net()
-    manager = fp8dist.prepare(net, group=dist.group.WORLD)
-    if dist.get_rank() == 0:
-        fp8dist.watch(manager, 3, observer=lines_into(path))
+def _differently() -> str:
     try:
-        manager.attach()
+        attached(every=3 if dist.get_rank() == 0 else None, group=dist.group.WORLD)
     except ManifestMismatchError as error:
         return str(error)
     return ""
 
 
-def test_a_rank_that_does_not_watch_is_told_at_attach(two_ranks: RankPool, tmp_path: Path) -> None:
-    for text in two_ranks.run(_differently, str(tmp_path / "s")):
+def test_a_rank_that_does_not_watch_is_named_at_attach(two_ranks: RankPool) -> None:
+    for text in two_ranks.run(_differently):
         assert "settings.watch" in text
 
 
-def _with_a_policy(path: str) -> Any:
-    """Train with a watch and a fallback, which read the same shares; return (lines, number of fallbacks)."""
-    rank = dist.get_rank()
-    fallback = Fallback(steps=2, saturated=1.0)
-    lines, manager, _ = trained(
-        Path(path) if rank == 0 else None, DelayedScaling(history_len=8), group=dist.group.WORLD, fallback=fallback,
-        rank=rank,
-    )  # fmt: skip
-    return lines, manager.metrics()["fp8/fallbacks"]
+# Who held a maximum ------------------------------------------------------------------------------
+
+MICROBATCHES = 4
+STEP, MICROBATCH = 2, 2
+"""Where the tests plant a value."""
+OUTLIER = 1e4
 
 
-def test_together_with_a_fallback(two_ranks: RankPool, tmp_path: Path) -> None:
-    (lines, fallbacks), _ = two_ranks.run(_with_a_policy, str(tmp_path / "s"))
-    assert len(lines) == 2 * SLOTS
-    assert all(line["saturated"] is not None for line in lines)
-    assert fallbacks == 0
+class Recomputing(Net):
+    """Recomputes two of its modules in the backward, as one checkpoint or as two."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        recomputed: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=self.reentrant)
+        h = recomputed(self.branch, torch.relu(self.first(x)))
+        return recomputed(self.last, h)
+
+
+class Reentrant(Recomputing):
+    """The same with reentrant checkpoints, whose backwards are autograd tasks of their own."""
+
+    reentrant = True
+
+
+class Whole(Net):
+    """Recomputes everything, so that no forward before the backward records."""
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
+class CalledTwice(Net):
+    """Calls a module twice."""
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return super().forward(x) + super().forward(x.flip(0))
+
+
+def planted(rank: int, step: int, microbatch: int, value: float, on: int) -> tuple[Tensor, Tensor]:
+    """Return a batch, with ``value`` in one place of it on one rank, in one microbatch."""
+    x, y = batch(rank, 10 * step + microbatch)
+    if (rank, step, microbatch) == (on, STEP, MICROBATCH):
+        x[3, 5] = value
+    return x, y
+
+
+def train_planted(manager: StateManager, module: Any, value: float, rank: int = 0, on: int = 0) -> None:
+    """Run three steps with a value planted in the second."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    manager.attach(module, optimizer=optimizer)
+    for step in range(1, 4):
+        for microbatch in range(MICROBATCHES):
+            x, y = planted(rank, step, microbatch, value, on)
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = microbatch == MICROBATCHES - 1
+            (module(x) - y).square().mean().backward()
+        for parameter in module.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad.nan_to_num(0, 0, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def prepared(kind: type[Net] = Net, **options: Any) -> tuple[Net, StateManager, list[Observation]]:
+    net, seen = make_net(), list[Observation]()
+    net.__class__ = kind
+    manager = fp8dist.prepare(net, DELAYED, **options)
+    fp8dist.watch(manager, 1, observer=seen.append, ranks=True)
+    return net, manager, seen
+
+
+@pytest.mark.parametrize("kind", [Net, Recomputing, Reentrant, Whole, CalledTwice], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("value", [OUTLIER, math.nan, -math.inf])
+def test_a_planted_value_has_its_microbatch(kind: type[Net], value: float) -> None:
+    net, manager, seen = prepared(kind)
+    train_planted(manager, net, value)
+    slot = slot_of(seen[STEP - 1])
+    assert (slot.amax_rank, slot.amax_microbatch) == (0, MICROBATCH)
+    assert repr(slot.amax) == repr(abs(value))
+    assert slot.saturated_microbatch == (MICROBATCH if value == OUTLIER else 0)
+    assert slot_of(seen[STEP - 1], "first:weight").amax_microbatch == 0  # The same in each: the first counts.
+    for step in (1, 3):  # Another step starts at 0 again.
+        amaxes = [planted(0, step, i, 0.0, -1)[0].abs().max().item() for i in range(MICROBATCHES)]
+        slot = slot_of(seen[step - 1])
+        assert (slot.amax, slot.amax_microbatch) == (max(amaxes), amaxes.index(max(amaxes)))
+
+
+def _on_ranks(wrapper: str, value: float) -> SlotStatistics:
+    rank, mesh, sharded = dist.get_rank(), mesh_of((2,), ("dp",)), wrapper == "fsdp2"
+    net, manager, seen = prepared(Recomputing if sharded else Net, group=mesh, fp8_all_gather=sharded)
+    module: Any = fully_shard(net, mesh=mesh) if sharded else DistributedDataParallel(net)
+    if wrapper == "ddp with the hook":
+        module.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    train_planted(manager, module, value, rank, on=1)
+    return slot_of(seen[STEP - 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrapper", "value"), [("ddp", OUTLIER), ("ddp with the hook", math.nan), ("fsdp2", OUTLIER), ("fsdp2", math.nan)]
+)
+def test_rank_and_microbatch_under_a_wrapper(two_ranks: RankPool, wrapper: str, value: float) -> None:
+    for slot in two_ranks.run(_on_ranks, wrapper, value):
+        assert (slot.amax_rank, slot.amax_microbatch, repr(slot.amax)) == (1, MICROBATCH, repr(value))
+
+
+def watched(step: Callable[[Any], None], **options: Any) -> SlotStatistics:
+    """Run one watched step, and return what was observed of the first module's input."""
+    net, manager, seen = prepared(**options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    manager.attach(optimizer=optimizer)
+    step(net)
+    optimizer.step()
+    return slot_of(seen[0])
+
+
+def _tied() -> SlotStatistics:
+    def step(net: Net) -> None:
+        for factor in (1, 2, 2) if dist.get_rank() == 0 else (2, 2, 2):
+            net(factor * batch(0, 0)[0]).sum().backward()
+
+    return watched(step, group=dist.group.WORLD)
+
+
+def test_of_equals_the_lowest_rank_and_its_first_microbatch(two_ranks: RankPool) -> None:
+    for slot in two_ranks.run(_tied):
+        assert (slot.amax_rank, slot.amax_microbatch) == (0, 1)
+
+
+def evaluating(net: Net) -> None:
+    """Evaluations between do not count."""
+    for factor in (1, 2):
+        net(factor * batch(0, 0)[0]).sum().backward()
+        with torch.no_grad():
+            net(batch(0, 0)[0])
+        net.eval()
+        net(100 * batch(0, 0)[0])
+        net.train()
+
+
+def pipeline(net: Net) -> None:
+    """Forwards ahead of their backwards cannot be distinguished."""
+    for output in [net(factor * batch(0, 0)[0]) for factor in (1, 2)]:
+        output.sum().backward()
+
+
+def forward_only(net: Net) -> None:
+    net(batch(0, 0)[0])
+
+
+def many_microbatches(net: Net) -> None:
+    for factor in range(1, 6):
+        net(factor * batch(0, 0)[0]).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(evaluating, 1), (pipeline, None), (forward_only, None), (many_microbatches, None)]
+)
+def test_microbatches_that_can_be_distinguished(
+    step: Callable[[Any], None], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if step is many_microbatches:  # More than fit.
+        monkeypatch.setattr("fp8dist.state.watch._FOR_MICROBATCH", 2)
+        monkeypatch.setattr("fp8dist.state.watch._UNKNOWN", 3)
+    assert watched(step).amax_microbatch == expected
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("compiled watches")  # So that one process imports Dynamo.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own call.
+def test_compiled_forwards_have_no_microbatch_and_compile_no_more() -> None:
+    net, _, optimizer, seen = attached(every=2, watch={"ranks": True})
+    compiled = torch.compile(net, backend="aot_eager")
+    for step in range(6):  # Compiled for both kinds of steps, cold and hot.
+        with torch._dynamo.config.patch(error_on_recompile=step >= 4):
+            train(compiled, optimizer, step)
+    found = {(slot.amax_rank, slot.amax_microbatch) for one in seen for slot in one.slots}
+    assert (len(seen), found) == (3, {(0, None)})
+
+
+# Experts -----------------------------------------------------------------------------------------
+
+AMONG = {1: (0, 1, 2), 2: (0, 1, 2), 3: (0, 1), 4: (0, 1), 5: (0, 1), 6: (0, 1, 2), 7: (0, 1), 8: (0, 1), 9: (1, 2)}
+"""The experts that have tokens in each step. Expert 3 never has one."""
+
+TOKENS = 12
+
+
+def trained_experts(
+    recipe: Recipe = DELAYED,
+    rank: int = 0,
+    microbatches: int = 1,
+    recomputes: bool = False,
+    compiles: bool = False,
+    every: int = 1,
+    high: str = "",
+    steps: int | None = None,
+    **prepared: Any,
+) -> list[Observation]:
+    """Train a mixture of four experts over the steps of AMONG; return what the watch observed."""
+    dtype = torch.bfloat16 if compiles else torch.float32  # torch compiles grouped_mm in bfloat16 only.
+    model, manager, optimizer, seen = attached(recipe, every, Mixture(Experts()).to(dtype), **prepared)
+    if high:
+        manager.set_precision(high, "high", steps=steps)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+    for step, among in AMONG.items():
+        for microbatch in range(microbatches):
+            seed = 100 * rank + 10 * microbatch + step
+            index, weights = routes(TOKENS, 2, among, seed)
+            inputs = rows(TOKENS, 32, seed).to(dtype).requires_grad_(), index, weights.to(dtype)
+            out = checkpoint(model, *inputs, use_reentrant=False) if recomputes else call(*inputs)
+            out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def expected_tokens(step: int, ranks: int = 1, microbatches: int = 1) -> list[int]:
+    """Count the routes."""
+    counts = torch.zeros(4, dtype=torch.int64)
+    for rank in range(ranks):
+        for microbatch in range(microbatches):
+            index, _ = routes(TOKENS, 2, AMONG[step], 100 * rank + 10 * microbatch + step)
+            counts += torch.bincount(index.flatten(), minlength=4)
+    return counts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "microbatches", "recomputes"),
+    [(DELAYED, 3, False), (DELAYED, 1, True), (CurrentScaling(), 3, False), (CurrentScaling(), 1, True)],
+    ids=str,
+)
+def test_tokens_are_those_of_all_backwards(recipe: Recipe, microbatches: int, recomputes: bool) -> None:
+    for one in trained_experts(recipe, microbatches=microbatches, recomputes=recomputes):
+        (load,) = one.experts  # Both products have the same tokens.
+        assert (load.module, load.tokens) == ("experts", expected_tokens(one.step, microbatches=microbatches))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("compiled watches")  # So that one process imports Dynamo.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+def test_compiled_experts_count_alike() -> None:
+    seen = trained_experts(compiles=True, every=3)
+    assert [(one.step, one.experts[0].tokens) for one in seen] == [(step, expected_tokens(step)) for step in (3, 6, 9)]
+
+
+def test_idle_experts_and_ages_observed_in_each_step() -> None:
+    seen = trained_experts()
+    idle = [0, 0, 1, 2, 3, 0, 1, 2, 0]
+    # The age says which earlier steps have not renewed the scale: one less than the idle steps, or all before now.
+    ages = [0, 0, 0, 1, 2, 3, 0, 1, 2]
+    for step, one in enumerate(seen, 1):
+        (load,) = one.experts
+        assert load.tokens == expected_tokens(step)
+        assert load.idle[1:] == [0, idle[step - 1], step]
+        assert load.age == [0, 0, ages[step - 1], step - 1]
+        assert {slot.age for slot in one.slots if slot.slot.fqn == "experts.gate_up.2"} == {ages[step - 1]}
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        ({}, [[0, 0, 1, 4], [0, 0, 1, 8]]),  # In truth expert 2 was idle for 2 steps, both times.
+        ({"recipe": CurrentScaling()}, [[0, 0, 1, 1], [0, 0, 5, 5]]),  # Of observed steps alone.
+        # Gradients in high precision are not recorded, so the counters do not have the steps between.
+        ({"high": "*.2"}, [[0, 0, 1, 4], [0, 0, 1, 8]]),
+        ({"high": "*.2", "steps": 2}, [[0, 0, 1, 4], [0, 0, 1, 8]]),
+    ],
+)
+def test_idle_steps_between_observations_are_a_lower_bound(options: dict[str, Any], idle: list[list[int]]) -> None:
+    seen = trained_experts(every=4, **options)
+    assert [one.step for one in seen] == [4, 8]
+    assert [one.experts[0].idle for one in seen] == idle
+    if "recipe" in options:
+        assert {one.experts[0].age for one in seen} == {slot.age for one in seen for slot in one.slots} == {None}
+
+
+def test_experts_in_high_precision_are_not_called_idle() -> None:
+    seen = trained_experts(CurrentScaling(), overrides={"experts*": "high"})
+    assert all(one.experts == () for one in seen)
+
+
+def _loads(synced: bool, apart: bool) -> list[tuple[str, int, list[int]]]:
+    groups = {"experts.gate_up": dist.new_group([dist.get_rank()], use_local_synchronization=True)} if apart else None
+    prepared = {"group": dist.group.WORLD, "amax_sync": synced, "groups": groups}
+    seen = trained_experts(rank=dist.get_rank(), every=3, **prepared)
+    return [(load.module, load.ranks, load.tokens) for one in seen for load in one.experts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("synced", "apart"), [(True, False), (False, False), (True, True)])
+def test_tokens_are_sums_over_the_ranks_that_share_the_state(two_ranks: RankPool, synced: bool, apart: bool) -> None:
+    """``apart``: the mixture's products have groups of their own, but it is reported once."""
+    first, second = two_ranks.run(_loads, synced, apart)
+    assert [module for module, _, _ in first] == ["experts"] * 3
+    if not apart:
+        ranks = 2 if synced else 1
+        assert first == [("experts", ranks, expected_tokens(step, ranks)) for step in (3, 6, 9)]
+        assert (first == second) == synced
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=str)
+def test_a_rank_without_tokens_is_observed(recipe: Recipe) -> None:
+    model, _, optimizer, seen = attached(recipe, 1, Mixture(Experts()))
+    index, weights = routes(TOKENS, 2, (0, 1), 0)
+    x = rows(TOKENS, 32, 0)
+    for part in (slice(0, 0), slice(None)):  # A batch that is empty, and one that is not.
+        model(x[part].requires_grad_(), index[part], weights[part]).sum().backward()
+    optimizer.step()
+    assert seen[0].experts[0].tokens == [TOKENS, TOKENS, 0, 0]
+
+
+def test_numbers_of_idle_experts() -> None:
+    loads = [ExpertLoad("a", [0, 3], [7, 0], [6, 0]), ExpertLoad("b", [0, 0], [2, 1], None)]
+    assert idle_numbers(loads) == {"idle_experts": 3, "longest_idle_steps": 7}
+    assert idle_numbers([]) == {}

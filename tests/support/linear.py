@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
+from fp8dist.modules.casters import Cast, Caster, Request
+from fp8dist_kernels.formats import Role
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
@@ -38,6 +43,23 @@ def pending(manager: StateManager) -> dict[tuple[str, str], float]:
 def roles(manager: StateManager) -> dict[str, float]:
     """Return ``pending`` of a model that is one Linear, by role."""
     return {role: amax for (_, role), amax in pending(manager).items()}
+
+
+@contextlib.contextmanager
+def watched_casts(role: Role = Role.WEIGHT) -> Iterator[list[float]]:
+    """Record the inverse scale (the first, of several) of each cast of a tensor of this role inside, in order."""
+    seen: list[float] = []
+    original = Caster.cast
+
+    def watching(self: Caster, x: Tensor, request: Request) -> Cast:
+        cast = original(self, x, request)
+        if request.role is role:
+            scales = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
+            seen.append(float(scales.flatten()[0]))
+        return cast
+
+    with mock.patch.object(Caster, "cast", watching):
+        yield seen
 
 
 def amax(x: Tensor) -> float:

@@ -197,7 +197,7 @@ def _run_ours(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     from fp8dist_kernels import grouped_ops, ops
 
     name = function._schema.name.partition("::")[2]
-    implementation = grouped_ops.IMPLEMENTATIONS.get(name) or getattr(ops, f"_{name}")
+    implementation = {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}[name]
     named = function._schema.arguments[len(args) :]
     defaults = {one.name: one.default_value for one in named if one.has_default_value()}
     with _OnCuda():

@@ -1,7 +1,4 @@
-"""Correct programs are silent and accurate: optimizers of many kinds, and their states.
-
-See ``quiet_loops.py``.
-"""
+"""Correct programs are silent and accurate: optimizers of many kinds, several, their states. See ``quiet.py``."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,19 +20,21 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.optim import SGD, Adagrad, AdamW
+from torch.optim import SGD, Adagrad, AdamW, Muon
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
 import fp8dist
 from tests.support.quiet import (
+    PLAIN,
     STEPS,
+    Loop,
     Trial,
     attached,
-    done,
+    batch,
+    boundary,
     mlp,
-    off,
-    plain_forward,
-    plain_run,
+    nothing,
     state_is_right,
     take,
     weight_bits,
@@ -42,39 +42,9 @@ from tests.support.quiet import (
 from tests.support.scenarios import Scenarios
 
 SCENARIOS = Scenarios()
-program, variants, cases = SCENARIOS.program, SCENARIOS.variants, SCENARIOS.cases
 
 
 # Optimizers of other kinds -----------------------------------------------------------------------
-
-
-@cases(
-    {"given": "optimizers", "boundary": "after backward"},
-    {"given": "nothing", "boundary": "after backward"},
-    {"given": "nothing", "boundary": "before backward"},
-)
-def optimizer_in_backward(given: str, boundary: str) -> None:
-    """Bitwise equal to the plain loop: a layer's input gradient is computed before its weight is stepped."""
-    trial = Trial()
-    optimizers = {p: SGD([p], lr=0.1, momentum=0.9) for p in trial.parameters()}
-    trial.manager.attach(optimizer=list(optimizers.values()) if given == "optimizers" else None, boundary="manual")
-
-    def step(p: Tensor) -> None:
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    for p in trial.parameters():
-        p.register_post_accumulate_grad_hook(step)
-    for index in range(STEPS):
-        if boundary == "before backward" and index:
-            trial.manager.step()
-        trial.backward(index)
-        if boundary == "after backward":
-            trial.manager.step()
-    if boundary == "before backward":
-        trial.manager.step()
-    trial.right(STEPS)
-    assert trial.bits() == done(plain_run(STEPS, lambda p: SGD(p, lr=0.1, momentum=0.9))).bits()
 
 
 class Lookahead(Optimizer):
@@ -98,32 +68,14 @@ class Lookahead(Optimizer):
         return loss
 
 
-@variants(attached=["outer", "inner", "manual"])
-def lookahead(attached: str) -> None:
-    trial, other = Trial(), Trial()
-    for each, which in ((trial, attached), (other, "outer")):
-        inner = each.adamw()
-        outer = Lookahead(inner)
-        if which == "manual":
-            each.manager.attach(boundary="manual")
-        else:
-            each.manager.attach(optimizer={"outer": outer, "inner": inner}[which])
-        for index in range(STEPS):
-            each.train(outer, 1, start=index)
-            if which == "manual":
-                each.manager.step()
-    trial.right(STEPS)
-    assert trial.bits() == done(other).bits()
-
-
 class Sam(Optimizer):
     """Sharpness-aware minimisation, as in its widespread public implementation."""
 
     def __init__(self, params: Iterable[Tensor], base: type[Optimizer], rho: float = 0.05, **options: Any) -> None:
         super().__init__(params, {"rho": rho, **options})
-        self.base_optimizer = base(self.param_groups, **options)
-        self.param_groups = self.base_optimizer.param_groups
-        self.defaults.update(self.base_optimizer.defaults)
+        self.optimizer = base(self.param_groups, **options)
+        self.param_groups = self.optimizer.param_groups
+        self.defaults.update(self.optimizer.defaults)
 
     def _all(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         return ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None)
@@ -140,7 +92,7 @@ class Sam(Optimizer):
     def second_step(self) -> None:
         for _, p in self._all():
             p.data = self.state[p]["old"]
-        self.base_optimizer.step()
+        self.optimizer.step()
         self.zero_grad()
 
     @torch.no_grad()
@@ -151,60 +103,10 @@ class Sam(Optimizer):
         self.second_step()
 
 
-@variants(base=[AdamW], used=["step, outer", "step, inner", "two steps, inner", "two steps, manual"])
-def sam(base: type[Optimizer], used: str) -> None:
-    trial = Trial()
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9} if base is SGD else {"lr": 0.01}
-    optimizer = Sam(trial.net.parameters(), base, **options)
-    if used == "two steps, manual":
-        trial.manager.attach(boundary="manual")
-    else:
-        trial.manager.attach(optimizer=optimizer if used.endswith("outer") else optimizer.base_optimizer)
-    for index in range(STEPS):
-        trial.backward(index)
-        if used.startswith("step"):
-            optimizer.step(lambda index=index: trial.backward(index))
-        else:
-            optimizer.first_step()
-            trial.backward(index)
-            optimizer.second_step()
-            if used.endswith("manual"):
-                trial.manager.step()
-    trial.right(STEPS)
-
-
-class Twice(AdamW):
-    """Overrides ``step`` and calls the parent's."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-@cases({"hooked": True, "closure": False}, {"hooked": False, "closure": True}, {"hooked": True, "closure": True})
-def subclass_that_calls_super(hooked: bool, closure: bool) -> None:
-    """Counts one boundary per step, whether torch has hooked the base's ``step`` (as its first instance does) or
-    not."""
-    if hooked:
-        AdamW([nn.Parameter(torch.ones(1))])
-    original = AdamW.step if hooked else getattr(AdamW.step, "__wrapped__", AdamW.step)
-    with mock.patch.object(AdamW, "step", original):
-        assert getattr(AdamW.step, "hooked", False) == hooked
-        trial, optimizer = attached(make=lambda trial: Twice(trial.net.parameters(), lr=0.01))
-        for index in range(STEPS):
-            if closure:
-                optimizer.step(lambda index=index: trial.backward(index))
-            else:
-                trial.backward(index)
-                optimizer.step()
-            optimizer.zero_grad()
-    trial.right(STEPS)
-    assert trial.bits() == done(plain_run(STEPS)).bits()
-
-
 class Odd(Optimizer):
     """Plain SGD with another name for the learning rate."""
 
-    def __init__(self, params: Iterable[Tensor], defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Iterable[Tensor], **defaults: Any) -> None:
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -213,24 +115,6 @@ class Odd(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad, alpha=0.1)
-
-
-@variants(defaults=[{"eta": 0.1}, {"lr": None}, {"lr": 0.1}])
-def optimizer_with_another_learning_rate(defaults: dict[str, Any]) -> None:
-    trial = plain_run(STEPS, lambda p: Odd(p, dict(defaults)))
-    trial.right(STEPS)
-    assert trial.bits() == done(plain_run(STEPS, lambda p: SGD(p, lr=0.1, foreach=False))).bits()
-
-
-@variants(options=[{"lr": torch.tensor(0.01), "foreach": False}, {"fused": True}, {"foreach": True}])
-def adamw_with(options: dict[str, Any]) -> None:
-    plain_run(STEPS, lambda p: AdamW(p, **{"lr": 0.01, **options})).right(STEPS)
-
-
-@program
-def adagrad() -> None:
-    """Adagrad creates its state before the first step."""
-    plain_run(STEPS, lambda p: Adagrad(p, lr=0.01)).right(STEPS)
 
 
 class ScheduleFree(Optimizer):
@@ -264,42 +148,6 @@ class ScheduleFree(Optimizer):
                 z.sub_(p.grad, alpha=group["lr"])
 
 
-@program
-def schedule_free() -> None:
-    trial, optimizer = attached(make=lambda trial: ScheduleFree(trial.net.parameters()))
-    for index in range(STEPS):
-        trial.net.train()
-        optimizer.train()
-        trial.train(optimizer, 1, start=index)
-        trial.net.eval()
-        optimizer.eval()
-        trial.evaluate()
-    trial.net.train()
-    optimizer.train()
-    trial.right(STEPS)
-
-
-@variants(name=["AdamW4bit", "AdamWFp8"])
-def torchao_low_bit(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("torchao.optim")
-    trial = Trial(mlp(64, 64, 64), judged=False)
-    optimizer = getattr(module, name)(trial.net.parameters(), lr=0.01)
-    trial.manager.attach(optimizer=optimizer)
-    x, y = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
-    # Compiling the update takes half a minute on a CPU, and the update is the same uncompiled.
-    with mock.patch.object(torch, "compile", lambda function, **options: function):
-        for _ in range(STEPS):
-            output = trial.net(x)
-            trial.errors.append(off(output, plain_forward(trial, x)))
-            nn.functional.mse_loss(output, y).backward()
-            take(optimizer)
-    assert any(type(s).__name__.startswith("OptimState") for s in optimizer.state[trial.net[0].weight].values())
-    trial.accurate()
-    state_is_right(trial.manager, STEPS)
-
-
 class GradientsElsewhere(SGD):
     """An SGD that takes gradients from ``main_grad``, as Megatron's optimizers do; ``.grad`` is None."""
 
@@ -307,33 +155,6 @@ class GradientsElsewhere(SGD):
         with torch.no_grad():
             for p in (p for group in self.param_groups for p in group["params"]):
                 p.sub_(p.main_grad, alpha=0.1)
-
-
-@program
-def gradients_that_are_not_in_grad() -> None:
-    trial, optimizer = attached(make=lambda trial: GradientsElsewhere(trial.net.parameters(), lr=0.1))
-    for index in range(STEPS):
-        trial.backward(index)
-        for p in trial.parameters():
-            p.main_grad, p.grad = p.grad, None  # type: ignore[attr-defined]
-        optimizer.step()
-    trial.right(STEPS)
-
-
-@variants(without=["the first", "the last", "the last, which is frozen"])
-def one_of_two_optimizers_has_no_gradient(without: str) -> None:
-    """As that of experts which no token visits, or of a pipeline's frozen stage."""
-    trial = Trial()
-    idle = 0 if without == "the first" else 2
-    optimizers = [SGD(trial.net[i].parameters(), lr=0.1) for i in (0, 2)]
-    if "frozen" in without:
-        trial.net[2].requires_grad_(False)
-    trial.manager.attach(optimizer=optimizers)
-    for index in range(STEPS):
-        trial.backward(index)
-        trial.net[idle].zero_grad()
-        take(*optimizers)
-    trial.right(STEPS)
 
 
 class Offload(Optimizer):
@@ -370,36 +191,185 @@ class Offload(Optimizer):
         self.small.zero_grad()
 
 
-@program
-def cpu_offload() -> None:
-    trial = Trial()
-    optimizer = Offload(trial.parameters(), AdamW, lr=0.01)
-    trial.manager.attach(boundary="manual")
-    trial.train(optimizer, STEPS, after=trial.manager.step)
-    trial.right(STEPS)
-    assert trial.bits() == done(plain_run(STEPS)).bits()
+def lookahead(trial: Trial) -> Lookahead:
+    return Lookahead(trial.adamw())
 
 
-@cases(
-    {"given": "nothing", "masters": "each"},
-    {"given": "nothing", "masters": "one flat"},
-    {"given": "the masters' optimizer", "masters": "deep copies"},
-    {"given": "the masters' optimizer", "masters": "one flat"},
+def sam(trial: Trial) -> Sam:
+    return Sam(trial.parameters(), AdamW, lr=0.01)
+
+
+def attach_inner(trial: Trial) -> None:
+    trial.attach(trial.optimizer.optimizer)
+
+
+def in_closure(trial: Trial, index: int) -> None:
+    trial.optimizer.step(lambda: trial.backward(index))
+    trial.optimizer.zero_grad()
+
+
+def in_two_steps(trial: Trial, index: int) -> None:
+    trial.optimizer.first_step()
+    trial.backward(index)
+    trial.optimizer.second_step()
+
+
+def climb_and_return(trial: Trial, index: int) -> None:
+    """m-sharpness: a microbatch climbs and returns by itself."""
+    trial.backward(index)
+    climbed = [p.grad / p.grad.norm() * 0.01 for p in trial.parameters()]  # type: ignore[union-attr,operator]
+    with torch.no_grad():
+        for p, by in zip(trial.parameters(), climbed):
+            p.add_(by)
+    trial.net.zero_grad()
+    trial.backward(index)
+    with torch.no_grad():
+        for p, by in zip(trial.parameters(), climbed):
+            p.sub_(by)
+
+
+def schedule_free(trial: Trial, index: int) -> None:
+    trial.train(trial.optimizer, 1, start=index)
+    for part in (trial.net, trial.optimizer):
+        part.eval()
+    trial.evaluate()
+    for part in (trial.net, trial.optimizer):
+        part.train()
+
+
+def into_main_grad(trial: Trial, index: int) -> None:
+    trial.backward(index)
+    for p in trial.parameters():
+        p.main_grad, p.grad = p.grad, None  # type: ignore[attr-defined]
+
+
+STEPPED_OUTSIDE = Loop(make=lookahead)
+
+SCENARIOS.table(
+    {
+        "lookahead": STEPPED_OUTSIDE,
+        "lookahead: inner attached": Loop(make=lookahead, attach=attach_inner, same=STEPPED_OUTSIDE),
+        "lookahead: manual": Loop(make=lookahead, manual=True, same=STEPPED_OUTSIDE),
+        "SAM": Loop(make=sam, step=in_closure),
+        "SAM: inner attached": Loop(make=sam, attach=attach_inner, step=in_closure),
+        "SAM in two steps: inner attached": Loop(make=sam, attach=attach_inner, step=in_two_steps),
+        "SAM in two steps: manual": Loop(make=sam, manual=True, step=in_two_steps),
+        "SAM of each microbatch": Loop(backward=climb_and_return),
+        **{
+            f"optimizer with another learning rate: {defaults}": Loop(
+                make=lambda trial, defaults=defaults: Odd(trial.parameters(), **defaults),
+                same=Loop(make=partial(Trial.sgd, foreach=False)),
+            )
+            for defaults in ({"eta": 0.1}, {"lr": None}, {"lr": 0.1})
+        },
+        **{
+            f"AdamW: {options}": Loop(make=partial(Trial.adamw, **options))
+            for options in ({"lr": torch.tensor(0.01), "foreach": False}, {"fused": True}, {"foreach": True})
+        },
+        "Adagrad, which makes its state before the first step": Loop(make=lambda trial: Adagrad(trial.parameters())),
+        "schedule-free": Loop(
+            make=lambda trial: ScheduleFree(trial.parameters()), backward=nothing, step=schedule_free
+        ),
+        "gradients that are not in .grad": Loop(
+            make=lambda trial: GradientsElsewhere(trial.parameters(), lr=0.1), backward=into_main_grad
+        ),
+        "CPU offload": Loop(make=lambda trial: Offload(trial.parameters(), AdamW, lr=0.01), manual=True, same=PLAIN),
+    }
 )
-def master_copies_in_float32(given: str, masters: str) -> None:
+
+
+def step_in_backward(trial: Trial) -> list[Optimizer]:
+    optimizers = {p: SGD([p], lr=0.1, momentum=0.9) for p in trial.parameters()}
+    for p in trial.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: take(optimizers[p]))
+    return list(optimizers.values())
+
+
+def boundary_after_first(trial: Trial, index: int) -> None:
+    if index:
+        trial.manager.step()
+    trial.backward(index)
+
+
+SGD_MOMENTUM = Loop(make=partial(Trial.sgd, momentum=0.9))
+"""Equal, since a layer's input gradient is computed before its weight is stepped in the backward."""
+
+SCENARIOS.table(
+    {
+        "optimizers in backward": Loop(
+            make=step_in_backward,
+            attach=lambda trial: trial.attach(*trial.optimizers, boundary="manual"),
+            step=boundary,
+            same=SGD_MOMENTUM,
+        ),
+        "optimizers in backward: not attached": Loop(
+            make=step_in_backward, manual=True, step=nothing, same=SGD_MOMENTUM
+        ),
+        "optimizers in backward: boundary before backward": Loop(
+            make=step_in_backward,
+            attach=Trial.attach,
+            backward=boundary_after_first,
+            step=nothing,
+            after=lambda trial, index: trial.manager.step() if index == STEPS - 1 else None,
+            same=SGD_MOMENTUM,
+        ),
+    }
+)
+
+
+class Twice(AdamW):
+    """Overrides ``step`` and calls the parent's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@SCENARIOS.variants(hooked=[True, False], closure=[True, False])
+def subclass_that_calls_super(hooked: bool, closure: bool) -> None:
+    """Counts one boundary per step, whether torch has hooked the base's ``step`` (as its first instance does) or
+    not."""
+    if hooked:
+        AdamW([nn.Parameter(torch.ones(1))])
+    original = AdamW.step if hooked else getattr(AdamW.step, "__wrapped__", AdamW.step)
+    parts: dict[str, Any] = {"backward": nothing, "step": in_closure} if closure else {}
+    with mock.patch.object(AdamW, "step", original):
+        assert getattr(AdamW.step, "hooked", False) == hooked
+        trial = Loop(make=lambda trial: Twice(trial.parameters(), lr=0.01), **parts).run()
+    trial.right(STEPS)
+    assert trial.bits() == PLAIN.run().bits()
+
+
+@SCENARIOS.variants(name=["AdamW4bit", "AdamWFp8"])
+def torchao_low_bit(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("torchao.optim")
+    trial = Trial(mlp(64, 64, 64), judged=False)
+    optimizer = getattr(module, name)(trial.net.parameters(), lr=0.01)
+    trial.manager.attach(optimizer=optimizer)
+    x, y = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+    # Compiling the update takes half a minute on a CPU, and the update is the same uncompiled.
+    with mock.patch.object(torch, "compile", lambda function, **options: function):
+        for _ in range(STEPS):
+            output = trial.net(x)
+            trial.compare(output, x)
+            nn.functional.mse_loss(output, y).backward()
+            take(optimizer)
+    assert any(type(s).__name__.startswith("OptimState") for s in optimizer.state[trial.net[0].weight].values())
+    trial.accurate()
+    state_is_right(trial.manager, STEPS)
+
+
+@SCENARIOS.variants(attached=[True, False], masters=["each", "one flat"])
+def master_copies_in_float32(attached: bool, masters: str) -> None:
     """A bfloat16 net whose optimizer has float32 copies, maybe in one flat tensor, which are copied back."""
     trial = Trial(mlp().bfloat16())
     net = trial.parameters()
-    copies = [p.detach().float() for p in net]
-    if masters == "deep copies":
-        copies = [nn.Parameter(p.detach().float()) for p in copy.deepcopy(net)]
-    elif masters == "one flat":
-        copies = [torch.cat([p.detach().float().flatten() for p in net])]
+    copies = [nn.Parameter(p.detach().float()) for p in (copy.deepcopy(net) if attached else net)]
+    if masters == "one flat":
+        copies = [torch.cat([p.detach().float().flatten() for p in net])]  # type: ignore[list-item]
     optimizer = AdamW(copies, lr=0.01)
-    if given == "nothing":
-        trial.manager.attach(boundary="manual")
-    else:
-        trial.manager.attach(optimizer=optimizer)
+    trial.attach(*([optimizer] if attached else []))
     for index in range(STEPS):
         trial.backward(index)
         gradients = [p.grad.float() for p in net]  # type: ignore[union-attr]
@@ -413,41 +383,15 @@ def master_copies_in_float32(given: str, masters: str) -> None:
         with torch.no_grad():
             for part, p in zip(parts, net):
                 p.copy_(part.view_as(p))
-        if given == "nothing":
+        if not attached:
             trial.manager.step()
     trial.right(STEPS)
 
 
-@variants(microbatches=[1])  # More would change weights between backwards, which warns.
-def sam_of_each_microbatch(microbatches: int) -> None:
-    """m-sharpness: each microbatch climbs and returns separately."""
-    trial, optimizer = attached()
-    for step in range(STEPS):
-        total = [torch.zeros_like(p) for p in trial.parameters()]
-        for micro in range(microbatches):
-            index = step * microbatches + micro
-            trial.backward(index, times=1 / microbatches)
-            climbed = [p.grad / p.grad.norm() * 0.01 for p in trial.parameters()]  # type: ignore[union-attr,operator]
-            with torch.no_grad():
-                for p, by in zip(trial.parameters(), climbed):
-                    p.add_(by)
-            trial.net.zero_grad()
-            trial.backward(index, times=1 / microbatches)
-            with torch.no_grad():
-                for p, by, sum_ in zip(trial.parameters(), climbed, total):
-                    p.sub_(by)
-                    sum_.add_(p.grad)  # type: ignore[arg-type]
-            trial.net.zero_grad()
-        for p, sum_ in zip(trial.parameters(), total):
-            p.grad = sum_
-        take(optimizer)
-    trial.right(STEPS)
-
-
-@program
+@SCENARIOS.program
 def compiled_optimizer() -> None:
     """Compiled as in PyTorch's tutorial."""
-    trial, optimizer = attached(make=lambda trial: trial.adamw(foreach=True))
+    trial, optimizer = attached(make=partial(Trial.adamw, foreach=True))
 
     @torch.compile(fullgraph=False, backend="eager")
     def step() -> None:
@@ -460,15 +404,121 @@ def compiled_optimizer() -> None:
     trial.right(STEPS)
 
 
+# Several optimizers ------------------------------------------------------------------------------
+
+
+def by_dimension(of_weights: Callable[..., Optimizer], lr: float = 0.01) -> Callable[[Trial], list[Optimizer]]:
+    """Return a function that makes an optimizer of the weights, and AdamW for the biases."""
+
+    def make(trial: Trial) -> list[Optimizer]:
+        weights, biases = ([p for p in trial.parameters() if p.ndim == n] for n in (2, 1))
+        return [of_weights(weights, lr=0.01), AdamW(biases, lr=lr)]
+
+    return make
+
+
+def in_two_groups(trial: Trial) -> Optimizer:
+    weights, biases = ([p for p in trial.parameters() if p.ndim == n] for n in (2, 1))
+    return AdamW([{"params": weights, "lr": 0.01}, {"params": biases, "lr": 0.02}])
+
+
+def by_layer(trial: Trial, kinds: tuple[Any, Any] = (AdamW, SGD)) -> list[Optimizer]:
+    return [kind(trial.net[i].parameters(), lr=0.01) for kind, i in zip(kinds, (0, 2))]
+
+
+def take_reversed(trial: Trial, index: int) -> None:
+    take(*reversed(trial.optimizers))
+
+
+def reverse(make: Callable[[Trial], list[Optimizer]]) -> Callable[[Trial], list[Optimizer]]:
+    return lambda trial: make(trial)[::-1]
+
+
+def warm_up(optimizer: Optimizer) -> LambdaLR:
+    """A step with lr 0 of one optimizer must not make the other's next step look like its second."""
+    return LambdaLR(optimizer, lambda step: max(0, step - 1) / 3)  # 0, 0, 1/3, …
+
+
+def without_gradient(layer: int) -> Any:
+    """As that of experts which no token visits, or of a pipeline's frozen stage."""
+
+    def backward(trial: Trial, index: int) -> None:
+        trial.backward(index)
+        trial.net[layer].zero_grad()
+
+    return backward
+
+
+def frozen_last() -> nn.Module:
+    net = mlp()
+    net[2].requires_grad_(False)
+    return net
+
+
+def alternating(trial: Trial, index: int) -> None:
+    """AdamW in one epoch, SGD in the next."""
+    trial.optimizers[(index // 2) % 2].step()
+    trial.net.zero_grad()
+
+
+def of_two_kinds(trial: Trial) -> list[Optimizer]:
+    return [trial.adamw(), trial.sgd()]
+
+
+LAYERS = partial(by_layer, kinds=(AdamW, AdamW))
+
+SCENARIOS.table(
+    {
+        "optimizers of disjoint parameters": Loop(make=by_dimension(AdamW, 0.02), same=Loop(make=in_two_groups)),
+        "optimizers of disjoint parameters: the other way round": Loop(
+            make=by_dimension(AdamW, 0.02), step=take_reversed, same=Loop(make=in_two_groups)
+        ),
+        "an optimizer for each layer": Loop(make=by_layer, step=take_reversed),
+        "Muon and AdamW": Loop(make=by_dimension(Muon)),
+        "the first of two optimizers warms up from zero": Loop(make=LAYERS, schedule=warm_up),
+        "the last of two optimizers warms up from zero": Loop(make=reverse(LAYERS), schedule=warm_up),
+        "the first of two optimizers has no gradient": Loop(make=LAYERS, backward=without_gradient(0)),
+        "the last of two optimizers has no gradient": Loop(make=LAYERS, backward=without_gradient(2)),
+        "the last of two optimizers is frozen": Loop(net=frozen_last, make=LAYERS),
+        "alternating optimizers on the same weights": Loop(
+            make=of_two_kinds,
+            attach=lambda trial: trial.attach(*trial.optimizers, boundary="manual"),
+            step=alternating,
+            after=boundary,
+            steps=8,
+        ),
+        "alternating optimizers on the same weights: not attached": Loop(
+            make=of_two_kinds, manual=True, step=alternating, steps=8
+        ),
+    }
+)
+
+
+@SCENARIOS.program
+def what_is_not_fp8_is_stepped_more_often() -> None:
+    """A learned temperature has its own optimizer, which steps after each microbatch."""
+    trial = Trial()
+    temperature = nn.Parameter(torch.ones(()))
+    often, main = SGD([temperature], lr=0.01), trial.adamw()
+    trial.attach(often, main)
+    for index in range(STEPS):
+        for micro in range(3):
+            x, y = batch(3 * index + micro)
+            nn.functional.mse_loss(trial.net(x) * temperature, y).backward()
+            take(often)
+        take(main)
+    trial.right(STEPS)
+
+
 # Optimizers' states ------------------------------------------------------------------------------
 
 
-@variants(attached=["after", "before"])
+@SCENARIOS.variants(attached=["after", "before"])
 def optimizer_state_is_loaded(attached: str) -> None:
     """``set_optimizer_state_dict`` steps a fresh optimizer with lr 0, which does not count as a step."""
     source = Trial()
     optimizer = source.adamw()
-    source.manager.attach(optimizer=optimizer)
+    source.attach(optimizer)
     source.train(optimizer, 4)
     saved = copy.deepcopy(get_optimizer_state_dict(source.net, optimizer))
     fp8, weights = source.manager.state_dict(), copy.deepcopy(source.net.state_dict())
@@ -476,111 +526,90 @@ def optimizer_state_is_loaded(attached: str) -> None:
     trial = Trial()
     fresh = trial.adamw()
     if attached == "before":
-        trial.manager.attach(optimizer=fresh)
+        trial.attach(fresh)
     set_optimizer_state_dict(trial.net, fresh, saved)
     assert trial.manager.steps == 0
     trial.net.load_state_dict(weights)
     trial.manager.load_state_dict(fp8)
     if attached == "after":
-        trial.manager.attach(optimizer=fresh)
+        trial.attach(fresh)
     trial.train(fresh, 4, start=4)
-    trial.right(8)
-    assert trial.bits() == done(source).bits()
+    for each in (trial, source):
+        each.right(8)
+    assert trial.bits() == source.bits()
 
 
-@program
-def optimizer_state_is_read_before_the_first_step() -> None:
+def attach_and_read(trial: Trial) -> None:
     """Reading the state does not affect training, except for the optimizer's own step count."""
-    trial, other = Trial(), Trial()
-    for each in (trial, other):
-        optimizer = each.sgd(momentum=0.9)
-        each.manager.attach(optimizer=optimizer)
-        if each is trial:
-            get_optimizer_state_dict(each.net, optimizer)
-            get_model_state_dict(each.net)
-            assert each.manager.steps == 0
-        each.train(optimizer, STEPS)
-    trial.right(STEPS)
-    assert trial.bits() == done(other).bits()
+    trial.attach(trial.optimizer)
+    get_optimizer_state_dict(trial.net, trial.optimizer)
+    get_model_state_dict(trial.net)
+    assert trial.manager.steps == 0
 
 
-@program
-def optimizer_made_anew_and_attached_again() -> None:
-    """A new AdamW takes over the state; then an optimizer of another kind follows."""
-    trial = Trial()
-    for epoch in range(3):
-        optimizer = trial.adamw() if epoch % 2 else trial.sgd()
-        trial.manager.attach(optimizer=optimizer)
-        trial.train(optimizer, 2, start=2 * epoch)
-    trial.right(6)
+def attach_anew(trial: Trial, index: int) -> None:
+    """A new optimizer takes over, of another kind; it is attached again in its second step."""
+    if index % 2 == 0:
+        trial.optimizers = [trial.adamw() if index % 4 else trial.sgd()]
+    trial.attach(trial.optimizer)
+    trial.backward(index)
 
 
-@program
-def attached_again_and_nothing_else() -> None:
-    trial = Trial()
-    optimizer = trial.adamw()
-    for index in range(STEPS):
-        trial.manager.attach(optimizer=optimizer)
-        trial.train(optimizer, 1, start=index)
-    trial.right(STEPS)
+SCENARIOS.table(
+    {
+        "optimizer state is read before the first step": Loop(
+            make=partial(Trial.sgd, momentum=0.9), attach=attach_and_read, same=SGD_MOMENTUM
+        ),
+        "optimizers made anew and attached again": Loop(backward=attach_anew),
+    }
+)
 
 
-@program
+@SCENARIOS.program
 def restored_then_trained_plainly() -> None:
     """Bitwise equal to plain torch after the restore."""
-    trial = plain_run(3)
-    trial.accurate()
+    trial = PLAIN.run()
     net = fp8dist.restore(trial.net)
     plain = mlp()
     plain.load_state_dict(net.state_dict())
     for each in (net, plain):
-        optimizer = AdamW(each.parameters(), lr=0.01)
-        for index in range(STEPS):
-            trial.train(optimizer, 1, start=index, net=each)
+        trial.train(AdamW(each.parameters(), lr=0.01), STEPS, net=each)
     assert weight_bits(net) == weight_bits(plain)
 
 
-def _resume(orders: Iterable[tuple[str, ...]], folder: Path | None) -> None:
-    whole = Trial()
-    optimizer = whole.adamw(0.02)
-    whole.manager.attach(optimizer=optimizer)
-    whole.train(optimizer, 4)
-    saved = {
-        name: copy.deepcopy(each.state_dict()) for name, each in (("weights", whole.net), ("optimizer", optimizer))
-    }
-    saved["manager"] = whole.manager.state_dict()
-    if folder is not None:
-        whole.manager.save(folder / "fp8.safetensors")
-    whole.train(optimizer, 4, start=4)
-    whole.right(8)
-    for order in orders:
-        net = mlp()
-        with torch.no_grad():
-            for p in net.parameters():
-                p.mul_(0.25)  # A fresh net differs from the saved one.
-        trial = Trial(net)
-        fresh = trial.adamw(0.02)
-        for what in order:
-            if what == "attach":
-                trial.manager.attach(optimizer=fresh)
-            elif what == "weights":
-                trial.net.load_state_dict(saved["weights"])
-            elif what == "optimizer":
-                fresh.load_state_dict(copy.deepcopy(saved["optimizer"]))  # Without the copy they would share tensors.
-            elif folder is not None:
-                trial.manager.load(folder / "fp8.safetensors")
-            else:
-                trial.manager.load_state_dict(saved["manager"])
-        trial.train(fresh, 4, start=4)
-        trial.right(8)
-        assert trial.bits() == whole.bits(), order
+WHAT = ("attach", "weights", "optimizer", "manager")
 
 
-@variants(first=["attach", "weights", "optimizer", "manager"])
+@SCENARIOS.variants(first=WHAT)
 def resumed_in_any_order(first: str) -> None:
-    orders = [
-        order for order in itertools.permutations(("attach", "weights", "optimizer", "manager")) if order[0] == first
-    ]
-    _resume(orders, None)
+    """``manager.load`` is used in the first of the orders, ``load_state_dict`` in the others."""
+    whole, optimizer = attached(make=partial(Trial.adamw, lr=0.02))
+    whole.train(optimizer, 4)
+    saved = copy.deepcopy({"weights": whole.net.state_dict(), "optimizer": optimizer.state_dict()})
+    saved["manager"] = whole.manager.state_dict()
     with tempfile.TemporaryDirectory() as folder:
-        _resume(orders[:1], Path(folder))
+        path = Path(folder) / "fp8.safetensors"
+        whole.manager.save(path)
+        whole.train(optimizer, 4, start=4)
+        whole.right(8)
+        for place, order in enumerate(order for order in itertools.permutations(WHAT) if order[0] == first):
+            net = mlp()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(0.25)  # A fresh net differs from the saved one.
+            trial = Trial(net)
+            fresh = trial.adamw(0.02)
+            calls: dict[str, Callable[[], Any]] = {
+                "attach": lambda trial=trial, fresh=fresh: trial.attach(fresh),
+                "weights": lambda trial=trial: trial.net.load_state_dict(saved["weights"]),
+                # Without the copy they would share tensors.
+                "optimizer": lambda fresh=fresh: fresh.load_state_dict(copy.deepcopy(saved["optimizer"])),
+                "manager": partial(trial.manager.load, path)
+                if place == 0
+                else partial(trial.manager.load_state_dict, saved["manager"]),
+            }
+            for what in order:
+                calls[what]()
+            trial.train(fresh, 4, start=4)
+            trial.right(8)
+            assert trial.bits() == whole.bits(), order

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Scenarios(dict[str, Scenario]):
-    """A table of scenarios by name. ``ranks``: of those that ``program``, ``variants`` and ``cases`` add."""
+    """A table of scenarios by name. ``ranks``: of those that ``program``, ``variants`` and ``table`` add."""
 
     def __init__(self, ranks: int = 1) -> None:
         super().__init__()
@@ -91,12 +91,7 @@ class Scenarios(dict[str, Scenario]):
 
         return add
 
-    def cases(self, *several: dict[str, Any]) -> Decorator:
-        """Add a SILENT program once with each of these arguments."""
-
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            for arguments in several:
-                self.variants(**{name: [value] for name, value in arguments.items()})(function)
-            return function
-
-        return add
+    def table(self, programs: Mapping[str, Callable[..., Any]]) -> None:
+        """Add SILENT programs by name."""
+        for name, program in programs.items():
+            self.add(name, program, SILENT, ranks=self._ranks)

@@ -18,7 +18,10 @@ from fp8dist.runs.report.numbers import RunNumbers
 
 __all__ = ["bits_of", "checkpoint_table", "divergence_cards", "table"]
 
-MOST_CARDS, MOST_SAVED = 4, 20
+MOST_CARDS, MOST_SAVED, SHOWN_DIGEST = 4, 20, 12
+
+LONG_WORD = 20
+"""A cell with a longer word, such as a path, may break within words; others do not."""
 
 _FORMATS = (("float32", np.float32, 0), ("bfloat16", np.float32, 16), ("float16", np.float16, 0), ("float64", float, 0))
 """(dtype, numpy's type that holds it, bits that are left out at the end)."""
@@ -28,7 +31,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Containe
     """Return a table. All texts are escaped, and shortened to 400 characters."""
 
     def cell(place: int, text: str) -> str:
-        kind = ' class="number"' if place in numbers else ""
+        long = max(map(len, text.split()), default=0) > LONG_WORD
+        kind = ' class="number"' if place in numbers else ' class="long"' if long else ""
         return f"<td{kind}>{escape(shortened(text, 400))}</td>"
 
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
@@ -53,7 +57,12 @@ def checkpoint_table(run: RunNumbers) -> Iterator[str]:
     else:
         yield f"<p>No checkpoint is known to be good: {escape(why_none(run, saved))}.</p>"
     rows = [
-        (f"{event.step:,}", state, *(str(event.data.get(name) or "") for name in ("path", "digest")))
+        (
+            f"{event.step:,}",
+            state,
+            str(event.data.get("path") or ""),
+            str(event.data.get("digest") or "")[:SHOWN_DIGEST],
+        )
         for event, state in saved[: -MOST_SAVED - 1 : -1]
     ]
     yield table(("step", "state", "path", "digest"), rows, numbers=(0,))

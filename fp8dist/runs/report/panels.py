@@ -230,9 +230,12 @@ def _odd(run: RunNumbers) -> Iterator[str | Plot]:
     if waits is None:
         yield _empty("Waits of the ranks are not recorded: fp8dist.Recorder writes ranks.jsonl (ranks=True).")
         return
+    if np.isnan(waits.rows).all():
+        yield _empty("No sync was timed, so no rank is known to wait: this recipe has none, or the run was too short.")
+        return
     yield f"<p>{escape(facts.straggler(run))}</p>"
     rows = [f"rank {rank}" for rank in waits.ranks]
-    top = float(np.nanmax(waits.rows)) if not np.isnan(waits.rows).all() else 1.0
+    top = float(np.nanmax(waits.rows))
     made = plots.matrix(
         waits.rows.T, rows, [str(step) for step in waits.steps], plots.mapper_of(0, top), "ms in the sync", "step"
     )

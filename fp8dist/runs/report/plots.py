@@ -37,7 +37,7 @@ DASHES = ("solid", "dashed", "dotted", "dashdot")
 MOST_POINTS = 2_000
 """Points of a curve. Of more, each bin has its mean, and a band from its least to its largest."""
 
-MOST_LABELS, MOST_COLUMNS, LONGEST_LABEL = 24, 8, 22
+MOST_LABELS, MOST_COLUMNS, LONGEST_LABEL = 40, 8, 22
 LEFT = 96
 """Pixels left of a plot, so that plots below each other have the same axis of steps."""
 

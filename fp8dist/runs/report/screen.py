@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fp8dist.common.text import shortened
+from fp8dist.common.text import placed, shortened
 from fp8dist.runs.report.events import RunEvent
 from fp8dist.runs.report.live import MAX_TEXT, LiveRun, NewestOfSlot, RankWait, clean
 
@@ -174,12 +174,7 @@ def _in_columns(texts: Sequence[str], width: int) -> list[str]:
 
 
 def _at(slot: NewestOfSlot) -> str:
-    rank, microbatch = slot.place
-    return "".join(
-        f", {name} {_count(number)}"
-        for name, number in (("rank", rank), ("microbatch", microbatch))
-        if number is not None
-    )
+    return placed(*(None if number is None else _count(number) for number in slot.place))
 
 
 def _validation(run: LiveRun) -> str:

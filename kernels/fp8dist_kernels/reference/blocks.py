@@ -137,17 +137,9 @@ def _cast(
 def _copies(
     x: Tensor, dtype: torch.dtype, row_major: tuple[Tensor, Tensor] | None, transposed: tuple[Tensor, Tensor] | None
 ) -> Copies:
-    fp8 = inv_scale = fp8_t = inv_scale_t = None
-    if row_major is not None:
-        fp8, inv_scale = row_major
+    nothing = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
     if transposed is not None:
-        fp8_t = padded_transpose(transposed[0])
+        fp8, inv_scale = transposed
         # ``contiguous`` would keep odd strides of dims of size 1.
-        inv_scale_t = transposed[1].t().clone(memory_format=torch.contiguous_format)
-    nothing, no_scale = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
-    return (
-        nothing if fp8 is None else fp8,
-        no_scale if inv_scale is None else inv_scale,
-        nothing if fp8_t is None else fp8_t,
-        no_scale if inv_scale_t is None else inv_scale_t,
-    )
+        transposed = padded_transpose(fp8), inv_scale.t().clone(memory_format=torch.contiguous_format)
+    return *(row_major or nothing), *(transposed or nothing)

@@ -11,11 +11,12 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from fp8dist_kernels import BLOCK
+from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.casts import dequantize
 
 __all__ = [
     "ALIGNMENT",
-    "SCALE_BLOCK",
     "Scaling",
     "aligned",
     "column_major",
@@ -28,9 +29,6 @@ __all__ = [
 ALIGNMENT = 16
 """cuBLASLt needs the contracted dim and the rows of ``b`` in multiples of 16. The CPU does not, but follows the same
 rule, so that code that passes tests on a CPU also runs on CUDA."""
-
-SCALE_BLOCK = 128
-"""Elements of the contracted dim, and rows of ``b``, that share a scale under block scaling."""
 
 _TMA_ALIGNMENT = 16
 _SHAPES_KEPT = 512  # More kinds of products than a model has.
@@ -79,17 +77,17 @@ def _scaling_of(shape_a: torch.Size, shape_b: torch.Size, scales_a: torch.Size, 
     if scales_a.numel() == 1 and scales_b.numel() == 1:
         return Scaling.TENSORWISE
     (m, k), n = shape_a, shape_b[0]
-    blocks = _blocks(k)
+    blocks, blocks_of_n = blocks_along(k, BLOCK), blocks_along(n, BLOCK)
     shapes = (tuple(scales_a), tuple(scales_b))
     if shapes == ((m, 1), (n, 1)):
         return Scaling.ROWWISE
-    if shapes == ((m, blocks), (_blocks(n), blocks)):
+    if shapes == ((m, blocks), (blocks_of_n, blocks)):
         return Scaling.BLOCKWISE
     if shapes == ((m, blocks), (n, blocks)):
         return Scaling.BLOCKWISE_1D
     raise ValueError(
         f"inverse scales of shapes {shapes[0]} and {shapes[1]} for a {(m, k)} and b {(n, k)}: expected one element "
-        f"each (tensorwise), {(m, 1)} and {(n, 1)} (row-wise), {(m, blocks)} and {(_blocks(n), blocks)} (1x128 by "
+        f"each (tensorwise), {(m, 1)} and {(n, 1)} (row-wise), {(m, blocks)} and {(blocks_of_n, blocks)} (1x128 by "
         f"128x128), or {(m, blocks)} and {(n, blocks)} (1x128 by 1x128)"
     )
 
@@ -120,10 +118,10 @@ def multiply_reference(
 ) -> Tensor:
     """Do ``matmul_reference`` for arguments that ``scaling_of`` has checked. Ignores ``fast_accumulation``."""
     if scaling.in_blocks:
-        inv_scale_a = inv_scale_a.repeat_interleave(SCALE_BLOCK, 1)[:, : a.shape[1]]
-        inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 1)[:, : b.shape[1]]
+        inv_scale_a = inv_scale_a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
+        inv_scale_b = inv_scale_b.repeat_interleave(BLOCK, 1)[:, : b.shape[1]]
     if scaling is Scaling.BLOCKWISE:
-        inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 0)[: b.shape[0]]
+        inv_scale_b = inv_scale_b.repeat_interleave(BLOCK, 0)[: b.shape[0]]
     product = dequantize(a, inv_scale_a) @ dequantize(b, inv_scale_b).t()
     return (product if bias is None else product.add_(bias)).to(out_dtype)
 
@@ -146,7 +144,3 @@ def column_major(scale: Tensor) -> Tensor:
     if scale.stride() == (1, lines):
         return scale
     return torch.empty_strided(scale.shape, (1, lines), dtype=scale.dtype, device=scale.device).copy_(scale)
-
-
-def _blocks(size: int) -> int:
-    return -(-size // SCALE_BLOCK)

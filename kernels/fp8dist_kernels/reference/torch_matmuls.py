@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.multipliers import ROW_MULTIPLE, Detour, Product, machine_of, refused, row_of
-from fp8dist_kernels.reference.matmuls import SCALE_BLOCK, Scaling, column_major, product_of_nothing, scaling_of
+from fp8dist_kernels.reference.matmuls import Scaling, column_major, product_of_nothing, scaling_of
 
 __all__ = ["block_scales_for_torch", "matmul_torch", "multiply_directly", "multiply_torch"]
 
@@ -65,7 +66,7 @@ def multiply_torch(
         padded = multiply_torch(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
         return padded[:m]
     if row.detour is Detour.SCALES_OF_ROWS:
-        inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 0)[:n]
+        inv_scale_b = inv_scale_b.repeat_interleave(BLOCK, 0)[:n]
         scales = inv_scale_a, inv_scale_b
         return multiply_torch(Scaling.ROWWISE, a, b, *scales, out_dtype, fast_accumulation, bias)
     if row.detour is Detour.SCALES_AFTER:
@@ -99,39 +100,31 @@ def multiply_directly(
     if 0 in a.shape or 0 in b.shape:  # Not numel(), which is a call for each.
         return product_of_nothing(a, b, out_dtype, bias)
     try:
-        return _call(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+        if scaling.in_blocks:
+            lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+            of_b = lines if scaling is Scaling.BLOCKWISE_1D else squares
+            scale_a, scale_b = block_scales_for_torch(inv_scale_a, inv_scale_b, scaling)
+            return functional.scaled_mm(
+                a, b.t(), scale_a, lines, scale_b, of_b, bias=bias, output_dtype=out_dtype, use_fast_accum=False
+            )
+        if scaling is Scaling.ROWWISE:
+            # Through one dim, because a column of any strides is contiguous to torch, and scaled_mm wants (1, 1).
+            inv_scale_a, inv_scale_b = inv_scale_a.reshape(-1)[:, None], inv_scale_b.reshape(-1)[None, :]
+        return torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=inv_scale_a,
+            scale_b=inv_scale_b,
+            bias=None if bias is None else bias.contiguous(),
+            out_dtype=out_dtype,
+            use_fast_accum=fast_accumulation,
+        )
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (RuntimeError, ValueError) as error:
         (m, k), n, of_bias = a.shape, b.shape[0], None if bias is None else bias.dtype
         product = Product(scaling, m, n, k, a.dtype, b.dtype, out_dtype, of_bias)
         raise refused(product, a.device, error) from error
-
-
-def _call(
-    scaling: Scaling,
-    a: Tensor,
-    b: Tensor,
-    inv_scale_a: Tensor,
-    inv_scale_b: Tensor,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    if scaling.in_blocks:
-        return _block_scaled(a, b, inv_scale_a, inv_scale_b, scaling, out_dtype, bias)
-    if scaling is Scaling.ROWWISE:
-        # Through one dim, because a column of any strides is contiguous to torch, and scaled_mm wants (1, 1).
-        inv_scale_a, inv_scale_b = inv_scale_a.reshape(-1)[:, None], inv_scale_b.reshape(-1)[None, :]
-    return torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=inv_scale_a,
-        scale_b=inv_scale_b,
-        bias=None if bias is None else bias.contiguous(),
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accumulation,
-    )
 
 
 def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
@@ -148,27 +141,3 @@ def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor, scaling: Sc
     scale_b = inv_scale_b.new_zeros(inv_scale_b.shape[0], -(-blocks // 4) * 4)
     scale_b[:, :blocks] = inv_scale_b
     return scale_a, scale_b.t()
-
-
-def _block_scaled(
-    a: Tensor,
-    b: Tensor,
-    inv_scale_a: Tensor,
-    inv_scale_b: Tensor,
-    scaling: Scaling,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
-    lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
-    scale_a, scale_b = block_scales_for_torch(inv_scale_a, inv_scale_b, scaling)
-    return functional.scaled_mm(
-        a,
-        b.t(),
-        scale_a,
-        lines,
-        scale_b,
-        lines if scaling is Scaling.BLOCKWISE_1D else squares,
-        bias=bias,
-        output_dtype=out_dtype,
-        use_fast_accum=False,
-    )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8dist_kernels import GEMMS, direct
-from fp8dist_kernels.reference.matmuls import SCALE_BLOCK, Scaling, column_major
+from fp8dist_kernels import BLOCK, GEMMS, direct
+from fp8dist_kernels.reference.matmuls import Scaling, column_major
 from fp8dist_kernels.reference.torch_matmuls import block_scales_for_torch
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, summary_of
 from scripts.benchmarks.gpu.stopwatch import Ratio, compare, issue_time
@@ -68,11 +68,11 @@ class Operands:
     def random(product: Product, device: torch.device) -> Operands:
         """Return random operands of a product."""
         m, n, k, scaling = product.m, product.n, product.k, product.scaling
-        blocks = -(-k // SCALE_BLOCK)
+        blocks = -(-k // BLOCK)
         shapes: dict[Scaling, tuple[tuple[int, ...], tuple[int, ...]]] = {
             Scaling.TENSORWISE: ((), ()),
             Scaling.ROWWISE: ((m, 1), (n, 1)),
-            Scaling.BLOCKWISE: ((m, blocks), (-(-n // SCALE_BLOCK), blocks)),
+            Scaling.BLOCKWISE: ((m, blocks), (-(-n // BLOCK), blocks)),
             Scaling.BLOCKWISE_1D: ((m, blocks), (n, blocks)),
         }
         of_a, of_b = shapes[scaling]
@@ -100,9 +100,9 @@ class Operands:
 def _of_elements(inv_scale: Tensor, height: int, width: int) -> Tensor:
     """Return [height, width]: the scale of each element."""
     if inv_scale.ndim and inv_scale.shape != (height, 1):
-        inv_scale = inv_scale.repeat_interleave(SCALE_BLOCK, 1)[:, :width]
+        inv_scale = inv_scale.repeat_interleave(BLOCK, 1)[:, :width]
         if len(inv_scale) != height:
-            inv_scale = inv_scale.repeat_interleave(SCALE_BLOCK, 0)[:height]
+            inv_scale = inv_scale.repeat_interleave(BLOCK, 0)[:height]
     return inv_scale.expand(height, width)
 
 

@@ -76,8 +76,9 @@ def test_loads_are_relative_to_an_even_spread() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("pages of reports")
 def test_a_panel_for_runs_with_experts(tmp_path: Path) -> None:
-    folder = made_run(tmp_path / "made")
+    folder = made_run(tmp_path / "made", steps=20, layers=1)
     assert "Do all experts get tokens?" not in page_of(read_run(folder))
     lines(folder / "experts.jsonl", MADE)
     page = page_of(read_run(folder))
@@ -87,8 +88,9 @@ def test_a_panel_for_runs_with_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("pages of reports")
 def test_ten_thousand_idle_experts_stay_a_short_page(tmp_path: Path) -> None:
-    folder = made_run(tmp_path / "made")
+    folder = made_run(tmp_path / "made", steps=20, layers=1)
     short = len(page_of(read_run(folder)))
     many = [
         load(10, f"layers.{layer}.{'x' * 300}.experts", [9, *[0] * 255], [0, *[7] * 255], [0] * 256)

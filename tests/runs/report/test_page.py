@@ -21,7 +21,7 @@ from fp8dist.runs.report.page import page_of
 from fp8dist.runs.report.rows import rows_of
 from tests.support.runs import ROLES, header, lines, made_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pages of reports")]  # One process imports Bokeh.
 
 QUESTIONS = [
     "Is this run sound?",
@@ -90,6 +90,14 @@ def test_empty_panels_say_what_to_switch_on(tmp_path: Path) -> None:
         assert text in body, text
     assert not re.search("--[a-z]|example job", body)  # A job of another program has no such flags.
     assert body.count('class="empty"') >= 6
+
+
+def test_a_recipe_without_a_sync_has_no_picture_of_waits(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", steps=20, layers=1)
+    lines(folder / "ranks.jsonl", [{"step": 10, "ranks": [0, 1], "sync_wait_ms": [None, None], "step_ms": [9.0, 9.0]}])
+    body = _body(page_of(read_run(folder)))
+    assert "No sync was timed, so no rank is known to wait" in body
+    assert "milliseconds that each rank waited" not in body
 
 
 EVIL = "</script><script>window.evil=1</script><img src=x onerror=window.evil=1>'\"&$$x^2$$\\[y\\]\u2028\x00"
@@ -193,23 +201,22 @@ def test_the_command_writes_the_file_whole(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("browser", [True, False])
 def test_it_can_be_opened_at_once(
-    browser: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or browser)
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or len(opened) == 1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = made_run(tmp_path / "run", steps=20, layers=1)
+    folder, named = made_run(tmp_path / "run", steps=20, layers=1), tmp_path / "a.html"
     assert main(["report", str(folder), "--open"]) == 0
     out, err = capsys.readouterr()
     file = Path(out.removesuffix("\n"))
-    assert opened == [file.as_uri()]
+    assert (opened, err) == ([file.as_uri()], "")
     assert file.is_relative_to(tmp_path)
     assert "Is this run sound?" in file.read_text()
-    assert err == ("" if browser else "fp8dist report: found no browser: open this file yourself\n")
-    assert main(["report", str(folder), "--open", "--out", str(tmp_path / "a.html")]) == 0
-    assert opened[1:] == [(tmp_path / "a.html").as_uri()]
+    assert main(["report", str(folder), "--open", "--out", str(named)]) == 0
+    assert opened[1:] == [named.as_uri()]
+    assert capsys.readouterr().err == "fp8dist report: found no browser: open this file yourself\n"
     assert main(["report", str(folder)]) == 2
     assert "give --out FILE for the HTML file, or --open" in capsys.readouterr().err
 
