@@ -150,37 +150,6 @@ def test_manual_boundary(two_ranks: RankPool) -> None:
         assert state == with_optimizer[0][2]
 
 
-def test_step_is_refused_when_an_attached_optimizer_is_the_boundary() -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    manager.attach(net, optimizer=optimizer)
-    with pytest.raises(ConfigurationError, match='boundary="manual"'):
-        manager.step()
-    assert manager.steps == 0
-    manager.attach(net, optimizer=optimizer, boundary="manual")
-    manager.step()
-    assert manager.steps == 1
-
-
-class _NoHooks:
-    """Steps, but has no hooks."""
-
-    def step(self) -> None: ...
-
-
-class _WrapsNoHooks:
-    optimizer = _NoHooks()
-
-
-@pytest.mark.parametrize("optimizer", [_NoHooks(), _WrapsNoHooks(), [_NoHooks()]], ids=["bare", "wrapped", "listed"])
-def test_optimizer_without_hooks_is_refused(optimizer: Any) -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net)
-    with pytest.raises(ConfigurationError, match=r"manager\.step\(\)"):
-        manager.attach(optimizer=optimizer)
-
-
 def test_bad_attach_arguments_are_refused() -> None:
     net = make_net()
     manager = fp8dist.prepare(net)

@@ -149,24 +149,6 @@ def test_the_hook_that_ddp_keeps_is_idle_while_detached(two_ranks: RankPool) -> 
     assert two_ranks.run(_with_comm_hook) == [(0, 1, 3)] * 2
 
 
-def _inside_join() -> Any:
-    net, manager = _prepared()
-    ddp = DistributedDataParallel(net)
-    optimizer = SGD(ddp.parameters(), lr=0.05)
-    manager.attach(ddp, optimizer=optimizer)
-    with Join([ddp, manager]):
-        with pytest.raises(ConfigurationError, match="inside a Join context"):
-            manager.detach()
-        _step(ddp, optimizer, 0)
-    manager.detach()
-    with pytest.raises(ConfigurationError, match=r"needs attach\(ddp"):
-        Join([ddp, manager])
-
-
-def test_join_and_detach_exclude_each_other(two_ranks: RankPool) -> None:
-    two_ranks.run(_inside_join)
-
-
 def _diverged() -> Any:
     net, manager = _prepared("next_step")
     optimizer = SGD(net.parameters(), lr=0.0)
@@ -308,11 +290,3 @@ def _join_after_a_hook() -> list[str]:
 def test_join_works_with_a_wrapper_that_has_no_hook(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(_join_after_a_hook)
     assert first == second
-
-
-def test_hooks_are_modules() -> None:
-    import fp8dist.ddp
-    import fp8dist.fsdp
-
-    assert callable(fp8dist.ddp.comm_hook)
-    assert callable(fp8dist.fsdp.comm_hook)

@@ -3,7 +3,9 @@ tests/*/test_gpu_*.py use real ones."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -75,15 +77,22 @@ def _eager(job: _Job) -> list[float]:
     return losses
 
 
-def _captured(job: _Job) -> EmulatedGraph:
+@contextlib.contextmanager
+def _capture(job: _Job) -> Iterator[EmulatedGraph]:
+    """Capture a graph, and restore what the capture changed: on a GPU it runs nothing."""
     job.manager.poll()
     before = [t.detach().clone() for t in job.tensors()]
     graph = EmulatedGraph()
     with graph.capture():
-        job.step()
+        yield graph
     with torch.no_grad():
         for tensor, old in zip(job.tensors(), before):
             tensor.copy_(old)
+
+
+def _captured(job: _Job) -> EmulatedGraph:
+    with _capture(job) as graph:
+        job.step()
     return graph
 
 
@@ -209,19 +218,13 @@ def test_two_steps_in_a_graph(late: bool) -> None:
     named: list[Any] = []
     job.manager.on_event(lambda event: named.append(event.slots))
     _warm(job)
-    job.manager.poll()
-    graph = EmulatedGraph()
-    before = [t.detach().clone() for t in job.tensors()]
-    with graph.capture():
+    with _capture(job) as graph:
         job.step()
         job.x.nan_to_num_(posinf=0.0)
         with torch.no_grad():
             for parameter in job.net.parameters():
                 parameter.nan_to_num_()
         job.step()
-    with torch.no_grad():
-        for tensor, old in zip(job.tensors(), before):
-            tensor.copy_(old)
     job.x[0, 0] = torch.inf
     graph.replay()
     job.manager.poll()
@@ -237,14 +240,9 @@ def test_a_capture_that_failed_leaves_nothing_behind(update: str, late: bool) ->
     eager, failed = _Job(update=update), _Job(update=update)
     for job in (eager, failed):
         _warm(job)
-    failed.manager.poll()
-    before = [t.detach().clone() for t in failed.tensors()]
     refuses = mock.patch.object(torch.optim.SGD, "_init_group", side_effect=RuntimeError("not capturable"))
-    with refuses, EmulatedGraph().capture(), pytest.raises(RuntimeError, match="not capturable"):
+    with _capture(failed), refuses, pytest.raises(RuntimeError, match="not capturable"):
         failed.step()
-    with torch.no_grad():  # On a GPU, nothing has run during the capture.
-        for tensor, old in zip(failed.tensors(), before):
-            tensor.copy_(old)
     for step in range(WARM_UP, WARM_UP + 2):
         for job in (eager, failed):
             job.load(step)
@@ -266,16 +264,10 @@ def test_only_forward_and_backward_in_the_graph(update: str) -> None:
     eager, graphed = (_Job(update=update, momentum=0.0) for _ in range(2))
     for job in (eager, graphed):
         _warm(job)
-    graphed.manager.poll()
-    before = [t.detach().clone() for t in graphed.tensors()]
-    graph = EmulatedGraph()
     graphed.optimizer.zero_grad(set_to_none=True)
-    with graph.capture():
+    with _capture(graphed) as graph:
         loss = nn.functional.mse_loss(graphed.net(graphed.x), graphed.y)
         loss.backward()
-    with torch.no_grad():
-        for tensor, old in zip(graphed.tensors(), before):
-            tensor.copy_(old)
     losses = []
     for step in range(WARM_UP, WARM_UP + 4):
         for job in (eager, graphed):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fp8dist
 from tests.support.counted import counted_calls
 
-FEW, MANY = 32, 96
+FEW, MANY = 16, 48
 
 
 class Job:

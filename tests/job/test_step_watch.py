@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling
-from fp8dist.errors import ConfigurationError, SyncError
+from fp8dist.errors import ConfigurationError
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
-from tests.support.training import batch, make_net, parameter_bits, state_bits
+from tests.support.training import batch, make_net, parameter_bits
 
 
 def _backward(net: nn.Module, index: int = 0) -> None:
@@ -52,20 +50,6 @@ def test_a_second_step_without_a_boundary_is_refused_before_it_changes_anything(
         manager.step()
         new.step()
         assert parameter_bits(net) != before
-
-
-def test_attaching_the_new_optimizer_is_enough() -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net)
-    manager.attach(net, optimizer=SGD(net.parameters(), lr=0.1))
-    new = SGD(net.parameters(), lr=0.1)
-    _backward(net)
-    new.step()
-    manager.attach(net, optimizer=new)
-    for _ in range(3):
-        _backward(net)
-        new.step()
-    assert manager.steps == 3
 
 
 def test_what_needs_no_steps_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,42 +166,6 @@ def test_a_step_with_a_learning_rate_of_0_is_no_boundary() -> None:
     assert manager.slot("first", "input").amax == batch(0, 0)[0].abs().max()
 
 
-def _optimizer_state_before_the_first_step() -> Any:
-    """Rank 0 alone reads the optimizer's state, like a user who saves an empty checkpoint."""
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
-    ddp = DistributedDataParallel(net)
-    optimizer = AdamW(ddp.parameters(), lr=1e-3)
-    manager.attach(ddp, optimizer=optimizer)
-    if dist.get_rank() == 0:
-        get_optimizer_state_dict(net, optimizer)
-    for index in range(3):
-        nn.functional.mse_loss(ddp(batch(dist.get_rank(), index)[0]), batch(0, index)[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return manager.steps, state_bits(manager)
-
-
-def test_an_optimizers_state_can_be_read_on_one_rank_before_its_first_step(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_optimizer_state_before_the_first_step)
-    assert first == second
-    assert first[0] == 3
-
-
-def test_optimizers_without_hooks_are_refused() -> None:
-    class NoInit(Optimizer):
-        def __init__(self, params: Any) -> None:
-            self.param_groups = [{"params": list(params), "lr": 0.1}]
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            pass
-
-    net = make_net()
-    manager = fp8dist.prepare(net)
-    with pytest.raises(ConfigurationError, match=r"NoInit\.step\(\) does not call torch's step hooks.*manager\.step"):
-        manager.attach(net, optimizer=NoInit(net.parameters()))
-
-
 def test_a_step_inside_backward_needs_a_manual_boundary() -> None:
     net = make_net()
     manager = fp8dist.prepare(net)
@@ -270,34 +218,6 @@ def test_attach_names_trainable_weights_that_no_optimizer_holds() -> None:
     assert _warnings_of_attach(net, SGD([net.first.weight, net.last.weight], lr=0.1)) == []
     net = make_net()  # Master copies.
     assert _warnings_of_attach(net, SGD([p.detach().clone() for p in net.parameters()], lr=0.1)) == []
-
-
-def _recreated_on_rank_1() -> str:
-    group = dist.new_group(timeout=timedelta(seconds=5))
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=group)
-    manager.attach(net, optimizer=(optimizer := SGD(net.parameters(), lr=0.1)))
-    try:
-        for step in range(4):
-            _backward(net, step)
-            if dist.get_rank() == 1 and step == 1:
-                optimizer = SGD(net.parameters(), lr=0.1)
-            optimizer.step()
-    except (SyncError, ConfigurationError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "trained"
-
-
-@pytest.mark.slow
-def test_the_others_quote_the_rank_that_raised() -> None:
-    pool = RankPool(2)  # Its own pool: others cannot use a connection that timed out.
-    try:
-        first, second = pool.run(_recreated_on_rank_1)
-    finally:
-        pool.close()
-    assert second.startswith("ConfigurationError: SGD is about to step 3 FP8 weights")
-    assert first.startswith("SyncError: rank 0: StateManager of Net: the FP8 sync of step 2")
-    assert "Before that, rank 1 raised: SGD is about to step 3 FP8 weights (branch, first, last) a second time" in first
 
 
 def test_a_manager_may_die_while_an_optimizer_steps() -> None:

@@ -129,8 +129,6 @@ def test_one_process_trains_the_same(name: str) -> None:
 
 
 RANK_LOOPS = {
-    "evaluation and accumulation": Loop(evaluate=True, accumulate=2),
-    "eval() between forward and backward": Loop(switch_before_backward=True, evaluate=True),
     "no_sync": Loop(accumulate=3, no_sync=True, evaluate=True),
     "reentrant checkpointing, static_graph": Loop(reentrant=True, ddp={"static_graph": True}),
 }

@@ -213,11 +213,23 @@ def test_comm_hook_gives_the_state_of_the_boundary_launch(two_ranks: RankPool, j
         assert mine.state == theirs.state
 
 
-def _launched_from_last_bucket() -> tuple[list[str], int]:
+def _attached(
+    hook: bool = False, lr: float = 0.01, policy: Any = None, update: Any = "same_step", **options: Any
+) -> tuple[Net, StateManager, DistributedDataParallel, torch.optim.Optimizer]:
+    """Return (net, manager, DDP, optimizer). ``hook``: launch early; ``options``: of DDP."""
     net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
-    manager.attach(ddp, optimizer=torch.optim.SGD(ddp.parameters(), lr=0.1))
+    recipe = DelayedScaling(history_len=HISTORY, update=update)
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy=policy)
+    ddp = DistributedDataParallel(net, **options)
+    if hook:
+        ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
+    manager.attach(ddp, optimizer=optimizer)
+    return net, manager, ddp, optimizer
+
+
+def _launched_from_last_bucket() -> tuple[list[str], int]:
+    _, manager, ddp, _ = _attached(bucket_cap_mb=0.005)
     order: list[str] = []
 
     def inner(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -410,12 +422,7 @@ def test_training_goes_on_after_join(two_ranks: RankPool) -> None:
 def _damaged_in_its_last_step() -> list[tuple[int, str]]:
     """Under next_step a verdict is read one boundary later. Rank 1 has none: it only takes part in the others'."""
     rank = dist.get_rank()
-    net = make_net()
-    recipe = DelayedScaling(history_len=HISTORY, update="next_step")
-    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy="warn")
-    ddp = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    manager.attach(ddp, optimizer=optimizer)
+    _, manager, ddp, optimizer = _attached(policy="warn", update="next_step")
     reports: list[Any] = []
     manager.on_event(lambda event: reports.append(event.report))
     with captured_log(), Join([ddp, manager]):
@@ -458,30 +465,6 @@ def test_join_refuses_what_would_hang(two_ranks: RankPool) -> None:
 # Errors that must not be hidden ------------------------------------------------------------------
 
 
-def _forget_group() -> str:
-    with pytest.raises(ConfigurationError) as error:
-        fp8dist.prepare(make_net())
-    return str(error.value)
-
-
-def test_prepare_on_ranks_needs_a_group(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_forget_group):
-        assert "group=" in text
-        assert "amax_sync=False" in text
-
-
-def _forget_attach() -> str:
-    net = make_net()
-    manager = fp8dist.prepare(net, group=dist.group.WORLD)
-    with pytest.raises(ConfigurationError) as error:
-        manager.step()
-    return str(error.value)
-
-
-def test_step_on_ranks_needs_attach(two_ranks: RankPool) -> None:
-    assert all("attach() first" in text for text in two_ranks.run(_forget_attach))
-
-
 def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
     """Amaxes of one rank alone do not explain the state. Otherwise these tests would pass without any sync."""
     outcomes = two_ranks.run(_train, Job())
@@ -496,13 +479,7 @@ def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
 def _damaged_with_hook(update: str, policy: str) -> Any:
     """Run six steps; before the third, damage one scale on rank 1."""
     rank = dist.get_rank()
-    net = make_net()
-    recipe = DelayedScaling(history_len=HISTORY, update=update)  # type: ignore[arg-type]
-    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy=policy)  # type: ignore[arg-type]
-    ddp = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    manager.attach(ddp, optimizer=optimizer)
-    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    net, manager, ddp, optimizer = _attached(hook=True, policy=policy, update=update)
     reports: list[Any] = []
     manager.on_event(lambda event: reports.append(event.report))
     raised = []
@@ -532,13 +509,7 @@ def test_a_damaged_scale_is_reported_under_an_early_launch(three_ranks: RankPool
 
 def _calibrating_with_hook(update: str, calibrate: bool) -> Any:
     rank = dist.get_rank()
-    net = make_net()
-    recipe = DelayedScaling(history_len=HISTORY, update=update)  # type: ignore[arg-type]
-    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD)
-    ddp = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    manager.attach(ddp, optimizer=optimizer)
-    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    net, manager, ddp, optimizer = _attached(hook=True, update=update)
 
     def backward(step: int, factor: float = 1.0) -> None:
         x, y = batch(rank, step)
@@ -569,11 +540,7 @@ def test_an_interrupted_calibration_commits_nothing_under_an_early_launch(two_ra
 
 def _join_on_a_copy() -> tuple[int, dict[str, bytes], dict[str, bytes]]:
     rank = dist.get_rank()
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)
-    ddp = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    manager.attach(ddp, optimizer=optimizer)
+    _, manager, ddp, _ = _attached()
     twin = copy.deepcopy(ddp)
     twins = fp8dist.get_manager(twin)
     assert twins is not manager
@@ -596,12 +563,7 @@ def test_join_on_a_copy_of_a_ddp_model(two_ranks: RankPool) -> None:
 
 
 def _refreshed_after_an_early_launch() -> tuple[list[float], float]:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
-    ddp = DistributedDataParallel(net, find_unused_parameters=True)
-    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    manager.attach(ddp, optimizer=optimizer)
+    net, manager, ddp, optimizer = _attached(hook=True, lr=0.0, find_unused_parameters=True)
     ddp(batch(dist.get_rank(), 0)[0]).sum().backward()  # Launches the sync.
     net.first.weight.data.mul_(1e-3)
     manager.refresh_weights()
@@ -612,5 +574,5 @@ def _refreshed_after_an_early_launch() -> tuple[list[float], float]:
 def test_refresh_weights_after_an_early_launch_forgets_what_was_sent(two_ranks: RankPool) -> None:
     largest = make_net().first.weight.detach().mul(1e-3).abs().max()
     for history, scale in two_ranks.run(_refreshed_after_an_early_launch):
-        assert history == [0.0] * 4
+        assert history == [0.0] * HISTORY
         assert scale == (torch.tensor(448.0) / largest).item()

@@ -35,13 +35,11 @@ INLET = {"overrides": {"inlet": DelayedScaling(history_len=3)}}
 
 JOBS = {
     "high": Job(fp8_all_gather=False),
-    "experts": Job(),
     "uneven": Job(experts=5),
-    "rows": Job(dim=1),
     "columns": Job(dim=2),
     "rows, high": Job(dim=1, fp8_all_gather=False),
     "next_step": Job(recipe=DelayedScaling(history_len=3, update="next_step"), accumulate=2),
-    "measured": Job(dim=1, settings={"fallback": Fallback(saturated=0.9)}),
+    "rows, measured": Job(dim=1, settings={"fallback": Fallback(saturated=0.9)}),
     "kept": Job(shard={"reshard_after_forward": False}, accumulate=2),
     "transposed": Job(options={"transposed": True, "bias": True, "interleaved": True}),
     "current": Job(recipe=CurrentScaling()),

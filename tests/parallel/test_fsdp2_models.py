@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,48 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from fp8dist.modules.fp8_weight import FP8Weight
 from tests.support.ranks import RankPool
-from tests.support.sharded import HISTORY, OPTIMIZERS, Deep, Job, arena_bits, assert_same, full, shard, train
+from tests.support.sharded import HISTORY, OPTIMIZERS, Deep, arena_bits, full, shard
 from tests.support.training import batch, bits
 
 pytestmark = pytest.mark.slow
-
-# Skipped modules ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("skip", "update"),
-    [
-        pytest.param(((0, 1), (1, 1), (0, 2), (1, 2)), "same_step", id="on all ranks"),
-        pytest.param(((0, 0), (1, 2), (0, 3)), "next_step", id="on one rank"),
-    ],
-)
-def test_skipped_modules_are_as_under_ddp(two_ranks: RankPool, skip: Any, update: str) -> None:
-    # Under FSDP2 a rank that runs a module alone would hang in its collectives. So there is one FSDP module, as for
-    # users.
-    alone = any((1 - rank, step) not in skip for rank, step in skip)
-    if alone and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        pytest.skip("this FSDP2 cannot reduce gradients of modules that a rank skipped")
-    job = Job(
-        skip=skip,
-        reduce_unused=alone,
-        per_module=False,
-        update=update,
-        optimizer="sgd",
-        steps=4,
-        ddp={"find_unused_parameters": True},
-    )
-    ours = two_ranks.run(train, job)
-    theirs = two_ranks.run(train, replace(job, parallel="ddp"))
-    assert_same(ours, theirs, job.steps)
-
 
 # Tied, frozen ------------------------------------------------------------------------------------
 
@@ -97,28 +65,10 @@ class Frozen(Deep):
             parameter.requires_grad_(False)
 
 
-class Checkpointed(Deep):
-    """Recomputes its blocks in backward."""
-
-    reentrant = False
-
-    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
-        h = self.first(x)
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=self.reentrant)
-        return self.last(h)
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
-
-
 MODELS = {
     "tied linears": TiedLinears,
     "tied embedding": TiedEmbedding,
     "frozen": Frozen,
-    "checkpoint": Checkpointed,
-    "reentrant checkpoint": Reentrant,
     "checkpoint_wrapper": Deep,  # One wrapper inside FSDP's module, one outside.
     "prefetch": Deep,
     "kept after backward": Deep,
@@ -202,7 +152,7 @@ def under_ddp(two_ranks: RankPool) -> Callable[[str], list[tuple[Any, ...]]]:
     return cache(lambda kind: two_ranks.run(_run, kind, "ddp"))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if not kind.startswith("reentrant")])
+@pytest.mark.parametrize("kind", MODELS)
 def test_models_and_options_are_as_under_ddp(
     two_ranks: RankPool, under_ddp: Callable[[str], list[tuple[Any, ...]]], kind: str
 ) -> None:
@@ -216,15 +166,6 @@ def test_models_and_options_are_as_under_ddp(
         if kind == "tied embedding":
             assert mine[5] == "Parameter"  # An Embedding also uses it, so it is gathered in high precision.
         assert "FP8Weight" in mine[4]
-
-
-def test_reentrant_checkpointing_is_as_without_reentrance(two_ranks: RankPool) -> None:
-    ours = two_ranks.run(_run, "reentrant checkpoint", "fsdp2")
-    theirs = two_ranks.run(_run, "checkpoint", "fsdp2")
-    for mine, other in zip(ours, theirs):
-        assert mine[0] == other[0]
-        assert mine[1] == other[1]
-        assert mine[2] == other[2]
 
 
 # One rank, and kept bytes ------------------------------------------------------------------------

@@ -283,11 +283,10 @@ HARMLESS: dict[str, tuple[Job, Callable[[Running], float]]] = {
 
 
 def _trained(what: str, harmless: bool) -> tuple[list[float], dict[str, bytes], dict[str, bytes]]:
-    """Return losses, FP8 state and parameters after two plain steps and two of the kind ``what``."""
+    """Return losses, FP8 state and parameters after a plain step and two of the kind ``what``."""
     job, step = HARMLESS[what]
     run = Running(job)
-    losses = [run.step(), run.step()]
-    losses += [step(run) if harmless else run.step() for _ in range(2)]
+    losses = [run.step(), *(step(run) if harmless else run.step() for _ in range(2))]
     return losses, arena_bits(run.manager), {name: bits(value) for name, value in full(run.model).items()}
 
 

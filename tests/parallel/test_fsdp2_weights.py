@@ -74,7 +74,7 @@ def _load_and_attach(run: Running) -> None:
 
 def _replace_and_attach(run: Running) -> None:
     _load(run, assign=True)
-    run.optimizer = torch.optim.SGD(run.called.parameters(), lr=0.0)
+    run.optimizer = torch.optim.SGD(run.called.parameters(), lr=1e-6)  # With 0, a step is no boundary.
     run.manager.attach(run.called, optimizer=run.optimizer)
 
 
@@ -318,7 +318,7 @@ def _growing(job: Job, small: float) -> tuple[Any, ...]:
     run.manager.reset()
     run.manager.attach(run.called, optimizer=run.optimizer)
     with captured_log() as log, counted_collectives() as calls:
-        losses = [run.step() for _ in range(25)]
+        losses = [run.step() for _ in range(15)]
         sent = calls.names.count("all_reduce")
         run.optimizer.param_groups[0]["lr"] = 1e-5
         losses += [run.step() for _ in range(2 * LOOK_AHEAD)]
@@ -340,8 +340,7 @@ def _like(called: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("small", [0.0, 0.02])
-@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.parametrize(("update", "small"), [("same_step", 0.02), ("next_step", 0.0)])
 def test_weights_that_an_optimizer_makes_grow_fast_are_cast_as_under_ddp(
     two_ranks: RankPool, small: float, update: str
 ) -> None:
@@ -353,8 +352,11 @@ def test_weights_that_an_optimizer_makes_grow_fast_are_cast_as_under_ddp(
         assert mine[0] == other[0]
         assert mine[1] == other[1]
         assert mine[2] == []  # No warning blames anybody.
-        assert mine[3] > 25
+        assert mine[3] > 15
         assert mine[4] == 5
+
+
+FIRST = ("eval", "train", "check")
 
 
 def _loaded_in_place(folder: str, gather: bool, recipe: fp8dist.Recipe, factor: float, first: str) -> tuple[Any, ...]:
@@ -393,10 +395,15 @@ def _loaded_in_place(folder: str, gather: bool, recipe: fp8dist.Recipe, factor: 
     return computed, max(exported), [message for _, message in log]
 
 
-@pytest.mark.parametrize("first", ["eval", "train", "check"])
-@pytest.mark.parametrize("factor", [1.6, 8.0])
-@pytest.mark.parametrize("recipe", [DelayedScaling(history_len=4), CurrentScaling()])
-@pytest.mark.parametrize("gather", [False, True])
+LOADED = [
+    *((True, DelayedScaling(history_len=4), factor, first) for factor in (1.6, 8.0) for first in FIRST),
+    *((True, CurrentScaling(), factor, first) for factor, first in zip((1.6, 8.0, 8.0), FIRST)),
+    *((False, DelayedScaling(history_len=4), factor, first) for factor, first in zip((8.0, 1.6, 8.0), FIRST)),
+    (False, CurrentScaling(), 8.0, "eval"),
+]
+
+
+@pytest.mark.parametrize(("gather", "recipe", "factor", "first"), LOADED)
 def test_a_checkpoint_that_is_loaded_in_place(
     two_ranks: RankPool, tmp_path: Path, gather: bool, recipe: fp8dist.Recipe, factor: float, first: str
 ) -> None:
@@ -463,12 +470,12 @@ def _in_modes(job: Job, forwards: str) -> tuple[list[float], dict[str, bytes]]:
     return losses, {name: bits(value) for name, value in full(run.model).items()}
 
 
-@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("forwards", MODES)
-def test_weights_are_cast_as_under_ddp_in_whatever_mode(two_ranks: RankPool, forwards: str, reshard: bool) -> None:
+def test_weights_are_cast_as_under_ddp_in_whatever_mode(two_ranks: RankPool, forwards: str) -> None:
     """Weights that have outgrown their scales, as AdamW's steps here make them, are cast by mode."""
-    job = Job(reshard=reshard, per_module=reshard)
-    assert two_ranks.run(_in_modes, job, forwards) == two_ranks.run(_in_modes, replace(job, parallel="ddp"), forwards)
+    expected = two_ranks.run(_in_modes, Job(parallel="ddp"), forwards)
+    for reshard in (True, False):
+        assert two_ranks.run(_in_modes, Job(reshard=reshard, per_module=reshard), forwards) == expected
 
 
 def _handed_out(callers: tuple[int, ...], gather: bool) -> tuple[list[float], dict[str, bytes], int]:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import fp8dist
-from fp8dist.errors import ConfigurationError
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import ConfigurationError, DivergenceError
 from tests.support.logs import captured_log
-from tests.support.meshes import OPTIMIZERS, WORLD, Job, build, parallelize_blocks
+from tests.support.meshes import OPTIMIZERS, WORLD, Built, Job, build, parallelize_blocks
 from tests.support.parallel import (
     LINEARS,
+    Block,
+    loss_of,
     make_blocks,
     mesh_of,
     same_on_all_ranks,
+    tokens,
     train_plain,
     watched_reductions,
 )
 from tests.support.ranks import RankPool
+from tests.support.states import state_of, without
 from tests.support.training import histories, state_bits
 
 pytestmark = [pytest.mark.slow]
@@ -60,15 +70,16 @@ def _same_bits(mine: Any, theirs: Any) -> None:
 # Tensor parallelism × FSDP2 ------------------------------------------------------------------------------
 
 
-def test_tp_with_fsdp2_is_what_one_process_computes(four_ranks: RankPool) -> None:
+@pytest.mark.parametrize("layout", ["tp", "hsdp"])
+def test_meshes_train_as_one_process(four_ranks: RankPool, layout: str) -> None:
     """With equal scales the operands are equal, except where sums round differently: such a sum sometimes changes an
     element to the neighbouring FP8 number, 2⁻³ away, one of hundreds in a sum."""
-    job = Job(optimizer="sgd", warmup="unit")
-    results = four_ranks.run(_train, job)
-    plain = train_plain(2, STEPS, OPTIMIZERS["sgd"])
+    results = four_ranks.run(_train, Job(layout, optimizer="sgd", warmup="unit"))
+    ranks_per_replica = 2 if layout == "tp" else 1
+    plain = train_plain(4 // ranks_per_replica, STEPS, OPTIMIZERS["sgd"])
     initial = dict(make_blocks().named_parameters())
     for rank, (losses, windows, _, parameters) in enumerate(results):
-        assert losses == pytest.approx([step[rank // 2] for step in plain.losses], rel=2e-3)
+        assert losses == pytest.approx([step[rank // ranks_per_replica] for step in plain.losses], rel=2e-3)
         for slot, window in plain.windows.items():
             assert windows[slot][-STEPS:] == pytest.approx(window, rel=2e-2), slot
         for name in LINEARS:  # Before the first update weights are bitwise equal, in any layout.
@@ -102,8 +113,8 @@ def test_activation_checkpointing_changes_no_bit_of_losses_and_state(four_ranks:
             _same_bits(mine, theirs)
 
 
-def _drifted(damaged: int, name: str) -> Any:
-    built = build(Job())
+def _drifted(layout: str, damaged: int, name: str) -> Any:
+    built = build(Job(layout))
     built.step(0)
     parameter = dict(built.named())[name]
     assert isinstance(parameter, DTensor)
@@ -116,13 +127,18 @@ def _drifted(damaged: int, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("damaged", "ranks", "name"), [(1, (0, 1), "blocks.1.norm.weight"), (2, (2, 3), "blocks.0.down.bias")]
+    ("layout", "damaged", "ranks", "name"),
+    [
+        ("tp", 1, (0, 1), "blocks.1.norm.weight"),
+        ("tp", 2, (2, 3), "blocks.0.down.bias"),
+        ("hsdp", 2, (0, 2), "blocks.0.up.weight"),
+    ],
 )
-def test_drift_across_the_tensor_parallel_axis_is_found(
-    four_ranks: RankPool, damaged: int, ranks: tuple[int, ...], name: str
+def test_replicas_that_differ_are_found(
+    four_ranks: RankPool, layout: str, damaged: int, ranks: tuple[int, ...], name: str
 ) -> None:
-    """Two replicas differ, and there is no majority."""
-    for findings in four_ranks.run(_drifted, damaged, name):
+    """There is no majority of two replicas, which are across the tensor-parallel axis, or are HSDP's."""
+    for findings in four_ranks.run(_drifted, layout, damaged, name):
         assert findings == [("parameter", name, ranks, None)]
 
 
@@ -144,31 +160,213 @@ def test_the_data_parallel_axis_alone_is_refused_under_tensor_parallelism(four_r
         assert whose in text
 
 
-# HSDP ----------------------------------------------------------------------------------------------------
+# Errors, and several jobs in one process ----------------------------------------------------------------
 
 
-def test_hsdp_against_one_process(four_ranks: RankPool) -> None:
-    results = four_ranks.run(_train, Job("hsdp", optimizer="sgd", warmup="unit"))
-    plain = train_plain(4, STEPS, OPTIMIZERS["sgd"])
-    for rank, (losses, windows, *_) in enumerate(results):
-        assert losses == pytest.approx([step[rank] for step in plain.losses], rel=2e-3)
-        for slot, window in plain.windows.items():
-            assert windows[slot][-STEPS:] == pytest.approx(window, rel=2e-2), slot
-
-
-def _flipped(damaged: int) -> Any:
-    built = build(Job("hsdp"))
-    built.step(0)
-    parameter = dict(built.named())["blocks.0.up.weight"]
-    assert isinstance(parameter, DTensor)
-    if dist.get_rank() == damaged:
-        with torch.no_grad():
-            parameter.to_local().view(-1)[5] *= -1
+def _damaged_scale(layout: str, policy: str, role: str) -> Any:
+    built = build(Job(layout, policy=policy))
+    raised = []
     with captured_log():
-        report = built.manager.check(parameters=True, policy="warn")
-    return [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings]
+        for step in range(4):
+            if step == 2 and dist.get_rank() == 3:
+                built.manager.slot("blocks.1.up", role).scale.mul_(2.0)
+            try:
+                built.backward(step)
+                built.optimizer.step()
+            except DivergenceError as error:
+                raised.append((step, [(f.kind, f.name, f.ranks) for f in error.report.findings]))
+            built.optimizer.zero_grad()
+    state = without(state_of(built.manager), "saturated")
+    same_on_all_ranks(state)
+    report = built.manager.check(parameters=False, policy="warn")
+    assert report.consistent, str(report)
+    return raised
 
 
-def test_hsdp_replicas_that_differ_are_found(four_ranks: RankPool) -> None:
-    for findings in four_ranks.run(_flipped, 2):
-        assert findings == [("parameter", "blocks.0.up.weight", (0, 2), None)]
+@pytest.mark.parametrize(("layout", "role"), [("tp", "input"), ("hsdp", "weight")])
+def test_a_damaged_scale_is_reported_and_all_ranks_go_on_alike(four_ranks: RankPool, layout: str, role: str) -> None:
+    expected = [(2, [("scale", f"blocks.1.up:{role}", (3,))])]
+    assert four_ranks.run(_damaged_scale, layout, "raise", role) == [expected] * 4
+
+
+def _fail(module: nn.Module, args: Any) -> None:
+    raise KeyError("interrupted")
+
+
+def _interrupted(layout: str, broken: bool) -> Any:
+    built = build(Job(layout, optimizer="sgd"))
+    states = []
+    for step in range(3):
+        if broken and step == 1:
+            last = next(m for n, m in built.module.named_modules() if n.endswith("blocks.1.norm"))
+            handle = last.register_forward_pre_hook(_fail)
+            with pytest.raises(KeyError):
+                built.backward(step)
+            handle.remove()
+            built.optimizer.zero_grad()
+        losses = built.step(step)
+        states.append((losses, state_bits(built.manager)))
+    return states
+
+
+def test_training_goes_on_after_a_failed_forward(four_ranks: RankPool) -> None:
+    """The failed forward had the same batch as the next one, so its amaxes are not larger."""
+    assert four_ranks.run(_interrupted, "tp", True) == four_ranks.run(_interrupted, "tp", False)
+
+
+def _calibrated(fp8_all_gather: bool) -> Any:
+    built = build(Job(fp8_all_gather=fp8_all_gather))
+    with watched_reductions() as reductions, built.manager.calibrate():
+        built.backward(0)
+    assert reductions.of(built.manager) == [WORLD]
+    built.optimizer.zero_grad()
+    assert built.manager.metrics()["fp8/cold_slots"] == 0
+    same_on_all_ranks(state_bits(built.manager))
+    first = histories(built.manager)["blocks.0.up", "weight"][-1]
+    assert first == float(make_blocks().blocks[0].up.weight.detach().abs().max())  # type: ignore[union-attr]
+    with built.manager.no_fp8():
+        high = built.backward(1)
+    built.optimizer.zero_grad()
+    return high
+
+
+@pytest.mark.parametrize("fp8_all_gather", [True, False])
+def test_calibration_and_high_precision(four_ranks: RankPool, fp8_all_gather: bool) -> None:
+    model = make_blocks()
+    for rank, high in enumerate(four_ranks.run(_calibrated, fp8_all_gather)):
+        x, target = tokens(rank // 2, 1)
+        exact = float(loss_of(model(x), target).detach())
+        assert high == pytest.approx(exact, rel=2e-2 if fp8_all_gather else 1e-5)
+
+
+def _submeshes() -> None:
+    """Two models on two ranks each, and one on all ranks: three managers in one process, stepped in turn."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    rank = dist.get_rank()
+    whole_run = build(Job("hsdp", optimizer="sgd"))
+    parts: list[tuple[nn.Module, StateManager, tuple[int, ...]]] = []
+    for axis in ("dp", "tp"):
+        model = make_blocks(seed=7)
+        manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh[axis], fp8_all_gather=True)
+        module = fully_shard(model, mesh=mesh[axis])
+        manager.attach(module)
+        parts.append((module, manager, tuple(mesh[axis].mesh.tolist())))
+    expected = _interrupted_free(whole_run.job)
+    for step in range(2):
+        for factor, (module, manager, ranks) in enumerate(parts, 2):
+            with watched_reductions() as reductions:
+                module(tokens(rank, step)[0] * factor).sum().backward()
+                manager.step()
+            assert reductions.of(manager) == [ranks]
+            seen: list[Any] = [None] * 4
+            dist.all_gather_object(seen, float((tokens(rank, step)[0] * factor).abs().max()))
+            windows: list[Any] = [None] * 4
+            dist.all_gather_object(windows, state_bits(manager))
+            assert [windows[r] for r in ranks] == [windows[rank]] * 2
+            other = next(r for r in range(4) if r not in ranks)
+            assert windows[other] != windows[rank]
+        whole_run.step(step)
+    assert state_bits(whole_run.manager) == expected
+
+
+def _interrupted_free(job: Job) -> Any:
+    """Return the state without other jobs in the process."""
+    built = build(job)
+    for step in range(2):
+        built.step(step)
+    return state_bits(built.manager)
+
+
+def test_managers_on_several_meshes_do_not_meet(four_ranks: RankPool) -> None:
+    four_ranks.run(_submeshes)
+
+
+def _copied() -> None:
+    """FSDP2 cannot copy a sharded model, so the copy comes first."""
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    model = make_blocks()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=True)
+    twin = copy.deepcopy(model)
+    twins = fp8dist.get_manager(twin)
+    results = []
+    for one, of_one in ((model, manager), (twin, twins)):
+        parallelize_blocks(one, mesh["shard"])
+        module = fully_shard(one, mesh=mesh["replicate"])
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        built = Built(module, of_one.attach(module, optimizer=optimizer), optimizer, Job("tp"))
+        assert fp8dist.get_manager(module) is of_one
+        losses = [built.step(step) for step in range(2)]
+        results.append((losses, state_bits(of_one)))
+        if one is model:
+            assert twins.metrics()["fp8/collectives"] == 0
+    assert results[0] == results[1]
+    assert state_bits(manager) == results[0][1]
+
+
+def test_a_copy_made_before_sharding_has_its_own_state(four_ranks: RankPool) -> None:
+    four_ranks.run(_copied)
+
+
+def _permuted() -> None:
+    """A mesh with ranks in arbitrary order: the position on the mesh determines a rank's part."""
+    mesh = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
+    model = make_blocks()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=True)
+    parallelize_blocks(model, mesh["tp"])
+    module = fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    manager.attach(module, optimizer=optimizer)
+    replica, part = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    for step in range(2):
+        x, target = (t.chunk(2, 1)[part] for t in tokens(replica, step))
+        (loss_of(module(x), target) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same_on_all_ranks(state_bits(manager))
+    assert not manager.check(gradients=True, optimizer=optimizer).diverged
+    straight = build(Job("tp", optimizer="sgd"))
+    for step in range(2):
+        straight.step(step)
+    assert histories(manager) == {slot: window[-4:] for slot, window in histories(straight.manager).items()}
+
+
+def test_a_mesh_in_another_order_gives_the_same_numbers(four_ranks: RankPool) -> None:
+    four_ranks.run(_permuted)
+
+
+def _hybrid() -> Any:
+    """FSDP1 over replicate × shard."""
+    model = make_blocks()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=16), group=dist.group.WORLD)
+    module = FullyShardedDataParallel(
+        model,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh_of((2, 2), ("replicate", "shard")),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    manager.attach(module, optimizer=optimizer)
+    built = Built(module, manager, optimizer, Job("hsdp"))
+    with watched_reductions() as reductions:
+        losses = [built.step(step)[0] for step in range(4)]
+    assert reductions.of(manager) == [WORLD] * 4
+    same_on_all_ranks(state_bits(manager))
+    with captured_log():
+        assert not manager.check(gradients=True, optimizer=optimizer).diverged
+    return losses, histories(manager)
+
+
+def test_hybrid_shards_of_fsdp1_are_those_of_fsdp2(four_ranks: RankPool) -> None:
+    fsdp2 = four_ranks.run(_hsdp_losses)
+    for (losses, windows), (others, their_windows) in zip(four_ranks.run(_hybrid), fsdp2):
+        assert losses[0] == others[0]
+        assert losses == pytest.approx(others, rel=1e-3)
+        for slot, window in their_windows.items():
+            assert windows[slot] == pytest.approx(window, rel=2e-2)
+
+
+def _hsdp_losses() -> Any:
+    built = build(Job("hsdp", optimizer="sgd"))
+    return [built.step(step)[0] for step in range(4)], histories(built.manager)

@@ -29,9 +29,10 @@ from tests.support.watched import lines_into
 
 pytestmark = pytest.mark.slow
 
-CURRENT = Job(recipe=CurrentScaling(), model="deep")
-BLOCK = Job(recipe=BlockScaling(), model="wide", overrides={"layers.3": CurrentScaling()})
+CURRENT = Job(recipe=CurrentScaling(), model="deep", steps=3)
+BLOCK = Job(recipe=BlockScaling(), model="wide", steps=3, overrides={"layers.3": CurrentScaling()})
 
+HIGH = Job(model="deep", fp8_all_gather=False, steps=2, accumulate=2, no_sync=True)
 RECIPES: dict[str, Recipe] = {
     "current, powers of two": CurrentScaling(power_of_two=True),
     "rowwise": RowwiseScaling(),
@@ -48,18 +49,15 @@ def assert_as_ddp(ours: list[Outcome], theirs: list[Outcome]) -> None:
     assert ours[0].losses[0] != ours[0].losses[-1]
 
 
-# Gathered in high precision -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_gathered_in_high_precision_is_bitwise_ddp(two_ranks: RankPool, name: str) -> None:
-    job = Job(recipe=RECIPES[name], model="deep", fp8_all_gather=False, steps=2, accumulate=2, no_sync=True)
-    assert_as_ddp(two_ranks.run(train, job), two_ranks.run(train, replace(job, parallel="ddp")))
-
-
-# Gathered in FP8 ------------------------------------------------------------------------------------
+# Against DDP ----------------------------------------------------------------------------------------
 
 SAME = [
+    *(
+        pytest.param(
+            Job(recipe=recipe, model="deep", fp8_all_gather=False, steps=2, accumulate=2, no_sync=True), id=name
+        )
+        for name, recipe in RECIPES.items()
+    ),
     pytest.param(
         replace(CURRENT, reshard=False, accumulate=2, no_sync=True, optimizer="adamw_fused"), id="current, kept, fused"
     ),
@@ -77,8 +75,7 @@ SAME = [
 
 
 @pytest.mark.parametrize("job", SAME)
-def test_gathered_in_fp8_is_bitwise_ddp(two_ranks: RankPool, job: Job) -> None:
-    job = replace(job, steps=3)
+def test_two_ranks_are_bitwise_as_under_ddp(two_ranks: RankPool, job: Job) -> None:
     assert_as_ddp(two_ranks.run(train, job), two_ranks.run(train, replace(job, parallel="ddp")))
 
 
