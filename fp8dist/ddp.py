@@ -30,7 +30,7 @@ def comm_hook(manager: StateManager, inner: CommHook | None = None) -> CommHook:
         manager: the manager of the model inside the DDP module.
         inner: ``(state, bucket) -> Future``. None: DDP's plain all-reduce, with ``state`` None or a process group. If
             ``inner`` starts further collectives from callbacks of its futures, as PowerSGD does, their order relative
-            to the FP8 sync is not fixed. Give the manager its own group then (``group=dist.new_group()``).
+            to the FP8 sync is not fixed: do not combine it with ``prepare(share_group=True)``.
 
     Raises:
         ConfigurationError: the weight of an FP8Linear is frozen. Its grad_output comes after the last bucket, so its

@@ -43,12 +43,12 @@ def hardware(measured: Sequence[Results], convergence: Results | None, rows: Seq
         rows: the results of ``scripts/test-versions``.
     """
     lines = [f"- **GPU:** {_gpu(data)}" for data in measured] or [
-        "- **GPU: nothing has run on one yet,** nor with NCCL. No speed on a GPU is known. Kernels run under",
-        "  Triton's interpreter, and are compiled for Hopper and Blackwell.",
+        "- **GPU: nothing has run on a GPU or with NCCL yet,** and no speed is known. Tests run the kernels in",
+        "  Triton's interpreter, and compile them for Hopper and Blackwell.",
     ]
-    cpu = "- **CPU:** all tests, with gloo"
+    cpu = "- **CPU:** all tests run on one, with gloo"
     if convergence is not None:
-        cpu += f"; convergence over {convergence['steps']} steps ({convergence['machine']})"
+        cpu += f"; losses were compared over {convergence['steps']} steps ({convergence['machine']})"
     lines.append(f"{cpu}.")
     if rows:
         pythons = _range([row["python"] for row in rows])
@@ -65,20 +65,24 @@ def front(numbers: Results | None, convergence: Results | None, measured: Sequen
         convergence: the results of ``scripts/convergence``, or None.
         measured: the results of GPUs.
     """
-    rows = [["silent bugs of public repositories that it finds", "not counted yet", ""]]
+    rows = [["silent bugs from public training code that it finds", "not counted yet", ""]]
     if numbers is not None:
         each = (numbers["bytes_per_sync"] - HEADER_BYTES) / numbers["slots"]
-        syncs = f"{numbers['collectives_per_step']:g} all-reduce of {HEADER_BYTES} bytes and {each:g} per slot"
+        syncs = (
+            f"{numbers['collectives_per_step']:g} all-reduce: {HEADER_BYTES} bytes, and {each:g} for each FP8 tensor"
+        )
         gathered = [f"{numbers[name] / 1e6:.2f} MB" for name in ("gathered_fp8", "gathered_bf16")]
         rows.append(["communication per step for FP8 state, `DelayedScaling`", syncs, "`python -m scripts.front`"])
-        what = "gathered per step by FSDP2, the example job on 2 ranks"
-        rows.append([what, f"{gathered[0]} with the FP8 all-gather, {gathered[1]} in bf16", "the same"])
+        what = "gathered per step by FSDP2 in the [example job](docs/example-job.md), 2 ranks"
+        rows.append(
+            [what, f"{gathered[0]} with the FP8 all-gather, {gathered[1]} in bf16", "`python -m scripts.front`"]
+        )
     if convergence is not None:
         found = compare(convergence["runs"])
         gaps = {name: found[name].training_gap for name in ("delayed", "bf16") if name in found}
         texts = [f"{name}: {gap.mean:+.3f} ± {gap.deviation or 0:.3f} %" for name, gap in gaps.items() if gap]
         what = f"final training loss against FP32: small GPT, {convergence['steps']} steps, on a CPU"
-        rows.append([what, ", ".join(texts), "`scripts/convergence/run --layers 3 --width 128`"])
+        rows.append([f"{what} (negative: lower)", ", ".join(texts), "`scripts/convergence/run --layers 3 --width 128`"])
     gpu = "; ".join(_gpu(data) for data in measured) or "nothing has run on one yet"
     return table(["what", "measured", "made by"], [*rows, ["on a GPU", gpu, "`scripts/gpu check`"]])
 

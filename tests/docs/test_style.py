@@ -65,7 +65,7 @@ def test_no_page_begins_with_what_it_will_do_for_a_reader(page: str) -> None:
 def test_recommendations_agree() -> None:
     """README, the quickstart, recipes and the convergence of a first run advise one call; the example job makes it."""
     call = "prepare(model, group="
-    assert "This is the call for a first run" in PAGES["README.md"]
+    assert "this call of `prepare` for a first run" in PAGES["README.md"]
     assert "`prepare(model, group=…)` is the call for a first run" in PAGES["docs/quickstart.md"]
     assert "**Call `fp8dist.prepare(model, group=…)`.**" in PAGES["docs/recipes.md"]
     assert all(call in PAGES[page] for page in ("README.md", "docs/quickstart.md", "docs/ddp.md"))

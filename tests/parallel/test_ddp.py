@@ -97,9 +97,7 @@ def _train(job: Job) -> Outcome:
     rank = dist.get_rank()
     net = make_net(batchnorm=job.batchnorm)
     recipe = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
-    group = dist.new_group() if "powersgd" in job.hook else dist.group.WORLD
-    assert group is not None
-    manager = fp8dist.prepare(net, recipe, group=group)
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD)
     ddp = DistributedDataParallel(net, **job.ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     manager.attach(ddp, optimizer=optimizer)
@@ -134,8 +132,6 @@ def _train(job: Job) -> Outcome:
             fp8_count(outside, manager) - total,
             manager.steps,
         )
-    if "powersgd" in job.hook:
-        dist.destroy_process_group(group)
     return outcome
 
 

@@ -432,7 +432,7 @@ def test_versions_are_a_table_of_python_and_torch() -> None:
 
 
 def test_hardware_claims_what_was_recorded() -> None:
-    assert hardware([], None, []).startswith("- **GPU: nothing has run on one yet,** nor with NCCL.")
+    assert hardware([], None, []).startswith("- **GPU: nothing has run on a GPU or with NCCL yet,** and no speed is known.")
     runs = {"machine": "an abacus", "steps": 20, "date": "2026-01-31T12:00:00Z"}
     said = hardware([measured()], runs, [ROW, {**ROW, "python": "3.9.1"}])
     assert said.splitlines() == [
