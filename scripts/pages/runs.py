@@ -43,8 +43,8 @@ def hardware(measured: Sequence[Results], convergence: Results | None, rows: Seq
         rows: the results of ``scripts/test-versions``.
     """
     lines = [f"- **GPU:** {_gpu(data)}" for data in measured] or [
-        "- **GPU: nothing has run on a GPU or with NCCL yet,** and no speed is known. Tests run the kernels in",
-        "  Triton's interpreter, and compile them for Hopper and Blackwell.",
+        "- **GPU: nothing has run on a GPU or with NCCL yet,** and no speed is known. Tests run the kernels",
+        "  in Triton's interpreter, and compile them for Hopper and Blackwell.",
     ]
     cpu = "- **CPU:** all tests run on one, with gloo"
     if convergence is not None:

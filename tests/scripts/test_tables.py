@@ -432,12 +432,12 @@ def test_versions_are_a_table_of_python_and_torch() -> None:
 
 
 def test_hardware_claims_what_was_recorded() -> None:
-    assert hardware([], None, []).startswith("- **GPU: nothing has run on a GPU or with NCCL yet,** and no speed is known.")
+    assert hardware([], None, []).startswith("- **GPU: nothing has run on a GPU or with NCCL yet,**")
     runs = {"machine": "an abacus", "steps": 20, "date": "2026-01-31T12:00:00Z"}
     said = hardware([measured()], runs, [ROW, {**ROW, "python": "3.9.1"}])
     assert said.splitlines() == [
         "- **GPU:** Imaginary 9000: 100 tests passed, 0 failed; 8 of 8 benchmarks are complete (2026-01-31).",
-        "- **CPU:** all tests, with gloo; convergence over 20 steps (an abacus).",
+        "- **CPU:** all tests run on one, with gloo; losses were compared over 20 steps (an abacus).",
         "- **Versions:** Python 3.9 to 3.10 and torch 2.13, tested in 2 combinations.",
     ]
 
