@@ -82,7 +82,8 @@ def front(numbers: Results | None, convergence: Results | None, measured: Sequen
         gaps = {name: found[name].training_gap for name in ("delayed", "bf16") if name in found}
         texts = [f"{name}: {gap.mean:+.3f} ± {gap.deviation or 0:.3f} %" for name, gap in gaps.items() if gap]
         what = f"final training loss against FP32: small GPT, {convergence['steps']} steps, on a CPU"
-        rows.append([f"{what} (negative: lower; ±: deviation over seeds)", ", ".join(texts), "`scripts/convergence/run --layers 3 --width 128`"])
+        what += " (negative: lower; ±: deviation over seeds)"
+        rows.append([what, ", ".join(texts), "`scripts/convergence/run --layers 3 --width 128`"])
     gpu = "; ".join(_gpu(data) for data in measured) or "nothing has run on one yet"
     return table(["what", "measured", "made by"], [*rows, ["on a GPU", gpu, "`scripts/gpu check`"]])
 
