@@ -42,7 +42,7 @@ def placed(rank: object, microbatch: object) -> str:
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the name of a dtype of torch, such as "bfloat16". (This module does not import torch.)"""
+    """Return the name of a dtype or a layout of torch, such as "bfloat16". (This module does not import torch.)"""
     return str(dtype).removeprefix("torch.")
 
 
