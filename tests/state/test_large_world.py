@@ -222,13 +222,13 @@ def test_four_of_many_ranks_agree_with_all_others_and_train_with_tensor_parallel
 
 
 def _median_ms(job: Running, steps: int = 40) -> float:
-    """Return the time of the manager's part of a step: the boundary, without the model's forward and backward."""
+    """Return the CPU time of the manager's part of a step: the boundary, without the model's forward and backward."""
     seconds = []
     for _ in range(steps):
         job.called(job.x).square().mean().backward()
-        start = time.perf_counter()
+        start = time.process_time()
         job.manager.step()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     return 1e3 * statistics.median(seconds)
 
 
@@ -236,18 +236,15 @@ def _median_ms(job: Running, steps: int = 40) -> float:
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["mesh", "experts, next_step"])
 def test_a_step_takes_the_host_as_long_as_on_two_ranks(name: str, record_property: Callable[[str, Any], None]) -> None:
-    layout, ratios = LAYOUTS[name], []
-    for turn in range(5):  # Alternate, because other work on this machine affects both.
-        times = {}
+    layout, times = LAYOUTS[name], {2: [], SIZE: []}
+    for turn in range(7):  # Alternate, because other work on this machine affects both.
         for size, rank, axes in ((2, 1, (2, 1)), (SIZE, SIZE - 1, AXES))[:: 1 if turn % 2 else -1]:
             with world(rank, size):
-                times[size] = _median_ms(Running(layout, axes, by_hand=True))
-        ratios.append(times[SIZE] / times[2])
-    ratio = statistics.median(ratios)
-    record_property(
-        "ratio of host times", f"{ratio:.3f} ({times[SIZE]:.3f} ms against {times[2]:.3f} ms in the last turn)"
-    )
-    assert ratio < 1.3, ratios
+                times[size].append(_median_ms(Running(layout, axes, by_hand=True)))
+    # Other work only ever adds time, and may last for some turns: the least of each is compared.
+    ratio = min(times[SIZE]) / min(times[2])
+    record_property("ratio of host times", f"{ratio:.3f} ({min(times[SIZE]):.3f} ms against {min(times[2]):.3f} ms)")
+    assert ratio < 1.3, times
 
 
 def _held(size: int, rank: int, axes: tuple[int, int]) -> int:
