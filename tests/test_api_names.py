@@ -22,7 +22,7 @@ from fp8dist.job.moved import MOVED
 CHANGELOG = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text()
 
 EXPORTS = """
-Attendance BlockScaling Cause CheckpointError ConfigurationError Coverage CoverageRow CurrentScaling DelayedScaling
+Attendance Axes BlockScaling Cause CheckpointError ConfigurationError Coverage CoverageRow CurrentScaling DelayedScaling
 DivergenceError DivergenceReport Event Exporter FP8Experts Fallback Finding Fp8DistError ImportReport LossAlarm
 LossDiverged LossGuard ManifestMismatchError Monitor NotAModelError Observation RankTimes Recipe Recorder ReplayBuffer
 ReplayFinding ReplayReport Replayed RowwiseScaling ScaleJump Slot SlotState SlotStatistics StateManager SyncError

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.checks.contents import Digester, on_device
+from fp8dist.checks.contents import Digester, on_device, word_of
 from fp8dist.checks.likeness import likeness
-from fp8dist.checks.protocol import word_of
 from fp8dist.checks.report import DivergenceReport, this_rank
 from fp8dist.checks.work_parts import aligned, hash_of
 from fp8dist.checks.works import Work, describe_work, digest_of, repeat_work, work_of_call

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8dist.checks.audit import Audits
+from fp8dist.checks.axes import Adopted
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.contents import ArenaContent, on_device, values_near
 from fp8dist.checks.headers import localise
@@ -124,6 +125,7 @@ class Checker:
         amaxes: the watch that knows which cast recorded the first bad amax; None: nothing is watched.
         checks: number of checks so far. ``seconds``: their time on the host.
         on_checked: called when ``last`` has a new value.
+        adopted: what is known to be copies along the axes of ``prepare(axes=…)``; None: there are none.
         last: what the newest check of parameters without a difference compared; None: there was no such check.
         checked: the newest step after which such a check compared all parameters, and all were finite
             (``Checked.verified``); None: there was none.
@@ -143,6 +145,7 @@ class Checker:
         # The default arena is the one of modules that no pattern of ``prepare(groups=…)`` matches: all ranks have it.
         # If patterns match all modules, it is the arena that most ranks share.
         widest = max(range(len(syncs)), key=lambda i: 0 if (group := groups[i]) is None else group.size, default=0)
+        self.adopted: Adopted | None = None
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), widest)
         self._last_good: dict[str, int] = {}  # The newest step at which all ranks were equal, by kind of thing.
         self._queued: list[Event] = []
@@ -425,8 +428,9 @@ class Checker:
         try:
             manifest = str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else ""
             compared = Comparison(
-                anchor, [self], module, scope, default.arena.device, step, self._last_good, manifest=manifest
-            )
+                anchor, [self], module, scope, default.arena.device, step, self._last_good, manifest=manifest,
+                adopted=self.adopted,
+            )  # fmt: skip
             most = self.state.settings.max_repairs if max_repairs is None else max_repairs
             report_dir = self.state.settings.report_dir
             report = run_check(compared, policy, _NOTHING_TO_COMPARE, report_dir, self.repairs, most)
@@ -458,6 +462,7 @@ class Checker:
             return
         start, default = time.perf_counter(), self.state.syncs[self._default]
         with on_device(default.arena.device), failing_by_name(default.owner, lambda: "attach()", anchor.ranks):
+            self._inventory_at_start(anchor, whole)[0].adopt(None if unknown(whole) else whole)
             compared = check_replicas(anchor, lambda: self._held_at_start(anchor, model, whole))
             report = compared.report
             if any(finding.kind == "error" for finding in report.findings):
@@ -470,17 +475,22 @@ class Checker:
             elif anchor.rank == min(anchor.ranks):
                 _log_start(report, len(anchor.ranks), time.perf_counter() - start)
 
-    def _held_at_start(self, anchor: SyncGroup, model: nn.Module, whole: nn.Module) -> Holdings:
-        """Return what this rank brings to ``compare_start``. Local."""
-        first = not self.state.job.boundaries
-        plain = first and is_plain(whole)  # Later, ranks may have trained on their own, as in local SGD.
+    def _inventory_at_start(self, anchor: SyncGroup, whole: nn.Module) -> tuple[Inventory, bool]:
+        """Return an empty inventory for ``compare_start``, and whether all plain parameters count as replicated.
+        Local."""
+        # After the first boundary ranks may have trained on their own, as in local SGD. Axes say which are replicated.
+        plain = not self.state.job.boundaries and self.adopted is None and is_plain(whole)
         # Modules with a group of their own, such as experts, may differ between the anchor's ranks: leave them out.
         others = [sync for sync, group in zip(self.state.syncs, self.state.groups) if plain and group is not anchor]
         left_out = {name: None for sync in others for pattern in sync.patterns for name in (pattern, f"{pattern}.*")}
-        inventory = Inventory(anchor, plain, left_out, at_start=True)
+        return Inventory(anchor, plain, left_out, at_start=True, adopted=self.adopted), plain
+
+    def _held_at_start(self, anchor: SyncGroup, model: nn.Module, whole: nn.Module) -> Holdings:
+        """Return what this rank brings to ``compare_start``. Local."""
+        inventory, plain = self._inventory_at_start(anchor, whole)
         if not unknown(whole):  # Else ``attach`` has warned that this torch does not show how FSDP shards the model.
             # A resumed rank may rightly have buffers of its own. That ranks resume from other steps is found by itself.
-            buffers = first and not self.state.job.step
+            buffers = not self.state.job.boundaries and not self.state.job.step
             # Without wrappers, only the prepared model is known to be replicated, not the modules around it.
             inventory.add_module(model if plain else whole, Scope(buffers=buffers))
         return inventory.holdings(self.state.job.step)
@@ -542,6 +552,7 @@ class Comparison:
         manifest: a text that must be equal on all ranks, such as the digest of the manifest; "": none.
         vouched: True if the caller says that plain tensors are replicated over ``anchor``.
         groups: fqn patterns of tensors that other groups replicate; None as a group: do not compare.
+        adopted: what is known to be copies along axes; None: the caller names no axes.
     """
 
     anchor: SyncGroup
@@ -554,10 +565,24 @@ class Comparison:
     manifest: str = ""
     vouched: bool = False
     groups: Mapping[str, GroupLike | None] | None = None
+    adopted: Adopted | None = None
+
+    def _inventory(self) -> Inventory:
+        return Inventory(self.anchor, self.vouched, self.groups, adopted=self.adopted)
+
+    def adopt(self) -> None:
+        """Let axes find out which tensors are copies along them, if they do not know. COLLECTIVE over these axes."""
+        if self.scope.parameters or self.scope.gradients:
+            self._inventory().adopt(self.module)
+
+    def noted(self, report: DivergenceReport) -> DivergenceReport:
+        """Return a report with a note on tensors that are compared because they were equal along an axis. Local."""
+        note = "" if self.adopted is None else self.adopted.advice(f.name for f in report.findings)
+        return replace(report, notes=(*report.notes, note)) if note else report
 
     def holdings(self) -> Holdings:
         """Return what this rank brings to the check. Local."""
-        inventory = Inventory(self.anchor, self.vouched, self.groups)
+        inventory = self._inventory()
         for sync in (sync for checker in self.checkers for sync in checker.state.syncs if self.scope.state):
             inventory.add_arena(sync)
         if self.module is not None:
@@ -609,8 +634,9 @@ def run_check(
     ):
         known = [finding for checker in checkers for finding in checker.known_findings()]
         try:
+            of.adopt()
             compared = check_replicas(anchor, of.holdings, known, everything=policy == "repair")
-            report = _require_compared(of, compared, instead)
+            report = of.noted(_require_compared(of, compared, instead))
             _log_changes(anchor, standing, report, kinds_of(report.compared), compared.nonfinite_rank)
             repairs.observe(report, of.scope.kinds)
             if report.diverged:

@@ -11,7 +11,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ __all__ = [
     "TensorContent",
     "on_device",
     "values_near",
+    "word_of",
 ]
 
 FINDING_KINDS: Mapping[str, str] = MappingProxyType(
@@ -80,6 +81,12 @@ class NamedTensor(NamedTuple):
     name: str
     tensor: Tensor
     store: Callable[[Tensor], None] | None = None
+
+
+def word_of(value: Hashable) -> int:
+    """Return 64 bits that are equal for equal values, as an int64 for a message."""
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp8dist.checks.axes import Adopted, OpenTensor
 from fp8dist.checks.computations import KIND, ComputedContent, computations_of
 from fp8dist.checks.contents import ArenaContent, Content, Digester, Field, Key, NamedTensor, TensorContent, values_near
 from fp8dist.checks.differences import ravel
@@ -65,11 +66,12 @@ class Scope:
 @dataclass(frozen=True)
 class ReplicaSet:
     """What this rank holds, and the other ranks of ``group`` must hold alike. ``label``: name of the set, the same on
-    all ranks of the job."""
+    all ranks of the job. ``some``: True if only some ranks of the group hold it; others have no contents."""
 
     label: str
     group: SyncGroup
     contents: tuple[Content, ...]
+    some: bool = False
 
     @property
     def keys(self) -> list[Key]:
@@ -182,6 +184,7 @@ class Inventory:
         at_start: True before training. Leaves out what may rightly differ then: tensors without memory; statistics of
             normalisation layers, of which a resumed rank may have its own; and buffers in DDP, which broadcasts them in
             the next forward unless the user has switched that off.
+        adopted: what is known to be copies along axes; None: the caller names no axes.
     """
 
     def __init__(
@@ -190,9 +193,10 @@ class Inventory:
         vouched: bool = False,
         groups: Mapping[str, GroupLike | None] | None = None,
         at_start: bool = False,
+        adopted: Adopted | None = None,
     ) -> None:
-        self._at_start = at_start
-        self._replication = Replication(anchor, vouched, groups or {})
+        self._at_start, self._adopted = at_start, adopted
+        self._replication = Replication(anchor, vouched, groups or {}, adopted)
         home = self._replication.anchor
         self._homes: dict[str, Home] = {home.label: home}
         self._contents: dict[str, list[Content]] = {home.label: []}
@@ -218,8 +222,10 @@ class Inventory:
         compared, held = self._counted.get("parameter", (0, 0))
         for (label, kind), tensors in self._tensors.items():
             contents.setdefault(label, []).append(TensorContent(kind, tensors))
+        homes = {**self._homes, **{home.label: home for home in self._replication.ties}}
+        parts = {label: tuple(contents.get(label, ())) for label in homes}
         return Holdings(
-            sets=tuple(ReplicaSet(label, self._homes[label].group, tuple(c)) for label, c in contents.items()),
+            sets=tuple(ReplicaSet(label, homes[label].group, of, homes[label].some) for label, of in parts.items()),
             step=step,
             manifest=manifest,
             last_good=last_good or {},
@@ -233,6 +239,35 @@ class Inventory:
             memberships=self._replication.memberships,
             computed=self._computed,
         )
+
+    def adopt(self, module: nn.Module | None) -> None:
+        """Let named axes find out which tensors of a module are copies along them, if they do not know. COLLECTIVE over
+        each axis that does not. A rank that cannot read its tensors takes part, and its next check says so."""
+        replication = self._replication
+        if module is None or self._adopted is None or not (pending := self._adopted.pending(replication.axes)):
+            return
+        tensors: list[OpenTensor] | None
+        try:
+            found = list(self._open_tensors(module))
+            digests = TensorContent("parameter", [one for one, _ in found]).digests(Digester()) if found else ()
+            tensors = [OpenTensor(one.name, int(of[0]), axes) for (one, axes), of in zip(found, digests)]
+            self._adopted.error = None
+        except Exception as raised:
+            tensors, self._adopted.error = None, raised
+        self._adopted.adopt(pending, tensors)
+
+    def _open_tensors(self, module: nn.Module) -> Iterator[tuple[NamedTensor, Sequence[str]]]:
+        """Yield the local parts of parameters and buffers that may be copies along axes, with these axes."""
+        replication = self._replication
+        replication.learn(module)
+        own = {id(b) for part in module.modules() for b in part.buffers(False) if _has_statistics(part)}
+        named: list[tuple[str, Tensor, Sequence[Home | Excuse]]]
+        named = [(replication.names[id(one)], one, replication.of_parameter(one)) for one in module.parameters()]
+        named += [(name, one, [home]) for name, one, home in replication.of_buffers(module) if id(one) not in own]
+        for name, tensor, homes in named:
+            along = replication.open_axes(name, tensor, homes)
+            if along and not is_traceable_wrapper_subclass(local := local_part(tensor).detach()):
+                yield NamedTensor(name, local), along
 
     def add_arena(self, sync: ArenaSync) -> None:
         """Add the FP8 state of one arena, all of whose slots the ranks of the sync's group share."""
@@ -271,6 +306,10 @@ class Inventory:
     def _add_parameters(self, module: nn.Module, parameters: bool, gradients: bool) -> None:
         """Add all parameters, their current gradients, or both."""
         self._replication.learn(module)
+        if self._adopted is not None and self._adopted.error is not None and not self._at_start:
+            raise self._adopted.error
+        if self._adopted is not None and not self._adopted.pending(self._replication.axes):
+            self._adopted.require_copies(self._replication.names[id(one)] for one in module.parameters())
         found = False
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if trainable and not all(parameter.requires_grad for parameter in module.parameters()):
@@ -295,7 +334,7 @@ class Inventory:
                 self._skip("buffer", Excuse("that buffers=True would compare"), count)
             return
         parts = [part for part in module.modules() if self._at_start]
-        own = [part.buffers(recurse=False) for part in parts if getattr(part, "track_running_stats", False)]
+        own = [part.buffers(recurse=False) for part in parts if _has_statistics(part)]
         own += [part.buffers() for part in parts if isinstance(part, DistributedDataParallel)]
         left_out = {id(buffer) for buffers in own for buffer in buffers}
         for name, buffer, home in self._replication.of_buffers(module):
@@ -349,6 +388,7 @@ class Inventory:
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()
+        homes = self._replication.with_axes(name, homes)
         homes = [_ALONE if isinstance(one, Home) and not one.group.communicates else one for one in homes]
         if counts:
             compared, held = self._counted.get(kind, (0, 0))
@@ -377,6 +417,11 @@ class Inventory:
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
         """Count things of a kind that are not compared. With a ``count`` of 0, the reason stands in the report, too."""
         self._skipped[kind, excuse.reason] += count
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """True for a normalisation layer with statistics of what its own rank has seen."""
+    return bool(getattr(module, "track_running_stats", False))
 
 
 def not_finite_in(module: nn.Module, scope: Scope) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from fp8dist.common.divergence import ALL_NAMES, MORE, Finding
 from fp8dist.state.groups import SyncGroup
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["localise_computed", "localise_set", "localise_things"]
+__all__ = ["localise_computed", "localise_set", "localise_things", "localise_tied"]
 
 MAX_DIFFERING = 1024
 """The most differing things whose odd ranks are found. Further things are only counted."""
@@ -205,6 +205,18 @@ def localise_computed(
         ranks = {rank for side in thing.sides for rank in side}
         findings += from_senders(about, [sender for sender in senders if sender.participant.rank in ranks])
     return findings
+
+
+def localise_tied(s: ReplicaSet, digests: Tensor, mine: Holdings) -> list[Finding]:
+    """Find what differs in a set that only some ranks of its group hold. COLLECTIVE over the group. For the arguments
+    see ``localise_set``."""
+    by_rank, senders = mine.gather(s.group, tuple(s.keys))
+    held = {rank: keys for rank, keys in by_rank.items() if keys}
+    layouts = sides_of(held)
+    if len(layouts) > 1:
+        shown = [(side, {(key.name, key.kind): key for key in held[side[0]]}) for side in layouts]
+        return from_senders(layout_findings(shown), senders)
+    return localise_computed(s.group, mine, s, digests, layouts)
 
 
 # Tier 3 ------------------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ in place of a digest, and all ranks decide by the same information how to contin
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,17 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.checks.computations import KIND
-from fp8dist.checks.contents import Digester
+from fp8dist.checks.contents import Digester, word_of
 from fp8dist.checks.findings import Differing, findings_of_values, from_senders
 from fp8dist.checks.inventory import Holdings, ReplicaSet
-from fp8dist.checks.localisation import localise_computed, localise_set
+from fp8dist.checks.localisation import localise_computed, localise_set, localise_tied
 from fp8dist.checks.report import DivergenceReport, sides_of
 from fp8dist.common.divergence import Finding
 from fp8dist.common.text import plural
 from fp8dist.errors import Fp8DistError
 from fp8dist.state.groups import SyncGroup
 
-__all__ = ["Compared", "check_replicas", "word_of"]
+__all__ = ["Compared", "check_replicas"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -142,7 +141,8 @@ def _check_further_sets(
     places = range(1, len(mine.sets))
     # Ranks that share several sets go through them in the same order, or they would wait for each other.
     ordered = sorted(places, key=lambda i: (sorted(mine.sets[i].group.ranks), mine.sets[i].label))
-    bad = [i for i in ordered if not _agree(mine.sets[i].group, [], digests[i])[0][-1]]
+    silent = {i for i in ordered if mine.sets[i].some and not mine.sets[i].keys}
+    bad = [i for i in ordered if not _agree(mine.sets[i].group, [], digests[i], silent=i in silent)[0][-1]]
     outcome = 2 if bad else int(bool(mine.compared))  # 1: this rank has compared something, and all was equal.
     anywhere = torch.tensor([outcome], dtype=torch.int32, device=anchor.device)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=anchor.process_group)
@@ -151,8 +151,11 @@ def _check_further_sets(
     found: list[Finding] = []
     differing = []
     for i in bad:
-        findings, things = localise_set(mine.sets[i], digests[i], mine, everything)
-        differing.append((mine.sets[i], things))
+        if mine.sets[i].some:
+            findings = localise_tied(mine.sets[i], digests[i], mine)  # Under two names: too different for a repair.
+        else:
+            findings, things = localise_set(mine.sets[i], digests[i], mine, everything)
+            differing.append((mine.sets[i], things))
         if anchor.rank == min(mine.sets[i].group.ranks):  # One rank reports for the set.
             found += findings
     return _union(anchor, found), differing, True
@@ -220,14 +223,8 @@ def _union(anchor: SyncGroup, mine: Sequence[Finding]) -> list[Finding]:
     return sorted(distinct.values(), key=lambda f: (f.kind, f.name, f.ranks))
 
 
-def word_of(value: Hashable) -> int:
-    """Return 64 bits that are equal for equal values, as an int64 for a message."""
-    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
 def _agree(
-    group: SyncGroup, words: list[int], digests: Tensor | None, news: Sequence[int] = (0,)
+    group: SyncGroup, words: list[int], digests: Tensor | None, news: Sequence[int] = (0,), silent: bool = False
 ) -> tuple[list[bool], list[int]]:
     """Compare words and digests over a group. COLLECTIVE: one MAX over pairs (w, ~w), unless the group has one rank.
     All ranks have the same w exactly if ``max(w) == ~max(~w)``.
@@ -236,6 +233,7 @@ def _agree(
         words: int64 each.
         digests: int64[n, 2]; None: this rank has failed, which differs from any digests.
         news: numbers of which the ranks need the maximum.
+        silent: this rank takes part, and agrees with whatever the others hold.
 
     Returns:
         For each word, and last for the digests, True if equal on all ranks; and the maximum of each of the news.
@@ -243,7 +241,10 @@ def _agree(
     # The sum of all digests, and their number. Digests contain names, so the sum does not depend on the order.
     total = [0, 0, -1] if digests is None else [*digests.sum(0).tolist(), len(digests)]
     numbers = torch.tensor([*words, *total], dtype=torch.int64, device="cpu")
-    message = torch.cat([numbers, ~numbers, torch.tensor(news, dtype=torch.int64, device="cpu")]).to(group.device)
+    message = torch.cat([numbers, ~numbers, torch.tensor(news, dtype=torch.int64, device="cpu")])
+    if silent:
+        message.fill_(torch.iinfo(torch.int64).min)
+    message = message.to(group.device)
     if group.communicates:
         dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
     count = len(numbers)

@@ -7,6 +7,7 @@ and differ by design. So a tensor counts as replicated only if something shows i
 - a DTensor, across its Replicate axes;
 - a parameter that DDP, DeepSpeed or FSDP1 keeps equal, across the wrapper's group;
 - a parameter of Megatron-Core, by Megatron's own marks;
+- a parameter that was equal along an axis that the caller names (see ``Axes``);
 - a tensor for which the caller names a group.
 
 The *anchor* is the ranks that call the check. All other sets of ranks are parts of it.
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8dist.checks.axes import Adopted
 from fp8dist.common.text import ranks_text
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel import megatron
@@ -59,12 +61,14 @@ class Home:
     """The ranks that must hold the same values of a tensor, this rank included.
 
     ``label``: name of these ranks, the same on all ranks of the job. ``alias``: name of the tensor in reports, if the
-    ranks of this home name it differently; "": the tensor's own name.
+    ranks of this home name it differently; "": the tensor's own name. ``some``: True if only some of these
+    ranks hold it.
     """
 
     label: str
     group: SyncGroup
     alias: str = ""
+    some: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,10 @@ class Excuse:
     """Why a tensor is not compared, in words that follow a count and a kind: "3 parameters sharded by FSDP1"."""
 
     reason: str
+
+
+_UNKNOWN = Excuse("not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)")
+_IGNORED = Excuse("that DDP was told to ignore")
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,16 @@ class Replication:
         vouched: True if the caller says that plain tensors without any other sign are replicated over the anchor.
         patterns: the group whose ranks replicate a plain tensor, by fqn pattern; None as a group: do not compare it.
             The first match counts, and takes precedence over all other signs.
+        adopted: what is known to be copies along axes; None: the caller names no axes.
     """
 
-    def __init__(self, anchor: SyncGroup, vouched: bool, patterns: Mapping[str, GroupLike | None]) -> None:
+    def __init__(
+        self,
+        anchor: SyncGroup,
+        vouched: bool,
+        patterns: Mapping[str, GroupLike | None],
+        adopted: Adopted | None = None,
+    ) -> None:
         self.coords = anchor.mesh_coordinates()
         """This rank's place on each axis of the mesh, for reports; None: no mesh is known."""
         self.names: dict[int, str] = {}
@@ -111,10 +126,14 @@ class Replication:
         self._anchor_ranks = frozenset(anchor.ranks)
         self._memberships: dict[str, Membership] = {}
         self._known: dict[Any, Home | Excuse] = {}  # By what they come from: a mesh axis, a wrapper, a group.
-        self._spanning: dict[int, bool] = {}  # By id of a mesh: True if it has all ranks of the anchor.
+        self._in_mesh: dict[int, frozenset[int]] = {}  # By id of a mesh: its ranks.
         self._of_parameter: dict[int, list[Home | Excuse]] = {}  # By id of a parameter.
         self._of_gradient: dict[int, list[Home | Excuse]] = {}  # The same, where the gradient has other homes.
         self._kept: list[Any] = []  # Keeps objects alive whose ids are keys: else another object could get the id.
+        self.adopted = adopted
+        self.axes: dict[str, Home] = {}
+        """Homes of copies along the named axes of several ranks that all take part in the check, by axis."""
+        self._learn_axes()
 
     @property
     def memberships(self) -> tuple[Membership, ...]:
@@ -138,6 +157,53 @@ class Replication:
         if not self._anchor_ranks.issuperset(group.ranks):
             return Excuse(f"that are shared with ranks that do not take part in this check ({label})")
         return Home(label, group)
+
+    def _learn_axes(self) -> None:
+        """Record the homes of copies along the named axes, and of ``copies``. All ranks have these, whatever they
+        hold."""
+        for axis, group in self.adopted.groups.items() if self.adopted else ():
+            home = self.of_group(f"axis {axis}", group)
+            if isinstance(home, Home) and group.communicates:
+                self.axes[axis] = home
+            for original in sorted(set(self.adopted.axes.copies.values())) if self.adopted else ():
+                label = _tied(axis, original)
+                self._memberships[label] = Membership(label, group.ranks, "")
+        if self.coords is None and self.adopted:
+            self.coords = {axis: list(group.ranks).index(group.rank) for axis, group in self.adopted.groups.items()}
+
+    def open_axes(self, name: str, tensor: Tensor, homes: Sequence[Home | Excuse]) -> list[str]:
+        """Return the named axes along which nothing shows if ranks hold copies of a tensor or parts. ``homes``: of the
+        tensor, without axes."""
+        if self.adopted is None or self.adopted.is_distinct(name) or self._named(name) is not None:
+            return []
+        if is_dtensor(tensor):
+            known = self._ranks_of(tensor.device_mesh)
+            return [axis for axis, home in self.axes.items() if len(known.intersection(home.group.ranks)) == 1]
+        if any(isinstance(one, Excuse) and one not in (_UNKNOWN, _IGNORED) for one in homes):
+            return []  # It is known why ranks hold other values.
+        covering = [frozenset(one.group.ranks) for one in homes if isinstance(one, Home)]
+        return [axis for axis, home in self.axes.items() if not any(of.issuperset(home.group.ranks) for of in covering)]
+
+    def with_axes(self, name: str, homes: Sequence[Home | Excuse]) -> Sequence[Home | Excuse]:
+        """Return the homes of a tensor, with those along named axes."""
+        if self.adopted is None:
+            return homes
+        along = [home for axis, home in self.axes.items() if self.adopted.is_copy(name, axis)]
+        for axis, home in self.axes.items():
+            if original := self.adopted.original(name, axis):
+                along.append(Home(_tied(axis, original), home.group, original, some=True))
+        if along:
+            return [*(one for one in homes if isinstance(one, Home)), *along]
+        apart = Excuse(
+            f"not equal along axis {' or '.join(self.axes)} when first compared" if self.axes else _UNKNOWN.reason
+        )
+        return [apart if one == _UNKNOWN else one for one in homes]
+
+    @property
+    def ties(self) -> list[Home]:
+        """The homes of ``copies`` along each axis on which ranks hold them under both names."""
+        held = [(axis, original) for axis in self.axes for original in sorted(self.adopted.found(axis).shared)]  # type: ignore[union-attr]
+        return [Home(_tied(axis, of), self.axes[axis].group, of, some=True) for axis, of in held]
 
     def _unique(self, label: str, ranks: Sequence[int]) -> str:
         """Return the label, with a number if a set of other ranks has it already, as with two DDP modules. Ranks run
@@ -225,12 +291,8 @@ class Replication:
         if wrapper is not None and not ignored:
             return self._cached(("DDP", id(wrapper)), "DDP", wrapper.process_group)
         if wrapper is not None:
-            return Excuse("that DDP was told to ignore")
-        return (
-            self.anchor
-            if self._vouched
-            else Excuse("not known to be replicated: name their group, as in fp8dist.check(model, group=…)")
-        )
+            return _IGNORED
+        return self.anchor if self._vouched else _UNKNOWN
 
     def of_parameter(self, parameter: Tensor) -> list[Home | Excuse]:
         """Return the homes of a plain parameter, or of its plain optimizer state. For DTensors see ``of_dtensor``."""
@@ -258,10 +320,14 @@ class Replication:
 
     def _spans_anchor(self, mesh: DeviceMesh) -> bool:
         """True if all ranks that check are in the mesh."""
-        if id(mesh) not in self._spanning:
+        return self._anchor_ranks.issubset(self._ranks_of(mesh))
+
+    def _ranks_of(self, mesh: DeviceMesh) -> frozenset[int]:
+        """Return the ranks of a mesh. Reads them once."""
+        if id(mesh) not in self._in_mesh:
             self._kept.append(mesh)
-            self._spanning[id(mesh)] = self._anchor_ranks.issubset(mesh.mesh.flatten().tolist())
-        return self._spanning[id(mesh)]
+            self._in_mesh[id(mesh)] = frozenset(mesh.mesh.flatten().tolist())
+        return self._in_mesh[id(mesh)]
 
     def _of_axis(self, mesh: DeviceMesh, axis: int) -> Home | Excuse:
         """Return the home of tensors that are replicated along one axis of a mesh."""
@@ -293,6 +359,11 @@ class Replication:
         if key not in self._known:
             self._known[key] = self.of_group(label, SyncGroup(group))
         return self._known[key]
+
+
+def _tied(axis: str, original: str) -> str:
+    """Return the label of the ranks of an axis that hold copies of a parameter under other names."""
+    return f"axis {axis}: {original}"
 
 
 def _view(mesh: DeviceMesh) -> str:

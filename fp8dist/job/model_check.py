@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fp8dist.checks.axes import Adopted, Axes
 from fp8dist.checks.checker import Comparison, check_alone, run_check
 from fp8dist.checks.inventory import Scope
 from fp8dist.checks.repair import Repairs
@@ -36,6 +38,9 @@ _INSTEAD = (
 LAST_GOOD_STEPS = "_fp8dist_last_good_steps"
 """Attribute of a checked module that holds the step of its last good check, by kind of what was compared."""
 
+ALONG_AXES = "_fp8dist_along_axes"
+"""Attribute of a checked module that holds what the first comparison along each axis found."""
+
 REPAIRS = "_fp8dist_repairs"
 """Attribute of a checked module that is not prepared: which tensors the last checks repaired."""
 
@@ -51,6 +56,7 @@ def check(
     policy: Policy = "raise",
     buffers: bool = False,
     max_repairs: int | None = None,
+    axes: Axes | Mapping[str, GroupLike] | DeviceMesh | None = None,
 ) -> DivergenceReport:
     """Check that all ranks hold the same parameters. If not, report what differs, where, and on which ranks.
     COLLECTIVE.
@@ -82,6 +88,9 @@ def check(
         buffers: compare buffers, which are replicated like plain parameters. If a forward changes buffers, as BatchNorm
             does, ranks differ by design until the next forward: DDP then copies the buffers of its first rank.
         max_repairs: as for ``StateManager.check``. The module remembers which tensors were repaired.
+        axes: also compare plain parameters that were equal on the ranks of these axes in the first check with them, see
+            ``fp8dist.Axes``: ``{"tp": group}``, or a DeviceMesh with names. The same names on all ranks. None: those of
+            ``prepare``. The module remembers what was equal.
 
     Returns:
         A report with the same findings on all ranks.
@@ -93,6 +102,7 @@ def check(
             rank warns once instead. Also raised inside a Join context.
         SyncError: a rank did not take part, and the collective timed out. The message names the missing ranks.
     """
+    given = Axes.of(axes)
     require_choice("policy", policy, ("raise", "warn", "repair"))
     if max_repairs is not None:
         require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
@@ -110,7 +120,12 @@ def check(
     meet(anchor, "fp8dist.check()")
     last_good = module.__dict__[LAST_GOOD_STEPS]
     device, vouched = _device_of(module), group is not None
-    compared = Comparison(anchor, checkers, module, scope, device, step or 0, last_good, vouched=vouched, groups=groups)
+    adopted = next((checker.adopted for checker in checkers), None)
+    if given is not None:
+        adopted = Adopted(given, module.__dict__.setdefault(ALONG_AXES, {}))
+    compared = Comparison(
+        anchor, checkers, module, scope, device, step or 0, last_good, vouched=vouched, groups=groups, adopted=adopted
+    )
     repairs = checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs())
     report = run_check(compared, policy, _INSTEAD, report_dir(), repairs, max_repairs)
     if not compared.enabled:

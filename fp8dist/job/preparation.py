@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fp8dist.checks.axes import Adopted, Axes
 from fp8dist.common.names import check_keywords, require_bool
 from fp8dist.common.patterns import Skip, shadowed, unmatched
 from fp8dist.common.text import first_few
@@ -71,6 +73,7 @@ def prepare(
     strict: bool = False,
     max_repairs: int | None = None,
     share_group: bool = False,
+    axes: Axes | Mapping[str, GroupLike] | DeviceMesh | None = None,
 ) -> StateManager:
     """Convert the eligible nn.Linears of ``model`` to FP8Linears, in place, and return their manager. Local.
 
@@ -126,6 +129,8 @@ def prepare(
             with its backend and time-out, if the manager has collectives while it trains. A rank that skips a step is
             then missed by name. True: collectives use ``group`` itself, where the next collective of that rank, such as
             a bucket of DDP, is taken for the missing one: gloo aborts, and NCCL may mix the values.
+        axes: checks also compare plain parameters that ``attach`` finds equal on the ranks of these axes, see
+            ``fp8dist.Axes``: ``{"tp": group}``, or a DeviceMesh with names. The same names on all ranks.
 
     If ``enabled``, ``amax_sync``, ``check_every``, ``check_policy``, ``audit_every`` or ``backend`` is None, the
     environment variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY,
@@ -140,6 +145,7 @@ def prepare(
     recipe = DelayedScaling() if recipe is None else require_recipe("recipe", recipe)
     given = given_groups(group, groups)
     require_bool("strict", strict)
+    along = Axes.of(axes)
     settings = Settings.resolve(
         enabled=enabled,
         amax_sync=amax_sync,
@@ -166,6 +172,7 @@ def prepare(
     state, slots, grouped = _build(assignment, products, arenas, settings)
     default, _ = next(iter(arenas.values()))
     manager = StateManager(model, recipe, state, default, assignment.aliases, surveyed.coverage(True), selection)
+    Internals(manager).cycle.checker.adopted = None if along is None else Adopted(along, {})
     with _undone_if_it_fails([*linears.values(), *surveyed.experts.values(), model]):
         _convert(surveyed, products, slots, grouped)
         model.__dict__[ATTRIBUTE] = manager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fp8dist import ddp, errors, fsdp
+from fp8dist.checks.axes import Axes
 from fp8dist.checks.checker import Event
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.common.divergence import Finding
@@ -36,6 +37,7 @@ from fp8dist.state.watch import Observation, RankTimes
 
 __all__ = [
     "Attendance",
+    "Axes",
     "BlockScaling",
     "Cause",
     "CheckpointError",

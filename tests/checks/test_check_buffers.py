@@ -86,7 +86,9 @@ def _where_not_replicated() -> dict[str, Any]:
 
 def test_buffers_that_are_not_known_to_be_replicated_are_skipped(two_ranks: RankPool) -> None:
     for result in two_ranks.run(_where_not_replicated):
-        unknown = ("3 buffers not known to be replicated: name their group, as in fp8dist.check(model, group=…)",)
+        unknown = (
+            "3 buffers not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)",
+        )
         assert result["plain, beside DDP"][1:] == ({"parameter": 2}, (*unknown, "4 parameters" + unknown[0][9:]))
         assert result["ignored by DDP"][1:] == (
             {"buffer": 2, "parameter": 4},

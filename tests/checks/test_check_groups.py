@@ -133,7 +133,7 @@ def test_plain_norms_are_compared_over_the_group_that_is_named(
         assert findings == results[0][1]
         assert compared == {"parameter": 4}
         assert skipped == (
-            "2 parameters not known to be replicated: name their group, as in fp8dist.check(model, group=…)",
+            "2 parameters not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)",
         )
         if not damaged:  # The anchor's, the exchange of groups, the two labels', the verdict.
             assert calls == ["all_reduce"] * 5

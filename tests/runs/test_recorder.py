@@ -557,7 +557,7 @@ def test_proven_and_checked_steps(two_ranks: RankPool, ddp: bool, tmp_path: Path
     events = [event for event in read(tmp_path, "events") if event["kind"] == "checked"]
     assert [event["step"] for event in events] == [2, 4]
     kinds = {"parameter": 6, "slot": SLOTS} if ddp else {"slot": SLOTS}
-    why = "6 parameters not known to be replicated: name their group, as in fp8dist.check(model, group=…)"
+    why = "6 parameters not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)"
     for event in events:
         assert (event["compared"], event["nonfinite"]) == (kinds, [])
         assert event["unverified"] == ({} if ddp else {"parameter": why})

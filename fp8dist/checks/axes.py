@@ -1,0 +1,250 @@
+"""Axes: which plain tensors the ranks of a named axis hold as copies.
+
+A plain tensor does not show whether ranks hold copies of it or parts: with tensor parallelism written by hand, the
+weight of a LayerNorm looks like a shard of a Linear. But copies start equal, and shards seldom do. So a tensor that is
+equal on the ranks of an axis when it is first compared there is *adopted*: it counts as a copy from then on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8dist.checks.contents import word_of
+from fp8dist.common.patterns import require_patterns
+from fp8dist.common.text import first_few
+from fp8dist.errors import ConfigurationError
+from fp8dist.state.groups import GroupLike, SyncGroup
+
+__all__ = ["Adopted", "Axes", "OpenTensor"]
+
+logger = logging.getLogger("fp8dist")
+
+_NONE_HELD: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a job, such as tensor parallelism, for ``prepare(axes=…)`` and ``fp8dist.check(axes=…)``.
+
+    A plain parameter that is equal on the ranks of an axis when it is first compared there, at ``attach`` or in the
+    first check, is a copy: later checks compare it, its gradient and its optimizer state. So make the first comparison
+    before the first step. Also compares the local parts of DTensors along axes that are not in their mesh. Name axes
+    whose ranks run the same modules. If ranks have parameters of other names, as the stages of a pipeline have, only
+    ``copies`` are compared along the axis.
+
+    Args:
+        groups: the group of this rank on each axis, by name; or a DeviceMesh, each of whose axes has a name. The same
+            names on all ranks that check.
+        copies: parameters that some ranks of an axis hold under another name: ``{"embed.weight": "head.weight"}``. They
+            are compared from the start, on each axis where one rank has the first name only and another one the second.
+        distinct: one fqn pattern or several, of parameters that each rank of an axis has for itself although they start
+            equal, such as the shards of a bias that starts as zeros.
+
+    Raises:
+        ConfigurationError: an argument has another type, or the mesh has no names.
+    """
+
+    groups: Mapping[str, GroupLike] | DeviceMesh
+    copies: Mapping[str, str] = field(default_factory=lambda: _NONE_HELD)
+    distinct: str | Iterable[str] = ()
+
+    def __post_init__(self) -> None:
+        given = self.groups
+        if isinstance(given, DeviceMesh):
+            if given.mesh_dim_names is None:
+                raise ConfigurationError("axes: the DeviceMesh has no names: make it with mesh_dim_names")
+            given = {name: given.get_group(name) for name in given.mesh_dim_names}
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ConfigurationError(
+                f'axes must map names to groups, such as {{"tp": group}}, or be a DeviceMesh with names; got {given!r}'
+            )
+        if not isinstance(self.copies, Mapping) or not all(
+            isinstance(n, str) for of in self.copies.items() for n in of
+        ):
+            raise ConfigurationError(
+                f'copies must map names to names, such as {{"embed.weight": "head.weight"}}, got {self.copies!r}'
+            )
+        distinct = (self.distinct,) if isinstance(self.distinct, str) else self.distinct
+        object.__setattr__(self, "distinct", require_patterns("distinct", distinct))
+        object.__setattr__(self, "groups", MappingProxyType({name: given[name] for name in sorted(given)}))
+
+    @classmethod
+    def of(cls, given: Axes | Mapping[str, GroupLike] | DeviceMesh | None) -> Axes | None:
+        """Return what a caller gave as ``axes``; None: nothing."""
+        return given if given is None or isinstance(given, Axes) else cls(given)
+
+
+class Found(NamedTuple):
+    """What the first comparison along an axis found.
+
+    ``equal``: names of the tensors that were equal; None: the ranks hold tensors of other names. ``shared``: originals
+    of ``copies`` that ranks hold under both names.
+    """
+
+    equal: frozenset[str] | None
+    shared: frozenset[str]
+
+
+class OpenTensor(NamedTuple):
+    """A local tensor that may be a copy along ``axes``, with a digest of its name, shape, dtype and values."""
+
+    name: str
+    digest: int
+    axes: Sequence[str]
+
+
+class Adopted:
+    """What one model holds as copies along its axes.
+
+    Args:
+        axes: as the caller named them.
+        found: by axis and its ranks. ``adopt`` adds to it.
+
+    Attributes:
+        error: why this rank could not read its tensors for the last ``adopt``; None: it could.
+    """
+
+    def __init__(self, axes: Axes, found: dict[tuple[str, tuple[int, ...]], Found]) -> None:
+        assert isinstance(axes.groups, Mapping)
+        self.axes = axes
+        self.groups = {name: SyncGroup(group) for name, group in axes.groups.items()}
+        self._found = found
+        self.error: Exception | None = None
+
+    def pending(self, among: Iterable[str]) -> list[str]:
+        """Return the axes of ``among`` that were not compared before."""
+        return [axis for axis in among if self._key(axis) not in self._found]
+
+    def _key(self, axis: str) -> tuple[str, tuple[int, ...]]:
+        return axis, tuple(self.groups[axis].ranks)
+
+    def found(self, axis: str) -> Found:
+        """Return what the first comparison along an axis found: nothing, if there was none."""
+        return self._found.get(self._key(axis), Found(frozenset(), frozenset()))
+
+    def is_copy(self, name: str, axis: str) -> bool:
+        """True if the ranks of an axis hold copies of the tensor under this name."""
+        return name in (self.found(axis).equal or ()) and not self.is_distinct(name)
+
+    def is_distinct(self, name: str) -> bool:
+        """True if the caller says that each rank has the tensor for itself."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.axes.distinct)
+
+    def original(self, name: str, axis: str) -> str | None:
+        """Return the name under which a tensor is compared with copies of other names along an axis; None: it is
+        not."""
+        original = self.axes.copies.get(name, name)
+        return original if original in self.found(axis).shared else None
+
+    def adopt(self, among: Sequence[str], tensors: Sequence[OpenTensor] | None) -> None:
+        """Compare tensors along axes that were not compared before, and remember which are equal. COLLECTIVE over each
+        of these axes: one MAX, and one more with 16 bytes for each tensor.
+
+        Args:
+            among: the axes to compare, the same on all ranks.
+            tensors: of this rank. None: it could not read them, and nothing is remembered along its axes.
+        """
+        names = {one.name for one in tensors or ()}
+        for axis in among:
+            group = self.groups[axis]
+            mine = {one.name: one.digest for one in tensors or () if axis in one.axes}
+            word = word_of(tuple(sorted(mine)))
+            held = [(a in names) > (b in names) for a, b in sorted(self.axes.copies.items())]
+            held += [(b in names) > (a in names) for a, b in sorted(self.axes.copies.items())]
+            word_max, inverse, failed, *some = _maximum(group, [word, ~word, int(tensors is None), *map(int, held)])
+            if failed:
+                continue
+            pairs = zip(sorted(self.axes.copies.items()), some, some[len(self.axes.copies) :])
+            shared = frozenset(b for (_, b), first, second in pairs if first and second)
+            equal = _equal_along(group, mine) if word_max == ~inverse else None
+            self._found[self._key(axis)] = Found(equal, shared)
+            if group.rank == min(group.ranks):
+                _log(axis, equal, list(mine), shared)
+
+    def require_copies(self, names: Iterable[str]) -> None:
+        """Raise ConfigurationError if an entry of ``copies`` is compared along no axis, and this rank does not hold
+        both. ``names``: of this rank's parameters. Local."""
+        held = set(names)
+        for a, b in self.axes.copies.items():
+            if not any(b in self.found(axis).shared for axis in self.groups) and not {a, b} <= held:
+                raise ConfigurationError(
+                    f"copies={{{a!r}: {b!r}}}: on no axis ({', '.join(self.groups)}) does one rank hold the first name "
+                    f"and another rank the second"
+                )
+
+    def advice(self, names: Iterable[str]) -> str:
+        """Return a note for a report on these tensors: how to say that they are no copies; "" if none was adopted."""
+        found = {name: axis for name in names for axis in self.groups if self.is_copy(name, axis)}
+        if not found:
+            return ""
+        name, axis = next(iter(found.items()))
+        return (
+            f"{first_few(list(found), 3)}: compared along axis {axis}, because its ranks held equal values at first. "
+            f"If each of them is to have its own values, pass axes=fp8dist.Axes(…, distinct={pattern_of(name)!r})"
+        )
+
+
+def _maximum(group: SyncGroup, numbers: Sequence[int]) -> list[int]:
+    """Return the maximum of each number, int64, over the ranks of a group. COLLECTIVE."""
+    message = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(group.device)
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
+    return message.tolist()
+
+
+def _equal_along(group: SyncGroup, digests: Mapping[str, int]) -> frozenset[str]:
+    """Return the names of the tensors that all ranks of a group hold alike. COLLECTIVE if there are any.
+
+    ``digests``: by name. The names are the same on all ranks.
+    """
+    if not digests:
+        return frozenset()
+    names = sorted(digests)
+    most = _maximum(group, [*(digests[name] for name in names), *(~digests[name] for name in names)])
+    return frozenset(name for i, name in enumerate(names) if most[i] == ~most[len(names) + i])
+
+
+def pattern_of(name: str) -> str:
+    """Return the name with "*" in place of each number that is a whole component: "blocks.*.norm.weight"."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _log(axis: str, equal: frozenset[str] | None, names: Sequence[str], shared: Iterable[str]) -> None:
+    """Log what is compared along an axis and what is not, by pattern. Warn if of tensors with the same pattern few
+    differ: these may have parted before."""
+    copies = "".join(f"; copies of {name}" for name in sorted(shared))
+    if equal is None:
+        logger.info("fp8dist: axis %s: its ranks hold parameters of other names%s", axis, copies or ": none compared")
+        return
+    kin: dict[str, list[str]] = {}
+    for name in names:
+        kin.setdefault(pattern_of(name), []).append(name)
+    apart = {pattern: [n for n in of if n not in equal] for pattern, of in kin.items()}
+    logger.info(
+        "fp8dist: axis %s: %d of %d parameters are equal on its ranks, and compared from now on%s; not compared: %s",
+        axis,
+        len(equal),
+        len(names),
+        copies,
+        first_few([f"{pattern} ({len(of)})" for pattern, of in apart.items() if of], 8),
+    )
+    for pattern, of in apart.items():
+        if of and 2 * len(of) <= len(kin[pattern]):
+            logger.warning(
+                "fp8dist: axis %s: %d of %d parameters %s are equal on its ranks, but not %s: if these are copies, "
+                "they have parted already, and are not compared",
+                axis,
+                len(kin[pattern]) - len(of),
+                len(kin[pattern]),
+                pattern,
+                first_few(of),
+            )

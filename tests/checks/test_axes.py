@@ -1,0 +1,383 @@
+"""Named axes: plain tensors that are equal at the start are copies, in jobs with parallelism written by hand."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist.errors import ConfigurationError, DivergenceError
+from tests.support.by_hand import COPIES, WIDTH, ByHand, add_up
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+
+SIZE = pytest.mark.parametrize("size", [2, 4])
+
+
+def _pool(size: int, two: RankPool, four: RankPool) -> RankPool:
+    return two if size == 2 else four
+
+
+def _step(model: ByHand, optimizer: torch.optim.Optimizer, step: int, forgotten: str = "") -> None:
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    (model(x) * torch.arange(WIDTH)).sum().backward()
+    add_up(model, forgotten)
+    optimizer.step()
+
+
+def _found(error: DivergenceError) -> list[Any]:
+    return [(f.kind, f.name, f.step) for f in error.report.findings]
+
+
+def _forgets(forgotten: str, names: bool, gradients: bool) -> Any:
+    """Train four steps with checks. Return what was found, and where. From step 2 on a gradient is not added up."""
+    model, axes = ByHand(dist.group.WORLD), {"tp": dist.group.WORLD} if names else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    report = fp8dist.check(model, axes=axes, step=0)
+    try:
+        for step in range(1, 5):
+            _step(model, optimizer, step, forgotten if step > 1 else "")
+            report = fp8dist.check(model, axes=axes, optimizer=optimizer, gradients=gradients, step=step)
+    except DivergenceError as error:
+        return sorted(set(_found(error))), str(error)
+    return report.compared, report.skipped
+
+
+@SIZE
+@pytest.mark.parametrize("forgotten", COPIES)
+def test_a_gradient_that_is_not_added_up_is_named_in_its_step(
+    size: int, forgotten: str, two_ranks: RankPool, four_ranks: RankPool
+) -> None:
+    for found, text in _pool(size, two_ranks, four_ranks).run(_forgets, forgotten, True, True):
+        assert found == [
+            (kind, forgotten + suffix, 2)
+            for kind, suffix in [
+                ("gradient", ""),
+                ("optimizer", ".exp_avg"),
+                ("optimizer", ".exp_avg_sq"),
+                ("parameter", ""),
+            ]
+        ]
+        assert "tp=1" in text
+        assert f"{forgotten}: compared along axis tp" in " ".join(text.split())
+
+
+def test_a_job_that_adds_all_up_is_consistent(two_ranks: RankPool) -> None:
+    for compared, skipped in two_ranks.run(_forgets, "", True, True):
+        assert compared["parameter"] == compared["gradient"] == 9
+        assert compared["optimizer"] == 27
+        assert "2 parameters not equal along axis tp when first compared" in skipped
+
+
+def test_without_axes_nothing_is_compared_and_the_report_says_so(two_ranks: RankPool) -> None:
+    with pytest.raises(Exception, match="nothing here is known to be the same on several ranks"):
+        two_ranks.run(_forgets, "norm.weight", False, True)
+
+
+# What is no copy --------------------------------------------------------------------------------------
+
+
+def _zero_shards(distinct: str | tuple[str, ...]) -> str:
+    model = ByHand(dist.group.WORLD, bias_shard=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    axes = fp8dist.Axes({"tp": dist.group.WORLD}, distinct=distinct)
+    try:
+        for step in range(3):
+            report = fp8dist.check(model, axes=axes, step=step)
+            _step(model, optimizer, step)
+    except DivergenceError as error:
+        return f"{_found(error)} {' '.join(str(error).split())}"
+    return str(report.compared)
+
+
+@pytest.mark.parametrize("distinct", ["qkv.bias", ("none.*", "*.bi?s")])
+def test_a_shard_that_starts_as_zeros_is_distinct(two_ranks: RankPool, distinct: str | tuple[str, ...]) -> None:
+    compared = {9} if isinstance(distinct, str) else {6}  # The second leaves out all biases of modules.
+    assert {*two_ranks.run(_zero_shards, distinct)} == {f"{{'parameter': {n}}}" for n in compared}
+
+
+def test_a_shard_that_starts_equal_is_reported_with_what_to_pass(two_ranks: RankPool) -> None:
+    for text in two_ranks.run(_zero_shards, ()):
+        assert text.startswith("[('parameter', 'qkv.bias', 1)]")
+        assert "pass axes=fp8dist.Axes(…, distinct='qkv.bias')" in text
+
+
+def _parted(later: bool) -> Any:
+    """Four norms, of which one has parted before the first comparison, or after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(4)))
+    axes = {"tp": dist.group.WORLD}
+    with captured_log(logging.INFO) as log:
+        if later:
+            fp8dist.check(model, axes=axes)
+        with torch.no_grad():
+            model[2].weight[5] += dist.get_rank()
+        report = fp8dist.check(model, axes=axes, policy="warn", step=7)
+    texts = [text for level, text in log if "axis tp" in text]
+    return [(f.name, f.index) for f in report.findings], report.compared, texts
+
+
+def test_what_has_parted_before_is_not_compared_and_stands_out_from_its_kin(two_ranks: RankPool) -> None:
+    (found, compared, texts), (_, _, elsewhere) = two_ranks.run(_parted, False)
+    assert (found, compared) == ([], {"parameter": 7})
+    assert texts == [
+        "fp8dist: axis tp: 7 of 8 parameters are equal on its ranks, and compared from now on; not compared: "
+        "*.weight (1)",
+        "fp8dist: axis tp: 3 of 4 parameters *.weight are equal on its ranks, but not 2.weight: if these are copies, "
+        "they have parted already, and are not compared",
+    ]
+    assert elsewhere == []
+
+
+def test_the_module_remembers_what_was_equal(two_ranks: RankPool) -> None:
+    assert [of[:2] for of in two_ranks.run(_parted, True)] == [([("2.weight", (5,))], {"parameter": 8})] * 2
+
+
+# Pipelines ---------------------------------------------------------------------------------------------
+
+
+class _Stage(nn.Module):
+    """One of four stages of a pipeline: the first has an embedding, the last one a head with the same weight. All have
+    a norm of the same name, which is another one on each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank, last = dist.get_rank(), dist.get_world_size() - 1
+        self.norm = nn.LayerNorm(8)
+        weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+        if rank == 0:
+            self.embed = nn.Embedding.from_pretrained(weight, freeze=False)
+        if rank == last:
+            self.head = nn.Linear(8, 6, bias=False)
+            self.head.weight = nn.Parameter(weight)
+        if 0 < rank < last:
+            self.middle = nn.Linear(8, 8)
+
+
+def _tied(wrong: int | None, named: bool = True) -> Any:
+    """Train with equal gradients of the embedding on both stages, and other gradients of all other parameters.
+
+    ``wrong``: the step in which the last stage misses the gradient of the first one. ``named``: the caller names the
+    copies.
+    """
+    model = _Stage()
+    copies = {"embed.weight": "head.weight"} if named else {}
+    axes = fp8dist.Axes({"pp": dist.group.WORLD}, copies=copies)
+    optimizer = torch.optim.Adam(model.parameters())
+    reports = [fp8dist.check(model, axes=axes, step=0, optimizer=optimizer)]
+    with captured_log() as log:
+        try:
+            for step in range(1, 4):
+                for name, parameter in model.named_parameters():
+                    tied = name in ("embed.weight", "head.weight")
+                    parameter.grad = torch.full_like(parameter, step if tied else dist.get_rank() + 1.0)
+                    if tied and step == wrong and name == "head.weight":
+                        parameter.grad[3] = -9.0
+                optimizer.step()
+                reports.append(fp8dist.check(model, axes=axes, step=step, optimizer=optimizer))
+        except DivergenceError as error:
+            return [(f.kind, f.name, f.step, f.ranks, f.index) for f in error.report.findings]
+    assert not log
+    return reports[-1].compared, reports[-1].skipped
+
+
+@SIZE
+def test_an_embedding_that_two_stages_share_is_compared(size: int, two_ranks: RankPool, four_ranks: RankPool) -> None:
+    first, *middle, last = _pool(size, two_ranks, four_ranks).run(_tied, None)
+    assert first == last
+    assert first[0] == {"parameter": 1, "optimizer": 3}
+    assert "2 parameters not equal along axis pp when first compared" in first[1]
+    assert [compared for compared, _ in middle] == [{}] * (size - 2)
+
+
+@SIZE
+def test_an_embedding_that_parts_from_its_copy_is_named(size: int, two_ranks: RankPool, four_ranks: RankPool) -> None:
+    for found in _pool(size, two_ranks, four_ranks).run(_tied, 2):
+        assert [of for of in found if of[0] == "parameter"] == [
+            ("parameter", "head.weight", 2, (0, size - 1), (3, 0)),
+        ]
+        assert {of[1] for of in found} == {"head.weight", "head.weight.exp_avg", "head.weight.exp_avg_sq"}
+
+
+def test_stages_have_norms_of_their_own(four_ranks: RankPool) -> None:
+    with pytest.raises(Exception, match="nothing here is known to be the same on several ranks"):
+        four_ranks.run(_tied, None, False)
+
+
+def _misnamed() -> str:
+    model = _Stage()
+    with pytest.raises(ConfigurationError) as caught:
+        fp8dist.check(model, axes=fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embedding.weight": "head.weight"}))
+    return str(caught.value)
+
+
+def test_copies_that_no_rank_holds_are_an_error(two_ranks: RankPool) -> None:
+    expected = "copies={'embedding.weight': 'head.weight'}: on no axis (pp) does one rank hold the first name"
+    assert all(expected in text for text in two_ranks.run(_misnamed))
+
+
+# With DDP, FSDP2 and prepared models ---------------------------------------------------------------------
+
+
+def _mesh(wrapper: str, damaged: tuple[int, ...]) -> Any:
+    """Two replicas of a block that two ranks share. Damage a norm on some ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = ByHand(mesh.get_group("tp"))
+    norm, called = model.final_norm, model
+    if wrapper == "ddp":
+        called = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    if wrapper == "fsdp2":
+        fully_shard(model, mesh=mesh["dp"])
+    axes = mesh if wrapper == "mesh" else {"tp": mesh.get_group("tp")}
+    compared = fp8dist.check(called, axes=axes).compared
+    if dist.get_rank() in damaged:
+        local = norm.weight.detach()
+        local = local.to_local() if wrapper == "fsdp2" else local
+        with torch.no_grad():
+            local[1] += 1
+    report = fp8dist.check(called, axes=axes, policy="warn")
+    return compared, sorted((f.name, f.ranks, f.mesh_coords[0]) for f in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "damaged", "sides", "compared"),
+    [
+        ("ddp", (1, 3), [(0, 1), (2, 3)], 20),  # DDP's replicas stay equal, and only the axis shows it.
+        ("mesh", (1,), [(0, 1), (1, 3)], 20),
+        ("fsdp2", (2,), [(2, 3)], 9),  # Nothing else compares the shard of one rank.
+    ],
+)
+def test_axes_beside_a_wrapper(
+    four_ranks: RankPool, wrapper: str, damaged: tuple[int, ...], sides: list[Any], compared: int
+) -> None:
+    for counted, found in four_ranks.run(_mesh, wrapper, damaged):
+        assert counted == {"parameter": compared}
+        assert [(name, ranks) for name, ranks, _ in found] == [("final_norm.weight", ranks) for ranks in sides]
+        assert all({"dp", "tp"} >= set(coords) >= {"tp"} for *_, coords in found)
+
+
+def _prepared(forgotten: str) -> Any:
+    torch.manual_seed(0)
+    model = ByHand(dist.group.WORLD)
+    axes = {"tp": dist.group.WORLD}
+    manager = fp8dist.prepare(
+        model, fp8dist.CurrentScaling(), group=dist.group.WORLD, check_every=2, axes=axes, skip=["router", "gate"]
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with captured_log(logging.INFO) as log:
+        manager.attach(model, optimizer=optimizer)
+    try:
+        for step in range(1, 7):
+            _step(model, optimizer, step, forgotten if step == 3 else "")
+    except DivergenceError as error:
+        return sorted(set(_found(error))), [text for _, text in log if "axis" in text]
+    return manager.check().compared["parameter"], [text for _, text in log if "axis" in text]
+
+
+def test_a_prepared_model_adopts_at_attach_and_checks_every_so_often(two_ranks: RankPool) -> None:
+    (found, texts), _ = two_ranks.run(_prepared, "norm.weight")
+    assert found == [("parameter", "norm.weight", 5)]
+    assert texts == [
+        "fp8dist: axis tp: 9 of 11 parameters are equal on its ranks, and compared from now on; not compared: "
+        "qkv.weight (1), out.weight (1)"
+    ]
+    assert [found for found, _ in two_ranks.run(_prepared, "")] == [9, 9]
+
+
+def _unreadable() -> Any:
+    """Rank 1 cannot read its model when it is first compared."""
+    model = ByHand(dist.group.WORLD)
+    axes = {"tp": dist.group.WORLD}
+    if dist.get_rank() == 1:
+        model.norm.weight = nn.Parameter(model.norm.weight.detach().to("meta"))
+    with captured_log():
+        report = fp8dist.check(model, axes=axes, policy="warn")
+    if dist.get_rank() == 1:
+        model.norm.weight = nn.Parameter(torch.ones(WIDTH))
+    return [(f.kind, f.ranks) for f in report.findings], fp8dist.check(model, axes=axes).compared
+
+
+def test_a_rank_that_cannot_read_its_model_delays_the_first_comparison(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_unreadable) == [([("error", (1,))], {"parameter": 9})] * 2
+
+
+def _many_checks(checks: int) -> int:
+    model, axes = ByHand(dist.group.WORLD), {"tp": dist.group.WORLD}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.1)
+    whole = nn.ModuleList([model, ByHand(dist.group.WORLD)])
+    fp8dist.check(whole, axes=axes)
+    for step in range(checks):
+        _step(model, optimizer, step)
+        with torch.no_grad():  # An average of weights.
+            torch._foreach_lerp_(list(whole[1].parameters()), list(model.parameters()), 0.1)
+        fp8dist.check(whole, axes=axes, optimizer=optimizer, gradients=True)
+    return checks
+
+
+@pytest.mark.long
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_no_false_alarm_in_ten_thousand_checks(two_ranks: RankPool) -> None:
+    two_ranks.run(_many_checks, 10_000, timeout=880)
+
+
+# Arguments and cost ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([("tp", 1)], "axes must map names to groups"),
+        ({1: None}, "axes must map names to groups"),
+        ({"tp": "group"}, "group must be a ProcessGroup or a DeviceMesh"),
+    ],
+)
+def test_axes_of_another_type(two_ranks: RankPool, given: Any, text: str) -> None:
+    assert all(text in caught for caught in two_ranks.run(_refused, given))
+
+
+def _refused(given: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        fp8dist.check(ByHand(dist.group.WORLD), axes=given)
+    return str(caught.value)
+
+
+def test_copies_and_distinct_of_another_type() -> None:
+    with pytest.raises(ConfigurationError, match="copies must map names to names"):
+        fp8dist.Axes({}, copies=["embed"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="distinct must hold patterns"):
+        fp8dist.Axes({}, distinct=3)  # type: ignore[arg-type]
+
+
+def _cost(linears: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(*(nn.LayerNorm(4) for _ in range(linears)))
+    counts = []
+    for _ in range(3):
+        with counted_collectives() as calls:
+            fp8dist.check(model, axes=mesh)
+        counts.append([(name, size) for name, size in zip(calls.names, calls.sizes) if name == "all_reduce"])
+    assert counts[1] == counts[2]
+    return [[sum(1 for _ in of), sum(size for _, size in of)] for of in counts[:2]]
+
+
+def test_the_first_check_sends_16_bytes_for_each_tensor_and_later_ones_nothing_more(four_ranks: RankPool) -> None:
+    costs = {n: four_ranks.run(_cost, n) for n in (10, 200)}
+    for of in costs.values():
+        assert len({str(one) for one in of}) == 1
+    (first, later), (first_of_many, later_of_many) = costs[10][0], costs[200][0]
+    assert later == later_of_many
+    assert later[0] == 1 + 2 + 2  # The anchor's set; do ranks mean the same, does a set differ; and one for each axis.
+    assert [many - few for few, many in itertools.zip_longest(first, first_of_many)] == [0, 2 * 16 * 380]
+    assert first[0] - later[0] == 2 * 2
