@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fp8dist.checks.at_rest import AtRest
 from fp8dist.checks.audit import Audits
 from fp8dist.checks.checker import Checker
 from fp8dist.errors import ConfigurationError, SyncError
@@ -41,6 +42,7 @@ class StepCycle:
         measurement: the watch, and the time that steps wait in syncs.
         checks: runs the checks that are due.
         audits: the audits of casts and products; None: the settings ask for none.
+        at_rest: compares tensors between steps.
         steps: watches all optimizers of the process. The manager sets it, as soon as it has a cycle.
         listeners: called as a training step ends. False: the step was skipped.
     """
@@ -57,6 +59,7 @@ class StepCycle:
         self.settings, self.job, self.precisions = state.settings, state.job, state.precisions
         self.syncs, self.groups = state.syncs, state.groups
         self.audits: Audits | None = None
+        self.at_rest = AtRest(state.settings.at_rest_every)
         self.control = PrecisionControl(state)
         self.checker = Checker(state, self.control)
         self.scales = WeightScales(state)

@@ -70,6 +70,7 @@ def prepare(
     fallback: Fallback | None = None,
     audit_every: int | None = None,
     audit_bytes: int = AUDIT_BYTES,
+    at_rest_every: int | None = None,
     strict: bool = False,
     max_repairs: int | None = None,
     share_group: bool = False,
@@ -121,6 +122,9 @@ def prepare(
             bits. 0: never. A rank that computed otherwise is named, and ``check_policy`` decides what follows; nothing
             can be repaired. One audit visits one site of one module; successive audits visit all.
         audit_bytes: bytes of operands that an audit sends. Of a larger product it repeats a block.
+        at_rest_every: every so many steps, compare parameters and the state of attached optimizers after a step
+            with those before the next one, by digest. Warns about tensors that have other bits although torch counted
+            no write to them. Local: covers shards and moments that no other rank has. 0: never.
         strict: True: raise ConfigurationError if a module would be left out that neither a pattern (``skip`` and its
             defaults, ``overrides``) nor ``filter_fn`` names. Nothing is changed then.
         max_repairs: for ``check_policy="repair"``: the number of checks in a row that may repair the same tensor. The
@@ -132,9 +136,10 @@ def prepare(
         axes: checks also compare plain parameters that ``attach`` finds equal on the ranks of these axes, see
             ``fp8dist.Axes``: ``{"tp": group}``, or a DeviceMesh with names. The same names on all ranks.
 
-    If ``enabled``, ``amax_sync``, ``check_every``, ``check_policy``, ``audit_every`` or ``backend`` is None, the
-    environment variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY,
-    FP8DIST_AUDIT_EVERY, FP8DIST_BACKEND) decides, else the default (on, synced, 0, "raise", 0, "auto").
+    If ``enabled``, ``amax_sync``, ``check_every``, ``check_policy``, ``audit_every``, ``at_rest_every`` or ``backend``
+    is None, the environment variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY,
+    FP8DIST_AUDIT_EVERY, FP8DIST_AT_REST_EVERY, FP8DIST_BACKEND) decides, else the default (on, synced, 0, "raise", 0,
+    0, "auto").
     FP8DIST_REPORT_DIR is the folder for evidence of a divergence.
 
     Raises:
@@ -157,6 +162,7 @@ def prepare(
         fallback=fallback,
         audit_every=audit_every,
         audit_bytes=audit_bytes,
+        at_rest_every=at_rest_every,
         max_repairs=max_repairs,
         share_group=share_group,
     )

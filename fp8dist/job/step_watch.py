@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fp8dist.checks.at_rest import AtRest
 from fp8dist.common.optimizer_hooks import (
     found_inf,
     has_closure,
@@ -45,6 +46,7 @@ class StepListener(Protocol):
     """Receives the steps that a StepWatch observes."""
 
     state: ModelState
+    at_rest: AtRest
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Handle the start of an optimizer's step."""
@@ -193,6 +195,9 @@ class StepWatch:
             if is_last:
                 self._loads.before(optimizer, listener.state.job.loads, listener.state.logs)
         self._began, listener.state.job.stepping = listener.state.job.boundaries, True
+        if optimizer in self._attached and (whole := listener.state.job.whole) is not None:
+            step = listener.state.job.step if listener.state.job.enabled else listener.state.job.boundaries
+            listener.at_rest.before(optimizer, whole, self._others(optimizer), step)
         if self._masters is not None and self._masters.check(optimizer):
             self._masters = None
         self._lists = _lists_of(optimizer)
@@ -207,6 +212,10 @@ class StepWatch:
     @property
     def _last_one(self) -> Optimizer | None:
         return None if self._last is None else self._last()
+
+    def _others(self, optimizer: Optimizer) -> list[Optimizer] | None:
+        """Return the other attached optimizers, if this is the last one, which stands for the rest of the model."""
+        return [one for one in self._attached if one is not optimizer] if optimizer is self._last_one else None
 
     def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[WeightNote]) -> None:
         """Raise ConfigurationError if weights are about to be stepped a second time since the last boundary."""
@@ -244,6 +253,8 @@ class StepWatch:
             self._lists, self._held, self._unrecorded = [], None, []
             self._gradients.after(optimizer, listener.state.logs)
         listener.after_step(optimizer, real)
+        if counts and optimizer in self._attached and (whole := listener.state.job.whole) is not None:
+            listener.at_rest.after(optimizer, whole, self._others(optimizer))
 
     def _warn_of_eval(self, optimizer: Optimizer, notes: Sequence[WeightNote], since: int) -> None:
         """Warn once about trained weights whose backwards recorded no amax. A part of a model may be in ``eval()``

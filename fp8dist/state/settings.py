@@ -31,6 +31,7 @@ VARIABLES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "FP8DIST_CHECK_EVERY": ("0: never", "Compare FP8 state and parameters between ranks every so many steps."),
         "FP8DIST_CHECK_POLICY": ("`raise`", "What these checks do when ranks differ: `raise`, `warn` or `repair`."),
         "FP8DIST_AUDIT_EVERY": ("0: never", "Let another rank repeat a cast or product every so many steps."),
+        "FP8DIST_AT_REST_EVERY": ("0: never", "Look for tensors that change between two steps, every so many steps."),
         "FP8DIST_BACKEND": (
             "`auto`",
             f"What computes FP8 casts and products: {', '.join(f'`{backend}`' for backend in BACKENDS)}.",
@@ -74,6 +75,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "fp8_all_gather": require_bool,
         "fallback": _fallback,
         "audit_every": _steps,
+        "at_rest_every": _steps,
         "audit_bytes": lambda name, value: require_int(name, value, 1, what="a number of bytes"),
         "max_repairs": _repairs,
         "share_group": require_bool,
@@ -84,8 +86,8 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Settings:
-    """Resolved settings of one manager, as ``prepare`` describes them. All of them except ``report_dir`` affect
-    numerics or communication, and are part of the manifest."""
+    """Resolved settings of one manager, as ``prepare`` describes them. All of them except ``report_dir`` and
+    ``at_rest_every`` affect numerics or communication, and are part of the manifest."""
 
     enabled: bool = True
     amax_sync: bool = True
@@ -96,6 +98,7 @@ class Settings:
     fp8_all_gather: bool = False
     fallback: Fallback | None = None
     audit_every: int = 0
+    at_rest_every: int = 0
     audit_bytes: int = AUDIT_BYTES
     max_repairs: int | None = None
     share_group: bool = False
@@ -125,7 +128,7 @@ class Settings:
     def describe(self) -> dict[str, Any]:
         """Return plain JSON values for the manifest."""
         described = asdict(self)
-        del described["report_dir"]  # It may differ between hosts.
+        del described["report_dir"], described["at_rest_every"]  # They may differ between hosts.
         return described
 
 
