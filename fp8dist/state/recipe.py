@@ -107,8 +107,7 @@ class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of earlier steps.
 
     Args:
-        history_len: length of the history in optimizer steps (TransformerEngine counts microbatches if each has its own
-            autocast).
+        history_len: length of the history in optimizer steps.
         amax_algo: ``"max"`` of the history, its ``"most_recent"`` entry, or a callable that takes the histories of all
             slots, float32[n, history_len], oldest first, and returns float32[n]. A callable must be deterministic: it
             runs on every rank and must return the same bits.

@@ -14,6 +14,9 @@ Results = Mapping[str, Any]
 HEADER_BYTES = 32
 """Of the message of a sync, for which docs/design/protocol.md has the layout."""
 
+SLOTS = 3
+"""Of a Linear: input, weight and gradient."""
+
 
 def versions(rows: Sequence[Results]) -> str:
     """Return a table of the passed tests for each pair of Python and torch."""
@@ -46,9 +49,9 @@ def hardware(measured: Sequence[Results], convergence: Results | None, rows: Seq
         "- **GPU: nothing has run on a GPU or with NCCL yet,** and no speed is known. Tests run the kernels",
         "  in Triton's interpreter, and compile them for Hopper and Blackwell.",
     ]
-    cpu = "- **CPU:** all tests run on one, with gloo"
+    cpu = "- **CPU:** all tests, with gloo"
     if convergence is not None:
-        cpu += f"; losses were compared over {convergence['steps']} steps ({convergence['machine']})"
+        cpu += f"; losses were compared with FP32 over {convergence['steps']} steps ({convergence['machine']})"
     lines.append(f"{cpu}.")
     if rows:
         pythons = _range([row["python"] for row in rows])
@@ -65,11 +68,11 @@ def front(numbers: Results | None, convergence: Results | None, measured: Sequen
         convergence: the results of ``scripts/convergence``, or None.
         measured: the results of GPUs.
     """
-    rows = [["silent bugs from public training code that it finds", "not counted yet", ""]]
+    rows = []
     if numbers is not None:
-        each = (numbers["bytes_per_sync"] - HEADER_BYTES) / numbers["slots"]
+        linear = (numbers["bytes_per_sync"] - HEADER_BYTES) / numbers["slots"] * SLOTS
         syncs = (
-            f"{numbers['collectives_per_step']:g} all-reduce: {HEADER_BYTES} bytes, and {each:g} for each FP8 tensor"
+            f"{numbers['collectives_per_step']:g} all-reduce: {HEADER_BYTES} bytes, and {linear:g} for each FP8 Linear"
         )
         gathered = [f"{numbers[name] / 1e6:.2f} MB" for name in ("gathered_fp8", "gathered_bf16")]
         rows.append(["communication per step for FP8 state, `DelayedScaling`", syncs, "`python -m scripts.front`"])

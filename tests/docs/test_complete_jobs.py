@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -36,19 +37,23 @@ def _program(page: str) -> str:
 
 
 def _run_program(words: list[str]) -> int:
-    """Run ``words[0]`` in its folder. "kill": SIGKILL after a step; "probe": save once more what was loaded."""
+    """Run ``words[0]`` in its folder. "kill": SIGKILL after a step; "nan": a weight becomes NaN after a step; "probe":
+    save once more what was loaded."""
     script, actions = Path(words[0]), words[1:]
     os.chdir(script.parent)
     space = sys.modules["__main__"].__dict__
-    if "kill" in actions:
+    if "kill" in actions or "nan" in actions:
         log = fp8dist.Recorder.log
 
-        def log_and_die(self: fp8dist.Recorder, step: int, **numbers: Any) -> None:
+        def log_and_harm(self: fp8dist.Recorder, step: int, **numbers: Any) -> None:
             log(self, step, **numbers)
-            if step == KILLED:
+            if step == KILLED and "kill" in actions:
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif step == KILLED:
+                with torch.no_grad():
+                    space["model"][0].weight.fill_(math.nan)
 
-        fp8dist.Recorder.log = log_and_die  # type: ignore[method-assign]
+        fp8dist.Recorder.log = log_and_harm  # type: ignore[method-assign]
     if "probe" in actions:
         attach = fp8dist.StateManager.attach
 
@@ -70,6 +75,17 @@ def _run(program: str, folder: Path, ranks: int, *actions: str) -> None:
     done = forked.run([str(script), *actions], ranks, {}, main=_run_program)
     assert done.returncode == (-signal.SIGKILL if "kill" in actions else 0), done.stdout + done.stderr
     assert "kill" in actions or done.stdout + done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["ddp", "fsdp2"])
+def test_a_job_whose_weights_are_nan_on_all_ranks_saves_no_more(tmp_path: Path, job: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_program(f"docs/{job}-complete.md"))
+    done = forked.run([str(script), "nan"], 2, {}, main=_run_program)
+    assert done.returncode != 0
+    assert f"step {LAST} is not saved" in done.stderr
+    assert [path.name for path in (tmp_path / "runs" / job).glob("step-*")] == [f"step-{SAVED:06d}"]
 
 
 def _contents(checkpoint: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ SAME = [
         id="root only, kept, next_step",
     ),
     pytest.param(Job(optimizer="adamw_foreach", steps=3), id="foreach"),
+    pytest.param(Job(autocast=True, steps=3), id="autocast"),
     pytest.param(Job(optimizer="adamw_fused", update="next_step", reshard=False, steps=3), id="fused, next_step, kept"),
     pytest.param(
         Job(fp8_all_gather=False, reshard=False, optimizer="sgd", update="next_step", steps=3),

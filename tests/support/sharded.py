@@ -110,6 +110,7 @@ class Job:
     shard: dict[str, Any] = field(default_factory=dict)  # more arguments of fully_shard
     ddp: dict[str, Any] = field(default_factory=dict)
     clip: float = 0.0
+    autocast: bool = False  # forward under torch.autocast, in BF16
     reduce_unused: bool = False  # FSDP2: zero gradients for modules that only other ranks ran
     recipe: Recipe | None = None  # None: delayed scaling, with ``update``
     overrides: dict[str, Recipe | High] = field(default_factory=dict)
@@ -220,7 +221,9 @@ def train(job: Job) -> Outcome:
             for micro in range(job.accumulate):
                 with gradients_stay(called, job.no_sync and micro < job.accumulate - 1):
                     x, y = batch(rank, index)
-                    loss = nn.functional.mse_loss(called(x, skip=(rank, step) in job.skip), y) / job.accumulate
+                    with torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
+                        out = called(x, skip=(rank, step) in job.skip)
+                    loss = nn.functional.mse_loss(out.float(), y) / job.accumulate
                     loss.backward()
                 losses.append(float(loss.detach()))
                 index += 1
