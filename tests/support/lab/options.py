@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from fp8dist_kernels import BACKENDS, BLOCK
@@ -17,10 +16,10 @@ from launch.train_gpt import options as example
 from launch.train_gpt.data import BadInput, Text, read_text
 from launch.train_gpt.exits import exit_with
 from launch.train_gpt.flags import count, flag, number
-from tests.support.lab import flags, folders
+from tests.support.lab import flags
 from tests.support.lab.flags import BAD_DEVICE, HIGH, PRODUCT, RANKED, SLOW, Export, Fault, Override
 
-__all__ = ["FOR_DELAYED", "Options", "check", "parse", "prepare_input", "require_usable_checkpoints"]
+__all__ = ["FOR_DELAYED", "Options", "check", "parse", "prepare_input"]
 
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The values of ``--parallel`` that shard parameters."""
@@ -298,34 +297,10 @@ def prepare_input(options: Options) -> Text:
     return text
 
 
-def require_usable_checkpoints(options: Options) -> None:
-    """Check that the run resumes only from a checkpoint that the user asked for.
-
-    Do not call it in a job that torchrun restarted: the checkpoints under ``--out`` are its own.
-
-    Raises:
-        BadInput: the checkpoint of ``--resume`` is not complete, or ``--out`` has checkpoints of another run.
-    """
-    theirs = folders.whole(folders.of(options.out))
-    if options.resume not in (None, "auto"):
-        given = Path(options.resume)
-        if not folders.is_whole(given):
-            raise BadInput(f"--resume {given}: there is no complete checkpoint (a folder step-… with a file .metadata)")
-        if options.save_every and theirs and given.resolve() not in [folder.resolve() for folder in theirs]:
-            raise BadInput(f"--resume {given}: --out {options.out} has checkpoints of another run; use another --out")
-    if options.resume is None and options.save_every and theirs:
-        raise BadInput(
-            f"--out {options.out} has checkpoints, the newest is {theirs[-1].name}: "
-            "resume from it with --resume auto, or use another --out"
-        )
-
-
 def check(arguments: Sequence[str]) -> None:
     """Exit with status 2 and one line, if the lab would refuse these flags."""
     try:
-        options = parse(arguments)
-        prepare_input(options)
-        require_usable_checkpoints(options)
+        prepare_input(parse(arguments))
     except BadInput as mistake:
         exit_with(mistake)
 
