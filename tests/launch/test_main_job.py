@@ -196,7 +196,6 @@ def test_replicas_of_shards_on_four_ranks(runs: Runs) -> None:
             "FP8DIST_CHECK_EVERY must be a number of steps from 0",
         ),
         ([], {"FP8DIST_CHECK_POLICY": "loud"}, "FP8DIST_CHECK_POLICY must be one of"),
-        ([], {"FP8DIST_BACKEND": "abacus"}, "FP8DIST_BACKEND must be one of"),
         (["--margin", "1000"], {}, "margin must be"),
     ],
 )
