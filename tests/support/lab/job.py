@@ -121,7 +121,7 @@ class Job(Training):
         gathers = options.fp8_all_gather
         if gathers is None:
             settings = Settings.resolve(amax_sync=options.amax_sync)
-            gathers = options.why_not_gathered is None and settings.enabled and settings.amax_sync
+            gathers = options.gathers and settings.enabled and settings.amax_sync
         manager = fp8dist.prepare(
             self.model,
             recipe_of(options),

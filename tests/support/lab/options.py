@@ -148,20 +148,15 @@ class Options(example.Options):
         return {self.recipe, *(override.recipe for override in self.override)} - {HIGH}
 
     @property
-    def why_not_gathered(self) -> str | None:
-        """The reason why FSDP2 cannot gather weights in FP8 with these flags, or None."""
-        if self.parallel not in ("fsdp2", "hsdp"):
-            return f"is for --parallel fsdp2 and hsdp, got {self.parallel}"
-        if self.precision != "fp8":
-            return f"needs --precision fp8, got {self.precision}"
-        if self.amax_sync is False:
-            return "needs amaxes that ranks share: remove --no-amax-sync"
-        if "rowwise" in self.recipes:
-            return "does not go with rowwise scaling: dgrad needs column scales, which FP8 rows do not provide"
-        if "block" in self.recipes and self.shards > 1 and self.width % (BLOCK * self.shards):
-            multiples = f"{BLOCK} times the {self.shards} ranks that share a weight"
-            return f"cannot split blocks: with block scaling --width must be a multiple of {multiples}"
-        return None
+    def gathers(self) -> bool:
+        """True if FSDP2 can gather weights in FP8 with these flags."""
+        whole_blocks = self.shards == 1 or self.width % (BLOCK * self.shards) == 0
+        return (
+            self.parallel in ("fsdp2", "hsdp")
+            and self.precision == "fp8"
+            and "rowwise" not in self.recipes
+            and ("block" not in self.recipes or whole_blocks)
+        )
 
     def require_consistent(self, ranks: int) -> None:
         if self.parallel == "none" and ranks > 1:
@@ -212,8 +207,6 @@ def _top_k(given: int | None, experts: int) -> int:
 
 
 def _require_consistent_recipes(options: Options) -> None:
-    if options.fp8_all_gather and options.why_not_gathered is not None:
-        raise BadInput(f"--fp8-all-gather {options.why_not_gathered}")
     if "delayed" not in options.recipes and (idle := _given(options, FOR_DELAYED)):
         raise BadInput(f"{idle[0]} is for delayed scaling, got {', '.join(sorted(options.recipes))}")
     if options.fast_gemms is not None and options.recipes == {"block"}:
@@ -265,7 +258,7 @@ def _given(options: Options, names: Sequence[str]) -> list[str]:
 
 
 def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
-    if fault.rank >= ranks:
+    if not 0 <= fault.rank < ranks:
         raise BadInput(f"--inject {fault}: there is no rank {fault.rank}, ranks are 0 to {ranks - 1}")
     if fault.kind == SLOW and fault.step < 1:
         raise BadInput(f"--inject {fault}: the number of milliseconds must be at least 1")
