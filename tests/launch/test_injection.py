@@ -103,7 +103,6 @@ def test_repair_goes_on_with_equal_ranks(tmp_path: Path) -> None:
     assert run.summary["divergences"] == 3
     assert run.summary["fp8_state_identical"] is True
     assert run.summary["parameters_identical"] is True
-    assert "parameters identical on all ranks:                        yes" in run.output
     assert not (tmp_path / "divergence.txt").exists()
 
 
@@ -114,4 +113,3 @@ def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
     assert run.output.count(TABLE_HEADER) == 3  # After 6 and 9 steps, and at the end.
     assert (run.summary["checks"], run.summary["divergences"]) == (4, 3)
     assert run.summary["parameters_identical"] is False
-    assert "divergences found:                                        3" in run.output
