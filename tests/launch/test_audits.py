@@ -50,42 +50,46 @@ def test_a_wrong_product_is_found_in_its_step_and_no_check_sees_it(
     assert planted in unseen.output  # The same bits of the same product.
 
 
-@pytest.mark.slow
-def test_a_bad_device_is_named_by_all_that_repeat_its_work(tmp_path: Path) -> None:
-    flags = ("--inject", "bad-device:1:1", "--check-policy", "repair", *AUDITS)  # Nothing can be repaired.
-    findings = stop(tmp_path, *flags, NPROC="3").findings
-    assert [(finding["ranks"], finding["kind"], finding["step"]) for finding in findings] == [([1], "audit", 1)] * 2
-    verdicts = sorted(finding["detail"].split(" (")[0] for finding in findings)
-    assert verdicts == [
-        "rank 1 computes wrong repeatedly; ranks 2 and 0 agree",
-        "rank 1, which audits rank 0, computes wrong repeatedly; 0 and 2 agree",
-    ]
+DEVICES: dict[str, tuple[str, int, list[int], list[str]]] = {
+    "a bad device is named by all that repeat its work": (
+        "bad-device:1:1 --check-policy repair",  # Nothing can be repaired.
+        3,
+        [1],
+        [
+            "rank 1 computes wrong repeatedly; ranks 2 and 0 agree",
+            "rank 1, which audits rank 0, computes wrong repeatedly; 0 and 2 agree",
+        ],
+    ),
+    "of two ranks none is blamed": (
+        *("bad-device:1:1", 2, [0, 1]),
+        [f"ranks {pair} differ repeatedly; of two ranks, none can be blamed" for pair in ("0 and 1", "1 and 0")],
+    ),
+    # Rank 2 makes a tenth of its products wrong. Each audit of a product looks at one of them, and at one repeat.
+    "a bad device that is wrong seldom is found in the end": (
+        *("bad-device:2:0.1 --steps 100", 3, [2]),
+        ["computes wrong once (transient)"],
+    ),
+    "a single rank repeats its own work": (
+        *(f"product:0:{WGRAD_STEP}", 1, [0]),
+        ["transient on rank 0, which repeated its own work"],
+    ),
+}
+"""The fault with more flags, the number of ranks, those that are blamed, and the verdicts in order."""
 
 
 @pytest.mark.slow
-def test_of_two_ranks_none_is_blamed(tmp_path: Path) -> None:
-    stopped = stop(tmp_path, "--inject", "bad-device:1:1", *AUDITS)
-    for finding in stopped.findings:
-        assert (finding["ranks"], finding["reference_rank"]) == ([0, 1], None)
-        assert "differ repeatedly; of two ranks, none can be blamed" in finding["detail"]
-    assert len(stopped.findings) == 2
-
-
-@pytest.mark.slow
-def test_a_bad_device_that_is_wrong_seldom_is_found_in_the_end(tmp_path: Path) -> None:
-    """Rank 2 makes a tenth of its products wrong. Each audit of a product looks at one of them, and at one repeat."""
-    flags = ("--inject", "bad-device:2:0.1", "--steps", "100", *AUDITS)
-    for finding in stop(tmp_path, *flags, NPROC="3").findings:
-        assert (finding["ranks"], finding["kind"]) == ([2], "audit")
-        assert "computes wrong once (transient)" in finding["detail"]
-
-
-@pytest.mark.slow
-def test_a_single_rank_repeats_its_own_work(tmp_path: Path) -> None:
-    stopped = stop(tmp_path, "--inject", f"product:0:{WGRAD_STEP}", *AUDITS, command=ALONE)
-    (finding,) = stopped.findings
-    assert (finding["ranks"], finding["step"]) == ([0], WGRAD_STEP)
-    assert finding["detail"].startswith("transient on rank 0, which repeated its own work")
+@pytest.mark.parametrize("name", DEVICES)
+def test_who_is_blamed(name: str, tmp_path: Path) -> None:
+    fault, ranks, blamed, verdicts = DEVICES[name]
+    command = ALONE if ranks == 1 else RANKS
+    stopped = stop(tmp_path, *AUDITS, "--inject", *fault.split(), command=command, NPROC=str(ranks))
+    found = sorted(stopped.findings, key=lambda finding: str(finding["detail"]))
+    seldom = "seldom" in name
+    for finding, verdict in zip(found, verdicts * len(found) if seldom else verdicts, strict=not seldom):
+        assert (finding["ranks"], finding["kind"]) == (blamed, "audit")
+        assert verdict in finding["detail"]
+        assert seldom or finding["step"] == WGRAD_STEP
+        assert ranks != 2 or finding["reference_rank"] is None
 
 
 @pytest.mark.slow

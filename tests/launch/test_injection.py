@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.main_job import (
-    RANKS,
-    TABLE_HEADER,
-    TINY,
-    TORCHRUN,
-    finish,
-    metrics,
-    stop,
-)
+from tests.support.main_job import RANKS, TABLE_HEADER, TINY, TORCHRUN, finish, metrics, stop
 
 THREE = {"NPROC": "3"}  # The smallest number of ranks with a majority.
 SCALE = "blocks.0.attention_out:weight"
@@ -23,16 +16,29 @@ WEIGHT = "blocks.0.mlp_in.weight"
 
 
 @pytest.mark.slow
-def test_a_damaged_scale_is_reported_at_its_own_step(tmp_path: Path) -> None:
-    stopped = stop(tmp_path, "--inject", "scale:1:5", **THREE)
+@pytest.mark.parametrize(
+    ("flags", "step", "expected"),
+    [
+        # A scale is reported at its own step.
+        ("--inject scale:1:5", 5, {"kind": "scale", "name": SCALE, "ranks": [1], "last_good_step": 3}),
+        # The flip comes after the update of step 5. The checks run in steps 5 and 9, before their updates.
+        (
+            "--inject weight:2:5 --check-every 4",
+            9,
+            {"kind": "parameter", "name": WEIGHT, "ranks": [2], "last_good_step": 4, "index": [64, 0]},
+        ),
+    ],
+    ids=["scale", "weight"],
+)
+def test_damage_is_reported(tmp_path: Path, flags: str, step: int, expected: dict[str, Any]) -> None:
+    stopped = stop(tmp_path, *flags.split(), **THREE)
     (finding,) = stopped.findings
-    assert (finding["kind"], finding["name"]) == ("scale", SCALE)
-    assert (finding["ranks"], finding["reference_rank"]) == ([1], 0)
-    assert (finding["step"], finding["last_good_step"]) == (5, 3)
-    assert finding["value"] == 2 * finding["expected"]
-    assert f"[rank 1] --inject scale:1:5: scale of {SCALE} is now" in stopped.stderr
-    # Completed steps whose losses were not shared yet are kept too.
-    assert [line["step"] for line in metrics(stopped.out)] == [1, 2, 3, 4]
+    assert ({"step": step, "reference_rank": 0} | expected).items() <= finding.items()
+    if expected["kind"] == "scale":
+        assert finding["value"] == 2 * finding["expected"]
+        assert f"[rank 1] --inject scale:1:5: scale of {SCALE} is now" in stopped.stderr
+        # Completed steps whose losses were not shared yet are kept too.
+        assert [line["step"] for line in metrics(stopped.out)] == [1, 2, 3, 4]
 
 
 @pytest.mark.long
@@ -53,17 +59,6 @@ def test_every_rank_fails_alike_and_torchelastic_is_told(tmp_path: Path) -> None
         assert message["message"] == stopped.table.rstrip("\n")
         assert message["extraInfo"]["py_callstack"].startswith("DivergenceError: parameters differ between ranks: ")
         assert message["extraInfo"]["py_callstack"] in stopped.stderr
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_is_found_by_the_next_check(tmp_path: Path) -> None:
-    stopped = stop(tmp_path, "--inject", "weight:2:5", "--check-every", "4", **THREE)
-    (finding,) = stopped.findings
-    assert (finding["kind"], finding["name"]) == ("parameter", WEIGHT)
-    assert (finding["ranks"], finding["reference_rank"]) == ([2], 0)
-    # The flip comes after the update of step 5. The checks run in steps 5 and 9, before their updates.
-    assert (finding["last_good_step"], finding["step"]) == (4, 9)
-    assert finding["index"] == [64, 0]
 
 
 @pytest.mark.slow
@@ -103,7 +98,6 @@ def test_repair_goes_on_with_equal_ranks(tmp_path: Path) -> None:
     assert run.summary["divergences"] == 3
     assert run.summary["fp8_state_identical"] is True
     assert run.summary["parameters_identical"] is True
-    assert "parameters identical on all ranks:                        yes" in run.output
     assert not (tmp_path / "divergence.txt").exists()
 
 
@@ -114,4 +108,3 @@ def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
     assert run.output.count(TABLE_HEADER) == 3  # After 6 and 9 steps, and at the end.
     assert (run.summary["checks"], run.summary["divergences"]) == (4, 3)
     assert run.summary["parameters_identical"] is False
-    assert "divergences found:                                        3" in run.output

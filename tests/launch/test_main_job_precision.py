@@ -57,7 +57,6 @@ def test_recipes_and_single_modules_differ(runs: Runs) -> None:
     assert len({run.losses[-1] for run in runs}) == len(runs)
     assert runs[5].summary["fp8_slots"] == len(SLOTS) // 2
     assert runs[6].summary["high_precision_modules"] == len(MODULES)
-    assert f"FP8 modules in high precision at the end:                 {len(MODULES)}" in runs[6].output
 
 
 @pytest.mark.long
@@ -134,7 +133,6 @@ def test_an_outlier_on_one_rank_sends_all_to_high_precision_for_a_while(tmp_path
     assert high[7:] == [0] * 5
     assert [line["fallbacks"] for line in run.lines] == [0] * 4 + [high[4]] * 8
     assert run.summary["fallbacks"] == high[4]
-    assert "modules that fell back to high precision:" in run.output
     assert run.summary["fp8_state_identical"] is run.summary["parameters_identical"] is True
     lines = scales(tmp_path)
     assert [(line["step"], line["slot"]) for line in lines] == [(step, slot) for step in (5, 10) for slot in SLOTS]

@@ -1,23 +1,14 @@
-"""An observer changes no bit: a record of each slot, audits, replays, measured waits."""
+"""An observer changes no bit: a record of each slot, audits, replays. Measured waits are in test_waiting.py."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from fp8dist.cli.main import main
-from tests.support import forked
-from tests.support.collectives import counted_collectives
-from tests.support.lab import job
-from tests.support.lab.waiting import Waiting
-from tests.support.main_job import ALONE, RANKS, STEPS, TINY, Runs, metrics
+from tests.support.main_job import ALONE, RANKS, TINY, Runs
 
 PLAIN = ("--accumulate", "2", "--calibrate-steps", "2")
 WATCH = (*PLAIN, "--watch-every", "4", "--watch-ranks", "--save-every", "12")
@@ -79,48 +70,3 @@ def test_a_guard_warns_of_a_jump_beyond_its_factor(runs: Runs) -> None:
     assert "step 11: the loss " in warned.output
     assert [run.summary["loss_alarms"] for run in (unwatched, warned, deaf)] == [0, 1, 0]
     assert warned.losses == unwatched.losses
-
-
-# Measured waits -----------------------------------------------------------------------------------
-
-
-def _measured(flags: list[str]) -> int:
-    """Run the job on one rank, and write the names of its collectives to a file."""
-    with counted_collectives() as calls:
-        status = job.start(flags)
-    folder = Path(flags[flags.index("--out") + 1])
-    (folder / f"calls-{os.environ['RANK']}.json").write_text(json.dumps(calls.names))
-    return status
-
-
-def _bare(flags: list[str]) -> int:
-    """Like ``_measured``, but without measuring the waits."""
-    waiting: Any = Waiting
-    waiting.step = waiting.collectives = lambda self: nullcontext()
-    waiting.backward = lambda self, loss: loss.backward()
-    waiting.take = lambda self, manager, steps: torch.full((3, steps), float("nan"))
-    return _measured(flags)
-
-
-def _driven(folder: Path, bare: bool, *flags: str) -> tuple[list[float], str, list[list[str]]]:
-    """Run the job on two ranks, without measuring if ``bare``. Return (losses, digest, each rank's collectives)."""
-    done = forked.run([*TINY, *flags, "--out", str(folder)], 2, {}, main=_bare if bare else _measured)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["waiting"] is None) == bare
-    calls = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(2)]
-    return [line["loss"] for line in metrics(folder)], summary["parameters_sha256"], calls
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
-def test_measuring_changes_no_bit_and_no_collective(tmp_path: Path, parallel: str) -> None:
-    measured, bare = (_driven(tmp_path / str(bare), bare, "--parallel", parallel) for bare in (False, True))
-    assert measured == bare
-    losses, _, calls = measured
-    assert len(losses) == STEPS
-    for names in calls:
-        flushes, validations = 3, 1  # After steps 5, 10 and 12; at the end.
-        assert names.count("all_gather") == flushes + validations
-    if parallel == "ddp":  # Restarts, the comparison and weight amaxes at attach, and a sync per step.
-        assert [names.count("all_reduce") for names in calls] == [3 + STEPS] * 2

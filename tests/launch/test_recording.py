@@ -15,17 +15,8 @@ from tests.support.main_job import ALONE, RANKS, TINY, Runs, assert_refused, fin
 
 @pytest.mark.slow
 def test_alarms_and_faults_are_events(tmp_path: Path) -> None:
-    flags = (
-        "--watch-every",
-        "4",
-        "--watch-ranks",
-        "--accumulate",
-        "2",
-        "--inject",
-        "nan:1:8",
-        "--inject",
-        "spike:1:11",
-    )
+    faults = ("--inject", "nan:1:8", "--inject", "spike:1:11")
+    flags = ("--watch-every", "4", "--watch-ranks", "--accumulate", "2", *faults)
     finish(tmp_path, RANKS, *TINY, *flags, "--loss-guard", "warn", "--loss-factor", "1.5")
     lines: list[dict[str, Any]] = list(RunFolder(tmp_path).lines("events.jsonl").new())
     (nan,) = [line for line in lines if line["kind"] == "nonfinite"]

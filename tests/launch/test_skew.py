@@ -23,20 +23,30 @@ def measured(steps: Steps) -> Any:
     return np.array(steps, dtype=np.float64).transpose(0, 2, 1)
 
 
-def interpolated(values: Sequence[float], quantile: float) -> float:
-    """Return the quantile, by linear interpolation between the two nearest values."""
-    ordered = sorted(values)
-    place = quantile * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def made_up(ranks: int, steps: int, seed: int = 0) -> Steps:
+def made_up(ranks: int, steps: int) -> Steps:
     """Return random times."""
-    numbers = random.Random(seed)
+    numbers = random.Random(0)
     one = lambda: (numbers.random(), 10 * numbers.random(), 20 + 10 * numbers.random())  # noqa: E731
     return [[one() for _ in range(steps)] for _ in range(ranks)]
+
+
+def kinds_of(times: Sequence[tuple[float, float, float]]) -> dict[str, list[float]]:
+    """Return the values that quantiles are of, by the start of their names."""
+    return {
+        "sync_wait": [sync for sync, _, _ in times],
+        "wait": [sync + other for sync, other, _ in times],
+        "own": [whole - sync - other for sync, other, whole in times],
+    }
+
+
+def require_quantiles(found: dict[str, Any], name: str, values: Sequence[float]) -> None:
+    """Compare with the median, and with linear interpolation between the two values nearest to 0.99."""
+    ordered = sorted(values)
+    place = 0.99 * (len(ordered) - 1)
+    below = math.floor(place)
+    p99 = ordered[below] + (place - below) * (ordered[below + 1] - ordered[below])
+    assert found[f"{name}_p50_ms"] == pytest.approx(statistics.median(values), abs=1e-4)
+    assert found[f"{name}_p99_ms"] == pytest.approx(p99, abs=1e-4)
 
 
 def with_own(own: Sequence[Sequence[float]], step: float) -> Steps:
@@ -44,37 +54,24 @@ def with_own(own: Sequence[Sequence[float]], step: float) -> Steps:
     return [[(0.0, step - ms, step) for ms in of_rank] for of_rank in own]
 
 
-def test_each_line_has_the_spread_over_the_ranks() -> None:
-    steps = made_up(5, 3)
-    lines = skew.Skew(5).add(measured(steps))
+def test_lines_are_over_the_ranks_and_the_summary_over_the_steps() -> None:
+    steps, seen, lines = made_up(5, 30), skew.Skew(5), []
+    for start in range(0, 30, 7):  # One interval at a time, as in the job.
+        lines += seen.add(measured([of_rank[start : start + 7] for of_rank in steps]))
     for index, line in enumerate(lines):
-        of_ranks = [steps[rank][index] for rank in range(5)]
-        waits = {"sync_wait": [sync for sync, _, _ in of_ranks], "wait": [sync + other for sync, other, _ in of_ranks]}
-        for name, values in waits.items():
-            assert line[f"{name}_p50_ms"] == pytest.approx(statistics.median(values), abs=1e-4)
-            assert line[f"{name}_p99_ms"] == pytest.approx(interpolated(values, 0.99), abs=1e-4)
+        kinds = kinds_of([of_rank[index] for of_rank in steps])
+        own = kinds.pop("own")
+        for name, values in kinds.items():
+            require_quantiles(line, name, values)
             assert line[f"{name}_max_ms"] == pytest.approx(max(values), abs=1e-4)
-        own = [whole - sync - other for sync, other, whole in of_ranks]
         assert line["skew_ms"] == pytest.approx(max(own) - min(own), abs=1e-4)
         assert line["last_rank"] == own.index(max(own))
-
-
-def test_the_summary_has_each_rank_over_the_steps() -> None:
-    steps = made_up(3, 30)
-    seen = skew.Skew(3)
-    for start in range(0, 30, 7):  # One interval at a time, as in the job.
-        seen.add(measured([of_rank[start : start + 7] for of_rank in steps]))
-    summary = seen.summary(["a", "b", "c"])
-    assert summary["steps"] == 30
-    assert [(rank["rank"], rank["host"]) for rank in summary["ranks"]] == [(0, "a"), (1, "b"), (2, "c")]
+    summary = seen.summary([*"abcde"])
+    assert (len(lines), summary["steps"]) == (30, 30)
+    assert [(rank["rank"], rank["host"]) for rank in summary["ranks"]] == [*enumerate("abcde")]
     for rank, told in zip(steps, summary["ranks"], strict=True):
-        for name, values in {
-            "sync_wait": [sync for sync, _, _ in rank],
-            "wait": [sync + other for sync, other, _ in rank],
-            "own": [whole - sync - other for sync, other, whole in rank],
-        }.items():
-            assert told[f"{name}_p50_ms"] == pytest.approx(interpolated(values, 0.5), abs=1e-4)
-            assert told[f"{name}_p99_ms"] == pytest.approx(interpolated(values, 0.99), abs=1e-4)
+        for name, values in kinds_of(rank).items():
+            require_quantiles(told, name, values)
     assert json.loads(json.dumps(summary)) == summary
 
 
@@ -89,21 +86,15 @@ def test_without_fp8_there_are_the_other_waits() -> None:
     assert "-" in skew.lines_of(summary)[-1]
 
 
-def test_a_step_that_did_not_end_is_left_out() -> None:
+def test_only_steps_that_ended_with_several_ranks_count() -> None:
     cut = (math.nan, math.nan, math.nan)
-    seen = skew.Skew(2)
+    seen, alone = skew.Skew(2), skew.Skew(1)
     first, last = seen.add(measured([[(1.0, 2.0, 9.0), cut], [(2.0, 2.0, 9.0), cut]]))
-    assert first["last_rank"] == 0
-    assert last == {}
+    assert (first["last_rank"], last) == (0, {})
     assert seen.summary(["a", "b"])["steps"] == 1
     assert seen.add(measured([[cut], [cut]])) == [{}]
-
-
-def test_one_rank_waits_for_nobody() -> None:
-    seen = skew.Skew(1)
-    assert seen.add(measured([[(0.0, 0.0, 9.0)] * 2])) == [{}, {}]
-    assert seen.summary(["a"]) is None
-    assert skew.Skew(2).summary(["a", "b"]) is None  # No step was recorded.
+    assert alone.add(measured([[(0.0, 0.0, 9.0)] * 2])) == [{}, {}]
+    assert alone.summary(["a"]) is skew.Skew(2).summary(["a", "b"]) is None
 
 
 def noisy(ranks: int, steps: int, slow: dict[int, float], noise: float = 4.0) -> Steps:
@@ -113,39 +104,31 @@ def noisy(ranks: int, steps: int, slow: dict[int, float], noise: float = 4.0) ->
     return with_own(own, 120)
 
 
-def test_a_rank_that_is_slow_in_each_step_is_named() -> None:
+def test_a_rank_that_is_slow_in_each_step_is_named_and_noise_is_not() -> None:
     for ranks in [2, 3, 4, 16]:
-        seen = skew.Skew(ranks)
         hosts = [f"host{rank}" for rank in range(ranks)]
+        seen = skew.Skew(ranks)
         lines = seen.add(measured(noisy(ranks, 24, {ranks - 1: 15})))
         straggler = seen.summary(hosts)["straggler"]
         assert (straggler["rank"], straggler["host"]) == (ranks - 1, hosts[-1])
         assert straggler["behind_ms"] == pytest.approx(15, abs=4)
         assert {line["straggler"] for line in lines} == {ranks - 1}
-        text = skew.lines_of(seen.summary(hosts))
-        assert text[0].startswith("straggler: ")
-        assert f"rank {ranks - 1} on host{ranks - 1}, " in text[0]
-        assert "; and" not in text[0]
-
-
-def test_a_slow_host_is_named_by_all_of_its_ranks() -> None:
+        text = skew.lines_of(seen.summary(hosts))[0]
+        assert text.startswith("straggler: ")
+        assert f"rank {ranks - 1} on host{ranks - 1}, " in text
+        assert "; and" not in text
+        seen = skew.Skew(ranks)
+        lines = seen.add(measured(noisy(ranks, 24, {}, noise=60)))
+        summary = seen.summary(hosts)
+        assert (summary["straggler"], summary["also_behind"]) == (None, [])
+        assert {line["straggler"] for line in lines} == {None}
+        assert skew.lines_of(summary)[0].split() == ["straggler:", "none"]
     seen = skew.Skew(8)
-    seen.add(measured(noisy(8, 24, {4: 20, 5: 30, 6: 20, 7: 20})))  # Half of the ranks.
+    seen.add(measured(noisy(8, 24, {4: 20, 5: 30, 6: 20, 7: 20})))  # Half of the ranks: a slow host.
     summary = seen.summary(["a"] * 4 + ["b"] * 4)
     assert (summary["straggler"]["rank"], summary["straggler"]["host"]) == (5, "b")
     assert sorted(other["rank"] for other in summary["also_behind"]) == [4, 6, 7]
     assert "rank 5 on b, " in skew.lines_of(summary)[0]
-
-
-def test_noise_names_nobody() -> None:
-    for ranks in [2, 3, 4, 16]:
-        seen = skew.Skew(ranks)
-        lines = seen.add(measured(noisy(ranks, 24, {}, noise=60)))
-        summary = seen.summary(["a"] * ranks)
-        assert summary["straggler"] is None
-        assert summary["also_behind"] == []
-        assert {line["straggler"] for line in lines} == {None}
-        assert skew.lines_of(summary)[0].split() == ["straggler:", "none"]
 
 
 def test_what_is_no_straggler() -> None:

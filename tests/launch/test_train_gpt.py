@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +138,8 @@ def test_torchrun_sh_tells_a_mistake_before_it_starts_a_rank() -> None:
 
 @pytest.mark.slow
 def test_what_the_library_refuses_is_one_line_too(tmp_path: Path) -> None:
-    flags = ("-m", "launch.train_gpt", *SIZE, "--out", str(tmp_path))
-    assert_refused(start((sys.executable,), *flags, FP8DIST_BACKEND="abacus"), "FP8DIST_BACKEND must be one of")
+    done = forked.run([*SIZE, "--out", str(tmp_path)], None, {"FP8DIST_BACKEND": "abacus"}, main=train.main)
+    assert_refused(done, "FP8DIST_BACKEND must be one of")
 
 
 def test_help_names_every_flag() -> None:

@@ -66,15 +66,25 @@ def _trained(kind: str, measured: bool, late: float) -> tuple[list[list[float]],
     return taken, {name: bits(value) for name, value in whole.items()}, calls.names
 
 
+KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "hsdp"])
+
+
+@pytest.mark.slow
+@KINDS
+def test_measuring_changes_no_bit_and_no_collective(two_ranks: RankPool, kind: str) -> None:
+    """And the wait is measured on both ranks."""
+    measured, bare = (two_ranks.run(_trained, kind, measures, 0.0) for measures in (True, False))
+    for (taken, *found), (_, *plain) in zip(measured, bare, strict=True):
+        assert found == plain
+        assert all(0 < waited < whole for waited, whole in zip(*taken[1:], strict=True))
+
+
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "hsdp"])
-def test_the_wait_is_that_of_the_other_rank_and_no_bit_changes(two_ranks: RankPool, kind: str) -> None:
+@KINDS
+def test_the_wait_is_that_of_the_other_rank(two_ranks: RankPool, kind: str) -> None:
     late = 0.15
-    measured, bare = two_ranks.run(_trained, kind, True, late), two_ranks.run(_trained, kind, False, 0.0)
-    for (_, parameters, names), (_, plain, plain_names) in zip(measured, bare):
-        assert parameters == plain
-        assert names == plain_names
+    measured = two_ranks.run(_trained, kind, True, late)
     (_, waited, whole), (_, waited_late, whole_late) = (taken for taken, _, _ in measured)
     for step in range(3):
         assert waited[step] > 1e3 * late / 2

@@ -121,7 +121,7 @@ class Job(Training):
         gathers = options.fp8_all_gather
         if gathers is None:
             settings = Settings.resolve(amax_sync=options.amax_sync)
-            gathers = options.why_not_gathered is None and settings.enabled and settings.amax_sync
+            gathers = options.gathers and settings.enabled and settings.amax_sync
         manager = fp8dist.prepare(
             self.model,
             recipe_of(options),
@@ -204,8 +204,6 @@ class Job(Training):
             with self.watch.during("saving a checkpoint"):
                 self.checkpoints.wait()
             raise
-        finally:
-            self.progress.close()
 
     def train(self) -> None:
         """Run all training steps. COLLECTIVE."""
@@ -362,26 +360,6 @@ class Job(Training):
         }
 
 
-def _announce(job: Job) -> None:
-    parameters = sum(p.numel() for p in job.model.parameters())
-    of = " on this rank" if job.options.parallel == "fsdp1" else ""
-    where = f"{job.ranks.size} rank(s), {job.ranks.device.type}, {job.ranks.backend}"
-    what = f"{job.options.precision}, {job.options.parallel}"
-    print(f"{what}: {parameters / 1e6:.2f} M parameters{of}, {where}", file=sys.stderr)
-
-
-def _conclude(job: Job, summary: dict[str, Any]) -> None:
-    options = job.options
-    if job.done >= options.last_step:
-        print(f"nothing to train: step {job.done} of {options.steps} was already done", file=sys.stderr)
-    elif options.last_step < options.steps:
-        print(
-            f"stopped after step {options.last_step} of {options.steps}: continue with --resume auto", file=sys.stderr
-        )
-    (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print(_as_table(summary), flush=True)
-
-
 def start(arguments: list[str]) -> int:
     """Run the lab, write torchelastic's error file on failure, and return the exit status."""
     try:
@@ -418,11 +396,12 @@ def main(arguments: list[str]) -> None:
             logging.basicConfig(format=f"[rank {ranks.rank}] %(message)s")
             try:
                 job = Job(options, ranks, text, watch)
-                if ranks.first:
-                    _announce(job)
                 summary = job.run()
                 if ranks.first:
-                    _conclude(job, summary)
+                    (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+                    waiting = summary.pop("waiting")
+                    lines = [f"{name + ':':28}{value}" for name, value in summary.items()]
+                    print("\n".join([*lines, *(lines_of(waiting) if waiting else [])]), flush=True)
             except DivergenceError as error:
                 if ranks.rank == error.report.reporting_rank:
                     write_report(error, options.out)
@@ -433,50 +412,3 @@ def main(arguments: list[str]) -> None:
                 raise
     except (BadInput, CheckpointError, ConfigurationError, ManifestMismatchError) as error:
         exit_with(error)
-
-
-_LABELS = {
-    "final_training_loss": "final training loss (mean of last steps, nats per byte)",
-    "validation_loss": "validation loss",
-    "tokens_per_s": "tokens/s",
-    "bytes_gathered_per_step": "bytes gathered per step",
-    "loss_alarms": "alarms of the loss guard",
-    "fp8_slots": "FP8 slots",
-    "high_precision_modules": "FP8 modules in high precision at the end",
-    "fallbacks": "modules that fell back to high precision",
-    "fp8_collectives_per_step": "FP8 collectives per step",
-    "fp8_bytes_per_sync": "bytes per sync",
-    "exposed_sync_ms_per_step": "exposed sync, ms per step",
-    "checks": "consistency checks",
-    "check_ms_per_check": "ms per check",
-    "divergences": "divergences found",
-    "fp8_state_identical": "FP8 state identical on all ranks",
-    "parameters_identical": "parameters identical on all ranks",
-}
-
-
-def _as_table(summary: dict[str, Any]) -> str:
-    lines = []
-    left_out: set[str] = set()
-    if not summary["checks"] and not summary["divergences"]:
-        left_out |= {"checks", "check_ms_per_check", "divergences"}
-    only_if_any = ("bytes_gathered_per_step", "loss_alarms", "high_precision_modules", "fallbacks")
-    left_out |= {name for name in only_if_any if not summary[name]}
-    if not summary["fp8_slots"]:
-        left_out |= {"fp8_slots", "fp8_collectives_per_step", "fp8_bytes_per_sync", "exposed_sync_ms_per_step"}
-    for key, label in _LABELS.items():
-        if key in left_out:
-            continue
-        lines.append(f"{label + ':':58}{_cell(summary[key])}")
-    if summary["waiting"] is not None:
-        lines += lines_of(summary["waiting"])
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    """Return a value as text: four digits of a float, yes or no."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "none" if value is None else str(value)

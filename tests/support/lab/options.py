@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from fp8dist_kernels import BACKENDS, BLOCK
@@ -17,10 +16,10 @@ from launch.train_gpt import options as example
 from launch.train_gpt.data import BadInput, Text, read_text
 from launch.train_gpt.exits import exit_with
 from launch.train_gpt.flags import count, flag, number
-from tests.support.lab import flags, folders
+from tests.support.lab import flags
 from tests.support.lab.flags import BAD_DEVICE, HIGH, PRODUCT, RANKED, SLOW, Export, Fault, Override
 
-__all__ = ["FOR_DELAYED", "Options", "check", "parse", "prepare_input", "require_usable_checkpoints"]
+__all__ = ["FOR_DELAYED", "Options", "check", "parse", "prepare_input"]
 
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The values of ``--parallel`` that shard parameters."""
@@ -149,20 +148,15 @@ class Options(example.Options):
         return {self.recipe, *(override.recipe for override in self.override)} - {HIGH}
 
     @property
-    def why_not_gathered(self) -> str | None:
-        """The reason why FSDP2 cannot gather weights in FP8 with these flags, or None."""
-        if self.parallel not in ("fsdp2", "hsdp"):
-            return f"is for --parallel fsdp2 and hsdp, got {self.parallel}"
-        if self.precision != "fp8":
-            return f"needs --precision fp8, got {self.precision}"
-        if self.amax_sync is False:
-            return "needs amaxes that ranks share: remove --no-amax-sync"
-        if "rowwise" in self.recipes:
-            return "does not go with rowwise scaling: dgrad needs column scales, which FP8 rows do not provide"
-        if "block" in self.recipes and self.shards > 1 and self.width % (BLOCK * self.shards):
-            multiples = f"{BLOCK} times the {self.shards} ranks that share a weight"
-            return f"cannot split blocks: with block scaling --width must be a multiple of {multiples}"
-        return None
+    def gathers(self) -> bool:
+        """True if FSDP2 can gather weights in FP8 with these flags."""
+        whole_blocks = self.shards == 1 or self.width % (BLOCK * self.shards) == 0
+        return (
+            self.parallel in ("fsdp2", "hsdp")
+            and self.precision == "fp8"
+            and "rowwise" not in self.recipes
+            and ("block" not in self.recipes or whole_blocks)
+        )
 
     def require_consistent(self, ranks: int) -> None:
         if self.parallel == "none" and ranks > 1:
@@ -213,8 +207,6 @@ def _top_k(given: int | None, experts: int) -> int:
 
 
 def _require_consistent_recipes(options: Options) -> None:
-    if options.fp8_all_gather and options.why_not_gathered is not None:
-        raise BadInput(f"--fp8-all-gather {options.why_not_gathered}")
     if "delayed" not in options.recipes and (idle := _given(options, FOR_DELAYED)):
         raise BadInput(f"{idle[0]} is for delayed scaling, got {', '.join(sorted(options.recipes))}")
     if options.fast_gemms is not None and options.recipes == {"block"}:
@@ -266,7 +258,7 @@ def _given(options: Options, names: Sequence[str]) -> list[str]:
 
 
 def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
-    if fault.rank >= ranks:
+    if not 0 <= fault.rank < ranks:
         raise BadInput(f"--inject {fault}: there is no rank {fault.rank}, ranks are 0 to {ranks - 1}")
     if fault.kind == SLOW and fault.step < 1:
         raise BadInput(f"--inject {fault}: the number of milliseconds must be at least 1")
@@ -298,34 +290,10 @@ def prepare_input(options: Options) -> Text:
     return text
 
 
-def require_usable_checkpoints(options: Options) -> None:
-    """Check that the run resumes only from a checkpoint that the user asked for.
-
-    Do not call it in a job that torchrun restarted: the checkpoints under ``--out`` are its own.
-
-    Raises:
-        BadInput: the checkpoint of ``--resume`` is not complete, or ``--out`` has checkpoints of another run.
-    """
-    theirs = folders.whole(folders.of(options.out))
-    if options.resume not in (None, "auto"):
-        given = Path(options.resume)
-        if not folders.is_whole(given):
-            raise BadInput(f"--resume {given}: there is no complete checkpoint (a folder step-… with a file .metadata)")
-        if options.save_every and theirs and given.resolve() not in [folder.resolve() for folder in theirs]:
-            raise BadInput(f"--resume {given}: --out {options.out} has checkpoints of another run; use another --out")
-    if options.resume is None and options.save_every and theirs:
-        raise BadInput(
-            f"--out {options.out} has checkpoints, the newest is {theirs[-1].name}: "
-            "resume from it with --resume auto, or use another --out"
-        )
-
-
 def check(arguments: Sequence[str]) -> None:
     """Exit with status 2 and one line, if the lab would refuse these flags."""
     try:
-        options = parse(arguments)
-        prepare_input(options)
-        require_usable_checkpoints(options)
+        prepare_input(parse(arguments))
     except BadInput as mistake:
         exit_with(mistake)
 

@@ -1,10 +1,9 @@
-"""Progress of a run: the losses of all ranks, its progress bar and its training time."""
+"""Progress of a run: the losses of all ranks, and its training time."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 import fp8dist
 from fp8dist.runs.run_format import METRICS
@@ -26,9 +24,6 @@ __all__ = ["Progress"]
 
 FINAL_STEPS = 10
 """The final training loss is the mean over this many steps."""
-
-PLAIN_LINES = 5
-"""Number of progress lines of a run whose stderr is not a terminal."""
 
 
 class Step(NamedTuple):
@@ -71,8 +66,6 @@ class Progress:
         self._waiting: list[Step] = []
         if ranks.first and done:
             self.final_losses.extend(_losses(options.out / METRICS))
-        disable = None if ranks.first else True
-        self._bar = tqdm(total=options.last_step, initial=done, desc=options.precision, unit="step", disable=disable)
         self._sync_ms = self._metrics().get("fp8/sync_wait_ms", 0.0)
         self._start = time.perf_counter()
 
@@ -88,7 +81,6 @@ class Progress:
         if self._manager is not None:
             known |= {"proven": self._manager.verified.proven_step, "checked": self._manager.verified.checked_step}
         self._waiting.append(Step(step, loss, grad_norm, known))
-        self._bar.update()
 
     def tell(self, alarm: fp8dist.LossAlarm) -> None:
         """Record an alarm of the loss guard. Local."""
@@ -120,7 +112,6 @@ class Progress:
         if self._ranks.first:
             measured = everyones[:, 1:].double().numpy()
             self._write(losses, waits[2].tolist(), seconds, self.skew.add(measured), validation)
-            self._report_progress(losses[-1])
         self._waiting.clear()
         self._start = time.perf_counter()
 
@@ -129,10 +120,6 @@ class Progress:
         for step in self._waiting if self._ranks.first else ():
             self._recorder.log(step.number, loss_of_rank_0=step.loss, **step.known)
         self._waiting.clear()
-
-    def close(self) -> None:
-        """Close the progress bar."""
-        self._bar.close()
 
     def _write(
         self,
@@ -160,13 +147,6 @@ class Progress:
     def _metrics(self) -> dict[str, float]:
         """Return the FP8 metrics on rank 0, else {}. Local; waits for the device."""
         return self._manager.metrics() if self._manager is not None and self._ranks.first else {}
-
-    def _report_progress(self, loss: float) -> None:
-        self._bar.set_postfix(loss=f"{loss:.3f}")
-        done, steps = self._waiting[-1].number, self._options.last_step
-        before = done - len(self._waiting)
-        if self._bar.disable and done * PLAIN_LINES // steps > before * PLAIN_LINES // steps:
-            print(f"{self._options.precision}: step {done} of {steps}, loss {loss:.3f}", file=sys.stderr, flush=True)
 
 
 def _losses(path: Path) -> Iterator[float]:
