@@ -31,6 +31,7 @@ from tests.support.parallel import (
     train_plain,
     watched_reductions,
 )
+from tests.support.quiet import silence
 from tests.support.ranks import RankPool
 from tests.support.states import state_of, without
 from tests.support.training import histories, state_bits
@@ -45,7 +46,7 @@ def _train(job: Job, steps: int = STEPS) -> Any:
     """Return (losses, windows, state, whole parameters) as plain values."""
     built = build(job)
     losses = []
-    with watched_reductions() as reductions:
+    with silence(), watched_reductions() as reductions:
         for step in range(steps):
             losses += built.step(step)
         state = state_bits(built.manager)

@@ -25,6 +25,7 @@ import fp8dist
 from fp8dist import DelayedScaling, Recipe, StateManager
 from tests.support.logs import captured_log
 from tests.support.parallel import Block, loss_of, make_blocks, tokens, watched_reductions
+from tests.support.quiet import silence
 from tests.support.training import Amaxes, AmaxRecorder, SlotName, bits, expected_histories, histories, state_bits
 
 HISTORY = 8
@@ -154,7 +155,7 @@ def train(job: Job) -> Outcome:
         built = build(job)
     recorder = AmaxRecorder(built.net)
     losses, syncs = [], []
-    with watched_reductions() as reductions:
+    with silence(), watched_reductions() as reductions:
         for step in range(job.steps):
             before = len(reductions.of(built.manager))
             for micro in range(job.accumulate):

@@ -20,6 +20,7 @@ from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.overrides import High
 from fp8dist_kernels.header import WORD_MANIFEST
 from tests.support.collectives import counted_collectives
+from tests.support.quiet import silence
 from tests.support.training import Net, batch, bits, fp8_count
 
 HISTORY = 4
@@ -214,7 +215,7 @@ def train(job: Job) -> Outcome:
     rank = dist.get_rank()
     model, called, manager, optimizer = build(job)
     losses, per_step, index = [], [], 0
-    with counted_collectives() as calls:
+    with silence(), counted_collectives() as calls:
         for step in range(job.steps):
             before = fp8_count(calls, manager) if manager else 0
             for micro in range(job.accumulate):
