@@ -19,11 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
-from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.errors import ConfigurationError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
-from tests.support.states import state_of, without
 from tests.support.training import (
     Amaxes,
     AmaxRecorder,
@@ -470,68 +469,6 @@ def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
 
 
 # Early launches: no lost and no undetected state ----------------------------------------------------
-
-
-def _damaged_with_hook(update: str, policy: str) -> Any:
-    """Run six steps; before the third, damage one scale on rank 1."""
-    rank = dist.get_rank()
-    net, manager, ddp, optimizer = _attached(hook=True, policy=policy, update=update)
-    reports: list[Any] = []
-    manager.on_event(lambda event: reports.append(event.report))
-    raised = []
-    for step in range(6):
-        if step == 2 and rank == 1:
-            manager.slot("first", "input").scale.mul_(4.0)
-        x, y = batch(rank, step)
-        nn.functional.mse_loss(ddp(x), y).backward()
-        try:
-            optimizer.step()
-        except DivergenceError:
-            raised.append(step)
-        optimizer.zero_grad()
-    findings = [(f.step, f.kind, f.name, f.ranks, f.reference_rank) for r in reports for f in r.findings]
-    return findings, raised, without(state_of(manager), "saturated"), parameter_bits(net)
-
-
-@pytest.mark.parametrize(("update", "policy"), [("same_step", "warn"), ("next_step", "raise")])
-def test_a_damaged_scale_is_reported_under_an_early_launch(three_ranks: RankPool, update: str, policy: str) -> None:
-    """Under next_step the next launch starts before the last sync's verdict is read."""
-    results = three_ranks.run(_damaged_with_hook, update, policy)
-    for findings, raised, *shared in results:
-        assert findings == [(3, "scale", "first:input", (1,), 0)]
-        assert raised == ([] if policy == "warn" else [2 if update == "same_step" else 3])
-        assert shared == list(results[0][2:])
-
-
-def _calibrating_with_hook(update: str, calibrate: bool) -> Any:
-    rank = dist.get_rank()
-    net, manager, ddp, optimizer = _attached(hook=True, update=update)
-
-    def backward(step: int, factor: float = 1.0) -> None:
-        x, y = batch(rank, step)
-        nn.functional.mse_loss(ddp(x * factor), y).backward()
-
-    def interrupted() -> None:
-        with manager.calibrate():
-            backward(7, 1000.0)
-            raise KeyError
-
-    states = []
-    for step in range(3):
-        backward(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if calibrate and step == 1:
-            with pytest.raises(KeyError):
-                interrupted()
-            optimizer.zero_grad()
-        states.append((manager.steps, state_bits(manager)))
-    return states, parameter_bits(net)
-
-
-def test_an_interrupted_calibration_commits_nothing_under_an_early_launch(two_ranks: RankPool) -> None:
-    with_one, without = (two_ranks.run(_calibrating_with_hook, "next_step", calibrate) for calibrate in (True, False))
-    assert with_one == without
 
 
 def _join_on_a_copy() -> tuple[int, dict[str, bytes], dict[str, bytes]]:
