@@ -20,7 +20,7 @@ from tests.support.ranks import RankPool, RanksFailed
 from tests.support.scenarios import SILENT, Scenarios
 
 TABLES = (
-    *("mistaken_steps", "mistaken_writes", "mistaken_calls", "mistaken_ranks", "mistaken_orders"),
+    *("mistaken_starts", "mistaken_steps", "mistaken_writes"),
     *("quiet_loops", "quiet_models", "quiet_optimizers", "quiet_ranks"),
 )
 

@@ -217,33 +217,6 @@ def test_accumulation(two_ranks: RankPool) -> None:
     two_ranks.run(_accumulated)
 
 
-def _interrupted() -> None:
-    layout = LAYOUTS["default"]
-
-    def run(broken: bool) -> Any:
-        model, manager, _ = parallel_pair(layout)
-        for index in range(3):
-            if broken and index == 1:
-                handle = model.down.register_forward_pre_hook(_fail)
-                with pytest.raises(KeyError):
-                    forward_backward(model, layout, 0)  # Already recorded in step 0, and no larger than step 1's.
-                handle.remove()
-                model.zero_grad()
-            forward_backward(model, layout, index)
-            manager.step()
-        return state_bits(manager), [whole(p).tolist() for p in model.parameters()]
-
-    assert run(True) == run(False)
-
-
-def _fail(module: nn.Module, args: Any) -> None:
-    raise KeyError("interrupted")
-
-
-def test_training_goes_on_after_a_failed_forward(two_ranks: RankPool) -> None:
-    two_ranks.run(_interrupted)
-
-
 def _copied() -> None:
     layout = LAYOUTS["default"]
     model, manager, _ = parallel_pair(layout)

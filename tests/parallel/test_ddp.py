@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,16 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
-from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.errors import ConfigurationError
+from tests.support import sharded
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
-from tests.support.states import state_of, without
+from tests.support.sharded import Job, Outcome, full, train
 from tests.support.training import (
-    Amaxes,
     AmaxRecorder,
     Net,
-    SlotName,
     batch,
     expected_histories,
     fp8_count,
@@ -39,35 +39,11 @@ from tests.support.training import (
 )
 
 HISTORY = 8
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run; the same on all ranks."""
-
-    ddp: dict[str, Any] = field(default_factory=dict)
-    accumulate: int = 1
-    no_sync: bool = False
-    hook: str = ""
-    batchnorm: bool = False
-    skipping: bool = False
-    update: str = "same_step"
-    steps: int = 4
-    frozen_bias: bool = False
-
-
-@dataclass
-class Outcome:
-    """The results of one rank."""
-
-    losses: list[float]
-    parameters: dict[str, bytes]
-    state: dict[str, bytes]
-    histories: dict[SlotName, list[float]]
-    amaxes: list[Amaxes]
-    fp8_collectives: list[int]
-    other_fp8_collectives: int
-    steps: int
+DDP = Job("ddp", optimizer="sgd", steps=4)
+UNUSED: dict[str, Any] = {
+    "ddp": {"find_unused_parameters": True, "broadcast_buffers": False},
+    "skip": ((1, 0), (1, 2), (0, 3)),
+}
 
 
 def bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations as objects, or none.
@@ -75,137 +51,83 @@ def bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annot
     return bf16_compress_hook(state, bucket)
 
 
-def _register_hook(ddp: DistributedDataParallel, manager: StateManager, kind: str) -> None:
-    def powersgd_state() -> PowerSGDState:
-        return PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
-
-    if kind == "bf16":
-        ddp.register_comm_hook(None, bf16_hook)
-    elif kind == "powersgd":
-        ddp.register_comm_hook(powersgd_state(), powerSGD_hook)
-    elif kind == "ours":
-        ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
-    elif kind == "ours+bf16":
-        ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager, bf16_hook))
-    elif kind == "ours+powersgd":
-        ddp.register_comm_hook(powersgd_state(), fp8dist.ddp.comm_hook(manager, powerSGD_hook))
-    else:
-        assert not kind
+def _hook(kind: str = "", early: bool = False) -> Any:
+    """Return what registers a user's hook of this kind, or ours around it."""
+    return partial(_register_hook, kind=kind, early=early)
 
 
-def _train(job: Job) -> Outcome:
-    rank = dist.get_rank()
-    net = make_net(batchnorm=job.batchnorm)
-    recipe = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
-    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD)
-    ddp = DistributedDataParallel(net, **job.ddp)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    manager.attach(ddp, optimizer=optimizer)
-    _register_hook(ddp, manager, job.hook)
-    recorder = AmaxRecorder(net)
-    losses, per_step = [], []
-    index = 0
-    with counted_collectives() as outside:
-        for step in range(job.steps):
-            before = fp8_count(outside, manager)
-            for micro in range(job.accumulate):
-                silent = job.no_sync and micro < job.accumulate - 1
-                with ddp.no_sync() if silent else contextlib.nullcontext():
-                    x, y = batch(rank, index)
-                    skip = job.skipping and (rank, step) in ((1, 0), (1, 2), (0, 3))
-                    loss = nn.functional.mse_loss(ddp(x, skip=skip), y) / job.accumulate
-                    loss.backward()
-                losses.append(float(loss.detach()))
-                index += 1
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.end_step()
-            per_step.append(fp8_count(outside, manager) - before)
-        total = fp8_count(outside, manager)
-        outcome = Outcome(
-            losses,
-            parameter_bits(net),
-            state_bits(manager),
-            histories(manager),
-            recorder.steps,
-            per_step,
-            fp8_count(outside, manager) - total,
-            manager.steps,
-        )
-    return outcome
+def _register_hook(ddp: DistributedDataParallel, manager: StateManager, kind: str, early: bool) -> None:
+    state = None
+    if kind == "powersgd":
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
+    inner: Any = {"": None, "bf16": bf16_hook, "powersgd": powerSGD_hook}[kind]
+    ddp.register_comm_hook(state, fp8dist.ddp.comm_hook(manager, inner) if early else inner)
 
 
-def assert_agree(outcomes: Sequence[Outcome], length: int = HISTORY) -> None:
+def assert_agree(outcomes: Sequence[Outcome], length: int) -> None:
     """All ranks hold the same parameters and state, and the state follows from all ranks' amaxes."""
     first = outcomes[0]
     for other in outcomes[1:]:
-        assert other.parameters == first.parameters
+        assert other.parameter_bits == first.parameter_bits
         assert other.state == first.state
     expected = expected_histories(list(first.histories), [o.amaxes for o in outcomes], length)
     for outcome in outcomes:
         assert outcome.histories == expected
 
 
-PLAIN = [
-    pytest.param(Job(), id="plain"),
-    pytest.param(Job(accumulate=3), id="accumulation without no_sync"),
-    pytest.param(
-        Job(ddp={"gradient_as_bucket_view": True}, accumulate=2, no_sync=True, update="next_step"),
-        id="bucket views, no_sync, next_step",
+PLAIN = {
+    "plain": DDP,
+    "accumulation without no_sync": replace(DDP, accumulate=3),
+    "bucket views, no_sync, next_step": replace(
+        DDP, ddp={"gradient_as_bucket_view": True}, accumulate=2, no_sync=True, update="next_step"
     ),
-    pytest.param(Job(ddp={"static_graph": True, "bucket_cap_mb": 0.005}, accumulate=2), id="static_graph, buckets"),
-    pytest.param(
-        Job(ddp={"find_unused_parameters": True, "broadcast_buffers": False}, skipping=True, batchnorm=True),
-        id="unused, own buffers",
-    ),
-    pytest.param(
-        Job(ddp={"broadcast_buffers": True}, batchnorm=True, accumulate=2, no_sync=True), id="broadcast buffers"
-    ),
-    pytest.param(Job(hook="bf16", ddp={"find_unused_parameters": True}, skipping=True), id="user's bf16 hook, unused"),
+    "static_graph, buckets": replace(DDP, ddp={"static_graph": True, "bucket_cap_mb": 0.005}, accumulate=2),
+    "unused, own buffers": replace(DDP, model="batchnorm", **UNUSED),
+    "broadcast buffers": replace(DDP, model="batchnorm", ddp={"broadcast_buffers": True}, accumulate=2, no_sync=True),
+    "user's bf16 hook, unused": replace(DDP, hook=_hook("bf16"), **UNUSED),
     # One bucket: with several, PowerSGD's callbacks race on gloo and hang, even without fp8dist (torch 2.13).
-    pytest.param(Job(hook="powersgd", accumulate=2, no_sync=True), id="user's PowerSGD hook, no_sync"),
-]
+    "user's PowerSGD hook, no_sync": replace(DDP, hook=_hook("powersgd"), accumulate=2, no_sync=True),
+}
 
 
-@pytest.mark.parametrize("job", PLAIN)
-def test_one_collective_per_optimizer_step(two_ranks: RankPool, job: Job) -> None:
-    outcomes = two_ranks.run(_train, job)
-    assert_agree(outcomes)
+@pytest.mark.parametrize("name", PLAIN)
+def test_one_collective_per_optimizer_step(two_ranks: RankPool, name: str) -> None:
+    outcomes = two_ranks.run(train, PLAIN[name])
+    assert_agree(outcomes, sharded.HISTORY)
     for outcome in outcomes:
-        assert outcome.fp8_collectives == [1] * job.steps
-        assert outcome.other_fp8_collectives == 0
-        assert outcome.steps == job.steps
+        assert outcome.fp8_collectives == [1] * DDP.steps
+        assert outcome.steps == DDP.steps
 
 
 def test_three_ranks_with_unused_modules(three_ranks: RankPool) -> None:
-    job = Job(ddp={"find_unused_parameters": True}, skipping=True, accumulate=2, no_sync=True)
-    outcomes = three_ranks.run(_train, job)
-    assert_agree(outcomes)
-    assert [outcome.fp8_collectives for outcome in outcomes] == [[1] * job.steps] * 3
+    outcomes = three_ranks.run(train, replace(DDP, accumulate=2, no_sync=True, **UNUSED))
+    assert_agree(outcomes, sharded.HISTORY)
+    assert [outcome.fp8_collectives for outcome in outcomes] == [[1] * DDP.steps] * 3
 
 
-EARLY = [
-    pytest.param(Job(hook="ours", update="next_step"), id="default, next_step"),
-    pytest.param(Job(hook="ours", ddp={"bucket_cap_mb": 0.005, "static_graph": True}), id="several buckets"),
-    pytest.param(Job(hook="ours", ddp={"find_unused_parameters": True}, skipping=True), id="unused"),
-    pytest.param(Job(hook="ours", accumulate=3, no_sync=True), id="no_sync"),
-    pytest.param(Job(hook="ours+bf16", accumulate=2), id="bf16, accumulation without no_sync"),
-    pytest.param(Job(hook="ours+powersgd", accumulate=2), id="PowerSGD, accumulation without no_sync"),
-]
+EARLY = {
+    "default, next_step": ("", replace(DDP, update="next_step")),
+    "several buckets": ("", replace(DDP, ddp={"bucket_cap_mb": 0.005, "static_graph": True})),
+    "unused": ("", replace(DDP, **UNUSED)),
+    "no_sync": ("", replace(DDP, accumulate=3, no_sync=True)),
+    "bf16, accumulation without no_sync": ("bf16", replace(DDP, accumulate=2)),
+    "PowerSGD, accumulation without no_sync": ("powersgd", replace(DDP, accumulate=2)),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", EARLY)
-def test_comm_hook_gives_the_state_of_the_boundary_launch(two_ranks: RankPool, job: Job) -> None:
-    early = two_ranks.run(_train, job)
-    late = two_ranks.run(_train, replace(job, hook=job.hook.removeprefix("ours").removeprefix("+")))
-    assert_agree(early)
+@pytest.mark.parametrize("name", EARLY)
+def test_comm_hook_gives_the_state_of_the_boundary_launch(two_ranks: RankPool, name: str) -> None:
+    kind, job = EARLY[name]
+    early = two_ranks.run(train, replace(job, hook=_hook(kind, early=True)))
+    late = two_ranks.run(train, replace(job, hook=_hook(kind) if kind else None))
+    assert_agree(early, sharded.HISTORY)
     synced_backwards = 1 if job.no_sync else job.accumulate
     for mine, theirs in zip(early, late):
         assert mine.fp8_collectives == [synced_backwards] * job.steps
         assert theirs.fp8_collectives == [1] * job.steps
         assert mine.losses == theirs.losses
-        assert mine.parameters == theirs.parameters
+        assert mine.parameter_bits == theirs.parameter_bits
         assert mine.state == theirs.state
 
 
@@ -345,13 +267,12 @@ def _train_uneven(job: Uneven) -> Outcome:
         losses += _epoch(job, ddp, optimizer, recorder, job.afterwards, 200)
     return Outcome(
         losses,
-        parameter_bits(net),
+        full(net),
         state_bits(manager),
+        [in_join],
+        manager.steps,
         histories(manager),
         recorder.steps,
-        [in_join],
-        0,
-        manager.steps,
     )
 
 
@@ -363,7 +284,7 @@ def assert_joined(job: Uneven, outcomes: Sequence[Outcome]) -> None:
         assert outcome.steps == longest // job.accumulate
     # An exhausted rank's incomplete step was sent where its backwards were synced; only the other ranks take the step.
     complete = [replace_amaxes(o, longest // job.accumulate) for o in outcomes]
-    assert_agree(complete)
+    assert_agree(complete, HISTORY)
 
 
 def replace_amaxes(outcome: Outcome, steps: int) -> Outcome:
@@ -406,7 +327,7 @@ def test_training_goes_on_after_join(two_ranks: RankPool) -> None:
     outcomes = two_ranks.run(_train_uneven, job)
     first, second = outcomes
     assert first.state == second.state
-    assert first.parameters == second.parameters
+    assert first.parameter_bits == second.parameter_bits
     assert first.steps == second.steps == 4 + 4 + 2
     assert first.histories["first", "input"].count(0.0) == 0
     # The last two entries are the even steps, with both ranks' amaxes.
@@ -463,75 +384,13 @@ def test_join_refuses_what_would_hang(two_ranks: RankPool) -> None:
 
 def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
     """Amaxes of one rank alone do not explain the state. Otherwise these tests would pass without any sync."""
-    outcomes = two_ranks.run(_train, Job())
+    outcomes = two_ranks.run(train, DDP)
     with pytest.raises(AssertionError):
-        assert_agree([outcomes[0], replace(outcomes[1], amaxes=[])])
+        assert_agree([outcomes[0], replace(outcomes[1], amaxes=[])], sharded.HISTORY)
     assert outcomes[0].losses != outcomes[1].losses
 
 
 # Early launches: no lost and no undetected state ----------------------------------------------------
-
-
-def _damaged_with_hook(update: str, policy: str) -> Any:
-    """Run six steps; before the third, damage one scale on rank 1."""
-    rank = dist.get_rank()
-    net, manager, ddp, optimizer = _attached(hook=True, policy=policy, update=update)
-    reports: list[Any] = []
-    manager.on_event(lambda event: reports.append(event.report))
-    raised = []
-    for step in range(6):
-        if step == 2 and rank == 1:
-            manager.slot("first", "input").scale.mul_(4.0)
-        x, y = batch(rank, step)
-        nn.functional.mse_loss(ddp(x), y).backward()
-        try:
-            optimizer.step()
-        except DivergenceError:
-            raised.append(step)
-        optimizer.zero_grad()
-    findings = [(f.step, f.kind, f.name, f.ranks, f.reference_rank) for r in reports for f in r.findings]
-    return findings, raised, without(state_of(manager), "saturated"), parameter_bits(net)
-
-
-@pytest.mark.parametrize(("update", "policy"), [("same_step", "warn"), ("next_step", "raise")])
-def test_a_damaged_scale_is_reported_under_an_early_launch(three_ranks: RankPool, update: str, policy: str) -> None:
-    """Under next_step the next launch starts before the last sync's verdict is read."""
-    results = three_ranks.run(_damaged_with_hook, update, policy)
-    for findings, raised, *shared in results:
-        assert findings == [(3, "scale", "first:input", (1,), 0)]
-        assert raised == ([] if policy == "warn" else [2 if update == "same_step" else 3])
-        assert shared == list(results[0][2:])
-
-
-def _calibrating_with_hook(update: str, calibrate: bool) -> Any:
-    rank = dist.get_rank()
-    net, manager, ddp, optimizer = _attached(hook=True, update=update)
-
-    def backward(step: int, factor: float = 1.0) -> None:
-        x, y = batch(rank, step)
-        nn.functional.mse_loss(ddp(x * factor), y).backward()
-
-    def interrupted() -> None:
-        with manager.calibrate():
-            backward(7, 1000.0)
-            raise KeyError
-
-    states = []
-    for step in range(3):
-        backward(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if calibrate and step == 1:
-            with pytest.raises(KeyError):
-                interrupted()
-            optimizer.zero_grad()
-        states.append((manager.steps, state_bits(manager)))
-    return states, parameter_bits(net)
-
-
-def test_an_interrupted_calibration_commits_nothing_under_an_early_launch(two_ranks: RankPool) -> None:
-    with_one, without = (two_ranks.run(_calibrating_with_hook, "next_step", calibrate) for calibrate in (True, False))
-    assert with_one == without
 
 
 def _join_on_a_copy() -> tuple[int, dict[str, bytes], dict[str, bytes]]:

@@ -11,18 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
-from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.errors import ConfigurationError
 from tests.support.logs import captured_log
-from tests.support.meshes import OPTIMIZERS, WORLD, Built, Job, build, parallelize_blocks
+from tests.support.meshes import (
+    OPTIMIZERS,
+    WORLD,
+    Built,
+    Job,
+    Outcome,
+    assert_agree,
+    assert_bitwise,
+    build,
+    parallelize_blocks,
+    train,
+)
 from tests.support.parallel import (
     LINEARS,
-    Block,
     loss_of,
     make_blocks,
     mesh_of,
@@ -32,7 +41,6 @@ from tests.support.parallel import (
     watched_reductions,
 )
 from tests.support.ranks import RankPool
-from tests.support.states import state_of, without
 from tests.support.training import histories, state_bits
 
 pytestmark = [pytest.mark.slow]
@@ -41,30 +49,13 @@ pytestmark = [pytest.mark.slow]
 STEPS = 5
 
 
-def _train(job: Job, steps: int = STEPS) -> Any:
-    """Return (losses, windows, state, whole parameters) as plain values."""
-    built = build(job)
-    losses = []
-    with watched_reductions() as reductions:
-        for step in range(steps):
-            losses += built.step(step)
-        state = state_bits(built.manager)
-    # Count from the end of the first step: deriving weight scales uses a collective of the same size.
-    assert reductions.of(built.manager) == [WORLD] * steps
-    if job.layout != "ddp":
-        assert {p.device_mesh.ndim for _, p in built.named() if isinstance(p, DTensor)} == {2}
-    parameters = built.parameters()
-    same_on_all_ranks(state)
-    same_on_all_ranks({name: p.tolist() for name, p in parameters.items()})
-    report = built.manager.check(parameters=True, policy="warn")
-    assert report.consistent, str(report)
-    return losses, histories(built.manager), state, {name: p.numpy() for name, p in parameters.items()}
-
-
-def _same_bits(mine: Any, theirs: Any) -> None:
-    assert mine[0] == theirs[0]
-    assert mine[2] == theirs[2]
-    assert all((mine[3][name] == theirs[3][name]).all() for name in theirs[3])
+def _trained(pool: RankPool, job: Job, **options: Any) -> list[Outcome]:
+    """Return what each rank has. All of them share one state."""
+    outcomes = pool.run(train, replace(job, **options))
+    assert_agree(outcomes)
+    for outcome in outcomes:
+        assert outcome.reductions == [[WORLD]] * len(outcome.reductions)
+    return outcomes
 
 
 # Tensor parallelism × FSDP2 ------------------------------------------------------------------------------
@@ -74,11 +65,12 @@ def _same_bits(mine: Any, theirs: Any) -> None:
 def test_meshes_train_as_one_process(four_ranks: RankPool, layout: str) -> None:
     """With equal scales the operands are equal, except where sums round differently: such a sum sometimes changes an
     element to the neighbouring FP8 number, 2⁻³ away, one of hundreds in a sum."""
-    results = four_ranks.run(_train, Job(layout, optimizer="sgd", warmup="unit"))
+    results = _trained(four_ranks, Job(layout, optimizer="sgd", warmup="unit", steps=STEPS))
     ranks_per_replica = 2 if layout == "tp" else 1
     plain = train_plain(4 // ranks_per_replica, STEPS, OPTIMIZERS["sgd"])
     initial = dict(make_blocks().named_parameters())
-    for rank, (losses, windows, _, parameters) in enumerate(results):
+    for rank, outcome in enumerate(results):
+        losses, windows = outcome.losses, outcome.histories
         assert losses == pytest.approx([step[rank // ranks_per_replica] for step in plain.losses], rel=2e-3)
         for slot, window in plain.windows.items():
             assert windows[slot][-STEPS:] == pytest.approx(window, rel=2e-2), slot
@@ -86,7 +78,7 @@ def test_meshes_train_as_one_process(four_ranks: RankPool, layout: str) -> None:
             assert windows[name, "weight"][-STEPS] == plain.windows[name, "weight"][0]
         for name, parameter in plain.parameters.items():
             moved = (parameter - initial[name].detach()).norm()
-            error = (torch.from_numpy(parameters[name]) - parameter).norm()
+            error = (outcome.parameters[name] - parameter).norm()
             assert float(error / moved) < 0.02, name
 
 
@@ -100,17 +92,17 @@ def test_meshes_train_as_one_process(four_ranks: RankPool, layout: str) -> None:
     ids=["tp, accumulation", "tp, fused, next_step", "hsdp, checkpointing"],
 )
 def test_fp8_all_gather_changes_no_bit(four_ranks: RankPool, job: Job) -> None:
-    gathered = four_ranks.run(_train, job, 2)
-    cast_after = four_ranks.run(_train, replace(job, fp8_all_gather=False), 2)
+    gathered = _trained(four_ranks, job, steps=2)
+    cast_after = _trained(four_ranks, job, steps=2, fp8_all_gather=False)
     for mine, theirs in zip(gathered, cast_after):
-        _same_bits(mine, theirs)
+        assert_bitwise(mine, theirs)
 
 
 def test_activation_checkpointing_changes_no_bit_of_losses_and_state(four_ranks: RankPool) -> None:
-    without_it = four_ranks.run(_train, Job(), 2)
+    without_it = _trained(four_ranks, Job(), steps=2)
     for how in ("reentrant", "non-reentrant"):
-        for mine, theirs in zip(four_ranks.run(_train, Job(checkpointing=how), 2), without_it):
-            _same_bits(mine, theirs)
+        for mine, theirs in zip(_trained(four_ranks, Job(), steps=2, checkpointing=how), without_it):
+            assert_bitwise(mine, theirs)
 
 
 def _drifted(layout: str, damaged: int, name: str) -> Any:
@@ -160,58 +152,7 @@ def test_the_data_parallel_axis_alone_is_refused_under_tensor_parallelism(four_r
         assert whose in text
 
 
-# Errors, and several jobs in one process ----------------------------------------------------------------
-
-
-def _damaged_scale(layout: str, policy: str, role: str) -> Any:
-    built = build(Job(layout, policy=policy))
-    raised = []
-    with captured_log():
-        for step in range(4):
-            if step == 2 and dist.get_rank() == 3:
-                built.manager.slot("blocks.1.up", role).scale.mul_(2.0)
-            try:
-                built.backward(step)
-                built.optimizer.step()
-            except DivergenceError as error:
-                raised.append((step, [(f.kind, f.name, f.ranks) for f in error.report.findings]))
-            built.optimizer.zero_grad()
-    state = without(state_of(built.manager), "saturated")
-    same_on_all_ranks(state)
-    report = built.manager.check(parameters=False, policy="warn")
-    assert report.consistent, str(report)
-    return raised
-
-
-@pytest.mark.parametrize(("layout", "role"), [("tp", "input"), ("hsdp", "weight")])
-def test_a_damaged_scale_is_reported_and_all_ranks_go_on_alike(four_ranks: RankPool, layout: str, role: str) -> None:
-    expected = [(2, [("scale", f"blocks.1.up:{role}", (3,))])]
-    assert four_ranks.run(_damaged_scale, layout, "raise", role) == [expected] * 4
-
-
-def _fail(module: nn.Module, args: Any) -> None:
-    raise KeyError("interrupted")
-
-
-def _interrupted(layout: str, broken: bool) -> Any:
-    built = build(Job(layout, optimizer="sgd"))
-    states = []
-    for step in range(3):
-        if broken and step == 1:
-            last = next(m for n, m in built.module.named_modules() if n.endswith("blocks.1.norm"))
-            handle = last.register_forward_pre_hook(_fail)
-            with pytest.raises(KeyError):
-                built.backward(step)
-            handle.remove()
-            built.optimizer.zero_grad()
-        losses = built.step(step)
-        states.append((losses, state_bits(built.manager)))
-    return states
-
-
-def test_training_goes_on_after_a_failed_forward(four_ranks: RankPool) -> None:
-    """The failed forward had the same batch as the next one, so its amaxes are not larger."""
-    assert four_ranks.run(_interrupted, "tp", True) == four_ranks.run(_interrupted, "tp", False)
+# Calibration, and several jobs in one process --------------------------------------------------------------
 
 
 def _calibrated(fp8_all_gather: bool) -> Any:
@@ -334,39 +275,11 @@ def test_a_mesh_in_another_order_gives_the_same_numbers(four_ranks: RankPool) ->
     four_ranks.run(_permuted)
 
 
-def _hybrid() -> Any:
-    """FSDP1 over replicate × shard."""
-    model = make_blocks()
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=16), group=dist.group.WORLD)
-    module = FullyShardedDataParallel(
-        model,
-        device_id=torch.device("cpu"),
-        device_mesh=mesh_of((2, 2), ("replicate", "shard")),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=True,
-    )
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    manager.attach(module, optimizer=optimizer)
-    built = Built(module, manager, optimizer, Job("hsdp"))
-    with watched_reductions() as reductions:
-        losses = [built.step(step)[0] for step in range(4)]
-    assert reductions.of(manager) == [WORLD] * 4
-    same_on_all_ranks(state_bits(manager))
-    with captured_log():
-        assert not manager.check(gradients=True, optimizer=optimizer).diverged
-    return losses, histories(manager)
-
-
 def test_hybrid_shards_of_fsdp1_are_those_of_fsdp2(four_ranks: RankPool) -> None:
-    fsdp2 = four_ranks.run(_hsdp_losses)
-    for (losses, windows), (others, their_windows) in zip(four_ranks.run(_hybrid), fsdp2):
-        assert losses[0] == others[0]
-        assert losses == pytest.approx(others, rel=1e-3)
-        for slot, window in their_windows.items():
-            assert windows[slot] == pytest.approx(window, rel=2e-2)
-
-
-def _hsdp_losses() -> Any:
-    built = build(Job("hsdp", optimizer="sgd"))
-    return [built.step(step)[0] for step in range(4)], histories(built.manager)
+    job = Job("hsdp", optimizer="sgd")
+    ours = _trained(four_ranks, job, layout="fsdp1", strategy="HYBRID_SHARD")
+    for mine, theirs in zip(ours, _trained(four_ranks, job)):
+        assert mine.losses[0] == theirs.losses[0]
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-3)
+        for slot, window in theirs.histories.items():
+            assert mine.histories[slot] == pytest.approx(window, rel=2e-2)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import ConfigurationError
-from tests.support.fsdp1 import quiet
+from tests.support.meshes import quiet
 from tests.support.ranks import RankPool
 from tests.support.training import batch, bits, gradient_bits, make_net, parameter_bits
 

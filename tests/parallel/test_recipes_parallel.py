@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
-from tests.support import fsdp1, meshes
+from tests.support import meshes
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import assert_affine, mesh_of, same_on_all_ranks, whole
 from tests.support.ranks import RankPool
@@ -143,30 +143,21 @@ def test_what_is_not_cut_is_taken(two_ranks: RankPool, up: int, name: str) -> No
 # Meshes of two axes ---------------------------------------------------------------------------------
 
 
-def _on_mesh(job: meshes.Job) -> Any:
-    built = meshes.build(job)
-    losses = []
-    for step in range(2):
-        losses += built.step(step)
-    report = built.manager.check(parameters=True, policy="warn")
-    assert not report.diverged, str(report)
-    parameters = {name: p.tolist() for name, p in built.parameters().items()}
-    same_on_all_ranks(parameters)
-    return losses, parameters
-
-
 @pytest.mark.parametrize("layout", ["hsdp", "tp"])
 def test_current_scaling_gathered_in_fp8_on_four_ranks(four_ranks: RankPool, layout: str) -> None:
     """HSDP is bitwise equal to casts after the gather. Under tensor parallelism × FSDP2, parts across the
     tensor-parallel axis share a scale, unlike separate casts."""
-    job = meshes.Job(layout, recipe=CurrentScaling())
-    gathered = four_ranks.run(_on_mesh, job)
-    cast_after = four_ranks.run(_on_mesh, replace(job, fp8_all_gather=False))
+    job = meshes.Job(layout, recipe=CurrentScaling(), steps=2)
+    gathered = four_ranks.run(meshes.train, job)
+    cast_after = four_ranks.run(meshes.train, replace(job, fp8_all_gather=False))
+    for outcomes in (gathered, cast_after):
+        meshes.assert_agree(outcomes)
     for mine, theirs in zip(gathered, cast_after):
         if layout == "hsdp":
-            assert mine == theirs
+            assert mine.losses == theirs.losses
+            assert all(torch.equal(p, theirs.parameters[name]) for name, p in mine.parameters.items())
         else:
-            assert mine[0] == pytest.approx(theirs[0], rel=2e-2)
+            assert mine.losses == pytest.approx(theirs.losses, rel=2e-2)
 
 
 # FSDP1 ----------------------------------------------------------------------------------------------
@@ -174,10 +165,10 @@ def test_current_scaling_gathered_in_fp8_on_four_ranks(four_ranks: RankPool, lay
 
 @pytest.mark.parametrize(("name", "strategy"), [("current", "FULL_SHARD"), ("block", "SHARD_GRAD_OP")])
 def test_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, name: str, strategy: str) -> None:
-    job = fsdp1.Job(strategy, recipe=RECIPES[name], accumulate=2, no_sync=True, steps=2)
-    sharded = two_ranks.run(fsdp1.train, job)
-    replicated = two_ranks.run(fsdp1.train, replace(job, strategy=""))
+    job = meshes.Job("fsdp1", strategy=strategy, recipe=RECIPES[name], accumulate=2, no_sync=True, steps=2)
+    sharded = two_ranks.run(meshes.train, job)
+    replicated = two_ranks.run(meshes.train, replace(job, layout="ddp"))
     for mine, theirs in zip(sharded, replicated):
-        fsdp1.assert_bitwise(mine, theirs)
+        meshes.assert_bitwise(mine, theirs)
         assert mine.syncs == [0] * job.steps
     assert sharded[0].losses[0] != sharded[0].losses[-1]

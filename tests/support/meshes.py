@@ -1,9 +1,13 @@
-"""Two blocks on four ranks: tensor parallelism × FSDP2, HSDP, and DDP for comparison."""
+"""Two blocks in every wrapper: DDP, FSDP1, and on four ranks HSDP and tensor parallelism × FSDP2."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +17,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, allreduce_hook, reduce_scatter_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -26,18 +32,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, Recipe, StateManager
-from tests.support.parallel import (
-    Block,
-    loss_of,
-    make_blocks,
-    mesh_of,
-    tokens,
-    whole,
-)
+from tests.support.parallel import Block, Blocks, loss_of, make_blocks, mesh_of, tokens, watched_reductions, whole
+from tests.support.quiet import silence
+from tests.support.training import Amaxes, AmaxRecorder, SlotName, bits, expected_histories, histories, state_bits
 
 WORLD = (0, 1, 2, 3)
+HISTORY = 8
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
     "fused": partial(torch.optim.AdamW, lr=1e-3, fused=True),
 }
@@ -47,15 +50,34 @@ OPTIMIZERS = {
 class Job:
     """One training run."""
 
-    layout: str = "tp"  # "tp": dp × tp; "hsdp": replicate × shard; "ddp".
-    fp8_all_gather: bool = True
+    layout: str = "tp"  # "tp": dp × tp; "hsdp": replicate × shard; "ddp"; "fsdp1".
+    fp8_all_gather: bool = True  # of FSDP2
     optimizer: str = "foreach"
     update: str = "same_step"
     warmup: str = "current"
+    steps: int = 4
     accumulate: int = 1
+    no_sync: bool = False
+    clip: float = 0.0
     checkpointing: str = ""
     policy: str = "raise"
     recipe: Recipe | None = None  # None: delayed scaling, with ``update`` and ``warmup``
+    frozen: tuple[str, ...] = ()
+    hook: str = ""  # "ours", or "inner": with a hook of the user's inside
+    # Of FSDP1. HYBRID_SHARD needs four ranks.
+    strategy: str = "FULL_SHARD"
+    per_block: bool = True
+    precision: MixedPrecision | None = None
+    buffer: bool = False  # Also of DDP.
+
+
+class Buffered(Blocks):
+    """The blocks plus a buffer."""
+
+    shift: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
 
 
 def parallelize_blocks(model: nn.Module, tp: DeviceMesh) -> None:
@@ -70,60 +92,118 @@ def parallelize_blocks(model: nn.Module, tp: DeviceMesh) -> None:
     )
 
 
+def clean_fqn(name: str) -> str:
+    """Return a name without the prefixes of wrappers."""
+    for prefix in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module."):
+        name = name.replace(prefix, "")
+    return name
+
+
 @dataclass
 class Built:
-    """A model in its layout."""
+    """A model in its layout. ``inner``: calls of the user's hook."""
 
-    module: nn.Module
+    module: Any
     manager: StateManager
     optimizer: torch.optim.Optimizer
     job: Job
+    inner: list[str] = field(default_factory=list)
 
     @property
     def replica(self) -> int:
         """Index of the batches that this rank gets."""
         return dist.get_rank() // 2 if self.job.layout == "tp" else dist.get_rank()
 
-    def backward(self, index: int, module: nn.Module | None = None) -> float:
+    def backward(self, index: int) -> float:
         """Return the loss of this replica's batch."""
-        module = self.module if module is None else module
         x, target = tokens(self.replica, index)
         x.requires_grad_(self.job.checkpointing == "reentrant")  # Reentrant checkpointing needs an input with grad.
         if self.job.layout == "tp":  # Each rank has a part of the sequence; the loss is a mean over the whole.
             x, target = (t.chunk(2, 1)[dist.get_rank() % 2] for t in (x, target))
-            loss = loss_of(module(x), target) / 2
+            loss = loss_of(self.module(x), target) / 2
             loss.backward()
             total = loss.detach().clone()
             dist.all_reduce(total, group=mesh_of((2, 2), ("dp", "tp")).get_group("tp"))
             return float(total)
-        loss = loss_of(module(x), target)
+        loss = loss_of(self.module(x), target)
         loss.backward()
         return float(loss.detach())
 
-    def step(self, index: int) -> list[float]:
-        """Take one optimizer step."""
-        every = self.job.accumulate
-        losses = [self.backward(every * index + micro) for micro in range(every)]
+    def step(self, index: int, before: Callable[[], Any] = lambda: None) -> list[float]:
+        """Take one optimizer step. ``before``: is called between the backwards and the optimizer."""
+        every, losses = self.job.accumulate, []
+        for micro in range(every):
+            silent = self.job.no_sync and micro < every - 1
+            with self.module.no_sync() if silent else contextlib.nullcontext():
+                losses.append(self.backward(every * index + micro))
+        if self.job.clip and isinstance(self.module, FullyShardedDataParallel):
+            self.module.clip_grad_norm_(self.job.clip)
+        elif self.job.clip:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.job.clip)
+        before()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return losses
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the whole parameters, by the plain model's names."""
-        clean = ((n.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), p) for n, p in self.named())
-        return {name: whole(p) for name, p in clean}
+        """Return the whole parameters, by the plain model's names. COLLECTIVE."""
+        summon: Any = contextlib.nullcontext()
+        if isinstance(self.module, FullyShardedDataParallel):
+            summon = FullyShardedDataParallel.summon_full_params(self.module, writeback=False)
+        with summon:
+            return {clean_fqn(name): whole(p).clone() for name, p in self.named()}
+
+    def parameter_bits(self) -> dict[str, bytes]:
+        return {name: bits(p) for name, p in self.parameters().items()}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters())
 
 
+def _wrapped(job: Job, model: nn.Module) -> nn.Module:
+    if job.layout == "ddp":
+        return DistributedDataParallel(model)
+    if job.layout == "fsdp1":
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy[job.strategy],
+            auto_wrap_policy=ModuleWrapPolicy({Block}) if job.per_block else None,
+            mixed_precision=job.precision,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+            device_mesh=mesh_of((2, 2), ("replicate", "shard")) if job.strategy == "HYBRID_SHARD" else None,
+        )
+    over = mesh_of((2, 2), ("dp", "tp"))["dp"] if job.layout == "tp" else mesh_of((2, 2), ("replicate", "shard"))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=over)
+    return fully_shard(model, mesh=over)
+
+
+def _register_hook(job: Job, built: Built) -> None:
+    def counting(state: Any, gradient: Tensor, *output: Tensor) -> None:
+        built.inner.append("sharded" if output else "whole")
+        (reduce_scatter_hook if output else allreduce_hook)(state, gradient, *output)
+
+    if job.layout == "ddp":
+        built.module.register_comm_hook(None, fp8dist.ddp.comm_hook(built.manager))
+    else:
+        hook = fp8dist.fsdp.comm_hook(built.manager, counting if job.hook == "inner" else None)
+        built.module.register_comm_hook(DefaultState(dist.group.WORLD), hook)
+
+
 def build(job: Job) -> Built:
-    mesh = mesh_of((2, 2), ("replicate", "shard") if job.layout == "hsdp" else ("dp", "tp"))
     model: nn.Module = make_blocks()
-    delayed = DelayedScaling(history_len=16, update=job.update, warmup=job.warmup)  # type: ignore[arg-type]
-    recipe = delayed if job.recipe is None else job.recipe
-    group = dist.group.WORLD if job.layout == "ddp" else mesh
-    manager = fp8dist.prepare(model, recipe, group=group, fp8_all_gather=job.fp8_all_gather, check_policy=job.policy)
+    if job.buffer:
+        model.__class__ = Buffered
+        model.register_buffer("shift", torch.full((32,), 0.125))
+    for name in job.frozen:
+        model.get_parameter(name).requires_grad_(False)
+    delayed = DelayedScaling(history_len=HISTORY, update=job.update, warmup=job.warmup)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"group": dist.group.WORLD}
+    if job.layout in ("tp", "hsdp"):
+        mesh = mesh_of((2, 2), ("replicate", "shard") if job.layout == "hsdp" else ("dp", "tp"))
+        options = {"group": mesh, "fp8_all_gather": job.fp8_all_gather}
+    manager = fp8dist.prepare(model, job.recipe or delayed, check_policy=job.policy, **options)
     if job.layout == "tp":
         parallelize_blocks(model, mesh["tp"])
     if job.checkpointing:
@@ -131,13 +211,88 @@ def build(job: Job) -> Built:
         apply_activation_checkpointing(
             model, partial(checkpoint_wrapper, checkpoint_impl=impl), check_fn=lambda m: isinstance(m, Block)
         )
-    if job.layout == "ddp":
-        module: nn.Module = DistributedDataParallel(model)
-    else:
-        over = mesh["dp"] if job.layout == "tp" else mesh
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=over)
-        module = fully_shard(model, mesh=over)
-    optimizer = OPTIMIZERS[job.optimizer](module.parameters())
-    manager.attach(module, optimizer=optimizer)
-    return Built(module, manager, optimizer, job)
+    with quiet():
+        module = _wrapped(job, model)
+    if job.layout in ("tp", "hsdp"):
+        assert {p.device_mesh.ndim for p in module.parameters() if isinstance(p, DTensor)} == {2}
+    optimizer = OPTIMIZERS[job.optimizer]([p for p in module.parameters() if p.requires_grad])
+    built = Built(module, manager.attach(module, optimizer=optimizer), optimizer, job)
+    if job.hook:
+        _register_hook(job, built)
+    return built
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress FSDP's deprecation warning of NO_SHARD."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# Trainings -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """The results of one rank.
+
+    ``reductions``: the ranks of the syncs of each step. ``early``: how many of them began before the optimizer's step.
+    """
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    state: dict[str, bytes]
+    histories: dict[SlotName, list[float]]
+    amaxes: list[Amaxes]
+    reductions: list[list[tuple[int, ...]]]
+    early: list[int]
+    inner_calls: int
+
+    @property
+    def syncs(self) -> list[int]:
+        return [len(step) for step in self.reductions]
+
+
+def train(job: Job) -> Outcome:
+    built = build(job)
+    gathers = job.layout in ("tp", "hsdp")  # Their weights cannot be recorded, and their scales need other reductions.
+    recorder = AmaxRecorder(nn.Module() if gathers else built.module)
+    losses, of_steps, early = [], [], []
+    with silence(), watched_reductions() as reductions:
+        for index in range(job.steps):
+            losses += built.step(index, lambda: early.append(len(reductions.of(built.manager))))
+            recorder.end_step()
+            of_steps.append(reductions.of(built.manager))
+            assert gathers or len(reductions.seen) == len(of_steps[-1])
+            reductions.seen.clear()
+        state = state_bits(built.manager)
+    arena = built.manager._syncs[0].arena
+    assert {t.dtype for t in (arena.scales, arena.history, arena.amax, arena.pending)} == {torch.float32}
+    report = built.manager.check(parameters=True, policy="warn")
+    assert not report.diverged, str(report)
+    amaxes = [{(clean_fqn(name), role): amax for (name, role), amax in step.items()} for step in recorder.steps]
+    windows = histories(built.manager)
+    return Outcome(losses, built.parameters(), state, windows, amaxes, of_steps, early, len(built.inner))
+
+
+def assert_bitwise(mine: Outcome, theirs: Outcome) -> None:
+    assert mine.losses == theirs.losses
+    assert mine.state == theirs.state
+    assert mine.parameters.keys() == theirs.parameters.keys()
+    assert all(torch.equal(p, theirs.parameters[name]) for name, p in mine.parameters.items())
+
+
+def assert_agree(outcomes: list[Outcome]) -> None:
+    """All ranks hold the same parameters and state."""
+    for outcome in outcomes[1:]:
+        assert outcome.state == outcomes[0].state
+        assert all(torch.equal(p, outcomes[0].parameters[name]) for name, p in outcome.parameters.items())
+
+
+def assert_synced(outcomes: list[Outcome]) -> None:
+    """They agree, and the histories follow from all ranks' amaxes."""
+    assert_agree(outcomes)
+    expected = expected_histories(list(outcomes[0].histories), [o.amaxes for o in outcomes], HISTORY)
+    for outcome in outcomes:
+        assert outcome.histories == expected

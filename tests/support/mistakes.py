@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import logging
-import os
 import re
 import traceback
 import warnings
@@ -35,6 +34,7 @@ from fp8dist import StateManager
 from fp8dist.errors import Fp8DistError
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.scenarios import RAISED, RIGHT, SAID, WARNED, Scenario
+from tests.support.training import bits
 
 OUTPUT = 0.08
 """Allowed relative error of an output in FP8: correct programs have 3 %, wrong ones 28 % and more."""
@@ -108,10 +108,10 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 @functools.cache
-def reference_losses(ranks: int, steps: int, seed: int = 0, kind: str = "AdamW", lr: float = LR) -> tuple[float, float]:
+def reference_losses(ranks: int, steps: int) -> tuple[float, float]:
     """Return the losses of a probe before and after training in float32 with the batches of this many ranks."""
-    weights = {name: p.detach().clone().requires_grad_() for name, p in make_net(seed).named_parameters()}
-    optimizer = getattr(torch.optim, kind)(weights.values(), lr=lr)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in make_net().named_parameters()}
+    optimizer = torch.optim.AdamW(weights.values(), lr=LR)
     x, y = batch(0, PROBE)
     first = float(loss_of(plain(weights, x), y).detach())
     for index in range(steps):
@@ -175,6 +175,11 @@ def load(called: nn.Module, state: Mapping[str, Tensor]) -> None:
 # A program and what is seen of it ------------------------------------------------------------------------
 
 
+def adamw(called: nn.Module | Any, lr: float = LR, **options: Any) -> torch.optim.AdamW:
+    """Return AdamW for a module's parameters or for parameters."""
+    return torch.optim.AdamW(called.parameters() if isinstance(called, nn.Module) else called, lr=lr, **options)
+
+
 @dataclass
 class Seen:
     """Everything observed on one rank."""
@@ -193,99 +198,111 @@ class Seen:
 
 
 class Case:
-    """The argument of a program."""
+    """The argument of a program, which builds a net, attaches and trains it, and judges what it computes.
+
+    ``called``: what the training loop calls. ``index``: of the next batch.
+    """
+
+    called: Any
+    manager: StateManager
+    optimizer: Any
 
     def __init__(self, rank: int, ranks: int, group: Any, mesh: DeviceMesh | None, seen: Seen) -> None:
         self.rank, self.ranks, self.group, self.mesh, self.seen = rank, ranks, group, mesh, seen
-        self.closing = contextlib.ExitStack()
+        self.layout, self.index = "one", 0
 
     # Building ------------------------------------------------------------------------------------
 
-    def prepare(self, model: nn.Module, *args: Any, layout: str = "", **options: Any) -> StateManager:
+    def prepare(self, model: nn.Module, *args: Any, **options: Any) -> StateManager:
         if self.ranks > 1:
             options.setdefault("group", self.group)
-        if layout == "gather":
+        if self.layout == "gather":
             options.setdefault("fp8_all_gather", True)
-        return fp8dist.prepare(model, *args, **options)
+        self.manager = fp8dist.prepare(model, *args, **options)
+        return self.manager
 
-    def wrap(self, net: nn.Module, layout: str) -> nn.Module:
+    def wrap(self, net: nn.Module) -> nn.Module:
         """Return the wrapped model that the training loop calls."""
-        if layout == "ddp":
+        if self.layout == "ddp":
             return DistributedDataParallel(net, process_group=self.group)
-        if layout == "fsdp1":
+        if self.layout == "fsdp1":
             return FullyShardedDataParallel(
                 net, process_group=self.group, use_orig_params=True, device_id=torch.device("cpu")
             )
-        if layout in ("fsdp2", "gather"):
+        if self.layout in ("fsdp2", "gather"):
             for part in net.children():
                 fully_shard(part, mesh=self.mesh)
             return fully_shard(net, mesh=self.mesh)
-        if layout == "tp":
+        if self.layout == "tp":
             assert self.mesh is not None
             return parallelize_module(net, self.mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        assert layout == "one"
+        assert self.layout == "one"
         return net
 
-    def build(self, layout: str = "one", seed: int = 0, **options: Any) -> tuple[nn.Module, StateManager]:
-        """Prepare, wrap and attach in the right order."""
-        net = make_net(seed)
-        manager = self.prepare(net, layout=layout, **options)
-        return self.wrap(net, layout), manager
+    def build(
+        self, layout: str = "one", make: Callable[[Any], Any] = adamw, net: nn.Module | None = None, **options: Any
+    ) -> Case:
+        """Prepare, wrap, and make the optimizer, in the right order. ``options``: of ``prepare``."""
+        self.layout = layout
+        net = make_net() if net is None else net
+        self.prepare(net, **options)
+        self.called = self.wrap(net)
+        self.optimizer = make(self.called)
+        return self
 
-    def compile(self, net: nn.Module) -> Any:
+    def attach(self, **options: Any) -> Case:
+        if "optimizer" not in options:
+            options["optimizer"] = self.optimizer
+        self.manager.attach(self.called, **options)
+        return self
+
+    def attached(self, layout: str = "one", **options: Any) -> Case:
+        """Be a correct program, ready to train."""
+        return self.build(layout, **options).attach()
+
+    def compile(self) -> Case:
         """Compile anew: after several compilations of one forward, Dynamo would run the next ones eagerly."""
         torch._dynamo.reset()
-        return torch.compile(net, backend="eager")
-
-    def environ(self, name: str, value: str) -> None:
-        """Set an environment variable until the program ends."""
-        before = os.environ.get(name)
-        os.environ[name] = value
-        self.closing.callback(
-            lambda: os.environ.pop(name, None) if before is None else os.environ.__setitem__(name, before)
-        )
+        self.called = torch.compile(self.called, backend="eager")
+        return self
 
     # Running -------------------------------------------------------------------------------------
 
-    def batch(self, index: int, layout: str = "") -> tuple[Tensor, Tensor]:
-        """Return a batch. Ranks of tensor parallelism share the same data."""
-        return batch(0 if layout == "tp" else self.rank, index)
+    def batch(self, index: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the next batch, or another. Ranks of tensor parallelism share the same data."""
+        return batch(0 if self.layout == "tp" else self.rank, self.index if index is None else index)
 
-    def backward(self, called: nn.Module, index: int, layout: str = "") -> Tensor:
-        x, y = self.batch(index, layout)
-        loss = loss_of(called(x), y)
+    def backward(self) -> Tensor:
+        x, y = self.batch()
+        self.index += 1
+        loss = loss_of(self.called(x), y)
         loss.backward()
         return loss.detach()
 
-    def step(self, optimizer: Any, called: nn.Module) -> None:
+    def step(self, optimizer: Any = None) -> None:
         """Take a step. A step that raises must not have changed a parameter."""
-        before = [(p, _local(p).clone()) for p in called.parameters() if p.device.type != "meta"]
+        before = [(p, _local(p).clone()) for p in self.called.parameters() if p.device.type != "meta"]
         try:
-            optimizer.step()
+            (optimizer or self.optimizer).step()
         except Fp8DistError:
             if any(not torch.equal(_local(p), old) for p, old in before):
                 self.flaw("the step that raised has changed a parameter")
             raise
 
-    def train(
-        self,
-        called: nn.Module,
-        optimizer: Any,
-        steps: int = STEPS,
-        start: int = 0,
-        layout: str = "",
-        after: Callable[[], Any] | None = None,
-    ) -> None:
-        for index in range(start, start + steps):
-            self.backward(called, index, layout)
-            self.step(optimizer, called)
+    def train(self, steps: int | None = None, optimizer: Any = None, after: Callable[[], Any] | None = None) -> Case:
+        """Train for these steps, or for those that are left of ``STEPS``."""
+        optimizer = optimizer or self.optimizer
+        for _ in range(STEPS - self.index if steps is None else steps):
+            self.backward()
+            self.step(optimizer)
             optimizer.zero_grad()
             if after is not None:
                 after()
+        return self
 
-    def snapshot(self, called: nn.Module) -> list[bytes]:
+    def snapshot(self) -> list[bytes]:
         """Return this rank's parameters, exactly."""
-        return [_local(p).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for p in called.parameters()]
+        return [bits(_local(p)) for p in self.called.parameters()]
 
     # Judging -------------------------------------------------------------------------------------
 
@@ -296,58 +313,50 @@ class Case:
         if not condition:
             self.flaw(text)
 
-    def measure(self, what: str, actual: Tensor, expected: Tensor, bound: float) -> None:
+    def measure(self, what: str, actual: Tensor, expected: Tensor, bound: float = OUTPUT) -> None:
         actual, expected = actual.detach().float(), expected.detach().float()
         error = float((actual - expected).norm() / expected.norm())
         self.seen.measured.append((what, error if error == error else float("inf"), bound))
 
-    def output(self, called: nn.Module, what: str = "output", train: bool = True) -> None:
+    def output(self, what: str = "output", train: bool = True, called: Any = None) -> Case:
         """Compare one forward with float32 with the same weights."""
+        called = self.called if called is None else called
         x, _ = batch(0, PROBE)
         called.train(train)
-        if train:
+        with torch.set_grad_enabled(train):
             y = called(x.to(next(called.parameters()).dtype))
-        else:
-            with torch.no_grad():
-                y = called(x.to(next(called.parameters()).dtype))
-        self.measure(what, y, plain(weights_of(called), x), OUTPUT)
+        self.measure(what, y, plain(weights_of(called), x))
         called.train()
+        return self
 
-    def gradient(self, called: nn.Module, what: str = "gradient") -> None:
+    def gradient(self, what: str = "gradient") -> None:
         """Compare the input's gradient of one backward with float32 with the same weights."""
-        weights = weights_of(called)
+        weights = weights_of(self.called)
         x, y = batch(0, PROBE)
         mine, theirs = (x.clone().requires_grad_() for _ in range(2))
-        loss_of(called(mine.to(next(called.parameters()).dtype)), y).backward()
-        called.zero_grad()
+        loss_of(self.called(mine.to(next(self.called.parameters()).dtype)), y).backward()
+        self.called.zero_grad()
         loss_of(plain(weights, theirs), y).backward()
         assert mine.grad is not None
         assert theirs.grad is not None
         self.measure(what, mine.grad, theirs.grad, GRADIENT)
 
-    def judge(self, called: nn.Module, steps: int | None = None, kind: str = "AdamW", **twin: Any) -> None:
+    def judge(self, steps: int | None = None) -> None:
         """Compare output and gradient, and with ``steps`` also the final loss with a float32 training of ``steps``
         steps."""
-        self.output(called, "eval output", train=False)
-        self.output(called, "output")
-        self.gradient(called)
+        self.output("eval output", train=False).output().gradient()
         if steps is not None:
-            first, last = reference_losses(twin.pop("ranks", self.ranks), steps, kind=kind, **twin)
+            first, last = reference_losses(self.ranks, steps)
             x, y = batch(0, PROBE)
             with torch.no_grad():
-                loss = float(loss_of(called.eval()(x), y))
-            called.train()
+                loss = float(loss_of(self.called.eval()(x), y))
+            self.called.train()
             self.seen.measured.append(("final loss", abs(loss - last) / first, LOSS))
 
 
 def _local(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def adamw(called: nn.Module | Any, lr: float = LR, **options: Any) -> torch.optim.AdamW:
-    """Return AdamW for a module's parameters or for parameters."""
-    return torch.optim.AdamW(called.parameters() if isinstance(called, nn.Module) else called, lr=lr, **options)
 
 
 # Running a scenario -------------------------------------------------------------------------------------
@@ -378,7 +387,7 @@ def run_case(scenario: Scenario, rank: int = 0, group: Any = None, mesh: DeviceM
     """Run the scenario on one rank."""
     seen = Seen()
     case = Case(rank, scenario.ranks, group, mesh, seen)
-    with _logged(seen), warnings.catch_warnings(), case.closing:
+    with _logged(seen), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             scenario.program(case)

@@ -10,13 +10,11 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR
 from torch.optim.optimizer import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from tests.support.quiet import (
@@ -25,7 +23,6 @@ from tests.support.quiet import (
     STEPS,
     Loop,
     Trial,
-    attached,
     batch,
     boundary,
     microbatches,
@@ -190,7 +187,6 @@ SCENARIOS.table(
 
 SCALED: dict[str, Callable[[Any], Optimizer]] = {
     "unfused": lambda p: SGD(p, lr=0.1, foreach=False),
-    "foreach": lambda p: AdamW(p, lr=0.01, foreach=True),
     "fused": lambda p: AdamW(p, lr=0.01, fused=True),
 }
 
@@ -202,14 +198,13 @@ def scaled(
     loss: tuple[int, ...] = (),
     gradient: int | None = None,
     unscale: bool = False,
-    passed: bool = True,
-    update: str = "same_step",
     **parts: Any,
 ) -> Loop:
     """Return a loop with a GradScaler, which skips the steps whose gradients are infinite.
 
     ``layers``: with an optimizer for each layer. ``loss``: steps whose loss is infinite. ``gradient``: a layer whose
-    gradient is infinite in step 2; the scaler skips that optimizer alone. ``passed``: the manager gets the scaler.
+    gradient is infinite in step 2; the scaler skips that optimizer alone. One optimizer is in
+    ``tests/job/test_boundary.py``, also without the scaler.
     """
 
     def make(trial: Trial) -> list[Optimizer]:
@@ -217,7 +212,7 @@ def scaled(
         return [SCALED[kind](of.parameters()) for of in ((trial.net[0], trial.net[2]) if layers else (trial.net,))]
 
     def attach(trial: Trial) -> None:
-        trial.attach(*trial.optimizers, scaler=trial.scaler if passed else None)  # type: ignore[attr-defined]
+        trial.attach(*trial.optimizers, scaler=trial.scaler)  # type: ignore[attr-defined]
 
     def backward(trial: Trial, index: int) -> None:
         x, y = batch(index)
@@ -237,30 +232,20 @@ def scaled(
         for optimizer in trial.optimizers:
             optimizer.zero_grad()
 
-    recipe = DelayedScaling(history_len=HISTORY, update=update)  # type: ignore[arg-type]
     parts = {"counted": STEPS - len(loss), **parts}
-    return Loop(prepared={"recipe": recipe}, make=make, attach=attach, backward=backward, step=step, **parts)
+    return Loop(make=make, attach=attach, backward=backward, step=step, **parts)
 
-
-NO_GRADIENTS = {"ran": lambda fqn, role: role != "grad_output"}
 
 SCENARIOS.table(
     {
-        "GradScaler: unfused": scaled("unfused", loss=(2, 3), unscale=True),
-        "GradScaler: unfused, next_step": scaled("unfused", loss=(2, 3), update="next_step"),
-        "GradScaler: fused": scaled("fused", loss=(2, 3)),
-        "GradScaler: fused, next_step": scaled("fused", loss=(2, 3), update="next_step", unscale=True),
-        "GradScaler: foreach": scaled("foreach", loss=(2, 3), update="next_step", unscale=True),
+        "GradScaler: unscale_": scaled("unfused", loss=(2, 3), unscale=True),
+        "GradScaler: unscale_, fused": scaled("fused", loss=(2, 3), unscale=True),
         "GradScaler: two optimizers": scaled("unfused", layers=True, loss=(2,)),
         "GradScaler: two fused optimizers": scaled("fused", layers=True, loss=(2,)),
         "GradScaler skips the first of two": scaled("unfused", layers=True, gradient=0),
         "GradScaler skips the last of two": scaled("unfused", layers=True, gradient=2),
         "GradScaler skips the first of two, fused": scaled("fused", layers=True, gradient=0),
         "GradScaler skips the last of two, fused": scaled("fused", layers=True, gradient=2, counted=STEPS - 1),
-        # It is detected at its first step that is not skipped, and infinite amaxes from before are dropped with it.
-        "GradScaler not passed: unfused": scaled("unfused", loss=(2,), passed=False),
-        "GradScaler not passed: fused": scaled("fused", loss=(2,), passed=False),
-        "GradScaler not passed, and skips the first step": scaled("foreach", loss=(0,), passed=False, **NO_GRADIENTS),
     }
 )
 
@@ -281,17 +266,13 @@ def gradscaler_disabled(passed: bool) -> None:
     Loop(attach=attach, step=step, same=PLAIN)()
 
 
-# Compiled, checkpointed, accelerated -------------------------------------------------------------
-
-
-@SCENARIOS.variants(update=["same_step", "next_step"])
-def compiled(update: str) -> None:
-    """As a whole, and attached before; or with breaks, and attached as compiled."""
-    whole = update == "same_step"
-    trial = Trial(recipe=DelayedScaling(history_len=HISTORY, update=update), judged=False)  # type: ignore[arg-type]
-    forward: Any = torch.compile(trial.net, backend="aot_eager", fullgraph=whole)
+@SCENARIOS.program
+def compiled() -> None:
+    """With breaks in its graph, and attached as compiled."""
+    trial = Trial(recipe=DelayedScaling(history_len=HISTORY, update="next_step"), judged=False)
+    forward: Any = torch.compile(trial.net, backend="aot_eager")
     optimizer = trial.adamw()
-    trial.manager.attach(None if whole else forward, optimizer=optimizer)
+    trial.manager.attach(forward, optimizer=optimizer)
     for index in range(STEPS):
         x, y = batch(index)
         output = forward(x)
@@ -302,89 +283,7 @@ def compiled(update: str) -> None:
     state_is_right(trial.manager, STEPS)
 
 
-class Checkpointed(nn.Module):
-    """A block with activation checkpointing."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        torch.manual_seed(0)
-        self.head, self.block, self.tail = nn.Linear(32, 64), mlp(64, 64, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.head(x)
-        if self.how and torch.is_grad_enabled():
-            return self.tail(h + checkpoint(self.block, h, use_reentrant=self.how == "reentrant"))
-        return self.tail(h + self.block(h))
-
-
-class Tied(nn.Module):
-    """Two Linears that share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.again, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 16)
-        self.again.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.again(torch.relu(self.first(x)))))
-
-
-STORED = Loop(net=partial(Checkpointed, ""))
-
-SCENARIOS.table(
-    {
-        "activation checkpointing": Loop(net=partial(Checkpointed, "not reentrant"), same=STORED),
-        "activation checkpointing: reentrant": Loop(net=partial(Checkpointed, "reentrant"), same=STORED),
-        "tied weights": Loop(net=Tied),
-    }
-)
-
-
-@SCENARIOS.program
-def accelerate_prepared() -> None:
-    """Bitwise equal to the loop without Accelerate."""
-    pytest.importorskip("accelerate")
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    try:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        trial = Trial()
-        net, optimizer = accelerator.prepare(trial.net, trial.adamw())
-        schedule = accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer, factor=1.0))
-        trial.manager.attach(net, optimizer=optimizer)
-        for index in range(2 * STEPS):
-            with accelerator.accumulate(net):
-                x, y = batch(index)
-                accelerator.backward(nn.functional.mse_loss(net(x), y))
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-        trial.right(STEPS)
-        assert trial.bits() == Loop(backward=microbatches(2)).run().bits()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-
 # Precision, recipes ------------------------------------------------------------------------------
-
-
-@SCENARIOS.program
-def calibrated_then_trained() -> None:
-    trial, optimizer = attached()
-    with trial.manager.calibrate():
-        for index in range(4):
-            trial.backward(index)
-    optimizer.zero_grad()
-    assert trial.manager.metrics()["fp8/cold_slots"] == 0
-    before = trial.manager.steps
-    trial.train(optimizer, STEPS)
-    trial.evaluate()
-    trial.accurate()
-    assert trial.manager.steps == before + STEPS
 
 
 def starts_high(trial: Trial) -> None:
@@ -439,21 +338,6 @@ def inference_only(recipe: str) -> None:
         with mode():
             trial.net(batch(index)[0])
     trial.right(0)
-
-
-@SCENARIOS.program
-def slots_of_foreign_modules() -> None:
-    """Amaxes of foreign modules are recorded by hand and enter the history at each boundary."""
-    trial = Trial()
-    trial.manager.register("extra", "input", "e4m3")
-    optimizer = trial.adamw()
-    trial.attach(optimizer)
-    for index in range(STEPS):
-        trial.manager.slot("extra", "input").record(batch(index)[0])
-        trial.train(optimizer, 1, start=index)
-    trial.right(STEPS)
-    expected = [float(batch(index)[0].abs().max()) for index in range(STEPS)]
-    assert trial.manager.slot("extra", "input").amax_history.tolist()[-STEPS:] == expected
 
 
 # Without FP8 -------------------------------------------------------------------------------------

@@ -155,17 +155,6 @@ def copy_trained_on_its_own(copied: str) -> None:
     assert weight_bits(twin) == weight_bits(trial.net)
 
 
-@SCENARIOS.program
-def copy_that_is_only_evaluated() -> None:
-    trial, optimizer = attached()
-    trial.train(optimizer, 3)
-    twin = copy.deepcopy(trial.net).eval()
-    for index in range(3, 6):
-        trial.train(optimizer, 1, start=index)
-        trial.evaluate(twin)
-    trial.right(6)
-
-
 # Averages ----------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ from torch.optim import SGD, Adagrad, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
-import fp8dist
 from tests.support.quiet import (
     PLAIN,
     STEPS,
@@ -37,7 +36,6 @@ from tests.support.quiet import (
     nothing,
     state_is_right,
     take,
-    weight_bits,
 )
 from tests.support.scenarios import Scenarios
 
@@ -45,27 +43,6 @@ SCENARIOS = Scenarios()
 
 
 # Optimizers of other kinds -----------------------------------------------------------------------
-
-
-class Lookahead(Optimizer):
-    """Slow weights that are updated every three steps."""
-
-    def __init__(self, optimizer: Optimizer, every: int = 3, alpha: float = 0.5) -> None:
-        self.optimizer = optimizer
-        super().__init__(optimizer.param_groups, {})
-        self.param_groups = optimizer.param_groups
-        self.every, self.alpha, self.count = every, alpha, 0
-        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = self.optimizer.step(closure)
-        self.count += 1
-        if self.count % self.every == 0:
-            for p, slow in self.slow.items():
-                slow.lerp_(p, self.alpha)
-                p.copy_(slow)
-        return loss
 
 
 class Sam(Optimizer):
@@ -191,10 +168,6 @@ class Offload(Optimizer):
         self.small.zero_grad()
 
 
-def lookahead(trial: Trial) -> Lookahead:
-    return Lookahead(trial.adamw())
-
-
 def sam(trial: Trial) -> Sam:
     return Sam(trial.parameters(), AdamW, lr=0.01)
 
@@ -243,13 +216,8 @@ def into_main_grad(trial: Trial, index: int) -> None:
         p.main_grad, p.grad = p.grad, None  # type: ignore[attr-defined]
 
 
-STEPPED_OUTSIDE = Loop(make=lookahead)
-
 SCENARIOS.table(
     {
-        "lookahead": STEPPED_OUTSIDE,
-        "lookahead: inner attached": Loop(make=lookahead, attach=attach_inner, same=STEPPED_OUTSIDE),
-        "lookahead: manual": Loop(make=lookahead, manual=True, same=STEPPED_OUTSIDE),
         "SAM": Loop(make=sam, step=in_closure),
         "SAM: inner attached": Loop(make=sam, attach=attach_inner, step=in_closure),
         "SAM in two steps: inner attached": Loop(make=sam, attach=attach_inner, step=in_two_steps),
@@ -385,22 +353,6 @@ def master_copies_in_float32(attached: bool, masters: str) -> None:
                 p.copy_(part.view_as(p))
         if not attached:
             trial.manager.step()
-    trial.right(STEPS)
-
-
-@SCENARIOS.program
-def compiled_optimizer() -> None:
-    """Compiled as in PyTorch's tutorial."""
-    trial, optimizer = attached(make=partial(Trial.adamw, foreach=True))
-
-    @torch.compile(fullgraph=False, backend="eager")
-    def step() -> None:
-        optimizer.step()
-
-    for index in range(STEPS):
-        trial.backward(index)
-        step()
-        optimizer.zero_grad()
     trial.right(STEPS)
 
 
@@ -563,18 +515,6 @@ SCENARIOS.table(
         "optimizers made anew and attached again": Loop(backward=attach_anew),
     }
 )
-
-
-@SCENARIOS.program
-def restored_then_trained_plainly() -> None:
-    """Bitwise equal to plain torch after the restore."""
-    trial = PLAIN.run()
-    net = fp8dist.restore(trial.net)
-    plain = mlp()
-    plain.load_state_dict(net.state_dict())
-    for each in (net, plain):
-        trial.train(AdamW(each.parameters(), lr=0.01), STEPS, net=each)
-    assert weight_bits(net) == weight_bits(plain)
 
 
 WHAT = ("attach", "weights", "optimizer", "manager")

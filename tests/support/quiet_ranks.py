@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from fp8dist import DelayedScaling
 from tests.support.pages import ROOT, blocks
-from tests.support.parallel import mesh_of
 from tests.support.quiet import (
     HISTORY,
     Loop,
     Trial,
-    attached,
     batch,
     fp8_bits,
     mlp,
@@ -139,34 +130,6 @@ SCENARIOS.table(
 )
 
 
-@SCENARIOS.program
-def join_with_uneven_data() -> Any:
-    trial, optimizer = ddp_trial(SGD)  # An optimizer with state would end differently on the rank without data.
-    with Join([trial.called, trial.manager]):
-        trial.train(optimizer, 3 + 2 * me())
-    trial.train(optimizer, 2)
-    trial.right(7)
-    return trial.bits()
-
-
-@SCENARIOS.variants(kind=["unfused", "fused"])
-def gradscaler_skips_on_all_ranks(kind: str) -> Any:
-    """One rank's loss is infinite."""
-    trial = Trial(wrap=DistributedDataParallel)
-    optimizer = trial.sgd(foreach=False) if kind == "unfused" else trial.adamw(fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=True)
-    trial.attach(optimizer, scaler=scaler)
-    for index in range(STEPS):
-        x, y = batch(index, me())
-        loss = nn.functional.mse_loss(trial.called(x), y)
-        scaler.scale(loss * (math.inf if index == 2 and me() else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    trial.right(STEPS - 1)
-    return trial.bits()
-
-
 @SCENARIOS.variants(where=["all ranks", "rank 0"])
 def optimizer_state_is_read_before_the_first_step(where: str) -> Any:
     """Reading the state steps the optimizer with lr 0. This must not communicate: rank 0 may be alone."""
@@ -205,27 +168,6 @@ def optimizer_state_is_loaded_before_attach(options: str) -> Any:
     return trial.bits()
 
 
-@SCENARIOS.program
-def gan_in_ddp() -> Any:
-    """Two managers; D takes two steps per step of G."""
-    g, d = (Trial(mlp(*sizes), wrap=DistributedDataParallel) for sizes in ((32, 64, 32), (32, 64, 16)))
-    of_g, of_d = g.adamw(0.003), d.adamw(0.003)
-    g.attach(of_g)
-    d.attach(of_d)
-    for index in range(6):
-        noise, real = batch(index, me())[0], batch(index + 1, me())[0]
-        d.called(g.net(noise).detach()).mean().backward()
-        (-d.called(real).mean()).backward()
-        take(of_d)
-        if index % 2:
-            (-d.net(g.called(noise)).mean()).backward()
-            take(of_g)
-            of_d.zero_grad()
-    g.right(3)
-    d.right(6)
-    return [g.bits(), d.bits()]
-
-
 @SCENARIOS.variants(attached=["inner", "manual"])
 def local_sgd(attached: str) -> Any:
     """Ranks train separately, and average their weights every second step."""
@@ -244,7 +186,7 @@ def local_sgd(attached: str) -> Any:
     return fp8_bits(trial.manager)
 
 
-# FSDP, tensor parallelism ------------------------------------------------------------------------
+# FSDP2 ---------------------------------------------------------------------------------------------
 
 
 def whole_weights(net: nn.Module) -> dict[str, Tensor]:
@@ -256,81 +198,44 @@ def whole_weights(net: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-@contextlib.contextmanager
-def unsynced(net: Any, on: bool) -> Iterator[None]:
-    """Use FSDP2's no_sync."""
-    net.set_requires_gradient_sync(not on)
-    yield
-    net.set_requires_gradient_sync(True)
-
-
-def sharded_trial(mesh: DeviceMesh | None = None, gather: bool = False, recipe: Any = None) -> Trial:
-    group = dist.group.WORLD if mesh is None else mesh
-    trial = Trial(recipe=recipe, group=group, fp8_all_gather=gather, judged=False)
+def sharded_trial(gather: bool) -> Trial:
+    trial = Trial(group=dist.group.WORLD, fp8_all_gather=gather, judged=False)
     for layer in (trial.net[0], trial.net[2], trial.net):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer)
     return trial
 
 
-def fsdp2_trial(*args: Any, **options: Any) -> tuple[Trial, Optimizer]:
+def fsdp2_trial(gather: bool) -> tuple[Trial, Optimizer]:
     """Return a sharded trial and its optimizer, attached."""
-    trial = sharded_trial(*args, **options)
+    trial = sharded_trial(gather)
     optimizer = trial.adamw()
     trial.manager.attach(trial.net, optimizer=optimizer)
     return trial, optimizer
 
 
-def train_sharded(trial: Trial, optimizer: Optimizer, steps: int, microbatches: int = 1, start: int = 0) -> None:
+def train_sharded(trial: Trial, optimizer: Optimizer, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         weights = whole_weights(trial.net)
-        for micro in range(microbatches):
-            x, y = batch(step * microbatches + micro, me())
-            with unsynced(trial.net, micro < microbatches - 1):
-                output = trial.net(x)
-                trial.compare(output, x, weights)
-                (nn.functional.mse_loss(output, y) / microbatches).backward()
+        x, y = batch(step, me())
+        output = trial.net(x)
+        trial.compare(output, x, weights)
+        nn.functional.mse_loss(output, y).backward()
         nn.utils.clip_grad_norm_(trial.net.parameters(), 10.0)
         take(optimizer)
 
 
-def fsdp2(gather: bool, microbatches: int = 1, recipe: Any = None, shape: tuple[int, int] | None = None) -> Any:
-    """``shape``: of an HSDP mesh."""
-    mesh = None if shape is None else mesh_of(shape, ("replicate", "shard"))
-    trial, optimizer = fsdp2_trial(mesh, gather, recipe)
-    train_sharded(trial, optimizer, STEPS, microbatches)
-    trial.accurate()
-    state_is_right(trial.manager, STEPS)
-    return fp8_bits(trial.manager) if recipe is None else None
-
-
-SCENARIOS.table(
-    {
-        "FSDP2": partial(fsdp2, False, 3),
-        "FSDP2: gather": partial(fsdp2, True),
-        "FSDP2: gather, microbatches": partial(fsdp2, True, 3),
-        "FSDP2: gather, current": partial(fsdp2, True, recipe=CurrentScaling()),
-        "FSDP2: rowwise": partial(fsdp2, False, recipe=RowwiseScaling()),
-        "FSDP2: block": partial(fsdp2, False, recipe=BlockScaling()),
-        "HSDP": partial(fsdp2, False, shape=(2, 1)),
-        "HSDP: gather": partial(fsdp2, True, shape=(1, 2)),
-    }
-)
-
-
-@SCENARIOS.variants(gather=[False, True], how=["copy_", "swapped_weights"])
-def fsdp2_ema_swapped_in_and_out(gather: bool, how: str) -> Any:
+@SCENARIOS.variants(gather=[False, True])
+def fsdp2_ema_swapped_in_and_out(gather: bool) -> Any:
     """Swap sharded parameters for an evaluation; training is not affected."""
-    swapped, still = fsdp2_trial(gather=gather), fsdp2_trial(gather=gather)
+    swapped, still = fsdp2_trial(gather), fsdp2_trial(gather)
     for trial, optimizer in (swapped, still):
         average = [p.detach().clone() for p in trial.net.parameters()]
         for step in range(STEPS):
-            train_sharded(trial, optimizer, 1, start=step)
+            train_sharded(trial, optimizer, 1, step)
             with torch.no_grad():
                 for mean, p in zip(average, trial.net.parameters()):
                     mean.lerp_(p.detach(), 0.5)
-            context: Any = trial.manager.swapped_weights if how == "swapped_weights" else contextlib.nullcontext
-            if trial is swapped[0]:
-                with torch.no_grad(), context():
+                if trial is swapped[0]:
                     mine = [p.detach().clone() for p in trial.net.parameters()]
                     for mean, p in zip(average, trial.net.parameters()):
                         p.copy_(mean)
@@ -340,11 +245,11 @@ def fsdp2_ema_swapped_in_and_out(gather: bool, how: str) -> Any:
                     trial.net.train()
                     for old, p in zip(mine, trial.net.parameters()):
                         p.copy_(old)
-    emptied = gather and how == "copy_"  # docs/fsdp2.md: a gathered weight that was written to may get a new scale.
+    # docs/fsdp2.md: a gathered weight that was written to may get a new scale.
     for trial, _ in (swapped, still):
         trial.accurate()
-        state_is_right(trial.manager, STEPS, lambda fqn, role: role != "weight" or not emptied)
-    if not emptied:
+        state_is_right(trial.manager, STEPS, lambda fqn, role: role != "weight" or not gather)
+    if not gather:
         assert weight_bits(swapped[0].net) == weight_bits(still[0].net)
         assert fp8_bits(swapped[0].manager) == fp8_bits(still[0].manager)
     return fp8_bits(still[0].manager)
@@ -352,7 +257,7 @@ def fsdp2_ema_swapped_in_and_out(gather: bool, how: str) -> Any:
 
 @SCENARIOS.variants(gather=[False, True], where=["before attach", "after attach"])
 def fsdp2_optimizer_state_is_read(gather: bool, where: str) -> Any:
-    trial = sharded_trial(gather=gather)
+    trial = sharded_trial(gather)
     optimizer = trial.adamw()
     for when in ("before attach", "attach", "after attach"):
         if when == "attach":
@@ -370,48 +275,6 @@ def fsdp2_optimizer_state_is_read(gather: bool, where: str) -> Any:
     train_sharded(trial, optimizer, STEPS)
     trial.accurate()
     assert trial.manager.steps == before + STEPS
-    return fp8_bits(trial.manager)
-
-
-@SCENARIOS.program
-def fsdp1() -> Any:
-    trial = world(judged=False)
-    net = FullyShardedDataParallel(trial.net, use_orig_params=True, device_id=torch.device("cpu"))
-    optimizer = AdamW(net.parameters(), lr=0.01)
-    trial.manager.attach(net, optimizer=optimizer)
-    net.register_comm_hook(DefaultState(dist.group.WORLD), fp8dist.fsdp.comm_hook(trial.manager))
-    for index in range(STEPS):
-        with FullyShardedDataParallel.summon_full_params(net, writeback=False):
-            weights = {
-                name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in net.named_parameters()
-            }
-        x, y = batch(index, me())
-        output = net(x)
-        trial.compare(output, x, weights)
-        nn.functional.mse_loss(output, y).backward()
-        net.clip_grad_norm_(10.0)
-        take(optimizer)
-    trial.accurate()
-    state_is_right(trial.manager, STEPS)
-    return fp8_bits(trial.manager)
-
-
-@SCENARIOS.program
-def tensor_parallel() -> Any:
-    mesh = mesh_of((2,), ("tp",))
-    trial = Trial(group=mesh, judged=False)
-    parallelize_module(trial.net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = AdamW(trial.net.parameters(), lr=0.01, foreach=True)
-    trial.manager.attach(trial.net, optimizer=optimizer)
-    for index in range(STEPS):
-        weights = whole_weights(trial.net)
-        x, y = batch(index)
-        output = trial.net(x)
-        trial.compare(output, x, weights)
-        nn.functional.mse_loss(output, y).backward()
-        take(optimizer)
-    trial.accurate()
-    state_is_right(trial.manager, STEPS)
     return fp8_bits(trial.manager)
 
 
@@ -457,18 +320,6 @@ def ranks_hold_parameters_of_their_own(how: str) -> Any:
     optimizer = AdamW(called.parameters(), lr=0.01)
     trial.manager.attach(called, optimizer=optimizer)
     trial.train(optimizer, STEPS, net=called)
-    trial.right(STEPS)
-    return None
-
-
-@SCENARIOS.program
-def stages_of_a_pipeline() -> Any:
-    """Each rank has another module, in a group of its own."""
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    net = nn.Sequential(nn.Linear(32, 16)) if me() else mlp()
-    own(*net.parameters())
-    trial, optimizer = attached(net, group=groups[me()])
-    trial.train(optimizer, STEPS)
     trial.right(STEPS)
     return None
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.overrides import High
 from fp8dist_kernels.header import WORD_MANIFEST
 from tests.support.collectives import counted_collectives
-from tests.support.training import Net, batch, bits, fp8_count
+from tests.support.quiet import silence
+from tests.support.training import Amaxes, AmaxRecorder, Net, SlotName, batch, bits, fp8_count, histories
 
 HISTORY = 4
 
@@ -73,7 +75,13 @@ def wide() -> Mlp:
     return Mlp((256, 512, 256, 16))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "deep": Deep, "mlp": Mlp, "wide": wide}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "net": Net,
+    "batchnorm": partial(Net, batchnorm=True),
+    "deep": Deep,
+    "mlp": Mlp,
+    "wide": wide,
+}
 
 
 def seeded(name: str, seed: int = 0) -> nn.Module:
@@ -109,8 +117,8 @@ class Job:
     skip: tuple[tuple[int, int], ...] = ()  # (rank, step) where ``Net.branch`` is skipped
     shard: dict[str, Any] = field(default_factory=dict)  # more arguments of fully_shard
     ddp: dict[str, Any] = field(default_factory=dict)
-    clip: float = 0.0
     autocast: bool = False  # forward under torch.autocast, in BF16
+    hook: Callable[[DistributedDataParallel, StateManager], None] | None = None  # registers a communication hook of DDP
     reduce_unused: bool = False  # FSDP2: zero gradients for modules that only other ranks ran
     recipe: Recipe | None = None  # None: delayed scaling, with ``update``
     overrides: dict[str, Recipe | High] = field(default_factory=dict)
@@ -126,6 +134,8 @@ class Outcome:
     state: dict[str, bytes]
     fp8_collectives: list[int]
     steps: int
+    histories: dict[SlotName, list[float]] = field(default_factory=dict)
+    amaxes: list[Amaxes] = field(default_factory=list)  # Those of this rank, under DDP.
 
     @property
     def parameter_bits(self) -> dict[str, bytes]:
@@ -193,6 +203,8 @@ def build(job: Job) -> tuple[nn.Module, nn.Module, StateManager | None, torch.op
     optimizer = OPTIMIZERS[job.optimizer](called.parameters())
     if manager is not None:
         manager.attach(called, optimizer=optimizer)
+        if job.hook is not None:
+            job.hook(called, manager)  # type: ignore[arg-type]
     return model, called, manager, optimizer
 
 
@@ -214,8 +226,9 @@ def train(job: Job) -> Outcome:
     """Train on each rank."""
     rank = dist.get_rank()
     model, called, manager, optimizer = build(job)
+    recorder = AmaxRecorder(model if job.parallel == "ddp" else nn.Module())
     losses, per_step, index = [], [], 0
-    with counted_collectives() as calls:
+    with silence(), counted_collectives() as calls:
         for step in range(job.steps):
             before = fp8_count(calls, manager) if manager else 0
             for micro in range(job.accumulate):
@@ -227,19 +240,15 @@ def train(job: Job) -> Outcome:
                     loss.backward()
                 losses.append(float(loss.detach()))
                 index += 1
-            if job.clip:
-                nn.utils.clip_grad_norm_(called.parameters(), job.clip)
             optimizer.step()
             optimizer.zero_grad()
+            recorder.end_step()
             per_step.append(fp8_count(calls, manager) - before if manager else 0)
-    outcome = Outcome(
-        losses,
-        full(model),
-        arena_bits(manager) if manager else {},
-        per_step,
-        manager.steps if manager else job.steps,
-    )
-    return outcome
+        if manager is None:
+            return Outcome(losses, full(model), {}, per_step, job.steps)
+        windows = histories(manager)
+        assert fp8_count(calls, manager) == sum(per_step), "reading the state is local"
+    return Outcome(losses, full(model), arena_bits(manager), per_step, manager.steps, windows, recorder.steps)
 
 
 def assert_same(ours: list[Outcome], theirs: list[Outcome], steps: int) -> None:
