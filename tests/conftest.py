@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    gc.disable()  # Until all tests are imported.
     session.stash[_pools] = {name: RankPool(size) for name, size in POOLS.items()}
     session.config.stash[_spent] = suite.Spent()
 
@@ -74,10 +75,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     return (yield)  # A hook wrapper, because pytest-xdist reads the marks in the same hook.
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """Exempt modules and collected tests from garbage collection: each full one takes a quarter of a second else."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
