@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import gc
 
+import numpy.ctypeslib
 import pytest
 import torch._dynamo
-import torch.distributed.checkpoint
+import torch._functorch.aot_autograd
+import torch._inductor.select_algorithm
+import torch.distributed.checkpoint._fsspec_filesystem
 import torch.distributed.fsdp
 import torch.distributed.tensor
+import torch.utils.flop_counter
 
 import launch.train_gpt.train
 import tests.support.lab.job
 
-__all__ = ["launch", "pytest", "tests", "torch"]
+__all__ = ["launch", "numpy", "pytest", "tests", "torch"]
 
 gc.collect()
 gc.freeze()  # Otherwise a rank's first garbage collection would copy the memory of all modules.
