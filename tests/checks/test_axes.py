@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from tests.support.by_hand import COPIES, WIDTH, ByHand, add_up
 from tests.support.collectives import counted_collectives
+from tests.support.large_world import AXES, mesh_of, world
+from tests.support.large_world import SIZE as MANY
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 
@@ -381,3 +384,20 @@ def test_the_first_check_sends_16_bytes_for_each_tensor_and_later_ones_nothing_m
     assert later[0] == 1 + 2 + 2  # The anchor's set; do ranks mean the same, does a set differ; and one for each axis.
     assert [many - few for few, many in itertools.zip_longest(first, first_of_many)] == [0, 2 * 16 * 380]
     assert first[0] - later[0] == 2 * 2
+
+
+def _messages(rank: int, size: int, shape: tuple[int, int]) -> list[tuple[str, int]]:
+    """Return the collectives of a first check and a later one, as (name, bytes), of one rank of a job."""
+    # On the fake backend, which adds nothing up, ranks would seem to mean other sets. (That is one sum of 8 bytes.)
+    agree = mock.patch("fp8dist.checks.protocol._disputed_memberships", return_value=[])
+    with world(rank, size), agree, counted_collectives() as calls:
+        mesh, model = mesh_of(("dp", "tp"), shape), nn.Sequential(*(nn.LayerNorm(4) for _ in range(50)))
+        for _ in range(2):
+            assert not fp8dist.check(model, axes=mesh).findings
+    return list(zip(calls.names, calls.sizes))
+
+
+def test_16_384_ranks_send_the_same_messages_as_four() -> None:
+    of_four = _messages(3, 4, (2, 2))
+    assert [of for of in of_four if of[0] == "all_reduce"] == of_four
+    assert _messages(MANY - 1, MANY, AXES) == of_four

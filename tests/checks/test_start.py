@@ -1,4 +1,4 @@
-"""What ranks start with, compared once by ``attach``. Among the scenarios, ``mistaken_ranks.py`` has the layouts in
+"""What ranks start with, compared once by ``attach``. Among the scenarios, ``mistaken_starts.py`` has the layouts in
 which a difference is caught, and ``quiet_ranks.py`` programs in which ranks differ by design."""
 
 from __future__ import annotations
