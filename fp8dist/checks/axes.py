@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import GroupLike, SyncGroup
 
-__all__ = ["Adopted", "Axes", "OpenTensor"]
+__all__ = ["Adopted", "Axes", "OpenTensor", "log_equal"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -109,14 +109,20 @@ class Adopted:
     Args:
         axes: as the caller named them.
         found: by axis and its ranks. ``adopt`` adds to it.
+        log: called on one rank of each axis, as ``log(axis, ranks, found, names of the tensors)``.
 
     Attributes:
         error: why this rank could not read its tensors for the last ``adopt``; None: it could.
     """
 
-    def __init__(self, axes: Axes, found: dict[tuple[str, tuple[int, ...]], Found]) -> None:
+    def __init__(
+        self,
+        axes: Axes,
+        found: dict[tuple[str, tuple[int, ...]], Found],
+        log: Callable[[str, int, Found, Sequence[str]], None] | None = None,
+    ) -> None:
         assert isinstance(axes.groups, Mapping)
-        self.axes = axes
+        self.axes, self._log = axes, log or _log_adopted
         self.groups = {name: SyncGroup(group) for name, group in axes.groups.items()}
         self._found = found
         self.error: Exception | None = None
@@ -166,10 +172,10 @@ class Adopted:
                 continue
             pairs = zip(sorted(self.axes.copies.items()), some, some[len(self.axes.copies) :])
             shared = frozenset(b for (_, b), first, second in pairs if first and second)
-            equal = _equal_along(group, mine) if word_max == ~inverse else None
-            self._found[self._key(axis)] = Found(equal, shared)
+            found = Found(_equal_along(group, mine) if word_max == ~inverse else None, shared)
+            self._found[self._key(axis)] = found
             if group.rank == min(group.ranks):
-                _log(axis, equal, list(mine), shared)
+                self._log(axis, group.size, found, list(mine))
 
     def require_copies(self, names: Iterable[str]) -> None:
         """Raise ConfigurationError if an entry of ``copies`` is compared along no axis, and this rank does not hold
@@ -218,16 +224,37 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _log(axis: str, equal: frozenset[str] | None, names: Sequence[str], shared: Iterable[str]) -> None:
-    """Log what is compared along an axis and what is not, by pattern. Warn if of tensors with the same pattern few
-    differ: these may have parted before."""
-    copies = "".join(f"; copies of {name}" for name in sorted(shared))
-    if equal is None:
-        logger.info("fp8dist: axis %s: its ranks hold parameters of other names%s", axis, copies or ": none compared")
-        return
+def _by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names by pattern."""
     kin: dict[str, list[str]] = {}
     for name in names:
         kin.setdefault(pattern_of(name), []).append(name)
+    return kin
+
+
+def _listed(kin: Mapping[str, Sequence[str]]) -> str:
+    """Return patterns with the number of their names, as text."""
+    return first_few([f"{pattern} ({len(of)})" for pattern, of in kin.items() if of], 8)
+
+
+def log_equal(axis: str, ranks: int, found: Found, names: Sequence[str]) -> None:
+    """Log which tensors are equal on all ranks of a job that names no axes, and are compared by no check."""
+    if found.equal:
+        logger.info(
+            "fp8dist: attach(): equal on all %d ranks, but not compared over all of them: %s. If they are copies, name "
+            "an axis: prepare(axes=…)",
+            *(ranks, _listed(_by_pattern(name for name in names if name in found.equal))),
+        )
+
+
+def _log_adopted(axis: str, ranks: int, found: Found, names: Sequence[str]) -> None:
+    """Log what is compared along an axis and what is not, by pattern. Warn if of tensors with the same pattern few
+    differ: these may have parted before."""
+    copies, equal = "".join(f"; copies of {name}" for name in sorted(found.shared)), found.equal
+    if equal is None:
+        logger.info("fp8dist: axis %s: its ranks hold parameters of other names%s", axis, copies or ": none compared")
+        return
+    kin = _by_pattern(names)
     apart = {pattern: [n for n in of if n not in equal] for pattern, of in kin.items()}
     logger.info(
         "fp8dist: axis %s: %d of %d parameters are equal on its ranks, and compared from now on%s; not compared: %s",
@@ -235,7 +262,7 @@ def _log(axis: str, equal: frozenset[str] | None, names: Sequence[str], shared: 
         len(equal),
         len(names),
         copies,
-        first_few([f"{pattern} ({len(of)})" for pattern, of in apart.items() if of], 8),
+        _listed(apart),
     )
     for pattern, of in apart.items():
         if of and 2 * len(of) <= len(kin[pattern]):

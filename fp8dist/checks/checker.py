@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8dist.checks.audit import Audits
-from fp8dist.checks.axes import Adopted
+from fp8dist.checks.axes import Adopted, Axes, log_equal
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.contents import ArenaContent, on_device, values_near
 from fp8dist.checks.headers import localise
@@ -462,7 +462,7 @@ class Checker:
             return
         start, default = time.perf_counter(), self.state.syncs[self._default]
         with on_device(default.arena.device), failing_by_name(default.owner, lambda: "attach()", anchor.ranks):
-            self._inventory_at_start(anchor, whole)[0].adopt(None if unknown(whole) else whole)
+            self._adopt_at_start(anchor, whole, self.adopted)
             compared = check_replicas(anchor, lambda: self._held_at_start(anchor, model, whole))
             report = compared.report
             if any(finding.kind == "error" for finding in report.findings):
@@ -472,22 +472,35 @@ class Checker:
                 report = replace(report, notes=(*report.notes, _UNEQUAL_START))
                 save_evidence(report, self.state.settings.report_dir, compared.holdings.evidence)
                 announce(report, anchor, raises=policy == "raise", notify=self.notify_diverged)
-            elif anchor.rank == min(anchor.ranks):
-                _log_start(report, len(anchor.ranks), time.perf_counter() - start)
+            else:
+                if anchor.rank == min(anchor.ranks):
+                    _log_start(report, len(anchor.ranks), time.perf_counter() - start)
+                everywhere = "parameter" not in {*report.partial, *report.unverified}
+                if self.adopted is None and not (everywhere and not compared.holdings.memberships):
+                    # Not all parameters are compared over all ranks: list those that an axis could be named for.
+                    listing = Adopted(Axes({"all": anchor.process_group}), {}, log_equal)
+                    self._adopt_at_start(anchor, whole, listing)
 
-    def _inventory_at_start(self, anchor: SyncGroup, whole: nn.Module) -> tuple[Inventory, bool]:
-        """Return an empty inventory for ``compare_start``, and whether all plain parameters count as replicated.
+    def _adopt_at_start(self, anchor: SyncGroup, whole: nn.Module, adopted: Adopted | None) -> None:
+        """Compare tensors along axes for the first time. COLLECTIVE over these axes."""
+        if adopted is not None and not unknown(whole):
+            plain, left_out = self._replicated_at_start(anchor, whole)
+            Inventory(anchor, plain, left_out, at_start=True, adopted=adopted).adopt(whole)
+
+    def _replicated_at_start(self, anchor: SyncGroup, whole: nn.Module) -> tuple[bool, Mapping[str, None]]:
+        """Return whether all plain parameters count as replicated at the start, and the patterns of those that do not.
         Local."""
         # After the first boundary ranks may have trained on their own, as in local SGD. Axes say which are replicated.
         plain = not self.state.job.boundaries and self.adopted is None and is_plain(whole)
         # Modules with a group of their own, such as experts, may differ between the anchor's ranks: leave them out.
         others = [sync for sync, group in zip(self.state.syncs, self.state.groups) if plain and group is not anchor]
         left_out = {name: None for sync in others for pattern in sync.patterns for name in (pattern, f"{pattern}.*")}
-        return Inventory(anchor, plain, left_out, at_start=True, adopted=self.adopted), plain
+        return plain, left_out
 
     def _held_at_start(self, anchor: SyncGroup, model: nn.Module, whole: nn.Module) -> Holdings:
         """Return what this rank brings to ``compare_start``. Local."""
-        inventory, plain = self._inventory_at_start(anchor, whole)
+        plain, left_out = self._replicated_at_start(anchor, whole)
+        inventory = Inventory(anchor, plain, left_out, at_start=True, adopted=self.adopted)
         if not unknown(whole):  # Else ``attach`` has warned that this torch does not show how FSDP shards the model.
             # A resumed rank may rightly have buffers of its own. That ranks resume from other steps is found by itself.
             buffers = not self.state.job.boundaries and not self.state.job.step

@@ -335,6 +335,29 @@ def test_no_false_alarm_in_ten_thousand_checks(two_ranks: RankPool) -> None:
     two_ranks.run(_many_checks, 10_000, timeout=880)
 
 
+def _listed(named: bool) -> list[str]:
+    """Attach a block of two ranks, of which DDP keeps replicas on the other two. Return what is logged of axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.ModuleDict({"blocks": nn.ModuleList(ByHand(mesh.get_group("tp")) for _ in range(2))})
+    axes = {"tp": mesh.get_group("tp")} if named else None
+    manager = fp8dist.prepare(model, group=mesh, axes=axes, skip=["*router", "*gate"])
+    with captured_log(logging.INFO) as log:
+        manager.attach(DistributedDataParallel(model, process_group=mesh.get_group("dp")))
+    return [text for _, text in log if "equal on" in text]
+
+
+def test_without_axes_attach_lists_what_is_equal_and_not_compared(four_ranks: RankPool) -> None:
+    (text,), *others = four_ranks.run(_listed, False)
+    assert text == (
+        "fp8dist: attach(): equal on all 4 ranks, but not compared over all of them: blocks.*.out_bias (2), "
+        "blocks.*.norm.weight (2), blocks.*.norm.bias (2), blocks.*.q_norm.weight (2), blocks.*.router.weight (2), "
+        "blocks.*.gate.weight (2), blocks.*.gate.bias (2), blocks.*.final_norm.weight (2) and 1 more. If they are "
+        "copies, name an axis: prepare(axes=…)"
+    )
+    assert others == [[]] * 3
+    assert "18 of 22 parameters are equal on its ranks" in four_ranks.run(_listed, True)[0][0]
+
+
 # Arguments and cost ----------------------------------------------------------------------------------------
 
 
