@@ -17,15 +17,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Recipe, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Observation, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
+from fp8dist.runs.run_files import append_lines, slot_lines
 from tests.support.collectives import CountingAllGather, counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.running import Running
 from tests.support.sharded import HISTORY, Job, Outcome, fp8_linears, full, seeded, shard, train
 from tests.support.training import batch, bits
-from tests.support.watched import lines_into
 
 pytestmark = pytest.mark.slow
 
@@ -226,7 +226,12 @@ def _watched(recipe: Recipe, path: str) -> tuple[dict[str, float], dict[str, flo
     """Return the weight amaxes that are written in the first step, and the amaxes of the whole weights."""
     model = seeded("net")
     manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
-    fp8dist.watch(manager, every=1, observer=lines_into(path if dist.get_rank() == 0 else None))
+
+    def write(seen: Observation) -> None:
+        with Path(path).open("ab") as file:
+            append_lines(file.fileno(), slot_lines(seen.step, seen.slots))
+
+    fp8dist.watch(manager, every=1, observer=write if dist.get_rank() == 0 else None)
     called = shard(model)
     optimizer = torch.optim.SGD(called.parameters(), lr=0.1)  # type: ignore[attr-defined]
     manager.attach(called, optimizer=optimizer)  # type: ignore[arg-type]
