@@ -93,17 +93,6 @@ def test_a_pattern_that_matches_nothing_is_one_warning(caplog: pytest.LogCapture
     ]
 
 
-def test_what_is_no_recipe_is_refused() -> None:
-    for wrong in ("current", None, CurrentScaling, False, 1):
-        model = make_net()
-        with pytest.raises(ConfigurationError, match=r"overrides\['first'\] must be a recipe, or \"high\""):
-            fp8dist.prepare(model, overrides={"first": wrong})
-        assert not converted(model)
-    for wrong in ("delayed", DelayedScaling, {}):
-        with pytest.raises(ConfigurationError, match="recipe must be a recipe such as"):
-            fp8dist.prepare(make_net(), wrong)
-
-
 def _tied() -> nn.Module:
     model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.Linear(32, 32)})
     model["b"].weight = model["a"].weight

@@ -18,37 +18,27 @@ import fp8dist
 from fp8dist.errors import ConfigurationError
 from tests.support.ranks import RankPool
 from tests.support.running import Running
-from tests.support.sharded import OPTIMIZERS, Job, arena_bits, build, full
+from tests.support.sharded import OPTIMIZERS, Job, arena_bits, full
 from tests.support.training import Net, batch, bits
 
 pytestmark = pytest.mark.slow
 
 
-def _started(job: Job = Job(), steps: int = 2) -> tuple[Any, Any, fp8dist.StateManager, torch.optim.Optimizer]:  # noqa: B008
-    model, called, manager, optimizer = build(job)
-    assert manager is not None
-    for index in range(steps):
-        _step(called, optimizer, index)
-    return model, called, manager, optimizer
-
-
-def _step(called: Any, optimizer: torch.optim.Optimizer, index: int) -> float:
-    x, y = batch(dist.get_rank(), index)
-    loss = nn.functional.mse_loss(called(x).float(), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
+def _started() -> Running:
+    run = Running(Job())
+    for _ in range(2):
+        run.step()
+    return run
 
 
 def _state_dicts() -> dict[str, Any]:
-    _, called, _manager, optimizer = _started()
-    found: dict[str, Any] = {}
+    run = _started()
+    called, found = run.called, {}
     kinds: dict[str, Callable[[], Any]] = {
         "state_dict": called.state_dict,
         "keep_vars": lambda: called.state_dict(keep_vars=True),
         "get_model_state_dict": lambda: get_model_state_dict(called),
-        "optimizer": optimizer.state_dict,
+        "optimizer": run.optimizer.state_dict,
         "parameters": lambda: dict(called.named_parameters()),
         "local": lambda: {n: p.to_local() for n, p in called.named_parameters()},
         "detached": lambda: {n: p.detach().to_local() for n, p in called.named_parameters()},
@@ -69,8 +59,8 @@ def test_saved_state_dicts_do_not_mention_fp8dist(two_ranks: RankPool) -> None:
 
 
 def _round_trip(kind: str) -> tuple[Any, ...]:
-    model, called, manager, optimizer = _started()
-    _plain_model, plain, plain_manager, plain_optimizer = _started()
+    run, plain = _started(), _started()
+    model, called = run.model, run.called
     before = {name: bits(value) for name, value in full(model).items()}
     buffer = io.BytesIO()
     torch.save(called.state_dict(), buffer)
@@ -84,13 +74,11 @@ def _round_trip(kind: str) -> tuple[Any, ...]:
         set_model_state_dict(called, whole, options=StateDictOptions(full_state_dict=True))
     else:
         called.load_state_dict(state, assign=kind == "assign")
-        if kind == "assign":
-            optimizer = OPTIMIZERS["sgd"](called.parameters())
-            plain_optimizer = OPTIMIZERS["sgd"](plain.parameters())
-            manager.attach(called, optimizer=optimizer)
-            plain_manager.attach(plain, optimizer=plain_optimizer)
+        for each in (run, plain) if kind == "assign" else ():
+            each.optimizer = OPTIMIZERS["sgd"](each.called.parameters())
+            each.manager.attach(each.called, optimizer=each.optimizer)
     after = {name: bits(value) for name, value in full(model).items()}
-    losses = [(_step(called, optimizer, i), _step(plain, plain_optimizer, i)) for i in range(2, 4)]
+    losses = [(run.step(), plain.step()) for _ in range(2)]
     locals_ = {type(p._local_tensor).__name__ for n, p in model.named_parameters() if n.endswith("weight")}
     return before, after, losses, locals_
 
@@ -105,7 +93,8 @@ def test_state_dicts_load_again(two_ranks: RankPool, kind: str) -> None:
 
 
 def _copies() -> dict[str, Any]:
-    model, called, _manager, optimizer = _started()
+    run = _started()
+    model, called = run.model, run.called
     found: dict[str, Any] = {}
     ema = {name: p.detach().clone() for name, p in called.named_parameters()}
     for _ in range(2):
@@ -116,7 +105,7 @@ def _copies() -> dict[str, Any]:
     found["expected sum"] = float(sum(value.float().sum() for value in full(model).values()))
     weight = model.branch.weight
     found["full"] = bits(weight.full_tensor()) == bits(full(model)["branch.weight"])
-    optimizers, parameters = copy.deepcopy((optimizer, list(called.parameters())))
+    optimizers, parameters = copy.deepcopy((run.optimizer, list(called.parameters())))
     found["deepcopied with its optimizer"] = all(type(p._local_tensor) is Tensor for p in parameters) and (
         len(optimizers.param_groups) == 1
     )
@@ -143,7 +132,7 @@ def _copies() -> dict[str, Any]:
         found["deepcopied model"] = "copied"
     except Exception as error:
         found["deepcopied model"] = f"{type(error).__name__}: {error}"
-    _step(called, optimizer, 2)
+    run.step()
     return found
 
 
@@ -155,17 +144,16 @@ def test_copies_and_sums_of_parameters(two_ranks: RankPool) -> None:
 
 
 def _manual(parallel: str) -> tuple[list[float], dict[str, bytes]]:
-    _model, called, manager, optimizer = build(Job(parallel=parallel))
-    assert manager is not None
-    manager.attach(called, optimizer=optimizer, boundary="manual")
+    run = Running(Job(parallel=parallel))
+    run.manager.attach(run.called, optimizer=run.optimizer, boundary="manual")
     losses = []
     for index in range(4):
-        losses.append(_step(called, optimizer, index))
+        losses.append(run.step())
         if index >= 2:  # An evaluation of the updated weights, before the step ends.
             with torch.no_grad():
-                called(batch(9, index)[0])
-        manager.step()
-    return losses, arena_bits(manager)
+                run.called(batch(9, index)[0])
+        run.manager.step()
+    return losses, arena_bits(run.manager)
 
 
 def test_manual_boundaries_as_under_ddp(two_ranks: RankPool) -> None:
@@ -324,11 +312,11 @@ def test_settings_that_cannot_be() -> None:
 
 
 def _back_in_fp8() -> set[str]:
-    _, called, manager, optimizer = _started()
-    manager.set_precision("first", "high")
-    _step(called, optimizer, 2)
-    manager.set_precision("first", "fp8")
-    return {slot.role for sync in manager._syncs for slot, cold in zip(sync.arena.index, sync.arena.cold) if cold}
+    run = _started()
+    run.manager.set_precision("first", "high")
+    run.step()
+    run.manager.set_precision("first", "fp8")
+    return {slot.role for sync in run.manager._syncs for slot, cold in zip(sync.arena.index, sync.arena.cold) if cold}
 
 
 def test_a_gathered_weight_that_comes_back_into_fp8_keeps_its_scale(two_ranks: RankPool) -> None:

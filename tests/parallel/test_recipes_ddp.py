@@ -19,6 +19,7 @@ from fp8dist.modules.overrides import High
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
+from tests.support.running import Running
 from tests.support.sharded import HISTORY, Job, build, full
 from tests.support.training import batch, bits, make_net
 
@@ -91,24 +92,21 @@ def test_each_recipe_under_ddp(two_ranks: RankPool, name: str) -> None:
 
 def _checked(recipe: Recipe, damaged: int) -> tuple[int, int, list[tuple[str, str]]]:
     """Return the steps until a check raises, the number of checks (the first on equal ranks), and the findings."""
-    model, called, manager, optimizer = build(
-        Job("ddp", optimizer="sgd", recipe=recipe, settings={"check_every": 2, "check_policy": "raise"})
-    )
-    assert manager is not None
+    settings = {"check_every": 2, "check_policy": "raise"}
+    run, found = Running(Job("ddp", optimizer="sgd", recipe=recipe, settings=settings)), []
     for step in range(6):
-        x, y = batch(dist.get_rank(), step)
-        nn.functional.mse_loss(called(x), y).backward()
+        loss = run.loss()
+        loss.backward()
         if step == 3 and dist.get_rank() == damaged:
             with torch.no_grad():
-                next(model.parameters()).view(-1)[3] += 0.5
+                next(run.model.parameters()).view(-1)[3] += 0.5
         try:
             with captured_log():
-                optimizer.step()
+                run.update(loss)
         except DivergenceError as error:
             found = [(finding.kind, finding.name) for finding in error.report.findings]
-            return step, int(manager.metrics()["fp8/checks"]), found
-        optimizer.zero_grad()
-    return 6, int(manager.metrics()["fp8/checks"]), []
+            break
+    return step, int(run.manager.metrics()["fp8/checks"]), found
 
 
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
@@ -121,26 +119,18 @@ def test_check_every_where_no_step_communicates(two_ranks: RankPool, recipe: Rec
 
 def _joined(name: str) -> tuple[int, dict[str, bytes], bool]:
     recipe, overrides, _ = RECIPES[name]
-    model, called, manager, optimizer = build(
-        Job("ddp", optimizer="plain sgd", recipe=recipe, overrides=overrides, settings={"check_every": 2})
-    )
-    assert manager is not None
-    manager.set_precision("first", "high", steps=4)
-    with Join([called, manager]):  # type: ignore[list-item]
-        for index in range(2 + 3 * dist.get_rank()):
-            x, y = batch(dist.get_rank(), index)
-            nn.functional.mse_loss(called(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert manager.slot("first", "input").high_precision == ()  # On the rank without data too.
-    for index in range(2):  # All ranks train again.
-        x, y = batch(dist.get_rank(), index)
-        nn.functional.mse_loss(called(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    report = manager.check(parameters=True, policy="warn")
+    settings = {"check_every": 2}
+    run = Running(Job("ddp", optimizer="plain sgd", recipe=recipe, overrides=overrides, settings=settings))
+    run.manager.set_precision("first", "high", steps=4)
+    with Join([run.called, run.manager]):  # type: ignore[list-item]
+        for _ in range(2 + 3 * dist.get_rank()):
+            run.step()
+    assert run.manager.slot("first", "input").high_precision == ()  # On the rank without data too.
+    for _ in range(2):  # All ranks train again.
+        run.step()
+    report = run.manager.check(parameters=True, policy="warn")
     assert report.consistent, str(report)
-    return manager.steps, {name: bits(value) for name, value in full(model).items()}, report.consistent
+    return run.manager.steps, {name: bits(value) for name, value in full(run.model).items()}, report.consistent
 
 
 @pytest.mark.parametrize("name", ["block", "two delayed", "current, one delayed"])
@@ -193,21 +183,17 @@ def test_a_rank_with_other_recipes_is_named(three_ranks: RankPool, other: str, o
 
 def _alone_to_high_precision(name: str) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
     recipe, overrides, _ = RECIPES[name]
-    _, called, manager, optimizer = build(Job("ddp", recipe=recipe, overrides=overrides))
-    assert manager is not None
+    run = Running(Job("ddp", recipe=recipe, overrides=overrides))
     for step in range(4):
         if step == 2 and dist.get_rank() == 1:
-            manager.set_precision("last", "high")
-        x, y = batch(dist.get_rank(), step)
-        nn.functional.mse_loss(called(x), y).backward()
+            run.manager.set_precision("last", "high")
         try:
             with captured_log():
-                optimizer.step()
+                run.step()
         except DivergenceError as error:
             return step, [(finding.kind, finding.ranks) for finding in error.report.findings]
-        optimizer.zero_grad()
     with captured_log():
-        report = manager.check(policy="warn")
+        report = run.manager.check(policy="warn")
     return 4, [(finding.kind, finding.ranks) for finding in report.findings]
 
 

@@ -17,15 +17,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Recipe, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Observation, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
+from fp8dist.runs.run_files import append_lines, slot_lines
 from tests.support.collectives import CountingAllGather, counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.running import Running
-from tests.support.sharded import HISTORY, Job, Outcome, build, fp8_linears, full, seeded, shard, train
+from tests.support.sharded import HISTORY, Job, Outcome, fp8_linears, full, seeded, shard, train
 from tests.support.training import batch, bits
-from tests.support.watched import lines_into
 
 pytestmark = pytest.mark.slow
 
@@ -81,21 +81,16 @@ def test_two_ranks_are_bitwise_as_under_ddp(two_ranks: RankPool, job: Job) -> No
 
 def _collectives(job: Job) -> list[list[tuple[str, int]]]:
     """Return the collectives that Python code started, step by step: forward, backward, optimizer step."""
-    _, called, manager, optimizer = build(job)
-    assert manager is not None
+    run = Running(job)
     seen: list[list[tuple[str, int]]] = []
-    with counted_collectives() as calls:
-        for step in range(3):
-            for part in ("forward", "step"):
-                calls.names.clear()
-                calls.sizes.clear()
-                if part == "forward":
-                    x, y = batch(dist.get_rank(), step)
-                    nn.functional.mse_loss(called(x), y).backward()
-                else:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                seen.append([pair for pair in zip(calls.names, calls.sizes) if pair[0] == "all_reduce"])
+    for _ in range(3):
+        with counted_collectives() as calls:
+            loss = run.loss()
+            loss.backward()
+            before = len(calls.names)
+            run.update(loss)
+        found = list(zip(calls.names, calls.sizes))
+        seen += [[pair for pair in part if pair[0] == "all_reduce"] for part in (found[:before], found[before:])]
     return seen
 
 
@@ -231,7 +226,12 @@ def _watched(recipe: Recipe, path: str) -> tuple[dict[str, float], dict[str, flo
     """Return the weight amaxes that are written in the first step, and the amaxes of the whole weights."""
     model = seeded("net")
     manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
-    fp8dist.watch(manager, every=1, observer=lines_into(path if dist.get_rank() == 0 else None))
+
+    def write(seen: Observation) -> None:
+        with Path(path).open("ab") as file:
+            append_lines(file.fileno(), slot_lines(seen.step, seen.slots))
+
+    fp8dist.watch(manager, every=1, observer=write if dist.get_rank() == 0 else None)
     called = shard(model)
     optimizer = torch.optim.SGD(called.parameters(), lr=0.1)  # type: ignore[attr-defined]
     manager.attach(called, optimizer=optimizer)  # type: ignore[arg-type]
@@ -251,17 +251,15 @@ def test_a_watch_sees_gathered_weights(two_ranks: RankPool, recipe: Recipe, tmp_
 
 
 def _two_optimizers(parallel: str) -> tuple[list[float], list[int]]:
-    model, called, manager, _ = build(replace(CURRENT, model="net", parallel=parallel))
-    assert manager is not None
+    run = Running(replace(CURRENT, model="net", parallel=parallel))
     groups = ([], [])
-    for name, parameter in model.named_parameters():
+    for name, parameter in run.model.named_parameters():
         groups[name.startswith("branch")].append(parameter)
     optimizers = [torch.optim.AdamW(groups[0], lr=0.01), torch.optim.SGD(groups[1], lr=0.05)]
-    manager.attach(called, optimizer=optimizers)
+    run.manager.attach(run.called, optimizer=optimizers)
     losses, reduced = [], []
-    for step in range(4):
-        x, y = batch(dist.get_rank(), step)
-        loss = nn.functional.mse_loss(called(x), y)
+    for _ in range(4):
+        loss = run.loss()
         loss.backward()
         with counted_collectives() as calls:
             for optimizer in optimizers:
@@ -281,20 +279,18 @@ def test_two_optimizers_are_bitwise_as_under_ddp(two_ranks: RankPool) -> None:
 
 def _scaled(parallel: str, optimizer: str) -> tuple[list[float], float, int]:
     """One step of five overflows on all ranks and is skipped."""
-    _, called, manager, optim = build(replace(CURRENT, model="net", parallel=parallel, optimizer=optimizer))
-    assert manager is not None
+    run = Running(replace(CURRENT, model="net", parallel=parallel, optimizer=optimizer))
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    manager.attach(called, optimizer=optim, scaler=scaler)
+    run.manager.attach(run.called, optimizer=run.optimizer, scaler=scaler)
     losses = []
     for step in range(5):
-        x, y = batch(dist.get_rank(), step)
-        loss = nn.functional.mse_loss(called(x), y)
+        loss = run.loss()
         scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
-        scaler.step(optim)
+        scaler.step(run.optimizer)
         scaler.update()
-        optim.zero_grad()
+        run.optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return losses, scaler.get_scale(), manager.steps
+    return losses, scaler.get_scale(), run.manager.steps
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
