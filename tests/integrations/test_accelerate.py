@@ -2,135 +2,110 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import fp8dist
-from fp8dist.errors import ConfigurationError, DivergenceError
-from fp8dist.state.groups import local_part
-from tests.integrations.contract import Adapter, Kept, same
+from fp8dist.errors import ConfigurationError
+from tests.integrations.contract import (
+    STEPS,
+    Adapter,
+    ByHand,
+    Trainee,
+    as_torchrun_starts_it,
+    batch,
+    diverged,
+    mlp,
+    needs,
+    play,
+    resumed,
+    same,
+    undisturbed,
+)
 from tests.support.forked import ROOT
 from tests.support.recorded import die, fingerprint, recorder, require_readable
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed"),
-    pytest.mark.slow,
-]
-
-STEPS, WIDTH = 20, 32
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
-
-
-def _batch(step: int) -> Tensor:
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+pytestmark = needs("accelerate", pytest.mark.slow)
 
 
 def _accelerator(folder: str = ".", **options: Any) -> Any:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+    from accelerate.state import DistributedType, PartialState
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # The group exists: nobody connects.
+    as_torchrun_starts_it()
     PartialState(cpu=True, backend="gloo")
     if "fsdp_plugin" in options:  # Accelerate offers FSDP on GPUs only.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Accelerator(project_dir=folder, cpu=True, **options)
 
 
-def _train(accelerator: Any, prepared: tuple[Any, ...], steps: range) -> None:
-    _, model, optimizer = prepared
-    for step in steps:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(_batch(step)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+class Accelerated(Trainee):
+    """A model that ``prepare`` has prepared."""
 
+    def __init__(self, accelerator: Any, **options: Any) -> None:
+        from fp8dist.integrations.accelerate import prepare
 
-def _prepared(accelerator: Any, **options: Any) -> tuple[Any, ...]:
-    from fp8dist.integrations.accelerate import prepare
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.accelerator = accelerator
+        self.manager, self.model, self.optimizer = prepare(accelerator, model, optimizer, **options)
 
-    model = _model()
-    return prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
-
-
-def _kept(prepared: tuple[Any, ...]) -> Kept:
-    manager, model, _ = prepared
-    return manager.state_dict(), [local_part(p.detach()).clone() for p in model.parameters()]
+    def train(self, places: Iterable[int]) -> list[float]:
+        losses = []
+        for place in places:
+            with self.accelerator.accumulate(self.model):
+                loss = self.forward(place).square().mean()
+                losses.append(loss.item())
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return losses
 
 
 def _as_by_hand(folder: str, accumulate: int) -> None:
-    accelerator = _accelerator(gradient_accumulation_steps=accumulate)
-    prepared = _prepared(accelerator)
-    before = prepared[0].metrics()["fp8/collectives"]
-    _train(accelerator, prepared, range(STEPS))
-    assert prepared[0].metrics()["fp8/collectives"] - before == STEPS // accumulate
-
-    model = _model()
-    manager = fp8dist.prepare(model, group=dist.group.WORLD)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    manager.attach(wrapped, optimizer=optimizer)
-    for step in range(STEPS):
-        wrapped.require_backward_grad_sync = (step + 1) % accumulate == 0
-        (wrapped(_batch(step)).square().mean() / accumulate).backward()
-        if wrapped.require_backward_grad_sync:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same(_kept(prepared), _kept((manager, model, optimizer)))
+    ours = Accelerated(_accelerator(gradient_accumulation_steps=accumulate))
+    before = ours.manager.metrics()["fp8/collectives"]
+    losses = ours.train(range(STEPS))
+    assert ours.manager.metrics()["fp8/collectives"] - before == STEPS // accumulate
+    theirs = ByHand(accumulate)
+    assert losses == theirs.train(range(STEPS))
+    assert same(ours.kept(), theirs.kept())
 
 
 def _resumed(folder: str, sharded: bool, options: dict[str, Any]) -> None:
-    def start() -> tuple[Any, tuple[Any, ...]]:
-        accelerator = _accelerator(folder, **_plugin(sharded))
-        return accelerator, _prepared(accelerator, **options)
-
-    accelerator, whole = start()
-    _train(accelerator, whole, range(8))
-    accelerator.save_state(f"{folder}/saved")
-    _train(accelerator, whole, range(8, STEPS))
-    accelerator, resumed = start()
-    accelerator.load_state(f"{folder}/saved")
-    _train(accelerator, resumed, range(8, STEPS))
-    assert same(_kept(whole), _kept(resumed))
-
-
-def _plugin(sharded: bool) -> dict[str, Any]:
     from accelerate import FullyShardedDataParallelPlugin
 
-    if not sharded:
-        return {}
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000, state_dict_type="SHARDED_STATE_DICT"
-    )
-    return {"fsdp_plugin": plugin}
+    def start() -> Trainee:
+        plugin = {}
+        if sharded:
+            sizes = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1000}
+            made = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", **sizes)
+            plugin = {"fsdp_plugin": made}
+        return Accelerated(_accelerator(folder, **plugin), **options)
+
+    def save(trainee: Any) -> None:
+        trainee.accelerator.save_state(f"{folder}/saved")
+
+    def load(trainee: Any) -> None:
+        trainee.accelerator.load_state(f"{folder}/saved")
+
+    resumed(start, save, load)
+
+
+def _damage(trainee: Trainee) -> None:
+    trainee.model.module[2].bias[3] += 1
 
 
 def _diverged(folder: str) -> str:
-    accelerator = _accelerator()
-    prepared = _prepared(accelerator, check_every=2)
-    _train(accelerator, prepared, range(4))
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            prepared[1].module[2].bias[3] += 1
-    with pytest.raises(DivergenceError) as caught:
-        _train(accelerator, prepared, range(4, 8))
-    return str(caught.value)
+    return diverged(Accelerated(_accelerator(), check_every=2), _damage)
 
 
 def _misused(folder: str) -> None:
@@ -139,124 +114,70 @@ def _misused(folder: str) -> None:
     accelerator = _accelerator()
     accelerator.state._mixed_precision = "fp8"
     with pytest.raises(ConfigurationError, match='use "bf16"'):
-        _prepared(accelerator)
+        Accelerated(accelerator)
     accelerator = _accelerator()
-    _, model, optimizer = _prepared(accelerator)
+    ours = Accelerated(accelerator)
     with pytest.raises(ConfigurationError, match="before the model is wrapped"):
-        prepare(accelerator, model, optimizer)
+        prepare(accelerator, ours.model, ours.optimizer)
     with pytest.raises(ConfigurationError, match="prepared already"):
-        prepare(accelerator, accelerator.unwrap_model(model), optimizer)
-    unattached = _model()
+        prepare(accelerator, accelerator.unwrap_model(ours.model), ours.optimizer)
+    unattached = mlp()
     fp8dist.prepare(unattached, group=dist.group.WORLD)
     optimizer = torch.optim.AdamW(unattached.parameters(), lr=1e-3)
+    ours.model, ours.optimizer = accelerator.prepare(unattached, optimizer)
     with pytest.raises(ConfigurationError, match=r"attach\("):
-        _train(accelerator, (None, *accelerator.prepare(unattached, optimizer)), range(2))
+        ours.train(range(2))
 
 
-def _two_models(folder: str) -> None:
-    """A second model in the process, trained by turns with the first, changes nothing in the first."""
+def _undisturbed(folder: str) -> None:
     accelerator = _accelerator()
-    alone = _prepared(accelerator)
-    _train(accelerator, alone, range(6))
+    undisturbed(lambda: Accelerated(accelerator))
+
+
+def _gan(folder: str) -> None:
     accelerator = _accelerator()
-    first, second = _prepared(accelerator), _prepared(accelerator)
-    for step in range(6):
-        _train(accelerator, first, range(step, step + 1))
-        if step % 2:
-            _train(accelerator, second, range(step, step + 1))
-    assert same(_kept(alone), _kept(first))
-
-
-def _gan(managers: list[Any], models: list[Any], optimizers: list[Any], backward: Any) -> Any:
-    """Train a generator against a discriminator, evaluate now and then, and return what must be equal."""
-    generator, judge = models
-    for step in range(8):
-        optimizers[1].zero_grad()
-        fake = generator(_batch(step))
-        backward(judge(fake.detach()).mean() - judge(_batch(100 + step)).mean())
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        backward(-judge(fake).mean())
-        optimizers[0].step()
-    return [_kept((manager, model, None)) for manager, model in zip(managers, models)]
-
-
-def _two_in_one_loop(folder: str) -> None:
-    accelerator = _accelerator()
-    one, other = _prepared(accelerator), _prepared(accelerator)
-    found = _gan([one[0], other[0]], [one[1], other[1]], [one[2], other[2]], accelerator.backward)
-
-    models = [_model(), _model()]
-    managers = [fp8dist.prepare(model, group=dist.group.WORLD) for model in models]
-    wrapped = [nn.parallel.DistributedDataParallel(model) for model in models]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
-    for manager, model, optimizer in zip(managers, wrapped, optimizers):
-        manager.attach(model, optimizer=optimizer)
-    for ours, theirs in zip(found, _gan(managers, wrapped, optimizers, torch.Tensor.backward), strict=True):
-        assert same(ours, theirs)
-
-
-def _interrupted(folder: str) -> None:
-    """Evaluations, and an FP8 teacher in eval(), change nothing in the student, and the teacher stays as it is."""
-    accelerator = _accelerator()
-    alone = _prepared(accelerator)
-    _train(accelerator, alone, range(6))
-    accelerator = _accelerator()
-    student, teacher = _prepared(accelerator), _prepared(accelerator)
-    _train(accelerator, teacher, range(2))
-    teacher[1].eval()
-    before, outputs = _kept(teacher), []
-    for step in range(6):
-        with torch.no_grad():
-            outputs.append(teacher[1](_batch(50)))
-        _train(accelerator, student, range(step, step + 1))
-        student[1].eval()
-        with torch.no_grad():
-            student[1](3 * _batch(100 + step))
-        student[1].train()
-    assert same(_kept(alone), _kept(student))
-    assert same(_kept(teacher), before)
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    ours, theirs = [Accelerated(accelerator), Accelerated(accelerator)], [ByHand(), ByHand()]
+    for pair, backward in ((ours, accelerator.backward), (theirs, torch.Tensor.backward)):
+        for step in range(8):
+            optimizers = [one.optimizer for one in pair]
+            play(pair[0].model, pair[1].model, optimizers, backward, batch(step), batch(100 + step))
+    assert all(same(one.kept(), other.kept()) for one, other in zip(ours, theirs, strict=True))
 
 
 def _another_optimizer(folder: str) -> None:
     accelerator = _accelerator()
-    manager, model, optimizer = _prepared(accelerator)
-    _train(accelerator, (manager, model, optimizer), range(4))
-    again = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    with pytest.raises(ConfigurationError, match="optimizer"):
-        _train(accelerator, (manager, model, again), range(4, 6))
 
-    accelerator = _accelerator()
-    manager, model, optimizer = _prepared(accelerator)
-    by_hand = _model()
-    theirs = fp8dist.prepare(by_hand, group=dist.group.WORLD)
-    wrapped = nn.parallel.DistributedDataParallel(by_hand)
+    def renewed(trainee: Accelerated) -> Any:
+        return accelerator.prepare(torch.optim.AdamW(trainee.model.parameters(), lr=1e-3))
+
+    ours = Accelerated(accelerator)
+    ours.train(range(4))
+    ours.optimizer = renewed(ours)
+    with pytest.raises(ConfigurationError, match="optimizer"):
+        ours.train(range(4, 6))
+
+    ours, theirs = Accelerated(accelerator), ByHand()
     for start in (0, 4):
         if start:
-            optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
-            manager.attach(model, optimizer=optimizer)
-        _train(accelerator, (manager, model, optimizer), range(start, start + 4))
-        new = torch.optim.AdamW(by_hand.parameters(), lr=1e-3)
-        theirs.attach(wrapped, optimizer=new)
-        for step in range(start, start + 4):
-            wrapped(_batch(step)).square().mean().backward()
-            new.step()
-            new.zero_grad()
-    assert same(_kept((manager, model, None)), _kept((theirs, by_hand, None)))
+            ours.optimizer = renewed(ours)
+            ours.manager.attach(ours.model, optimizer=ours.optimizer)
+            theirs.begin()
+        assert ours.train(range(start, start + 4)) == theirs.train(range(start, start + 4))
+    assert same(ours.kept(), theirs.kept())
 
 
 def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
     """Train 20 steps of 2 micro-batches; or until step 14, where the ranks are killed; or from step 12."""
     accelerator = _accelerator(f"{folder}/{name}", gradient_accumulation_steps=2)
-    manager, model, optimizer = _prepared(accelerator, run=recorder(f"{folder}/run-{name}"))
+    ours = Accelerated(accelerator, run=recorder(f"{folder}/run-{name}"))
+    model, optimizer = ours.model, ours.optimizer
     if end == "resumed":
         accelerator.load_state(f"{folder}/{name}/12")
     losses = {}
     for step in range(13 if end == "resumed" else 1, STEPS + 1):
         for place in range(2):
             with accelerator.accumulate(model):
-                loss = model(_batch(2 * step + place)).square().mean()
+                loss = ours.forward(2 * step + place).square().mean()
                 accelerator.backward(loss)
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1.0) if accelerator.sync_gradients else None
                 optimizer.step()
@@ -270,7 +191,7 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
         if step == 14 and end == "killed":
             die()
     accelerator.end_training()
-    return fingerprint(*_kept((manager, model, None))), losses, len(manager.slots)
+    return fingerprint(*ours.kept()), losses, len(ours.manager.slots)
 
 
 @pytest.mark.long
@@ -286,14 +207,14 @@ def test_accelerate_launch_starts_the_example(tmp_path: Path) -> None:
 
 
 ADAPTER = Adapter(
-    by_hand={"1": (_as_by_hand, 1), "4": (_as_by_hand, 4), "a GAN": (_two_in_one_loop,)},
+    by_hand={"1": (_as_by_hand, 1), "4": (_as_by_hand, 4), "a GAN": (_gan,)},
     resumed={
         "ddp": (_resumed, False, {}),
         "fsdp2": (_resumed, True, {}),
         "fp8 gather": (_resumed, True, {"fp8_all_gather": True}),
     },
     diverged={"a parameter": ("2.bias", (_diverged,))},
-    undisturbed={"two models": (_two_models,), "evaluations and a teacher": (_interrupted,)},
+    undisturbed={"evaluations, other models": (_undisturbed,)},
     refused={"misuse": (_misused,), "another optimizer": (_another_optimizer,)},
     recorded=_recorded,
     ends_group=True,  # By ``end_training``.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integrations.contract import Adapter, Job
+from tests.integrations.contract import Adapter, needs
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
 from tests.support.recorded import require_readable, require_resumed, require_run
@@ -21,59 +19,25 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def _marks(stack: str) -> list[pytest.MarkDecorator]:
-    missing = importlib.util.find_spec(stack) is None
-    usual = pytest.mark.slow if stack == "accelerate" else pytest.mark.long
-    return [pytest.mark.skipif(missing, reason=f"{stack} is not installed"), usual, pytest.mark.timeout(240)]
+    return needs(stack, pytest.mark.slow if stack == "accelerate" else pytest.mark.long)
 
 
-def every(clause: str) -> pytest.MarkDecorator:
-    """Run a test with each case of each adapter."""
-    return pytest.mark.parametrize(
-        ("stack", "case"),
-        [
-            pytest.param(stack, case, marks=_marks(stack), id=f"{stack}, {case}")
-            for stack, adapter in ADAPTERS.items()
-            for case in getattr(adapter, clause)
-        ],
-    )
-
-
-def run(ranks: RankPool, job: Job, folder: Path) -> list[Any]:
-    """Run a job on the ranks."""
-    function, *arguments = job
-    return ranks.run(function, str(folder), *arguments)
-
-
-@every("by_hand")
-def test_it_trains_as_a_loop_by_hand(two_ranks: RankPool, tmp_path: Path, stack: str, case: str) -> None:
-    run(two_ranks, ADAPTERS[stack].by_hand[case], tmp_path)
-
-
-@every("resumed")
-def test_a_resumed_run_has_the_same_bits(two_ranks: RankPool, tmp_path: Path, stack: str, case: str) -> None:
-    run(two_ranks, ADAPTERS[stack].resumed[case], tmp_path)
-
-
-@every("diverged")
-def test_a_divergence_ends_the_training_on_all_ranks(
-    two_ranks: RankPool, tmp_path: Path, stack: str, case: str
-) -> None:
-    name, job = ADAPTERS[stack].diverged[case]
-    for said in run(two_ranks, job, tmp_path):
-        assert name in said
-
-
-@every("undisturbed")
-def test_evaluations_and_other_models_change_nothing(
-    two_ranks: RankPool, tmp_path: Path, stack: str, case: str
-) -> None:
-    run(two_ranks, ADAPTERS[stack].undisturbed[case], tmp_path)
-
-
-@every("refused")
-def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path, stack: str, case: str) -> None:
-    run(two_ranks, ADAPTERS[stack].refused[case], tmp_path)
-    if ADAPTERS[stack].unclean:
+@pytest.mark.parametrize(
+    ("stack", "clause", "case"),
+    [
+        pytest.param(stack, clause, case, marks=_marks(stack), id=f"{stack}, {clause}: {case}")
+        for clause in ("by_hand", "resumed", "diverged", "undisturbed", "refused")
+        for stack, adapter in ADAPTERS.items()
+        for case in getattr(adapter, clause)
+    ],
+)
+def test_a_clause_holds(two_ranks: RankPool, tmp_path: Path, stack: str, clause: str, case: str) -> None:
+    """``Adapter`` says what the clauses are."""
+    job = getattr(ADAPTERS[stack], clause)[case]
+    named, (function, *arguments) = job if clause == "diverged" else ("", job)
+    for error in two_ranks.run(function, str(tmp_path), *arguments):
+        assert named in (error or "")
+    if clause == "refused" and ADAPTERS[stack].unclean:
         two_ranks.close()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
-from tests.integrations.contract import Adapter, Kept, same
+from tests.integrations.contract import (
+    STEPS,
+    WIDTH,
+    Adapter,
+    Kept,
+    Trainee,
+    batch,
+    diverged,
+    needs,
+    resumed,
+    same,
+    undisturbed,
+)
 from tests.support.ranks import RankPool
 from tests.support.recorded import die, fingerprint
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-    pytest.mark.long,
-]
-
-STEPS, WIDTH = 20, 32
+pytestmark = needs("deepspeed")
 
 STAGES = {
     "zero 0": {"stage": 0},
@@ -58,10 +65,6 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH), nn.GELU(), nn.Linear(WIDTH, 16))
 
 
-def _batch(step: int) -> Tensor:
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-
-
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-2)
 
@@ -88,12 +91,12 @@ def _attached(zero: dict[str, Any], accumulate: int = 1, options: dict[str, Any]
     return engine
 
 
-def _train(engine: Any, steps: range, infinite: int | None = None) -> list[float]:
+def _train(engine: Any, steps: Iterable[int], infinite: int | None = None) -> list[float]:
     """Train, and return the losses. ``infinite``: the step in which rank 1 gets infinities."""
     losses = []
     for step in steps:
-        batch = _batch(step) * (torch.inf if step == infinite and dist.get_rank() else 1)
-        loss = engine(batch.to(next(engine.parameters()).dtype)).square().mean()
+        given = batch(step) * (torch.inf if step == infinite and dist.get_rank() else 1)
+        loss = engine(given.to(next(engine.parameters()).dtype)).square().mean()
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
@@ -139,7 +142,7 @@ def _by_hand(accumulate: int, reduces_each: bool, optimizers: int = 1) -> tuple[
             manager.attach(wrapped, optimizer=optimizer)
         last = (step + 1) % accumulate == 0
         wrapped.require_backward_grad_sync = last or reduces_each
-        loss = wrapped(_batch(step)).square().mean()
+        loss = wrapped(batch(step)).square().mean()
         losses.append(loss.item())
         (loss / accumulate).backward()
         if reduces_each:
@@ -191,23 +194,36 @@ def test_stages_are_equal_and_skipped_steps_do_not_count(two_ranks: RankPool, ki
     two_ranks.run(_in_low_precision, kind)
 
 
+class Engine(Trainee):
+    """An engine, as ``_attached`` makes it."""
+
+    def __init__(self, zero: dict[str, Any], options: dict[str, Any] | None = None) -> None:
+        self.model = _attached(zero, options=options)
+        self.manager = self.model.fp8_manager
+
+    def train(self, places: Iterable[int]) -> list[float]:
+        return _train(self.model, places)
+
+    def parameters(self) -> list[Tensor]:
+        return _parameters(self.model)
+
+
 def _resumed(folder: str, zero: dict[str, Any], options: dict[str, Any]) -> None:
-    whole = _attached(zero, options=options)
-    _train(whole, range(8))
-    whole.save_checkpoint(folder, client_state={"mine": 1})
-    _train(whole, range(8, STEPS))
-    resumed = _attached(zero, options=options)
-    _, client_state = resumed.load_checkpoint(folder)
-    assert client_state["mine"] == 1
-    assert "fp8dist" not in client_state
-    _train(resumed, range(8, STEPS))
-    assert same(_kept(whole), _kept(resumed))
+    def save(trainee: Trainee) -> None:
+        trainee.model.save_checkpoint(folder, client_state={"mine": 1})
+
+    def load(trainee: Trainee) -> None:
+        _, client_state = trainee.model.load_checkpoint(folder)
+        assert client_state["mine"] == 1
+        assert "fp8dist" not in client_state
+
+    resumed(lambda: Engine(zero, options), save, load)
 
 
 def _begun_anew(folder: str, zero: dict[str, Any]) -> None:
     plain = _initialized(_model(), zero)
     for step in range(4):
-        plain.backward(plain(_batch(step)).square().mean())
+        plain.backward(plain(batch(step)).square().mean())
         plain.step()
     plain.save_checkpoint(folder)
     engine = _attached(zero)
@@ -229,39 +245,22 @@ def test_scales_begin_anew_with_a_checkpoint_without_fp8(
     two_ranks.run(_begun_anew, str(tmp_path), zero)
 
 
-def _diverged(folder: str, zero: dict[str, Any], in_state: bool) -> str:
-    engine = _attached(zero, options={"check_every": 2})
-    _train(engine, range(4))
-    if dist.get_rank() == 1:
-        if in_state:
-            engine.fp8_manager.slot("2", "input").set_scale(3.0)
-        else:
-            with torch.no_grad():
-                engine.module[2].bias[3] += 1
-    with pytest.raises(DivergenceError) as caught:
-        _train(engine, range(4, 8))
-    return str(caught.value)
+def _damage_state(trainee: Trainee) -> None:
+    trainee.manager.slot("2", "input").set_scale(3.0)
 
 
-def _evaluated(folder: str, zero: dict[str, Any]) -> None:
-    """Evaluations change nothing, and two engines in turn do not disturb each other. Parts are not compared."""
-    alone = _attached(zero)
-    losses = _train(alone, range(6))
-    first, second = _attached(zero), _attached(zero)
-    found = []
-    for step in range(6):
-        found += _train(first, range(step, step + 1))
-        if step % 2:
-            _train(second, range(step, step + 1))
-        first.eval()
-        with torch.no_grad():
-            first(3 * _batch(100 + step))
-        first.train()
-    assert found == losses
-    assert same(_kept(alone), _kept(first))
-    assert second.fp8_manager.steps == 3
-    compared = first.fp8_manager.check().compared
-    assert compared.get("parameter", 0) == (6 if zero["stage"] < 3 else 0)
+def _damage_parameter(trainee: Trainee) -> None:
+    trainee.model.module[2].bias[3] += 1
+
+
+def _diverged(folder: str, zero: dict[str, Any], damage: Callable[[Trainee], None]) -> str:
+    return diverged(Engine(zero, {"check_every": 2}), damage)
+
+
+def _undisturbed(folder: str, zero: dict[str, Any]) -> None:
+    """Parts are not compared."""
+    first = undisturbed(lambda: Engine(zero))
+    assert first.manager.check().compared.get("parameter", 0) == (6 if zero["stage"] < 3 else 0)
 
 
 def _casts(zero: dict[str, Any]) -> tuple[int, int]:
@@ -366,7 +365,7 @@ def _another_engine(folder: str, zero: dict[str, Any]) -> None:
     engine = _attached(zero)
     found = []
     for step in range(STEPS):
-        loss = engine.module(_batch(step)).square().mean()
+        loss = engine.module(batch(step)).square().mean()
         found.append(loss.item())
         engine.backward(loss)
         engine.step()
@@ -387,14 +386,9 @@ def _forgotten(folder: str, zero: dict[str, Any]) -> None:
 
 
 def _gan(folder: str, zero: dict[str, Any]) -> None:
-    """Two engines in one loop, beside an FP8 teacher in eval()."""
+    """Two engines in one loop."""
     engines = [_attached(zero), _attached(zero)]
-    teacher = _model().eval()
-    taught = fp8dist.prepare(teacher, group=dist.group.WORLD)
-    taught.attach(teacher)
-    before = taught.state_dict()
-    found = _play(*engines, lambda i, loss: engines[i].backward(loss), lambda i: engines[i].step(), teacher)
-    assert taught.state_dict() == before
+    found = _play(*engines, lambda i, loss: engines[i].backward(loss), lambda i: engines[i].step())
 
     models = [_model(), _model()]
     managers = [fp8dist.prepare(model, group=dist.group.WORLD) for model in models]
@@ -407,18 +401,15 @@ def _gan(folder: str, zero: dict[str, Any]) -> None:
         optimizers[i].step()
         optimizers[i].zero_grad()
 
-    assert found == _play(*wrapped, lambda i, loss: loss.backward(), step, None)
+    assert found == _play(*wrapped, lambda i, loss: loss.backward(), step)
     for engine, manager, model in zip(engines, managers, models):
         assert same(_kept(engine), (manager.state_dict(), [p.detach() for p in model.parameters()]))
 
 
-def _play(generator: Any, judge: Any, backward: Any, step: Any, teacher: Any) -> list[float]:
+def _play(generator: Any, judge: Any, backward: Any, step: Any) -> list[float]:
     losses = []
     for turn in range(8):
-        if teacher is not None:
-            with torch.no_grad():
-                teacher(_batch(turn))
-        fake = generator(_batch(turn))
+        fake = generator(batch(turn))
         for i, loss in ((1, judge(_wide(fake.detach())).mean()), (0, fake.square().mean())):
             losses.append(loss.item())
             backward(i, loss)
@@ -465,10 +456,10 @@ ADAPTER = Adapter(
         **{f"{name}, own state": (_resumed, STAGES[name], {"amax_sync": False}) for name in ("zero 1", "zero 3")},
     },
     diverged={
-        **{f"{name}, FP8 state": ("2:input", (_diverged, zero, True)) for name, zero in STAGES.items()},
-        "a parameter": ("2.bias", (_diverged, STAGES["zero 0"], False)),
+        **{f"{name}, FP8 state": ("2:input", (_diverged, zero, _damage_state)) for name, zero in STAGES.items()},
+        "a parameter": ("2.bias", (_diverged, STAGES["zero 0"], _damage_parameter)),
     },
-    undisturbed={name: (_evaluated, zero) for name, zero in STAGES.items()},
+    undisturbed={name: (_undisturbed, zero) for name, zero in STAGES.items()},
     refused={
         "misuse": (_misused,),
         **{f"{name}, not attached": (_forgotten, zero) for name, zero in STAGES.items()},

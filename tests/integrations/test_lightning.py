@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,11 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.state.groups import local_part
-from tests.integrations.contract import Adapter, Kept, same
+from tests.integrations.contract import STEPS, WIDTH, Adapter, ByHand, Kept, batch, mlp, needs, play, same
 from tests.support.ranks import RankPool
 from tests.support.recorded import die, fingerprint, recorder
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed"),
-    pytest.mark.long,
-]
-
-STEPS, WIDTH = 20, 32
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+pytestmark = needs("lightning")
 
 
 class Batches(torch.utils.data.IterableDataset[Tensor]):
@@ -40,9 +29,7 @@ class Batches(torch.utils.data.IterableDataset[Tensor]):
         self.steps = range(first, end)
 
     def __iter__(self) -> Any:
-        rank = dist.get_rank()
-        for step in self.steps:
-            yield torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        return map(batch, self.steps)
 
 
 def _module(shards: str | None = None, damage: int | None = None) -> Any:
@@ -51,7 +38,7 @@ def _module(shards: str | None = None, damage: int | None = None) -> Any:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = _model()
+            self.net = mlp()
 
         def configure_model(self) -> None:
             if shards is None:
@@ -123,20 +110,12 @@ def _fit(trainer: Any, module: Any, **options: Any) -> Kept:
 
 def _by_hand(accumulate: int, optimizers: int = 1) -> Kept:
     """Train, with each of the optimizers from the first batch on."""
-    model = nn.ModuleDict({"net": _model()})
-    manager = fp8dist.prepare(model, group=dist.group.WORLD)
-    wrapped = nn.parallel.DistributedDataParallel(model["net"])
-    for step in range(STEPS * optimizers):
-        if step % STEPS == 0:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            manager.attach(model, optimizer=optimizer)
-            batches = iter(Batches())
-        for i in range(accumulate):
-            wrapped.require_backward_grad_sync = i == accumulate - 1
-            (wrapped(next(batches)).square().mean() / accumulate).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return _kept(manager, model)
+    theirs = ByHand(accumulate, "net")
+    for turn in range(optimizers):
+        if turn:
+            theirs.begin()
+        theirs.train(range(STEPS * accumulate))
+    return theirs.kept()
 
 
 def _as_by_hand(folder: str, accumulate: int) -> None:
@@ -242,7 +221,7 @@ def _gan_module() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            self.generator, self.judge, self.teacher = _model(), _model(), _model().requires_grad_(False)
+            self.generator, self.judge, self.teacher = mlp(), mlp(), mlp().requires_grad_(False)
             self.taught: list[Tensor] = []
 
         def training_step(self, batch: Tensor, place: int) -> None:
@@ -251,13 +230,7 @@ def _gan_module() -> Any:
         def play(self, batch: Tensor, optimizers: Any, backward: Any) -> None:
             self.teacher.eval()
             self.taught.append(self.teacher(torch.ones(8, WIDTH)))
-            fake = self.generator(batch)
-            optimizers[1].zero_grad()
-            backward(self.judge(fake.detach()).mean() - self.judge(batch + 1).mean())
-            optimizers[1].step()
-            optimizers[0].zero_grad()
-            backward(-self.judge(fake).mean())
-            optimizers[0].step()
+            play(self.generator, self.judge, optimizers, backward, batch, batch + 1)
 
         def configure_optimizers(self) -> Any:
             return [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in (self.generator, self.judge)]
@@ -284,8 +257,8 @@ def _gan(folder: str) -> None:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad.div_(2))
 
-    for batch in Batches(0, 8):
-        by_hand.play(batch, optimizers, backward)
+    for given in Batches(0, 8):
+        by_hand.play(given, optimizers, backward)
     assert same(_kept(trainer.precision_plugin.manager, module), _kept(manager, by_hand))
 
 

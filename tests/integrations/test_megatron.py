@@ -3,9 +3,8 @@ checkpoints, against a loop by hand."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,18 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
-from tests.integrations.contract import Adapter, Kept, same
+from tests.integrations.contract import Adapter, Trainee, diverged, needs, same, undisturbed
 from tests.support.logs import captured_log
-from tests.support.megatron import LENGTH, VOCABULARY, gpt, initialize, mask, with_stand_ins
+from tests.support.megatron import forward, gpt, gradients, initialize, optimized, with_stand_ins
 from tests.support.ranks import RankPool
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
-    pytest.mark.long,
-]
+pytestmark = needs("megatron")
 
 STEPS, RATE = 12, 3e-3
 
@@ -40,12 +36,25 @@ BFLOAT16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "b
 
 
 @dataclass
-class Job:
+class Job(Trainee):
     """What a training script of Megatron holds."""
 
     chunks: list[Any]
-    manager: fp8dist.StateManager
+    manager: Any
     optimizer: Any
+
+    @property
+    def model(self) -> Any:
+        return self.chunks[0]
+
+    def train(self, places: Iterable[int]) -> list[float]:
+        return _train(self, places)
+
+    def forward(self, place: int) -> Tensor:
+        return forward(self.model, place)
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter.detach().clone() for model in self.chunks for parameter in model.parameters()]
 
 
 def _job(model: Any = None, wraps: dict[str, Any] | None = None, options: Any = None, **optimizer: Any) -> Job:
@@ -60,75 +69,25 @@ def _job(model: Any = None, wraps: dict[str, Any] | None = None, options: Any = 
 
 
 def _unattached(chunks: list[Any], manager: Any, wraps: dict[str, Any] | None = None, **optimizer: Any) -> Job:
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
     if optimizer.get("bf16"):
         chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
-    distributed = optimizer.get("use_distributed_optimizer", False)
-    config = DistributedDataParallelConfig(
-        **{"grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed, **(wraps or {})}
-    )
-    chunks = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
-    for chunk in chunks:
-        chunk.config.finalize_model_grads_func = finalize_model_grads
-    given = {"optimizer": "adam", "lr": RATE, "weight_decay": 0.0, "clip_grad": 0.0, **optimizer}
-    made = get_megatron_optimizer(OptimizerConfig(**given), chunks, use_gloo_process_groups=False)
+    chunks, made = optimized(chunks, {"grad_reduce_in_fp32": True, **(wraps or {})}, **{"lr": RATE, **optimizer})
     return Job(chunks, manager, made)
 
 
-def _tokens(place: int) -> tuple[Tensor, Tensor]:
-    """Return microbatch ``place`` of this rank's data: those of a tensor-parallel group or a pipeline are the same."""
-    from megatron.core import parallel_state
-
-    made = torch.Generator().manual_seed(1000 * place + parallel_state.get_data_parallel_rank())
-    tokens = (torch.randint(VOCABULARY, (2, 1), generator=made) + torch.arange(LENGTH + 1)) % VOCABULARY
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def _forward(model: Any, place: int) -> Tensor:
-    inputs, labels = _tokens(place)
-    return model(inputs, torch.arange(LENGTH).expand(2, LENGTH), mask(), labels=labels)
-
-
-def _forward_step(places: Iterator[int], model: Any) -> tuple[Tensor, Any]:
-    def loss(output: Tensor, infinite: bool = False) -> tuple[Tensor, dict[str, float]]:
-        mean = output.mean()
-        return mean, {"loss": mean.item()}
-
-    return _forward(model, next(places)), loss
-
-
-def _train(job: Job, steps: Sequence[int], accumulate: int = 1, infinite: int | None = None) -> list[float]:
+def _train(job: Job, steps: Iterable[int], accumulate: int = 1, infinite: int | None = None) -> list[float]:
     """Train with Megatron's schedule. Return the losses of this rank's microbatches. ``infinite``: in this step rank 1
     has an infinite gradient."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     losses = []
     for step in steps:
-        for chunk in job.chunks:
-            chunk.zero_grad_buffer()
-        job.optimizer.zero_grad()
-        places = range(step * accumulate, (step + 1) * accumulate)
-        if step == infinite and dist.get_rank() == 1:
+        blown_up = step == infinite and dist.get_rank() == 1
+        if blown_up:
             handle = job.chunks[0].module.decoder.layers[0].register_full_backward_pre_hook(_blow_up)
-        found = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=[iter(places) for _ in job.chunks] if len(job.chunks) > 1 else iter(places),
-            model=job.chunks if len(job.chunks) > 1 else job.chunks[0],
-            num_microbatches=accumulate,
-            seq_length=LENGTH,
-            micro_batch_size=2,
-            forward_only=False,
-        )
-        if step == infinite and dist.get_rank() == 1:
+        losses += gradients(job.chunks, job.optimizer, range(step * accumulate, (step + 1) * accumulate))
+        if blown_up:
             handle.remove()
-        losses += [each["loss"] for each in found]
         updated, _, _ = job.optimizer.step()
         assert updated == (step != infinite)
     return losses
@@ -136,14 +95,6 @@ def _train(job: Job, steps: Sequence[int], accumulate: int = 1, infinite: int | 
 
 def _blow_up(module: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if gradient is None else gradient * torch.inf for gradient in gradients)
-
-
-def _parameters(*models: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
-
-
-def _kept(job: Job) -> Kept:
-    return job.manager.state_dict(), _parameters(*job.chunks)
 
 
 # By hand -------------------------------------------------------------------------------------------
@@ -239,7 +190,7 @@ def _trained_by_hand(layout: Layout, accumulate: int) -> tuple[list[float], Any]
     losses = []
     for step in range(STEPS):
         for place in range(step * accumulate, (step + 1) * accumulate):
-            loss = _forward(model, place).mean()
+            loss = forward(model, place).mean()
             losses.append(loss.item())
             (loss / accumulate).backward()
         for parameter in parameters:
@@ -276,7 +227,7 @@ def _as_by_hand(folder: str, layout: Layout, accumulate: int, optimizer: dict[st
     expected, kept = _trained_by_hand(layout, accumulate)
     assert losses == expected
     assert losses[-1] < losses[0]
-    assert same(_kept(job), kept)
+    assert same(job.kept(), kept)
 
 
 def test_tensor_and_data_parallel_ranks_share_scales(four_ranks: RankPool) -> None:
@@ -383,7 +334,7 @@ def _resumed(folder: str, tp: int, pp: int, optimizer: dict[str, Any], options: 
         state["step"] = state["step"].clone()  # Megatron gives all parameters the same counter, which each one raises.
     assert resumed.manager.steps == 6
     _train(resumed, range(6, STEPS), 2)
-    assert same(_kept(whole), _kept(resumed))
+    assert same(whole.kept(), resumed.kept())
 
 
 @with_stand_ins
@@ -417,13 +368,11 @@ def test_scales_begin_anew_with_a_checkpoint_without_fp8(two_ranks: RankPool, tm
 @with_stand_ins
 def _diverged(folder: str, optimizer: dict[str, Any]) -> str:
     initialize(2)
-    job = _job(**optimizer)
-    _train(job, range(4))
-    if dist.get_rank() == 1:
-        job.manager.slot("decoder.layers.1.mlp.linear_fc2", "input").set_scale(3.0)
-    with pytest.raises(DivergenceError) as caught:
-        _train(job, range(4, 8))
-    return str(caught.value)
+    return diverged(_job(**optimizer), _damage)
+
+
+def _damage(trainee: Trainee) -> None:
+    trainee.manager.slot("decoder.layers.1.mlp.linear_fc2", "input").set_scale(3.0)
 
 
 @with_stand_ins
@@ -431,10 +380,10 @@ def _with_a_skipped_step(optimizer: dict[str, Any]) -> None:
     initialize(2)
     job = _job(loss_scale=1.0, **{**DISTRIBUTED, **optimizer})
     _train(job, range(7))
-    before = _parameters(*job.chunks)
+    before = job.parameters()
     _train(job, [7], infinite=7)
     assert job.manager.steps == 7
-    assert same((0, before), (0, _parameters(*job.chunks)))
+    assert same((0, before), (0, job.parameters()))
     losses = _train(job, range(8, STEPS))
     assert job.manager.steps == STEPS - 1
     assert job.manager.metrics()["fp8/nonfinite_amaxes"] == 0
@@ -457,7 +406,7 @@ def _in_bfloat16(optimizer: dict[str, Any], fused: bool = False) -> tuple[list[f
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots["weight"].fqn
         fits.append((manager.slot(fqn, "weight").scale * linear.weight.abs().max() / 448).item())
-    return losses, _kept(job), fits
+    return losses, job.kept(), fits
 
 
 def test_scales_follow_weights_that_main_parameters_are_copied_to(two_ranks: RankPool) -> None:
@@ -498,7 +447,7 @@ def _overlapped() -> None:
     _fuse(job)  # Reductions begin in hooks on weights, whose gradients the layers have added.
     assert _train(job, range(STEPS), 2) == expected
     job.chunks[0].disable_forward_pre_hook()  # Gathers what the next forward would.
-    assert same(_kept(job), _kept(plain))
+    assert same(job.kept(), plain.kept())
 
 
 def test_weights_that_are_gathered_in_the_forward_are_cast_after_that(two_ranks: RankPool) -> None:
@@ -513,7 +462,7 @@ def _recomputed() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     job = _job(gpt(sequence_parallel=True, **full))
     assert _train(job, range(STEPS), 2) == expected
-    assert same(_kept(job), _kept(kept))
+    assert same(job.kept(), kept.kept())
 
 
 def test_recomputed_activations_have_the_same_bits(two_ranks: RankPool) -> None:
@@ -521,23 +470,9 @@ def test_recomputed_activations_have_the_same_bits(two_ranks: RankPool) -> None:
 
 
 @with_stand_ins
-def _evaluated(folder: str) -> None:
+def _undisturbed(folder: str) -> None:
     initialize(2)
-    alone = _job()
-    losses = _train(alone, range(6))
-    first, second = _job(), _job()
-    found = []
-    for step in range(6):
-        found += _train(first, [step])
-        if step % 2:
-            _train(second, [step])
-        first.chunks[0].eval()
-        with torch.no_grad():
-            _forward(first.chunks[0], 100 + step)
-        first.chunks[0].train()
-    assert found == losses
-    assert same(_kept(alone), _kept(first))
-    assert second.manager.steps == 3
+    undisturbed(_job)
 
 
 @with_stand_ins
@@ -572,14 +507,14 @@ def _undone() -> None:
     for mine, theirs in zip((p.__dict__ for p in model.parameters()), attributes, strict=True):
         assert {**mine, **theirs} == mine
     with manager.no_fp8():
-        assert torch.equal(_forward(model, 0), _forward(plain, 0))
-    assert not torch.equal(_forward(model, 0), _forward(plain, 0))
+        assert torch.equal(forward(model, 0), forward(plain, 0))
+    assert not torch.equal(forward(model, 0), forward(plain, 0))
     fp8dist.restore(model)
     assert type(fc1) is ColumnParallelLinear
     assert vars(fc1).keys() == vars(plain.decoder.layers[0].mlp.linear_fc1).keys()
-    assert torch.equal(_forward(model, 0), _forward(plain, 0))
+    assert torch.equal(forward(model, 0), forward(plain, 0))
     _job(off, options={"enabled": False})
-    assert torch.equal(_forward(off, 0), _forward(plain, 0))
+    assert torch.equal(forward(off, 0), forward(plain, 0))
 
 
 def test_modules_stay_megatrons(two_ranks: RankPool) -> None:
@@ -741,7 +676,7 @@ ADAPTER = Adapter(
         name: ("decoder.layers.1.mlp.linear_fc2:input", (_diverged, optimizer))
         for name, optimizer in (("whole", {}), ("distributed", DISTRIBUTED))
     },
-    undisturbed={"evaluations and a second model": (_evaluated,)},
+    undisturbed={"evaluations, other models": (_undisturbed,)},
     refused={"misuse": (_misused,), "a forgotten attach": (_forgotten,)},
     recorded=_recorded,
     resumes=False,  # Its loop saves, and keeps its own count.

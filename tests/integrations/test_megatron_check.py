@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fp8dist
-from tests.support.megatron import LENGTH, VOCABULARY, gpt, initialize, mask, with_stand_ins
+from tests.integrations.contract import needs
+from tests.support.megatron import gpt, gradients, initialize, optimized, with_stand_ins
 from tests.support.ranks import RankPool
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
-    pytest.mark.long,
-]
+pytestmark = needs("megatron")
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
@@ -43,34 +40,20 @@ class Job:
     def __init__(
         self, layout: str, distributed: bool = False, overlap: bool = False, dtype: torch.dtype = torch.float32
     ) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
         sizes, fields = LAYOUTS[layout]
         initialize(**sizes)
         extra = {"moe_router_score_function": "sigmoid"} if "moe_router_enable_expert_bias" in fields else {}
-        self.model = gpt(
-            **fields, **extra, finalize_model_grads_func=finalize_model_grads, params_dtype=dtype, pipeline_dtype=dtype
-        )
+        self.model = gpt(**fields, **extra, params_dtype=dtype, pipeline_dtype=dtype)
         self.model.to(dtype)  # As Megatron's Float16Module does.
-        config = DistributedDataParallelConfig(
-            use_distributed_optimizer=distributed, overlap_param_gather=overlap, overlap_grad_reduce=overlap
-        )
-        self.ddp = DistributedDataParallel(self.model.config, config, self.model)
-        options = OptimizerConfig(
-            optimizer="adam",
+        (self.ddp,), self.optimizer = optimized(
+            [self.model],
+            {"overlap_param_gather": overlap, "overlap_grad_reduce": overlap},
             lr=1e-2,
             params_dtype=dtype,
             bf16=dtype == torch.bfloat16,
             use_distributed_optimizer=distributed,
             overlap_param_gather=overlap,
-            clip_grad=0.0,
         )
-        self.optimizer = get_megatron_optimizer(options, [self.ddp], use_gloo_process_groups=False)
 
     @property
     def inner(self) -> list[Any]:
@@ -79,34 +62,7 @@ class Job:
 
     def backward(self) -> None:
         """Make gradients of two microbatches, and let Megatron finalize them."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=_forward,
-            data_iterator=_batches(),
-            model=[self.ddp],
-            num_microbatches=2,
-            seq_length=LENGTH,
-            micro_batch_size=2,
-            forward_only=False,
-        )
-
-
-def _batches() -> Iterator[Tensor]:
-    from megatron.core import parallel_state
-
-    made = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
-    while True:
-        yield torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=made)
-
-
-def _forward(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    tokens = next(batches)
-    places = torch.arange(LENGTH).expand(2, LENGTH)
-    losses = model(tokens[:, :-1].contiguous(), places, mask(), labels=tokens[:, 1:].contiguous())
-    return losses, lambda losses: (losses.float().mean(), {})
+        gradients([self.ddp], self.optimizer, range(2))
 
 
 def _names(model: nn.Module, chosen: Callable[[Any], Any]) -> set[str]:
@@ -262,19 +218,19 @@ def test_gradients_that_sequence_parallelism_left_partial(layout: str, distribut
     """LayerNorms, biases and routers have partial gradients until Megatron adds them up over the tensor parallel
     ranks."""
     forgotten = "_allreduce_non_tensor_model_parallel_grads"
-    for gradients, before, after, marked in four_ranks.run(_forget, layout, forgotten, distributed):
+    for partial, before, after, marked in four_ranks.run(_forget, layout, forgotten, distributed):
         assert any("layernorm" in name for name in marked)
         assert ("decoder.layers.0.mlp.router.weight" in marked) == ("ep" in layout)
-        assert gradients == marked
+        assert partial == marked
         assert not before
         assert after == marked
 
 
 def test_tied_embeddings_that_drift_apart(four_ranks: RankPool) -> None:
-    for gradients, before, after, _ in four_ranks.run(
+    for partial, before, after, _ in four_ranks.run(
         _forget, "tp 2, pp 2, tied", "_allreduce_word_embedding_grads", False
     ):
-        assert (gradients, before, after) == ({"Megatron's tied embeddings"}, set(), {"Megatron's tied embeddings"})
+        assert (partial, before, after) == ({"Megatron's tied embeddings"}, set(), {"Megatron's tied embeddings"})
 
 
 # How it is called -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,17 +17,14 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.state.groups import local_part
-from tests.integrations.contract import Adapter, Kept, same
+from tests.integrations.contract import STEPS, Adapter, Kept, needs, same
 from tests.support.ranks import RankPool
 from tests.support.recorded import die, fingerprint, recorder
 from tests.support.titan import with_stand_ins
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"),
-    pytest.mark.long,
-]
+pytestmark = needs("torchtitan")
 
-STEPS, LENGTH, VOCABULARY = 20, 32, 2048
+LENGTH, VOCABULARY = 32, 2048
 
 
 def _batch(place: int, rank: int) -> tuple[Tensor, Tensor]:

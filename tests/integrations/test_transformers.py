@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,13 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.state.groups import local_part
-from tests.integrations.contract import Adapter
+from tests.integrations.contract import STEPS, Adapter, Kept, as_torchrun_starts_it, needs, same
 from tests.support.ranks import RankPool
 from tests.support.recorded import die, fingerprint, recorder, require_run
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Transformers is not installed"),
-    pytest.mark.long,
-    pytest.mark.timeout(240),
-]
+pytestmark = needs("transformers")
 
-STEPS, BATCH, TOKENS, VOCABULARY = 20, 2, 16, 64
+BATCH, TOKENS, VOCABULARY = 2, 16, 64
 FSDP2 = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 
 
@@ -59,21 +53,11 @@ class Pictures(Samples):
         return {"pixel_values": pixels / VOCABULARY, "labels": self._tokens[place, 0] % 16}
 
 
-def _alone(rank: int, size: int) -> None:
-    """Make this process look as torchrun starts it, with none of Accelerate's state from an earlier test."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # The group exists: nobody connects.
-
-
 def _trainer(model: nn.Module, folder: str, callbacks: list[Any], **arguments: Any) -> Any:
     from accelerate.state import DistributedType, PartialState
     from transformers import Trainer, TrainingArguments
 
-    _alone(dist.get_rank(), dist.get_world_size())
+    as_torchrun_starts_it()
     given = {
         "max_steps": STEPS,
         "per_device_train_batch_size": BATCH,
@@ -94,7 +78,7 @@ def _trainer(model: nn.Module, folder: str, callbacks: list[Any], **arguments: A
     return Trainer(model, options, train_dataset=Samples(400), eval_dataset=Samples(8), callbacks=callbacks)
 
 
-def _by_hand(folder: str, accumulate: int, optimizers: int = 1) -> tuple[list[float], dict[str, bytes], list[Tensor]]:
+def _by_hand(folder: str, accumulate: int, optimizers: int = 1) -> tuple[list[float], Kept]:
     """Train, with each of the optimizers from the first batch on."""
     model = _model()
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
@@ -118,7 +102,15 @@ def _by_hand(folder: str, accumulate: int, optimizers: int = 1) -> tuple[list[fl
         optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
-    return losses, manager.state_dict(), [p.detach().clone() for p in model.parameters()]
+    return losses, _kept(manager, model)
+
+
+def _kept(manager: Any, model: nn.Module) -> Kept:
+    return manager.state_dict(), [local_part(p.detach()).clone() for p in model.parameters()]
+
+
+def _losses(trainer: Any) -> list[float]:
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 def _as_by_hand(folder: str, accumulate: int) -> None:
@@ -128,10 +120,9 @@ def _as_by_hand(folder: str, accumulate: int) -> None:
     trainer = _trainer(_model(), folder, [callback], gradient_accumulation_steps=accumulate)
     model = trainer.model
     trainer.train()
-    losses, state, parameters = _by_hand(folder, accumulate)
-    assert [line["loss"] for line in trainer.state.log_history if "loss" in line] == losses
-    assert callback.manager.state_dict() == state
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), parameters, strict=True))
+    losses, kept = _by_hand(folder, accumulate)
+    assert _losses(trainer) == losses
+    assert same(_kept(callback.manager, model), kept)
     logged = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["fp8/step"] for line in logged] == list(range(1, STEPS + 1))
     assert callback.manager.metrics()["fp8/collectives"] == STEPS + 1  # One in attach().
@@ -146,10 +137,8 @@ def _resumed(folder: str, options: dict[str, Any], arguments: dict[str, Any]) ->
         callback = FP8Callback(**options)
         trainer = _trainer(_model(), f"{folder}/{name}", [callback], **saving)
         trainer.train(resume_from_checkpoint=None if resume is None else f"{folder}/{resume}")
-        runs.append((callback.manager.state_dict(), [local_part(p.detach()) for p in trainer.model.parameters()]))
-    (state, parameters), (state_again, parameters_again) = runs
-    assert state == state_again
-    assert all(torch.equal(a, b) for a, b in zip(parameters, parameters_again, strict=True))
+        runs.append(_kept(callback.manager, trainer.model))
+    assert same(*runs)
     dist.barrier()
     ranks = ["0", "1"] if options.get("amax_sync") is False else ["0"]
     files = sorted(path.name for path in Path(folder, "whole", "checkpoint-12").glob("fp8dist-*"))
@@ -219,7 +208,7 @@ def _trained_in(name: str, folder: str) -> float:
     assert callback.manager.metrics()["fp8/collectives"] >= 6
     assert callback.manager.metrics()["fp8/checks"] >= 2
     assert callback.manager.coverage().share >= share
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    losses = _losses(trainer)
     assert len(losses) == 6
     assert all(loss == loss for loss in losses)
     return float(callback.manager.coverage().share)
@@ -236,8 +225,8 @@ def _sharded(folder: str) -> None:
     callback = FP8Callback(check_every=5)
     trainer = _trainer(_model(), folder, [callback], **FSDP2)
     trainer.train()
-    losses, _, _ = _by_hand(folder, 1)
-    assert [line["loss"] for line in trainer.state.log_history if "loss" in line] == pytest.approx(losses, rel=1e-3)
+    losses, _ = _by_hand(folder, 1)
+    assert _losses(trainer) == pytest.approx(losses, rel=1e-3)
     assert all(hasattr(p, "full_tensor") for p in trainer.model.parameters())
     assert callback.manager.metrics()["fp8/checks"] >= 3
 
@@ -294,11 +283,10 @@ def _trained_twice(folder: str) -> None:
     for _ in range(2):
         trainer.optimizer = None  # The Trainer keeps it otherwise.
         trainer.train()
-        losses += [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    expected, state, parameters = _by_hand(folder, 1, optimizers=2)
+        losses += _losses(trainer)
+    expected, kept = _by_hand(folder, 1, optimizers=2)
     assert losses == expected
-    assert callback.manager.state_dict() == state
-    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), parameters, strict=True))
+    assert same(_kept(callback.manager, trainer.model), kept)
     if dist.get_rank() == 0:
         require_run(Path(folder, "run"), dict(enumerate(losses, 1)), len(callback.manager.slots))
 
@@ -345,8 +333,7 @@ def _with_evaluations_and_a_teacher(folder: str) -> None:
     second.args.eval_strategy, second.args.eval_steps = "steps", 5
     second.train()
     assert sum("eval_loss" in line for line in second.state.log_history) == STEPS // 5
-    assert plain.manager.state_dict() == busy.manager.state_dict()
-    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+    assert same(_kept(plain.manager, first.model), _kept(busy.manager, second.model))
 
 
 def _beside_a_teacher(folder: str) -> None:
@@ -370,9 +357,7 @@ def _beside_a_teacher(folder: str) -> None:
     plain = _trainer(_model(), folder, [])
     trainer = Distilling(plain.model, plain.args, train_dataset=plain.train_dataset, callbacks=[callback])
     trainer.train()
-    _, state, parameters = _by_hand(folder, 1)
-    assert callback.manager.state_dict() == state
-    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), parameters, strict=True))
+    assert same(_kept(callback.manager, trainer.model), _by_hand(folder, 1)[1])
     assert taught.state_dict() == before
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,10 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import BlockScaling, DelayedScaling
+from tests.integrations.contract import needs
 from tests.support.training import bits
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Transformers is not installed"),
-    pytest.mark.long,
-    pytest.mark.timeout(240),
-]
+pytestmark = needs("transformers")
 
 COMMON = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**COMMON, "num_key_value_heads": 2}

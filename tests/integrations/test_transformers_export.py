@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.linear_slots import LinearSlots
+from tests.integrations.contract import needs
 from tests.support.serving import RECIPES, read, served, spread
 from tests.support.training import bits
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Transformers is not installed"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
-    ),
-    pytest.mark.long,
+    *needs("transformers"),
+    *needs("compressed_tensors"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 

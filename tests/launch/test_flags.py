@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fp8dist
-from fp8dist.exporters import OpenTelemetry, Prometheus, PrometheusTextfile, TensorBoard
-from launch.train_gpt.data import BadInput
 from launch.train_gpt.model import GPT
 from launch.train_gpt.options import RECIPES
-from tests.support.exported import FIRST, play
-from tests.support.exporting import PYTHON, needs_tools, run
-from tests.support.lab.exporting import exporters_of
 from tests.support.lab.options import parse
 from tests.support.lab.recipes import fallback_of, overrides_of, recipe_of
 from tests.support.main_job import CHECK, EXAMPLE_CHECK, assert_refused, start
@@ -81,7 +75,6 @@ OF_THE_LAB = {
             ("inject", "fault", "boom:1:2 weight:1 weight:1:x product:1 product:1:3:grad bad-device:1:p nan-sample:1"),
             ("inject", "fault", "hidden-state:1:3 bad-device"),
             ("override", "override", "blocks.0.*=fast current"),
-            ("export", "export", "graphite"),
             ("high-gemms", "gemms", "fprop,bprop"),
             ("fast-gemms", "gemms_or_none", "all"),
             ("replay-on", "replays", "loss"),
@@ -177,41 +170,3 @@ def test_weights_are_gathered_as_fp8_where_they_can_be(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert parse(["--parallel", "fsdp2", *flags.split()]).gathers == gathered
-
-
-# Exporters ----------------------------------------------------------------------------------------
-
-
-def test_each_flag_makes_an_exporter_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "run.prom"
-    names = ["tensorboard", "prometheus:0", f"textfile:{path}", "opentelemetry", "tensorboard:other"]
-    made = exporters_of(parse([part for name in names for part in ("--export", name)]))
-    assert [type(one) for one in made] == [TensorBoard, Prometheus, PrometheusTextfile, OpenTelemetry, TensorBoard]
-    for one in made:
-        one.close()
-    assert [*tmp_path.iterdir()] == []
-    assert exporters_of(parse([])) == []
-    (made_,) = exporters_of(parse(["--export", f"textfile:{path}"]))
-    play(made_, FIRST)
-    assert "fp8dist_last_step 4.0" in path.read_text(), "it is written where the flag says"
-    with pytest.raises(BadInput, match=r"--export textfile: node_exporter reads files that end in .prom, got 'x'"):
-        exporters_of(parse(["--export", "textfile:x"]))
-
-
-PROGRAM = """
-from tests.support.lab.exporting import exporters_of
-from tests.support.lab.options import parse
-from tests.support.exported import FIRST, play
-flags = ["--out", "run", "--export", "wandb:mine", "--export", "mlflow:sqlite:///runs.db"]
-for made in exporters_of(parse(flags)):
-    play(made, FIRST)
-"""
-
-
-@pytest.mark.long
-@needs_tools
-def test_a_run_of_other_tools_is_where_the_flags_say(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    run(PYTHON, "-c", PROGRAM, cwd=tmp_path, WANDB_MODE="offline")
-    assert len([*(tmp_path / "run").glob("wandb/offline-run-*/*.wandb")]) == 1
-    assert (tmp_path / "runs.db").exists()

@@ -42,7 +42,7 @@ def test_damage_is_reported(tmp_path: Path, flags: str, step: int, expected: dic
 
 
 @pytest.mark.long
-def test_every_rank_fails_alike_and_torchelastic_is_told(tmp_path: Path) -> None:
+def test_every_rank_fails_alike(tmp_path: Path) -> None:
     variables = {"FP8DIST_CHECK_EVERY": "4", "FP8DIST_CHECK_POLICY": "raise"}
     stopped = stop(tmp_path, "--precision", "fp32", "--inject", "weight:0:5", command=TORCHRUN, **THREE, **variables)
     (finding,) = stopped.findings
@@ -54,11 +54,6 @@ def test_every_rank_fails_alike_and_torchelastic_is_told(tmp_path: Path) -> None
     exit_codes = set(re.findall(r"exitcode  : (-?\d+)", stopped.stderr))
     assert "4" in exit_codes
     assert exit_codes <= {"4", "-15"}
-    assert len(stopped.error_files) == 3
-    for message in stopped.error_files:
-        assert message["message"] == stopped.table.rstrip("\n")
-        assert message["extraInfo"]["py_callstack"].startswith("DivergenceError: parameters differ between ranks: ")
-        assert message["extraInfo"]["py_callstack"] in stopped.stderr
 
 
 @pytest.mark.slow

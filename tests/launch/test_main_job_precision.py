@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fp8dist.errors import CheckpointError
-from tests.support.lab.guard import Guard
-from tests.support.lab.options import parse
-from tests.support.lab.ranks import Ranks
 from tests.support.main_job import ALONE, RANKS, STEPS, TINY, Runs, finish, metrics, start
 
 TWO_BLOCKS = [*TINY, "--layers", "2", "--width", "64", "--log-every", "1"]
@@ -194,18 +189,3 @@ def test_a_loss_that_jumps_skips_the_update_on_all_ranks(tmp_path: Path) -> None
     assert digests[0] == digests[1] != digests[2]
     assert skipped.output.count("; this step's update is skipped") == 1
     assert after.lines[-1]["loss"] < 1.1 * before.lines[-1]["loss"]
-
-
-def test_a_guard_refuses_what_is_no_state() -> None:
-    alone = Ranks(0, 1, torch.device("cpu"), None)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    made = Guard(parse(["--loss-guard", "warn"]), alone, optimizer, None)
-    before = made.describe()
-    for text in ("no JSON", "[]", "{}", '{"learning_rate_factor": 0.5}', '{"learning_rate_factor": 1, "losses": {}}'):
-        with pytest.raises(CheckpointError):
-            made.restore(text)
-        assert made.describe() == before
-    off = Guard(parse([]), alone, optimizer, None)
-    assert off.describe() is None
-    off.restore(before)
-    assert off.learning_rate_factor == 1

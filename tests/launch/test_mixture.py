@@ -73,9 +73,9 @@ def test_tokens_of_experts_are_recorded(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["fsdp2", "hsdp"])
-def test_sharded_mixtures_learn_what_ddp_learns(runs: Runs, parallel: str) -> None:
-    run = runs(RANKS, *WATCHED, "--parallel", parallel)
+@pytest.mark.parametrize("flags", ["fsdp2 --save-every 6", "hsdp"])
+def test_sharded_mixtures_learn_what_ddp_learns(runs: Runs, flags: str) -> None:
+    run = runs(RANKS, *WATCHED, "--parallel", *flags.split())
     assert run.losses == pytest.approx(runs(RANKS, *WATCHED).losses, rel=1e-5)
     assert run.summary["fp8_state_identical"] is True
     assert run.summary["parameters_identical"] is True

@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -163,12 +162,6 @@ class Stopped:
     @property
     def findings(self) -> list[dict[str, Any]]:
         return self.report["findings"]
-
-    @property
-    def error_files(self) -> list[dict[str, Any]]:
-        """The messages in all ranks' error files, which torchrun's summary names."""
-        paths = re.findall(r"error_file: (.+)", self.stderr)
-        return [json.loads(Path(path).read_text())["message"] for path in paths]
 
 
 def stop(folder: Path, *flags: str, command: tuple[str, ...] = RANKS, **variables: str) -> Stopped:

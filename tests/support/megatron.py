@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LENGTH", "VOCABULARY", "gpt", "initialize", "mask", "with_stand_ins"]
+__all__ = ["forward", "gpt", "gradients", "initialize", "optimized", "with_stand_ins"]
 
 LENGTH, VOCABULARY = 16, 64
 
@@ -144,9 +144,66 @@ def gpt(
     )
 
 
-def mask() -> Tensor:
+def _mask() -> Tensor:
     """Return the causal mask, of shape [1, 1, LENGTH, LENGTH]. True: hidden."""
     return torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+
+
+def optimized(chunks: list[Any], wraps: dict[str, Any], **options: Any) -> tuple[list[Any], Any]:
+    """Return the chunks in Megatron's DDP, and Megatron's optimizer of them.
+
+    Args:
+        wraps: fields of DistributedDataParallelConfig.
+        options: fields of OptimizerConfig.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    distributed = options.get("use_distributed_optimizer", False)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **wraps)
+    chunks = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    given = OptimizerConfig(**{"optimizer": "adam", "weight_decay": 0.0, "clip_grad": 0.0, **options})
+    return chunks, get_megatron_optimizer(given, chunks, use_gloo_process_groups=False)
+
+
+def forward(model: Any, place: int) -> Tensor:
+    """Return the losses of microbatch ``place`` of this rank's data: those of a tensor-parallel group or a pipeline are
+    the same."""
+    from megatron.core import parallel_state
+
+    made = torch.Generator().manual_seed(1000 * place + parallel_state.get_data_parallel_rank())
+    tokens = (torch.randint(VOCABULARY, (2, 1), generator=made) + torch.arange(LENGTH + 1)) % VOCABULARY
+    return model(tokens[:, :-1], torch.arange(LENGTH).expand(2, LENGTH), _mask(), labels=tokens[:, 1:])
+
+
+def gradients(chunks: list[Any], optimizer: Any, places: range) -> list[float]:
+    """Make gradients of these microbatches with Megatron's schedule, and let Megatron finalize them. Return the losses
+    of this rank's microbatches. COLLECTIVE."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    found = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=[iter(places) for _ in chunks] if len(chunks) > 1 else iter(places),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(places),
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    return [each["loss"] for each in found]
+
+
+def _forward_step(places: Iterator[int], model: Any) -> tuple[Tensor, Any]:
+    def loss(output: Tensor) -> tuple[Tensor, dict[str, float]]:
+        mean = output.float().mean()
+        return mean, {"loss": mean.item()}
+
+    return forward(model, next(places)), loss
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def test_the_example_job_is_scraped_and_its_divergence_found(tmp_path: Path) -> 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = "--precision fp8 --layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps 5000 --log-every 1"
-    chosen = ["--check-policy", "warn", "--inject", "scale:1:5", "--export", f"prometheus:{port}"]
+    chosen = ["--check-policy", "warn", "--inject", "scale:1:5", "--prometheus", str(port)]
     environment = {**os.environ, "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
     with (tmp_path / "job.log").open("w") as log:
         job = subprocess.Popen(

@@ -9,7 +9,6 @@ from launch.train_gpt.options import RECIPES
 
 __all__ = [
     "BAD_DEVICE",
-    "EXPORTS",
     "FAULTS",
     "HIDDEN_STATE",
     "HIGH",
@@ -19,10 +18,8 @@ __all__ = [
     "RANKED",
     "REPLAYS",
     "SLOW",
-    "Export",
     "Fault",
     "Override",
-    "export",
     "fault",
     "gemms",
     "gemms_or_none",
@@ -34,9 +31,6 @@ Word = TypeVar("Word", bound=str)
 
 HIGH = "high"
 """The value of ``--override`` for high precision, in place of a recipe."""
-
-EXPORTS = ("tensorboard", "wandb", "mlflow", "opentelemetry", "prometheus", "textfile")
-"""The names of ``--export``."""
 
 REPLAYS = ("nonfinite", "jump", "spike")
 """The values of ``--replay-on``."""
@@ -59,13 +53,6 @@ class Override(NamedTuple):
 
     pattern: str
     recipe: str
-
-
-class Export(NamedTuple):
-    """One ``--export``: a name of EXPORTS, and its argument, "" if none was given."""
-
-    name: str
-    argument: str
 
 
 class Fault(NamedTuple):
@@ -96,14 +83,6 @@ def fault(text: str) -> Fault:
         return Fault(kind, int(rank), 0, probability=float((rest or ["0.01"])[0]))
     (gemm,) = gemms((rest[1:] or ["wgrad"])[0])
     return Fault(kind, int(rank), int((rest or ["0"])[0]), gemm)
-
-
-def export(text: str) -> Export:
-    """Read NAME or NAME:ARGUMENT. Raise ValueError if there is no such name."""
-    name, _, argument = text.partition(":")
-    if name not in EXPORTS:
-        raise ValueError(text)
-    return Export(name, argument)
 
 
 def override(text: str) -> Override:

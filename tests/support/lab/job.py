@@ -12,7 +12,7 @@ uninterrupted run; another ``--parallel`` or number of ranks is allowed. ``metri
 torchrun restarted resumes automatically if it saves checkpoints.
 
 ``exits.py`` lists the exit statuses. If ranks differ (``--check-policy``), the report is in ``divergence.txt`` and
-``divergence.json`` under ``--out``, and in torchelastic's error file. A run that fails writes no ``summary.json``; its
+``divergence.json`` under ``--out``. A run that fails writes no ``summary.json``; its
 ``metrics.jsonl`` ends with the last completed step, or the step that the loss guard refused.
 """
 
@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 import fp8dist
 from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, LossDiverged, ManifestMismatchError
+from fp8dist.exporters import Prometheus, TensorBoard
 from fp8dist.state.settings import AUDIT_BYTES, Settings
 from launch.train_gpt.data import BadInput, Text
 from launch.train_gpt.exits import DIVERGED, exit_with
@@ -40,9 +40,7 @@ from launch.train_gpt.model import GPT
 from launch.train_gpt.train import Training, learning_rate_at, write_report
 from tests.support.lab.checkpoints import Checkpoints, Loaded
 from tests.support.lab.checks import Checks
-from tests.support.lab.divergence import ErrorFile, forget_report
 from tests.support.lab.exits import FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN
-from tests.support.lab.exporting import exporters_of
 from tests.support.lab.failures import CheckpointFailed, CollectiveFailed, Whereabouts, outlive_torchrun
 from tests.support.lab.flags import NAN_SAMPLE
 from tests.support.lab.guard import Guard
@@ -156,6 +154,12 @@ class Job(Training):
             self.guard.restore(self.loaded.guard)
         if options.scale_jump is not None and self.manager is not None:
             fp8dist.watch(self.manager, options.watch_every, jump=options.scale_jump)
+        exporters: list[fp8dist.Exporter] = []
+        if options.tensorboard:
+            folder, done = options.out / "tensorboard", self.done or None
+            exporters.append(TensorBoard(folder, resume_after=done, images=0, slots=True))
+        if options.prometheus is not None:
+            exporters.append(Prometheus(options.prometheus))
         return fp8dist.Recorder(
             options.out,
             self.manager,
@@ -163,7 +167,7 @@ class Job(Training):
             resume_after=self.done or None,
             ranks=options.watch_ranks,
             precision=options.precision,
-            exporters=exporters_of(options, self.done or None),
+            exporters=exporters,
         )
 
     # Training ------------------------------------------------------------------------------------
@@ -173,7 +177,8 @@ class Job(Training):
         options = self.options
         (options.out / "summary.json").unlink(missing_ok=True)
         if not self.done and not self.ranks.restarts:  # The report stays if this job resumes or restarts.
-            forget_report(options.out)
+            for name in ("divergence.txt", "divergence.json"):
+                (options.out / name).unlink(missing_ok=True)
         if self.manager is not None and options.calibrate_steps and not self.loaded.fp8:
             with self.watch.during("calibrating"):
                 self.calibrate(self.manager)
@@ -361,9 +366,9 @@ class Job(Training):
 
 
 def start(arguments: list[str]) -> int:
-    """Run the lab, write torchelastic's error file on failure, and return the exit status."""
+    """Run the lab, and return its exit status."""
     try:
-        record(main, ErrorFile())(arguments)
+        main(arguments)
     except DivergenceError:  # Already logged, and written to files.
         meet_at_the_end()
         return DIVERGED

@@ -17,7 +17,7 @@ from launch.train_gpt.data import BadInput, Text, read_text
 from launch.train_gpt.exits import exit_with
 from launch.train_gpt.flags import count, flag, number
 from tests.support.lab import flags
-from tests.support.lab.flags import BAD_DEVICE, HIGH, PRODUCT, RANKED, SLOW, Export, Fault, Override
+from tests.support.lab.flags import BAD_DEVICE, HIGH, PRODUCT, RANKED, SLOW, Fault, Override
 
 __all__ = ["FOR_DELAYED", "Options", "check", "parse", "prepare_input"]
 
@@ -93,13 +93,7 @@ class Options(example.Options):
         None, "with --watch-every: warn if a scale changes by X", "finite and above 1", lambda value: value > 1
     )
     tensorboard: bool = _on("with --watch-every: also write TensorBoard files to tensorboard under --out")
-    export: tuple[Export, ...] = flag(
-        None,
-        f"also pass the numbers of the run on: {', '.join(flags.EXPORTS)}; may be repeated",
-        type=flags.export,
-        action="append",
-        metavar="NAME[:ARGUMENT]",
-    )
+    prometheus: int | None = count(None, "also serve the numbers of the run to Prometheus, on port N")
     loss_guard: Literal["off", "warn", "stop", "skip", "fallback", "lower-lr"] = flag(
         "off",
         "action, before the update, if the loss jumps or is not finite",
@@ -123,7 +117,7 @@ class Options(example.Options):
 
     def __post_init__(self) -> None:
         """Fill in what depends on other flags. Raise BadInput if that cannot be."""
-        for several in ("export", "inject", "override", "high_gemms", "replay_on"):
+        for several in ("inject", "override", "high_gemms", "replay_on"):
             self._set(several, tuple(getattr(self, several) or ()))
         self._set("stop_after", self.stop_after or 0)
         self._set("top_k", _top_k(self.top_k, self.experts))
