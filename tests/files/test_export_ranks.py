@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,14 +63,22 @@ def _train(called: nn.Module, manager: Any, optimizer: Any, steps: range) -> Non
 
 def reference(folder: Path, recipe: str) -> Tensors:
     """Train on one process, save weights and FP8 state, and return what it exports."""
+    saved, exported = _reference(recipe)
+    (folder / "saved").write_bytes(saved)
+    return exported
+
+
+@cache
+def _reference(recipe: str) -> tuple[bytes, Tensors]:
     model, manager = _prepared(recipe, "none")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     manager.attach(optimizer=optimizer)
     _train(model, manager, optimizer, range(3))
-    torch.save((model.state_dict(), manager.state_dict()), folder / "saved")
+    saved = io.BytesIO()
+    torch.save((model.state_dict(), manager.state_dict()), saved)
     tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=NATIVE[recipe])}
     assert served(tensors) == as_bits(multiplied(model, batch(0, 9)[0]))
-    return tensor_bits(tensors)
+    return saved.getvalue(), tensor_bits(tensors)
 
 
 def _resumed(folder: str, recipe: str, parallel: str) -> tuple[nn.Module, Any, Any]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -243,15 +244,19 @@ def test_the_h200_has_a_file() -> None:
 # The tuner -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure for minutes")
-def test_the_tuner_needs_a_gpu(tmp_path: Path) -> None:
+def test_the_tuner_needs_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "table.json"
-    command = [sys.executable, "-m", "scripts.benchmarks.gpu.tune_matmuls", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "no GPU found" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["tune_matmuls", "--out", str(out)])
+    monkeypatch.delitem(sys.modules, tune_matmuls.__name__)  # Else ``runpy`` warns.
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module(tune_matmuls.__name__, run_name="__main__", alter_sys=True)
+    assert left.value.code == 2
+    found = capsys.readouterr().err
+    assert found.count("\n") == 1
+    assert "no GPU found" in found
     assert not out.exists()
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _gpu(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHON": ".venv/bin/python", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "scripts" / "gpu"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
 

@@ -79,8 +79,9 @@ def _embedded(panels: Sequence[Panel]) -> tuple[str, Mapping[str, str]]:
     for panel in panels:
         arguments.update(panel.arguments)
     document = Document()
-    for plot in plots.values():
-        document.add_root(plot)
+    with document.models.freeze():  # Else each root has the models of all roots listed again.
+        for plot in plots.values():
+            document.add_root(plot)
     document.js_on_event("document_ready", CustomJS(args=arguments, code=_text("page.js")))
     return components(plots) if plots else ("", {})
 
