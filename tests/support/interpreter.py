@@ -127,8 +127,7 @@ def _builtins_of(module: Any) -> tuple[str, ...]:
 
 
 def patch_builtins(module: Any, builder: Any, scope: Any) -> None:
-    """Do upstream's patch, but list the members of a module or class once. Upstream lists them at each call of a
-    function that a kernel calls: half of the time of our kernels."""
+    """Do upstream's patch, but list the members of a module or class once. Upstream lists them at each patch."""
     for name in _builtins_of(module):
         if tl.core.is_builtin(member := getattr(module, name)):  # Not yet patched in this launch.
             upstream._patch_attr(module, name, member, builder, scope)
