@@ -83,6 +83,22 @@ def _before_attach() -> str:
     return f"no error of {manager}"
 
 
+def _without_fsdp2(wraps: bool) -> str:
+    model: Any = nn.Sequential(nn.Linear(32, 32))
+    manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=True)
+    with pytest.raises(ConfigurationError) as caught:
+        manager.attach(nn.parallel.DistributedDataParallel(model) if wraps else model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_a_gather_needs_fsdp2(two_ranks: RankPool, wraps: bool) -> None:
+    for text in two_ranks.run(_without_fsdp2, wraps):
+        assert text.startswith(
+            "fp8_all_gather=True needs FSDP2, but this model is not sharded by it: call fully_shard()"
+        )
+
+
 def test_a_forward_before_attach_is_refused(two_ranks: RankPool) -> None:
     for text in two_ranks.run(_before_attach):
         assert "attach() must come before the first forward" in text
