@@ -27,12 +27,15 @@ class RandomState(NamedTuple):
     device: Tensor  # uint8[n]
 
 
-def random_state(device: torch.device) -> RandomState:
-    """Return the current state. Local; on a GPU it waits for the device.
+def random_state(device: torch.device | None = None) -> RandomState:
+    """Return the states of all random number generators of this process: Python's, numpy's and torch's, on the CPU and
+    on one GPU. Local; on a GPU it waits for the device.
 
     Args:
-        device: the GPU whose generator to include, or a CPU.
+        device: the GPU whose generator to include, or a CPU. None: the current GPU, if this process uses one.
     """
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
     _, words, gauss = random.getstate()
     _, keys, place, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     return RandomState(

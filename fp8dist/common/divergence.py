@@ -18,13 +18,16 @@ import numpy as np
 
 from fp8dist.common.text import columns, first_few, plural, printable, ranks_text, size_text, wrapped
 
-__all__ = ["MORE", "Divergence", "Finding", "Participant", "compared_text", "plain_values", "word_for"]
+__all__ = ["DUPLICATE", "MORE", "Divergence", "Finding", "Participant", "compared_text", "plain_values", "word_for"]
 
 MORE = "…"
 """Name of the finding that counts differing things beyond those that have a finding each."""
 
 ALL_NAMES = "names, shapes, dtypes"
 """Name of a finding that ranks hold different lists of tensors, too many to be compared name by name."""
+
+DUPLICATE = "duplicate"
+"""Kind of a finding that ranks have the same value, of which each must have its own."""
 
 _WHAT: Mapping[str, str] = MappingProxyType(
     {
@@ -39,6 +42,7 @@ _WHAT: Mapping[str, str] = MappingProxyType(
         "audit": "repeated results",
         "layout": "the tensors",
         "error": "the outcomes",
+        "value": "values",
     }
 )
 """What differs, by the kind of a finding, for the headline "… differ between ranks"."""
@@ -89,8 +93,8 @@ class Finding:
         kind: "manifest" (set-up), "step", "scale" (scale, inv_scale, cold flags), "history" (amaxes and their
             counters), "parameter", "gradient", "optimizer", "buffer", "computation" (a cast or product of
             ``check(compute=True)``), "audit" (a cast or product of training that another rank repeated,
-            ``prepare(audit_every=…)``), "layout" (which tensors ranks hold, not their content), or "error" (a rank
-            could not read what it compares).
+            ``prepare(audit_every=…)``), "value" and "duplicate" (of ``check_values``), "layout" (which tensors ranks
+            hold, not their content), or "error" (a rank could not read what it compares).
         name: of the parameter, slot or other thing.
         ranks: the ranks of the odd side; without a majority, all ranks.
         reference_rank: the lowest rank of the majority; None: there is no majority.
@@ -209,6 +213,8 @@ class Divergence:
         return f"{self._headline()}: " + "; ".join([*lines, *self.notes])
 
     def _headline(self) -> str:
+        if all(f.kind == DUPLICATE for f in self.findings):
+            return f"values that each {self.noun} must have for itself are equal on several"
         what = list(dict.fromkeys(_WHAT.get(f.kind, "what was compared") for f in self.findings))
         return f"{' and '.join(what)} differ{'s' if what == ['FP8 state'] else ''} between {self.noun}s"
 
@@ -285,7 +291,7 @@ def _rows(f: Finding, noun: str) -> list[dict[str, str]]:
         "kind": f.kind,
         "name": _quoted(f),
         ranks: ranks_text(f.ranks),
-        "reference": "no majority" if f.reference_rank is None else str(f.reference_rank),
+        "reference": "" if f.kind == DUPLICATE else _reference(f),
         "index": ", ".join(map(str, f.index or ())),
         value: word_for(f.value) if located else "",
         "expected": word_for(f.expected) if located and not by_side else "",
@@ -297,6 +303,10 @@ def _rows(f: Finding, noun: str) -> list[dict[str, str]]:
     sides = [{ranks: ranks_text(side), value: word_for(one)} for side, one in zip(f.sides, f.values)]
     others = sorted(rank for side in f.sides[len(f.values) :] for rank in side)
     return [{**first, **sides[0]}, *sides[1:], *([{ranks: ranks_text(others), value: "…"}] if others else [])]
+
+
+def _reference(f: Finding) -> str:
+    return "no majority" if f.reference_rank is None else str(f.reference_rank)
 
 
 def word_for(value: Any) -> str:
@@ -366,6 +376,8 @@ def _sentence(f: Finding, noun: str) -> str:
         more = f"; and {len(f.sides) - SHOWN_SIDES} more values" if len(f.sides) > SHOWN_SIDES else ""
         field = f" {f.field}" if f.field else ""
         return f"{f.subject}, no majority:{field} {'; '.join(sides)}{more}{at}{step}{good}"
+    if f.kind == DUPLICATE:
+        return f"{f.subject} on {_who(f.ranks, noun)}{step} ({f.detail})"
     against = "no majority" if f.reference_rank is None else f"against {noun} {f.reference_rank}"
     where = _in_brackets(next((place for place in places.values() if place), ""))
     values = (

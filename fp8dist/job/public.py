@@ -5,7 +5,9 @@ from __future__ import annotations
 from fp8dist import ddp, errors, fsdp
 from fp8dist.checks.axes import Axes
 from fp8dist.checks.checker import Event
+from fp8dist.checks.random_state import random_state
 from fp8dist.checks.report import DivergenceReport
+from fp8dist.checks.values import check_values
 from fp8dist.common.divergence import Finding
 from fp8dist.errors import (
     CheckpointError,
@@ -70,6 +72,7 @@ __all__ = [
     "UnknownArgumentError",
     "Verified",
     "check",
+    "check_values",
     "ddp",
     "errors",
     "first_and_last",
@@ -77,6 +80,7 @@ __all__ = [
     "get_manager",
     "grouped_linear",
     "prepare",
+    "random_state",
     "restore",
     "roll_call",
 ]

@@ -1,0 +1,135 @@
+"""check_values: values beside the model that must be equal on all ranks, or of which each rank must have its own."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+import fp8dist
+from fp8dist.errors import ConfigurationError, DivergenceError
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+
+
+def _batch(rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def _sampler(epoch: int, rank: int) -> DistributedSampler[int]:
+    sampler: DistributedSampler[int] = DistributedSampler(range(9), 3, rank, seed=7)
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+def _generators(seed: int) -> Any:
+    torch.manual_seed(seed)
+    random.seed(3)
+    np.random.seed(3)
+    return fp8dist.random_state()
+
+
+def _values(what: str, rank: int) -> dict[str, Any]:
+    """Return values of which those of rank 1 are wrong."""
+    wrong = rank == 1
+    if what == "healthy":
+        nan = {"nan": math.nan, "zero": -0.0, "none": None, "bytes": b"\x00", "sampler": _sampler(4, rank)}
+        return {"nested": [nan, (1, True)], "random": _generators(5), "batch": _batch(0), "array": np.arange(3)}
+    return {
+        "lr": {"lr": [0.1, math.nextafter(0.3, 1) if wrong else 0.3]},
+        "epoch": {"sampler": _sampler(3 if wrong else 4, rank)},
+        "seed": {"random": _generators(6 if wrong else 5)},
+        "generator": {"g": torch.Generator().manual_seed(rank % 2)},
+        "text": {"tokens": "the same begin" * 10 + ("ning" if wrong else "")},
+        "dtype": {"x": torch.zeros(3, dtype=torch.float16 if wrong else torch.bfloat16)},
+        "array": {"x": np.array([1.0, 2.0 + wrong])},
+        "missing": {"a": 1} if wrong else {"a": 1, "b": 2},
+        "integer": {"a": 1.0 if wrong else 1},
+    }[what]
+
+
+def _equal(what: str) -> Any:
+    try:
+        report = fp8dist.check_values(_values(what, dist.get_rank()), step=3)
+    except DivergenceError as error:
+        return [(f.kind, f.name, f.ranks, f.reference_rank, f.step, f.detail) for f in error.report.findings]
+    return report.consistent, report.compared
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "detail"),
+    [
+        ("lr", "lr.1", "rank 1: 0.30000000000000004; rank 0: 0.3"),
+        ("epoch", "sampler.epoch", "rank 1: 3; rank 0: 4"),
+        ("seed", "random.torch", "rank 1: uint8[5056] of digest "),
+        ("generator", "g.seed", "rank 1: 1; rank 0: 0"),
+        ("text", "tokens", "rank 1: 'the same beginthe"),
+        ("dtype", "x", "rank 1: float16[3] of digest "),
+        ("array", "x", "rank 1: float64[2] of digest "),
+        ("missing", "b", "rank 1: absent; rank 0: 2"),
+        ("integer", "a", "rank 1: 1.0; rank 0: 1"),
+    ],
+)
+def test_a_value_of_one_rank_is_named(three_ranks: RankPool, what: str, name: str, detail: str) -> None:
+    for found in three_ranks.run(_equal, what):
+        kind, first, ranks, reference, step, text = found[0]
+        assert (kind, first, ranks, reference, step) == ("value", name, (1,), 0, 3)
+        assert text.startswith(detail)
+        assert len(found) == (2 if what == "generator" else 1)  # The seed, and the state.
+
+
+def test_equal_values_are_consistent(three_ranks: RankPool) -> None:
+    assert three_ranks.run(_equal, "healthy") == [(True, {"value": 16})] * 3
+
+
+def _distinct(same: tuple[int, ...]) -> Any:
+    rank = dist.get_rank()
+    values = {"batch": _batch(same[0] if rank in same else rank), "seed": 100 + rank}
+    with counted_collectives() as calls, captured_log() as log:
+        report = fp8dist.check_values(values, distinct=True, policy="warn", step=2)
+    return [(f.kind, f.name, f.ranks) for f in report.findings], calls.names, [text for _, text in log]
+
+
+def test_ranks_that_read_the_same_batch_are_named(three_ranks: RankPool) -> None:
+    results = three_ranks.run(_distinct, (0, 2))
+    assert [found for found, *_ in results] == [[("duplicate", "batch", (0, 2))]] * 3
+    (text,) = [text for *_, texts in results for text in texts]
+    assert text.startswith("values that each rank must have for itself are equal on several\n")
+    assert "no majority" not in text
+    assert "float32[4, 8] of digest" in text
+    assert three_ranks.run(_distinct, (0,)) == [([], ["all_gather_object"], [])] * 3
+
+
+def _refused(values: Any) -> str:
+    if dist.get_rank() == 1:
+        values = {"lr": 0.1}
+    with pytest.raises(ConfigurationError) as caught:
+        fp8dist.check_values(values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"model": {"of": object}}, "check_values() on rank 0: model.of: cannot compare type: pass numbers"),
+        (3, "check_values() on rank 0: values must map names to values, got int"),
+        ({"x": torch.empty(3, device="meta")}, "check_values() on rank 0: x: cannot read this tensor"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_on_all_ranks(two_ranks: RankPool, values: Any, text: str) -> None:
+    assert all(caught.startswith(text) for caught in two_ranks.run(_refused, values))
+
+
+def test_one_rank_alone() -> None:
+    report = fp8dist.check_values({"lr": 0.1})
+    assert not report.consistent
+    assert report.skipped == ("there is one rank, or no process group",)
+    with pytest.raises(ConfigurationError, match="cannot compare"):
+        fp8dist.check_values({"lr": object()})
