@@ -44,8 +44,8 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
 def command_help(name: str) -> str:
     """Return the usage and the arguments of a subcommand, as Markdown."""
     if name == "launch":
-        text = (launch.__doc__ or "").split("\nEnvironment (")[0].strip()  # The rest is on docs/launching.md.
-        return f"```text\nusage: {launch.USAGE}\n\n{text}\n```\n"
+        first = (launch.__doc__ or "").strip().split("\n\n")[0]  # The rest is on docs/launching.md.
+        return f"{first}\n\nUsage: `{launch.USAGE}`\n"
     parser = _subcommands()[name]
     places = [action for action in parser._actions if not action.option_strings]
     usage = " ".join(f"{action.metavar}{' …' if action.nargs == '+' else ''}" for action in places)

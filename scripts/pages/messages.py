@@ -177,7 +177,7 @@ def _calls_by_phase() -> dict[str, list[str]]:
 
 
 def shortened(text: str) -> str:
-    """Return the first clause of a message with at least four words, at most six of its words.
+    """Return the first clause of a message with at least four words, at most five of its words.
 
     A placeholder at the beginning, such as the name of the module, is left out.
     """
@@ -188,7 +188,7 @@ def shortened(text: str) -> str:
             break
         first += f" {clause.strip()}"
     words = first.rstrip(":;., ").split()
-    return " ".join(words if len(words) <= 7 else words[:6])
+    return " ".join(words if len(words) <= 6 else words[:5])
 
 
 def _first_line(error: type[Exception]) -> str:
