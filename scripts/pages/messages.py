@@ -109,6 +109,9 @@ _OF_DAMAGED_FILES = tuple(
 )
 """Their messages say what is wrong with the bytes of a file. The answer is always to take another copy."""
 
+_IN_MANY = frozenset({"a", "be", "got", "has", "is", "must"})
+"""Words that many messages have."""
+
 _OF_DAMAGED_STATE = "FP8 state "
 """Messages of a damaged state begin so. They have the same answer."""
 
@@ -149,7 +152,7 @@ def errors() -> str:
             for kind, text in [*messages_in(path), *_from_elsewhere(path)]:
                 if text.startswith(_OF_DAMAGED_STATE) or any(quote in text for quote in written):
                     continue
-                if len(re.findall(r"[A-Za-z]{2,}", shortened(text))) >= 3:  # Else nothing to search for.
+                if len(set(re.findall(r"[A-Za-z]+", shortened(text))) - _IN_MANY) >= 2:  # Else nothing to search for.
                     found[_group_of(kind, place).title][shortened(text)] = None
     texts = [table(["exception", "meaning", "what to do"], kinds)]
     for group in GROUPS:

@@ -75,7 +75,8 @@ def test_a_value_and_a_default_are_told_apart() -> None:
     assert "| `--check-every` | `N` | 0, never | " in table
     assert "| `--watch-ranks` |  | off | " in table
     assert "| `--precision` | `bf16`, `fp32`, `fp8` | `fp8` | " in table
-    assert "| `check_every` | `FP8DIST_CHECK_EVERY` | `0` | " in flags.of_prepare()
+    assert "| `check_every` | `0` | " in flags.of_prepare()
+    assert "| `FP8DIST_CHECK_EVERY` | 0: never | argument `check_every` |" in variables.of_library()
     assert "| `--ranks` | `N` | required | " in flags.of_simulation()
 
 
