@@ -182,7 +182,7 @@ def _calls_by_phase() -> dict[str, list[str]]:
 def shortened(text: str) -> str:
     """Return the first clause of a message with at least four words, at most five of its words.
 
-    A placeholder at the beginning, such as the name of the module, is left out.
+    Placeholders at the beginning, such as the name of the module, and at the end are left out.
     """
     text = re.sub(rf"^{PLACE}:? ", "", text)
     first, *rest = re.split(r"(?<=[:;.,]) |(?= \()", text)
@@ -191,7 +191,7 @@ def shortened(text: str) -> str:
             break
         first += f" {clause.strip()}"
     words = first.rstrip(":;., ").split()
-    return " ".join(words if len(words) <= 6 else words[:5])
+    return re.sub(rf"( {PLACE})+$", "", " ".join(words if len(words) <= 6 else words[:5]))
 
 
 def _first_line(error: type[Exception]) -> str:
