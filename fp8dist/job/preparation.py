@@ -93,12 +93,12 @@ def prepare(
         recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()`` or ``BlockScaling()``.
         group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened). None is allowed on
             one rank only, or with ``amax_sync=False``.
-        groups: other groups by fqn pattern, such as ``{"*.experts.*": expert_group}``; for experts of the module or a
-            product. The first match counts. Each group has its own arena.
+        groups: other groups by pattern, such as ``{"*.experts.*": expert_group}``. A pattern matches the fqn of a
+            module, or of a product of experts. The first match counts. Each group has its own arena.
         filter_fn: called as ``filter_fn(module, fqn)`` for eligible Linears. False: high precision.
-        skip: fqn patterns (fnmatch) that stay in high precision, one or several, after the defaults ``"*lm_head"``,
-            ``"*lora_*"`` and output heads of other names. The last match counts; "!*lm_head" puts a head into FP8.
-            None: no defaults.
+        skip: fqn patterns (fnmatch) that stay in high precision, one or several, in addition to the defaults:
+            ``"*lm_head"``, ``"*lora_*"`` and output heads of other names. The last match counts, and defaults come
+            first: "!*lm_head" puts a head into FP8. None: no defaults.
         enabled: False: high precision throughout, same keys. ``FP8DIST_ENABLED=0`` overrides True.
         amax_sync: False: each rank keeps its own amaxes, without a collective.
         check_every: compare FP8 state and parameters every so many steps (see ``StateManager.check``). 0: never.
