@@ -71,8 +71,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gathered-in",
         choices=_DTYPES,
-        help="param_dtype of FSDP's mixed precision, from which weights are cast; default: what the "
-        "checkpoint says in its key run.gathered_in, else the stored dtype",
+        help="param_dtype of FSDP's mixed precision, from which weights are cast; default: the checkpoint's "
+        "run.gathered_in, else the stored dtype",
     )
 
 

@@ -93,46 +93,38 @@ def prepare(
         recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()`` or ``BlockScaling()``.
         group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened). None is allowed on
             one rank only, or with ``amax_sync=False``.
-        groups: other groups for modules whose fqn matches a pattern, such as ``{"*.experts.*": expert_group}``. Each
-            group has its own arena. The first match counts. For experts, a pattern may match the module or a product.
+        groups: other groups by pattern, such as ``{"*.experts.*": expert_group}``. A pattern matches the fqn of a
+            module, or of a product of experts. The first match counts. Each group has its own arena.
         filter_fn: called as ``filter_fn(module, fqn)`` for eligible Linears. False: high precision.
-        skip: fqn patterns (fnmatch) that stay in high precision, one or several, in addition to the defaults
-            ``"*lm_head"`` and ``"*lora_*"``, and to output heads of other names. A pattern that begins with "!"
-            includes its matches again: "!*lm_head" puts a head into FP8. The last match counts, and the defaults come
-            first. None: no defaults.
+        skip: fqn patterns (fnmatch) that stay in high precision, one or several, in addition to the defaults:
+            ``"*lm_head"``, ``"*lora_*"`` and output heads of other names. The last match counts, and defaults come
+            first: "!*lm_head" puts a head into FP8. None: no defaults.
         enabled: False: high precision throughout, same keys. ``FP8DIST_ENABLED=0`` overrides True.
         amax_sync: False: each rank keeps its own amaxes, without a collective.
-        check_every: compare FP8 state and parameters every so many steps (see ``StateManager.check``). 0: never. Every
-            sync compares manifest, step and scales as well, in 32 bytes of its own all-reduce.
-        check_policy: what to do if ranks differ: "raise", "warn", or "repair" (copy from the majority, raise if there
-            is none).
+        check_every: compare FP8 state and parameters every so many steps (see ``StateManager.check``). 0: never.
+        check_policy: what to do if ranks differ: "raise", "warn", or "repair" (copy from the majority, else raise).
         backend: "triton" (kernels of this package), "torch" (``torch._scaled_mm``, eager casts), "reference"
-            (dequantised float32 products), or "auto". On a GPU with FP8, "auto" uses Triton, except for products that
-            the shipped table for this GPU does not show to be faster in Triton; these use ``torch._scaled_mm``. On a
-            CPU, "auto" is "reference".
+            (dequantised float32 products), or "auto": "reference" on a CPU; on a GPU Triton, and
+            ``torch._scaled_mm`` for products that the table for this GPU does not show to be faster in Triton.
         eval_precision: precision in ``eval()``: "fp8" or "high".
         fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes, half the bytes of bf16.
-            Needs ``amax_sync``. Not with ``RowwiseScaling``. Inside ``no_fp8()`` and ``calibrate()`` activations are
-            in high precision, and weights are the gathered bytes, dequantised.
-        overrides: recipes of single modules by fqn pattern: ``{"lm_head": "high", "blocks.0.*": CurrentScaling()}``.
-            "high" means high precision. The first match counts. A recipe overrides ``skip``. A ``DelayedScaling``
-            that differs from ``recipe`` has its own arena and collective. See also ``first_and_last``.
+            Needs ``amax_sync``. Not with ``RowwiseScaling``. ``no_fp8()`` and ``calibrate()`` dequantise them.
+        overrides: recipes, or "high" for high precision, by fqn pattern: ``{"blocks.0.*": CurrentScaling()}``. The
+            first match counts. A recipe overrides ``skip``. A ``DelayedScaling`` that differs from ``recipe`` has its
+            own arena and collective.
         fallback: when to put modules into high precision automatically. None: never.
         audit_every: every so many steps, another rank repeats one cast or product of this rank, and must get the same
-            bits. 0: never. A rank that computed otherwise is named, and ``check_policy`` decides what follows; nothing
-            can be repaired. One audit visits one site of one module; successive audits visit all.
+            bits, else ``check_policy`` decides what follows; nothing can be repaired. 0: never.
         audit_bytes: bytes of operands that an audit sends. Of a larger product it repeats a block.
         at_rest_every: every so many steps, compare parameters and the state of attached optimizers after a step
-            with those before the next one, by digest. Warns about tensors that have other bits although torch counted
-            no write to them. Local: covers shards and moments that no other rank has. 0: never.
+            with those before the next one, and warn if bits changed although torch counted no write. Local. 0: never.
         strict: True: raise ConfigurationError if a module would be left out that neither a pattern (``skip`` and its
             defaults, ``overrides``) nor ``filter_fn`` names. Nothing is changed then.
-        max_repairs: for ``check_policy="repair"``: the number of checks in a row that may repair the same tensor. The
-            next one raises. None: any number; from the third on the report says that the cause persists.
-        share_group: False: ``attach`` makes a communicator for the ranks of ``group`` (and one for each of ``groups``),
-            with its backend and time-out, if the manager has collectives while it trains. A rank that skips a step is
-            then missed by name. True: collectives use ``group`` itself, where the next collective of that rank, such as
-            a bucket of DDP, is taken for the missing one: gloo aborts, and NCCL may mix the values.
+        max_repairs: for ``check_policy="repair"``: the number of checks in a row that may repair the same tensor; the
+            next one raises. None: any number.
+        share_group: False: ``attach`` makes a communicator for the ranks of each group, so that a rank that skips a
+            step is missed by name. True: collectives use ``group`` itself, where the next collective of that rank, such
+            as a bucket of DDP, is taken for the missing one: gloo aborts, and NCCL may mix the values.
         axes: checks also compare plain parameters that ``attach`` finds equal on the ranks of these axes, see
             ``fp8dist.Axes``: ``{"tp": group}``, or a DeviceMesh with names. The same names on all ranks.
 

@@ -67,9 +67,7 @@ class Number(NamedTuple):
 def _waits(name: str, where: str) -> dict[str, Number]:
     kinds = {"p50": "Median", "p99": "99th percentile", "max": "Largest"}
     return {
-        f"{name}_{kind}_ms": Number(
-            f"{name}_{kind}", f"{text} over the ranks of the time that a step waited {where}", "ms"
-        )
+        f"{name}_{kind}_ms": Number(f"{name}_{kind}", f"{text} over the ranks of a step's wait {where}", "ms")
         for kind, text in kinds.items()
     }
 
@@ -80,19 +78,15 @@ _CHECKED = Number("checked_step", "Newest step after which a check found paramet
 TABLE: Mapping[NumberSource, Mapping[str, Number]] = MappingProxyType(
     {
         NumberSource.JOB: {
-            "loss": Number("loss", "Training loss of the step, as the loop logs it"),
-            "loss_of_rank_0": Number(
-                "loss_of_rank_0", "Training loss of rank 0 alone, in steps that could not be shared"
-            ),
+            "loss": Number("loss", "Training loss, as the loop logs it"),
+            "loss_of_rank_0": Number("loss_of_rank_0", "Loss of rank 0 alone, in steps that could not be shared"),
             "validation_loss": Number("validation_loss", "Loss on held-out data"),
             "grad_norm": Number("grad_norm", "Norm of the gradient"),
-            "skipped_loss": Number("skipped_loss", "Training loss of a step that the loss scaler skipped"),
-            "skipped_grad_norm": Number(
-                "skipped_grad_norm", "Norm of the gradient of a step that the loss scaler skipped"
-            ),
-            "learning_rate": Number("learning_rate", "Learning rate of the step"),
-            "tokens": Number("tokens", "Tokens trained on, over all ranks", kind=Kind.AMOUNT),
-            "tokens_per_s": Number("tokens", "Tokens trained on per second, over all ranks", "per_s"),
+            "skipped_loss": Number("skipped_loss", "Loss of a step that the loss scaler skipped"),
+            "skipped_grad_norm": Number("skipped_grad_norm", "Gradient norm of a step that the loss scaler skipped"),
+            "learning_rate": Number("learning_rate", "Learning rate"),
+            "tokens": Number("tokens", "Tokens of all ranks", kind=Kind.AMOUNT),
+            "tokens_per_s": Number("tokens", "Tokens per second, of all ranks", "per_s"),
             **_waits("sync_wait", "in FP8 syncs"),
             **_waits("wait", "in all collectives"),
             "skew_ms": Number("skew", "Largest minus smallest time of a rank in the step, less its waits", "ms"),
@@ -101,7 +95,7 @@ TABLE: Mapping[NumberSource, Mapping[str, Number]] = MappingProxyType(
         },
         NumberSource.RECORDER: {
             "step_ms": Number("step", "Duration of a step", "ms"),
-            "sync_ms": Number("sync", "Time per step that the writing rank waited in FP8 syncs", "ms"),
+            "sync_ms": Number("sync", "Time per step that the writing rank waited in syncs", "ms"),
             "idle_experts": Number("idle_experts", "Experts that had no token in the observed step"),
             "longest_idle_steps": Number(
                 "longest_idle_steps", "Steps since the longest idle expert had a token, at least"

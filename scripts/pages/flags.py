@@ -44,8 +44,8 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
 def command_help(name: str) -> str:
     """Return the usage and the arguments of a subcommand, as Markdown."""
     if name == "launch":
-        text = (launch.__doc__ or "").split("\nEnvironment (")[0].strip()  # The rest is on docs/launching.md.
-        return f"```text\nusage: {launch.USAGE}\n\n{text}\n```\n"
+        first = (launch.__doc__ or "").strip().split("\n\n")[0]  # The rest is on docs/launching.md.
+        return f"{first}\n\nUsage: `{launch.USAGE}`\n"
     parser = _subcommands()[name]
     places = [action for action in parser._actions if not action.option_strings]
     usage = " ".join(f"{action.metavar}{' …' if action.nargs == '+' else ''}" for action in places)
@@ -68,7 +68,7 @@ def of_job() -> str:
 
 
 def of_prepare() -> str:
-    """Return a table of the arguments of ``prepare``, with their environment variables."""
+    """Return a table of the arguments of ``prepare``. ``variables.of_library`` has their environment variables."""
     meanings = _arguments_of(fp8dist.prepare)
     resolved = Settings.resolve(environ={})
     rows = []
@@ -77,8 +77,8 @@ def of_prepare() -> str:
             continue
         variable = f"FP8DIST_{name.upper()}"
         default = getattr(resolved, name) if variable in VARIABLES else parameter.default
-        rows.append([f"`{name}`", _code_if(variable, variable in VARIABLES), _value(default), meanings[name]])
-    return table(["argument", "environment variable", "default", "meaning"], rows)
+        rows.append([f"`{name}`", _value(default), meanings[name]])
+    return table(["argument", "default", "meaning"], rows)
 
 
 def of_recipes() -> str:
@@ -140,10 +140,6 @@ def _arguments_of(documented: Callable[..., Any]) -> dict[str, str]:
         name, _, text = entry.partition(": ")
         found[name] = _sentence(" ".join(text.split()).replace("``", "`"), coded=False)
     return found
-
-
-def _code_if(text: str, condition: bool) -> str:
-    return f"`{text}`" if condition else ""
 
 
 def _value(default: object) -> str:

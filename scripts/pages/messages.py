@@ -51,8 +51,8 @@ class Group(NamedTuple):
 GROUPS = (
     Group(
         "Take another file, or load it differently",
-        "`CheckpointError`. A file that is damaged, truncated or of another program has further messages, which begin "
-        "with its path: take another copy.",
+        "`CheckpointError`. A damaged file has further messages, which begin with its path or with `FP8 state`: take "
+        "another copy.",
         (),
         ("CheckpointError",),
     ),
@@ -109,6 +109,12 @@ _OF_DAMAGED_FILES = tuple(
 )
 """Their messages say what is wrong with the bytes of a file. The answer is always to take another copy."""
 
+_IN_MANY = frozenset({"a", "be", "got", "has", "is", "must"})
+"""Words that many messages have."""
+
+_OF_DAMAGED_STATE = "FP8 state "
+"""Messages of a damaged state begin so. They have the same answer."""
+
 _INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "Fp8DistError": "",
@@ -133,33 +139,59 @@ def public_errors() -> dict[str, type[Exception]]:
 
 
 def errors() -> str:
-    """Return a table of the exceptions, and the messages grouped by what to do, each cut to its first clause."""
+    """Return a table of the exceptions, and the messages grouped by what to do, each cut to its first words.
+
+    Messages that the written tables of the page have are left out.
+    """
+    written = quoted((ROOT / "docs" / "mistakes.md").read_text(encoding="utf-8"))
     kinds = [[f"`{name}`", _first_line(error), _INSTEAD[name]] for name, error in public_errors().items()]
     found: dict[str, dict[str, None]] = {group.title: {} for group in GROUPS}
     for path in sorted((ROOT / "fp8dist").rglob("*.py")):
         place = path.relative_to(ROOT / "fp8dist").as_posix()
         if place not in _OF_DAMAGED_FILES:
             for kind, text in [*messages_in(path), *_from_elsewhere(path)]:
-                if len(re.findall(r"[A-Za-z]{2,}", shortened(text))) >= 3:  # Else nothing to search for.
+                if text.startswith(_OF_DAMAGED_STATE) or any(quote in text for quote in written):
+                    continue
+                if len(set(re.findall(r"[A-Za-z]+", shortened(text))) - _IN_MANY) >= 2:  # Else nothing to search for.
                     found[_group_of(kind, place).title][shortened(text)] = None
     texts = [table(["exception", "meaning", "what to do"], kinds)]
     for group in GROUPS:
-        lines = "".join(f"- {_code(text)}\n" for text in found[group.title])
-        texts.append(f"### {group.title}\n\n{group.advice}\n\n{lines}")
-    refused = "".join(f"- `{call}` {', '.join(phase.value for phase in by)}\n" for call, by in order._REFUSED.items())
+        lines = "".join(f"{text}\n" for text in found[group.title])
+        texts.append(f"### {group.title}\n\n{group.advice}\n\n```text\n{lines}```\n")
+    by_phase = {phase: ", ".join(f"`{call}`" for call in calls) for phase, calls in _calls_by_phase().items()}
+    refused = "".join(f"- {phase}: {calls}\n" for phase, calls in by_phase.items())
     texts.append(f"### Calls that a phase refuses\n\nThe message says where to call it instead.\n\n{refused}")
     return "\n".join(texts)
 
 
+def quoted(page: str) -> list[str]:
+    """Return what the tables of "message has" quote, without white space at the ends."""
+    tables = re.findall(r"^\| message has \|.*?\n\n", page, re.M | re.S)
+    rows = [line for text in tables for line in text.splitlines()[2:]]
+    return [text for line in rows for _, text in re.findall(r"^\| (`+) ?(.+?) ?\1", line)]
+
+
+def _calls_by_phase() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for call, phases in order._REFUSED.items():
+        for phase in phases:
+            found.setdefault(phase.value, []).append(call)
+    return found
+
+
 def shortened(text: str) -> str:
-    """Return the first clause of a message with at least four words, at most eight of its words."""
+    """Return the first clause of a message with at least four words, at most five of its words.
+
+    Placeholders at the beginning, such as the name of the module, and at the end are left out.
+    """
+    text = re.sub(rf"^{PLACE}:? ", "", text)
     first, *rest = re.split(r"(?<=[:;.,]) |(?= \()", text)
     for clause in rest:
         if len(re.findall(r"[A-Za-z]{2,}", first)) >= 4:
             break
         first += f" {clause.strip()}"
     words = first.rstrip(":;., ").split()
-    return " ".join(words) if len(words) <= 9 else f"{' '.join(words[:8])} …"
+    return re.sub(rf"( {PLACE})+$", "", " ".join(words if len(words) <= 6 else words[:5]))
 
 
 def _first_line(error: type[Exception]) -> str:
@@ -258,8 +290,3 @@ def _piece(value: ast.expr, known: Texts) -> str:
     if len(texts) == 1 and isinstance(texts[0], ast.Constant) and isinstance(texts[0].value, str):
         return texts[0].value
     return PLACE
-
-
-def _code(text: str) -> str:
-    fence = "``" if "`" in text else "`"
-    return f"{fence}{text}{fence}"

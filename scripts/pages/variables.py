@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from fp8dist import prepare
 from fp8dist.cli import launch
 from fp8dist.state.settings import VARIABLES
 from scripts.benchmarks.markdown import table
@@ -17,8 +19,16 @@ _NAME, _MEANING, _DEFAULT = slice(4, 18), slice(18, 41), slice(41, None)
 
 
 def of_library() -> str:
-    """Return a table of all ``FP8DIST_…`` variables, from ``fp8dist/state/settings.py``."""
-    return table(["variable", "default", "meaning"], [[f"`{name}`", *said] for name, said in VARIABLES.items()])
+    """Return a table of all ``FP8DIST_…`` variables, from ``fp8dist/state/settings.py``.
+
+    The table of arguments has the meaning of those that are arguments of ``prepare``, too.
+    """
+    arguments = inspect.signature(prepare).parameters
+    rows = []
+    for name, (default, meaning) in VARIABLES.items():
+        argument = name.removeprefix("FP8DIST_").lower()
+        rows.append([f"`{name}`", default, f"argument `{argument}`" if argument in arguments else meaning])
+    return table(["variable", "default", "meaning"], rows)
 
 
 def of_launcher() -> str:

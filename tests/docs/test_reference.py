@@ -75,7 +75,8 @@ def test_a_value_and_a_default_are_told_apart() -> None:
     assert "| `--check-every` | `N` | 0, never | " in table
     assert "| `--watch-ranks` |  | off | " in table
     assert "| `--precision` | `bf16`, `fp32`, `fp8` | `fp8` | " in table
-    assert "| `check_every` | `FP8DIST_CHECK_EVERY` | `0` | " in flags.of_prepare()
+    assert "| `check_every` | `0` | " in flags.of_prepare()
+    assert "| `FP8DIST_CHECK_EVERY` | 0: never | argument `check_every` |" in variables.of_library()
     assert "| `--ranks` | `N` | required | " in flags.of_simulation()
 
 
@@ -165,7 +166,7 @@ def test_fields_are_those_that_a_run_writes(tmp_path: Path) -> None:
     done = start(EXAMPLE_RANKS, *SIZE, "--out", str(tmp_path / "example"))
     assert done.returncode == 0, done.stderr
     by_example = json.loads((tmp_path / "example" / "summary.json").read_text())
-    pages = ("reference/files.md", "design/formats.md", "example-job.md")
+    pages = ("reference/files.md", "design/formats.md", "fault-lab.md")
     text = "\n".join((ROOT / "docs" / name).read_text() for name in pages)
     sentence = section(text, "summary.json").split("\n| field")[0]
     assert set(re.findall(r"`(\w+)`", sentence)) == set(by_example)
@@ -209,11 +210,18 @@ def _keys(path: Path) -> set[str]:
 
 def test_calls_that_a_phase_refuses_are_among_the_errors() -> None:
     text = section((ROOT / "docs" / "mistakes.md").read_text(), "Calls that a phase refuses")
-    (line,) = [line for line in text.splitlines() if line.startswith("- `a step` ")]
-    assert "inside calibrate()" in line
+    (line,) = [line for line in text.splitlines() if line.startswith("- inside calibrate(): ")]
+    assert "`a step`" in line
 
 
 def test_a_message_is_cut_after_its_first_clause() -> None:
-    assert messages.shortened("FP8 state: X is Y, expected Z") == "FP8 state: X is Y, expected Z"
+    assert messages.shortened("the state is X, expected Z") == "the state is X, expected Z"
     assert messages.shortened("no FP8 state in this: call prepare() first") == "no FP8 state in this"
-    assert messages.shortened("a b c d e f g h i j k l") == "a b c d e f g h …"
+    assert messages.shortened("a b c d e f g h i j k l") == "a b c d e"
+    assert messages.shortened("\u2039…\u203a: the model has lazy parameters") == "the model has lazy parameters"
+
+
+def test_a_message_stands_once_on_its_page() -> None:
+    page = "| message has | what to do |\n|---|---|\n| ``a `b` c`` (warning) | x |\n| `d, e` | y |\n\n| `f` |\n\n"
+    assert messages.quoted(page) == ["a `b` c", "d, e"]
+    assert "it was saved by another recipe" not in messages.errors()
