@@ -1,22 +1,24 @@
 """AtRest: finds parameters and optimizer state that change between two steps, where nothing should write to them.
 
-It needs no other rank, so it covers what exists once: the shards of FSDP2, the moments of Adam. A write that goes
-through torch moves the tensor's version counter, and is not reported. A flipped bit does not, but neither does a write
-through ``.data``: no digest can tell them apart, so a difference is a warning, never an error.
+It needs no other rank, so it covers what exists once: the shards of FSDP2, the moments of Adam. A write by an operation
+of torch moves the tensor's version counter, and is not reported. A flipped bit does not, but neither does a write
+through ``.data`` or by a collective: no digest can tell them apart, so a difference is a warning, never an error.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
+from fp8dist.checks.inventory import plain_tensors
 from fp8dist.common.text import first_few
 from fp8dist.state.groups import local_part, own_rank
 from fp8dist.state.slots import clean_fqn
@@ -26,13 +28,27 @@ __all__ = ["AtRest"]
 logger = logging.getLogger("fp8dist")
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """A tensor at one moment. ``writes``: the address of its memory and its version counters, which torch changes when
     it writes. ``digest``: of its bytes, shape and dtype."""
 
     writes: tuple[int, ...]
     digest: tuple[int, int]
+
+
+@dataclass
+class _Interval:
+    """From a step of an optimizer to its next one.
+
+    ``steps``: number of its steps. ``seen``: its tensors after the last one, by name; None: this interval is not
+    compared. ``written``, ``unseen``: names of those that changed in the last interval that was compared, with writes
+    that torch counts and without.
+    """
+
+    steps: int = 0
+    seen: dict[str, _Seen] | None = None
+    written: frozenset[str] = frozenset()
+    unseen: frozenset[str] = frozenset()
 
 
 class AtRest:
@@ -45,11 +61,7 @@ class AtRest:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._seen: weakref.WeakKeyDictionary[Optimizer, dict[str, _Seen]] = weakref.WeakKeyDictionary()
-        self._intervals: Counter[str] = Counter()  # Compared, by name of the tensor.
-        self._changed: Counter[str] = Counter()  # Of these, those in which the tensor changed unseen.
-        self._written: frozenset[str] = frozenset()  # Written to in the last interval, as torch's counters show.
+        self._intervals: weakref.WeakKeyDictionary[Optimizer, _Interval] = weakref.WeakKeyDictionary()
 
     def after(self, optimizer: Optimizer, module: nn.Module, others: Collection[Optimizer] | None) -> None:
         """Take digests after a step, if the interval until the next step is to be compared.
@@ -60,37 +72,36 @@ class AtRest:
         """
         if not self._every:
             return
-        self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
-        if steps % self._every == 0:
-            self._seen[optimizer] = _read(dict(_tensors(optimizer, module, others)))
+        interval = self._intervals.setdefault(optimizer, _Interval())
+        interval.steps += 1
+        due = interval.steps % self._every == 0
+        interval.seen = _read(dict(_tensors(optimizer, module, others))) if due else None
 
     def before(self, optimizer: Optimizer, module: nn.Module, others: Collection[Optimizer] | None, step: int) -> None:
         """Compare before the optimizer's next step, and log what has changed. For ``module`` and ``others`` see
         ``after``. ``step``: number of steps done."""
-        then = self._seen.pop(optimizer, None)
-        if then is None:
+        interval = self._intervals.get(optimizer)
+        if interval is None or interval.seen is None:
             return
+        then, interval.seen = interval.seen, None
         now = _read({name: tensor for name, tensor in _tensors(optimizer, module, others) if name in then})
-        self._intervals.update(now.keys())
-        apart = [name for name, seen in now.items() if seen.digest != then[name].digest]
+        apart = [name for name, seen in now.items() if name in then and seen.digest != then[name].digest]
         written = frozenset(name for name in apart if now[name].writes != then[name].writes)
-        if written and written != self._written:
+        if written and written != interval.written:
             logger.info(
                 "fp8dist: rank %d: written to between steps %d and %d: %s",
                 *(own_rank(), step, step + 1, first_few(sorted(written))),
             )
-        self._written = written
         unseen = [name for name in apart if name not in written]
-        # What is written so in each interval is the program's habit, of which the first warning was enough.
-        new = [name for name in unseen if not self._changed[name] or self._changed[name] < self._intervals[name] - 1]
-        self._changed.update(unseen)
-        if new:
+        # What changes so in each interval is the program's habit, of which the first warning was enough.
+        if new := [name for name in unseen if name not in interval.unseen]:
             logger.warning(
                 "fp8dist: rank %d: changed between steps %d and %d, and torch counted no write: %s. Other code has "
-                "written through .data or an address, or the memory is faulty. What changes so between all steps is "
-                "reported once",
+                "written through .data, an address or a collective, or the memory is faulty. What changes so between "
+                "all steps is reported once",
                 *(own_rank(), step, step + 1, first_few(new)),
             )
+        interval.written, interval.unseen = written, frozenset(unseen)
 
 
 def _tensors(
@@ -98,11 +109,12 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of all parameters and tensors of state of an optimizer. For ``others`` see ``after``."""
     names = {id(parameter): clean_fqn(name) for name, parameter in module.named_parameters()}
+    states = getattr(optimizer, "optim", optimizer).state  # ZeroRedundancyOptimizer keeps its own optimizer there.
     for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
             name = names.pop(id(parameter), f"group{g}.{p}")
             yield name, parameter
-            state = optimizer.state.get(parameter)
+            state = states.get(parameter)
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 if isinstance(value, Tensor):
                     yield f"{name}.{key}", value
@@ -114,17 +126,20 @@ def _tensors(
 
 
 def _read(tensors: Mapping[str, Tensor]) -> dict[str, _Seen]:
-    """Return what is seen of tensors now. Leaves out those without bytes of their own, and tensor subclasses."""
-    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
-    plain = {
-        name: part
-        for name, part in parts.items()
-        if type(part) in (Tensor, nn.Parameter) and part.numel() and not (part.is_meta or part.is_inference())
-    }
-    if not plain:
-        return {}
-    content = TensorContent("at rest", [NamedTensor(name, part) for name, part in plain.items()])
-    digests: list[list[int]] = content.digests(Digester()).tolist()
+    """Return what is seen of tensors now. Leaves out those without bytes of their own."""
     # A write to a DTensor moves its own counter, a write to its local part that of the part.
-    writes = [(part.data_ptr(), part._version, tensors[name]._version) for name, part in plain.items()]
-    return {name: _Seen(of, (a, b)) for name, of, (a, b) in zip(plain, writes, digests)}
+    parts = {
+        name: (part, tensors[outer]._version)
+        for outer, tensor in tensors.items()
+        if not tensor.is_inference()
+        for name, part in plain_tensors(outer, local_part(tensor))
+        if part.numel() and not part.is_meta and part.layout is torch.strided and not part.is_quantized
+    }
+    if not parts:
+        return {}
+    content = TensorContent("at rest", [NamedTensor(name, part) for name, (part, _) in parts.items()])
+    digests: list[list[int]] = content.digests(Digester()).tolist()
+    return {
+        name: _Seen((part.data_ptr(), part._version, version), (a, b))
+        for (name, (part, version)), (a, b) in zip(parts.items(), digests)
+    }

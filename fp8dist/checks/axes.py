@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -37,10 +37,11 @@ class Axes:
     """The axes of a job, such as tensor parallelism, for ``prepare(axes=…)`` and ``fp8dist.check(axes=…)``.
 
     A plain parameter that is equal on the ranks of an axis when it is first compared there, at ``attach`` or in the
-    first check, is a copy: later checks compare it, its gradient and its optimizer state. So make the first comparison
-    before the first step. Also compares the local parts of DTensors along axes that are not in their mesh. Name axes
-    whose ranks run the same modules. If ranks have parameters of other names, as the stages of a pipeline have, only
-    ``copies`` are compared along the axis.
+    first check, is a copy: later checks compare it, its gradient and its optimizer state; with ``buffers=True`` also
+    buffers that were equal. Make the first comparison before the first step. Also compares the local parts of DTensors
+    along axes that are not in their mesh. Name axes whose ranks run the same modules. If ranks have parameters of other
+    names, as the stages of a pipeline have, only ``copies`` are compared along the axis. All ranks of an axis must take
+    part in a check.
 
     Args:
         groups: the group of this rank on each axis, by name; or a DeviceMesh, each of whose axes has a name. The same
@@ -78,21 +79,30 @@ class Axes:
         object.__setattr__(self, "distinct", require_patterns("distinct", distinct))
         object.__setattr__(self, "groups", MappingProxyType({name: given[name] for name in sorted(given)}))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Axes:
+        return self  # Groups are not copied.
+
     @classmethod
     def of(cls, given: Axes | Mapping[str, GroupLike] | DeviceMesh | None) -> Axes | None:
         """Return what a caller gave as ``axes``; None: nothing."""
-        return given if given is None or isinstance(given, Axes) else cls(given)
+        axes = given if given is None or isinstance(given, Axes) else cls(given)
+        return axes if axes is not None and axes.groups else None
 
 
 class Found(NamedTuple):
     """What the first comparison along an axis found.
 
-    ``equal``: names of the tensors that were equal; None: the ranks hold tensors of other names. ``shared``: originals
-    of ``copies`` that ranks hold under both names.
+    ``equal``: names of the tensors that were equal; None: the ranks hold tensors of other names. ``held``: originals of
+    ``copies`` of which both names are held on this axis. ``shared``: those of ``held`` that are compared along it.
     """
 
-    equal: frozenset[str] | None
-    shared: frozenset[str]
+    equal: frozenset[str] | None = frozenset()
+    held: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
+
+
+Memory = dict[tuple[str, str], Found]
+"""What the first comparisons of a model have found, by axis and identity of its ranks."""
 
 
 class OpenTensor(NamedTuple):
@@ -108,7 +118,7 @@ class Adopted:
 
     Args:
         axes: as the caller named them.
-        found: by axis and its ranks. ``adopt`` adds to it.
+        memory: ``adopt`` adds to it.
         log: called on one rank of each axis, as ``log(axis, ranks, found, names of the tensors)``.
 
     Attributes:
@@ -118,25 +128,29 @@ class Adopted:
     def __init__(
         self,
         axes: Axes,
-        found: dict[tuple[str, tuple[int, ...]], Found],
+        memory: Memory,
         log: Callable[[str, int, Found, Sequence[str]], None] | None = None,
     ) -> None:
         assert isinstance(axes.groups, Mapping)
-        self.axes, self._log = axes, log or _log_adopted
+        self.axes, self._memory, self._log = axes, memory, log or _log_adopted
         self.groups = {name: SyncGroup(group) for name, group in axes.groups.items()}
-        self._found = found
         self.error: Exception | None = None
 
-    def pending(self, among: Iterable[str]) -> list[str]:
-        """Return the axes of ``among`` that were not compared before."""
-        return [axis for axis in among if self._key(axis) not in self._found]
+    def pending(self, names: Collection[str]) -> list[str]:
+        """Return the axes that were not compared before, or for a model with other names, such as one inside another
+        module. ``names``: of the model's tensors."""
+        return [
+            axis
+            for axis in self.groups
+            if self._key(axis) not in self._memory or ((of := self.found(axis).equal) and of.isdisjoint(names))
+        ]
 
-    def _key(self, axis: str) -> tuple[str, tuple[int, ...]]:
-        return axis, tuple(self.groups[axis].ranks)
+    def _key(self, axis: str) -> tuple[str, str]:
+        return axis, self.groups[axis].identity
 
     def found(self, axis: str) -> Found:
         """Return what the first comparison along an axis found: nothing, if there was none."""
-        return self._found.get(self._key(axis), Found(frozenset(), frozenset()))
+        return self._memory.get(self._key(axis), Found())
 
     def is_copy(self, name: str, axis: str) -> bool:
         """True if the ranks of an axis hold copies of the tensor under this name."""
@@ -152,51 +166,58 @@ class Adopted:
         original = self.axes.copies.get(name, name)
         return original if original in self.found(axis).shared else None
 
-    def adopt(self, among: Sequence[str], tensors: Sequence[OpenTensor] | None) -> None:
+    def adopt(self, among: Sequence[str], tensors: Sequence[OpenTensor] | None, names: Collection[str]) -> None:
         """Compare tensors along axes that were not compared before, and remember which are equal. COLLECTIVE over each
         of these axes: one MAX, and one more with 16 bytes for each tensor.
 
         Args:
             among: the axes to compare, the same on all ranks.
             tensors: of this rank. None: it could not read them, and nothing is remembered along its axes.
+            names: of all parameters of this rank; a tied one has several.
         """
-        names = {one.name for one in tensors or ()}
+        copies = sorted(self.axes.copies.items())
+        flags = [flag for a, b in copies for flag in (a in names, b in names, (a in names) != (b in names))]
         for axis in among:
             group = self.groups[axis]
+            if not group.communicates:
+                self._memory[self._key(axis)] = Found()
+                continue
             mine = {one.name: one.digest for one in tensors or () if axis in one.axes}
             word = word_of(tuple(sorted(mine)))
-            held = [(a in names) > (b in names) for a, b in sorted(self.axes.copies.items())]
-            held += [(b in names) > (a in names) for a, b in sorted(self.axes.copies.items())]
-            word_max, inverse, failed, *some = _maximum(group, [word, ~word, int(tensors is None), *map(int, held)])
+            word_max, inverse, failed, *some = _maximum(group, [word, ~word, int(tensors is None), *map(int, flags)])
             if failed:
                 continue
-            pairs = zip(sorted(self.axes.copies.items()), some, some[len(self.axes.copies) :])
-            shared = frozenset(b for (_, b), first, second in pairs if first and second)
-            found = Found(_equal_along(group, mine) if word_max == ~inverse else None, shared)
-            self._found[self._key(axis)] = found
+            held = [(b, some[3 * i : 3 * i + 3]) for i, (_, b) in enumerate(copies)]
+            found = Found(
+                _equal_along(group, mine) if word_max == ~inverse else None,
+                frozenset(b for b, (first, second, _) in held if first and second),
+                frozenset(b for b, of in held if all(of)),
+            )
+            self._memory[self._key(axis)] = found
             if group.rank == min(group.ranks):
                 self._log(axis, group.size, found, list(mine))
 
-    def require_copies(self, names: Iterable[str]) -> None:
-        """Raise ConfigurationError if an entry of ``copies`` is compared along no axis, and this rank does not hold
-        both. ``names``: of this rank's parameters. Local."""
-        held = set(names)
+    def require_copies(self, names: Collection[str]) -> None:
+        """Raise ConfigurationError if on no axis both names of an entry of ``copies`` are held. ``names``: of this
+        rank's parameters. Local."""
         for a, b in self.axes.copies.items():
-            if not any(b in self.found(axis).shared for axis in self.groups) and not {a, b} <= held:
+            if not ({a, b} <= set(names) or any(b in self.found(axis).held for axis in self.groups)):
                 raise ConfigurationError(
-                    f"copies={{{a!r}: {b!r}}}: on no axis ({', '.join(self.groups)}) does one rank hold the first name "
-                    f"and another rank the second"
+                    f"copies={{{a!r}: {b!r}}}: no axis ({', '.join(self.groups)}) has ranks that hold both names"
                 )
 
     def advice(self, names: Iterable[str]) -> str:
-        """Return a note for a report on these tensors: how to say that they are no copies; "" if none was adopted."""
-        found = {name: axis for name in names for axis in self.groups if self.is_copy(name, axis)}
+        """Return a note for a report on these tensors: how to say that they are no copies; "" if none was adopted.
+        ``names``: also those of optimizer state."""
+        parameters = dict.fromkeys(of for name in names for of in (name, name.rpartition(".")[0]))
+        found = {name: axis for name in parameters for axis in self.groups if self.is_copy(name, axis)}
         if not found:
             return ""
         name, axis = next(iter(found.items()))
         return (
             f"{first_few(list(found), 3)}: compared along axis {axis}, because its ranks held equal values at first. "
-            f"If each of them is to have its own values, pass axes=fp8dist.Axes(…, distinct={pattern_of(name)!r})"
+            "Look for a gradient that is not summed over the axis. If each of its ranks is to have its own values, "
+            f"pass axes=fp8dist.Axes(…, distinct={pattern_of(name)!r})"
         )
 
 
@@ -251,6 +272,8 @@ def _log_adopted(axis: str, ranks: int, found: Found, names: Sequence[str]) -> N
     """Log what is compared along an axis and what is not, by pattern. Warn if of tensors with the same pattern few
     differ: these may have parted before."""
     copies, equal = "".join(f"; copies of {name}" for name in sorted(found.shared)), found.equal
+    if not names and not copies:
+        return
     if equal is None:
         logger.info("fp8dist: axis %s: its ranks hold parameters of other names%s", axis, copies or ": none compared")
         return

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8dist.checks.audit import Audits
-from fp8dist.checks.axes import Adopted, Axes, log_equal
+from fp8dist.checks.axes import Adopted, Axes, Memory, log_equal
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.contents import ArenaContent, on_device, values_near
 from fp8dist.checks.headers import localise
@@ -125,7 +125,8 @@ class Checker:
         amaxes: the watch that knows which cast recorded the first bad amax; None: nothing is watched.
         checks: number of checks so far. ``seconds``: their time on the host.
         on_checked: called when ``last`` has a new value.
-        adopted: what is known to be copies along the axes of ``prepare(axes=…)``; None: there are none.
+        adopted: what is known to be copies along the axes of ``prepare(axes=…)``; None: there are none. ``along``: its
+            memory.
         last: what the newest check of parameters without a difference compared; None: there was no such check.
         checked: the newest step after which such a check compared all parameters, and all were finite
             (``Checked.verified``); None: there was none.
@@ -145,7 +146,8 @@ class Checker:
         # The default arena is the one of modules that no pattern of ``prepare(groups=…)`` matches: all ranks have it.
         # If patterns match all modules, it is the arena that most ranks share.
         widest = max(range(len(syncs)), key=lambda i: 0 if (group := groups[i]) is None else group.size, default=0)
-        self.adopted: Adopted | None = None
+        self.along: Memory = {}
+        self.adopted = None if state.axes is None else Adopted(state.axes, self.along)
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), widest)
         self._last_good: dict[str, int] = {}  # The newest step at which all ranks were equal, by kind of thing.
         self._queued: list[Event] = []
@@ -443,70 +445,76 @@ class Checker:
         self.warn_of_skipped(report, anchor)
         return report
 
-    def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start) -> None:
+    def compare_start(self, model: nn.Module, whole: nn.Module, policy: Start | None) -> None:
         """Compare the parameters at ``attach``: ranks that start from other weights train other models. COLLECTIVE over
         the ranks that share FP8 state. Does nothing if there are none.
 
         Compares the parameters that ``check`` compares. Before the first boundary of this process it also compares
         models without any wrapper, and before the first step of a training also buffers. An error while reading is only
-        logged: it must not keep a job from training.
+        logged: it must not keep a job from training. With ``prepare(axes=…)``, this is also the first comparison along
+        the axes, for which ranks that share no FP8 state are compared, too.
 
         Args:
             model: the prepared model. ``whole``: the model as the training loop calls it, with its wrappers.
+            policy: None: make only the first comparison along axes.
 
         Raises:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
         """
         anchor = self.state.groups[self._default]
-        if anchor is None or not anchor.communicates or not self.state.settings.amax_sync:
+        if policy is None or anchor is None or not anchor.communicates or not self.state.settings.amax_sync:
+            policy, anchor = None, self.anchor() if self.adopted is not None else None
+        if anchor is None or not anchor.communicates:
             return
         start, default = time.perf_counter(), self.state.syncs[self._default]
+
+        def inventory(adopted: Adopted | None = self.adopted) -> tuple[Inventory, bool]:
+            """Return an empty inventory, and True if all plain parameters count as replicated."""
+            # After the first boundary ranks may have trained on their own, as in local SGD. Axes name what is a copy.
+            plain = not self.state.job.boundaries and self.adopted is None and is_plain(whole)
+            # Modules with a group of their own, such as experts, may differ between the anchor's ranks: leave them out.
+            others = [sync for sync, group in zip(self.state.syncs, self.state.groups) if plain and group is not anchor]
+            left_out = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
+            return Inventory(anchor, plain, left_out, at_start=True, adopted=adopted), plain
+
+        def build() -> Holdings:
+            held, plain = inventory()
+            if policy is None:
+                held.await_axes(whole)
+            elif not unknown(whole):  # Else ``attach`` has warned that this torch does not show FSDP's shards.
+                # A resumed rank may rightly have buffers of its own. Ranks that resume from other steps are found.
+                buffers = not self.state.job.boundaries and not self.state.job.step
+                # Without wrappers, only the prepared model is known to be replicated, not the modules around it.
+                held.add_module(model if plain else whole, Scope(buffers=buffers))
+            return held.holdings(self.state.job.step)
+
         with on_device(default.arena.device), failing_by_name(default.owner, lambda: "attach()", anchor.ranks):
-            self._adopt_at_start(anchor, whole, self.adopted)
-            compared = check_replicas(anchor, lambda: self._held_at_start(anchor, model, whole))
+            compared = check_replicas(anchor, build)
+            if _may_adopt(compared):
+                inventory()[0].adopt(whole)
+                compared = check_replicas(anchor, build)
+            self._conclude_start(anchor, compared, policy, time.perf_counter() - start)
             report = compared.report
-            if any(finding.kind == "error" for finding in report.findings):
-                if anchor.rank == report.reporting_rank:
-                    logger.warning("fp8dist: attach() cannot compare the ranks: %s", report.summary())
-            elif report.findings:
-                report = replace(report, notes=(*report.notes, _UNEQUAL_START))
-                save_evidence(report, self.state.settings.report_dir, compared.holdings.evidence)
-                announce(report, anchor, raises=policy == "raise", notify=self.notify_diverged)
-            else:
-                if anchor.rank == min(anchor.ranks):
-                    _log_start(report, len(anchor.ranks), time.perf_counter() - start)
+            if policy is not None and self.adopted is None and not report.findings:
                 everywhere = "parameter" not in {*report.partial, *report.unverified}
-                if self.adopted is None and not (everywhere and not compared.holdings.memberships):
+                if not everywhere or compared.holdings.memberships:
                     # Not all parameters are compared over all ranks: list those that an axis could be named for.
                     listing = Adopted(Axes({"all": anchor.process_group}), {}, log_equal)
-                    self._adopt_at_start(anchor, whole, listing)
+                    inventory(listing)[0].adopt(whole)
 
-    def _adopt_at_start(self, anchor: SyncGroup, whole: nn.Module, adopted: Adopted | None) -> None:
-        """Compare tensors along axes for the first time. COLLECTIVE over these axes."""
-        if adopted is not None and not unknown(whole):
-            plain, left_out = self._replicated_at_start(anchor, whole)
-            Inventory(anchor, plain, left_out, at_start=True, adopted=adopted).adopt(whole)
-
-    def _replicated_at_start(self, anchor: SyncGroup, whole: nn.Module) -> tuple[bool, Mapping[str, None]]:
-        """Return whether all plain parameters count as replicated at the start, and the patterns of those that do not.
-        Local."""
-        # After the first boundary ranks may have trained on their own, as in local SGD. Axes say which are replicated.
-        plain = not self.state.job.boundaries and self.adopted is None and is_plain(whole)
-        # Modules with a group of their own, such as experts, may differ between the anchor's ranks: leave them out.
-        others = [sync for sync, group in zip(self.state.syncs, self.state.groups) if plain and group is not anchor]
-        left_out = {name: None for sync in others for pattern in sync.patterns for name in (pattern, f"{pattern}.*")}
-        return plain, left_out
-
-    def _held_at_start(self, anchor: SyncGroup, model: nn.Module, whole: nn.Module) -> Holdings:
-        """Return what this rank brings to ``compare_start``. Local."""
-        plain, left_out = self._replicated_at_start(anchor, whole)
-        inventory = Inventory(anchor, plain, left_out, at_start=True, adopted=self.adopted)
-        if not unknown(whole):  # Else ``attach`` has warned that this torch does not show how FSDP shards the model.
-            # A resumed rank may rightly have buffers of its own. That ranks resume from other steps is found by itself.
-            buffers = not self.state.job.boundaries and not self.state.job.step
-            # Without wrappers, only the prepared model is known to be replicated, not the modules around it.
-            inventory.add_module(model if plain else whole, Scope(buffers=buffers))
-        return inventory.holdings(self.state.job.step)
+    def _conclude_start(self, anchor: SyncGroup, compared: Compared, policy: Start | None, seconds: float) -> None:
+        """Log what ``compare_start`` has found in so many seconds, and raise if ``policy`` says so. COLLECTIVE if ranks
+        differ."""
+        report = compared.report
+        if any(finding.kind == "error" for finding in report.findings):
+            if anchor.rank == report.reporting_rank:
+                logger.warning("fp8dist: attach() cannot compare the ranks: %s", report.summary())
+        elif report.findings:
+            report = replace(report, notes=(*report.notes, _UNEQUAL_START))
+            save_evidence(report, self.state.settings.report_dir, compared.holdings.evidence)
+            announce(report, anchor, raises=policy == "raise", notify=self.notify_diverged)
+        elif policy is not None and anchor.rank == min(anchor.ranks):
+            _log_start(report, len(anchor.ranks), seconds)
 
     def warn_of_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
         """Warn once, on one rank, if a check of parameters could compare none. Local."""
@@ -580,14 +588,6 @@ class Comparison:
     groups: Mapping[str, GroupLike | None] | None = None
     adopted: Adopted | None = None
 
-    def _inventory(self) -> Inventory:
-        return Inventory(self.anchor, self.vouched, self.groups, adopted=self.adopted)
-
-    def adopt(self) -> None:
-        """Let axes find out which tensors are copies along them, if they do not know. COLLECTIVE over these axes."""
-        if self.scope.parameters or self.scope.gradients:
-            self._inventory().adopt(self.module)
-
     def noted(self, report: DivergenceReport) -> DivergenceReport:
         """Return a report with a note on tensors that are compared because they were equal along an axis. Local."""
         note = "" if self.adopted is None else self.adopted.advice(f.name for f in report.findings)
@@ -595,7 +595,7 @@ class Comparison:
 
     def holdings(self) -> Holdings:
         """Return what this rank brings to the check. Local."""
-        inventory = self._inventory()
+        inventory = Inventory(self.anchor, self.vouched, self.groups, adopted=self.adopted)
         for sync in (sync for checker in self.checkers for sync in checker.state.syncs if self.scope.state):
             inventory.add_arena(sync)
         if self.module is not None:
@@ -647,8 +647,10 @@ def run_check(
     ):
         known = [finding for checker in checkers for finding in checker.known_findings()]
         try:
-            of.adopt()
             compared = check_replicas(anchor, of.holdings, known, everything=policy == "repair")
+            if of.module is not None and _may_adopt(compared):
+                Inventory(anchor, of.vouched, of.groups, adopted=of.adopted).adopt(of.module)
+                compared = check_replicas(anchor, of.holdings, known, everything=policy == "repair")
             report = of.noted(_require_compared(of, compared, instead))
             _log_changes(anchor, standing, report, kinds_of(report.compared), compared.nonfinite_rank)
             repairs.observe(report, of.scope.kinds)
@@ -662,6 +664,11 @@ def run_check(
         finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
                 checker.state.job.invalidate_casts()
+
+
+def _may_adopt(compared: Compared) -> bool:
+    """True if the first comparison along an axis is due, and ranks agree on it; the same on all ranks."""
+    return bool(compared.holdings.pending) and not any(f.kind in ("layout", "error") for f in compared.report.findings)
 
 
 def check_alone(module: nn.Module | None, scope: Scope, standing: Standing) -> DivergenceReport:

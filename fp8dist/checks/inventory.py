@@ -35,7 +35,7 @@ from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of", "not_finite_in"]
+__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of", "not_finite_in", "plain_tensors"]
 
 Store = Callable[[Tensor], None] | None
 """Writes a repaired value back to where it came from; None: the tensor is a view of that memory."""
@@ -105,6 +105,7 @@ class Holdings:
         memberships: the ranks of all sets but the anchor's, also of those in which this rank has nothing.
         computed: results of casts and products that this rank computes for the check; equal labels mean equal hardware,
             versions and casts. None: no rank computes.
+        pending: named axes along which tensors were not compared before.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -115,11 +116,13 @@ class Holdings:
     alone: DivergenceReport = field(default_factory=DivergenceReport)
     memberships: tuple[Membership, ...] = ()
     computed: ReplicaSet | None = None
+    pending: tuple[str, ...] = ()
 
     @property
     def layout(self) -> tuple[str, ...]:
         """Labels of the sets other than the anchor's, which must be equal on all ranks: they decide on collectives."""
-        return (*(m.label for m in self.memberships), *(() if self.computed is None else (plural(KIND),)))
+        first = (f"axis {axis}, compared for the first time" for axis in self.pending)
+        return (*(m.label for m in self.memberships), *(() if self.computed is None else (plural(KIND),)), *first)
 
     @property
     def all_sets(self) -> tuple[ReplicaSet, ...]:
@@ -206,6 +209,7 @@ class Inventory:
         self._noun = "parameters"  # Or "trainable parameters", if only these count.
         self._nonfinite: tuple[str, ...] = ()
         self._computed: ReplicaSet | None = None
+        self._still_pending: tuple[str, ...] = ()
 
     def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
         """Return all that was collected. For the arguments see ``Holdings``."""
@@ -238,13 +242,14 @@ class Inventory:
             ),
             memberships=self._replication.memberships,
             computed=self._computed,
+            pending=self._still_pending,
         )
 
-    def adopt(self, module: nn.Module | None) -> None:
+    def adopt(self, module: nn.Module) -> None:
         """Let named axes find out which tensors of a module are copies along them, if they do not know. COLLECTIVE over
-        each axis that does not. A rank that cannot read its tensors takes part, and its next check says so."""
-        replication = self._replication
-        if module is None or self._adopted is None or not (pending := self._adopted.pending(replication.axes)):
+        each axis that does not: call it after a check in which ranks agreed on these (``Holdings.pending``). A rank
+        that cannot read its tensors takes part, and its next check says so."""
+        if self._adopted is None:
             return
         tensors: list[OpenTensor] | None
         try:
@@ -254,10 +259,22 @@ class Inventory:
             self._adopted.error = None
         except Exception as raised:
             tensors, self._adopted.error = None, raised
-        self._adopted.adopt(pending, tensors)
+        self._adopted.adopt(self._pending(module), tensors, _all_names(module))
+
+    def _pending(self, module: nn.Module) -> list[str]:
+        """Return the axes along which the tensors of a module were not compared before."""
+        return [] if self._adopted is None else self._adopted.pending(_all_names(module))
+
+    def await_axes(self, module: nn.Module) -> None:
+        """Note which axes wait for their first comparison, for ranks to agree on. ``add_module`` does so, too."""
+        self._still_pending = tuple(self._pending(module))
 
     def _open_tensors(self, module: nn.Module) -> Iterator[tuple[NamedTensor, Sequence[str]]]:
-        """Yield the local parts of parameters and buffers that may be copies along axes, with these axes."""
+        """Yield the local parts of parameters and buffers that may be copies along axes, with these axes.
+
+        Raises:
+            ValueError: a parameter has no values yet.
+        """
         replication = self._replication
         replication.learn(module)
         own = {id(b) for part in module.modules() for b in part.buffers(False) if _has_statistics(part)}
@@ -266,8 +283,13 @@ class Inventory:
         named += [(name, one, [home]) for name, one, home in replication.of_buffers(module) if id(one) not in own]
         for name, tensor, homes in named:
             along = replication.open_axes(name, tensor, homes)
-            if along and not is_traceable_wrapper_subclass(local := local_part(tensor).detach()):
-                yield NamedTensor(name, local), along
+            if not along or is_traceable_wrapper_subclass(local := local_part(tensor)):
+                continue
+            if is_lazy(local) or local.is_meta:
+                if isinstance(tensor, nn.Parameter):
+                    raise ValueError(f"parameter '{name}' has no values yet")
+            elif local.layout is torch.strided and not local.is_quantized:
+                yield NamedTensor(name, local.detach()), along
 
     def add_arena(self, sync: ArenaSync) -> None:
         """Add the FP8 state of one arena, all of whose slots the ranks of the sync's group share."""
@@ -306,10 +328,11 @@ class Inventory:
     def _add_parameters(self, module: nn.Module, parameters: bool, gradients: bool) -> None:
         """Add all parameters, their current gradients, or both."""
         self._replication.learn(module)
+        self.await_axes(module)
         if self._adopted is not None and self._adopted.error is not None and not self._at_start:
             raise self._adopted.error
-        if self._adopted is not None and not self._adopted.pending(self._replication.axes):
-            self._adopted.require_copies(self._replication.names[id(one)] for one in module.parameters())
+        if self._adopted is not None and not self._still_pending:
+            self._adopted.require_copies(_all_names(module))
         found = False
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if trainable and not all(parameter.requires_grad for parameter in module.parameters()):
@@ -408,7 +431,7 @@ class Inventory:
         self._homes[home.label] = home
         if is_lazy(tensor):
             raise ValueError(f"{kind} '{name}': it is uninitialized: run a forward first")
-        for inner_name, inner in _plain_tensors(name, tensor):
+        for inner_name, inner in plain_tensors(name, tensor):
             if inner.layout is not torch.strided or inner.is_quantized:
                 self._skip(kind, Excuse(f"with layout {inner.layout}"))
             else:
@@ -417,6 +440,11 @@ class Inventory:
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
         """Count things of a kind that are not compared. With a ``count`` of 0, the reason stands in the report, too."""
         self._skipped[kind, excuse.reason] += count
+
+
+def _all_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of all parameters of a module. A tied parameter has several."""
+    return frozenset(clean_fqn(name) for name, _ in module.named_parameters(remove_duplicate=False))
 
 
 def _has_statistics(module: nn.Module) -> bool:
@@ -431,7 +459,7 @@ def not_finite_in(module: nn.Module, scope: Scope) -> tuple[str, ...]:
     return not_finite(
         (inner_name, inner, infinities)
         for name, tensor, infinities in numbers
-        for inner_name, inner in _plain_tensors(name, local_part(tensor))
+        for inner_name, inner in plain_tensors(name, local_part(tensor))
     )
 
 
@@ -462,7 +490,7 @@ def _write(state: dict[str, Any], key: str, kind: type[Any], number: Tensor) -> 
     state[key] = kind(number.item())
 
 
-def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors inside a wrapper subclass (such as a quantised weight), or the tensor itself."""
     tensor = tensor.detach()
     if not is_traceable_wrapper_subclass(tensor):
@@ -470,4 +498,4 @@ def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     inner_names: Sequence[str] = tensor.__tensor_flatten__()[0]
     for inner in inner_names:
-        yield from _plain_tensors(f"{name}.{inner}", getattr(tensor, inner))
+        yield from plain_tensors(f"{name}.{inner}", getattr(tensor, inner))

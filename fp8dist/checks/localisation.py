@@ -208,15 +208,15 @@ def localise_computed(
 
 
 def localise_tied(s: ReplicaSet, digests: Tensor, mine: Holdings) -> list[Finding]:
-    """Find what differs in a set that only some ranks of its group hold. COLLECTIVE over the group. For the arguments
-    see ``localise_set``."""
+    """Find what differs in a set that only some ranks of its group hold, under several names. COLLECTIVE over the
+    group. For the arguments see ``localise_set``. No finding has a reference rank, so no repair copies from it."""
     by_rank, senders = mine.gather(s.group, tuple(s.keys))
     held = {rank: keys for rank, keys in by_rank.items() if keys}
     layouts = sides_of(held)
     if len(layouts) > 1:
         shown = [(side, {(key.name, key.kind): key for key in held[side[0]]}) for side in layouts]
         return from_senders(layout_findings(shown), senders)
-    return localise_computed(s.group, mine, s, digests, layouts)
+    return [replace(f, reference_rank=None) for f in localise_computed(s.group, mine, s, digests, layouts)]
 
 
 # Tier 3 ------------------------------------------------------------------------------------------------

@@ -249,7 +249,8 @@ def _agree(
         dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
     count = len(numbers)
     pairs = message.tolist()
-    same = [pairs[i] == ~pairs[count + i] for i in range(count)]
+    # If all ranks are silent, the maximum of both is the least number.
+    same = [pairs[i] == ~pairs[count + i] or pairs[i] == pairs[count + i] for i in range(count)]
     return [*same[:-3], all(same[-3:])], pairs[2 * count :]
 
 

@@ -96,12 +96,16 @@ def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared)
         The report with ``repaired`` filled in, if all ranks agree now. Else the findings that remain, with a note.
     """
     report = compared.report
-    if any(f.reference_rank is None or f.kind in _BEYOND_REPAIR for f in report.findings):
+    # A thing without a majority along one axis may have one along another, as a replica.
+    known = {(f.kind, f.name) for f in report.findings if f.reference_rank is not None}
+    unknown = any(f.reference_rank is None and (f.kind, f.name) not in known for f in report.findings)
+    if unknown or any(f.kind in _BEYOND_REPAIR for f in report.findings):
         why = "not all findings have a majority to copy values from"
         if any(f.kind == KIND for f in report.findings):
             why = "a copy does not repair a device that computes otherwise"
         return replace(report, notes=(*report.notes, f"nothing was copied: {why}"))
-    failures = [text for replicas, differing in compared.differing if (text := _mend(replicas, differing))]
+    with_majority = [(s, [of for of in things if split(of.sides)[0] is not None]) for s, things in compared.differing]
+    failures = [text for replicas, differing in with_majority if (text := _mend(replicas, differing))]
     mended = mended_texts(report)
     after = check_replicas(anchor, build).report
     if not after.diverged:
@@ -112,7 +116,8 @@ def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared)
 
 def mended_texts(report: DivergenceReport) -> tuple[str, ...]:
     """Return one text per finding: what was copied, and from which rank."""
-    return tuple(f"{f.subject} on {f.who}, from rank {f.reference_rank}" for f in report.findings)
+    found = [f for f in report.findings if f.reference_rank is not None]
+    return tuple(f"{f.subject} on {f.who}, from rank {f.reference_rank}" for f in found)
 
 
 def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8dist.checks.axes import Adopted
 from fp8dist.common.text import ranks_text
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel import megatron
 from fp8dist.parallel.partitioned import is_partitioned
@@ -73,13 +74,15 @@ class Home:
 
 @dataclass(frozen=True)
 class Excuse:
-    """Why a tensor is not compared, in words that follow a count and a kind: "3 parameters sharded by FSDP1"."""
+    """Why a tensor is not compared, in words that follow a count and a kind: "3 parameters sharded by FSDP1". ``open``:
+    True if it may have copies along a named axis."""
 
     reason: str
+    open: bool = False
 
 
-_UNKNOWN = Excuse("not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)")
-_IGNORED = Excuse("that DDP was told to ignore")
+_UNKNOWN = Excuse("not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)", True)
+_IGNORED = Excuse("that DDP was told to ignore", True)
 
 
 @dataclass(frozen=True)
@@ -153,22 +156,29 @@ class Replication:
         label = self._unique(label, group.ranks)
         self._memberships[label] = Membership(label, group.ranks, view)
         if not group.communicates:
-            return Excuse(f"that are shared with no other rank ({label})")
+            return Excuse(f"that are shared with no other rank ({label})", True)
         if not self._anchor_ranks.issuperset(group.ranks):
-            return Excuse(f"that are shared with ranks that do not take part in this check ({label})")
+            return Excuse(f"that are shared with ranks that do not take part in this check ({label})", True)
         return Home(label, group)
 
     def _learn_axes(self) -> None:
         """Record the homes of copies along the named axes, and of ``copies``. All ranks have these, whatever they
         hold."""
-        for axis, group in self.adopted.groups.items() if self.adopted else ():
+        if self.adopted is None:
+            return
+        for axis, group in self.adopted.groups.items():
+            if not self._anchor_ranks.issuperset(group.ranks):
+                raise ConfigurationError(
+                    f"axis {axis} has ranks that do not take part: all ranks of an axis must check. Pass a group that "
+                    "has them, such as the whole mesh"
+                )
             home = self.of_group(f"axis {axis}", group)
             if isinstance(home, Home) and group.communicates:
                 self.axes[axis] = home
-            for original in sorted(set(self.adopted.axes.copies.values())) if self.adopted else ():
+            for original in sorted(set(self.adopted.axes.copies.values())):
                 label = _tied(axis, original)
                 self._memberships[label] = Membership(label, group.ranks, "")
-        if self.coords is None and self.adopted:
+        if self.coords is None:
             self.coords = {axis: list(group.ranks).index(group.rank) for axis, group in self.adopted.groups.items()}
 
     def open_axes(self, name: str, tensor: Tensor, homes: Sequence[Home | Excuse]) -> list[str]:
@@ -179,7 +189,7 @@ class Replication:
         if is_dtensor(tensor):
             known = self._ranks_of(tensor.device_mesh)
             return [axis for axis, home in self.axes.items() if len(known.intersection(home.group.ranks)) == 1]
-        if any(isinstance(one, Excuse) and one not in (_UNKNOWN, _IGNORED) for one in homes):
+        if any(isinstance(one, Excuse) and not one.open for one in homes):
             return []  # It is known why ranks hold other values.
         covering = [frozenset(one.group.ranks) for one in homes if isinstance(one, Home)]
         return [axis for axis, home in self.axes.items() if not any(of.issuperset(home.group.ranks) for of in covering)]
@@ -194,9 +204,7 @@ class Replication:
                 along.append(Home(_tied(axis, original), home.group, original, some=True))
         if along:
             return [*(one for one in homes if isinstance(one, Home)), *along]
-        apart = Excuse(
-            f"not equal along axis {' or '.join(self.axes)} when first compared" if self.axes else _UNKNOWN.reason
-        )
+        apart = Excuse(f"not known to be copies along axis {' or '.join(self.axes)}") if self.axes else _UNKNOWN
         return [apart if one == _UNKNOWN else one for one in homes]
 
     @property

@@ -101,8 +101,7 @@ class Attachment:
         boundary = "optimizer" if by_optimizer else "manual"
         also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
         self._agree(model, also, timeout)
-        if start is not None:
-            self._compare_start(model, whole, start)
+        self._compare_start(model, whole, start)
         parts = {part.fqn: part for part in fp8_parts(model)}
         for part in parts.values():
             part.slots.note.resharded = part.module in resharded
@@ -137,7 +136,7 @@ class Attachment:
         cycle.checks.restart()
         cycle.count_from_state()
 
-    def _compare_start(self, model: nn.Module, whole: nn.Module, start: Start) -> None:
+    def _compare_start(self, model: nn.Module, whole: nn.Module, start: Start | None) -> None:
         """Compare what the ranks start with. COLLECTIVE. After an error this rank shares no state: the caller may make
         the ranks equal, and attach again."""
         try:

@@ -120,9 +120,10 @@ def check(
     meet(anchor, "fp8dist.check()")
     last_good = module.__dict__[LAST_GOOD_STEPS]
     device, vouched = _device_of(module), group is not None
-    adopted = next((checker.adopted for checker in checkers), None)
+    adopted = next((checker.adopted for checker in checkers if checker.adopted is not None), None)
     if given is not None:
-        adopted = Adopted(given, module.__dict__.setdefault(ALONG_AXES, {}))
+        memory = checkers[0].along if checkers else module.__dict__.setdefault(ALONG_AXES, {})
+        adopted = Adopted(given, memory)
     compared = Comparison(
         anchor, checkers, module, scope, device, step or 0, last_good, vouched=vouched, groups=groups, adopted=adopted
     )

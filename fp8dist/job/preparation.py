@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8dist.checks.axes import Adopted, Axes
+from fp8dist.checks.axes import Axes
 from fp8dist.common.names import check_keywords, require_bool
 from fp8dist.common.patterns import Skip, shadowed, unmatched
 from fp8dist.common.text import first_few
@@ -167,10 +167,9 @@ def prepare(
     linears, products = surveyed.chosen, products_of(surveyed.experts, selection.overrides, recipe)
     assignment = assign(linears, products, selection.overrides, recipe, given)
     arenas = syncs_of(specs_of(assignment, products, given, recipe), given, settings)
-    state, slots, grouped = _build(assignment, products, arenas, settings)
+    state, slots, grouped = _build(assignment, products, arenas, settings, along)
     default, _ = next(iter(arenas.values()))
     manager = StateManager(model, recipe, state, default, assignment.aliases, surveyed.coverage(True), selection)
-    Internals(manager).cycle.checker.adopted = None if along is None else Adopted(along, {})
     with _undone_if_it_fails([*linears.values(), *surveyed.experts.values(), model]):
         _convert(surveyed, products, slots, grouped)
         model.__dict__[ATTRIBUTE] = manager
@@ -184,6 +183,7 @@ def _build(
     products: Sequence[ExpertProduct],
     arenas: Mapping[tuple[int, Recipe], tuple[ArenaSync, SyncGroup | None]],
     settings: Settings,
+    axes: Axes | None,
 ) -> tuple[ModelState, dict[str, LinearSlots], dict[str, GroupedSlots]]:
     """Return the state of a model, and the slots of its Linears and products, by fqn.
 
@@ -204,7 +204,7 @@ def _build(
     grouped = {of.fqn: GroupedSlots(sync_of[of.fqn], job, of.recipe, of.fqn, of.name, of.experts) for of in products}
     each = [precision for of in (*linears.values(), *grouped.values()) for precision in of.precisions]
     precisions = Precisions({precision.slots[Role.INPUT].fqn: precision for precision in each})
-    return ModelState(settings, job, precisions, syncs, groups), linears, grouped
+    return ModelState(settings, job, precisions, syncs, groups, axes), linears, grouped
 
 
 def _convert(

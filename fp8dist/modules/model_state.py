@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fp8dist.modules.job_state import JobState
 from fp8dist.state.arena_sync import ArenaSync
@@ -23,6 +24,7 @@ class ModelState:
             Otherwise ranks that are in several groups could wait for each other in a circle.
         groups: the process group that each arena was prepared for, in the order of ``syncs``, attached or not. None:
             no group.
+        axes: an ``fp8dist.Axes``, along which checks compare plain tensors, too; None: the caller named none.
     """
 
     settings: Settings
@@ -30,6 +32,7 @@ class ModelState:
     precisions: Precisions
     syncs: tuple[ArenaSync, ...]
     groups: tuple[SyncGroup | None, ...]
+    axes: Any = None
 
     def group_of(self, sync: ArenaSync) -> SyncGroup | None:
         """Return the group that an arena was prepared for, attached or not."""

@@ -30,13 +30,15 @@ def _train(
     enabled: bool = True,
     level: int = logging.WARNING,
     shard: bool = False,
+    gather: bool = False,
 ) -> list[str]:
     """Train six steps, and call ``between(step, model, optimizer)`` after each. Return what is logged."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
     model[2].bias.requires_grad_(False)
     group = dist.group.WORLD if dist.is_initialized() else None
-    manager = fp8dist.prepare(model, fp8dist.CurrentScaling(), group=group, at_rest_every=every, enabled=enabled)
+    options: Any = {"group": group, "at_rest_every": every, "enabled": enabled, "fp8_all_gather": gather}
+    manager = fp8dist.prepare(model, fp8dist.CurrentScaling(), **options)
     if shard:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -64,7 +66,7 @@ def test_a_flipped_bit_is_named_with_rank_tensor_and_step(what: str, enabled: bo
     texts = _train(lambda step, *of: _flip(tensor_of(*of)) if step == 3 else None, enabled=enabled)
     assert texts == [
         f"rank 0: changed between steps 3 and 4, and torch counted no write: {name}. Other code has written through "
-        ".data or an address, or the memory is faulty. What changes so between all steps is reported once"
+        ".data, an address or a collective, or the memory is faulty. What changes so between all steps is reported once"
     ]
 
 
@@ -92,6 +94,21 @@ def test_a_bit_of_a_shard_that_exists_once_is_named_on_its_rank(two_ranks: RankP
     assert first == []
     assert len(second) == 1
     assert second[0].startswith(f"rank 1: changed between steps 2 and 3, and torch counted no write: {name}. ")
+
+
+def _gathered() -> Any:
+    """A bit of an FP8 weight's shard, which FSDP2 gathers as FP8 bytes."""
+
+    def flip(step: int, model: Any, optimizer: Any) -> None:
+        if step == 3:
+            _flip(model[0].weight._local_tensor.as_subclass(Tensor))
+
+    return _train(flip, shard=True, gather=True)
+
+
+def test_shards_that_are_gathered_in_fp8_are_covered(two_ranks: RankPool) -> None:
+    for (text,) in two_ranks.run(_gathered):
+        assert "changed between steps 3 and 4, and torch counted no write: 0.weight" in text
 
 
 # What is no fault --------------------------------------------------------------------------------------
@@ -157,13 +174,15 @@ def test_fused_steps_of_two_optimizers_are_no_fault() -> None:
 def test_a_habit_is_reported_once() -> None:
     def write(step: int, model: Any, optimizer: Any) -> None:
         model[0].weight.data.mul_(0.99)
+        if step > 2:  # From then on.
+            model[0].bias.data.mul_(0.99)
         if step in (2, 5):
             _flip(model[2].weight)
 
     texts = _train(write)
     assert [text.split(". Other")[0].split("between ")[1] for text in texts] == [
         f"steps {step} and {step + 1}, and torch counted no write: {name}"
-        for step, name in [(1, "0.weight"), (2, "2.weight"), (5, "2.weight")]
+        for step, name in [(1, "0.weight"), (2, "2.weight"), (3, "0.bias"), (5, "2.weight")]
     ]
 
 

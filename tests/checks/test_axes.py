@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from typing import Any
@@ -80,7 +81,7 @@ def test_a_job_that_adds_all_up_is_consistent(two_ranks: RankPool) -> None:
     for compared, skipped in two_ranks.run(_forgets, "", True, True):
         assert compared["parameter"] == compared["gradient"] == 9
         assert compared["optimizer"] == 27
-        assert "2 parameters not equal along axis tp when first compared" in skipped
+        assert "2 parameters not known to be copies along axis tp" in skipped
 
 
 def test_without_axes_nothing_is_compared_and_the_report_says_so(two_ranks: RankPool) -> None:
@@ -200,7 +201,7 @@ def test_an_embedding_that_two_stages_share_is_compared(size: int, two_ranks: Ra
     first, *middle, last = _pool(size, two_ranks, four_ranks).run(_tied, None)
     assert first == last
     assert first[0] == {"parameter": 1, "optimizer": 3}
-    assert "2 parameters not equal along axis pp when first compared" in first[1]
+    assert "2 parameters not known to be copies along axis pp" in first[1]
     assert [compared for compared, _ in middle] == [{}] * (size - 2)
 
 
@@ -226,7 +227,7 @@ def _misnamed() -> str:
 
 
 def test_copies_that_no_rank_holds_are_an_error(two_ranks: RankPool) -> None:
-    expected = "copies={'embedding.weight': 'head.weight'}: on no axis (pp) does one rank hold the first name"
+    expected = "copies={'embedding.weight': 'head.weight'}: no axis (pp) has ranks that hold both names"
     assert all(expected in text for text in two_ranks.run(_misnamed))
 
 
@@ -358,6 +359,191 @@ def test_without_axes_attach_lists_what_is_equal_and_not_compared(four_ranks: Ra
     assert "18 of 22 parameters are equal on its ranks" in four_ranks.run(_listed, True)[0][0]
 
 
+# Ranks that disagree, and axes that cannot be compared --------------------------------------------------
+
+
+def _disagrees(how: str) -> str:
+    """Return what a check says in which rank 1 has other axes, or an argument that is wrong."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    model = ByHand(world)
+    given: dict[str, Any] = {
+        "axes": {"axes": {"tp": world} if rank else None},
+        "copies": {"axes": fp8dist.Axes({"tp": world}, copies={"a": "b"} if rank else {"a": "c"})},
+        "memory": {"axes": {"tp": world}},
+        "groups": {"groups": {"*": "wrong"} if rank else None},
+    }[how]
+    if how == "memory":
+        fp8dist.check(model, **given)
+        model = ByHand(world) if rank else model
+    with captured_log():
+        try:
+            return repr(fp8dist.check(model, policy="warn", **given).findings)
+        except ConfigurationError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("axes", "axis tp, compared for the first time"),
+        ("copies", "axis tp: b"),
+        ("memory", "axis tp, compared for the first time"),
+        ("groups", "group must be a ProcessGroup or a DeviceMesh"),
+    ],
+)
+def test_ranks_that_disagree_are_reported_and_do_not_hang(two_ranks: RankPool, how: str, text: str) -> None:
+    assert all(text in said for said in two_ranks.run(_disagrees, how, timeout=30))
+
+
+def _wide(prepares: bool) -> Any:
+    """Check, on the two ranks of a part, a model along an axis of all four."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16))
+    axes = {"all": dist.group.WORLD}
+    if not prepares:
+        with pytest.raises(ConfigurationError) as caught:
+            fp8dist.check(model, group=mesh["tp"], axes=axes)
+        return str(caught.value)
+    manager = fp8dist.prepare(model, group=mesh["tp"], axes=axes)
+    with captured_log():
+        manager.attach(model)
+    with pytest.raises(ConfigurationError) as caught:
+        manager.check()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("prepares", [True, False])
+def test_all_ranks_of_an_axis_must_take_part(four_ranks: RankPool, prepares: bool) -> None:
+    for text in four_ranks.run(_wide, prepares, timeout=30):
+        assert "axis all has ranks that do not take part: all ranks of an axis must check" in text
+
+
+def _parts_later(how: str) -> Any:
+    """Part a norm on one rank after it was adopted. Return what a check then finds."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
+    model: Any = ByHand(tp)
+    axes = {"tp": tp}
+    called = DistributedDataParallel(model, process_group=dp) if how == "ddp of one rank" else model
+    if how in ("start=None", "no sync", "by the manager", "a deep copy", "attached again in a wrapper"):
+        sync = how != "no sync"
+        manager = fp8dist.prepare(model, group=mesh, axes=axes, amax_sync=sync, skip=["*router", "*gate"])
+        if how == "a deep copy":
+            del model.group  # torch cannot copy it.
+            model = called = copy.deepcopy(model)
+            manager = fp8dist.get_manager(model)
+        with captured_log():
+            manager.attach(called, start=None if how == "start=None" else "raise")
+            if how == "attached again in a wrapper":
+                manager.detach()
+                called = nn.ModuleDict({"inner": model})
+                manager.attach(called)
+    else:
+        fp8dist.check(called, axes=axes)
+    if dist.get_rank():
+        with torch.no_grad():
+            model.norm.weight[3] += 1
+    report = fp8dist.check(called, axes=axes, policy="warn")
+    return [f.name for f in report.findings if f.kind == "parameter"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("plain", "ddp of one rank", "start=None", "no sync", "by the manager", "a deep copy"),
+        "attached again in a wrapper",
+    ],
+)
+def test_a_copy_that_parts_is_found(two_ranks: RankPool, how: str) -> None:
+    prefix = "inner." if how == "attached again in a wrapper" else ""
+    with captured_log():
+        assert two_ranks.run(_parts_later, how) == [[f"{prefix}norm.weight"]] * 2
+
+
+class _Holds(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.ones(4, 4))
+        for name in (*names, "other"):
+            self.register_module(name, nn.Linear(4, 4, bias=False))
+            getattr(self, name).weight = weight if name != "other" else nn.Parameter(torch.ones(2))
+
+
+def _stages(holds: list[list[str]]) -> dict[str, int]:
+    model = _Holds(*holds[dist.get_rank()])
+    axes = fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embed.weight": "head.weight"})
+    try:
+        return dict(fp8dist.check(model, axes=axes).compared)
+    except ConfigurationError as error:
+        return {str(error): 0}
+
+
+@pytest.mark.parametrize(
+    ("holds", "compared"),
+    [
+        ([["embed", "head"], []], [0, 0]),  # A V-shaped schedule: the first rank has both ends, tied.
+        ([["embed", "head"], ["head"]], [1, 1]),
+        ([["embed"], ["head"]], [1, 1]),
+        ([["embed", "head"], ["embed", "head"]], [2, 2]),  # As along tensor parallelism: equal, and of one name.
+    ],
+)
+def test_which_ranks_hold_copies(two_ranks: RankPool, holds: list[list[str]], compared: list[int]) -> None:
+    found = two_ranks.run(_stages, holds)
+    for counted, expected in zip(found, compared):
+        if holds[1]:
+            assert counted == {"parameter": expected}
+        else:  # Nothing else is compared here.
+            assert "nothing here is known to be the same" in next(iter(counted))
+
+
+def _odd_buffers() -> dict[str, int]:
+    model = ByHand(dist.group.WORLD)
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    model.register_buffer("meta", torch.empty(3, device="meta"))
+    model.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    return dict(fp8dist.check(model, axes={"tp": dist.group.WORLD}).compared)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_buffers_without_plain_bytes_are_left_out(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_odd_buffers) == [{"parameter": 9}] * 2
+
+
+def _repairs(tied: bool) -> Any:
+    """Three replicas of one rank, which has a copy along an axis on a fourth rank; or a tied weight of three ranks."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    groups = {ranks: dist.new_group(ranks) for ranks in [(0, 1, 2), (3,), (0, 3), (1,), (2,)]}
+    if tied:
+        model: nn.Module = _Holds("embed") if rank == 0 else _Holds("head") if rank < 3 else _Holds()
+        axes, patterns = fp8dist.Axes({"pp": world}, copies={"embed.weight": "head.weight"}, distinct="other*"), None
+    else:
+        model = nn.LayerNorm(4)
+        axes = fp8dist.Axes({"tp": groups[(0, 3) if rank in (0, 3) else (rank,)]})
+        model = DistributedDataParallel(model, process_group=groups[(0, 1, 2) if rank < 3 else (3,)])
+        patterns = None
+    fp8dist.check(model, axes=axes, groups=patterns, policy="warn")
+    odd = 2 if tied else 0
+    if rank == odd:
+        with torch.no_grad():
+            next(model.parameters())[0].add_(1)
+    with captured_log():
+        try:
+            return fp8dist.check(model, axes=axes, policy="repair").repaired
+        except DivergenceError as error:
+            return str(error)
+
+
+def test_a_majority_of_replicas_repairs_what_has_none_along_an_axis(four_ranks: RankPool) -> None:
+    for repaired in four_ranks.run(_repairs, False):
+        assert repaired == ("parameter 'weight' on rank 0, from rank 1",)
+
+
+def test_copies_of_other_names_are_not_repaired(four_ranks: RankPool) -> None:
+    for text in four_ranks.run(_repairs, True):
+        assert "nothing was copied: not all findings have a majority" in text
+
+
 # Arguments and cost ----------------------------------------------------------------------------------------
 
 
@@ -371,6 +557,10 @@ def test_without_axes_attach_lists_what_is_equal_and_not_compared(four_ranks: Ra
 )
 def test_axes_of_another_type(two_ranks: RankPool, given: Any, text: str) -> None:
     assert all(text in caught for caught in two_ranks.run(_refused, given))
+
+
+def test_no_axes_are_none() -> None:
+    assert fp8dist.Axes.of({}) is None
 
 
 def _refused(given: Any) -> str:
@@ -406,7 +596,7 @@ def test_the_first_check_sends_16_bytes_for_each_tensor_and_later_ones_nothing_m
     assert later == later_of_many
     assert later[0] == 1 + 2 + 2  # The anchor's set; do ranks mean the same, does a set differ; and one for each axis.
     assert [many - few for few, many in itertools.zip_longest(first, first_of_many)] == [0, 2 * 16 * 380]
-    assert first[0] - later[0] == 2 * 2
+    assert first[0] - later[0] == 3 + 2 * 2  # Ranks agree on the axes first.
 
 
 def _messages(rank: int, size: int, shape: tuple[int, int]) -> list[tuple[str, int]]:

@@ -72,6 +72,7 @@ class ByHand(nn.Module):
             for name, parameter in self.named_parameters():
                 if parameter.ndim > 1:
                     parameter.normal_(std=0.3, generator=own if name in SHARDS else whole)
+            self.gate.bias.zero_()
             if bias_shard:
                 self.qkv.bias.zero_()
 
