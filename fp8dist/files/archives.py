@@ -34,7 +34,7 @@ __all__ = [
     "zip_content",
 ]
 
-LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # Pickled MAGIC_NUMBER of torch/serialization.py, after PROTO.
+LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # ``torch.serialization.MAGIC_NUMBER``, pickled, without PROTO.
 _LEGACY_VERSION = 1001
 _LARGEST_PICKLE = 1 << 32  # FP8 state is in the pickle: 410 MB of history at 100,000 slots, 615 MB if text-encoded.
 _HOUSEKEEPING = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")

@@ -179,7 +179,7 @@ def _mapped(ours: Sequence[str], name_map: NameMap | None) -> Mapping[str, objec
 
 
 def _parsed(fqn: str, value: object) -> tuple[str | None, int]:
-    """Return a value of ``name_map`` as (fqn or None, number of the GEMM). Raise ConfigurationError if it is invalid."""
+    """Return a value of ``name_map`` as (fqn or None, number of the GEMM). Raise ConfigurationError if it is wrong."""
     if value is None:
         return None, 0
     name, gemm = value if isinstance(value, tuple) and len(value) == 2 else (value, 0)
