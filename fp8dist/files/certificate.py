@@ -25,7 +25,7 @@ class Origin(NamedTuple):
         run: the user's name for the run.
         ranks: number of ranks of the job.
         proven, checked: ``proven_step`` and ``checked_step`` of ``manager.verified``.
-        last_check: the last check that found no difference: its step, and what it compared.
+        last_check: the last check that found no difference: its step, and the fields of its result.
     """
 
     step: int

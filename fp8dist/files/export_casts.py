@@ -156,8 +156,7 @@ def _placements(tensor: Any) -> list[Any]:
 
 
 def _cuts(stored: Stored) -> list[tuple[int, int]]:
-    """Return (dim, number of ranks) of the cuts of a weight that FSDP2 does not undo for a forward: those of tensor
-    parallelism."""
+    """Return (dim, number of ranks) of each cut of a weight by tensor parallelism. FSDP2's gathers do not undo these."""
     value: Any = stored.value
     if not is_dtensor(value):
         return []

@@ -37,8 +37,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     (hardware, versions, flags), and digests of everything that the step starts from: the random state, parameters and
     buffers, the FP8 state and the inputs of the model. The block may have several microbatches.
 
-    Any model, with or without FP8. Of a DTensor or a shard of FSDP, the digest is that of this rank's part. Modules
-    inside a compiled module have no lines. Each tensor is read once more; its bits do not change.
+    Works for any model, with or without FP8. For a DTensor or a shard of FSDP, the digest covers this rank's part.
+    Modules inside a compiled module have no lines. Each tensor is read once more; its bits do not change.
 
     Args:
         model: the module to follow, also inside DDP, FSDP or torch.compile.

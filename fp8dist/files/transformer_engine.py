@@ -86,7 +86,7 @@ def load_transformer_engine(
             lacks have the same name in both models. None: all have.
 
     Returns:
-        A report of the slots that matched, and of those that did not.
+        A report of the slots and modules that matched, and of the modules that did not.
 
     Raises:
         ConfigurationError: ``name_map`` is invalid, or names a module, entry or GEMM that does not exist.

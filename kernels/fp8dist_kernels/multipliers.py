@@ -12,7 +12,7 @@ No row is needed for these products, which torch's code takes:
 - one scale per tensor or per row, with k of 16 to 112. A wgrad over at most 128 tokens is one of these, also with
   scales of 1 x 128 blocks: a row has a single block, so its scales have the shape of scales per row.
 
-``reads_sideways`` says which layouts of ``b`` the products read, those of torch and of Triton.
+``reads_sideways`` says which layouts of ``b`` products read, torch's as well as Triton's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CUBLASLT_WITH_SCALES = (12, 9)
 
 _CUTLASS_WITH_FLOAT32 = (2, 15)
 """torch's pull request 187569 of June 2026 lets its CUTLASS kernels return float32, and float16 without a bias. Which
-release has it first was not verified. This is one that was cut after it."""
+release has the change first was not verified. 2.15 was cut after the change."""
 
 _CUBLASLT_WITH_LAYOUTS = (12, 8)
 """Since this version, cuBLASLt takes all layouts on Blackwell (issue 152150 of PyTorch). ``_scaled_gemm`` in

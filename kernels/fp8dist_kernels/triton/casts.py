@@ -272,7 +272,7 @@ class CastPlan(NamedTuple):
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    """Shapes of both copies; (0,) for one that is not requested."""
+    """Shapes of the row-major and the transposed copy; (0,) for a copy that is not requested."""
     sideways: bool
     """True if the transposed copy is the straight one."""
     programs: tuple[int]

@@ -146,7 +146,7 @@ def _columns_kernel(
     b,  # descriptor of FP8 [k, columns], blocks [TILE_N, TILE_K]
     out,  # [groups, n, k]
     inv_scale_a,  # "one": float32[groups]; "lines": [groups, n]; "blocks": [n, blocks], strides as given
-    inv_scale_b,  # the same of k
+    inv_scale_b,  # likewise, with k in place of n
     offsets,  # int32[groups]
     groups,
     n,

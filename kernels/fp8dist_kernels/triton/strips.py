@@ -50,8 +50,8 @@ class Page(NamedTuple):
         return self[:6]
 
     def sides(self, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (tensor of the straight copy, tensor of the flipped copy). ``of_rows``, ``of_columns``: those of the
-        row-major and of the transposed copy."""
+        """Return (tensor of the straight copy, tensor of the flipped copy). ``of_rows`` belongs to the row-major copy,
+        ``of_columns`` to the transposed one."""
         return (of_columns, of_rows) if self.on_its_side else (of_rows, of_columns)
 
     def tiles(self, tall: int, wide: int) -> int:

@@ -143,7 +143,7 @@ def _read(words, sums, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 Examined = tuple[Callable[[], object], str | None]
-"""The action to time, and a description of what is wrong with its result."""
+"""The action to time, and a description of the error in its result; None if the result is right."""
 
 
 def _cast(tensors: Sequence[Tensor], pending: Tensor, everything: bool) -> Examined:

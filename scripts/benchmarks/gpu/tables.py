@@ -20,7 +20,7 @@ class Goal(NamedTuple):
 
     Attributes:
         what: the operation that is measured, as the table names it.
-        against: what its time is compared with.
+        against: the operation with whose time it is compared.
         least: the ratio to reach; None: measured for information only.
         part, figure: names of the part and of its figure, whose geometric mean is judged.
     """
