@@ -156,7 +156,7 @@ def _placements(tensor: Any) -> list[Any]:
 
 
 def _cuts(stored: Stored) -> list[tuple[int, int]]:
-    """Return (dim, number of ranks) of each cut of a weight by tensor parallelism. FSDP2's gathers do not undo these."""
+    """Return (dim, number of ranks) of each cut of a weight by tensor parallelism, which FSDP2 does not gather."""
     value: Any = stored.value
     if not is_dtensor(value):
         return []

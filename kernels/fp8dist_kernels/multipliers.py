@@ -176,12 +176,12 @@ def row_of(product: Product, machine: Machine) -> Row | None:
 
 
 def reads_sideways(scaling: Scaling, machine: Machine) -> bool:
-    """True if the products of torch and of Triton read ``b`` from memory as [n, k] or as [k, n], at the same speed. If
-    False, the caller copies a ``b`` that lies as [k, n].
+    """True if products, torch's as well as Triton's, are given a ``b`` that lies in memory as [k, n]. If False, it must
+    be copied to [n, k] first.
 
     Tensor cores of sm_100 read FP8 in either layout (tcgen05). Those of Hopper, Ada and consumer Blackwell need k last:
-    Triton would transpose each tile in registers. With a scale per row, torch uses CUTLASS on sm_100, compiled for k
-    last.
+    Triton could read [k, n] there, but would transpose each tile in registers. With a scale per row, torch uses CUTLASS
+    on sm_100, compiled for k last.
     """
     if machine.capability is None or machine.capability[0] != _BLACKWELL[0]:
         return False

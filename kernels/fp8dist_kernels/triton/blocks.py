@@ -47,6 +47,7 @@ def _amax_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Store the amax bits of parts of rows (STRAIGHT) and columns (FLIPPED). A program reads [region, WIDE]."""
     # Maxima of parts, because a maximum of the whole line would have to be cleared by a launch before this one.
     across = tl.cdiv(width, WIDE)
     down, right = tl.program_id(0) // across, tl.program_id(0) % across
@@ -171,6 +172,7 @@ def _lines_kernel(
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Cast with a scale per row of each copy, from amaxes of its parts, or (PARTS 0) a scale per 1 x TILE block."""
     # Each copy has its own programs, side by side, so that the second read of x comes from L2: one program for both
     # would need twice the registers. A program does half a tile: whole rows for the straight copy, whole columns for
     # the flipped copy.
@@ -226,6 +228,7 @@ def _squares_kernel(
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Cast with a scale per block of TILE x TILE. A program casts one block into both copies."""
     across, below = tl.cdiv(straight_width, TILE), tl.cdiv(flipped_width, TILE)
     expert = tl.program_id(1).to(tl.int64)
     x += expert * group_stride

@@ -103,6 +103,7 @@ def _cast_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Cast with one scale, and record the amax. A program casts one tile into both copies."""
     across = tl.cdiv(straight_width, WIDE)
     top = (tl.program_id(0) // across).to(INDEX) * TALL
     left = (tl.program_id(0) % across).to(INDEX) * WIDE
@@ -152,6 +153,7 @@ def _sums_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Store the column sums of each TALL rows of x, without a cast."""
     across = tl.cdiv(width, WIDE)
     top = (tl.program_id(0) // across).to(INDEX) * TALL
     left = (tl.program_id(0) % across).to(INDEX) * WIDE
@@ -167,6 +169,7 @@ def _add_up_kernel(
     width,
     WIDE: tl.constexpr,
 ):
+    """Add up the rows of ``sums``, in the order of ``reference.casts.add_up``."""
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     row = tl.arange(0, 32)
     total = tl.zeros((WIDE,), tl.float32)
@@ -190,6 +193,7 @@ def _transpose_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Transpose matrices of bytes. A program transposes one tile."""
     matrix = tl.program_id(1).to(tl.int64)
     across = tl.cdiv(width, WIDE)
     top = (tl.program_id(0) // across).to(INDEX) * TALL
@@ -216,6 +220,7 @@ def _choose_kernel(
     JUST_IN_TIME: tl.constexpr,
     OUTGROWN: tl.constexpr,
 ):
+    """Choose the scale of a cast as ``_cast_kernel`` does, from a given amax. One program."""
     used = tl.load(scale)
     if RECORD or JUST_IN_TIME or OUTGROWN:
         bits = magnitude_bits(tl.load(amax))

@@ -135,6 +135,7 @@ def _leaves_kernel(
     TILES: tl.constexpr,
     WARPS: tl.constexpr,
 ):
+    """Add up the leaves: each program reads its tile of the blocks of a strip, then its share."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     strip = tables + program // TILES

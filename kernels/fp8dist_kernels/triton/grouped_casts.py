@@ -52,6 +52,7 @@ def _amax_kernel(
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Set ``bits`` to the maximum of itself and the amax bits of each group. A program reads ROWS rows."""
     # A program reads whole rows: with a program for each tile, searches for groups would take longer than the reads.
     if EQUAL:
         down = tl.cdiv(height, ROWS)
@@ -127,6 +128,7 @@ def _cast_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Cast each group with the scale of its slot, and record the amaxes. A program casts one tile into both copies."""
     # An empty group has a scale, but no tile, so its scale cannot be written by the program of a tile. The grid has at
     # least one program per group.
     if tl.program_id(0) < groups:
@@ -192,6 +194,7 @@ def _line_amax_kernel(
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Compute the amax bits of each group's rows (STRAIGHT) and columns (FLIPPED), by atomic maxima."""
     across = tl.cdiv(width, TILE)
     group, tile, start, rows, _, _ = find_group(offsets, groups, tl.program_id(0) // across, height, TILE, GROUPS)
     if group < groups:
@@ -235,6 +238,7 @@ def _lines_kernel(
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """``blocks._lines_kernel`` for rows that are sorted by expert. Writes zeros for the tail."""
     # A tile is divided among programs as in ``blocks._lines_kernel``.
     HALF: tl.constexpr = TILE // 2
     part = tl.program_id(0) % (2 * (STRAIGHT + FLIPPED))

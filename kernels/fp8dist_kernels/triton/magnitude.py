@@ -123,6 +123,7 @@ def _amax_kernel(
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Compute the amax bits of x: one maximum (GROW), or one of each program's tiles."""
     across = tl.cdiv(columns, COLUMNS)
     tiles = tl.cdiv(rows, ROWS) * across
     if IF_COLD:

@@ -71,6 +71,7 @@ def _write_piece(
     SCALES: tl.constexpr,  # "lines", "one" or "none"
     ADDED: tl.constexpr,  # "nothing", "bias", or "total": the content of ``out``
 ):
+    """Scale a piece of the result, add to it, and store it through TMA at (row, column)."""
     place = column + tl.arange(0, PIECE)
     # One scale after the other: the product of both may leave the range of float32. The second scale is loaded for each
     # piece: otherwise ptxas scales all pieces at once and holds them in extra registers.

@@ -69,6 +69,7 @@ def _shares_kernel(
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """See ``reference.shares.measure``: running maxima of two shares. A program counts in every n-th tile."""
     across = tl.cdiv(width, COLUMNS)
     cut_off, lost = 0, 0
     for tile in range(tl.program_id(0), tl.cdiv(height, ROWS) * across, tl.num_programs(0)):

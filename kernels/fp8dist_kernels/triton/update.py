@@ -56,6 +56,7 @@ def _launch_kernel(
     SHARDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """See ``reference.update.launch``. A program handles BLOCK slots."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < slots
     scale = tl.load(scales + place, mask=mask, other=0)
@@ -177,6 +178,7 @@ def _commit_kernel(
     RING_BLOCKS_2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """See ``reference.update.commit``. A program handles BLOCK slots."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < slots
     trusted = _agrees(reduced, 0) & _agrees(reduced, 1)
