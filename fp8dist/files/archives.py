@@ -1,4 +1,8 @@
-"""Read files of torch.save: zip archives and the legacy format."""
+"""Read files of torch.save, zip archives and the legacy format, without ``torch.load``.
+
+Errors are CheckpointErrors whose text continues the name of a file ("is truncated …"). ``failures.reading`` puts the
+name in front.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +34,16 @@ __all__ = [
     "zip_content",
 ]
 
-LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # After the pickle's two protocol bytes.
+LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # ``torch.serialization.MAGIC_NUMBER``, pickled, without PROTO.
 _LEGACY_VERSION = 1001
-_LARGEST_PICKLE = 1 << 32  # FP8 state is in the pickle: 410 MB of history at 100,000 slots, half more if encoded.
+_LARGEST_PICKLE = 1 << 32  # FP8 state is in the pickle: 410 MB of history at 100,000 slots, 615 MB if text-encoded.
 _HOUSEKEEPING = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 
 Locate = Callable[[Storage], tuple[int, int]]
 
 
 class Archive:
-    """A zip archive as torch.save writes it: uncompressed records in one folder. Verifies all checksums when opened.
+    """A zip archive as torch.save writes it: uncompressed records in one folder. Opening it verifies all checksums.
 
     Raises:
         CheckpointError: the archive is another kind of zip, truncated, damaged, or has compressed or encrypted records.
@@ -79,7 +83,7 @@ class Archive:
             )
 
     def content(self) -> tuple[Any, int]:
-        """Return (the saved value, with tensors as references; size of the pickle in bytes)."""
+        """Return (the saved value, with a ``StoredTensor`` for each tensor; size of the pickle in bytes)."""
         order = self._bytes("byteorder") if "byteorder" in self._records else b"little"
         if order != b"little":
             raise CheckpointError("was written on a big-endian machine, expected little-endian")
@@ -96,7 +100,8 @@ class Archive:
         return info.header_offset + len(header) + name + extra, info.file_size
 
     def payload(self) -> Tensor:
-        """Return the records that depend on the saved value, in the order of their names, as uint8."""
+        """Return the bytes of all records but those that describe the archive (version, byte order, …), as uint8[n],
+        in the order of their names."""
         data = b"".join(self._bytes(name) for name in sorted(self._records) if name not in _HOUSEKEEPING)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
@@ -111,9 +116,17 @@ class Archive:
 
 
 def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str = "") -> tuple[list[Item], States]:
-    """Return the entries of all leaves of a saved value, and the FP8 states among them, which are listed slot by slot.
+    """Return the entries of all leaves of a saved value, and by name the FP8 states among the leaves. The entries of an
+    FP8 state are its slots.
 
-    ``locate`` returns (place in ``file``, size in bytes) of a storage.
+    Args:
+        value, size: as ``Archive.content`` returns them.
+        locate: returns (place in ``file``, size in bytes) of a storage.
+        prefix: name of ``value`` in the checkpoint, put before the names of leaves.
+
+    Raises:
+        CheckpointError: a tensor or an FP8 state is damaged.
+        Unsupported: a leaf is no tensor, number or text.
     """
     items: list[Item] = []
     states: States = {}
@@ -139,7 +152,8 @@ def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str
 
 
 def saved_content(file: FileSlice) -> tuple[Any, int, Locate] | None:
-    """Return the content of a file of torch.save, as ``zip_content`` does; None if it is none, by its first bytes."""
+    """Return the content of a file of torch.save, as ``zip_content`` does. None if the first bytes are those of another
+    kind of file."""
     head = file.bytes_at(0, min(16, file.length)).numpy().tobytes()
     if head.startswith(b"PK"):
         return zip_content(file)
@@ -147,8 +161,8 @@ def saved_content(file: FileSlice) -> tuple[Any, int, Locate] | None:
 
 
 def zip_content(file: FileSlice) -> tuple[Any, int, Locate]:
-    """Read a zip file of torch.save. Return (the saved value, with tensors as references; size of the pickle in bytes;
-    function that locates storages)."""
+    """Read a zip file of torch.save. Return (the saved value, with a ``StoredTensor`` for each tensor; size of the
+    pickle in bytes; function that returns the place of a storage in the file)."""
     archive = Archive(file)
     return *archive.content(), archive.storage
 
@@ -177,7 +191,8 @@ def legacy_content(file: FileSlice) -> tuple[Any, int, Locate]:
 
 
 def _legacy_places(keys: Any, storages: dict[str, Storage], file: FileSlice, start: int) -> dict[str, tuple[int, int]]:
-    """Return (place, bytes) of each storage. Storages follow the pickles, each after its number of elements, int64."""
+    """Return by key (place, size in bytes) of each storage. From ``start`` on, the file has each storage's number of
+    elements, int64, and then its bytes, in the order of ``keys``."""
     if not isinstance(keys, list) or not all(isinstance(k, str) for k in keys) or sorted(keys) != sorted(storages):
         raise CheckpointError("its list of storages is damaged")
     places: dict[str, tuple[int, int]] = {}

@@ -18,14 +18,14 @@ __all__ = ["Origin", "certificate_of"]
 
 
 class Origin(NamedTuple):
-    """Where an export comes from. None: not known.
+    """The job and the step that an export comes from. None: not known.
 
     Attributes:
-        step: number of steps that the FP8 state has made.
+        step: number of optimizer steps that the FP8 state has been through.
         run: the user's name for the run.
         ranks: number of ranks of the job.
         proven, checked: ``proven_step`` and ``checked_step`` of ``manager.verified``.
-        last_check: the last check that found no difference: its step, and what it compared.
+        last_check: the last check that found no difference: its step, and the fields of its result.
     """
 
     step: int
@@ -48,11 +48,13 @@ def certificate_of(
     """Return the bytes of ``fp8dist-certificate.json``. docs/design/formats.md describes its fields.
 
     Args:
-        layout: the export's format.
+        layout: the export's format, a key of ``FORMATS`` in ``export_formats.py``.
+        tensors: the exported tensors, in any order.
         recipes: the recipes of the modules whose weights are in FP8, by the module's name.
         tied: see ``Export.tied``.
         config: the content of config.json.
-        digests: the SHA-256 of each tensor's bytes, by the tensor's name.
+        origin: the job and the step.
+        digests: the hexadecimal SHA-256 of each tensor's bytes, by the tensor's name.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     certified = [Certified(t.name, dtype_text(t.dtype), t.shape, digests[t.name]) for t in ordered]

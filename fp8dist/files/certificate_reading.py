@@ -34,10 +34,8 @@ _UNSEALED = "0" * 64
 
 
 class Certified(NamedTuple):
-    """A tensor in a certificate.
-
-    ``dtype``: as safetensors files name it. ``sha256``: of its bytes, row by row, little-endian; hexadecimal.
-    """
+    """A tensor in a certificate. ``dtype``: its name in safetensors files, such as "F8_E4M3". ``sha256``: hexadecimal
+    digest of the tensor's bytes, row by row, little-endian."""
 
     name: str
     dtype: str
@@ -67,8 +65,8 @@ def model_digest(tensors: Iterable[Certified]) -> str:
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """Return a certificate as the bytes of its file: one field per line, one line per item of a list, and at the end
-    the digest of the file."""
+    """Return a certificate as the bytes of its file: JSON with one field per line, one line per item of a list, and the
+    digest of the file as the last field."""
     lines = [f"{json.dumps(key)}: {_text(value)}" for key, value in {**content, "digest": _UNSEALED}.items()]
     text = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
     return _with_digest(text, _seal_of(text))
@@ -90,10 +88,11 @@ def _seal_of(data: bytes) -> str:
 
 
 def read_certificate(path: str) -> Certificate:
-    """Read a certificate.
+    """Read and verify a certificate.
 
     Raises:
-        CheckpointError: it cannot be read, was changed after it was written, or contradicts itself.
+        CheckpointError: the file cannot be read, was changed after it was written, has another version, or its fields
+            contradict each other. The message names the file.
     """
     data = read_text(path)
     content = json_object(data, path)

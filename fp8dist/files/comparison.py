@@ -22,11 +22,11 @@ MAX_EXPLAINED = 64
 """Differing tensors whose first differing element is searched for."""
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that were read."""
+"""Called after each tensor with the number of bytes that were read for it."""
 
 
 class SourceContent(Content):
-    """The contents of a checkpoint. Reads one tensor at a time, and keeps none."""
+    """The contents of a checkpoint, for the code that compares ranks. Reads one tensor at a time, and keeps none."""
 
     def __init__(self, source: Source, progress: Progress) -> None:
         super().__init__([Key(e.name, e.kind, e.shape, e.dtype) for e in source.entries], torch.device("cpu"))
@@ -51,13 +51,13 @@ class SourceContent(Content):
 
 
 def only_of(source: Source, kind: str) -> Source:
-    """Return a checkpoint with the entries alone of which findings have this kind."""
+    """Return the checkpoint without the entries whose findings have another ``kind``."""
     kept = (i for i, entry in enumerate(source.entries) if FINDING_KINDS.get(entry.kind, entry.kind) == kind)
     return Source(source.path, source.family, [(source.entries[i], partial(source.read, i)) for i in kept])
 
 
 def bytes_in(source: Source) -> int:
-    """Return the size of all tensors in bytes."""
+    """Return the size of all tensors of a checkpoint in bytes, without reading them."""
     return sum(SourceContent(source, lambda _: None).sizes.values())
 
 
@@ -69,7 +69,8 @@ def field_of(entry: SavedEntry, tensor: Tensor) -> Field:
 
 
 def compare_sources(sources: Sequence[Source], progress: Progress) -> DivergenceReport:
-    """Compare checkpoints by name. In findings a "rank" is an index into ``sources``, and "host" is its path.
+    """Compare the tensors of checkpoints that have the same name. In the report, a "rank" is an index into ``sources``,
+    and its "host" is the path of the checkpoint.
 
     Raises:
         CheckpointError: a checkpoint cannot be read.
@@ -98,7 +99,8 @@ def compare_sources(sources: Sequence[Source], progress: Progress) -> Divergence
 def _look_into(
     thing: Differing, sources: Sequence[Source], places: Sequence[Mapping[Key, int]], digester: Digester
 ) -> list[Finding]:
-    """Return findings with the first differing element of each odd side. Holds two tensors in memory."""
+    """Return findings about one tensor, with the first element at which each deviating checkpoint differs from the
+    reference. Holds two tensors in memory."""
 
     def read(n: int) -> Field:
         index = places[n][thing.key]

@@ -61,7 +61,7 @@ Key = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a tensor, and its position in the tensor."""
+    """A piece of a tensor: its offsets and sizes in elements of the tensor, and the bytes in a file that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -69,7 +69,11 @@ class Chunk:
 
 
 def dcp_source(folder: str) -> Source:
-    """Open a folder with ``.metadata``. Other values than tensors are read as plain values, or else as bytes."""
+    """Open a DCP folder. Values other than tensors are entries too: see ``_value_items``.
+
+    Raises:
+        CheckpointError: the index or a file that it names cannot be read, or is damaged. The message names the file.
+    """
     index = os.path.join(folder, METADATA)
     with reading(index):
         tensors, pieces = _load_index(index, folder)
@@ -111,7 +115,7 @@ def _load_index(path: str, folder: str) -> tuple[dict[str, Record], dict[Key, Fi
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
-    """Return the state of a record of class ``name``."""
+    """Return the fields of a pickled object of class ``name``. Raise CheckpointError if it is another object."""
     if not isinstance(record, Record) or not record.name.endswith(f".{name}") or not isinstance(record.state, dict):
         raise CheckpointError(f"is no index of torch.distributed.checkpoint: a {name} is missing")
     return record.state
@@ -165,11 +169,12 @@ def _tensor_item(name: str, description: Record, pieces: Mapping[Key, FileSlice]
 
 
 def tiles(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """True if ``boxes`` (offsets, sizes) fill ``shape`` without gap or overlap. Takes linear time.
+    """True if ``boxes`` (offsets, sizes) fill ``shape`` without gap or overlap. Takes time linear in the number of
+    boxes.
 
-    Each interval between two cuts of a dim gets a random length. The volumes of an exact tiling add up to the whole.
-    Other volumes do so with a probability below 1 in 2**50: an overlap can offset a gap of equal size, but not of
-    random size.
+    Each coordinate at which a box begins or ends gets a random position, and volumes are computed from these. Volumes
+    of an exact tiling add up to the whole. Those of other boxes do so with a probability below 1 in 2**50: with the
+    real positions, an overlap could offset a gap of equal size.
     """
     chance = random.Random()
     marks: list[defaultdict[int, int]] = [defaultdict(lambda: chance.getrandbits(64)) for _ in shape]
@@ -209,9 +214,9 @@ def _part(name: str, dtype: torch.dtype, chunk: Chunk) -> Tensor:
 def _value_items(name: str, file: FileSlice) -> tuple[list[Item], States]:
     """Return the entries of a value that is not a tensor, and the FP8 states in it.
 
-    Lists values rather than bytes, because equal values may be stored as different bytes (a pickle distinguishes two
-    equal objects from one object that occurs twice). A value with more than tensors, numbers and text is listed as
-    bytes.
+    A value of tensors, numbers and text in the format of torch.save gives an entry per leaf. Any other value is one
+    entry, its bytes. Leaves are better, because equal values may be stored as different bytes (a pickle distinguishes
+    two equal objects from one object that occurs twice).
     """
     with _naming(file, f"the value {name}"):
         if file.bytes_at(0, min(4, file.length)).numpy().tobytes() != b"PK\x03\x04":
@@ -227,7 +232,7 @@ def _value_items(name: str, file: FileSlice) -> tuple[list[Item], States]:
 
 @contextmanager
 def _naming(file: FileSlice, what: str) -> Iterator[None]:
-    """Name the file and the piece in the errors of the block."""
+    """Put the file, ``what`` and its place in the file in front of the errors of the block."""
     with reading(file.path):
         try:
             yield

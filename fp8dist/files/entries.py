@@ -24,10 +24,10 @@ class SavedEntry:
     """One tensor of a checkpoint. Sorts by name, then kind.
 
     Attributes:
-        name: the tensor's name; of FP8 state, the name of its slot. If FP8 state is saved under a key of another
-            checkpoint, the key comes first: "fp8.shared.layers.0.fc:input".
+        name: the tensor's name; for FP8 state, the name of its slot. If FP8 state is a value inside another checkpoint,
+            its key comes first: "fp8.shared.layers.0.fc:input".
         kind: "parameter", or for FP8 state "scale", "amax", "cold", "counters", "history" or "step".
-        dtype: torch's name without "torch.".
+        dtype: torch's name without "torch.", such as "float32".
     """
 
     name: str
@@ -37,26 +37,32 @@ class SavedEntry:
 
 
 Item = tuple[SavedEntry, Callable[[], Tensor]]
+"""An entry, and the function that reads its tensor, on the CPU."""
 
 States = dict[str, tuple[dict[str, Any], dict[str, Any]]]
-"""{key: (FP8 state, values saved with it)}, as ``storage.from_bytes`` returns them."""
+"""By key, (FP8 state, values saved with it), as ``from_bytes`` in ``fp8dist/state/storage.py`` returns them."""
 
 
 class Source:
-    """A checkpoint. Its entries are sorted and unique. Files are open only while a tensor is read, and no tensor is
-    kept.
+    """A checkpoint. Its entries are sorted and unique. Files are open only while a tensor is read. The tensors of
+    entries are not kept; FP8 states are.
 
     Attributes:
+        path: the file or folder.
         family: "state" (an fp8dist state file) or "parameters" (any other checkpoint).
+        entries: all tensors of the checkpoint.
         states: the FP8 states in the checkpoint by key; a state file has one, with the key "". Their tensors are among
             the entries, too.
+
+    Raises:
+        CheckpointError: two tensors have one name and kind.
     """
 
     def __init__(self, path: str, family: str, items: Iterable[Item], states: States | None = None) -> None:
         ordered = sorted(items, key=lambda item: item[0])
         self.path = path
         self.family = family
-        # In the order of their entries "step".
+        # The order of the entries "KEY.step", which each state has.
         self.states = dict(sorted((states or {}).items(), key=lambda item: f"{item[0]}.step"))
         self.entries: tuple[SavedEntry, ...] = tuple(entry for entry, _ in ordered)
         self._loaders = [load for _, load in ordered]

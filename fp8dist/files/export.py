@@ -1,8 +1,8 @@
-"""Export of a model in FP8: every tensor as a server reads it, as a stream or as a folder.
+"""Export of a model in FP8: the tensors of a checkpoint for inference servers, as a stream or as a folder.
 
 ``Export`` lists the tensors of an exported model without reading them: ``Export.tensors`` has name, role, dtype and
-shape of each, and ``Export.stream`` yields them with their values, in the same order on all ranks. Whatever looks at
-exported tensors, such as the writer of folders, looks at this stream.
+shape of each, and ``Export.stream`` yields them with their values, in the same order on all ranks. ``write_folder``
+and ``fp8dist.exported`` read this stream.
 """
 
 from __future__ import annotations
@@ -51,12 +51,15 @@ __all__ = ["Export", "ExportedTensor", "config_of", "export_of", "listed", "writ
 
 @dataclass(frozen=True)
 class Export:
-    """All tensors of an exported model, in an order that is the same on all ranks.
+    """All tensors of an exported model, in an order that is the same on all ranks. Names are those of the export.
 
     Args:
+        format: a key of ``FORMATS``.
+        parts: the tensors, grouped by the cast that they come from.
         ignored: names of modules with weights of two dimensions that are not in FP8.
-        tied: by name, tensors that are left out: the name of the same tensor.
-        moment: returns the same as long as no optimizer step has ended.
+        tied: {name of a tensor that is left out: name of the exported tensor that is the same}.
+        sharded: True if a weight is a DTensor, so reading is COLLECTIVE.
+        moment: returns a value that changes when an optimizer step ends.
     """
 
     format: str
@@ -68,12 +71,12 @@ class Export:
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """By name, the schemes of the modules whose weights are in FP8."""
+        """By module name, how servers multiply with the weights in FP8."""
         return {name: part.scheme for part in self.parts if part.scheme for name in part.linears}
 
     @property
     def recipes(self) -> dict[str, Recipe]:
-        """By name, the recipes of the modules whose weights are in FP8."""
+        """By module name, the recipes of the weights in FP8."""
         return {name: part.recipe for part in self.parts if part.recipe for name in part.linears}
 
     @property
@@ -82,11 +85,12 @@ class Export:
         return [tensor for part in self.parts for tensor in part.tensors]
 
     def stream(self) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        """Yield every tensor, one module's weight and scales at a time in memory. COLLECTIVE if weights are sharded:
-        consume it on all ranks.
+        """Yield every tensor with its values, whole and on its own device. One module's weight and scales are in memory
+        at a time. COLLECTIVE if weights are sharded: iterate to the end on all ranks.
 
         Raises:
-            ConfigurationError: an optimizer step has ended in between, so the tensors would be of two moments.
+            ConfigurationError: an optimizer step has ended since the iteration began, so later tensors would be those
+                of another step.
         """
         moment = self.moment()
         for part in self.parts:
@@ -106,10 +110,12 @@ class Export:
 
 
 def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
-    """Return what ``model`` exports now. COLLECTIVE if FSDP2 gathers weights in FP8 and scales no longer fit.
+    """List the tensors that an export of ``model`` has now. COLLECTIVE if FSDP2 gathers weights in FP8, and some have
+    no scale yet, or were written to by other code than an optimizer: their scales are computed first.
 
     Raises:
-        ConfigurationError: the model, or a scale of it, does not fit the format. The message says what does.
+        ConfigurationError: the model cannot be exported, or its scales do not fit the format. The message says what to
+            do.
     """
     cycle.require("export()")
     require_choice("format", format, tuple(FORMATS))
@@ -133,7 +139,8 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Return True for a Linear, and for what a checkpoint cannot tell from one, such as an embedding."""
+    """Return True for a Linear, and for any other module with a weight of two dimensions, such as an embedding: in a
+    checkpoint both look the same."""
     weight = module._parameters.get("weight")
     return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2)
 
@@ -208,11 +215,13 @@ def listed(
     names: ExpertNames | None,
     moment: Callable[[], object] = lambda: None,
 ) -> Export:
-    """List the tensors of a model.
+    """List the tensors of an export, for tensors of a model or of a checkpoint.
 
     Args:
+        tensors: the tensors as they are stored, under the model's names.
         modules: by name, all modules with weights of two dimensions.
-        mixtures: by name, mixtures that are exported expert by expert, under ``names``.
+        mixtures: by name, mixtures (of experts) that are exported expert by expert, under ``names``.
+        names: names of an expert's Linears in the export. None: the usual ones.
         moment: see ``Export``.
 
     Raises:
@@ -236,7 +245,7 @@ def listed(
         moment,
     )
     require_storable(found.tensors)
-    found.quantization_config()  # Refuses names.
+    found.quantization_config()  # Raises for names that servers misread, before anything is written.
     return found
 
 
@@ -249,7 +258,7 @@ def _part_of(
     in_fp8: Set[str],
     grids: Mapping[str, tuple[Grid, torch.Size]],
 ) -> ExportPart:
-    """Return what one tensor of the model becomes."""
+    """Return the exported tensors that one tensor of the model gives."""
     name, holder = _module_of(stored), stored.name.rpartition(".")[0]
     part = list_experts(format, names, holder, mixtures[holder], stored) if holder in mixtures else None
     if part is not None:
@@ -266,7 +275,8 @@ def _part_of(
 def _grids(
     once: Iterable[Stored], modules: Mapping[str, nn.Module], in_fp8: Set[str]
 ) -> dict[str, tuple[Grid, torch.Size]]:
-    """Return how the scales of each Linear's weight lie in it, and the weight's shape."""
+    """Return by name of a Linear: the part of its weight that shares a scale, and the weight's shape. Only Linears
+    whose weight is in FP8, or is gathered in FP8."""
     grids = {}
     for stored in once:
         linear = modules.get(_module_of(stored))
@@ -305,19 +315,19 @@ def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) 
 
 
 def _renamed(part: ExportPart, served: Callable[[str], str]) -> ExportPart:
-    """Give tensors and modules the names of checkpoints."""
+    """Return the part with the names that ``served`` gives to its tensors and modules."""
     tensors = (replace(one, name=served(one.name), module=served(one.module)) for one in part.tensors)
     return replace(part, tensors=tuple(tensors), linears=tuple(map(served, part.linears)))
 
 
 def _module_of(stored: Stored) -> str:
-    """Return the name of the module whose matmul weight a tensor is, or "" if it is another tensor."""
+    """Return the name of the module of which the tensor is the ``weight``; "" for any other tensor."""
     module, _, kind = stored.name.rpartition(".")
     return module if kind == "weight" else ""
 
 
 def _once(tensors: Iterable[Stored], in_fp8: Set[str]) -> tuple[list[Stored], dict[str, str]]:
-    """Return each tensor under its first name, and by its other names, the first one."""
+    """Return each tensor once, under its first name, and {other name: first name} of tensors with several names."""
     first: dict[int, Stored] = {}
     tied: dict[str, str] = {}
     for stored in tensors:
@@ -353,7 +363,7 @@ def _of_linear(
     stored: Stored,
     grids: Mapping[str, tuple[Grid, torch.Size]],
 ) -> ExportPart:
-    """Return the tensors of a Linear in FP8: weight, its scale, and the input's if it is fixed."""
+    """Return the tensors of a Linear in FP8: the weight, its scales, and the scale of inputs if it is fixed."""
     slots = linear.fp8_slots
     state, input_state = slots.states(stored.device)[1::-1]
     require_e4m3(name, state.format.name)
@@ -373,7 +383,8 @@ def _of_linear(
 
 
 def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> ExportPart:
-    """Return the weight of a module in high precision that FSDP2 gathers in FP8: forwards see it dequantised."""
+    """Return the weight of a Linear that computes in high precision, but whose weight FSDP2 gathers in FP8. Forwards
+    multiply with the dequantised weight, so this is exported."""
     entry = ExportedTensor(stored.name, "high", name, stored.computed_in, tuple(stored.value.shape))
     return ExportPart((entry,), lambda: (dequantised(linear, stored, grid),))
 
@@ -401,13 +412,15 @@ def write_folder(
     """Write an export to a new folder, with a certificate. COLLECTIVE if ``gather`` is given.
 
     Args:
-        config: the contents of config.json, without ``quantization_config``.
+        found: the export.
+        config: the content of config.json, without ``quantization_config``. The same on all ranks.
         writes: True on the rank that writes.
-        gather: returns the texts of all ranks; None: no other rank takes part.
+        gather: COLLECTIVE: gets this rank's text, returns those of all ranks. None: no other rank takes part.
+        shard_bytes: see ``Folder``.
+        origin: see ``certificate_of``.
 
     Raises:
-        ConfigurationError: on all ranks, if the folder exists or cannot be written. It then does not exist, or is as it
-            was.
+        ConfigurationError: on all ranks, if the folder exists or cannot be written. Nothing then remains of the export.
     """
 
     try:
@@ -452,7 +465,7 @@ def _failure_of(act: Callable[[], None]) -> str:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return what config.json says about a model: its ``config``, as Transformers writes it, if it has one."""
+    """Return the content of config.json for a model: its ``config``, as Transformers writes it; {} if it has none."""
     inner = _unwrapped(model)
     described: Any = getattr(inner, "config", None)
     if not hasattr(described, "to_dict"):

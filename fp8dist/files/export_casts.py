@@ -29,17 +29,19 @@ _PIECE = 1 << 20
 
 
 class Stored(NamedTuple):
-    """A tensor of a model, as it is stored now.
+    """A tensor of a model or a checkpoint, as it is stored now.
 
     Args:
-        value: a tensor of its shape and dtype, or the DTensor of which this rank has a part.
-        load: returns it. Local.
-        device: where forwards compute with it.
-        computed_in: dtype in which FSDP2 gathers it. A weight gathered in FP8 is cast from its own dtype, and
-            dequantised to this one.
+        name: its name in the model's state_dict, without the prefixes of wrappers.
+        value: a tensor with its shape and dtype (the values may be missing), or the DTensor of which this rank has a
+            part.
+        load: returns the tensor with its values, or the DTensor. Local.
+        device: the device on which forwards compute with it.
+        computed_in: the dtype in which FSDP2 gathers it; without FSDP2 its own. A weight that is gathered in FP8 is
+            cast from its own dtype, and dequantised to this one.
         fsdp: True if FSDP2 shards it.
-        sharded: the weight, if FSDP2 gathers it in FP8.
-        gathered: True if a job gathered it in FP8, of which this process has a checkpoint.
+        sharded: its ``ShardedWeight``, if FSDP2 gathers it in FP8.
+        gathered: True if it comes from a checkpoint of a job in which FSDP2 gathered it in FP8.
     """
 
     name: str
@@ -53,14 +55,16 @@ class Stored(NamedTuple):
 
 
 def whole(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the whole tensor, in its own dtype or in ``dtype``. COLLECTIVE if it is sharded."""
+    """Return the whole tensor on ``stored.device``, in its own dtype or in ``dtype``. COLLECTIVE if it is sharded."""
     tensor: Tensor = stored.load()
     local = local_part(tensor).detach().to(stored.device, dtype)
     return _joined(local, tensor, _placements(tensor), tensor.shape) if is_dtensor(tensor) else local
 
 
 def grid_of(linear: FP8Linear, stored: Stored) -> Grid:
-    """Return the parts of a whole weight that share a scale. Local.
+    """Return the shape of the parts of a whole weight that share a scale. Local.
+
+    Under tensor parallelism, each rank may have cast its part of the weight with a scale of its own.
 
     Raises:
         ConfigurationError: the weight is empty, or tensor parallelism cuts rows that have one scale each.
@@ -78,7 +82,7 @@ def grid_of(linear: FP8Linear, stored: Stored) -> Grid:
             )
         if recipe.by == "tensor" and not (recipe.delayed or stored.sharded):
             grid = grid._replace(**{("height", "width")[dim]: blocks_along(shape[dim], ranks)})
-    return grid  # ``attach`` refuses cuts of blocks.
+    return grid  # With blocks, no part is cut: ``attach`` refuses that.
 
 
 def cast_of(linear: FP8Linear, stored: Stored, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -129,7 +133,8 @@ def _by_rows(cast: Callable[[Tensor], Cast], linear: FP8Linear, weight: Tensor) 
         together = cast(weight)
         return together.rows, together.rows_inv_scale
     first = cast(weight[:BLOCK])
-    # Written in place: results that outlive the copies around them would keep the allocator from reusing their memory.
+    # Allocate the results once and write in place: results of the single casts would lie between freed copies in
+    # memory, and keep the allocator from reusing it.
     rows = first.rows.new_empty(weight.shape)
     height = BLOCK // len(first.rows_inv_scale)
     inv_scale = first.rows_inv_scale.new_empty(blocks_along(len(weight), height), first.rows_inv_scale.shape[1])
@@ -151,7 +156,7 @@ def _placements(tensor: Any) -> list[Any]:
 
 
 def _cuts(stored: Stored) -> list[tuple[int, int]]:
-    """Return (dim, ranks) of the cuts that remain in a forward: those of tensor parallelism."""
+    """Return (dim, number of ranks) of each cut of a weight by tensor parallelism, which FSDP2 does not gather."""
     value: Any = stored.value
     if not is_dtensor(value):
         return []
@@ -208,7 +213,8 @@ def _dtensor(local: Tensor, like: Any, placements: list[Any], shape: torch.Size 
 def _joined_scales(
     linear: FP8Linear, inv_scale: Tensor, like: Any, placements: list[Any], grid: Grid, stored: Stored
 ) -> Tensor:
-    """Return the inverse scales of the whole weight from those of this rank's part. COLLECTIVE."""
+    """Return the inverse scales of the whole weight, one for each part of ``grid``, from those of this rank's part.
+    COLLECTIVE."""
     from torch.distributed.tensor import Replicate
 
     if linear.fp8_slots.recipe.by != "tensor":

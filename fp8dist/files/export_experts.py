@@ -1,8 +1,10 @@
 """Export of experts: a weight [E, out_features, in_features] becomes E tensors, under the names of checkpoints.
 
-Servers read checkpoints in which each expert has Linears of its own. Transformers stacks them when it loads a model
-(its module ``transformers.conversion_mapping``, version 5). The rows of gate and up, which it joins, are split again.
-Both have the scales with which they were cast together, so nothing is rounded.
+Servers read checkpoints in which each expert has Linears of its own. Transformers stacks their weights when it loads a
+model (its module ``transformers.conversion_mapping``, version 5), and joins gate and up into one weight. An export
+splits this weight again. Gate and up both keep the scales of the joined weight, so nothing is rounded.
+
+A *mixture* is a module with the stacked weights of experts.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ __all__ = ["ExpertNames", "are_in_fp8", "expert_names", "list_experts", "mixture
 
 
 class ExpertNames(NamedTuple):
-    """Names of an expert's Linears in checkpoints. ``renames``: (part of a name in the model, in the checkpoint)."""
+    """Names of an expert's Linears in checkpoints. ``renames``: pairs of (part of a name in the model, what replaces it
+    in the checkpoint)."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -62,11 +65,11 @@ _UNREAD = MappingProxyType(
         )
     }
 )
-"""By model type, why servers read experts in no format of an export."""
+"""By model type, the reason why no server reads its experts from an export in any format."""
 
 
 class _Piece(NamedTuple):
-    """The rows of one served Linear in the weight of each expert."""
+    """A Linear of a checkpoint: its name, and its rows in the stacked weight of an expert."""
 
     name: str
     rows: slice
@@ -81,18 +84,21 @@ def expert_names(model: nn.Module) -> ExpertNames | None:
 
 
 def mixtures_of(model: nn.Module, names: ExpertNames | None) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over (name, module) of the mixtures that are exported expert by expert.
+    """Iterate over (name, module) of the mixtures that are exported expert by expert. Others are exported as they are
+    stored.
+
+    Args:
+        names: those of ``expert_names``.
 
     Raises:
-        ConfigurationError: experts are in FP8, and servers read none of this model type, or it is not known by which
-            names; or a mixture is as ``require_served`` refuses it.
+        ConfigurationError: experts are in FP8, and ``names`` is None; or ``require_served`` refuses a mixture.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if expert_products(module) is None:
             continue
         require_served(name, module, isinstance(module, FP8Experts) and are_in_fp8(name, module))
         if not gate_fits(module):
-            continue  # As it is stored.
+            continue
         if names is not None:
             yield name, module
         elif isinstance(module, FP8Experts) and are_in_fp8(name, module):
@@ -104,7 +110,7 @@ def mixtures_of(model: nn.Module, names: ExpertNames | None) -> Iterator[tuple[s
 
 
 def require_served(name: str, module: nn.Module, in_fp8: bool) -> None:
-    """Raise ConfigurationError if servers can have no such mixture under any names."""
+    """Raise ConfigurationError if no server has modules for such a mixture, whatever the names."""
     if not name:
         raise ConfigurationError("the model is a mixture itself, which has no name: put it into a module")
     if in_fp8 and not gate_fits(module):
@@ -115,10 +121,10 @@ def require_served(name: str, module: nn.Module, in_fp8: bool) -> None:
 
 
 def are_in_fp8(name: str, module: nn.Module) -> bool:
-    """True if forwards multiply with experts in FP8.
+    """True if forwards multiply with all experts of a mixture in FP8.
 
     Raises:
-        ConfigurationError: with some of them only.
+        ConfigurationError: only with some of them.
     """
     if not isinstance(module, FP8Experts):
         return False
@@ -134,10 +140,15 @@ def are_in_fp8(name: str, module: nn.Module) -> bool:
 
 
 def list_experts(format: str, names: ExpertNames, holder: str, module: Any, stored: Stored) -> ExportPart | None:
-    """List what is exported for a parameter of the mixture ``module``. None: it is no weight or bias of a product.
+    """List the tensors that are exported for a parameter of the mixture ``module``. None: the parameter is no weight or
+    bias of a product.
+
+    Args:
+        holder: name of the mixture.
+        stored: the parameter: [E, out_features, in_features] (or transposed) or [E, out_features].
 
     Raises:
-        ConfigurationError: the format does not hold the scales of the weight, or it is cast to E5M2.
+        ConfigurationError: the format does not hold the scales of the weight, or the weight is cast to E5M2.
     """
     products = expert_products(module)
     assert products is not None
@@ -211,7 +222,7 @@ def _in_fp8(
             f"{slots.fqn}: its weights have {grid.text(of_piece)}, for which format={format!r} has no place: choose "
             "another format, or give it another recipe (overrides)"
         )
-    # A server casts the inputs of all experts of a mixture in one way.
+    # A server casts the inputs of all experts of a mixture alike, so one cold slot makes all of them dynamic.
     cold = any(bool(each.states(stored.device)[0].cold.any()) for each in module.fp8_products.values())
     scheme = Scheme(strategy, inputs_of(slots.recipe, cold))
     entries = [tensors_of(format, name, of_piece, scheme) for _, name, _ in linears]

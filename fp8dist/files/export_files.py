@@ -1,8 +1,9 @@
 """The folder of an exported model: sharded safetensors, their index, config.json, and the certificate.
 
-Files are written tensor by tensor into ``NAME.partial`` beside the folder, index, config and certificate last. The
-folder gets its name at the very end, so a folder of that name is whole. If a second export to it begins, the first one
-fails: it writes into the partial folder that it made, whatever has its name by now.
+Files are written tensor by tensor into ``NAME.partial``, a folder beside ``NAME``; index, config and certificate last.
+It is renamed to ``NAME`` at the very end, so a folder of this name is complete. A second export to ``NAME`` removes the
+partial folder of the first one, which then fails. It never writes into the second one's folder, because it opens files
+relative to its own folder, not by path.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 
 def destination(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a folder to write, through symbolic links.
+    """Return the absolute path of a folder to write, with symbolic links resolved.
 
     Raises:
         ConfigurationError: ``path`` is not the name of a folder.
@@ -47,12 +48,14 @@ def destination(path: str | os.PathLike[str]) -> Path:
 
 
 class Folder:
-    """A folder that is being written. Tensors must come in the given order.
+    """A folder that is being written: ``begin``, ``write`` for each tensor, ``finish``, and always ``close``.
 
     Args:
-        tied: names that are left out: the name of the same tensor, by name. Written into the metadata of the files, as
-            ``safetensors.torch.save_model`` does.
-        shard_bytes: a file gets a further tensor as long as it stays below this size.
+        path: the folder to make.
+        tensors: all tensors, in the order in which they will be written.
+        tied: {name of a tensor that is left out: name of the tensor that is the same}. Written into the metadata of the
+            files, as ``safetensors.torch.save_model`` does.
+        shard_bytes: largest size of the tensors in a file, in bytes. A larger tensor has a file of its own.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Folder:
     ) -> None:
         self._path = destination(path)
         self._partial = self._path.with_name(f"{self._path.name}.partial")
-        self._handle: int | None = None  # Of the partial folder that ``begin`` made.
+        self._handle: int | None = None  # File descriptor of the partial folder that ``begin`` made.
         self._shards = list(_shards(tensors, shard_bytes))
         self._tied = dict(tied)
         self._files = iter(self._shards)
@@ -82,12 +85,12 @@ class Folder:
             names = {file.name for file in self._partial.iterdir()} - {INDEX, CONFIG, CERTIFICATE}
             if not all(map(_SHARD.fullmatch, names)):
                 raise ConfigurationError(f"{self._partial} exists and is not of an export: move it away")
-            shutil.rmtree(self._partial, ignore_errors=True)  # Of an export that was killed.
+            shutil.rmtree(self._partial, ignore_errors=True)  # Probably left by an export that was killed.
         self._partial.mkdir(parents=True)
         self._handle = os.open(self._partial, os.O_RDONLY)
 
     def write(self, tensor: ExportedTensor, value: Tensor) -> None:
-        """Write the next tensor."""
+        """Write the next tensor: any strides, any device."""
         if not self._left:
             self._open_next()
         expected = self._left.pop(0)
@@ -123,7 +126,7 @@ class Folder:
         _sync_folder(self._path.parent)
 
     def close(self) -> None:
-        """Remove what is left of an export that did not finish."""
+        """Remove the partial folder of an export that did not finish."""
         if self._file is not None:
             self._file.close()
         if self._handle is not None:

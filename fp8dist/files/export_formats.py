@@ -4,7 +4,7 @@
 compressed-tensors          ``float-quantized`` of the library compressed-tensors. ``weight_scale``: [1] per tensor,
                             or [out_features, 1] per row. ``input_scale``: [1], if the recipe has delayed scales
 compressed-tensors-channel  the same, always with one ``weight_scale`` per row; a scale per tensor is repeated
-block                       that of DeepSeek-V3. ``weight_scale_inv``: one per block of 128 x 128
+block                       the format of DeepSeek-V3. ``weight_scale_inv``: one per block of 128 x 128
 ==========================  =====================================================================================
 
 All scales are float32 factors by which a server multiplies FP8 values: the inverse scales of this library. No format
@@ -45,7 +45,7 @@ FORMATS: Mapping[str, tuple[Strategy, ...]] = MappingProxyType(
         "block": ("block",),
     }
 )
-"""By format, the layouts of scales that it has. The first that fits a weight is used."""
+"""By format, its layouts of scales. The first one that fits a weight is used."""
 
 SCALE_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -54,41 +54,42 @@ SCALE_NAMES: Mapping[str, str] = MappingProxyType(
         "block": "weight_scale_inv",
     }
 )
-"""By format, the name of a weight's scales, after the module's."""
+"""By format, the last part of the name of a weight's scales, after the name of the module."""
 
 
 class Grid(NamedTuple):
-    """Shape of the part of a weight that shares a scale; parts at the edges may be smaller."""
+    """Rows and columns of the parts of a weight that have one scale each. Parts at the edges may be smaller."""
 
     height: int
     width: int
 
     def text(self, shape: Sequence[int]) -> str:
-        """Return a phrase for a message about a weight of ``shape``."""
+        """Return a phrase for messages: the number or size of the parts of a weight of ``shape``."""
         return "one scale" if self == tuple(shape) else f"one scale for each {self.height} x {self.width} elements"
 
 
 def grid_by(recipe: Recipe, shape: Sequence[int]) -> Grid:
-    """Return the part of a weight [out_features, in_features] that shares a scale under a recipe."""
+    """Return the parts of a weight of ``shape`` [out_features, in_features] that share a scale under a recipe."""
     rows, columns = shape
     return {"tensor": Grid(rows, columns), "row": Grid(1, columns), "block": Grid(BLOCK, BLOCK)}[recipe.by]
 
 
 def inputs_of(recipe: Recipe, cold: bool) -> Inputs:
-    """Return how inputs are cast. ``cold``: no amax of them is known yet."""
+    """Return how a server casts inputs. ``cold``: no amax of inputs is known yet, so there is no scale to export."""
     if recipe.by == "row":
         return "token"
     return "static" if recipe.delayed and not cold else "tensor"
 
 
 def require_e4m3(name: str, weights: str) -> None:
-    """Raise ConfigurationError if ``weights``, the format of a module's weights, is not the one that servers read."""
+    """Raise ConfigurationError unless ``weights``, the FP8 format of the weights of module ``name``, is "e4m3"."""
     if weights != "e4m3":
         raise ConfigurationError(f"{name}: its weight is cast to {weights}, and servers read e4m3 only")
 
 
 def strategy_of(format: str, grid: Grid, shape: Sequence[int]) -> Strategy | None:
-    """Return the layout in which a format holds the scales of a weight [out_features, in_features]. None: in none."""
+    """Return the first layout of a format that can hold the scales of a weight of ``shape`` [out_features,
+    in_features] with the parts ``grid``. None: no layout can."""
     rows, columns = shape
     whole_blocks = all(part >= size or part % BLOCK == 0 for part, size in zip(grid, shape))
     fits = {"tensor": grid == (rows, columns), "channel": grid.width >= columns, "block": whole_blocks}
@@ -96,7 +97,7 @@ def strategy_of(format: str, grid: Grid, shape: Sequence[int]) -> Strategy | Non
 
 
 def shape_of(strategy: Strategy, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight [out_features, in_features]."""
+    """Return the shape of the exported scales of a weight of ``shape`` [out_features, in_features]."""
     rows, columns = shape
     if strategy == "tensor":
         return (1,)
@@ -104,11 +105,11 @@ def shape_of(strategy: Strategy, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def tensors_of(format: str, name: str, shape: Sequence[int], scheme: Scheme) -> list[ExportedTensor]:
-    """Return the tensors of a weight [out_features, in_features] in FP8: itself, its scale, and the scale of inputs if
-    it is fixed and the format has it.
+    """Return the tensors of an FP8 weight of ``shape`` [out_features, in_features]: the weight, its scales, and the
+    scale of inputs if it is fixed and the format has a place for it.
 
     Args:
-        name: of the module.
+        name: name of the module.
     """
     scale = shape_of(scheme.strategy, shape)
     found = [
@@ -121,11 +122,12 @@ def tensors_of(format: str, name: str, shape: Sequence[int], scheme: Scheme) -> 
 
 
 def laid_out(inv_scale: Tensor, grid: Grid, strategy: Strategy, shape: Sequence[int]) -> Tensor:
-    """Return inverse scales in the layout of a format.
+    """Return inverse scales, float32, in the layout ``strategy``, with the shape of ``shape_of``. Scales are repeated
+    if the parts of ``grid`` are larger than those of the layout.
 
     Args:
         inv_scale: float32, one for each part of ``grid``, row by row.
-        shape: of the weight.
+        shape: shape of the weight.
     """
     parts = inv_scale.reshape(blocks_along(shape[0], grid.height), blocks_along(shape[1], grid.width))
     if strategy == "tensor":
@@ -140,11 +142,11 @@ def quantization_config(format: str, schemes: Mapping[str, Scheme], ignored: Seq
     """Return the value of ``quantization_config`` in config.json.
 
     Args:
-        schemes: by name, the modules whose weights are in FP8.
+        schemes: by name of a module whose weight is in FP8, how servers multiply with it.
         ignored: names of the other modules with weights of two dimensions.
 
     Raises:
-        ConfigurationError: readers would mistake a module's name.
+        ConfigurationError: servers would misread the name of a module (see ``export_names``).
     """
     if format == "block":
         require_distinct(schemes, ignored)
@@ -165,7 +167,7 @@ def quantization_config(format: str, schemes: Mapping[str, Scheme], ignored: Seq
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{number}": {
-                # The class name is what readers expect most; several groups need the modules' own names.
+                # A class name is the usual target. Several groups need the names of modules, to be told apart.
                 "targets": ["Linear"] if len(groups) == 1 else names,
                 "weights": _arguments(scheme.strategy, False),
                 "input_activations": _arguments("token" if scheme.inputs == "token" else "tensor", scheme.inputs),

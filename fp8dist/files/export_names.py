@@ -40,8 +40,8 @@ def require_storable(tensors: Iterable[ExportedTensor]) -> None:
 
 
 def require_names(names: Iterable[str]) -> None:
-    """Refuse names that compressed-tensors 0.20 takes for a class or for a regular expression
-    (``compressed_tensors.utils.match``: ``match_class``, ``match_name``).
+    """Refuse module names that compressed-tensors 0.20 takes for the name of a class or for a regular expression
+    (``match_class`` and ``match_name`` in ``compressed_tensors.utils.match``).
 
     Raises:
         ConfigurationError: there is such a name.
@@ -53,8 +53,9 @@ def require_names(names: Iterable[str]) -> None:
 
 
 def require_distinct(in_fp8: Iterable[str], ignored: Sequence[str]) -> None:
-    """Refuse names by which Transformers 5.23 would ignore a module in FP8: those that end with an ignored name, or
-    match it as a regular expression up to a dot (``transformers.quantizers.quantizers_utils.should_convert_module``).
+    """Refuse names with which Transformers 5.23 would leave a module in FP8 unconverted, because of the list of ignored
+    modules: a module's name that ends with an ignored name, or whose beginning, up to a dot, matches the ignored name
+    as a regular expression (``transformers.quantizers.quantizers_utils.should_convert_module``).
 
     Raises:
         ConfigurationError: there is such a name, or an ignored name is no regular expression.

@@ -1,5 +1,5 @@
-"""ExportedTensor: one tensor of an exported model. ExportPart: several of them that come from one cast. Scheme: how an
-inference server multiplies with them."""
+"""ExportedTensor: one tensor of an exported model. ExportPart: the exported tensors that come from one cast. Scheme:
+how an inference server multiplies with a weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8dist.state.recipe import Recipe
 __all__ = ["ExportPart", "ExportedTensor", "Inputs", "Scheme", "Strategy"]
 
 Strategy = Literal["tensor", "channel", "block"]
-"""Which part of a weight has a scale of its own: all of it, a row, or a block."""
+"""The part of a weight that has a scale of its own: the whole weight, a row, or a block of 128 x 128."""
 
 Inputs = Literal["static", "tensor", "token"]
 """How a server casts inputs: with the fixed scale of the export, or with a scale from the amax of each tensor or each
@@ -37,6 +37,7 @@ class ExportedTensor:
         role: "weight" (FP8), "weight_scale" or "input_scale" (float32 factors by which a server multiplies the FP8
             numbers), or "high" (any other tensor, exported as the model stores it).
         module: name of the module that the tensor belongs to.
+        dtype, shape: those of the exported, whole tensor.
     """
 
     name: str

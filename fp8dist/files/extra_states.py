@@ -1,4 +1,5 @@
-"""Read the FP8 state in ``_extra_state`` entries of TransformerEngine modules, without unpickling them.
+"""Read the FP8 state in ``_extra_state`` entries of TransformerEngine modules. Pickles in them are read as data:
+nothing that they name is imported or called.
 
 Formats that ``get_extra_state`` returns (TransformerEngine's ``pytorch/module/base.py``, earlier
 ``pytorch/module.py``):
@@ -11,8 +12,8 @@ up to 0.2        a list: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bw
 2.x              the same with ``recipe``, an object of ``transformer_engine.common.recipe``
 ===============  ======================================================================================
 
-A module that has not run in FP8 gives None, an empty tensor, or a pickle of None. A recipe without state, such as
-current scaling, gives a dict without scales.
+The entry of a module that has not run in FP8 is None, an empty tensor, or a pickle of None. With a recipe that has no
+state, such as current scaling, the dict has no scales.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ _MAXIMA: Mapping[str, tuple[float, float]] = MappingProxyType({"HYBRID": (448.0,
 
 @dataclass(frozen=True, eq=False)
 class SavedSlot:
-    """One scaled tensor of a module.
+    """The saved state of one scaled tensor of a module.
 
     Args:
-        scale: positive; its inverse is finite.
-        history: float32[any length], oldest first, zeros where nothing is known.
-        due: True if the newest amax is not in the scale yet.
+        scale: the factor by which values are multiplied before the cast. Positive; its inverse is finite.
+        history: float32[any length], amaxes of steps, oldest first; zeros where nothing is known.
+        due: True if the scale was computed before the newest amax came.
         fp8_max: largest finite value of the scale's format; None if the entry does not contain it.
-        margin: of the recipe; None if the entry does not contain it.
+        margin: the recipe's margin (scales are divided by 2**margin); None if the entry does not contain it.
     """
 
     scale: float
@@ -102,13 +103,14 @@ def read_extra_state(name: str, value: object) -> Gemms | None:
         return _state(content, load)
 
 
-# What the bytes hold -------------------------------------------------------------------------------
+# From bytes to values ------------------------------------------------------------------------------
 
 _Load = Callable[[object], object]
 
 
 def _content(name: str, value: object) -> tuple[Any, _Load]:
-    """Return (the saved value, function that loads a reference to a tensor)."""
+    """Return (the saved value, with a ``StoredTensor`` for each pickled tensor; function that returns the tensor of a
+    ``StoredTensor``, and any other value unchanged)."""
     if isinstance(value, Tensor):
         if value.dtype != torch.uint8:
             raise CheckpointError(f"is a tensor of {value.dtype}, expected uint8")
@@ -153,7 +155,7 @@ class _PickledStorages:
         return replace(storage, key=key)
 
     def find(self, storage: Storage) -> tuple[MemorySlice, Locate]:
-        """Return (bytes that hold a storage, function that locates the storage in them)."""
+        """Return (bytes that hold a storage, function that returns the storage's place in these bytes)."""
         file, locate, inside = self._found[storage.key]
         return file, lambda _: locate(inside)
 
@@ -168,7 +170,8 @@ def _load(find: Callable[[Storage], tuple[MemorySlice, Locate]], leaf: object) -
 
 
 def _member(of: object = None, name: object = None) -> Record:
-    """Return an enum's member by name, as pickles of Python 3.11 and later ask for it. No other ``getattr``."""
+    """Replace the ``getattr`` with which pickles of Python 3.11 and later get a member of an enum. Refuses all objects
+    but the recipes' ``Format``."""
     if not isinstance(of, Builder) or of.name != f"{_RECIPES}.Format" or not isinstance(name, str):
         raise CheckpointError("its pickle asks for an attribute of an object that is not a format")
     return Record(of.name, name)
@@ -188,7 +191,7 @@ _VOCABULARY: Mapping[str, object] = MappingProxyType(
 )
 
 
-# What it means -------------------------------------------------------------------------------------
+# From values to slots ------------------------------------------------------------------------------
 
 
 def _state(content: Mapping[Any, Any], load: _Load) -> Gemms:
@@ -250,7 +253,7 @@ class _Direction:
         return SavedSlot(float(self._scale[column]), history, due, fp8_max, margin)
 
     def used(self, column: int) -> bool:
-        """Return True if the module has ever seen this tensor."""
+        """Return True unless scale and history of the tensor still have their initial values, 1 and zeros."""
         return bool(self._scale[column] != 1) or bool(self._history[:, column].any())
 
 
@@ -263,10 +266,17 @@ def _float32(name: str, content: Mapping[Any, Any], load: _Load) -> Tensor:
 
 
 def _layout(forward: int, backward: int, claimed: object) -> tuple[int, int, int]:
-    """Return (GEMMs, forward tensors per GEMM, backward tensors per GEMM).
+    """Return (number of GEMMs, forward tensors per GEMM, backward tensors per GEMM).
 
-    Per GEMM there are input, weight and output, and the gradients of output and input. Early 0.x has input and weight,
-    and the gradient of the output (``FP8FwdTensors`` and ``FP8BwdTensors``).
+    Per GEMM, the forward tensors are input, weight and output, and the backward tensors the gradients of output and
+    input. Early 0.x has only input and weight, and the gradient of the output (``FP8FwdTensors``, ``FP8BwdTensors``).
+
+    Args:
+        forward, backward: number of scales of each direction.
+        claimed: number of GEMMs that the entry gives, if it is an int.
+
+    Raises:
+        CheckpointError: the numbers fit no layout, or there are more than two GEMMs.
     """
     for per_forward, per_backward in ((3, 2), (2, 1)):
         gemms = forward // per_forward
@@ -284,11 +294,11 @@ def _layout(forward: int, backward: int, claimed: object) -> tuple[int, int, int
 
 
 def _gradient_columns(gemms: int, per_gemm: int, has_recipe: bool, backward: _Direction) -> list[int]:
-    """Return, for each GEMM, the backward tensor that is the gradient of its output.
+    """Return, for each GEMM, the index of the backward tensor that holds the gradient of its output.
 
-    LayerNormMLP (``pytorch/module/layernorm_mlp.py``) has had three orders (first GEMM, second GEMM). Up to 1.x:
-    GRAD_OUTPUT2, GRAD_OUTPUT1. Early 2.x: GRAD_INPUT1, GRAD_OUTPUT1. Later: GRAD_OUTPUT1, GRAD_OUTPUT2. The tensors
-    that were never used tell the two orders of 2.x apart.
+    With two GEMMs, as in LayerNormMLP (``pytorch/module/layernorm_mlp.py``), the names of these tensors for the first
+    and the second GEMM are: up to 1.x GRAD_OUTPUT2, GRAD_OUTPUT1; in early 2.x GRAD_INPUT1, GRAD_OUTPUT1; later
+    GRAD_OUTPUT1, GRAD_OUTPUT2. The entry has no version; in 2.x the tensors that were never used show the order.
     """
     if gemms == 1:
         return [0]
@@ -300,7 +310,7 @@ def _gradient_columns(gemms: int, per_gemm: int, has_recipe: bool, backward: _Di
 
 
 def _attributes(recipe: object) -> Mapping[Any, Any]:
-    """Return the attributes of a recipe that was read as a Record, or that the caller has unpickled."""
+    """Return the attributes of a recipe: a ``Record``, or an object that the caller has unpickled; {} for others."""
     state = recipe.state if isinstance(recipe, Record) else getattr(recipe, "__dict__", None)
     return state if isinstance(state, dict) else {}
 

@@ -24,8 +24,8 @@ class FileError(CheckpointError):
 def reading(path: str) -> Iterator[None]:
     """Turn every failure of the block into a CheckpointError about ``path``.
 
-    A hostile file can make parsers fail in any way, including RecursionError, MemoryError and Rust's panics
-    (not an Exception). Only KeyboardInterrupt, SystemExit and GeneratorExit pass through.
+    A hostile file can make parsers raise anything, including RecursionError, MemoryError and the panics of Rust code,
+    which are BaseExceptions. Only KeyboardInterrupt, SystemExit and GeneratorExit pass through.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Show the contents of a checkpoint to a person."""
+"""The contents of a checkpoint as a table, for ``fp8dist inspect``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ _SLOT_COLUMNS = ("slot", "scale", "amax", "window max", "cold", "taken", "non-fi
 
 @dataclass(frozen=True)
 class Inspection:
-    """A table of slots or tensors, with facts about the whole. ``str()`` shows both.
+    """A table of the slots or tensors of a checkpoint. ``str()`` is the facts, the table, and the ``states``.
 
-    ``states``: inspections of the FP8 states inside a checkpoint.
+    Attributes:
+        facts: by name, facts about the checkpoint as a whole.
+        columns, rows: the table.
+        states: the tables of the FP8 states inside a checkpoint.
     """
 
     facts: Mapping[str, Any]
@@ -52,8 +55,8 @@ def _text(value: Any) -> str:
 
 
 def inspect_source(source: Source) -> Inspection:
-    """Return the slots of FP8 state with scales and amaxes, or the names, shapes and digests of any other checkpoint,
-    with the FP8 state in it.
+    """Return the table of a checkpoint. Of an fp8dist state file: slots with scales and amaxes. Of any other: names,
+    dtypes, shapes and digests of tensors, and a table for each FP8 state inside. Reads all tensors.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.

@@ -1,4 +1,4 @@
-"""JSON files that may be hostile: of bounded size, with an object at the top, and no key twice in any object."""
+"""Read JSON files that may be hostile. Large files, values other than an object, and duplicate keys are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8dist.files.slices import FileSlice
 __all__ = ["LARGEST_TEXT", "json_object", "read_text"]
 
 LARGEST_TEXT = 1 << 25
-"""Largest size of a JSON file, in bytes. The index of a model with 100,000 tensors takes a third of it."""
+"""Largest size of a JSON file, in bytes. The index of a model with 100,000 tensors has a third of this size."""
 
 
 def read_text(path: str) -> bytes:
@@ -29,11 +29,11 @@ def read_text(path: str) -> bytes:
 
 
 def json_object(data: bytes, path: str) -> dict[str, Any]:
-    """Return the object that JSON text of the file ``path`` describes.
+    """Return the object in ``data``, the JSON text of the file ``path``.
 
     Raises:
-        CheckpointError: it is not JSON, not an object, or an object has a key twice. JSON readers differ in which of
-            the two values they take.
+        CheckpointError: the text is not JSON in UTF-8, not an object, or an object has a key twice (JSON readers differ
+            in which of the two values they take). The message names the file.
     """
     with reading(path):
         found = json.loads(data.decode(), object_pairs_hook=_without_duplicates)  # Servers read UTF-8 only.

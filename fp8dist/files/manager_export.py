@@ -28,26 +28,27 @@ def export(
     shard_bytes: int = 5_000_000_000,
     run: str | None = None,
 ) -> None:
-    """Write the model as inference servers read it, with the FP8 bytes and scales with which an eval forward
-    multiplies now. COLLECTIVE where weights are sharded (FSDP2, tensor parallelism); otherwise the lowest rank of
-    the group writes, and the other ranks may call it or not.
+    """Write the model as a folder for inference servers, with the FP8 bytes and scales with which an eval forward
+    multiplies now. COLLECTIVE where weights are sharded (FSDP2, tensor parallelism). Otherwise only the lowest rank of
+    the group needs to call this, and writes; calls of other ranks do nothing.
 
     Nothing is quantised again, and training continues as if nothing had been exported. The folder has
     ``model-…-of-….safetensors``, ``model.safetensors.index.json``, ``config.json`` and
-    ``fp8dist-certificate.json``, with which ``fp8dist verify`` compares what is served. It gets its name when it is
-    complete. One module's tensors are in memory at a time.
+    ``fp8dist-certificate.json``, with which ``fp8dist verify`` compares a served model. It gets its name only when it
+    is complete. One module's tensors are in memory at a time.
 
     Args:
-        path: the folder, which must not exist or be empty.
+        manager: the StateManager of the model.
+        path: the folder. It must not exist, or be empty.
         model: the model as the training loop calls it, or as you prepared it. None: the prepared model.
         format: "compressed-tensors" (a scale per tensor or per row; fixed ``input_scale`` with delayed scaling),
             "compressed-tensors-channel" (the same, always a scale per row), or "block" (128 x 128, as DeepSeek-V3).
-        shard_bytes: size of a file from which on the next tensor goes to a new one.
+        shard_bytes: largest size of the tensors in one file, in bytes. A larger tensor has a file of its own.
         run: a name of this run for the certificate, any text.
 
     Raises:
         ConfigurationError: a recipe has finer scales than the format; nothing is in FP8; weights are stored in a
-            way that no format has; or the folder exists or cannot be written. The message says what to do.
+            way for which no format has a place; or the folder exists or cannot be written. The message says what to do.
     """
     require_int("shard_bytes", shard_bytes, 1, what="a number of bytes")
     path = destination(path)
@@ -81,7 +82,7 @@ def export(
 def exported(
     manager: StateManager, model: nn.Module | None = None, format: str = "compressed-tensors"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over (name, tensor) of everything that ``export`` writes, for an inference engine in the
+    """Return an iterator over (name, tensor) of all tensors that ``export`` writes, for an inference engine in the
     same job. COLLECTIVE where weights are sharded: iterate to the end on all ranks, between two steps.
 
     Every rank gets every tensor, whole and on its own device, in the same order. One module's tensors are in memory

@@ -1,4 +1,4 @@
-"""``fp8dist.trace``: write the digests of one forward and backward, in order."""
+"""``fp8dist.trace``: write the digests of one forward and backward, in execution order, to a file."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ def trace(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     """Write the digests of the forward and backward in the block to a file, for ``fp8dist check``. Local.
 
     The file has a line for each output of a module and each gradient of an output, in execution order: module, call,
-    shape, dtype, a digest of 128 bits, and a flag for NaN and infinity. Its head says what chooses kernels (hardware,
-    versions, flags), and has digests of the random state, the parameters and buffers, the FP8 state and the inputs of
-    the model that the step started from. Any model, with or without FP8. DTensors and FSDP's shards count as the rank's
-    own part. Modules inside a compiled module do not show. A step may have several microbatches. The tensors are read
-    once more each; their bits do not change.
+    shape, dtype, a digest of 128 bits, and a flag for NaN and infinity. Its head has the facts that select kernels
+    (hardware, versions, flags), and digests of everything that the step starts from: the random state, parameters and
+    buffers, the FP8 state and the inputs of the model. The block may have several microbatches.
+
+    Works for any model, with or without FP8. For a DTensor or a shard of FSDP, the digest covers this rank's part.
+    Modules inside a compiled module have no lines. Each tensor is read once more; its bits do not change.
 
     Args:
         model: the module to follow, also inside DDP, FSDP or torch.compile.
-        path: file to write when the block ends, atomically. ``{rank}`` is replaced by the rank: on several ranks each
-            that traces needs a file of its own. Equal steps give equal bytes.
+        path: file to write when the block ends, atomically. ``{rank}`` is replaced by the rank, because each rank that
+            traces needs a file of its own. Equal steps give equal bytes.
 
     Raises:
         ConfigurationError: ``model`` is not a module, or no module of it was called in Python. Nothing was written.
@@ -69,7 +70,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _start(model: nn.Module, device: torch.device, digester: Digester) -> dict[str, Plain]:
-    """Return digests of what the step starts from. Waits for the device."""
+    """Return digests of all that the step starts from but its inputs: by name, None if there is none. Waits for the
+    device."""
     kept = (*model.named_parameters(), *model.named_buffers())
     arenas = [sync.arena for manager in managers_in(model) for sync in Internals(manager).cycle.syncs]
     return {
@@ -89,7 +91,7 @@ def _hex(digests: Tensor) -> str:
 
 
 def _joined(digests: Sequence[str | None]) -> str | None:
-    """Return one digest of several; None if there is none, or one is not known."""
+    """Return one digest of several digests; None if there are none, or one of them is None."""
     if not digests or None in digests:
         return None
     return hashlib.blake2b("".join(map(str, digests)).encode(), digest_size=16).hexdigest()
@@ -97,8 +99,8 @@ def _joined(digests: Sequence[str | None]) -> str | None:
 
 @contextlib.contextmanager
 def _inputs_into(found: list[str | None], model: nn.Module, digester: Digester) -> Iterator[None]:
-    """Append a digest of the tensors of each call of the model."""
-    if model._compiled_call_impl is not None:  # Its hooks would be part of what is compiled.
+    """In the block, append to ``found`` a digest of the input tensors of each call of the model."""
+    if model._compiled_call_impl is not None:  # After model.compile(), the hook would be compiled with the model.
         yield
         return
 

@@ -1,4 +1,7 @@
-"""Where the traces of a step part: the first place that is not the same in all of them, and what differs beside."""
+"""Compare traces of a step: find the first place that is not the same in all, and the other facts that differ.
+
+A place is an output of a module, or a gradient of an output (``Place`` in ``fp8dist/checks/outputs.py``).
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,11 @@ _OTHER_DATA = "the inputs differ, as they do on ranks that share out a batch: co
 
 
 def compare_traces(paths: Sequence[str]) -> DivergenceReport:
-    """Compare traces place by place, and keep none of them in memory. In findings a "rank" is an index into ``paths``.
+    """Compare traces place by place, with one row of each in memory. In the report, a "rank" is an index into
+    ``paths``.
 
     Raises:
-        CheckpointError: a trace cannot be read. All are read to their ends.
+        CheckpointError: a trace cannot be read, or is damaged anywhere: all are read to their ends.
     """
     opened = [open_trace(path) for path in paths]
     first: tuple[int, dict[int, TraceRow | None]] | None = None
@@ -56,10 +60,11 @@ def compare_traces(paths: Sequence[str]) -> DivergenceReport:
 
 
 def compare_traces_of_ranks(path: str, group: SyncGroup) -> DivergenceReport:
-    """Compare the traces of the ranks of a group, of which each reads its ``path``. COLLECTIVE. The same on all ranks.
+    """Compare the traces of the ranks of a group. Each rank gives the ``path`` of its own trace. COLLECTIVE. The report
+    is the same on all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if the trace of one cannot be read.
+        CheckpointError: on all ranks, if the trace of one rank cannot be read.
     """
     head, rows, error = None, list[TraceRow](), ""
     try:
@@ -97,7 +102,7 @@ def _first_difference(rows: Sequence[TraceRow], longest: int, group: SyncGroup) 
 
 
 def traces_text(report: DivergenceReport) -> str:
-    """Return a report about traces as text: the sentence, then a line for each note."""
+    """Return a report of this module as text: the sentence of its findings, then a line for each note."""
     return "\n".join([report.findings[0].detail if report.findings else str(report), *report.notes])
 
 
@@ -109,8 +114,8 @@ def _report(
     participants: Sequence[Participant],
     noun: str,
 ) -> DivergenceReport:
-    """Return the report. ``first``: the index of the first difference, and the rows there. ``nonfinite``: the first
-    row of each trace that has a NaN or an infinity."""
+    """Return the report. ``first``: the index of the first difference, and each trace's row there (None: the trace has
+    ended). ``nonfinite``: the first row of each trace that has a NaN or an infinity."""
     notes = [
         f"the first value that is not finite: {_many(side, noun)}: {_place(nonfinite[side[0]])}"
         for side in sides_of({n: row.place for n, row in nonfinite.items()})
@@ -129,7 +134,7 @@ def _report(
 
 
 def _findings(index: int, rows: Mapping[int, TraceRow | None], noun: str) -> list[Finding]:
-    """Return a finding for each odd side. All have the same sentence as their detail."""
+    """Return a finding for each group of traces that deviates. All have the same sentence as their detail."""
     somewhere = next(row for row in rows.values() if row is not None)
     field, what, words = _difference(rows)
     place = f"place {index + 1} of the step"
@@ -164,7 +169,7 @@ def _findings(index: int, rows: Mapping[int, TraceRow | None], noun: str) -> lis
 
 
 def _difference(rows: Mapping[int, TraceRow | None]) -> tuple[str, str, dict[int, str]]:
-    """Return (field, what differs, the value of each trace as text)."""
+    """Return (field of the finding, text that says what differs, {trace: its value as text})."""
     if len({None if row is None else row.place[:4] for row in rows.values()}) > 1:
         words = {n: "the end" if row is None else _place(row) for n, row in rows.items()}
         return "module", "other modules run", words
@@ -176,7 +181,7 @@ def _difference(rows: Mapping[int, TraceRow | None]) -> tuple[str, str, dict[int
 
 
 def _place(row: TraceRow) -> str:
-    """Return a place as text: "output of 'blocks.0.fc1', call 1"."""
+    """Return a place as text, such as "output of 'blocks.0.fc1', call 1"."""
     place = row.place
     part = f", part {place.part}" if place.part else ""
     name = f"'{one_line(place.module)}'" if place.module else "the model"
@@ -194,12 +199,12 @@ def _by_side(words: Mapping[int, str], noun: str) -> str:
 
 
 def _short(word: str) -> str:
-    """Return the word with the first digits of a digest in place of all."""
+    """Return the text with each digest cut to its first digits."""
     return re.sub(r"\b[0-9a-f]{32}\b", lambda digest: f"{digest[0][:_SHOWN_DIGITS]}…", word)
 
 
 def _differing(heads: Mapping[int, Head]) -> dict[str, dict[int, str]]:
-    """Return what is not the same in all heads: by name, the text of each."""
+    """Return the facts that are not the same in all heads: {name: {trace: its value as text}}."""
     facts = {n: _facts(head) for n, head in heads.items()}
     names = dict.fromkeys(name for of in facts.values() for name in of)
     found = {name: {n: of.get(name, "none") for n, of in facts.items()} for name in names}
@@ -220,6 +225,6 @@ def _at_start(name: str) -> str:
 
 
 def _known(heads: Mapping[int, Head]) -> list[str]:
-    """Return what all heads have a digest of."""
+    """Return the names of the digests that all heads have."""
     first, *others = heads.values()
     return [one_line(name) for name in first.start if all(head.start.get(name) for head in (first, *others))]

@@ -28,7 +28,7 @@ _SCALARS = (str, int, float, bool, bytes, type(None))
 
 @dataclass(frozen=True)
 class Builder:
-    """A function that pickles may call under the name of a global. It validates its arguments."""
+    """A function that pickles may call under the name of a global. ``make`` validates its arguments."""
 
     name: str
     make: Callable[..., Any]
@@ -36,7 +36,7 @@ class Builder:
 
 @dataclass(eq=False, repr=False)
 class Record:
-    """An object whose class is not imported: the class's name and the pickled state."""
+    """An object whose class is not imported: the class's name, "module.name", and the pickled state."""
 
     name: str
     state: Any = None
@@ -45,8 +45,12 @@ class Record:
 class Unpickler:
     """Reads one pickle from a file of ``size`` bytes.
 
-    ``vocabulary`` maps "module.name" to a value, or to a Builder, which is called with the pickle's arguments.
-    ``storage`` is called with persistent ids, which torch.save uses for storages.
+    Args:
+        file: positioned at the pickle.
+        vocabulary: the globals that the pickle may name: {"module.name": a value, or a Builder}. A Builder is called
+            with the pickle's arguments.
+        storage: called with each persistent id, with which torch.save refers to storages; its result replaces the id.
+            None: persistent ids are refused.
     """
 
     def __init__(
@@ -177,7 +181,8 @@ class Unpickler:
 
 
 def _hashable(key: Any) -> Any:
-    """Return the key if it is shallow. Hashing a deep tuple overflows the C stack, or never ends."""
+    """Return the key if it is a scalar, a Record or a short tuple of scalars. Raise Unsupported otherwise: hashing a
+    deep tuple overflows the C stack, or never ends."""
     plain = isinstance(key, (*_SCALARS, Record))
     if not plain and not (isinstance(key, tuple) and len(key) < 64 and all(isinstance(k, _SCALARS) for k in key)):
         raise Unsupported(f"its pickle has a dict key of type {type(key).__name__}, expected text or numbers")

@@ -1,4 +1,4 @@
-"""Read safetensors files, one or all of a folder, and fp8dist's own state slot by slot."""
+"""Read checkpoints in safetensors files, and fp8dist state files slot by slot."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 class SafetensorsHeader(NamedTuple):
-    """The header of a safetensors file, and the bytes after it."""
+    """The header of a safetensors file, and the bytes after it. ``tensors``: by name, as the JSON describes them, not
+    validated."""
 
     tensors: dict[str, Any]
     metadata: Mapping[str, Any]
@@ -63,10 +64,11 @@ class SafetensorsHeader(NamedTuple):
 
 
 def header_of(path: str) -> SafetensorsHeader:
-    """Read the header of a safetensors file, without a look at the places that it names.
+    """Read the header of a safetensors file. Shapes and offsets in it are not checked.
 
     Raises:
-        CheckpointError: it is no JSON object, or has a name twice, of which safetensors' own reader takes the last.
+        CheckpointError: the file cannot be read, or the header is no JSON object, or has a name twice (safetensors' own
+            reader would take the last one).
     """
     with reading(path):
         file = FileSlice.of(path)
@@ -85,11 +87,11 @@ def is_state(path: str) -> bool:
 
 
 def safetensors_source(path: str, files: list[str]) -> Source:
-    """List the tensors of ``files`` as one checkpoint called ``path``. They are read, not mapped: mapped pages stay in
-    memory, and if a file becomes shorter, the process is killed.
+    """List the tensors of ``files`` as one checkpoint with the path ``path``. Files are read, not mapped into memory:
+    mapped pages stay in memory, and if a file becomes shorter, the process is killed.
 
     Raises:
-        CheckpointError: a file is not readable, or two files have a tensor of the same name.
+        CheckpointError: a file cannot be read or is an fp8dist state file, or two files have a tensor of the same name.
     """
     items: dict[str, Item] = {}
     homes: dict[str, str] = {}
@@ -124,13 +126,17 @@ def _values(part: FileSlice, entry: SavedEntry) -> Tensor:
 
 
 def state_source(path: str) -> Source:
-    """Open a state file. Reads the whole file, because the checksum covers all of it."""
+    """Open an fp8dist state file. Reads the whole file, because the checksum covers all of it.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+    """
     state, info = read_file(path)
     return Source(path, STATE, slot_items(state, ""), {"": (state, info)})
 
 
 def slot_items(state: Mapping[str, Any], prefix: str) -> Iterator[Item]:
-    """Yield the entries of an FP8 state, slot by slot."""
+    """Yield the entries of an FP8 state, slot by slot. ``prefix`` comes before their names."""
 
     def item(name: str, kind: str, values: Tensor) -> Item:
         return SavedEntry(f"{prefix}{name}", kind, tuple(values.shape), dtype_name(values.dtype)), partial(values.clone)

@@ -1,4 +1,4 @@
-"""The folder of an exported model as a server finds it: config.json, the index, and the tensors of its files.
+"""Read the folder of an exported model, as a server would: config.json, the index, and the tensors of its files.
 
 Nothing in the folder is trusted. A name that occurs twice, and an index that names files outside of the folder, are
 errors, because different servers may read different tensors from such a folder.
@@ -27,12 +27,15 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Served:
-    """An exported model.
+    """The folder of an exported model.
 
     Attributes:
-        tied: tensors that the files leave out because they equal another one: {name: name of the other}, from the
-            files' metadata.
-        faults: contradictions within the folder, such as a missing file. They need no certificate to be found.
+        path: the folder.
+        config: the content of config.json.
+        source: the tensors of the files that the index names.
+        tied: {name of a tensor that the files leave out: name of the tensor that is the same}, from the files'
+            metadata.
+        faults: findings about contradictions within the folder, such as a missing file.
     """
 
     path: str
@@ -43,12 +46,12 @@ class Served:
 
 
 def mismatch(kind: str, name: str, detail: str, **fields: Any) -> Finding:
-    """Return a finding of a difference between file 0, which says what should be served, and file 1, what is served.
+    """Return a finding about a difference between "rank" 0, the reference, and "rank" 1, the served model.
 
     Args:
         kind: kind of the finding.
-        name: the tensor or file concerned.
-        detail: the rest of the sentence that begins with ``name``.
+        name: the tensor or file concerned, with which the finding's sentence begins.
+        detail: the rest of the sentence.
         fields: other fields of ``Finding``.
     """
     return Finding(0, kind, name, (1,), 0, detail=detail, sides=((0,), (1,)), **fields)
@@ -58,7 +61,8 @@ def served_model(path: str) -> Served:
     """List the tensors of a folder by its index, without reading their bytes.
 
     Raises:
-        CheckpointError: the folder has no index or no config.json, or a file cannot be read. The message names it.
+        CheckpointError: the folder has no index or no config.json, or a file cannot be read. The message names the
+            file.
     """
     config = os.path.join(path, CONFIG)
     content = json_object(read_text(config), config)
@@ -72,7 +76,7 @@ def served_model(path: str) -> Served:
 
 
 def _weight_map(path: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Return {name of a tensor: name of its file} from the index; from the file itself if there is only one."""
+    """Return {name of a tensor: name of its file} from the index, or from model.safetensors if there is no index."""
     index = os.path.join(path, INDEX)
     if not os.path.lexists(index) and _SINGLE in files:
         return dict.fromkeys(header_of(files[_SINGLE]).tensors, _SINGLE)

@@ -1,4 +1,4 @@
-"""Parts of regular files, and bytes in memory, read by position."""
+"""Parts of regular files, and bytes in memory, with one interface for reads at a position."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _Stamp = tuple[int, int, int, int]
 class FileSlice(io.RawIOBase):
     """Bytes ``[start, start + length)`` of a file, as a file object.
 
-    The file is open only during reads, so a process can hold thousands of slices. A file that has changed between reads
-    is refused.
+    The file is open only during reads, so a process can hold thousands of slices. A read raises CheckpointError if the
+    file has changed since ``of``: its device, inode, size or time of modification.
     """
 
     def __init__(self, path: str, start: int, length: int, stamp: _Stamp) -> None:
@@ -34,7 +34,7 @@ class FileSlice(io.RawIOBase):
 
     @classmethod
     def of(cls, path: str) -> FileSlice:
-        """Return the whole of a regular file.
+        """Return a slice of the whole file.
 
         Raises:
             CheckpointError: the path is a folder, a pipe, a device or a socket.
@@ -47,7 +47,7 @@ class FileSlice(io.RawIOBase):
         return cls(path, 0, status.st_size, _stamp(status))
 
     def part(self, offset: int, length: int) -> FileSlice:
-        """Return a part of this slice, from ``offset`` on.
+        """Return the slice of ``length`` bytes that begins ``offset`` bytes after the start of this one.
 
         Raises:
             CheckpointError: this slice is too short.
@@ -62,10 +62,11 @@ class FileSlice(io.RawIOBase):
             )
 
     def bytes_at(self, offset: int, count: int) -> Tensor:
-        """Return uint8[count] from ``offset`` on.
+        """Return ``count`` bytes from ``offset`` on, uint8[count] on the CPU.
 
         Raises:
             CheckpointError: this slice is too short, or the file has changed.
+            OSError: the file cannot be opened or read.
         """
         wanted = self.part(offset, count)
         found = torch.empty(count, dtype=torch.uint8, device="cpu")
@@ -116,7 +117,7 @@ class FileSlice(io.RawIOBase):
 
 
 class MemorySlice(FileSlice):
-    """Bytes in memory, read like a file. ``path``: their name in messages."""
+    """Bytes in memory, with the interface of a ``FileSlice``. ``path``: the name of the bytes in messages."""
 
     def __init__(self, path: str, data: bytes) -> None:
         super().__init__(path, 0, len(data), (0, 0, 0, 0))

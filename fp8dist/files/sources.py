@@ -1,14 +1,14 @@
-"""Open checkpoints of every kind by path.
+"""Open a checkpoint of any kind by its path.
 
 ======================  ====================================================================================
 fp8dist state           family "state": each slot's scale, amax, cold, counters and history, and the step;
-                        values of ``manager.state_dict()`` inside the other kinds are listed the same way
+                        an FP8 state inside a checkpoint of another kind has the same entries
 safetensors             one file, or all files of a folder
 torch.save              zip files and legacy files; nested names are dotted ("optimizer.param_groups.0.lr")
 DCP                     a folder with ``.metadata``
 ======================  ====================================================================================
 
-Nothing from a file is executed. One tensor is in memory at a time; FP8 state is read as a whole.
+Nothing from a file is executed. One tensor is in memory at a time, but an FP8 state is read as a whole.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _open_file(path: str) -> Source:
 
 
 def _strange(path: str, head: bytes) -> str:
-    """Return a description of a file that is not a checkpoint."""
+    """Return an error text for a file that is not a checkpoint. ``head``: its first bytes."""
     if head.startswith(b"version https://git-lfs"):
         return "is a git-lfs pointer, not the file itself: run git lfs pull"
     if head.startswith(BEGIN):

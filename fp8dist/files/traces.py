@@ -1,4 +1,4 @@
-"""Traces: the digests of one step in execution order, as a file of JSON lines. docs/design/formats.md describes it."""
+"""Traces: the digests of one step in execution order, as a file of JSON lines (specified in docs/design/formats.md)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ Plain: TypeAlias = "str | int | bool | None"
 
 
 class Head(NamedTuple):
-    """What is known of a traced step beside its digests.
+    """The first line of a trace: facts about the rank and the start of the step.
 
-    ``likeness``: hardware, versions and settings, from ``consistency.likeness``. ``settings``: further flags of torch
-    that choose kernels, by name. ``start``: digests of what the step started from, by name, None if it is not known.
+    Attributes:
+        rank, ranks: the global rank, and the number of ranks of the job.
+        host: the machine's name.
+        likeness: hardware, versions and settings as text, from ``fp8dist/checks/likeness.py``.
+        settings: further flags of torch that select kernels, by name.
+        start: digests of everything that the step started from, by name; None: there is none, or it is not known.
     """
 
     rank: int
@@ -41,7 +45,8 @@ class Head(NamedTuple):
 
 
 class TraceRow(NamedTuple):
-    """A place of the step. ``digest``: 32 hexadecimal digits. ``nonfinite``: the tensor has a NaN or an infinity."""
+    """A line of a trace: a tensor of the step. ``digest``: 32 hexadecimal digits. ``nonfinite``: True if the tensor has
+    a NaN or an infinity."""
 
     place: Place
     digest: str
@@ -49,7 +54,7 @@ class TraceRow(NamedTuple):
 
 
 def trace_bytes(head: Head, taken: Taken) -> bytes:
-    """Return the content of a trace file: the same bytes for the same step."""
+    """Return the content of a trace file. The same arguments give the same bytes."""
     lines = [{"format": FORMAT, "version": VERSION, **head._asdict()}]
     for place, digest, nonfinite in zip(taken.places, taken.digests.numpy(), taken.nonfinite.tolist()):
         lines.append({**place._asdict(), "digest": digest.astype("<i8").tobytes().hex(), "nonfinite": nonfinite})
@@ -62,15 +67,15 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def is_trace(path: str) -> bool:
-    """Return True if the file starts as a trace does.
+    """Return True if ``path`` is a file that begins like a trace.
 
     Raises:
-        CheckpointError: there is no regular file or folder, or it cannot be read.
+        CheckpointError: nothing has this path, or it cannot be read.
     """
     with reading(path):
         try:
             file = FileSlice.of(path)
-        except CheckpointError:  # A folder, or what is not opened.
+        except CheckpointError:  # A folder, a pipe or a device.
             return False
         return file.bytes_at(0, min(len(BEGIN), file.length)).numpy().tobytes() == BEGIN
 
@@ -78,11 +83,12 @@ def is_trace(path: str) -> bool:
 def open_trace(path: str) -> tuple[Head, Iterator[TraceRow]]:
     """Return the head of a trace and an iterator over its rows, which reads them one by one.
 
-    The iterator checks the file to its end, so exhaust it. Nothing from the file is executed.
+    The checksum is in the last line, so only an iteration to the end verifies the file. Nothing from the file is
+    executed.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged or of another version, now or while it is iterated over.
-            The message is one line that names the file.
+        CheckpointError: the file cannot be read, is damaged or has another version. Raised by this call or by the
+            iterator. The message is one line that names the file.
     """
     with reading(path):
         lines = _lines(path)
@@ -91,7 +97,7 @@ def open_trace(path: str) -> tuple[Head, Iterator[TraceRow]]:
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file but the last, and check by the last one that they are whole."""
+    """Yield the lines of a file, except the last one, with which their number and checksum are verified."""
     checksum, places = hashlib.sha256(), -1  # The head is not a place.
     file = io.BufferedReader(FileSlice.of(path), 1 << 20)
     while line := file.readline(_LONGEST_LINE):

@@ -1,4 +1,7 @@
-"""Import FP8 state of TransformerEngine: match its entries to our modules, and convert them."""
+"""Import the FP8 state of TransformerEngine: match its entries to modules of this model, and convert them.
+
+In the code, "ours" is this model, and "theirs" the model of TransformerEngine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ __all__ = ["ImportReport", "NameMap", "load_transformer_engine"]
 
 Theirs = str | tuple[str, int]
 NameMap = Mapping[str, Theirs] | Callable[[str], Theirs | None]
-"""Maps our fqn to the fqn of a TransformerEngine module, or to (fqn, GEMM number) if that has two GEMMs."""
+"""Maps the fqn of a module of this model to the fqn of a TransformerEngine module, or to (fqn, number of the GEMM) if
+that module has two GEMMs."""
 
 _KEY = "_extra_state"
 
@@ -31,11 +35,12 @@ class ImportReport:
     """Result of ``load_transformer_engine``.
 
     Args:
-        matched: (slot, source) of each slot that was written.
-        missing: our fqns without an entry, or whose entry has no FP8 state.
+        matched: (slot, source) of each slot that was written. The source is a TransformerEngine fqn, followed by the
+            number of the GEMM if there are two.
+        missing: fqns of this model without an entry, or whose entry has no FP8 state.
         unused: TransformerEngine fqns whose entry matches no module.
-        stateless: TransformerEngine fqns whose entry matches a module but holds no FP8 state.
-        converted: (slot, reason) of each scale that was derived anew by our recipe.
+        stateless: TransformerEngine fqns whose entry matches a module but has no FP8 state.
+        converted: (slot, reason) of each scale that was computed anew with this model's recipe.
     """
 
     matched: tuple[tuple[Slot, str], ...]
@@ -64,29 +69,30 @@ def load_transformer_engine(
 ) -> ImportReport:
     """Load the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
 
-    Local: on all ranks alike. Nothing inside a pickle is imported or called. Amaxes that wait for a boundary are
-    dropped.
+    Local; call it on all ranks alike. Nothing inside a pickle is imported or called. Amaxes that were recorded since
+    the last boundary are dropped.
 
-    Histories are matched by age: of a longer history the newest entries are kept. A slot is cold if its entry has
-    neither a scale nor an amax. Saved scales are kept, unless this model computes scales by another rule (another
-    format or margin, powers of two), or TransformerEngine had not yet made a scale of the newest amax. Then the scale
-    is derived anew from the amax window, or, if that is empty, from the amax that the saved scale stands for. The step
-    counter does not change.
+    Of a history that is longer than this recipe's, the newest entries are kept. A slot is cold if its entry has neither
+    a scale nor an amax. Saved scales are kept, unless this model computes scales by another rule (another format or
+    margin, powers of two), or TransformerEngine had not yet computed a scale from the newest amax. Then the scale is
+    computed anew from the amax history, or, if that is empty, from the amax that gives the saved scale under
+    TransformerEngine's rule. The step counter does not change.
 
     Args:
         state_dict: entries by name; keys other than ``_extra_state`` are ignored.
-        name_map: names of the modules in TransformerEngine's model: a mapping from the fqn here, or a function of
-            it. A value is a name, or (name, GEMM) for a module with two GEMMs, such as LayerNormMLP: ``{"mlp.fc2":
-            ("layernorm_mlp", 1)}``. A function returns None for a module without an entry. None: the same names as
-            here, which modules also have that a mapping lacks.
+        name_map: by fqn of a module of this model, the name in TransformerEngine's model: a mapping, or a function of
+            the fqn. A value is a name, or (name, number of the GEMM) for a module with two GEMMs, such as LayerNormMLP:
+            ``{"mlp.fc2": ("layernorm_mlp", 1)}``; a value of None: the module has no entry. Modules that a mapping
+            lacks have the same name in both models. None: all have.
 
     Returns:
-        A report of the slots that matched, and of those that did not.
+        A report of the slots and modules that matched, and of the modules that did not.
 
     Raises:
         ConfigurationError: ``name_map`` is invalid, or names a module, entry or GEMM that does not exist.
-        CheckpointError: an entry that is needed is damaged, or contains more than data. Nothing was changed then, nor
-            after a ConfigurationError.
+        CheckpointError: an entry that is needed is damaged, or contains more than data.
+
+        After either error, the state is unchanged.
     """
     cycle = Internals(manager).cycle
     cycle.require("loading state")
@@ -116,7 +122,8 @@ def load_transformer_engine(
 
 
 def _entries(state_dict: Mapping[str, object]) -> dict[str, object]:
-    """Return the values of ``_extra_state`` keys by clean fqn of their modules."""
+    """Return the values of ``_extra_state`` keys, by the fqn of the module without prefixes of wrappers. Raise
+    CheckpointError if two have one fqn."""
     found: dict[str, object] = {}
     for key, value in state_dict.items():
         prefix, _, last = str(key).rpartition(".")
@@ -132,7 +139,7 @@ def _entries(state_dict: Mapping[str, object]) -> dict[str, object]:
 def _names(
     ours: Sequence[str], entries: Mapping[str, object], name_map: NameMap | None
 ) -> dict[str, tuple[str | None, int]]:
-    """Return (TransformerEngine fqn or None, GEMM) by our fqn."""
+    """Return by our fqn: (TransformerEngine fqn, or None for a module without an entry; number of the GEMM)."""
     named = {fqn: _parsed(fqn, value) for fqn, value in _mapped(ours, name_map).items()}
     absent = sorted({name for name, _ in named.values() if name is not None and name not in entries})
     if absent:
@@ -145,7 +152,8 @@ def _names(
 def _matched(
     names: Mapping[str, tuple[str | None, int]], states: Mapping[str, Gemms | None]
 ) -> tuple[dict[str, str], dict[str, dict[Role, SavedSlot]]]:
-    """Return by our fqn: the source of its state, and the state. Modules without FP8 state there are left out."""
+    """Return two mappings by our fqn: the source of the state as text, and the state. Modules without a saved state are
+    left out."""
     origins, saved = {}, {}
     for fqn, (name, gemm) in names.items():
         gemms = None if name is None else states[name]
@@ -171,7 +179,7 @@ def _mapped(ours: Sequence[str], name_map: NameMap | None) -> Mapping[str, objec
 
 
 def _parsed(fqn: str, value: object) -> tuple[str | None, int]:
-    """Return a value of ``name_map`` as (fqn or None, GEMM)."""
+    """Return a value of ``name_map`` as (fqn or None, number of the GEMM). Raise ConfigurationError if it is wrong."""
     if value is None:
         return None, 0
     name, gemm = value if isinstance(value, tuple) and len(value) == 2 else (value, 0)
@@ -183,7 +191,7 @@ def _parsed(fqn: str, value: object) -> tuple[str | None, int]:
 
 
 def _write(arena: Arena, slots: Mapping[Slot, SavedSlot]) -> list[tuple[Slot, str]]:
-    """Write to an arena. Return (slot, reason) of the scales that were derived anew."""
+    """Write the saved states to the arena's slots. Return (slot, reason) of the scales that were computed anew."""
     specs = [spec for spec in arena.specs if spec.slot in slots]
     found = [slots[spec.slot] for spec in specs]
     scale = torch.tensor([one.scale for one in found], dtype=torch.float32, device="cpu")
@@ -216,7 +224,7 @@ def _write(arena: Arena, slots: Mapping[Slot, SavedSlot]) -> list[tuple[Slot, st
 
 
 def _reason(arena: Arena, spec: SlotSpec, found: SavedSlot) -> str | None:
-    """Return why the saved scale does not fit here, or None if it does."""
+    """Return the reason why the saved scale must be computed anew; None if it can be kept."""
     recipe = arena.recipe
     if found.fp8_max not in (None, spec.format.max):
         return f"its format goes up to {found.fp8_max:g} there and {spec.format.max:g} here"
@@ -228,6 +236,6 @@ def _reason(arena: Arena, spec: SlotSpec, found: SavedSlot) -> str | None:
 
 
 def _largest(arena: Arena, spec: SlotSpec, found: SavedSlot) -> float:
-    """Return the value that TransformerEngine scaled an amax to."""
+    """Return the FP8 value to which TransformerEngine's scale maps the amax: the format's largest, over 2**margin."""
     margin = arena.recipe.margin if found.margin is None else found.margin
     return (found.fp8_max or spec.format.max) / 2.0**margin

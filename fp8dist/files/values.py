@@ -1,4 +1,4 @@
-"""Values in the pickles of torch.save: tensors that refer to their storages, and plain values."""
+"""Values in the pickles of torch.save: tensors, read as references to their storages, and plain values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class Storage:
-    """A flat array in the file, found by its key."""
+    """A reference to a flat array in the file. ``key``: its name there."""
 
     key: str
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A strided view of a storage. Offset and strides count elements."""
+    """A reference to a tensor: a strided view of a storage. Offset and strides are in elements of ``dtype``."""
 
     storage: Storage
     offset: int
@@ -93,7 +93,8 @@ class StoredTensor:
     def check(self, available: int, whole: int) -> None:
         """Raise CheckpointError unless the tensor lies inside its storage, of which the file has ``available`` bytes.
 
-        A tensor whose strides repeat elements (``expand``) must not be larger than the ``whole`` file either.
+        A tensor whose strides repeat elements (``expand``) needs little storage, but may be huge. So no tensor may have
+        more bytes than the file, ``whole``.
         """
         extent = self.offset + self._extent()
         nbytes = math.prod(self.shape) * self.dtype.itemsize
@@ -109,7 +110,8 @@ class StoredTensor:
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
 
     def read(self, file: FileSlice, start: int) -> Tensor:
-        """Return the values, contiguous, from a storage that starts at ``start`` in ``file``."""
+        """Return the values, contiguous, on the CPU. ``start``: byte of ``file`` at which the storage begins. Call
+        ``check`` first."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         size = self.dtype.itemsize
@@ -132,7 +134,7 @@ def sizes(value: Any) -> tuple[int, ...]:
 
 
 def storage_of(identity: Any) -> Storage:
-    """Return the storage that a persistent id of torch.save refers to."""
+    """Return the storage to which a persistent id of torch.save refers. Raise CheckpointError for another id."""
     kind, storage_class, key, _location, numel, *view = identity
     if kind != "storage" or not isinstance(storage_class, StorageClass) or not isinstance(key, str):
         raise CheckpointError("its pickle is damaged: it refers to an object that is not a storage")
@@ -245,9 +247,13 @@ TORCH_SAVE: Mapping[str, object] = MappingProxyType(
 
 
 def flatten(value: Any, size: int, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted name, leaf) of nested dicts, lists and tuples. ``size``: bytes of their pickle.
+    """Return (dotted name, leaf) of all leaves of nested dicts, lists and tuples.
 
-    The name of a value that is not nested is ``prefix``, or "value".
+    Args:
+        value: the nested value. A value that is no dict, list or tuple is its own leaf, with the name ``prefix``, or
+            "value" without a prefix.
+        size: size of its pickle in bytes, in proportion to which the result is limited.
+        prefix: put before all names.
 
     Raises:
         CheckpointError: the nesting is too deep, or the value contains itself.
@@ -272,9 +278,12 @@ def flatten(value: Any, size: int, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def plain_tensor(value: Any) -> Tensor:
-    """Convert a leaf to a tensor: int64, float64, complex128 or bool of shape (), or uint8 for text and bytes.
+    """Return a leaf as a tensor on the CPU. Numbers become int64, float64, complex128 or bool of shape (); text (in
+    UTF-8) and bytes become uint8[n]; None becomes uint8[0]. An int beyond int64 becomes its decimal text, a dtype its
+    name.
 
-    None becomes uint8[0]. An int beyond int64 becomes its decimal text.
+    Raises:
+        Unsupported: the leaf is another object.
     """
     if isinstance(value, torch.dtype):
         value = str(value)

@@ -1,4 +1,4 @@
-"""Compare a served model with what an export must hold: tensor by tensor, and its config.json."""
+"""Compare a served model with a reference, a certificate or another export: tensor by tensor, and its config.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Look = tuple[str | None, tuple[int, ...], str]
 
 
 class CertifiedValue(NamedTuple):
-    """A tensor that should be served. ``value``: its values on the CPU, if they are known."""
+    """A tensor of the reference. ``value``: its values on the CPU; None if only the digest is known."""
 
     certified: Certified
     value: Tensor | None = None
@@ -41,10 +41,14 @@ def sha256_of(tensor: Tensor) -> str:
 def compare_tensors(
     served: Served, references: Iterable[CertifiedValue], tied: Mapping[str, Any], progress: Progress
 ) -> tuple[list[Finding], list[Certified]]:
-    """Return (what differs, the reference's tensors that must be served). Two tensors are in memory.
+    """Return (findings by name of the tensor, the reference's tensors that must be served). Holds two tensors in
+    memory.
 
     Args:
-        tied: by name, tensors that may be left out, if the reference has the same bytes under the other name.
+        references: the tensors of the reference.
+        tied: {name of a tensor: name of another}. The first may be missing in the served model, if the reference has
+            the same bytes under both names.
+        progress: called with the number of bytes of each tensor that was read.
 
     Raises:
         CheckpointError: a file of the served model cannot be read.
@@ -114,7 +118,13 @@ def _differs(
 
 
 def _one_sided(served: Served, strangers: Iterable[int], missing: Iterable[Certified]) -> Iterator[Finding]:
-    """Yield the tensors that only one side has. Those with the same bytes are called renamed."""
+    """Yield findings about tensors that only one side has. If one of each side has the same dtype, shape and bytes, one
+    finding says that the tensor has another name.
+
+    Args:
+        strangers: indices of the served entries that the reference lacks.
+        missing: the reference's tensors that are not served.
+    """
     gone: dict[_Look, list[str]] = defaultdict(list)
     for certified in missing:
         gone[_look(certified)].append(certified.name)
@@ -138,7 +148,8 @@ _ABSENT = object()
 
 
 def compare_configs(expected: Mapping[str, Any], served: Mapping[str, Any], keys: Iterable[str]) -> Iterator[Finding]:
-    """Yield what differs between ``keys`` of two config.json, by the path of the key."""
+    """Yield a finding for each value that differs below ``keys`` of two config.json. A finding's name is the path of
+    keys, joined by dots."""
     for key in sorted(keys):
         yield from _values(key, expected.get(key, _ABSENT), served.get(key, _ABSENT))
 

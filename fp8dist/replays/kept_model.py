@@ -1,4 +1,5 @@
-"""KeptModel: puts back what a forward and a backward leave in a model: gradients, buffers, states of DDP and FSDP2."""
+"""KeptModel: undoes the effects of a forward and a backward on a model: on gradients, buffers, and DDP's and FSDP2's
+own state."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ _INSTEAD = "replay the model before it is sharded"
 
 
 class KeptModel:
-    """A model whose gradients, buffers and modes (train or eval) are put back. Local.
+    """Keeps the gradients, buffers and modes (train or eval) of a model when it is made, and can put them back. Local.
 
-    Gradients are set aside, not copied. Of buffers there is one copy. Writes to parameters are found, not undone; a
-    parameter that is replaced comes back.
+    Gradients are taken out of the model while it runs, not copied. Buffers are copied. A parameter that a run replaces
+    by another tensor is put back. Writes to the values of a parameter are detected, not undone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,18 +35,18 @@ class KeptModel:
         self._gradients: list[tuple[Any, str, Any]] = []
         for holder, name in _holders(model):
             self._gradients.append((holder, name, getattr(holder, name)))
-        # Outside of inference mode nothing can write to an inference tensor; torch counts no writes to it.
+        # Without inference tensors: torch counts no writes to them, and nothing outside of inference mode can write.
         self._versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
         self._modes = [(module, module.training) for module in model.modules()]
         self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._memory: list[tuple[Tensor, Tensor]] = []  # (a parameter or buffer, a view of its memory)
         sharded = bool(fsdp2_modules(model))
         for module in model.modules():
-            if has_base(module, "ScriptModule"):  # TorchScript cannot replace its tensors.
+            if has_base(module, "ScriptModule"):  # TorchScript does not let a run replace the module's tensors.
                 continue
             self._registries.append((module._buffers, dict(module._buffers)))
             self._memory += [(buffer, buffer.detach()) for buffer in module._buffers.values() if _is_plain(buffer)]
-            if not sharded:  # FSDP2 replaces parameters itself, and knows which are in place.
+            if not sharded:  # FSDP2 replaces parameters by gathered ones and back; it keeps track of them itself.
                 self._registries.append((module._parameters, dict(module._parameters)))
                 self._memory += [(p, p.detach()) for p in module._parameters.values() if _is_plain(p)]
         written = [buffer for buffer in model.buffers() if not buffer.is_inference()]
@@ -54,7 +55,8 @@ class KeptModel:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run a forward and a backward in the block, from the kept buffers and without gradients. DDP reduces none."""
+        """Run a forward and a backward in the block, starting from the kept buffers and without gradients. DDP does not
+        communicate. Discard the gradients of the run at the end."""
         self._clear()
         with contextlib.ExitStack() as stack:
             for wrapper in _ddp_modules(self._model):
@@ -66,11 +68,11 @@ class KeptModel:
         for module, mode in self._modes:
             module.training = mode
         self._put_back_tensors()
-        for holder, name in _holders(self._model):  # Some were made by a run.
+        for holder, name in _holders(self._model):  # Listed again: a run may have made more holders.
             setattr(holder, name, None)
 
     def put_back(self) -> None:
-        """Put everything back."""
+        """Put gradients, buffers, modes and replaced parameters back."""
         self._clear()
         for holder, name, gradient in self._gradients:
             setattr(holder, name, gradient)
@@ -87,12 +89,14 @@ class KeptModel:
     @torch.no_grad()
     def _put_back_tensors(self) -> None:
         for registry, tensors in self._registries:
-            registry.clear()  # Without what a run has made.
+            registry.clear()  # Drops tensors that a run has registered.
             registry.update(tensors)
         for tensor, memory in self._memory:
             if not tensor.is_set_to(memory):  # A run has resized it, or assigned its .data.
                 tensor.data = memory
-        with self._of_buffers:  # A graph from before the replay may have saved them: its backward compares versions.
+        # Keep version counters: an autograd graph from before the replay may have saved buffers, and its backward
+        # raises if their versions have changed.
+        with self._of_buffers:
             for buffer, value in self._values:
                 buffer.copy_(value)
 
@@ -102,14 +106,14 @@ def _is_plain(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def _each_once(tensor: Tensor) -> Tensor:
-    """Return a view without the repeats of an expanded tensor, which cannot be written to."""
+    """Return a view of the tensor with each element of memory once. torch refuses writes to an expanded tensor."""
     if tensor.layout is not torch.strided:
         return tensor.detach()
     return tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield (object, name of its attribute that holds a gradient)."""
+    """Yield (object, name of its attribute that may hold a gradient): parameters, and FSDP2's unreduced gradients."""
     seen = set()
     for module in fsdp2_modules(model):
         for group in fsdp2_groups(module, _REPLAY, _INSTEAD):
@@ -131,7 +135,7 @@ def _ddp_modules(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def _unsynced(wrapper: Any) -> Iterator[None]:
-    """DDP without any communication: neither gradients nor buffers."""
+    """Run the block without any communication of DDP, of gradients or buffers."""
     before = wrapper.require_forward_param_sync
     wrapper.require_forward_param_sync = False
     try:
@@ -142,7 +146,7 @@ def _unsynced(wrapper: Any) -> Iterator[None]:
 
 
 def require_replayable(model: nn.Module) -> None:
-    """Raise ConfigurationError if what a forward and a backward leave in the model cannot be put back. Local."""
+    """Raise ConfigurationError if the effects of a forward and a backward on the model cannot be undone. Local."""
     if in_join(model):
         raise ConfigurationError(f"{_REPLAY} inside a Join context: ranks without data do not reach it")
     for parameter in model.parameters():
@@ -162,13 +166,14 @@ def require_replayable(model: nn.Module) -> None:
 
 
 def _require_settled(wrapper: Any) -> None:
-    """Raise ConfigurationError if a backward would change how DDP reduces later ones, even without a reduction."""
+    """Raise ConfigurationError if a backward under ``no_sync`` would change how DDP reduces later gradients."""
     require_known_ddp(wrapper, _REPLAY, "replay the model before it is wrapped")
     if wrapper.find_unused_parameters and not wrapper.static_graph:
         raise ConfigurationError(
             f"{_REPLAY}: DDP(find_unused_parameters=True) would take the parameters that a replay uses for used ones"
         )
-    rebuilt = getattr(wrapper, "_has_rebuilt_buckets", None)  # Since torch 2.13. The log has it a step later.
+    # Since torch 2.13 there is an attribute. The logging data of earlier versions show the value a step later.
+    rebuilt = getattr(wrapper, "_has_rebuilt_buckets", None)
     if not (wrapper._get_ddp_logging_data().get("has_rebuilt_buckets", 0) if rebuilt is None else rebuilt):
         raise ConfigurationError(
             f"{_REPLAY}: DDP arranges its buckets in the first step, and would arrange them by the replay: call it "
@@ -187,8 +192,12 @@ def _require_settled(wrapper: Any) -> None:
 
 
 def _awaits_backward(wrapper: Any) -> bool:
-    """True between a forward and its backward, if that reduces. DDP does not tell, so give it the gradient of one small
-    parameter, and see if it counts it. Local: DDP sends a bucket when all of its gradients have come."""
+    """True between a forward and the backward that reduces its gradients.
+
+    DDP has no call for this. So run the backward of one small parameter, and test if DDP's reducer has counted the
+    gradient; if so, reset the reducer to the state after the forward. The parameter's gradient is put back. Local: DDP
+    sends a bucket only when all of its gradients are ready.
+    """
     parameter = None if wrapper.mixed_precision is not None else _small_parameter(wrapper)
     if parameter is None:
         return False
@@ -210,7 +219,8 @@ def _awaits_backward(wrapper: Any) -> bool:
 
 
 def _small_parameter(wrapper: Any) -> Tensor | None:
-    """Return a 1-d parameter without hooks, if possible one that shares its bucket. None: DDP reduces no such one."""
+    """Return a parameter of at most one dim without hooks. Prefer one that is not alone in its bucket: DDP would send
+    the bucket. None if there is no such parameter, or no other parameter."""
     learning = [p for p in wrapper._module_parameters if p.requires_grad]  # As DDP numbers them.
     buckets = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "").split(",")
     sharing = {int(index) for bucket in buckets if len(bucket.split()) > 1 for index in bucket.split()}

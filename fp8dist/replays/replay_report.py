@@ -1,4 +1,4 @@
-"""ReplayReport: what a replay has found, as data and as text."""
+"""ReplayReport: the findings of a replay, as data and as text; and ``judge``, which derives them from all ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ _EVERYWHERE = "on all ranks, so the model may be the cause"
 
 @dataclass(frozen=True)
 class ReplayFinding:
-    """One thing that a replay has found. All ranks are global.
+    """One finding of a replay. All ranks are global.
 
-    ``kind``: "not deterministic" (``ranks`` got another result from their own batch the second time), "ranks differ"
-    (they got another result than ``reference_rank`` from the same batch; without a reference these are two ranks, and
-    none can be blamed), or "nonfinite" (their data gives a NaN or an infinity, on the next rank as well; if a parameter
-    has one, ``detail`` names it).
-
-    ``module`` is the first in execution order, "" for the model itself, ``what`` "output" or "gradient", of its
-    ``call``-th call (counted from 0), and ``place`` counts all outputs and gradients before it. ``index``, ``value``
-    (on the first of ``ranks``), ``expected`` (on the other rank) and ``ulp`` describe the first element that differs,
-    if it is known.
+    Attributes:
+        kind: "not deterministic": ``ranks`` got another result from their own batch the second time. "ranks differ":
+            ``ranks`` got another result than ``reference_rank`` from the same batch. "nonfinite": the data of ``ranks``
+            gives a NaN or an infinity, also on the rank that repeated the batch.
+        ranks: the ranks concerned. For "ranks differ" without a reference, the two ranks that differ.
+        module: name of the first module in execution order that shows the finding; "" for the model itself.
+        what: "output" or "gradient" of this module.
+        call: number of the module's call, from 0.
+        place: number of outputs and gradients of the step before this one.
+        reference_rank: the rank that is taken to be right. None: not "ranks differ", or it is not known who is right.
+        index, value, expected, ulp: the first element that differs, if known: its index, its value on the first of
+            ``ranks`` and on the other rank, and their distance in units in the last place.
+        detail: further facts, such as the name of a parameter that is not finite.
     """
 
     kind: Kind
@@ -83,8 +87,12 @@ class ReplayFinding:
 class ReplayReport:
     """The result of ``fp8dist.replay``, the same on all ranks. ``str()`` is a sentence and a table.
 
-    ``findings``: the most telling first. ``compared``: outputs and gradients that the lowest rank compared.
-    ``skipped``: what was not compared, and why.
+    Attributes:
+        findings: results that are not deterministic, then ranks that differ, then values that are not finite; each kind
+            in execution order.
+        ranks: the global ranks that took part.
+        compared: number of outputs and gradients that the lowest rank compared.
+        skipped: comparisons that were not made, and why, as text.
     """
 
     findings: tuple[ReplayFinding, ...] = ()
@@ -99,7 +107,7 @@ class ReplayReport:
 
     @property
     def sentence(self) -> str:
-        """The most telling finding in one sentence."""
+        """The first finding in one sentence; without findings, a sentence that says so."""
         if self.findings:
             return self.findings[0].sentence
         runs = "two runs"
@@ -121,8 +129,8 @@ class ReplayReport:
 
 
 class Replayed(NamedTuple):
-    """A replay of a kept batch. ``trigger``: kind of the event that it follows. ``step``, ``microbatch``: what was
-    replayed."""
+    """A replay of a kept batch. ``trigger``: kind of the event that caused it. ``step``, ``microbatch``: those of the
+    batch; microbatches count from 0."""
 
     trigger: str
     step: int
@@ -130,7 +138,7 @@ class Replayed(NamedTuple):
     report: ReplayReport
 
     def fields(self) -> dict[str, Any]:
-        """Return what a line of events.jsonl says, as JSON values."""
+        """Return the fields of the replay in a line of events.jsonl, as JSON values."""
         place = {"trigger": self.trigger, "replayed_step": self.step, "microbatch": self.microbatch}
         who = {}
         if self.report.findings:
@@ -159,11 +167,21 @@ def _row(f: ReplayFinding) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank has found. Places are those of its own batch, but ``differs``, of the next rank's batch.
+    """The observations of one rank. A place is given as (its number in the step, ``Place``).
 
-    ``here``: this rank's own place there; None if its run was shorter. ``difference``: the first element; None if a
-    repetition found none. ``note``: more about it, for people.
-    ``spoilt``: the first parameter of which this rank holds a value that is not finite.
+    Attributes:
+        rank: this rank, global.
+        next: the rank whose batch this rank repeated.
+        unsteady: the first place at which this rank's second run of its own batch gave another result.
+        ops: names of operations just before the place of ``unsteady`` that torch knows as non-deterministic.
+        differs: the first place at which this rank got another result from the batch of ``next`` than ``next`` did.
+        here: the place with the number of ``differs`` in this rank's own run; None if the run was shorter.
+        difference: the first differing element at ``differs``. None if shapes differ, or if the runs that were repeated
+            to find it did not differ.
+        note: more about the difference, as text.
+        nonfinite: the first place in the run of this rank's own batch with a NaN or an infinity.
+        spoilt: name of the first parameter of which this rank holds a value that is not finite; "" if none.
+        compared: number of outputs and gradients that this rank compared.
     """
 
     rank: int
@@ -210,16 +228,18 @@ def _unsteady(result: RankResult) -> ReplayFinding:
 
 
 def _is_of_data(result: RankResult, everyone: Sequence[RankResult]) -> bool:
-    """True if the rank's first non-finite value came again, also on the rank that repeated its batch."""
+    """True if the rank's first non-finite value occurred again in its second run, and on the rank that repeated its
+    batch: if neither run differs before or at this place."""
     assert result.nonfinite is not None
     repeated = [result.unsteady, *(other.differs for other in everyone if other.next == result.rank)]
     return all(found is None or found[0] > result.nonfinite[0] for found in repeated)
 
 
 def _nonfinite(results: Sequence[RankResult], ranks: int) -> list[ReplayFinding]:
-    """Return one finding for each first place, the earliest first.
+    """Return one finding per place that is the first non-finite one of some ranks, the earliest place first.
 
     Args:
+        results: those of ranks with a non-finite value that comes from their data.
         ranks: number of ranks that took part.
     """
     by_place: dict[tuple[int, Place], list[int]] = {}
@@ -230,7 +250,7 @@ def _nonfinite(results: Sequence[RankResult], ranks: int) -> list[ReplayFinding]
     spoilt = next((one.spoilt for one in results if one.spoilt), "")
     found = []
     for (index, place), at in sorted(by_place.items(), key=lambda item: item[0][0]):
-        # A parameter shows on all ranks at the same place, unless data of a rank shows earlier.
+        # A non-finite parameter shows on all ranks at the same place. Non-finite data of a rank may show earlier.
         of_data = len(results) == ranks and index < max(one.nonfinite[0] for one in results if one.nonfinite)
         detail = _EVERYWHERE if len(at) == ranks > 1 else ""
         if spoilt and not of_data:
@@ -240,12 +260,13 @@ def _nonfinite(results: Sequence[RankResult], ranks: int) -> list[ReplayFinding]
 
 
 def _differing(everyone: Sequence[RankResult], odd: Set[int]) -> list[ReplayFinding]:
-    """Return findings from the pairs of neighbours that differ on one batch.
+    """Return findings from the pairs of neighbours (a rank and its ``next``) that differ on one batch.
 
-    A rank that differs from both neighbours is to blame, if one of them agrees with its other neighbour.
+    A rank that differs from both its neighbours is blamed, if one of these neighbours agrees with its own other
+    neighbour. Pairs without a blamed rank give a finding without a reference.
 
     Args:
-        odd: ranks that do not repeat themselves, so they differ from any other.
+        odd: ranks that are not deterministic. Their pairs are left out, because such a rank differs from any other.
     """
     pairs = [result for result in everyone if result.differs is not None and not {result.rank, result.next} & odd]
     agreeing = {rank for result in everyone if result.differs is None for rank in (result.rank, result.next)} - odd

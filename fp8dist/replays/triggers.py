@@ -1,4 +1,4 @@
-"""``replay_on``: replays the kept batch that an event of the training names."""
+"""``replay_on``: replays the kept batch of the step in which an event of the training has its cause."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ logger = logging.getLogger("fp8dist")
 Trigger = Literal["nonfinite", "jump", "spike"]
 
 _KINDS: tuple[str, ...] = ("nonfinite", "jump", "spike")
-"""The events, the most telling first."""
+"""The kinds of events. If a step has several, the first in this order is replayed."""
 
 _UNKNOWN = -1
 
 
 class _Wish(NamedTuple):
-    """What a rank wants replayed. ``kind``: of the event. ``microbatch``: None: all of the step, until one of them
-    shows something."""
+    """A rank's wish for a replay, from an event of this ``kind``. ``microbatch``, ``rank``: those that the event names.
+    ``microbatch`` None: the step's microbatches in order, until a replay has findings."""
 
     kind: str
     step: int
@@ -46,7 +46,7 @@ class _Wish(NamedTuple):
 
 
 class LossEvents(Protocol):
-    """What ``replay_on`` uses of a ``LossGuard``, which describes it."""
+    """The part of ``LossGuard`` that ``replay_on`` uses."""
 
     @property
     def stops(self) -> bool:
@@ -77,27 +77,30 @@ def replay_on(
     scaler: Any = None,
     callback: Callable[[Event], None] | None = None,
 ) -> None:
-    """From now on, replay a kept batch when an event names it, and tell what the replay found. Local: on all ranks
-    alike. Then each boundary is COLLECTIVE: one all-reduce of 96 bytes more, with which the ranks agree. On GPUs it
-    waits for the device, because the amaxes of a step are judged at its own boundary, before the update.
+    """From now on, replay the kept batch that an event names, and report the findings. The call itself is local; make
+    it on all ranks alike. From then on, the end of each step (the boundary) has one more COLLECTIVE: an all-reduce of
+    96 bytes, with which the ranks agree on a replay. On GPUs the boundary waits for the device, because the amaxes of
+    a step are judged at its own boundary, before the update.
 
-    A replay begins at the end of the boundary of the step, in the optimizer's step before the update: weights are those
-    of the step. With delayed scaling, the scales are those that the step has just made. It replays the microbatch that
-    the event names, on each rank its own; if the event names none, the step's microbatches in order, until a replay
-    finds something. If ranks do not agree on the event, nothing is replayed, and one rank warns once.
+    A replay begins at the end of the boundary of the step, inside the optimizer's step before the update. So the
+    weights are those of the step. With delayed scaling, the scales are those computed at this boundary. Each rank
+    replays its own microbatch of the number that the event names; if the event names none, the step's microbatches in
+    order, until a replay has findings. If ranks do not agree on the event, nothing is replayed, and one rank warns
+    once.
 
-    What a replay finds is logged once, and is an Event "replayed" for the callbacks of the manager, and so a line in
-    the events of a ``Recorder``, on all ranks the same: with tensor parallelism that of the part which differs in the
-    earliest module. A replay that raises does not end the training: one rank warns.
+    The report is logged on one rank, and is an Event "replayed" for the callbacks of the manager, which a ``Recorder``
+    writes to its events. It is the same on all ranks. With tensor parallelism each data-parallel group has a report,
+    and the one with the earliest finding is taken. A replay that raises does not end the training: one rank warns.
 
     - "nonfinite": an amax, or the loss that the guard sees, is not finite.
-    - "jump": a scale jumped, see ``fp8dist.watch(jump=…)``. A delayed scale jumps one step after its amax: the
-      batch of that step is replayed, with the weights of the next. Without an observation of that step nothing is.
-    - "spike": the guard saw a spike. A guard that stops the run, and one without a manager, have the replay inside
-      ``observe``, so call that between the backward and the update.
+    - "jump": a scale jumped, see ``fp8dist.watch(jump=…)``. A delayed scale jumps one step after its amax. The batch
+      of the amax's step is replayed, with the weights of the step after it. If ``watch`` did not observe the amax's
+      step, nothing is replayed.
+    - "spike": the guard saw a spike. If the guard stops the run, or there is no manager, the replay takes place inside
+      ``LossGuard.observe``: call ``observe`` between the backward and the update.
 
     Args:
-        manager: the StateManager of the model, or a model without FP8, where only the guard tells of events.
+        manager: the StateManager of the model, or a model without FP8, for which only the guard has events.
         recorder: keeps the batches.
         step: runs forward and backward of a batch, as the training does, with its own autocast. See
             ``fp8dist.replay``.
@@ -107,11 +110,11 @@ def replay_on(
         group: see ``fp8dist.replay``. None: the ranks that share the FP8 state, or all ranks of the job, which also
             agree on each replay. A tensor parallel model needs it.
         scaler: the GradScaler, see ``fp8dist.replay``.
-        callback: also called with the Event, on all ranks. Without a manager there is no other.
+        callback: also called with the Event, on all ranks. Without a manager, no other callback is called.
 
     Raises:
-        ConfigurationError: an argument is invalid, or none of ``events`` can come. In the first step, if a tensor
-            parallel model has no ``group``.
+        ConfigurationError: an argument is invalid, or none of ``events`` can occur. Raised in the first step, if the
+            model is tensor parallel and ``group`` is None.
     """
     if not isinstance(recorder, ReplayBuffer):
         raise ConfigurationError(f"recorder must be a ReplayBuffer, which keeps batches, got {type(recorder).__name__}")
@@ -174,7 +177,8 @@ class _Replays:
             self._note(event.kind, self._manager.run_step)
 
     def _judge(self, alarm: LossAlarm | None) -> None:
-        """Handle what the guard sees of a loss. COLLECTIVE if it replays."""
+        """Note the guard's alarm about a loss; None: no alarm. Without FP8, and if the guard stops the run, the ranks
+        agree on a replay here. This is COLLECTIVE: on an alarm, or at each loss if only some ranks get the alarms."""
         if alarm is not None:
             self._note(alarm.kind, self._now(alarm.step))
         assert self._guard is not None
@@ -197,7 +201,7 @@ class _Replays:
             return
         now = self._manager.run_step
         noted = self._wishes.get("nonfinite")
-        if noted is not None and noted.step < now:  # The event of an earlier step, which had its replay there.
+        if noted is not None and noted.step < now:  # An earlier step was replayed at its own boundary.
             del self._wishes["nonfinite"]
         if "nonfinite" in self._events and Internals(self._manager).cycle.found_nonfinite():
             cause = Internals(self._manager).cycle.checker.cause_of_nonfinite()
@@ -213,7 +217,8 @@ class _Replays:
 
     @functools.cached_property
     def _ranks(self) -> SyncGroup | None:
-        """The ranks that begin a replay together; None for one. With tensor parallelism more than ``group``."""
+        """The ranks that agree on a replay; None for a single rank. With tensor parallelism, more than those of
+        ``group``."""
         if self._given is None:
             require_replicas(self._model, "fp8dist.replay_on")
         if self._manager is not None:
@@ -232,7 +237,7 @@ class _Replays:
         return [-value for value in found[len(values) :]], found[: len(values)]
 
     def _replay_if_agreed(self) -> None:
-        """Replay what all ranks wish. COLLECTIVE, whatever this rank wishes: it cannot know what the others do."""
+        """Replay if all ranks have the same wish. COLLECTIVE even if this rank has none, as others may have one."""
         wish = next((self._wishes[kind] for kind in _KINDS if kind in self._wishes), None)
         self._wishes.clear()
         mine, kept = (0, 0, 0, 0), 0
@@ -258,7 +263,7 @@ class _Replays:
     # Replays -------------------------------------------------------------------------------------
 
     def _replay(self, wish: _Wish, microbatches: Iterable[int]) -> None:
-        """Replay microbatches until one shows something, and tell what it showed, on all ranks alike. COLLECTIVE."""
+        """Replay microbatches until a report has findings, and notify of the last report. COLLECTIVE."""
         for microbatch in microbatches:
             try:
                 report, failure = self._replay_one(self._recorder.of(wish.step)[microbatch]), ""
@@ -283,7 +288,7 @@ class _Replays:
         batch, failed = None, None
         try:
             batch = kept.batch()
-        except Exception as error:  # Such as no memory on the GPU, which the other ranks must hear of.
+        except Exception as error:  # Such as no memory on the GPU. The other ranks must not begin the replay.
             failed = error
         if self._extremes(int(failed is not None))[1][0]:
             raise failed or RuntimeError("another rank could not put its batch back on its device")

@@ -13,7 +13,8 @@ from typing import Literal
 __all__ = ["BACKENDS", "BLOCK", "GEMMS", "Gemm"]
 
 BACKENDS = ("auto", "triton", "torch", "reference")
-"""Names of the implementations. "auto": Triton on GPUs with FP8, else torch; see ``backends.runs_fused``."""
+"""Names of the implementations. "auto" casts with Triton on GPUs with FP8, else with torch (``backends.runs_fused``);
+see ``ops.py`` for products."""
 
 BLOCK = 128
 """Block size of block scaling: 128 consecutive elements of a row share a scale; in square blocks, of 128 rows."""

@@ -3,8 +3,8 @@
 A dispatch of an op that is written in Python costs tens of microseconds on the host, several times per Linear. In plain
 eager execution, the functions here call the backend's function directly, with the same result. Everywhere else, they
 call the op: while compiling or tracing, under a dispatch mode (fake tensors, FLOP counting, selective checkpointing),
-inside a functorch transform, while profiling, and for tensor subclasses. (A TorchFunctionMode sees the operations
-inside instead.)
+inside a functorch transform, while profiling, and for tensor subclasses. A TorchFunctionMode does not count as such a
+mode: it sees the torch operations of the backend's function, not the op.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DEVICES = ("cuda", "cpu")
 
 def is_eager() -> bool:
     """True if code runs eagerly: it is not compiled or traced, and no mode or transform is active."""
-    # Dynamo must not trace the second half.
+    # While compiling, ``and`` skips the private call, which Dynamo must not trace.
     return not torch.compiler.is_compiling() and torch._C._dispatch_tls_local_include_set() in _STATES
 
 
@@ -60,16 +60,16 @@ def is_plain(x: Tensor) -> bool:
         and type(x) in _TYPES
         and not torch._C._autograd._profiler_enabled()
         and x.device.type in _DEVICES
-        # Such tensors exist as flags of the dispatcher only: their memory does not show their values.
+        # A kernel reads memory, which lacks a negation, and a zero tensor has none: both are flags of the dispatcher.
         and not (x.is_neg() or x._is_zerotensor())
-        # Below autograd, the op is opaque. Directly called, torch operations inside it would be differentiated.
+        # Autograd does not look into an op. In a direct call, it would record the torch operations of the backend.
         and not (x.requires_grad and torch.is_grad_enabled())
     )
 
 
 def _directly(op: torch._ops.OpOverload, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a function that calls ``op`` or its implementation. ``compiled``: what torch.compile shall see, if not
-    the op."""
+    """Return a function that calls ``op`` or its implementation. ``compiled``: the function that torch.compile traces
+    in place of ``op``, if any."""
     implementation = {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}[op._opname]
 
     @functools.wraps(implementation)
@@ -97,10 +97,10 @@ matmul_grouped_columns = _directly(grouped_ops.matmul_grouped_columns)
 
 
 class StateUpdates:
-    """Launch and commit of one arena.
+    """The launch and the commit of one arena's sync, on the arena's ``arrays``.
 
-    On a CPU, "auto" and "torch" run numpy on the same memory (``host.py``), past torch's dispatcher. Of all backends,
-    "reference" alone runs plain torch there, so that a job can be compared with it.
+    On a CPU, the backends "auto" and "torch" run numpy on the same memory (``host.py``). "reference" runs plain torch,
+    so that a job can be compared with it.
     """
 
     def __init__(self, arrays: StateArrays, rule: UpdateRule, backend: str) -> None:
@@ -119,7 +119,8 @@ class StateUpdates:
             launch(list(self._arrays), hold, drop_nonfinite=drop_nonfinite, backend=self._backend)
 
     def commit(self, reduced: Tensor, hold: Tensor | None) -> Tensor:
-        """See ``commit`` in ``reference/update.py``. ``reduced`` begins with the reduced message."""
+        """See ``commit`` in ``reference/update.py``. ``reduced``: int32, the all-reduced message; elements after the
+        message are ignored."""
         plain = is_plain(reduced)
         if plain and self._views is not None:
             return host.commit(self._views, self._rule, reduced, hold)

@@ -1,14 +1,15 @@
 """The torch.library ops on rows that are sorted by expert. See ``reference/groups.py`` for ``offsets``.
 
-``fp8dist::quantize_grouped``        cast each expert's rows, or its weight, with its slot, and record the amaxes
+``fp8dist::quantize_grouped``        cast each expert's rows, or its weight, with the expert's slot; record the amaxes
 ``fp8dist::quantize_grouped_lines``  cast with one scale per row, or per 1 x 128 block
 ``fp8dist::matmul_grouped``          products of each expert's rows with its weight: forward and dgrad
 ``fp8dist::matmul_grouped_columns``  products of transposed copies over each expert's rows: wgrad
 
-They follow the rules of ``ops``. On Hopper, with "auto" and "torch", torch's own kernel computes the products that it
-can (``reference/scaled_grouped.py``). Neither it nor Triton's kernels need ``offsets`` on the host: if they decrease or
-lie beyond the rows, they are cut on the device (``cut`` in ``reference/groups.py``). The plain-torch twins, which all
-other backends use, read them, loop over the experts, and raise ValueError for such offsets.
+Backends, taps and mutated arguments are as in ``ops``. On Hopper, with "auto" and "torch", torch's own kernel computes
+those ``matmul_grouped`` that it can (``torch_can_group`` in ``multipliers.py``). This kernel and Triton's do not need
+the values of ``offsets`` on the host: offsets that decrease or lie beyond the rows are cut on the device (``cut`` in
+``reference/groups.py``). All other backends use the plain-torch versions, which wait for the values, loop over the
+experts, and raise ValueError for such offsets.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ _LIBRARY.define(
 
 @functools.cache
 def register_flops() -> None:
-    """Let FlopCounterMode count grouped products: those of all rows, whether an expert has them or not."""
+    """Let FlopCounterMode count grouped products. Rows of no expert count too, because the counter does not know the
+    values of ``offsets``."""
     from torch.utils.flop_counter import register_flop_formula  # Late, as in ``ops``.
 
     def of_rows(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
@@ -71,8 +73,8 @@ def register_flops() -> None:
     def of_columns(
         a: Sequence[int], b: Sequence[int], _a: Any, _b: Any, offsets: Sequence[int], *_: Any, **__: Any
     ) -> int:
-        # The length of transposed copies tells the rows, if they are a multiple of 16, and at most 15 more or fewer
-        # otherwise.
+        # The number of rows follows from the length of the transposed copies: exactly if it is a multiple of 16, else
+        # with an error of at most 15.
         return 2 * a[0] * b[0] * max(0, a[1] - columns_bound(0, offsets[0]))
 
     register_flop_formula(torch.ops.fp8dist.matmul_grouped)(of_rows)
@@ -140,7 +142,10 @@ def multiplier_name(
     backend: str,
     device: torch.device,
 ) -> str:
-    """Return the name of what computes a ``matmul_grouped``. The arguments are those of ``torch_can_group``."""
+    """Return what computes a ``matmul_grouped``: "torch.scaled_grouped_mm", "Triton" or "torch" (a loop over experts).
+
+    ``dtypes``, ``scaling``, ``shape`` and ``biased`` are as in ``torch_can_group``.
+    """
     if _may_be_torchs(backend, device) and torch_can_group(nvidia_capability(device), dtypes, scaling, shape, biased):
         return "torch.scaled_grouped_mm"
     return implementer(backend, device)
@@ -205,7 +210,7 @@ _OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = MappingProxy
         ),
     }
 )
-"""As in ``ops``."""
+"""By name of an op: the function that selects the backend and calls it, and the one for fake tensors (shapes only)."""
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({name: made for name, (made, _) in _OPS.items()})
 """By name of an op, the function that selects the backend and calls it."""
@@ -224,9 +229,10 @@ expert, ``ops.quantize_rowwise``, or ``ops.quantize_blocks`` with blocks of 1 x 
 
 matmul_grouped = torch.ops.fp8dist.matmul_grouped.default
 """``(a[tokens, k], b[E, n, k], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [tokens, n]``: for each expert,
-``a @ b[e].T + bias[e]`` of its rows, dequantised. 0 for rows of no expert. On a GPU, offsets are cut to the rows of
-``a``, and a group that would end before it starts is empty; likewise in the other ops."""
+``a @ b[e].T + bias[e]`` of its rows, dequantised. Rows of no expert are 0. ``reference/grouped_matmuls.py`` gives the
+shapes of the scales."""
 
 matmul_grouped_columns = torch.ops.fp8dist.matmul_grouped_columns.default
 """``(a[n, columns], b[k, columns], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [E, n, k]``: for each expert,
-``a @ b.T`` over its rows, dequantised. ``a`` and ``b`` are transposed copies of grouped casts."""
+``a @ b.T`` over the expert's columns, dequantised. ``a`` and ``b`` are transposed copies of grouped casts, so a column
+is a token. 0 for an expert without rows. ``reference/grouped_matmuls.py`` gives the shapes of the scales."""

@@ -1,7 +1,7 @@
 """Shares of saturated and flushed elements on a CPU: ``reference/shares.py`` in numpy, for a tensor with one scale.
 
-It reads the tensor once, in pieces that fit a core's cache, and takes a sixth of the time of the torch operations.
-``reference/shares.py`` says what is right, and tests compare all bits.
+The tensor is read once, in pieces that fit a core's cache, in a sixth of the time of the torch operations.
+``reference/shares.py`` defines the results; tests compare all bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8dist_kernels.scaling import FLOAT32_MAX
 __all__ = ["measure"]
 
 PIECE = 1 << 16
-"""Elements that are counted at once."""
+"""Elements that are counted at once: 256 KiB of float32."""
 
 
 def measure(
@@ -32,13 +32,14 @@ def measure(
     *,
     block: tuple[int, int],
 ) -> None:
-    """See ``reference.shares.measure``. ``block`` is (0, 0): one scale."""
+    """See ``reference.shares.measure``. ``block`` must be (0, 0), which means one scale for the tensor."""
     if x.numel() == 0:
         return
     require_scales(x, inv_scale, block)
     each = inv_scale.item()
     most, least = (_bits(each * limit) for limit in limits(dtype))  # Exact in float64, and rounded once.
-    rows = x.detach().float()  # Of a transposed tensor, the memory's order: a count has none.
+    rows = x.detach().float()
+    # A count does not depend on the order, so a transposed tensor is read as it lies, without a copy.
     rows = rows if rows.is_contiguous() or not rows.t().is_contiguous() else rows.t()
     counts = _count(rows.contiguous(), most, least)
     for place, count in zip((saturated, underflow), counts):
@@ -48,12 +49,13 @@ def measure(
 
 
 def _bits(limit: float) -> int | None:
-    """Return the float32 bits of a limit for finite magnitudes; None if it is NaN, which no number exceeds or meets."""
+    """Return the limit, rounded to float32 and at most its largest number, as bits. None if NaN: no element counts."""
     return None if math.isnan(limit) else int(struct.unpack("i", struct.pack("f", min(limit, FLOAT32_MAX)))[0])
 
 
 def _count(x: Tensor, most: int | None, least: int | None) -> tuple[int, int]:
-    """Return how many finite elements have magnitudes above ``most``, and above 0 and at most ``least``."""
+    """Return two counts of finite elements of ``x``, contiguous float32: |x| > ``most``, and 0 < |x| <= ``least``. Both
+    limits are float32 bits; None counts nothing."""
     bits = x.view(-1).view(torch.int32)
     # Not x.numpy(): FSDP2 frees a weight by resizing its memory, which torch refuses once numpy has seen it.
     scratch = torch.empty(min(PIECE, bits.numel()), dtype=torch.int32, device="cpu")
@@ -66,7 +68,7 @@ def _count(x: Tensor, most: int | None, least: int | None) -> tuple[int, int]:
         piece = magnitudes[: part.numel()]
         if most is not None and piece.max() > most:
             above += np.count_nonzero((piece > np.uint32(most)) & (piece < np.uint32(INFINITY_BITS)))
-        if least is not None:  # 0 becomes the largest number.
+        if least is not None:  # Minus 1, a zero wraps to the largest uint32: it does not count.
             np.subtract(piece, np.uint32(1), out=piece)
             below += np.count_nonzero(np.less(piece, np.uint32(least), out=found[: piece.size]))
     return int(above), int(below)

@@ -1,16 +1,18 @@
-"""Who computes a product. The only place that knows what torch's scaled products refuse, or get wrong.
+"""Scaled products that torch refuses or computes wrongly, and what to do instead. No other file knows them.
 
-``ROWS`` is the table. A product to which no row applies is torch's: ``torch._scaled_mm``, or
+``ROWS`` is the table. A product to which no row applies can be torch's: ``torch._scaled_mm``, or
 ``torch.nn.functional.scaled_mm`` for scales of blocks. If a row applies, Triton computes the product where it runs.
-``backend="torch"``, and a machine without Triton, take the row's detour: a product that torch has, with the same result
-up to rounding. A row without a detour leaves ``backend="triton"`` or another machine.
+``backend="torch"``, and a machine without Triton, take the row's detour: other torch operations, with the same result
+up to rounding. If the row has no detour, they raise ``ProductError``.
 
-Products to which no row applies, because torch's code takes them: any number of tokens with one scale per tensor or per
-row (CUTLASS rounds m up to its tiles of 64, cuBLASLt needs multiples of 16 for n and k only, which ``scaling_of``
-requires); k of 16 to 112 with one scale per tensor or per row, so also each wgrad over at most 128 tokens, whose scales
-of one block are scales of rows.
+No row is needed for these products, which torch's code takes:
 
-``reads_sideways`` is about the layout of ``b``, whoever computes.
+- one scale per tensor or per row, with any number of tokens: CUTLASS rounds m up to its tiles of 64, and cuBLASLt needs
+  multiples of 16 for n and k only, which ``scaling_of`` requires;
+- one scale per tensor or per row, with k of 16 to 112. A wgrad over at most 128 tokens is one of these, also with
+  scales of 1 x 128 blocks: a row has a single block, so its scales have the shape of scales per row.
+
+``reads_sideways`` says which layouts of ``b`` products read, torch's as well as Triton's.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _CUBLASLT_WITH_SCALES = (12, 9)
 
 _CUTLASS_WITH_FLOAT32 = (2, 15)
 """torch's pull request 187569 of June 2026 lets its CUTLASS kernels return float32, and float16 without a bias. Which
-release has it first was not verified. This is one that was cut after it."""
+release has the change first was not verified. 2.15 was cut after the change."""
 
 _CUBLASLT_WITH_LAYOUTS = (12, 8)
 """Since this version, cuBLASLt takes all layouts on Blackwell (issue 152150 of PyTorch). ``_scaled_gemm`` in
@@ -61,15 +63,15 @@ _MOST_GROUPS = 1023
 
 
 class Machine(NamedTuple):
-    """What torch's products depend on, beside the product."""
+    """The GPU and the versions: what decides, beside the product, if torch computes it."""
 
     capability: tuple[int, int] | None  # None: not an NVIDIA GPU
-    cuda: tuple[int, int]  # of torch's build; (0, 0) without
+    cuda: tuple[int, int]  # CUDA version that torch was built with; (0, 0): none
     torch: tuple[int, int]
 
 
 class Product(NamedTuple):
-    """The product of a [m, k] and b [n, k]. Recipe and GEMM appear as the scaling and the dtypes."""
+    """The product ``a @ b.T`` of a [m, k] and b [n, k]. ``a``, ``b``, ``out`` and ``bias`` are dtypes."""
 
     scaling: Scaling
     m: int
@@ -79,11 +81,11 @@ class Product(NamedTuple):
     b: torch.dtype
     out: torch.dtype
     bias: torch.dtype | None = None
-    into: bool = False  # added to what a buffer holds
+    into: bool = False  # The product is added to the content of a buffer.
 
 
 class Detour(Enum):
-    """How torch gets to a product that it does not take as it is."""
+    """Operations of torch that give the result of a product that torch does not take as given."""
 
     BIAS_AFTER = "the product in float32, then the bias, then the rounding"
     SCALES_AFTER = "the product of one scale per tensor in float32, then the scales of rows, the bias, and the rounding"
@@ -93,7 +95,7 @@ class Detour(Enum):
 
 
 class Row(NamedTuple):
-    """A kind of product that is not torch's. ``detour``: None if torch has none."""
+    """A kind of product that torch does not take as given. ``detour``: None if torch cannot compute it at all."""
 
     name: str
     applies: Callable[[Product, Machine], bool]
@@ -128,14 +130,14 @@ def _other_bias(product: Product, machine: Machine) -> bool:
 
 
 def _by_cutlass(product: Product, machine: Machine) -> bool:
-    """True if torch multiplies with CUTLASS: rows have scales, and cuBLASLt does not take them."""
+    """True if torch multiplies with CUTLASS: for scales per row, where cuBLASLt does not take them."""
     if product.scaling is not Scaling.ROWWISE or machine.capability is None:
         return False
     return not (_HOPPER <= machine.capability < _BLACKWELL and machine.cuda >= _CUBLASLT_WITH_SCALES)
 
 
 def _cutlass_result(product: Product, machine: Machine) -> bool:
-    # Without a bias, its kernel writes bfloat16 where float16 was asked for.
+    # Without a bias, torch's CUTLASS kernel writes bfloat16 where float16 was asked for.
     wrong = product.out == torch.float32 or (product.out == torch.float16 and product.bias is None)
     return wrong and machine.torch < _CUTLASS_WITH_FLOAT32 and _by_cutlass(product, machine)
 
@@ -149,7 +151,7 @@ def _odd_rows(product: Product, machine: Machine) -> bool:
 
 
 def _into_buffer(product: Product, machine: Machine) -> bool:
-    return product.into  # cuBLASLt could, but torch gives it nothing to add to.
+    return product.into  # cuBLASLt could add, but torch's functions have no argument for a buffer to add to.
 
 
 ROWS: tuple[Row, ...] = (
@@ -163,21 +165,23 @@ ROWS: tuple[Row, ...] = (
     Row("blocks: rows not in multiples of 8", _odd_rows, Detour.PADDED_ROWS),
     Row("a sum with what a buffer holds", _into_buffer, Detour.ADDED_AFTER),  # In ``ops.matmul_into``.
 )
-"""What torch does not multiply. The first row that applies counts; a detour leads to a product with fewer of them."""
+"""Products that torch does not take as given. The first row that applies counts. A detour computes another product, to
+which fewer rows apply; at the end none does."""
 
 
 @functools.lru_cache(512)
 def row_of(product: Product, machine: Machine) -> Row | None:
-    """Return the first row that applies, or None if torch multiplies it as it is."""
+    """Return the first row that applies, or None if torch takes the product as given."""
     return next((row for row in ROWS if row.applies(product, machine)), None)
 
 
 def reads_sideways(scaling: Scaling, machine: Machine) -> bool:
-    """True if products take ``b`` in memory as [k, n], too: both torch's and ours. Elsewhere it is transposed first.
+    """True if products, torch's as well as Triton's, are given a ``b`` that lies in memory as [k, n]. If False, it must
+    be copied to [n, k] first.
 
-    Tensor cores of sm_100 read FP8 in either layout (tcgen05); those of Hopper, Ada and consumer Blackwell need k last.
-    Triton reads both anywhere, but on Hopper it transposes each tile in registers. torch's products with a scale for
-    each row are CUTLASS there, which is compiled for k last.
+    Tensor cores of sm_100 read FP8 in either layout (tcgen05). Those of Hopper, Ada and consumer Blackwell need k last:
+    Triton could read [k, n] there, but would transpose each tile in registers. With a scale per row, torch uses CUTLASS
+    on sm_100, compiled for k last.
     """
     if machine.capability is None or machine.capability[0] != _BLACKWELL[0]:
         return False
@@ -186,7 +190,7 @@ def reads_sideways(scaling: Scaling, machine: Machine) -> bool:
 
 @functools.cache
 def machine_of(device: torch.device) -> Machine:
-    """Return what is known of ``device``, and of this torch."""
+    """Return the compute capability of ``device``, with the versions of torch and of torch's CUDA."""
     return Machine(nvidia_capability(device), _version(torch.version.cuda), _version(torch.__version__))
 
 
@@ -196,7 +200,8 @@ def _version(text: str | None) -> tuple[int, int]:
 
 
 def refused(product: Product, device: torch.device, why: object) -> ProductError:
-    """Return the error about a product that torch does not compute on ``device``."""
+    """Return the error about a product that torch does not compute on ``device``. ``why``: torch's error, of which the
+    first line is quoted, or a reason."""
     triton = why_not_triton(device) is None
     instead = 'use backend="triton"' if triton else 'use backend="reference", which emulates FP8'
     shapes = f"{product.a} [{product.m}, {product.k}] x {product.b} [{product.n}, {product.k}]"
@@ -212,15 +217,16 @@ def torch_can_group(
     shape: Sequence[int],
     biased: bool,
 ) -> bool:
-    """True if torch computes such a ``matmul_grouped``: the table of grouped products, which has one row.
+    """True if torch computes such a ``matmul_grouped``. For grouped products, this one condition replaces ``ROWS``.
 
-    torch also lets Blackwell pass, but up to 2.13 its kernel for float32 scales is compiled for Hopper only, and traps
+    torch also accepts Blackwell, but up to 2.13 its kernel for float32 scales is compiled for Hopper only, and traps
     elsewhere (pull request 188063 of PyTorch).
 
     Args:
         capability: compute capability of an NVIDIA GPU. None: another device.
         dtypes: of ``a``, ``b`` and the result.
         shape: of ``b``, [E, n, k].
+        biased: True if a bias is added.
     """
     groups, n, k = shape
     return (

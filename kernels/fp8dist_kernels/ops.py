@@ -1,27 +1,29 @@
 """The torch.library ops that FP8 modules and arenas call. Each op picks its backend inside.
 
 ``fp8dist::quantize``          cast to FP8 with a slot's scale and record the amax
-``fp8dist::choose_scale``      record an amax, and return the scale that such a tensor is cast with
+``fp8dist::choose_scale``      record a given amax, and return the scale for a cast and its inverse
 ``fp8dist::quantize_rowwise``  cast with one scale per row
 ``fp8dist::quantize_blocks``   cast with one scale per block
 ``fp8dist::add_up``            add up columns: the gradient of a bias
-``fp8dist::transpose``         transpose FP8
+``fp8dist::transpose``         transpose FP8 into contiguous memory
 ``fp8dist::observe``           record the amax only
 ``fp8dist::measure``           record the shares of elements that a cast saturates and flushes to zero
-``fp8dist::matmul``            scaled FP8 matrix product, NT layout
-``fp8dist::matmul_into``       the same, added to what a buffer holds
+``fp8dist::matmul``            scaled FP8 product ``a @ b.T``; the contracted dim is the last of both
+``fp8dist::matmul_into``       the same, added to the content of a buffer
 ``fp8dist::launch``            write an arena's state into the message of its collective
 ``fp8dist::commit``            update the arena from the collective's result
 
-Casts and products take a ``tap``, which they notify of what they compute, and the ``site`` of the call (``taps.py``).
+Casts and products take a ``tap``, whose listener gets their arguments and results, and the ``site`` of the call
+(``taps.py``).
 
-Each op mutates only the arguments that its schema marks. Inside the op, device memory says if a slot is cold and if
-ranks agree: a flag on the host would be baked into compiled and captured graphs.
+Each op mutates only the arguments that its schema marks. Whether a slot is cold, and whether ranks agree, is read from
+device memory inside the op: a flag on the host would be baked into compiled and captured graphs.
 
 ``backend``: "triton", "torch" (``torch._scaled_mm`` and eager operations), "reference" (float32 products), or "auto".
-"auto" uses Triton on GPUs with FP8, except for products that torch takes (``multipliers.py``) and computes faster. On a
-CPU it uses "reference", the faster emulation. ``StateUpdates`` chooses between the ops and numpy for a launch and a
-commit.
+On GPUs with FP8, "auto" casts with Triton. A product that torch takes (``multipliers.py``) is torch's, unless the
+device's shipped table shows that Triton is faster (``triton/tables.py``). On a CPU, "auto" multiplies with "reference",
+which is faster there than ``torch._scaled_mm``. ``StateUpdates`` in ``direct.py`` chooses between the ops and numpy for
+a launch and a commit. A backend that the device does not have raises ValueError.
 """
 
 from __future__ import annotations
@@ -109,8 +111,8 @@ _LIBRARY.define(
 
 @functools.cache
 def register_flops() -> None:
-    """Let FlopCounterMode count FP8 products as it counts torch's."""
-    # Imported here because it imports Triton, which takes a tenth of a second.
+    """Let FlopCounterMode count FP8 products as it counts torch's: 2 m n k each."""
+    # Imported here because this module imports Triton, which takes a tenth of a second.
     from torch.utils.flop_counter import register_flop_formula
 
     def flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
@@ -127,7 +129,8 @@ def require_backend(backend: str, device: torch.device) -> None:
 
 @functools.cache
 def version_of_backend(backend: str, device: torch.device, of: Any) -> Any:
-    """Return the module with this backend's version of the functions in module ``of``."""
+    """Return the module with this backend's version of the functions in ``of``, a module of ``reference``. Raise
+    ValueError if the backend is not available on ``device``."""
     if not runs_fused(backend, device):
         return of
     require_backend(backend, device)
@@ -148,7 +151,7 @@ def cast(
     **options: Any,
 ) -> Any:
     """Call function ``name`` of the backend's version of module ``of``, and notify the tap, if there is one."""
-    if "block" in options:  # An op gets a list.
+    if "block" in options:  # The dispatcher passes a list.
         options["block"] = tuple(options["block"])
     results = getattr(version_of_backend(backend, x.device, of), name)(x, *rest, **options)
     if tap is not None:
@@ -215,7 +218,8 @@ def _matmul_into(
                 b = _readable(b, scaling, backend)
             fused_matmuls.multiply_into(scaling, a, b, inv_scale_a, inv_scale_b, fast_accumulation, total)
             return
-        backend = "triton"  # A listener gets the product, with the bits that are added without one.
+        # The tap needs the product by itself. Triton's has the bits that ``multiply_into`` adds.
+        backend = "triton"
     options = {"fast_accumulation": fast_accumulation, "backend": backend}
     total.add_(_matmul(a, b, inv_scale_a, inv_scale_b, torch.float32, site=site, tap=tap, **options))
 
@@ -242,7 +246,8 @@ def _product(
 
 
 def _readable(b: Tensor, scaling: Scaling, backend: str) -> Tensor:
-    """Return ``b``, which lies sideways, as products read it: see ``reads_sideways``."""
+    """Return ``b``, a transposed view of contiguous memory; a contiguous copy if the device's products need one (see
+    ``reads_sideways``)."""
     if reads_sideways(scaling, machine_of(b.device)):
         return b
     transposed: Tensor = version_of_backend(backend, b.device, casts).transpose(b.t())
@@ -251,7 +256,7 @@ def _readable(b: Tensor, scaling: Scaling, backend: str) -> Tensor:
 
 @functools.lru_cache(512)
 def _multiplier(product: Product, fast_accumulation: bool, backend: str, device: torch.device) -> Callable[..., Tensor]:
-    """Return the function that computes a product."""
+    """Return the function that computes a product. Raise ValueError if ``backend`` is unknown or not available."""
     row = row_of(product, machine_of(device))
     if runs_fused(backend, device):
         require_backend(backend, device)
@@ -271,12 +276,12 @@ def _multiplier(product: Product, fast_accumulation: bool, backend: str, device:
 
 
 def implementer(backend: str, device: torch.device) -> str:
-    """Return the name of what computes casts on ``device``."""
+    """Return what computes casts on ``device``: "Triton" or "torch"."""
     return "Triton" if runs_fused(backend, device) else "torch"
 
 
 def multiplier_name(product: Product, fast_accumulation: bool, backend: str, device: torch.device) -> str:
-    """Return the name of what computes a product."""
+    """Return what computes a product: "Triton", "torch._scaled_mm" or "reference"."""
     multiply = _multiplier(product, fast_accumulation, backend, device)
     of_torch = torch_matmuls.multiply_directly, torch_matmuls.multiply_torch
     names = {**dict.fromkeys(of_torch, "torch._scaled_mm"), matmuls.multiply_reference: "reference"}
@@ -296,8 +301,11 @@ def _commit(
 
 
 def copies_fake(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, groups: Any = 1) -> tuple[Tensor, Tensor]:
-    """Return the copies of [tokens, features], or of rows of ``groups`` experts, or of a weight [E, n, k]. Sizes may be
-    symbolic."""
+    """Return empty FP8 tensors of the shapes of a cast's row-major and transposed copy; (0,) for one not requested.
+
+    ``x``: [tokens, features], whose rows belong to ``groups`` experts, or the weights of experts [E, n, k]. Sizes may
+    be symbolic.
+    """
     *experts, tokens, features = x.shape
     length = columns_bound(tokens, 1 if experts else groups)
     return (
@@ -380,7 +388,7 @@ _OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = MappingProxy
         "commit": (_commit, _commit_fake),
     }
 )
-"""By name of an op: the function that selects the backend and calls it, and the one that torch.compile traces."""
+"""By name of an op: the function that selects the backend and calls it, and the one for fake tensors (shapes only)."""
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({name: made for name, (made, _) in _OPS.items()})
 """By name of an op, the function that selects the backend and calls it."""
@@ -392,11 +400,14 @@ for _name, (_implementation, _fake) in _OPS.items():
 quantize = torch.ops.fp8dist.quantize.default
 """``(x[tokens, features], scale, cold, pending, dtype, …) -> (rows, columns, inv_scale)``.
 
+``rows`` is the FP8 copy [tokens, features]. ``columns`` is its transpose, whose rows are padded with zeros to a
+multiple of 16 tokens. A copy that is not requested is empty, of shape [0].
+
 ``scale``, ``cold`` (bool) and ``pending`` are 0-d views of one slot. With ``record``, ``pending`` becomes the maximum
 of itself and the amax of x. With ``just_in_time``, x of a cold slot is cast with the scale of its own amax (1 if the
-amax is 0 or not finite). With ``outgrown`` (a number above 0), the same happens for a hot slot if x has outgrown its
-scale: the amax is finite, and ``amax * scale > outgrown * fp8_max`` in float32. The slot's own scale and ``cold`` do
-not change.
+amax is 0 or not finite). With ``outgrown`` (a number above 0), so is x of a slot that is not cold, if x has outgrown
+the scale: the amax is finite, and ``amax * scale > outgrown * fp8_max`` in float32. The slot's own scale and ``cold``
+do not change.
 
 ``inv_scale`` is a new 0-d tensor, the inverse of the scale of this cast. It stays valid after a later commit changes
 the slot's scale. ``sums`` ([features]) gets the result of ``add_up``. ``scratch`` (int32[4], zeros) saves a launch
@@ -413,8 +424,8 @@ scale per row of each copy, from the row's own amax."""
 
 quantize_blocks = torch.ops.fp8dist.quantize_blocks.default
 """``(x[tokens, features], dtype, block=(1, 128) or (128, 128), …) -> (rows, inv_scale, columns, inv_scale)``: cast with
-one scale per block of each copy, from the block's own amax. Weights of experts [E, n, k] are cast one by one, in one
-launch."""
+one scale per block of each copy, from the block's own amax. The weights of experts [E, n, k] are cast as E matrices, on
+a GPU in one launch. ``reference/blocks.py`` gives the shapes of the scales."""
 
 add_up = torch.ops.fp8dist.add_up.default
 """``(x[tokens, features], dtype) -> [features]``: sums of columns, in an order that is the same on all backends. See
@@ -433,13 +444,13 @@ measure = torch.ops.fp8dist.measure.default
 matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
 of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``. ``b`` may be a transposed
-view of contiguous memory, which is transposed if the device does not read it so: see ``reads_sideways``."""
+view of contiguous memory. It is copied if the device's products need k last in memory: see ``reads_sideways``."""
 
 matmul_into = torch.ops.fp8dist.matmul_into.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, total[m, n], …)``: add ``a @ b.T`` to ``total``, which has any float
-dtype and strides. The product is computed and added in float32, and the sum is rounded once. Triton adds within the
-product, if TMA can write to ``total``; else the addition is a pass of its own. A tap gets the product, as that of a
-``matmul``."""
+dtype and strides. The product is computed and added in float32, and the sum is rounded once. Triton's kernel of the
+product adds, if TMA can write to ``total``; otherwise the addition is a second kernel. A tap gets the product as from a
+``matmul``. Raises ValueError if ``total`` has another shape."""
 
 launch = torch.ops.fp8dist.launch.default
 """``(arrays, hold, …)``: see ``launch`` in ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""

@@ -29,7 +29,7 @@ TOKEN_ALIGNMENT = 16
 this copy is padded, with zeros, which add nothing to a product."""
 
 SUMMED = 128
-"""Tokens whose sum is one number of ``column_sums``: those of a tile of the cast."""
+"""Tokens that ``column_sums`` adds to one number: as many as a tile of the Triton cast has."""
 
 _ADDED = 32
 

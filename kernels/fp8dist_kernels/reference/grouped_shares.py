@@ -1,4 +1,5 @@
-"""Experts of rows, and shares of elements that a cast saturates or flushes to zero. No host reads, on any device."""
+"""The expert of each row, and each expert's share of elements that a cast saturates or flushes to zero. The host never
+waits for the device."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def measure_grouped(
         by_row = counted.sum(-1)
         if offsets is None:
             count = by_row.sum(-1)
-        else:  # One more element counts the rows without an expert.
+        else:  # The extra element takes the rows of no expert.
             count = torch.zeros(experts + 1, dtype=torch.int64, device=x.device)
             count = count.scatter_add_(0, expert_of_rows(len(x), offsets), by_row)[:experts]
         share = (count.float() / elements).view(torch.int32)

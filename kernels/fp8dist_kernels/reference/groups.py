@@ -1,5 +1,5 @@
-"""Groups: the rows of a matrix, sorted by expert. Where each group lies in the copies that a cast makes, and how large
-these copies must be.
+"""Groups: the rows of a matrix, sorted by expert. Places of each group in the copies that a cast makes, and the sizes
+of these copies.
 
 ``offsets`` is int32[E] on the device of the rows: the ends of the groups, never decreasing, the last at most the number
 of rows. Group ``e`` is the rows from ``offsets[e - 1]`` (0 for the first) up to ``offsets[e]``; it may be empty. Rows

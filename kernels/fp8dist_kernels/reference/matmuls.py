@@ -1,6 +1,6 @@
-"""Scaled FP8 matrix products, NT layout: both operands are row-major with the contracted dim last.
+"""Scaled FP8 products ``a @ b.T``: both operands are row-major with the contracted dim last (NT layout).
 
-``b`` may lie sideways: a view [n, k] of a contiguous [k, n], such as a gathered weight in dgrad.
+``b`` may also be a transposed view: [n, k] of a contiguous [k, n], such as a gathered weight in dgrad.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The same kernels in Triton, fused. CUDA uses these.
+"""Fused Triton kernels for the functions of ``fp8dist_kernels.reference``, which CUDA devices use.
 
-Each function has the name, arguments and result of its plain-torch version in ``fp8dist_kernels.reference``, and tests
-compare the two. Importing this package imports Triton; ``fp8dist_kernels.backends`` decides whether it is used.
+Each function has the name, arguments and result of its plain-torch version, and tests compare the two. Importing a
+module of this package imports Triton; ``fp8dist_kernels.backends`` decides whether the package is used.
 """
 
 from __future__ import annotations

@@ -20,11 +20,12 @@ __all__ = ["quantize_blocks", "quantize_rowwise", "write_flipped", "write_straig
 _WARPS = 16  # A tile is a block of 128 x 128: 32 elements per thread, as in ``triton.casts``.
 _WARPS_OF_HALF = 8
 _PARTS = 16
-"""Parts into which the amax pass divides rows and columns. It has up to 256 programs: two for each multiprocessor of a
-large GPU. Fewer parts than that would leave some idle; of more, a cast would read more amaxes than elements."""
+"""Parts into which the amax pass divides each row and each column, so that it has up to 16 x 16 programs: two for each
+multiprocessor of a large GPU. With fewer, some would be idle. With more, a cast would read more amaxes than elements.
+"""
 _PART_ELEMENTS, _NARROWEST = 1 << 13, 128  # 16 elements per thread and 64 registers: two programs at a time.
 _REGISTERS = 64
-"""For two tiles at a time. Without a limit, ptxas takes 102 on Blackwell, where one tile would run at a time."""
+"""Per thread, so that a multiprocessor runs two tiles at a time. ptxas would take 102 on Blackwell, for one tile."""
 
 
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -46,7 +47,8 @@ def _amax_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    # Parts instead of one maximum: it would have to be cleared by a launch before this one.
+    """Store the amax bits of parts of rows (STRAIGHT) and columns (FLIPPED). A program reads [region, WIDE]."""
+    # Maxima of parts, because a maximum of the whole line would have to be cleared by a launch before this one.
     across = tl.cdiv(width, WIDE)
     down, right = tl.program_id(0) // across, tl.program_id(0) % across
     left, first = right.to(INDEX) * WIDE, down.to(INDEX) * region
@@ -66,7 +68,8 @@ def _amax_kernel(
 
 @triton.jit
 def _largest_part(bits, line, lines, count, PARTS: tl.constexpr):
-    """Return the amaxes of lines. ``bits``: int32[count, lines], count <= PARTS. One part: ``lines`` is not read."""
+    """Return the amax bits of the lines (rows or columns) with the numbers ``line``. ``bits``: int32[count, lines], of
+    ``count`` <= PARTS parts."""
     if PARTS == 1:
         return tl.load(bits + line, mask=line < lines, other=0)
     part = tl.arange(0, PARTS)[:, None]
@@ -84,7 +87,8 @@ def _scaled_strip(
     x, row, row_bits, inv_scale, height, line_stride, part_count,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Return a strip times the scale of each row. Store the inverse scales."""
+    """Return a strip times the scale of each row, float32. Store the inverse scales. Amaxes are read from ``row_bits``;
+    if PARTS is 0, they are those of the strip's rows."""
     amax = _largest_part(row_bits, row, height, part_count, PARTS) if PARTS > 0 else tl.max(magnitude_bits(x), 1)
     scale = _scale(amax, FP8_MAX, POWER_OF_TWO)
     tl.store(inv_scale + row.to(tl.int64) * line_stride, inverse(scale), mask=row < height)
@@ -97,6 +101,7 @@ def write_straight(
     part_count, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr, TALL: tl.constexpr,
     WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
+    """Cast a tile into the straight copy, with a scale for each of its rows. ``bits`` as in ``_scaled_strip``."""
     a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
     row = top + tl.arange(0, TALL // 4).to(INDEX) * 4
     a = _scaled_strip(a, row, bits, inv_scale, height, line_stride, part_count, FP8_MAX, POWER_OF_TWO, PARTS)
@@ -112,6 +117,8 @@ def write_flipped(
     part_count, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr, TALL: tl.constexpr,
     WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
+    """Cast a tile into the flipped copy [width, out_width], up to its column ``length``, with a scale for each column
+    of the tile. ``bits``: amaxes of columns; if PARTS is 0, they are those of the tile's columns."""
     a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
     column = left + tl.arange(0, WIDE).to(INDEX)
     if PARTS > 0:
@@ -129,7 +136,7 @@ def write_flipped(
 
 @triton.jit
 def _parts(x, straight, flipped, group_stride, height, width, straight_width, flipped_width):
-    """Return the matrix and the copies of this program's expert. A plain matrix is the only one."""
+    """Return the pointers moved to this program's expert, ``program_id(1)``. A plain matrix is expert 0."""
     expert = tl.program_id(1).to(tl.int64)
     straight += expert * height * straight_width
     return x + expert * group_stride, straight, flipped + expert * width * flipped_width
@@ -161,10 +168,11 @@ def _lines_kernel(
     POWER_OF_TWO: tl.constexpr,
     STRAIGHT: tl.constexpr,
     FLIPPED: tl.constexpr,
-    PARTS: tl.constexpr,  # A power of two, at least row_parts and column_parts; 0: a scale for each block
+    PARTS: tl.constexpr,  # A power of two, at least row_parts and column_parts. 0: a scale for each block of a line.
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Cast with a scale per row of each copy, from amaxes of its parts, or (PARTS 0) a scale per 1 x TILE block."""
     # Each copy has its own programs, side by side, so that the second read of x comes from L2: one program for both
     # would need twice the registers. A program does half a tile: whole rows for the straight copy, whole columns for
     # the flipped copy.
@@ -220,6 +228,7 @@ def _squares_kernel(
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Cast with a scale per block of TILE x TILE. A program casts one block into both copies."""
     across, below = tl.cdiv(straight_width, TILE), tl.cdiv(flipped_width, TILE)
     expert = tl.program_id(1).to(tl.int64)
     x += expert * group_stride
@@ -242,7 +251,7 @@ def _squares_kernel(
 
 
 def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool) -> Copies:
-    """See ``reference.blocks.quantize_rowwise``. The first pass computes the amaxes of rows and columns."""
+    """See ``reference.blocks.quantize_rowwise``. The first launch computes the amaxes, the second one casts."""
     if x.numel() == 0:
         return plain.quantize_rowwise(x, dtype, power_of_two=power_of_two, rows=rows, columns=columns)
     tokens, features = x.shape
@@ -299,7 +308,7 @@ def quantize_blocks(
 
 
 def _room(x: Tensor, dtype: torch.dtype, row_scales: tuple[int, ...], column_scales: tuple[int, ...]) -> Copies:
-    """Allocate the copies and their scales. ``(0,)``: no such copy."""
+    """Allocate the copies and their scales, of the given shapes. ``(0,)``: a copy that is not requested."""
     *experts, tokens, features = x.shape
 
     def room(shape: tuple[int, ...], wanted: bool, kind: torch.dtype) -> Tensor:
@@ -322,8 +331,8 @@ def _cast_lines(
     parts: tuple[int, int],
     power_of_two: bool,
 ) -> None:
-    """Launch ``_lines_kernel``. ``bits``: amaxes of so many parts of the page's rows and columns, if each has one
-    scale."""
+    """Launch ``_lines_kernel``. ``bits``: amaxes of the parts of the page's rows and of its columns, ``parts``: their
+    numbers. None: a line has a scale per block, from the block itself."""
     straight, flipped = page.sides(copies[0], copies[2])
     straight_inverse, flipped_inverse = page.sides(copies[1], copies[3])
     programs = page.tiles(BLOCK, BLOCK) * 2 * ((straight.numel() > 0) + (flipped.numel() > 0))
@@ -361,7 +370,7 @@ def _experts(x: Tensor) -> int:
 
 
 def _apart(x: Tensor) -> int:
-    """Return the stride of experts."""
+    """Return the stride from expert to expert; 0 for a plain matrix."""
     return x.stride(0) if x.ndim == 3 else 0
 
 

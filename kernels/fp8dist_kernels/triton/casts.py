@@ -27,8 +27,8 @@ _WARPS = 8  # 32 elements and 64 registers per thread: a multiprocessor runs fou
 
 @triton.jit
 def _halved(x, WIDE: tl.constexpr):
-    """Return float32 [WIDE]: the sums of 32 rows, added as in ``reference.casts``. A reduction of Triton would add in
-    an order that follows from its layout."""
+    """Return float32 [WIDE]: the sums of 32 rows, added in the order of ``reference.casts._halved``. The order of
+    Triton's own ``tl.sum`` depends on the layout of the threads."""
     x, y = tl.split(tl.permute(tl.reshape(x, (2, 16, WIDE)), (1, 2, 0)))
     x, y = tl.split(tl.permute(tl.reshape(x + y, (2, 8, WIDE)), (1, 2, 0)))
     x, y = tl.split(tl.permute(tl.reshape(x + y, (2, 4, WIDE)), (1, 2, 0)))
@@ -39,7 +39,7 @@ def _halved(x, WIDE: tl.constexpr):
 
 @triton.jit
 def _store_sums(sums, a, b, c, d, top, left, width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr):
-    """Store the sums of a tile of 128 rows, given as strips."""
+    """Store the column sums of a tile of 128 rows, given as strips, in the order of ``reference.casts.column_sums``."""
     tl.static_assert(TALL == 128)
     summed = (a.to(tl.float32) + b.to(tl.float32)) + (c.to(tl.float32) + d.to(tl.float32))
     column = left + tl.arange(0, WIDE).to(INDEX)
@@ -48,7 +48,7 @@ def _store_sums(sums, a, b, c, d, top, left, width, TALL: tl.constexpr, WIDE: tl
 
 @triton.jit
 def _largest(parts, part_count, MOST_PARTS: tl.constexpr):
-    """Return the float32 amax of ``parts``, int32 amax bits."""
+    """Return the float32 maximum of ``parts``: int32[part_count], amax bits."""
     part = tl.arange(0, MOST_PARTS)
     return tl.max(tl.load(parts + part, mask=part < part_count, other=0), 0).to(tl.float32, bitcast=True)
 
@@ -58,7 +58,7 @@ def _amax_of_cold(
     x, parts, part_count, height, width, row_stride, column_stride,
     JOINTLY: tl.constexpr, MOST_PARTS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Return the float32 amax of x, whose slot is cold, from ``parts``, or JOINTLY from x."""
+    """Return the float32 amax of x, whose slot is cold: from ``parts``, or, if JOINTLY, measured by all programs."""
     if JOINTLY:
         bits = joint_bits(x, parts, height, width, row_stride, column_stride, TALL // 4, WIDE, INDEX)
         amax = bits.to(tl.float32, bitcast=True)
@@ -103,6 +103,7 @@ def _cast_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Cast with one scale, and record the amax. A program casts one tile into both copies."""
     across = tl.cdiv(straight_width, WIDE)
     top = (tl.program_id(0) // across).to(INDEX) * TALL
     left = (tl.program_id(0) % across).to(INDEX) * WIDE
@@ -152,6 +153,7 @@ def _sums_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Store the column sums of each TALL rows of x, without a cast."""
     across = tl.cdiv(width, WIDE)
     top = (tl.program_id(0) // across).to(INDEX) * TALL
     left = (tl.program_id(0) % across).to(INDEX) * WIDE
@@ -167,6 +169,7 @@ def _add_up_kernel(
     width,
     WIDE: tl.constexpr,
 ):
+    """Add up the rows of ``sums``, in the order of ``reference.casts.add_up``."""
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     row = tl.arange(0, 32)
     total = tl.zeros((WIDE,), tl.float32)
@@ -190,6 +193,7 @@ def _transpose_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Transpose matrices of bytes. A program transposes one tile."""
     matrix = tl.program_id(1).to(tl.int64)
     across = tl.cdiv(width, WIDE)
     top = (tl.program_id(0) // across).to(INDEX) * TALL
@@ -203,7 +207,7 @@ def _transpose_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["amax", "scale", "cold", "pending"])
 def _choose_kernel(
-    amax,  # [1], any float dtype; not read if nothing below needs it
+    amax,  # [1], any float dtype; read if RECORD, JUST_IN_TIME or OUTGROWN
     scale,  # float32[1]
     cold,  # bool[1]
     pending,  # int32[1], grows
@@ -216,6 +220,7 @@ def _choose_kernel(
     JUST_IN_TIME: tl.constexpr,
     OUTGROWN: tl.constexpr,
 ):
+    """Choose the scale of a cast as ``_cast_kernel`` does, from a given amax. One program."""
     used = tl.load(scale)
     if RECORD or JUST_IN_TIME or OUTGROWN:
         bits = magnitude_bits(tl.load(amax))
@@ -268,11 +273,11 @@ def choose_scale(
 
 
 class CastPlan(NamedTuple):
-    """What a cast needs beside addresses and the ratio of ``outgrown``. All fields are on the host."""
+    """The arguments of a cast's launch, except addresses and the value of ``outgrown``. All fields are on the host."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    """Shapes of both copies; (0,) for one that is not requested."""
+    """Shapes of the row-major and the transposed copy; (0,) for a copy that is not requested."""
     sideways: bool
     """True if the transposed copy is the straight one."""
     programs: tuple[int]
@@ -340,11 +345,15 @@ def quantize(
     sums: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``reference.casts.quantize``. A cast for ``sums`` reads x once if its tiles have 128 tokens: if x is
-    not transposed in memory, and its transposed copy is written.
+    """See ``reference.casts.quantize``.
 
-    A cast that may be just in time takes two launches: the first one measures x if the slot is cold. With ``scratch``
-    it takes one, whose programs measure x together if the slot is cold. Both read ``cold`` on the device."""
+    With ``just_in_time``, there are two launches: the first one measures x if the slot is cold. With ``scratch``, there
+    is one, whose programs measure x together if the slot is cold. ``cold`` is read on the device. With ``outgrown``,
+    there are two, of which the first one always measures x.
+
+    ``sums`` take one more launch. If the tiles of the cast do not have 128 tokens, because x is transposed in memory or
+    no transposed copy is requested, they take two, and a second read of x.
+    """
     plan = plan_of(
         x.shape, x.stride(), dtype, record, just_in_time, margin, power_of_two, rows, columns, outgrown is not None,
         sums is not None, scratch is not None,
@@ -355,7 +364,7 @@ def quantize(
     inv_scale = torch.empty_like(scale)
     straight, flipped = (transposed, row_major) if plan.sideways else (row_major, transposed)
     bits = pending.view(torch.int32)
-    above = 0.0  # Not read.
+    above = 0.0  # Not read without ``outgrown``.
     column_parts = inv_scale if sums is None else _room_for_sums(x)
     with on_device_of(x):
         parts = bits
@@ -386,7 +395,7 @@ def quantize(
 
 
 def add_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """See ``reference.casts.add_up``. Reads x, with a launch of its own."""
+    """See ``reference.casts.add_up``. Two launches: sums of 128 rows each, and the sum of these."""
     out, parts = torch.empty(x.shape[1], dtype=dtype, device=x.device), _room_for_sums(x)
     with on_device_of(x):
         _sum_columns(x, parts)
@@ -423,7 +432,7 @@ def transpose(fp8: Tensor) -> Tensor:
     x = fp8 if fp8.ndim == 3 else fp8.reshape(-1, tokens, features)
     page = Page(tokens, features, x.stride(1), x.stride(2), features, tokens, False)
     with on_device_of(x):
-        # Bytes, because the interpreter and conversions treat FP8 as numbers.
+        # As int8: the interpreter and conversions treat FP8 as numbers, and might change the bits of a NaN.
         _transpose_kernel[(page.tiles(_BYTES_TALL, _BYTES_WIDE), len(x))](
             x.view(torch.int8),
             out.view(torch.int8),

@@ -1,9 +1,10 @@
 """Leaves of the checker's digest, for many tensors, in one launch that reads each byte once.
 
-Each word needs two keys of its own size. To avoid loading them from cache for every word, a program keeps the keys of
-one tile of a block (2048 words, 8 per thread) in registers and applies them to many blocks. ``_TILES`` programs do so
-side by side. This path reads whole blocks at 16-byte-aligned addresses. The rest, which is the bytes behind a tensor's
-last whole block and tensors at other addresses, is read tile by tile with masks, together with its keys.
+Each 8-byte word is multiplied by two 8-byte keys. To avoid loading them from cache for every word, a program keeps the
+keys of one tile of a block (2048 words, 8 per thread) in registers and applies them to that tile of many blocks: those
+of its *strip*, which ``_TILES`` programs read side by side. Strips consist of whole blocks at 16-byte-aligned
+addresses. The rest, which is the bytes behind a tensor's last whole block and tensors at other addresses, is divided
+into *shares*, one per program, and read tile by tile with masks, together with its keys.
 
 Atomics add up the parts of a leaf. Integers wrap, so their order does not matter.
 """
@@ -31,7 +32,7 @@ _TILE_WORDS = 4 * _WARPS * 64  # A thread has 4 loads of 16 bytes in flight.
 _TILE_BYTES = 8 * _TILE_WORDS
 _TILES = BLOCK_WORDS // _TILE_WORDS
 _PROGRAMS_PER_PROCESSOR = 3
-_REGISTERS = 80  # So that three programs fit. With the compiler's default, only two would.
+_REGISTERS = 80  # Per thread, so that three programs fit on a multiprocessor. With the compiler's choice, only two do.
 _COPIED_AT_ONCE = 1 << 28
 """Bytes of copies of non-contiguous tensors after which a batch is launched and its copies are freed."""
 
@@ -42,7 +43,7 @@ _UNSIGNED_FOLD = tl.constexpr(FOLD & 0xFFFFFFFFFFFFFFFF)
 def _tile(pointer, WARPS: tl.constexpr):
     """Return pointers to the words of a tile, [4, 64 * WARPS]. A warp reads 512 bytes at once, 16 per thread.
 
-    Two axes, so that the first axis is a constant in the load. Triton 3.6 lays out three axes badly.
+    Two axes: the first enumerates the loads of a thread. Triton 3.6 lays out three axes badly.
     """
     return pointer + tl.arange(0, 64 * WARPS)[None, :] + tl.arange(0, 4)[:, None] * (64 * WARPS)
 
@@ -55,7 +56,7 @@ def _sum(products, WARPS: tl.constexpr):
 
 @triton.jit
 def _add(words, key_0, key_1, leaf, WARPS: tl.constexpr):
-    """Add a tile's words, times their keys, to int64[2] at ``leaf``."""
+    """Add the sums of a tile's folded words, times each of their two keys, to int64[2] at ``leaf``."""
     spread = words.to(tl.uint64, bitcast=True) * _UNSIGNED_FOLD
     folded = (spread ^ (spread >> 32)).to(tl.int64, bitcast=True)
     # The first thread of each warp adds both sums. 64 lanes, as in the thread layout of a row of words.
@@ -67,7 +68,8 @@ def _add(words, key_0, key_1, leaf, WARPS: tl.constexpr):
 
 @triton.jit
 def _words_of(address, nbytes, places, WARPS: tl.constexpr):
-    """Load words from any address. Only ``nbytes`` bytes exist; zeros beyond."""
+    """Load a tile's words, int64, from any address. Bytes from ``nbytes`` on are not read, and count as 0. ``places``:
+    the index of each word."""
     content = address.to(tl.pointer_type(tl.uint8))
     words = tl.zeros_like(places).to(tl.int64)
     if (address & 7) == 0:
@@ -76,7 +78,7 @@ def _words_of(address, nbytes, places, WARPS: tl.constexpr):
             byte = tl.load(content + (nbytes & -8) + i, mask=i < (nbytes & 7), other=0).to(tl.int64)
             words |= tl.where(places == nbytes // 8, byte << (8 * i), 0)
     else:
-        for i in range(tl.minimum(nbytes, 8)):  # No constant, so that the loop is not unrolled: saves registers.
+        for i in range(tl.minimum(nbytes, 8)):  # Not a constant: the compiler would unroll, which takes more registers.
             place = places * 8 + i
             words |= tl.load(content + place, mask=place < nbytes, other=0).to(tl.int64) << (8 * i)
     return words
@@ -84,7 +86,7 @@ def _words_of(address, nbytes, places, WARPS: tl.constexpr):
 
 @triton.jit
 def _add_strip(first, last, rows, tile, keys, leaves, TILES: tl.constexpr, WARPS: tl.constexpr):
-    """Add one tile of each block of a strip."""
+    """Add tile number ``tile`` of each block of a strip: rows ``first`` to ``last`` (exclusive) of ``_tables``."""
     TILE: tl.constexpr = 256 * WARPS
     key = _tile(keys + tile * TILE, WARPS)
     key_0 = tl.load(key)
@@ -106,7 +108,7 @@ def _add_strip(first, last, rows, tile, keys, leaves, TILES: tl.constexpr, WARPS
 
 @triton.jit
 def _add_share(first, last, rows, keys, leaves, TILES: tl.constexpr, WARPS: tl.constexpr):
-    """Add all tiles of a share."""
+    """Add all tiles of a share: rows ``first`` to ``last`` (exclusive) of ``_tables``."""
     TILE: tl.constexpr = 256 * WARPS
     places = _tile(0, WARPS)
     for row in range(first, last):
@@ -133,6 +135,7 @@ def _leaves_kernel(
     TILES: tl.constexpr,
     WARPS: tl.constexpr,
 ):
+    """Add up the leaves: each program reads its tile of the blocks of a strip, then its share."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     strip = tables + program // TILES
@@ -169,7 +172,7 @@ def row_leaves(words: Tensor, keys: Tensor) -> Tensor:
 
 
 def _batches(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the tensors, or copies if memory is not in logical order. One batch, unless there are many copies."""
+    """Yield the tensors, or contiguous copies of those that are not. One batch, unless there are many copies."""
     batch: list[Tensor] = []
     copied = 0
     for tensor in tensors:
@@ -186,12 +189,12 @@ def _batches(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[T
 
 
 def _launch(addresses: Integers, sizes: Integers, keys: Tensor, leaves: Tensor) -> None:
-    """Add the content of ``sizes`` bytes at each of ``addresses`` to its leaves, which follow one another."""
+    """Add the content of ``sizes`` bytes at each of ``addresses`` to ``leaves``, int64[leaves, 2], in this order."""
     if len(leaves) == 0:
         return
     strips = max(1, processors(keys.device) * _PROGRAMS_PER_PROCESSOR // _TILES)
     tables = torch.from_numpy(_tables(addresses, sizes, strips))
-    if keys.is_cuda:  # Pinned memory, so that the host does not wait.
+    if keys.is_cuda:  # Only a copy from pinned memory does not make the host wait.
         tables = tables.pin_memory().to(keys.device, non_blocking=True)
     with on_device_of(keys):
         _leaves_kernel[(strips * _TILES,)](
@@ -200,10 +203,10 @@ def _launch(addresses: Integers, sizes: Integers, keys: Tensor, leaves: Tensor) 
 
 
 def _tables(addresses: Integers, sizes: Integers, strips: int) -> Integers:
-    """Return the programs' work as int64: [strips + 1], the first row of each strip; [programs + 1], the first row of
-    each program's share of the rest; then the rows. A row is four numbers: the address, the leaf times ``_TILES`` plus
-    the tile, the number of blocks (of a strip) or tiles (of a share), and the bytes from the address to the end of the
-    tensor.
+    """Return the programs' work as one int64 array: [strips + 1], the first row of each strip; [programs + 1], the
+    first row of each program's share; then the rows. A row is a contiguous run of blocks (in a strip) or tiles (in a
+    share), as four numbers: its address, its leaf times ``_TILES`` plus its tile, its number of blocks or tiles, and
+    the number of bytes from the address to the end of the tensor.
 
     Strips are equally long to within a block, shares to within a tile. A row ends where a tensor, strip or share ends,
     so there are few rows, however large the tensors are.
@@ -225,9 +228,11 @@ def _tables(addresses: Integers, sizes: Integers, strips: int) -> Integers:
 
 
 def _cut(counts: Integers, shares: int) -> tuple[Integers, Integers]:
-    """Split things of ``counts`` units into ``shares`` equal shares.
+    """Split a sequence of tensors, of ``counts`` units each, into ``shares`` parts of equal length to within a unit.
 
-    Returns int64[r, 3], rows of thing, first unit and units; and int64[shares + 1], the first row of each share.
+    Returns:
+        int64[r, 3], a row per run of units: the tensor's index, the run's first unit in the tensor, its length.
+        int64[shares + 1], the first row of each part.
     """
     ends = np.cumsum(counts)
     total = int(ends[-1])

@@ -1,4 +1,7 @@
-"""FP8 casts of rows that are sorted by expert, without a read of ``offsets`` on the host. See ``groups``."""
+"""FP8 casts of rows that are sorted by expert, without a read of ``offsets`` on the host. See ``groups``.
+
+The kernels call the matrix of an expert a group. EQUAL: the groups are the weights of the experts, all of one shape.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 def _amax_kernel(
     x,  # [groups, height, width] if EQUAL, else [tokens, width]; strides as given
     offsets,  # int32[groups]; not read if EQUAL
-    cold,  # bool[groups], read IF_COLD: other groups are not read
+    cold,  # bool[groups], read IF_COLD: then only cold groups are read
     bits,  # int32[groups], grows
     groups,
     group_stride,
@@ -49,7 +52,8 @@ def _amax_kernel(
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    # A program reads whole rows: a program for each tile would search for its group more often than it reads.
+    """Set ``bits`` to the maximum of itself and the amax bits of each group. A program reads ROWS rows."""
+    # A program reads whole rows: with a program for each tile, searches for groups would take longer than the reads.
     if EQUAL:
         down = tl.cdiv(height, ROWS)
         group, tile, rows = tl.program_id(0) // down, tl.program_id(0) % down, height
@@ -124,7 +128,9 @@ def _cast_kernel(
     WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    # A grid has at least one program per group. Empty groups have no tiles, but a scale.
+    """Cast each group with the scale of its slot, and record the amaxes. A program casts one tile into both copies."""
+    # An empty group has a scale, but no tile, so its scale cannot be written by the program of a tile. The grid has at
+    # least one program per group.
     if tl.program_id(0) < groups:
         first = _used(
             tl.program_id(0), groups, scale, cold, bits, slot_stride, outgrown_above,
@@ -188,6 +194,7 @@ def _line_amax_kernel(
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Compute the amax bits of each group's rows (STRAIGHT) and columns (FLIPPED), by atomic maxima."""
     across = tl.cdiv(width, TILE)
     group, tile, start, rows, _, _ = find_group(offsets, groups, tl.program_id(0) // across, height, TILE, GROUPS)
     if group < groups:
@@ -231,7 +238,8 @@ def _lines_kernel(
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    # The programs of a tile are those of ``blocks``.
+    """``blocks._lines_kernel`` for rows that are sorted by expert. Writes zeros for the tail."""
+    # A tile is divided among programs as in ``blocks._lines_kernel``.
     HALF: tl.constexpr = TILE // 2
     part = tl.program_id(0) % (2 * (STRAIGHT + FLIPPED))
     index = tl.program_id(0) // (2 * (STRAIGHT + FLIPPED))
@@ -291,8 +299,8 @@ def quantize_grouped(
     columns: bool,
     outgrown: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``reference.grouped_casts.quantize_grouped``. One read of x; another before it of experts that are cold, or
-    of all experts with ``outgrown``."""
+    """See ``reference.grouped_casts.quantize_grouped``. One launch. With ``just_in_time`` or ``outgrown``, a launch
+    before it measures the rows of cold experts, or with ``outgrown`` of all experts."""
     require_slots(x, offsets, scale, cold, pending)
     groups, device = len(scale), x.device
     page = _page_of(x, offsets)
@@ -332,14 +340,14 @@ def quantize_grouped(
 def quantize_grouped_lines(
     x: Tensor, offsets: Tensor, dtype: torch.dtype, *, in_blocks: bool, power_of_two: bool, rows: bool, columns: bool
 ) -> Copies:
-    """See ``reference.grouped_casts.quantize_grouped_lines``. Rows in two passes, blocks in one."""
+    """See ``reference.grouped_casts.quantize_grouped_lines``. Scales per row take two launches, per block one."""
     require_groups(offsets, x.device)
     (tokens, features), groups, device = x.shape, len(offsets), x.device
     page, (row_shape, column_shape) = _page_of(x, offsets), _shapes(x, offsets, groups)
     row_major = torch.empty(row_shape if rows else (0,), dtype=dtype, device=device)
     transposed = torch.empty(column_shape if columns else (0,), dtype=dtype, device=device)
     of_rows = of_columns = torch.empty(0, device=device)
-    # Filled, because scales that no row has are not written.
+    # Filled, because the kernels do not write the scales of the tail.
     if in_blocks:
         of_rows = torch.ones(ceil_div(features, BLOCK), tokens, device=device).t() if rows else of_rows
         of_columns = torch.ones(blocks_bound(tokens, groups), features, device=device).t() if columns else of_columns
@@ -374,12 +382,13 @@ def quantize_grouped_lines(
 
 
 def _strides(scales: Tensor) -> tuple[int, int]:
-    """Return the strides of lines and blocks."""
+    """Return the strides from line to line and from block to block; zeros for a copy that is not requested."""
     return (scales.stride(-2), scales.stride(-1)) if scales.ndim > 1 else (0, 0)
 
 
 def _page_of(x: Tensor, offsets: Tensor | None) -> Page:
-    """Return the page of a weight's matrices, which may lie on its side, or of all rows, which do not."""
+    """Return the page of each expert's weight, which may be on its side, or of all rows, which never are: groups are
+    found by their rows."""
     if offsets is None:
         return Page.of(x[0])
     tokens, features = x.shape
@@ -396,7 +405,7 @@ def _shapes(x: Tensor, offsets: Tensor | None, groups: int) -> tuple[tuple[int, 
 
 
 def _down(page: Page, offsets: Tensor | None, groups: int, tall: int) -> int:
-    """Return how many tiles of this height there may be below each other, in all groups and the tail."""
+    """Return how many tiles of ``tall`` rows may be needed for all groups and the tail, one below the other."""
     if offsets is None:
         return max(1, ceil_div(page.flipped_width, tall)) * groups
     return tiles_bound(page.flipped_width, groups, tall)

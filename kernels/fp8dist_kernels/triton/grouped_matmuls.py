@@ -1,8 +1,8 @@
 """Scaled FP8 products of rows that are sorted by expert, without a read of ``offsets`` on the host. See ``groups``.
 
-Operands are read through tensor descriptors (TMA), a tile of ``depth`` elements of the contracted dim per step. A tile
-of rows may reach into the next group, and its results are not stored there. A step of wgrad must not, because it would
-add to the sum: a group's last step clears what is not the group's.
+Operands are read through tensor descriptors (TMA), a tile of ``depth`` elements of the contracted dim per step. In
+forward and dgrad, a tile of rows may reach into the next group: results for these rows are not stored. In wgrad, tokens
+are contracted, so tokens of the next group would be added to the sum: the last step of a group replaces them by zeros.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["grouped_candidates", "matmul_grouped", "matmul_grouped_columns", "ti
 
 _HOPPER = 9
 _LARGEST = 128
-"""Most rows and columns of a tile whose products are added in registers, or that Blackwell computes. A larger one would
-have to be split, as in ``products``."""
+"""Most rows and columns of a tile, except with fast accumulation on Hopper. There, products go straight into the
+accumulator; elsewhere, a larger tile would have to be computed in parts, as in ``products``."""
 
 
 @triton.jit
@@ -41,8 +41,9 @@ def _add(
     SCALES: tl.constexpr,  # "one", "lines", "squares" (1 x 128 by 128 x 128) or "blocks" (1 x 128 both)
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Return ``product`` plus one step. Scales that change along the contracted dim are applied here, as in
-    ``products.block_scaled_kernel``: pointers to those of this step, and masks."""
+    """Return ``product`` plus the product of one step. Scales of blocks are applied here, as in
+    ``products.block_scaled_kernel``. ``scale_a``, ``scale_b``: pointers to this step's scales. ``line_m``, ``line_n``:
+    masks of the rows of ``x`` and ``y`` that exist."""
     if SCALES == "squares":
         of_a = tl.load(scale_a, mask=line_m, other=0.0)
         product += tl.dot(x, y.T) * (of_a * tl.load(scale_b))[:, None]
@@ -53,14 +54,14 @@ def _add(
     elif FAST:
         product = tl.dot(x, y.T, product)
     else:
-        # Slow accumulation. With ``max_num_imprecise_acc``, ptxas would serialise the QGMMAs of this loop.
+        # Slow accumulation, by an addition: with ``max_num_imprecise_acc``, ptxas would serialise this loop's QGMMAs.
         product += tl.dot(x, y.T)
     return product
 
 
 @triton.jit
 def _cleared(x, count, DEPTH: tl.constexpr):
-    """Return FP8 [lines, DEPTH] with 0 from column ``count`` on, also in place of NaN."""
+    """Return FP8 [lines, DEPTH] with 0 from column ``count`` on. A product with 0 would leave NaN."""
     kept = tl.arange(0, DEPTH)[None, :] < count
     return tl.where(kept, x.to(tl.int8, bitcast=True), 0).to(x.dtype, bitcast=True)
 
@@ -123,7 +124,7 @@ def _rows_kernel(
             scales_b += b_block_stride
     # One scale after the other, as in ``products``.
     if SCALES == "one" and TILE_N > 128:
-        # As "lines": with one number for all, Triton 3.6 keeps Hopper's tensor cores waiting.
+        # Loaded for each row and column, although equal: with scalars, Triton 3.6 keeps Hopper's tensor cores waiting.
         product = product * tl.load(scales_a + row * 0, mask=inside, other=0.0)[:, None]
         product = product * tl.load(scales_b + place * 0, mask=wide, other=0.0)[None, :]
     elif SCALES == "one":
@@ -134,7 +135,7 @@ def _rows_kernel(
     if BIASED:
         added = tl.load(bias + group.to(tl.int64) * n + place, mask=wide & ours, other=0.0)
         product = product + added.to(tl.float32)[None, :]
-    product = tl.where(ours, product, 0.0)  # Whatever the scales of the tail's rows are.
+    product = tl.where(ours, product, 0.0)  # The tail's scales may be Inf or NaN, and 0 times these is NaN.
     places = out + (row.to(tl.int64) * n)[:, None] + place[None, :]
     tl.store(places, product.to(out.dtype.element_ty), mask=inside[:, None] & wide[None, :])
 
@@ -145,13 +146,13 @@ def _columns_kernel(
     b,  # descriptor of FP8 [k, columns], blocks [TILE_N, TILE_K]
     out,  # [groups, n, k]
     inv_scale_a,  # "one": float32[groups]; "lines": [groups, n]; "blocks": [n, blocks], strides as given
-    inv_scale_b,  # the same of k
+    inv_scale_b,  # likewise, with k in place of n
     offsets,  # int32[groups]
     groups,
     n,
     k,
     columns,
-    blocks,  # Blocks of TILE_K tokens of all groups: those that have scales, or that there may be.
+    blocks,  # Number of blocks of TILE_K tokens, over all groups: as many as have scales, or an upper bound.
     a_group_stride,
     a_row_stride,
     a_block_stride,
@@ -195,7 +196,7 @@ def _columns_kernel(
         x = _cleared(a.load([top, first + steps * TILE_K]), left_over, TILE_K)
         y = _cleared(b.load([left, first + steps * TILE_K]), left_over, TILE_K)
         product = _add(product, x, y, scales_a, scales_b, tall, wide, SCALES, FAST)
-    if count > 0:  # A group without rows is 0, whatever its scales are.
+    if count > 0:  # A group without rows is 0. Its scales may be Inf or NaN, and 0 times these is NaN.
         if SCALES == "one":
             product = product * tl.load(scales_a) * tl.load(scales_b)
         elif SCALES == "lines":
@@ -229,8 +230,8 @@ def matmul_grouped(
 ) -> Tensor:
     """See ``reference.grouped_matmuls.matmul_grouped``.
 
-    The tile depends only on the shapes and the device, and one program accumulates each element: the result is the same
-    on every call. ``tile``: use this one.
+    The tile depends only on shapes, dtypes and the device, and one program accumulates each element. So the result is
+    the same on every call. ``tile``: the tile to use; None: that of ``tile_of``.
     """
     scaling = grouped_scaling_of(a, b, inv_scale_a, inv_scale_b, offsets, bias)
     require_pair(a, b)
@@ -241,7 +242,7 @@ def matmul_grouped(
     if tile is None:
         rows = bucket(ceil_div(tokens, groups))
         tile = tile_of(rows, n, k, groups, scaling, fast_accumulation, (a.dtype, b.dtype, out_dtype), a.device)
-    # Of many experts, few may have rows.
+    # At most ``tokens`` experts have rows.
     programs = tiles_bound(tokens, min(groups, tokens), tile.rows) * ceil_div(n, tile.columns)
     blocks = scaling.in_blocks
     lines = scaling is not Scaling.TENSORWISE
@@ -322,7 +323,7 @@ def tile_of(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     device: torch.device,
 ) -> Tile:
-    """Return the tile for ``groups`` products of [m, k] and [n, k], by the formula of ``tiles``."""
+    """Return the tile for ``groups`` products of [m, k] and [n, k], by the formula in ``tiles``, not by its tables."""
     problem = Problem(m, n * groups, k, scaling, fast_accumulation, *dtypes)
     return best_of(grouped_candidates(problem, capability_of(device)), problem, processors(device))
 
@@ -350,7 +351,7 @@ def _constants(tile: Tile, scaling: Scaling, fast_accumulation: bool, groups: in
 
 
 def _strides(inv_scale: Tensor, scaling: Scaling) -> tuple[int, int, int]:
-    """Return the strides of groups, rows and blocks."""
+    """Return the strides from group to group, row to row and block to block; 0 where there is one scale."""
     if scaling.in_blocks:
         return 0, inv_scale.stride(0), inv_scale.stride(1)
     return inv_scale.stride(0), inv_scale.stride(1) if scaling is Scaling.ROWWISE else 0, 0

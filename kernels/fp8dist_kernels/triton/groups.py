@@ -1,8 +1,8 @@
-"""Groups on the device: which expert's rows a program has. See ``reference.groups``.
+"""Lets each program find the group (the rows of one expert) and the tile that it works on. See ``reference.groups``.
 
 The host does not know how many tiles a group has. So a grid has a program for each tile that could exist, and each
 program sums the sizes of all groups to find its own. Tiles after those of the last group belong to the tail: rows of no
-expert, and room of the transposed copy that no group takes. The tail's group is the number of groups.
+expert, and columns of the transposed copy that no group takes. The group index of these tiles is the number of groups.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _ALIGNMENT = tl.constexpr(casts.TOKEN_ALIGNMENT)
 def tiles_bound(length: int, groups: int, tile: int) -> int:
     """Return a number of tiles that suffices for all groups and for the tail.
 
-    ``length``: the tokens, or ``columns_bound`` of them if the tail covers the rest of the transposed copy, too.
-    ``groups``: those that may have rows.
+    ``length``: the number of tokens, or its ``columns_bound`` if the tail includes unused columns of the transposed
+    copy. ``groups``: the number of groups that may have rows. ``tile``: rows of a tile.
     """
     # A group of n rows takes at most (padded(n) + tile - 16) / tile tiles, and the tail has at most 15 rows more than
     # the rest of the transposed copy.
@@ -31,14 +31,14 @@ def tiles_bound(length: int, groups: int, tile: int) -> int:
 
 @triton.jit
 def larger(a, b):
-    """Combine two numbers of a running maximum."""
+    """Return the maximum: the function that ``tl.associative_scan`` needs for running maxima."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def _sizes(offsets, groups, length, GROUPS: tl.constexpr):
-    """Return the indices below GROUPS, a power of two, and the sizes of these groups; 0 where there is none. Offsets
-    are cut as by ``reference.groups.cut``."""
+    """Return the indices below GROUPS, a power of two, and the number of rows of each group; 0 from ``groups`` on.
+    Offsets are cut as by ``reference.groups.cut``, to ``length`` rows."""
     group = tl.arange(0, GROUPS)
     ends = tl.load(offsets + group, mask=group < groups, other=0)
     starts = tl.load(offsets + group - 1, mask=(group > 0) & (group < groups), other=0)
@@ -48,9 +48,9 @@ def _sizes(offsets, groups, length, GROUPS: tl.constexpr):
 
 @triton.jit
 def find_group(offsets, groups, index, length, TILE: tl.constexpr, GROUPS: tl.constexpr):
-    """Return, for the tile with this index: its group; its place among the group's tiles; the group's first row, its
-    number of rows, its first column in the transposed copy, and the number of tiles before it. ``length``: the rows
-    that there are."""
+    """Return, for the tile with this index: its group and its index among the group's tiles; then of the group: its
+    first row, its number of rows, its first column in the transposed copy, and the number of tiles of all groups before
+    it. ``length``: the number of rows of the tensor. TILE: rows of a tile."""
     each, sizes = _sizes(offsets, groups, length, GROUPS)
     tiles = (sizes + TILE - 1) // TILE
     passed = tl.cumsum(tiles, 0) <= index
@@ -65,9 +65,12 @@ def find_group(offsets, groups, index, length, TILE: tl.constexpr, GROUPS: tl.co
 
 @triton.jit
 def columns_of(offsets, groups, group, length, blocks, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """Return a group's first column in the transposed copy, its number of rows, and the blocks of BLOCK tokens of the
-    groups before it. ``length``, ``blocks``: the columns and blocks that there are. A group ends there at the latest:
-    the cast has cut it, and columns after its rows are zeros."""
+    """Return a group's first column in the transposed copy, its number of rows, and the number of blocks of BLOCK
+    tokens in the groups before it.
+
+    ``length``, ``blocks``: the number of columns and of blocks of the copy, which limit the rows of a group. The number
+    of tokens is not known here. A group that ends beyond it was cut by the cast, and has zeros in the other columns.
+    """
     each, sizes = _sizes(offsets, groups, length, GROUPS)
     before = each < group
     column = tl.sum(tl.where(before, (sizes + _ALIGNMENT - 1) // _ALIGNMENT, 0), 0) * _ALIGNMENT

@@ -1,7 +1,7 @@
 """Helpers for launches: integer arithmetic, the size of the device, and the current device.
 
-What a launch needs beside addresses follows from shapes, strides and options. Functions that compute it are cached, so
-a repeated launch costs the host little.
+The arguments of a launch, except addresses, follow from shapes, strides and options. Functions that compute them (as a
+*plan*) are cached, so a repeated launch costs the host little.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 __all__ = ["PLANS", "ceil_div", "ceil_power_of_two", "on_device_of", "processors"]
 
 PLANS = 512
-"""Plans that each cached function keeps: more than a model has kinds of tensors, and few enough that batches of ever
-new sizes cost no memory."""
+"""Plans that each cached function keeps. More than a model has kinds of tensors; limited, because batches of ever new
+sizes would fill memory."""
 
 _HERE = contextlib.nullcontext()
 
 
 def ceil_div(size: int, by: int) -> int:
-    """Return ``size / by``, rounded up. Much cheaper than ``triton.cdiv``, which serves kernels as well."""
+    """Return ``size / by``, rounded up. On the host much cheaper than ``triton.cdiv``, which kernels can call too."""
     return -(-size // by)
 
 
@@ -34,7 +34,7 @@ def ceil_power_of_two(size: int) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU. 4 elsewhere: Triton's interpreter runs programs one after another."""
+    """Return the number of multiprocessors of a GPU. 4 elsewhere: the interpreter runs programs one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -1,4 +1,4 @@
-"""amax in one pass, written straight into a slot."""
+"""The amax (largest magnitude) of a tensor in one pass, written straight into a slot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 MOST_PARTS = 1024
-"""Most programs of ``partial_amaxes``: more than any GPU runs at a time, and few enough for each cast to read."""
+"""Most programs of ``partial_amaxes``, and so amaxes that each program of a cast reads. More than any GPU runs at a
+time."""
 
 _BLOCK = 8192  # 256 threads, each with four 16-byte loads of bf16 in flight.
 _WARPS = 8
@@ -50,8 +51,8 @@ def newest(place):
 
 @triton.jit
 def grow(place, seen, bits):
-    """Set int32 ``place`` to the maximum of itself and ``bits``. ``seen`` was read from it when the program began.
-    ``place`` only grows while a kernel runs, so ``seen`` is a lower bound, and most programs need no atomic."""
+    """Set int32 ``place`` to the maximum of itself and ``bits``. ``seen``: its value when the program began. ``place``
+    only grows while a kernel runs, so a program whose ``bits`` do not exceed ``seen`` needs no atomic: most do not."""
     tl.atomic_max(place, bits, mask=bits > seen, sem="relaxed")
 
 
@@ -60,8 +61,8 @@ def tile_bits(
     x, top, left, rows, columns, row_stride, column_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Return int32 [ROWS, COLUMNS]: magnitudes from (top, left) on. Whole tiles are read without masks, so that loads
-    are wide for any row length."""
+    """Return int32 [ROWS, COLUMNS]: the magnitude bits of the tile at (top, left), 0 beyond [rows, columns]. A tile
+    that is inside is read without masks, so that loads are wide for any row length."""
     row = tl.arange(0, ROWS).to(INDEX)[:, None]
     column = tl.arange(0, COLUMNS).to(INDEX)[None, :]
     start = x + top.to(tl.int64) * row_stride + left.to(tl.int64) * column_stride
@@ -80,9 +81,9 @@ def joint_bits(
 ):  # fmt: skip
     """Return the amax bits of x, which all programs of a kernel measure together: each of them must call this.
 
-    A program takes tiles until none is left, and only then waits for the rest, which running programs have taken. So
-    none waits for a program that has not begun, however few run at a time. ``scratch``: int32[4], 0 before and after
-    the kernel: tiles taken, the amax so far, tiles measured, and a ticket.
+    A program takes tiles until none is left, and only then waits for tiles that other programs have taken. These
+    programs are running, so no program waits for one that has not begun, however few run at a time. ``scratch``:
+    int32[4], 0 before and after the kernel: tiles taken, the amax so far, tiles measured, and a ticket.
     """
     across = tl.cdiv(columns, COLUMNS)
     tiles = tl.cdiv(rows, ROWS) * across
@@ -111,7 +112,7 @@ def joint_bits(
 def _amax_kernel(
     x,  # [rows, columns], strides as given
     out,  # GROW: int32[1], grows; else int32[programs], each writes its own
-    cold,  # IF_COLD: bool[1]: x is read only if it is set
+    cold,  # bool[1], read IF_COLD: if it is False, x is not read
     rows,
     columns,
     row_stride,
@@ -122,6 +123,7 @@ def _amax_kernel(
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Compute the amax bits of x: one maximum (GROW), or one of each program's tiles."""
     across = tl.cdiv(columns, COLUMNS)
     tiles = tl.cdiv(rows, ROWS) * across
     if IF_COLD:
@@ -141,8 +143,8 @@ def _amax_kernel(
 
 
 class Reading(NamedTuple):
-    """How the kernel reads a tensor: its values as [rows, columns], in any order, repeated or not. One row if memory
-    has no gaps."""
+    """How ``_amax_kernel`` reads a tensor: as [rows, columns], with its values in any order. One row if memory has no
+    gaps. Strides are in elements."""
 
     rows: int
     columns: int
@@ -202,8 +204,8 @@ def observe(x: Tensor, pending: Tensor) -> None:
 def partial_amaxes(x: Tensor, cold: Tensor | None = None) -> Tensor:
     """Return int32[programs]: amax bits of parts of ``x``, for the caller to reduce.
 
-    With ``cold`` (0-d bool), x is read only if the device finds it set; otherwise the parts are 0. A single maximum
-    would need a launch of its own to clear it.
+    With ``cold`` (0-d bool), the device reads x only if ``cold`` is True; otherwise the results are 0. Parts, because a
+    single maximum would have to be cleared by a launch before this one.
     """
     reading = reading_of(x.shape, x.stride())
     programs = min(MOST_PARTS, max(1, reading.tiles))

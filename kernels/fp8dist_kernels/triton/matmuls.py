@@ -1,4 +1,4 @@
-"""Scaled FP8 matrix products in Triton, NT layout: selects the kernel and the tile."""
+"""Scaled FP8 products ``a @ b.T`` in Triton: selects the kernel and the tile, and launches."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _PAIRS = (
 )
 
 _TOTALS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of memory to which the kernels add."""
+"""Dtypes of a ``total`` to which the kernels add."""
 
 _STAGING_BYTES = 1 << 15
-"""Shared memory through which the result is written piece by piece. More would cost a stage of operands."""
+"""Shared memory through which the result is written piece by piece. More would leave room for one stage less."""
 
 _MOST_PROMOTED_COLUMNS = 128
-"""Widest tile whose products are accumulated in registers at once. Wider tiles are split, or never chosen."""
+"""Widest tile whose steps can be added in float32 registers as a whole. Wider tiles are computed in parts."""
 
 _PART_ROW_BYTES = 128
-"""Bytes written at once per row of a tile that is split. More would not fit beside the accumulators."""
+"""Bytes per row of a piece of the result, for a tile in parts. More would not fit beside the accumulators."""
 
 
 def matmul(
@@ -45,7 +45,7 @@ def matmul(
     fast_accumulation: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """See ``reference.torch_matmuls.matmul_torch``. Block scaling works wherever Triton runs.
+    """See ``reference.torch_matmuls.matmul_torch``. Scales of blocks work wherever Triton runs, not only on Hopper.
 
     The tile depends only on the ``Problem`` and the device (``tile_for``), and one program accumulates each element. So
     the result is the same on every call, and on every rank with such a device.
@@ -67,7 +67,7 @@ def multiply(
     fast_accumulation: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    """Do ``matmul`` for arguments that ``scaling_of`` has checked."""
+    """Compute ``matmul`` for arguments that ``scaling_of`` has checked. ``scaling``: its result."""
     require_pair(a, b)
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
@@ -87,11 +87,11 @@ def multiply_into(
     fast_accumulation: bool,
     total: Tensor,
 ) -> None:
-    """Add to ``total`` [m, n] what ``multiply`` returns in float32. The sum is rounded to the total's dtype once.
+    """Add the float32 result of ``multiply`` to ``total`` [m, n]. The sum is rounded to the total's dtype once.
 
-    The bits are those of ``total.add_(multiply(…))``, because the tile is the same. That is what runs where TMA cannot
-    write to ``total``, and with scales of 128 x 128: no gradient of weights has such, and a wide tile has no registers
-    left for the addition.
+    The bits are those of ``total.add_(multiply(…))``, because the tile is the same. These two operations run instead
+    where TMA cannot write to ``total`` (it is not contiguous, not aligned, or of another dtype), and with scales of
+    128 x 128 blocks: a wide tile has no registers left for the addition, and no gradient of weights has such scales.
     """
     if a.numel() == 0 or b.numel() == 0:
         return
@@ -106,7 +106,7 @@ def multiply_into(
 
 
 def require_pair(a: Tensor, b: Tensor) -> None:
-    """Raise ValueError unless the tensor cores multiply these formats, and cuBLASLt does as well."""
+    """Raise ValueError unless both operands are FP8 and at most one is E5M2, as cuBLASLt requires."""
     if (a.dtype, b.dtype) not in _PAIRS:
         raise ValueError(f"operands are {a.dtype} and {b.dtype}: expected E4M3, or E4M3 and E5M2 in either order")
 
@@ -133,7 +133,7 @@ def matmul_with(
 
 
 class _ProductPlan(NamedTuple):
-    """What a product needs beside addresses. All fields are on the host."""
+    """The arguments of a product's launch, except addresses. All fields are on the host."""
 
     kernel: Any
     scaling: Scaling
@@ -156,7 +156,8 @@ def _plan_for(
     sideways: bool,
     device: torch.device,
 ) -> _ProductPlan:
-    """Return the plan of a product with ``dtypes``, whose result goes to memory of ``out_dtype``."""
+    """Return the plan of a product. ``dtypes``: of ``a``, ``b`` and the result, which select the tile. ``out_dtype``:
+    that of the memory that is written, a result or a total."""
     tile = tile_for(Problem(shape_a[0], shape_b[0], shape_a[1], scaling, fast_accumulation, *dtypes), device)
     return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, added, out_dtype, sideways, device)
 
@@ -241,7 +242,7 @@ def _run(
 
 
 def _parts(tile: Tile, scaling: Scaling, fast_accumulation: bool) -> int:
-    """Return the number of parts that a tile is computed in."""
+    """Return the number of parts in which a tile is computed: 1, 2 or 4. See ``products``."""
     if tile.columns <= _MOST_PROMOTED_COLUMNS or scaling is Scaling.BLOCKWISE_1D:
         return 1
     if scaling is Scaling.BLOCKWISE:

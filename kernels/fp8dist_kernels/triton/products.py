@@ -16,7 +16,8 @@ added in float32 registers (slow accumulation, block scales), the wait is for 0 
 alternate: one adds while the other multiplies. The product of a wide tile would not fit in registers beside the
 accumulator, so a wide tile is computed in parts: two halves under slow accumulation, where the additions of one half
 overlap the QGMMAs of the other, and four quarters under block scales. Quarters leave no registers for a flattened loop,
-nor for the addresses of a fourth stage: there, the loads of a tile begin after the previous tile is written.
+nor for the addresses of a fourth stage: in ``wide_block_scaled_kernel``, the loads of a tile begin after the previous
+tile is written.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ __all__ = ["block_scaled_kernel", "scaled_kernel", "tile_at", "wide_block_scaled
 
 @triton.jit
 def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Return row and column of a tile. GROUP rows of tiles are walked column by column: tiles that run at the same time
-    form nearly a square, and share most of their reads through L2."""
+    """Return the row and the column, counted in tiles, of tile number ``index``. GROUP rows of tiles are walked column
+    by column, so tiles that run at the same time form nearly a square, and share most of their reads through L2."""
     width = GROUP * tiles_n
     first = index // width * GROUP
     rows = tl.minimum(tiles_m - first, GROUP)
@@ -40,19 +41,19 @@ def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _columns_of(b, column, start, SIDEWAYS: tl.constexpr):
-    """Return [TILE_K, columns]: a tile of ``b``, transposed."""
+    """Return [TILE_K, columns]: the tile of ``b`` at (column, start), transposed."""
     return _upright(_tile_of(b, column, start, SIDEWAYS), SIDEWAYS)
 
 
 @triton.jit
 def _tile_of(b, column, start, SIDEWAYS: tl.constexpr):
-    """Return a tile of ``b`` as it lies: [columns, TILE_K], or SIDEWAYS [TILE_K, columns]."""
+    """Return a tile of ``b`` in the order of memory: [columns, TILE_K], or SIDEWAYS [TILE_K, columns]."""
     return b.load([start, column]) if SIDEWAYS else b.load([column, start])
 
 
 @triton.jit
 def _upright(tile, SIDEWAYS: tl.constexpr):
-    """Return [TILE_K, columns]."""
+    """Return a tile of ``_tile_of`` as [TILE_K, columns]."""
     return tile if SIDEWAYS else tile.T
 
 
@@ -68,11 +69,12 @@ def _write_piece(
     n,
     PIECE: tl.constexpr,
     SCALES: tl.constexpr,  # "lines", "one" or "none"
-    ADDED: tl.constexpr,  # "nothing", "bias", or "total": what ``out`` holds
+    ADDED: tl.constexpr,  # "nothing", "bias", or "total": the content of ``out``
 ):
+    """Scale a piece of the result, add to it, and store it through TMA at (row, column)."""
     place = column + tl.arange(0, PIECE)
-    # One scale after the other: their product may leave the range of float32 where neither does. Load the second scale
-    # per piece: otherwise ptxas scales all pieces at once and holds them in extra registers.
+    # One scale after the other: the product of both may leave the range of float32. The second scale is loaded for each
+    # piece: otherwise ptxas scales all pieces at once and holds them in extra registers.
     if SCALES == "lines":
         product = product * row_scale[:, None] * tl.load(column_scale + place, mask=place < n, other=0.0)[None, :]
     elif SCALES == "one":
@@ -188,10 +190,11 @@ def block_scaled_kernel(
     ADDED: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Product with 1 x 128 by 128 x 128 scales, or LINES 1 x 128 by 1 x 128. Scales each step, then adds it in float32.
+    """Product with 1 x 128 by 128 x 128 scales, or LINES 1 x 128 by 1 x 128. The product of each step is scaled, then
+    added in float32.
 
-    LINES: first by the scale of ``a``, then by that of ``b``, because their product may leave the range of float32
-    where neither does. 128 products times the scale of ``a`` stay in range for every amax of ``a`` below 2**105.
+    LINES: each step is scaled by ``inv_scale_a``, then by ``inv_scale_b``, because the product of both may leave the
+    range of float32. A step (128 products) times ``inv_scale_a`` stays in range for every amax of ``a`` below 2**105.
     """
     tl.static_assert(LINES or TILE_K % TILE_N == 0)
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
@@ -241,7 +244,8 @@ def wide_block_scaled_kernel(
     SIDEWAYS: tl.constexpr,
     ADDED: tl.constexpr,
 ):
-    """The same for tiles with two scales of ``b`` per step, in quarters."""
+    """``block_scaled_kernel``, not LINES, for tiles that are two blocks wide, with two scales of ``b`` per step. A tile
+    is computed in quarters of its columns."""
     tl.static_assert(TILE_N == 2 * TILE_K)
     PART: tl.constexpr = TILE_N // 4
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)

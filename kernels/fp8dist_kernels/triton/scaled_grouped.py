@@ -23,6 +23,7 @@ def _clear_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Set the rows of ``product`` from the last of ``ends`` on to 0."""
     end = tl.load(ends + groups - 1)
     top = tl.program_id(0) * ROWS
     if top + ROWS > end:

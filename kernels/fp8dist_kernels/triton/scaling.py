@@ -17,8 +17,9 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 def scale_from_amax(amax, previous, fp8_max, margin: tl.constexpr, power_of_two: tl.constexpr):
     """See ``fp8dist_kernels.scaling.scale_from_amax``; elementwise, any shape.
 
-    Uses comparisons and selects instead of ``min`` and ``max``. They need not handle NaN, since an unusable amax keeps
-    ``previous``, and no instruction that propagates NaN may stand near a transposed FP8 store (triton issue 11111).
+    Uses comparisons and selects instead of ``min`` and ``max``, because no instruction that propagates NaN may stand
+    near a transposed FP8 store (triton issue 11111). The selects need not handle NaN: where ``amax`` is 0, Inf or NaN,
+    the result is ``previous``.
 
     Args:
         amax: float32, >= 0 or NaN.

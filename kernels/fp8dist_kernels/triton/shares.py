@@ -18,14 +18,15 @@ __all__ = ["measure"]
 
 _ROWS, _COLUMNS = 64, 128  # A tile lies inside one 128 x 128 block, also if x is transposed.
 _WARPS = 8
-_MOST_PROGRAMS = 1024  # More than any GPU runs at a time. Each adds once to the same three words.
+_MOST_PROGRAMS = 1024  # More than any GPU runs at a time. Limited, because all programs add to the same three words.
 
 _INFINITY = tl.constexpr(magnitude.INFINITY_BITS)
 
 
 @triton.jit
 def _places(start, stride, SIDE: tl.constexpr, TILE: tl.constexpr):
-    """Return the offsets of a tile's scales along one dim: one per line, or a single one for all lines."""
+    """Return the offsets of a tile's scales along one dim, int64: [TILE] if SIDE is 1, else [1]. ``start``: the tile's
+    first row or column. SIDE: rows or columns per scale; 0: all."""
     if SIDE == 1:
         place = start + tl.arange(0, TILE)
     elif SIDE == 0:
@@ -37,7 +38,8 @@ def _places(start, stride, SIDE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _add_share(place, count, numel):
-    """Set a place to the maximum of itself and a share, as bits."""
+    """Set ``place``, float32 as int32, to the maximum of itself and count / numel. Bits of positive floats are ordered
+    like their values."""
     share = tl.div_rn(count.to(tl.float32), numel.to(tl.float32))
     tl.atomic_max(place, share.to(tl.int32, bitcast=True), sem="relaxed")
 
@@ -67,6 +69,7 @@ def _shares_kernel(
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """See ``reference.shares.measure``: running maxima of two shares. A program counts in every n-th tile."""
     across = tl.cdiv(width, COLUMNS)
     cut_off, lost = 0, 0
     for tile in range(tl.program_id(0), tl.cdiv(height, ROWS) * across, tl.num_programs(0)):

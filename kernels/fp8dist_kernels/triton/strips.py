@@ -1,4 +1,4 @@
-"""Tiles of a matrix that are read once and written twice, straight and flipped (transposed).
+"""Tiles of a matrix that are read once and written twice: as they lie in memory (straight) and transposed (flipped).
 
 A tile of [tall, wide] is held as four strips of [tall / 4, wide]: rows 0, 4, 8, …, then rows 1, 5, 9, …, and so on. A
 thread then holds four consecutive rows of some columns, and the transposition in shared memory moves words instead of
@@ -23,8 +23,9 @@ _LARGEST_OFFSET = 2**31 - 1
 
 
 class Page(NamedTuple):
-    """The layout of a matrix in memory: its rows are contiguous, if either dim is. The first six fields are arguments
-    of the kernels, in their order."""
+    """A matrix [height, width] as kernels read it: [tokens, features], or its transpose if only the tokens are
+    contiguous. The first six fields are arguments of the kernels, in their order. Strides and widths are in elements.
+    """
 
     height: int
     width: int
@@ -39,7 +40,8 @@ class Page(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Page:
-        """Return the page of [tokens, features], any strides. On its side, the straight copy is the transposed one."""
+        """Return the page of [tokens, features], any strides. If it is on its side, the straight copy is the transposed
+        copy of x, and the flipped copy is the row-major one."""
         return page_of(x.shape, x.stride())
 
     @property
@@ -48,7 +50,8 @@ class Page(NamedTuple):
         return self[:6]
 
     def sides(self, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (tensor of the straight copy, tensor of the flipped copy)."""
+        """Return (tensor of the straight copy, tensor of the flipped copy). ``of_rows`` belongs to the row-major copy,
+        ``of_columns`` to the transposed one."""
         return (of_columns, of_rows) if self.on_its_side else (of_rows, of_columns)
 
     def tiles(self, tall: int, wide: int) -> int:
@@ -56,7 +59,8 @@ class Page(NamedTuple):
         return max(1, ceil_div(self.straight_width, wide) * ceil_div(self.flipped_width, tall))
 
     def offset_type(self, tall: int, wide: int) -> Any:
-        """Return the integer type for offsets in a tile, rows and columns. A tile's own offset is always int64."""
+        """Return the integer type for row and column numbers and for offsets within a tile. The offset of the tile
+        itself is always int64."""
         widest = max(self.straight_width, self.flipped_width)
         farthest = (tall + wide) * max(self.row_stride, self.column_stride, widest) + widest
         return tl.int64 if farthest > _LARGEST_OFFSET else tl.int32
@@ -75,7 +79,7 @@ def page_of(shape: tuple[int, int], strides: tuple[int, int]) -> Page:
 def load_strips(
     x, top, left, height, width, row_stride, column_stride, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
 ):
-    """Load the four strips of a tile, with zeros beyond [height, width]."""
+    """Load the four strips of the tile at (top, left), with zeros beyond [height, width]."""
     row = tl.arange(0, TALL // 4).to(INDEX)[:, None] * 4
     column = tl.arange(0, WIDE).to(INDEX)[None, :]
     start = x + top.to(tl.int64) * row_stride + left.to(tl.int64) * column_stride
@@ -93,7 +97,8 @@ def load_strips(
 
 @triton.jit
 def scaled(x, scale):
-    """Return ``x * scale`` in float32, NaN where ``x`` is Inf. The conversion to FP8 saturates the rest. ``scale`` > 0.
+    """Return ``x * scale`` in float32, NaN where ``x`` is Inf. ``scale`` > 0. The conversion to FP8 then saturates
+    finite values.
 
     The hardware's conversion also saturates Inf, so Inf must become NaN here: ``x * 0 + scale`` is exactly ``scale``
     for finite x, and NaN otherwise. This costs one instruction and keeps the sign of zero.
@@ -125,8 +130,8 @@ def store_flipped(
     out, a, b, c, d, top, left, width, length, out_width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
 ):
     """Store four float32 strips, transposed, as FP8 [width, length], in rows of ``out_width``."""
-    # [row / 4, column, bit 1 of the row, bit 0 of the row]. Converting here packs four rows into one word. Conversions
-    # that ``store_straight`` shares would be 16 fewer of 32 per thread, but take 16 more byte permutations (Hopper).
+    # [row / 4, column, bit 1 of the row, bit 0 of the row]. Converting here packs four rows into one word. To share the
+    # conversions with ``store_straight`` would save 16 of 32 per thread, but cost 16 more byte permutations (Hopper).
     fp8 = tl.join(tl.join(a, c), tl.join(b, d)).to(out.dtype.element_ty)
     row = tl.arange(0, WIDE).to(INDEX)[:, None]
     column = tl.arange(0, TALL).to(INDEX)[None, :]

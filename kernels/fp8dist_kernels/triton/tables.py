@@ -7,9 +7,9 @@ A file holds the measurements for one kind of device::
                   "m": 4096, "n": 4096, "k": 4096, "tile": {"rows": 128, …},
                   "vs_torch": 1.04, "low": 1.03, "high": 1.05}, …]}
 
-Only products at which Triton is ``Entry.faster`` have an entry. n and k are exact. m is a bucket, the next power of two
-at or above the real m: token counts vary, but hardly matter within a bucket. If nothing was measured, ``measured`` and
-``commit`` are null, and ``entries`` is empty.
+Only products for which ``Entry.faster`` is true have an entry. n and k are exact. m is a bucket, the smallest power of
+two at or above the real m: numbers of tokens vary, but within a bucket the best tile hardly does. If nothing was
+measured, ``measured`` and ``commit`` are null, and ``entries`` is empty.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ Key = tuple[str, bool, str, str, str, int, int, int]
 """(scaling, fast accumulation, dtype of a, of b, of the result, bucket of m, n, k)."""
 
 FASTER = 1.02
-"""Smallest ``vs_torch`` of an entry. Less is not worth a second implementation, whose bits differ."""
+"""Smallest ``vs_torch`` of an entry. A smaller gain does not justify results whose bits differ from torch's."""
 
 
 @dataclass(frozen=True)
 class Tile:
     """The work of one program: ``rows`` x ``columns`` of the result, ``depth`` of the contracted dim per step.
 
-    ``stages``: steps whose operands fit in shared memory at a time. ``group``: rows of tiles walked together.
+    ``warps``: per program. ``stages``: steps whose operands are in shared memory at a time (Triton's ``num_stages``).
+    ``group``: rows of tiles that are computed column by column (see ``products.tile_at``).
     """
 
     rows: int
@@ -74,7 +75,7 @@ class Entry:
 
     @property
     def faster(self) -> bool:
-        """True if Triton is faster than torch by at least ``FASTER``, and that is not luck."""
+        """True if Triton is faster than torch by at least ``FASTER``, and the interval excludes equal speed."""
         return self.vs_torch >= FASTER and self.low > 1.0
 
     def described(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Selects the tile of a product: from the shipped table of the device, else by a formula.
+"""Selects the tile of a product: from the shipped table of the device (``tables.py``), else by a formula.
 
-Nothing is tuned at run time: a choice based on timings may differ from rank to rank, and with it the bits of the
-result. Table and formula depend only on the problem and the kind of device.
+Nothing is tuned at run time: timings differ from rank to rank, so the choice of a tile could differ too, and with it
+the bits of the result. Table and formula depend only on the problem and the kind of device.
 
 The formula: at the speed of FP8 wgmma (4096 multiply-adds per clock and multiprocessor), a tile of 128 x 256 reads 48
-bytes per clock from L2. The fastest published products read about 30 per clock. So reading, not multiplying, is the
-bottleneck, more so for smaller tiles. The time of a tile is then proportional to its bytes, and the best tile minimises
-the bytes read by the busiest program.
+bytes per clock and multiprocessor from L2. The fastest published products read about 30. So reading, not multiplying,
+is the bottleneck, more so for smaller tiles. The time of a tile is then proportional to the bytes that it reads, and
+the best tile minimises the bytes read by the busiest program.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NAMES = MappingProxyType({format.dtype: format.name for format in FORMATS.value
 _HOPPER = 9
 _BLACKWELL = 10
 _STEPS_TO_WRITE = 2
-"""Time to write a tile, in steps of its contracted dim. Meanwhile operands arrive, but nothing is multiplied."""
+"""Time to write a tile to memory, as a number of steps of ``depth``. Meanwhile nothing is multiplied."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The product of a [m, k] and b [n, k]. Everything that its speed depends on."""
+    """The properties of a product of a [m, k] and b [n, k] that decide its speed."""
 
     m: int
     n: int
@@ -107,12 +107,13 @@ def _large_for_hopper(problem: Problem) -> tuple[Tile, ...]:
 
 
 def best_of(tiles: tuple[Tile, ...], problem: Problem, processors: int) -> Tile:
-    """Return the tile of the lowest ``cost_of``; the first if equal."""
+    """Return the tile with the lowest ``cost_of``; of equal ones the first."""
     return min(tiles, key=lambda tile: cost_of(tile, problem, processors))
 
 
 def cost_of(tile: Tile, problem: Problem, processors: int) -> int:
-    """Return the modelled cost of a tile: the bytes that the busiest of ``processors`` programs reads."""
+    """Return the modelled cost of a tile: the bytes of FP8 that the busiest of ``processors`` programs reads, with a
+    surcharge for writing the result."""
     count = _ceil(problem.m, tile.rows) * _ceil(problem.n, tile.columns)
     steps = _ceil(problem.k, tile.depth) + _STEPS_TO_WRITE
     return _ceil(count, processors) * steps * (tile.rows + tile.columns) * tile.depth

@@ -1,7 +1,8 @@
-"""Launch and commit of a whole arena, one kernel each.
+"""``launch`` and ``commit`` of a whole arena, one kernel each.
 
-Each program takes some slots. Totals over all slots (the scale digest, the alarms) are summed in ``scratch`` by integer
-additions, whose order does not matter. The last program writes the totals out and resets ``scratch`` to 0.
+Each program takes some slots. Totals over all slots (the scale digest, and the numbers of non-finite and of saturated
+slots) are summed in ``scratch`` by integer additions, whose order does not matter. The last program writes the totals
+out and resets ``scratch`` to 0. Comments give shapes for n slots, of which m are of sharded weights.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from fp8dist_kernels.triton.tickets import came_last
 __all__ = ["commit", "launch"]
 
 _SLOTS = 256
-"""Slots per program of a launch: a few dozen bytes each."""
+"""Slots per program of ``launch``, and at most of ``commit``."""
 
 _TILE = 2048
-"""Ring entries that a program of a commit holds at a time: its slots times the length of a block."""
+"""Ring entries that a program of ``commit`` holds at a time: its slots times the length of a block, or times the number
+of blocks."""
 
 _HEADER = tl.constexpr(header.HEADER)
 _WORDS = tl.constexpr(header.WORDS)
@@ -54,6 +56,7 @@ def _launch_kernel(
     SHARDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """See ``reference.update.launch``. A program handles BLOCK slots."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < slots
     scale = tl.load(scales + place, mask=mask, other=0)
@@ -100,7 +103,8 @@ def _agrees(reduced, word: tl.constexpr):
 
 @triton.jit
 def _reduced_bits(reduced, shard_of, shard_users, place, mask, users, SHARDED: tl.constexpr):
-    """Return the amaxes of these slots; of a sharded weight only if one of its users ran."""
+    """Return the amax bits of the slots ``place``. A sharded weight's amax counts only if a module that uses the weight
+    ran on some rank: otherwise the result is DID_NOT_RUN."""
     bits = tl.load(reduced + _HEADER + place, mask=mask, other=_DID_NOT_RUN)
     if SHARDED:
         shard = tl.load(shard_of + place, mask=mask, other=-1)
@@ -118,9 +122,11 @@ def _window_max(
     history, block_max, place, mask, count, bits, taken, length,
     RING_BLOCK: tl.constexpr, RING_BLOCKS: tl.constexpr, RING_BLOCK_2: tl.constexpr, RING_BLOCKS_2: tl.constexpr,
 ):  # fmt: skip
-    """Write one entry of each ring, and its block's maximum. Return the maxima of the windows, as bits.
+    """Write one entry (``bits``, where ``taken``) of each ring, and its block's maximum. Return the maxima of the
+    windows, int32 bits.
 
-    Entries are compared as integers, because none is negative. The new entry comes from registers, not from memory.
+    Entries are compared as integers, because none is negative. The new entry is taken from registers: the store to
+    memory may not be visible yet.
     """
     row = place.to(tl.int64) * (RING_BLOCK * RING_BLOCKS)
     entry = (count % length).to(tl.int32)
@@ -172,6 +178,7 @@ def _commit_kernel(
     RING_BLOCKS_2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """See ``reference.update.commit``. A program handles BLOCK slots."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < slots
     trusted = _agrees(reduced, 0) & _agrees(reduced, 1)
@@ -262,7 +269,7 @@ def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> No
 
 
 def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor | None) -> Tensor:
-    """See ``reference.update.commit``."""
+    """See ``reference.update.commit``. Raises ValueError for a message that is not contiguous or of another shape."""
     slots = len(arrays.pending)
     hold = _one_on(arrays.pending.device, hold)
     if reduced.shape != arrays.send.shape or not reduced.is_contiguous():
@@ -311,7 +318,7 @@ def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor 
 
 
 def _one_on(device: torch.device, hold: Tensor | None) -> Tensor | None:
-    """Return ``hold``. Raise ValueError if it is not one element on ``device``: a kernel cannot check an address."""
+    """Return ``hold``. Raise ValueError if it is not one element on ``device``: a kernel would read a wrong address."""
     if hold is not None and (hold.numel() != 1 or hold.device != device):
         raise ValueError(f"hold must be one element on {device}, got {hold.numel()} on {hold.device}")
     return hold

@@ -1,10 +1,10 @@
-"""Run the tests of the GPU and of the kernels, most telling first, and write what they gave after each of them.
+"""Run the tests of the GPU and of the kernels, the most important first, and write their outcomes after each test.
 
     python -m scripts.benchmarks.gpu.check --out FOLDER [--commit ID] [--dirty] [--run ID] [-- PYTEST ARGUMENTS]
     python -m scripts.benchmarks.gpu.check --summary FILE
 
 pytest needs no plugin. With pytest-xdist, tests run in several processes; with pytest-timeout, a test that hangs ends
-its process. This module is a plugin of pytest, too: it sorts the tests, and lets no test run on a lost GPU.
+its process. This module is also a pytest plugin: it sorts the tests, and ends a process whose GPU is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scripts.results_files import write
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = "tests/kernels/test_gpu_kernels.py"
 SMALL = "small"
-"""Part of the IDs of the tests that launch each kernel at small sizes."""
+"""Occurs in the IDs of the tests that launch kernels at small sizes."""
 ORDER = (
     f"{KERNELS}::{SMALL}",
     "tests/modules/test_gpu_tokens.py",
@@ -42,14 +42,14 @@ ORDER = (
     "tests/checks/test_gpu_compute.py",
     KERNELS,
 )
-"""What runs first; then the other tests that use ``MARK``."""
+"""The tests that run first, in this order. The other tests of files with ``MARK`` follow."""
 MARK = "from tests.support.devices import"
-"""In each file with tests that run on a GPU if there is one, or only there."""
+"""Occurs in each file with tests that run on a GPU if there is one, or only on a GPU."""
 
 WORKERS = 8
 MOST_FAILURES = 12
 TEST_SECONDS = 150
-"""Limit of one test. Inductor compiles for a minute."""
+"""Time limit of one test in seconds. Inductor may compile for a minute."""
 REASON = 160
 """Longest reason of a failure in the results, in characters."""
 
@@ -58,14 +58,14 @@ REASON = 160
 
 
 def order(name: str) -> int:
-    """Return the place in ``ORDER`` of a test with this ID."""
+    """Return the index in ``ORDER`` of the test with this ID; ``len(ORDER)`` if it is not in there."""
     file, _, rest = name.partition("::")
     places = [file, f"{file}::{SMALL}"] if SMALL in rest else [file]
     return min((ORDER.index(place) for place in places if place in ORDER), default=len(ORDER))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests. conftest.py has sorted before."""
+    """Sort the tests by ``ORDER``. Equal ones keep the order of conftest.py, which has sorted before."""
     items.sort(key=lambda item: order(item.nodeid))
 
 
@@ -78,7 +78,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """End this process after an error that loses the GPU: all that follows would fail as well. xdist starts another."""
+    """End this process after an error that loses the GPU, because all later tests would fail as well. pytest-xdist then
+    starts another process."""
     result = yield
     try:
         torch.cuda.synchronize()
@@ -95,7 +96,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 class Recorder:
     """Writes the outcomes to a results file after each test.
 
-    ``new``: what the file says beside the tests. ``chosen``: only some tests run: those of an earlier whole run stay.
+    ``new``: the other fields of the file. ``chosen``: True if only some tests run; the outcomes of an earlier complete
+    run are then kept in the file.
     """
 
     def __init__(self, path: Path, new: Mapping[str, Any], chosen: bool = False) -> None:
@@ -107,11 +109,11 @@ class Recorder:
         self._outcomes: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
         self.collectives: Counter[str] = Counter()
-        """Number of collectives that each backend was asked for, as the tests report it."""
+        """By backend, the number of collectives that the tests have called, as they report it."""
         self._write()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Write that the test runs: if it never ends, the file says so."""
+        """Write that the test is running, so that the file names a test that never ends."""
         self._running[nodeid] = None
         self._write()
 
@@ -161,7 +163,7 @@ class Recorder:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return one line about a failure: its error. Of ranks, the last error in their tracebacks."""
+    """Return one line about a failure: its error; of a test with several ranks, the last error in their tracebacks."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash else str(report.longrepr)).strip().splitlines() or ["no reason"]
     errors = [line for line in lines if re.match(r"(E\s+)?[\w.]*(Error|Exception|Failed)\b", line)]
@@ -214,7 +216,8 @@ def _options() -> list[str]:
     named = dict.fromkeys(place.partition("::")[0] for place in ORDER)
     marked = (path for path in sorted(ROOT.glob("tests/*/test_*.py")) if MARK in path.read_text())
     files = dict.fromkeys([*named, *(str(path.relative_to(ROOT)) for path in marked)])
-    # Not strict: the settings and marks of plugins that are missing are unknown. Other versions may warn.
+    # Without the strict options of setup.cfg: plugins may be missing, whose settings and marks are then unknown, and
+    # other versions of packages may warn.
     options = ["-v", "--tb=short", "-o", "addopts=--import-mode=importlib", "-W", "default", "-p", "no:cacheprovider"]
     options += ["-p", "no:benchmark", f"--maxfail={MOST_FAILURES}", "--continue-on-collection-errors"]
     options += ["-p", "scripts.benchmarks.gpu.check"]

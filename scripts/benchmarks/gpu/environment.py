@@ -16,7 +16,7 @@ import fp8dist
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """ "device" and "versions" of a results file."""
+    """Return the fields "device" and "versions" of a results file."""
     return {"device": _device(device), "versions": _versions()}
 
 
@@ -34,7 +34,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Model and cores."""
+    """Return the model of the CPU and its number of cores as text."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

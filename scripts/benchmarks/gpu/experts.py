@@ -1,6 +1,6 @@
 """Forward and backward of a mixture's experts, with sorting and casts: FP8Experts against torch's grouped_mm in bf16.
 
-As in ``linears``, each run is a step's first. Routes are random, so experts have about equally many tokens.
+As in ``linears``, each run is the first of a step. Routes are random, so experts have about equally many tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Size(NamedTuple):
 
 
 SIZES = (Size("8 x 4096 x 14336, top 2", 8, 4096, 14336, 2), Size("64 x 2048 x 1408, top 6", 64, 2048, 1408, 6))
-"""Those of Mixtral 8x7B, and of DeepSeek-V2-Lite."""
+"""The sizes of Mixtral 8x7B and of DeepSeek-V2-Lite."""
 
 
 class Planned(NamedTuple):

@@ -35,7 +35,7 @@ WARM_UP, WINDOWS, STEPS = 3, 10, 3
 """Steps before the first timed one; windows that are timed; steps of a window."""
 
 LONGEST, GRACE = 90.0, 15.0
-"""Seconds of a case, and how far the last case may go beyond the part's time."""
+"""Time limit of a case in seconds, and the seconds by which the last case may exceed the part's time."""
 
 
 class Size(NamedTuple):
@@ -69,7 +69,7 @@ class Jobs:
     name = "job"
 
     def plan(self, lab: Lab) -> list[Planned]:
-        """Return the cheapest modes first: compiling takes most of the time."""
+        """See ``Part``. The cheapest modes come first: compiling takes most of the time."""
         if lab.smoke:
             return [Planned(BF16, "eager"), Planned("delayed", "eager"), Planned("delayed", "graph")]
         return [Planned(recipe, mode) for mode in MODES for recipe in (BF16, *RECIPES)]
@@ -94,8 +94,8 @@ class Jobs:
             return {**case, **json.loads(out.read_text())}
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """Return how many times as many tokens per second as in bf16, by name. The interval is of the steps of these
-        two processes: other processes may differ by more."""
+        """Return by case: its tokens per second over those of bf16 in the same mode. The interval covers the variation
+        of steps within these two processes; it may be larger between processes."""
         timed = [case for case in cases if "step_us" in case]
         plain = {case["mode"]: case["step_us"] for case in timed if case["recipe"] == BF16}
         return {
@@ -169,10 +169,11 @@ def _captured(step: Callable[[], None], manager: fp8dist.StateManager | None) ->
 
 
 class _Marks:
-    """Time between two marks on the device, which includes waiting for the host; on a CPU by the host's clock."""
+    """Measures the time between two points of a step on the device, including waits for the host; on a CPU by the
+    host's clock."""
 
     def __init__(self, on_gpu: bool) -> None:
-        # External events can be recorded in a graph.
+        # Only external events can be recorded in a CUDA graph and read outside.
         self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)] if on_gpu else None
         self._times = [0.0, 0.0]
 
@@ -189,7 +190,7 @@ class _Marks:
             self._events[which].record()
 
     def elapsed(self) -> float:
-        """Return the µs of the last pair of marks. The device must be done."""
+        """Return the µs between the last ``start`` and ``end``. The device must have passed both."""
         if self._events is None:
             return 1e6 * (self._times[1] - self._times[0])
         return 1e3 * self._events[0].elapsed_time(self._events[1])

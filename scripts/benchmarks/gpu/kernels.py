@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from scripts.benchmarks.gpu.lab import Case, Lab, Part
 
 SHARES = (36, 45, 27, 20, 6, 16, 28, 22, 130, 30, 120)
-"""Shares of the time limit, in the order of ``results.PARTS``: seconds of the default limit. A part that ends early
-leaves its time to the others."""
+"""Shares of the time limit, in the order of ``results.PARTS``; with the default limit, these are seconds. Time that a
+part does not use goes to the parts after it."""
 
 START_UP = 25.0
 """Seconds that a part may take beyond its share, for imports, the first compilation, and its last case."""
 
 LONGEST = 2.0
-"""Longest timing of a case, in seconds."""
+"""Time limit of one comparison of a case, in seconds."""
 
 INTERRUPTED, UNFINISHED = "interrupted", "not finished"
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path: Path | None = None
     old: dict[str, Any] | None = None
     for place, name in enumerate(parts):
-        # The figures of a smoke run mean nothing, so no part of it need be cut off for the others.
+        # In a smoke run each part may take all the time that is left: it tests that parts run, not their figures.
         seconds = (deadline - time.monotonic() - START_UP) * (1.0 if options.smoke else shares[name] / whole)
         whole -= shares[name]
         print(f"[{place + 1}/{len(parts)}] {name} …", flush=True)
@@ -189,7 +189,7 @@ def run_part(
         if left <= 0:
             result["status"], result["problem"] = "cut off", f"out of time after {place} of {len(planned)} cases"
             break
-        # Keep the rest of the time for checking and compiling.
+        # The other 40 % of the share are for checking results and compiling.
         lab.left, lab.share = left, left / (len(planned) - place)
         lab.seconds = 0.0 if lab.smoke else min(LONGEST, 0.6 * lab.share)
         case, fatal = measured(part, lab, one)

@@ -18,10 +18,13 @@ Case = dict[str, Any]
 
 @dataclass
 class Lab:
-    """A device, its stopwatch, and time limits in seconds: of each comparison of the next case, the next case's fair
-    ``share``, and all that is ``left`` of the part.
+    """A device with its stopwatch, and the time limits of the next case.
 
-    ``smoke``: tiny sizes, to check that everything runs. Such figures mean nothing, and are never published.
+    Attributes:
+        smoke: use tiny sizes, to check that everything runs. Such figures mean nothing, and are never published.
+        seconds: limit of each comparison.
+        share: seconds for the whole case, if all cases of the part that are left get the same.
+        left: seconds that are left of the part's time.
     """
 
     stopwatch: Stopwatch
@@ -55,7 +58,7 @@ class Part(Protocol):
 
 
 def geomean(ratios: Sequence[Ratio]) -> Ratio:
-    """Return the geometric mean of at least one ratio. Intervals add as those of independent errors do."""
+    """Return the geometric mean of at least one ratio. Its interval assumes that the ratios' errors are independent."""
     logs = [(math.log(middle), math.log(low), math.log(high)) for middle, low, high in ratios]
     mean = sum(middle for middle, _, _ in logs) / len(logs)
     down = math.hypot(*(middle - low for middle, low, _ in logs)) / len(logs)
@@ -64,7 +67,7 @@ def geomean(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def summary_of(cases: Sequence[Case], key: str) -> dict[str, Any]:
-    """Return mean, lowest and number of the cases' ratios ``key``; empty without any, or if a result was wrong."""
+    """Return mean, lowest and number of the cases' ratios ``key``; {} if there are none, or a result was wrong."""
     ratios = {case["name"]: Ratio(*case["ratios"][key]) for case in cases if key in case.get("ratios", {})}
     if not ratios or any(case.get("problem") for case in cases):
         return {}
@@ -84,7 +87,8 @@ def by_field(cases: Sequence[Case], field: str, values: Iterable[str], key: str)
 
 
 def by_recipe(cases: Sequence[Case], recipes: Iterable[str], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the summaries of all ratios by recipe and key. A case without a recipe has failed: it counts for all."""
+    """Return the summaries of all ratios by recipe and key. A case without a recipe has failed, and is counted as a
+    failure of every recipe."""
     found = {}
     for recipe in recipes:
         mine = [case for case in cases if case.get("recipe", recipe) == recipe]

@@ -1,7 +1,7 @@
 """Forward and backward of one Linear, including casts: FP8Linear, as ``fp8dist.prepare`` makes it, against bf16.
 
-Each run is a step's first: its slots have recorded nothing yet, so all amaxes are new. Also the number of tokens from
-which on FP8 is faster in eager mode: below, the time of the host decides.
+Each run is the first of a step: its slots have recorded nothing yet, so each cast updates its slot's amax. Also finds
+the number of tokens from which on FP8 is faster in eager mode; with fewer, the time of the host decides.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ step, in which an attached manager reuses the weight's cast."""
 LIKE_TORCHAO = MappingProxyType(
     {"tensorwise": fp8dist.CurrentScaling(), "rowwise": fp8dist.RowwiseScaling(power_of_two=True)}
 )
-"""The recipe that does what torchao's does."""
+"""By name of a recipe of torchao, the recipe of fp8dist with the same numerics."""
 
 WIDTHS = (1024, 2048, 4096, 8192)
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Of the crossover, in ascending order."""
+"""Widths and numbers of tokens at which the crossover is searched, in ascending order."""
 
 FURTHEST = 0.15
 """Largest relative error against bf16. Rounding to E4M3 causes about 3 %, to E5M2 5 %; a wrong product over 100 %."""
@@ -67,13 +67,13 @@ class Bench:
 
     @staticmethod
     def random(planned: Planned, device: torch.device) -> Bench:
-        """Random bf16 data, with the magnitudes of a real step's gradients."""
+        """Return random bf16 data, with gradients of the magnitude of a real step's."""
         layer = planned.layer
         return Bench.of((planned.tokens, layer.in_features), (planned.tokens, layer.out_features), device)
 
     @staticmethod
     def of(inputs: tuple[int, int], outputs: tuple[int, int], device: torch.device) -> Bench:
-        """Random bf16 data of these shapes."""
+        """Return random bf16 data of these shapes."""
         x, gradient = (torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in (inputs, outputs))
         return Bench(x.requires_grad_(), gradient.mul_(1e-3))
 
@@ -102,7 +102,7 @@ class Linears:
     name = "linears"
 
     def plan(self, lab: Lab) -> list[Planned]:
-        """Llama 3 8B's layers; the recipe with a goal first."""
+        """See ``Part``: the layers of Llama 3 8B. The recipe that has a goal in ``tables.GOALS`` comes first."""
         if lab.smoke:
             return [Planned(Layer("smoke", 64, 48), 32, recipe) for recipe in ("delayed", "block")]
         return [Planned(layer, 8192, recipe) for recipe in RECIPES for layer in LINEARS if layer.name.startswith("8B")]
@@ -153,7 +153,7 @@ class Crossover:
     name = "crossover"
 
     def plan(self, lab: Lab) -> list[Planned]:
-        """Return square layers. The number of tokens is the largest that is tried."""
+        """Return square layers, each with the largest number of tokens that is tried."""
         widths, most = ((32,), 64) if lab.smoke else (WIDTHS, TOKENS[-1])
         return [Planned(Layer(f"{width} x {width}", width, width), most, "delayed") for width in widths]
 
@@ -197,11 +197,11 @@ def _linear(layer: Layer, device: torch.device) -> nn.Module:
 
 
 def prepared(plain: nn.Module, bench: Bench, recipe: Recipe, backend: str, attached: bool = False) -> Prepared:
-    """Return the model in FP8 after a few steps, so that no slot is cold, and the host knows it. ``attached``: to an
-    optimizer, so that further forwards are microbatches of one step."""
+    """Return the model in FP8 after a few steps, so that no slot is cold and the host knows this. ``attached``: attach
+    its manager to an optimizer, so that further forwards are microbatches of one step."""
     model = copy.deepcopy(plain)
     manager = fp8dist.prepare(model, recipe, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # A rate of 0 would be no step.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # A step with a rate of 0 is no boundary.
     if attached:
         manager.attach(model, optimizer=optimizer)
     for _ in range(3):
@@ -220,7 +220,7 @@ def _torchao(plain: nn.Module, recipe: str, compiled: bool) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
-    if not compiled:  # Uncompiled runs may have no GPU.
+    if not compiled:  # This is a smoke run, perhaps without a GPU.
         object.__setattr__(config, "emulate", True)
     model = convert_to_float8_training(copy.deepcopy(plain), config=config)
     # Other layers were compiled before: without dynamic=False the kernels would be for sizes that vary.
@@ -242,7 +242,7 @@ def measured(
     lab: Lab, planned: Any, bench: Bench, ours: Mapping[str, Prepared], others: Mapping[str, nn.Module]
 ) -> Case:
     """Return the case of ``planned``, which has a name, a recipe and tokens. "ratios" are against the first of
-    ``others``; bf16 says what is right."""
+    ``others``. Results are checked against bf16."""
     case: Case = {"name": planned.name, "recipe": planned.recipe, "tokens": planned.tokens}
     against, *_ = others
     for name, model in ours.items():
@@ -273,7 +273,7 @@ def measured(
 
 
 def _eagerly(lab: Lab, bench: Bench, models: Mapping[str, Prepared], seconds: float) -> Comparison:
-    # The host's clock cannot exclude anything, so our time includes ``forget``.
+    # The host's clock runs through all repetitions, so the times of FP8 models include ``forget``.
     repeats = 1 if lab.smoke else IN_A_ROW
     steps = {name: repeated(_action(bench, one, forget=True), repeats) for name, one in models.items()}
     return compare_in_a_row(lab.stopwatch, steps, seconds, repeats)

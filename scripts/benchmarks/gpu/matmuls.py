@@ -30,8 +30,8 @@ COLUMNS_AT_ONCE = 8192
 ELEMENTS_AT_ONCE = 1 << 26
 
 WORSE_THAN_TORCH = 2.0
-"""Our error against float64 may be this many times torch's, plus ``SLACK``: the order of summation differs, and tensor
-cores keep about 14 bits of a partial sum."""
+"""The relative error of fp8dist against float64 may be this many times torch's, plus ``SLACK``: the order of summation
+differs, and tensor cores keep about 14 bits of a partial sum."""
 SLACK = 2e-3
 
 FURTHEST = 0.25

@@ -1,4 +1,4 @@
-"""Memory-bound kernels, against a device copy of as many bytes; those that only read, against a read of as many.
+"""Memory-bound kernels, against a device copy that moves as many bytes; kernels that only read, against a read.
 
 =================== ============================================== =====
 kernel              reads and writes per bf16 element              bytes
@@ -14,8 +14,8 @@ cast_rowwise        reads it, then again, and writes FP8 twice     6
 
 Scales are not counted. The read is a sum, by torch or by the kernel below, whichever is faster.
 
-Casts are timed as those of inputs and gradients in training: the host knows that the slot is hot, and the slot has
-recorded nothing yet.
+Casts are timed as those of inputs and gradients in training: the host knows that the slot is not cold, and the slot has
+recorded no amax in this step.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Memory:
 
 
 def _references(planned: Planned, device: torch.device) -> dict[str, Action]:
-    """Return what the memory can do at best.
+    """Return the actions with which a kernel is compared: a copy or reads of as many bytes as it moves.
 
     Raises:
         RuntimeError: a read did not read everything.
@@ -143,7 +143,7 @@ def _read(words, sums, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 Examined = tuple[Callable[[], object], str | None]
-"""The action to time, and a description of what is wrong with its result."""
+"""The action to time, and a description of the error in its result; None if the result is right."""
 
 
 def _cast(tensors: Sequence[Tensor], pending: Tensor, everything: bool) -> Examined:

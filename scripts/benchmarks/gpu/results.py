@@ -9,9 +9,10 @@
      "again":    likewise, of the tests that were run again after all had run; missing if none were,
      "parts":    {"matmul_tensorwise": {"status", "seconds", "problem", "cases": [{"name", …}], "figures": {…}}, …}}
 
-A ratio is [median, low, high]: the other side's time over ours, and its confidence interval. Numbers that are not
-finite are text: "nan", "inf", "-inf". Parts and tests have their own "commit", "dirty" and "date", because they may
-come from different runs. A figure is missing if its result was wrong; the ``problem`` of its part or case says why.
+A ratio is [median, low, high]: the time of what we compare with over the time of fp8dist, and the ends of the ratio's
+95 % confidence interval. Numbers that are not finite are text: "nan", "inf", "-inf". Parts and tests have their own
+"commit", "dirty" and "date", because they may come from different runs. A figure is missing if a result that it
+depends on was wrong; the ``problem`` of the part or the case says why.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def stamped(content: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str,
 
 
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``new``, plus the parts and tests of ``old`` that it lacks. ``old`` counts only if device and versions are
-    the same, and if it is from the same run or from a clean, known commit."""
+    """Return ``new``, plus the parts and tests of ``old`` that ``new`` lacks. ``old`` is ignored unless it has the same
+    device and versions, and comes from the same run or from a clean, known commit."""
     if old is None or any(old.get(key) != new.get(key) for key in ("smoke", "versions", "device")):
         return dict(new)
     if old["run"] != new["run"] and (old["commit"] is None or old["dirty"]):

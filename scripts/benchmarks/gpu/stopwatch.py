@@ -15,20 +15,21 @@ Action = Callable[[], object]
 CPU = torch.device("cpu")
 
 FLUSHED_BYTES = 512 << 20
-"""Several times the last-level cache of any GPU. Flushing also lets the host get ahead of the device."""
+"""Bytes that a cache flush writes and reads: several times the last-level cache of any GPU. While the device flushes,
+the host gets ahead of it."""
 
 LONGEST_HEAD_START = 2e3
-"""µs."""
+"""Longest time in µs for which the device is kept busy so that the host gets ahead."""
 
 FEWEST, MOST = 6, 192
 """Smallest and largest number of rounds in a comparison. Fewer than 6 have no interval."""
 
 CONFIDENCE = 0.95
 NARROW = 1.01
-"""A comparison ends when the ends of its intervals are no further apart than this ratio."""
+"""A comparison ends when the upper end of each ratio's interval is at most this many times the lower end."""
 
 WINDOW = 1e5
-"""µs of runs that ``sustained`` times at once."""
+"""Length in µs of a window of ``sustained``: runs that are timed together."""
 
 
 class Ratio(NamedTuple):
@@ -72,14 +73,14 @@ class Comparison:
         return {name: Timing.of(samples).as_dict() for name, samples in self.samples.items()}
 
     def ratio(self, of: str, to: str) -> Ratio:
-        """Return how many times as long ``of`` takes as ``to``: the median over rounds, because clock drift affects
-        both."""
+        """Return the time of ``of`` over the time of ``to``: the median of the ratios of single rounds, because a drift
+        of the clock affects both times of a round."""
         ratios = [a / b for a, b in zip(self.samples[of], self.samples[to])]
         return Ratio(statistics.median(ratios), *interval_of_median(ratios))
 
     @property
     def settled(self) -> bool:
-        """True if the ratio of each action to the first is known well enough."""
+        """True if the interval of the ratio of each action to the first is narrow enough, see ``NARROW``."""
         first, *others = self.samples
         ratios = [self.ratio(other, first) for other in others]
         return all(ratio.high <= NARROW * ratio.low for ratio in ratios)
@@ -104,7 +105,7 @@ def interval_of_median(samples: Sequence[float]) -> tuple[float, float]:
 class Stopwatch:
     """Measures times on one device, in µs. This one uses the host's clock, for a device that runs synchronously.
 
-    ``clock``: seconds.
+    ``clock``: returns a time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, device: torch.device = CPU) -> None:
@@ -116,18 +117,18 @@ class Stopwatch:
         return 1e6 * self._clock()
 
     def replay(self, action: Action, repeats: int) -> Action:
-        """Return an action that runs ``action`` ``repeats`` times with one launch: a CUDA graph if the device has
-        them."""
+        """Return an action that runs ``action`` ``repeats`` times: on a GPU, a CUDA graph with a single launch."""
         return repeated(action, repeats)
 
     def rounds(
         self, actions: Sequence[Action], count: int, head_start: float = 0.0, before: Action | None = None
     ) -> list[list[float]]:
-        """Return the times of each action in each of ``count`` rounds. Each starts with a cold cache; the order
-        rotates.
+        """Return the µs of each action in each of ``count`` rounds. Each action starts with a cold cache. The order of
+        the actions rotates from round to round.
 
         Args:
-            head_start: how far the host gets ahead before each action, so that launch gaps do not count.
+            head_start: µs by which the host gets ahead of the device before each action, so that the device does not
+                wait for launches.
             before: runs before each action and before the cache is flushed, untimed.
         """
         marks: list[list[tuple[Any, Any]]] = [[] for _ in actions]
@@ -146,7 +147,7 @@ class Stopwatch:
         return [[self._between(*pair) for pair in pairs] for pairs in marks]
 
     def _get_ahead(self, head_start: float) -> None:
-        """Keep the device busy for so long."""
+        """Keep the device busy for ``head_start`` µs."""
 
     def _flush(self) -> None:
         """Empty the device's cache."""
@@ -204,7 +205,7 @@ class CudaStopwatch(Stopwatch):
 
 
 def repeated(action: Action, times: int) -> Action:
-    """Return an action that runs ``action`` so many times."""
+    """Return an action that runs ``action`` ``times`` times."""
 
     def run() -> None:
         for _ in range(times):
@@ -225,9 +226,10 @@ def compare(
     head_start: float = 0.0,
     before: Action | None = None,
 ) -> Comparison:
-    """Run rounds with a cold cache until the ratios are settled, as long as they fit into ``seconds``.
+    """Run rounds with a cold cache until the ratios are settled, ``MOST`` are done, or ``seconds`` are over.
 
-    Runs at least ``FEWEST``, after two that do not count. ``before``: see ``Stopwatch.rounds``.
+    Two rounds that do not count come first, then at least ``FEWEST``. ``head_start``, ``before``: see
+    ``Stopwatch.rounds``.
     """
     todo = list(actions.values())
     return _settled(stopwatch, actions, seconds, lambda count: stopwatch.rounds(todo, count, head_start, before))
@@ -236,7 +238,7 @@ def compare(
 def compare_in_a_row(stopwatch: Stopwatch, actions: Mapping[str, Action], seconds: float, repeats: int) -> Comparison:
     """As ``compare``, but by the host's clock, with a warm cache.
 
-    Each action does ``repeats`` things in a row; times are of one of them.
+    Each action repeats its work ``repeats`` times; the reported time is that of one repetition.
     """
 
     def rounds(count: int) -> list[list[float]]:
@@ -263,7 +265,7 @@ def _settled(
         new = rounds(count)
         comparison = Comparison({name: [*comparison.samples[name], *mine] for name, mine in zip(names, new)})
         done += count
-        # Doubling keeps the looks at the interval few: each look is a chance to stop at a lucky one.
+        # Doubling makes tests of the interval few. Each test is a chance to stop at an interval that is wrong by luck.
         count = min(done, MOST - done, int((end - stopwatch.now()) / one_round))
     return comparison
 
@@ -275,7 +277,8 @@ def _timed(stopwatch: Stopwatch, action: Action) -> float:
 
 
 def sustained(stopwatch: Stopwatch, action: Action, seconds: float) -> list[float]:
-    """Run ``action`` for so long without a pause. Return the µs of one run, in each of at least ``FEWEST`` windows."""
+    """Run ``action`` for ``seconds`` without a pause. Return the mean µs of a run for each window of runs, of which
+    there are at least ``FEWEST``."""
     action()
     repeats = max(1, int(min(WINDOW, 1e6 * seconds) / max(1.0, _timed(stopwatch, action))))
     window = repeated(action, repeats)

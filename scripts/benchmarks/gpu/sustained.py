@@ -15,9 +15,9 @@ from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Product, products_of
 
 SECONDS = 30.0
 OTHERS = 2.0
-"""Seconds of a case for everything else."""
+"""Seconds of a case for all but the long run."""
 LAST = 3
-"""The sustained speed is that of the last third of a run."""
+"""The sustained speed is the speed in the last 1 / LAST of a run."""
 
 
 class Planned(NamedTuple):
@@ -39,7 +39,7 @@ class Sustained:
 
     def __init__(self) -> None:
         self._plain: list[float] = []
-        """µs of the last windows of bf16, with which the others are compared."""
+        """µs per run in the last windows of bf16, with which the FP8 products are compared."""
 
     def plan(self, lab: Lab) -> list[Planned]:
         """See ``Part``."""

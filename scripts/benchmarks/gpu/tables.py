@@ -16,9 +16,13 @@ Results = Mapping[str, Any]
 
 
 class Goal(NamedTuple):
-    """A line of the table of goals. ``least``: the ratio to reach; None: measured for information only.
+    """A line of the table of goals.
 
-    ``figure``: the name of the part's figure, whose geometric mean is judged.
+    Attributes:
+        what: the operation that is measured, as the table names it.
+        against: the operation with whose time it is compared.
+        least: the ratio to reach; None: measured for information only.
+        part, figure: names of the part and of its figure, whose geometric mean is judged.
     """
 
     what: str
@@ -48,7 +52,8 @@ GOALS = (
 
 
 def verdict(ratio: Sequence[float], least: float) -> str:
-    """Judge a ratio and its interval."""
+    """Return "reached" or "missed" if the whole interval of a ratio [median, low, high] is on one side of ``least``,
+    else "undecided"."""
     _, low, high = ratio
     return "reached" if low >= least else "missed" if high < least else "undecided"
 
@@ -70,7 +75,7 @@ def machines(measured: Sequence[Results]) -> str:
 
 
 def matmuls(measured: Sequence[Results]) -> str:
-    """Return the table of products by kind and side: torch's time over ours."""
+    """Return the table of products by kind and backend: torch's time over that of fp8dist."""
     head = ["device", "scaling", "side", "shapes", "geometric mean", *GEMMS, "lowest", "against bf16"]
     rows = []
     for data in measured:
@@ -89,7 +94,7 @@ def matmuls(measured: Sequence[Results]) -> str:
 class _Listed(NamedTuple):
     """A table with a row for each case of a part.
 
-    ``row``: the cells of a case behind the name of the device. Its second argument: the figures of the part.
+    ``row``: a function of a case and the figures of its part that returns the cells after the name of the device.
     """
 
     part: str
@@ -125,7 +130,7 @@ def _memory(case: Results, _: Results) -> list[str]:
 
 
 def _update(case: Results, _: Results) -> list[str]:
-    """Warm: many in a row, so their data are in the cache."""
+    """Return a row of the table of updates. "warm": timed many in a row, so that their data are in the cache."""
     ways = ({"graph": "warm", "graph_cold": "cold"}, {"eager": "warm", "smallest op": "the smallest op"})
     times = {way: timing["median_us"] for way, timing in case["timings"].items()}
     texts = (", ".join(f"{times[way]:.1f} {text}" for way, text in states.items() if way in times) for states in ways)
@@ -133,7 +138,7 @@ def _update(case: Results, _: Results) -> list[str]:
 
 
 def _both_ways(part: str, module: str, sides: Mapping[str, str]) -> _Listed:
-    """Return the table of forward and backward. ``sides``: what the table calls a side of the measurement."""
+    """Return the table of forward and backward. ``sides``: {heading of a column: name of the ratio in the results}."""
 
     def row(case: Results, _: Results) -> list[str]:
         times = (f"{case['timings'][side]['median_us'] / 1e3:.2f}" for side in ("fp8dist", "bf16"))

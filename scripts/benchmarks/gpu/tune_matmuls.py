@@ -48,7 +48,7 @@ NEAR = 1.3
 """Tiles are measured up to this many times the lowest modelled cost."""
 
 SECONDS, LONGEST = 200.0, 2.0
-"""Most seconds of all GEMMs, and of one."""
+"""Time limits in seconds, for all GEMMs and for one."""
 
 
 def near_best(problem: Problem, device: torch.device) -> list[Tile]:
@@ -74,7 +74,7 @@ def measured(product: Product, seconds: float, stopwatch: Stopwatch) -> Entry:
     if len(ours) > 1:
         timings = compare(stopwatch, ours, seconds / 3, _issue_time(stopwatch, ours[best])).timings()
         best = min(ours, key=lambda name: timings[name]["median_us"])
-    # New rounds: the fastest of several was in part the luckiest.
+    # New rounds, because the fastest of several tiles was in part lucky in the first rounds.
     sides: dict[str, Action] = {"torch": theirs, "triton": ours[best]}
     comparison = compare(stopwatch, sides, seconds / 1.5, _issue_time(stopwatch, ours[best]))
     entry = Entry(*key_of(problem), tiles[best], *comparison.ratio("torch", "triton"))

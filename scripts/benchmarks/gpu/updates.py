@@ -18,7 +18,7 @@ from scripts.benchmarks.gpu.stopwatch import Action, compare, compare_in_a_row, 
 
 IN_A_ROW = 100
 SMALLEST = "smallest op"
-"""The smallest thing that torch can launch. An update that takes no longer on the device is bound by its launch."""
+"""The smallest operation that torch can launch. An update that takes no longer on the device is bound by its launch."""
 LAUNCH_BOUND = f"{SMALLEST} / graph"
 CHECKED_STEPS = 5
 
@@ -79,7 +79,7 @@ class Updates:
         return {**case, "timings": {**warm.timings(), **timings}}
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """Return µs, and how many of them a launch takes, by update and number of slots."""
+        """Return, by update and number of slots, the µs of each timing, and the ratio of ``SMALLEST`` to the update."""
         figures: dict[str, Any] = {}
         for case in cases:
             name = f"{case['update']}_{case['slots']}" if "timings" in case else ""
