@@ -90,9 +90,8 @@ def load_transformer_engine(
 
     Raises:
         ConfigurationError: ``name_map`` is invalid, or names a module, entry or GEMM that does not exist.
-        CheckpointError: an entry that is needed is damaged, or contains more than data.
-
-        After either error, the state is unchanged.
+        CheckpointError: an entry that is needed is damaged, or contains more than data. After either error, the state
+            is unchanged.
     """
     cycle = Internals(manager).cycle
     cycle.require("loading state")
