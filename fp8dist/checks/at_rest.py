@@ -56,11 +56,11 @@ class AtRest:
     Local: no collective. A comparison reads them twice, and waits for the device.
 
     Args:
-        every: number of an optimizer's steps from one comparison to the next; 0: never.
+        every: number of an optimizer's steps from one comparison to the next. 0: never; do not call ``after`` then.
     """
 
     def __init__(self, every: int) -> None:
-        self._every = every
+        self.every = every
         self._intervals: weakref.WeakKeyDictionary[Optimizer, _Interval] = weakref.WeakKeyDictionary()
 
     def after(self, optimizer: Optimizer, module: nn.Module, others: Collection[Optimizer] | None) -> None:
@@ -70,11 +70,9 @@ class AtRest:
             module: the model, for names.
             others: include the frozen parameters of the model that these optimizers do not hold. None: do not.
         """
-        if not self._every:
-            return
         interval = self._intervals.setdefault(optimizer, _Interval())
         interval.steps += 1
-        due = interval.steps % self._every == 0
+        due = interval.steps % self.every == 0
         interval.seen = _read(dict(_tensors(optimizer, module, others))) if due else None
 
     def before(self, optimizer: Optimizer, module: nn.Module, others: Collection[Optimizer] | None, step: int) -> None:

@@ -195,7 +195,7 @@ class StepWatch:
             if is_last:
                 self._loads.before(optimizer, listener.state.job.loads, listener.state.logs)
         self._began, listener.state.job.stepping = listener.state.job.boundaries, True
-        if optimizer in self._attached and (whole := listener.state.job.whole) is not None:
+        if listener.at_rest.every and optimizer in self._attached and (whole := listener.state.job.whole) is not None:
             step = listener.state.job.step if listener.state.job.enabled else listener.state.job.boundaries
             listener.at_rest.before(optimizer, whole, self._others(optimizer), step)
         if self._masters is not None and self._masters.check(optimizer):
@@ -253,7 +253,8 @@ class StepWatch:
             self._lists, self._held, self._unrecorded = [], None, []
             self._gradients.after(optimizer, listener.state.logs)
         listener.after_step(optimizer, real)
-        if counts and optimizer in self._attached and (whole := listener.state.job.whole) is not None:
+        counts &= bool(listener.at_rest.every) and optimizer in self._attached
+        if counts and (whole := listener.state.job.whole) is not None:
             listener.at_rest.after(optimizer, whole, self._others(optimizer))
 
     def _warn_of_eval(self, optimizer: Optimizer, notes: Sequence[WeightNote], since: int) -> None:
