@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from fp8dist.state.groups import GroupLike, SyncGroup, local_part, world_size
 from fp8dist.state.roll_call import enrol, failing_by_name
 from fp8dist.state.settings import report_dir
 
-__all__ = ["check_values"]
+__all__ = ["check_values", "compare_values"]
 
 _LONGEST = 60
 """Characters of a value that ranks send as it is. A longer one is sent as its beginning and a digest."""
@@ -73,15 +73,31 @@ def check_values(
         _texts(values)
         return DivergenceReport(skipped=("there is one rank, or no process group",))
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
-    error, mine = "", {}
-    try:
-        mine = _texts(values)
-    except ConfigurationError as raised:
-        error = str(raised)
     enrol()
     meet(anchor, "fp8dist.check_values()")
+    return compare_values(values, anchor, distinct, step or 0, policy == "raise")
+
+
+def compare_values(
+    values: Any,
+    anchor: SyncGroup,
+    distinct: bool,
+    step: int,
+    raises: bool,
+    notify: Callable[[DivergenceReport], None] | None = None,
+) -> DivergenceReport:
+    """Compare values over ``anchor``. COLLECTIVE. For the arguments and errors see ``check_values``.
+
+    ``values``: also a function that returns them. ``raises``: raise DivergenceError. Else one rank logs the report.
+    ``notify``: called with a report that has findings.
+    """
+    error, mine = "", {}
+    try:
+        mine = _texts(values() if callable(values) else values)
+    except Exception as raised:  # Other ranks wait for this one.
+        error = str(raised) if isinstance(raised, ConfigurationError) else f"{type(raised).__name__}: {raised}"
     with failing_by_name("fp8dist.check_values", lambda: "check_values()", anchor.ranks):
-        sender = Sender(this_rank(anchor.device, anchor.mesh_coordinates()), step or 0, {})
+        sender = Sender(this_rank(anchor.device, anchor.mesh_coordinates()), step, {})
         gathered = dict(zip(anchor.ranks, anchor.gather((sender, error, mine))))
         if errors := {rank: text for rank, (_, text, _) in gathered.items() if text}:
             raise ConfigurationError(f"check_values() on rank {min(errors)}: {errors[min(errors)]}")
@@ -97,7 +113,7 @@ def check_values(
         findings = from_senders(found, [sender for sender, _, _ in gathered.values()])
         report = DivergenceReport(tuple(findings), compared={"value": len(mine)})
         save_evidence(report, report_dir(), lambda finding: None)
-        announce(report, anchor, raises=policy == "raise")
+        announce(report, anchor, raises=raises, notify=notify)
         return report
 
 

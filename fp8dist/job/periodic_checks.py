@@ -6,6 +6,7 @@ from fp8dist.checks.checked import Checked
 from fp8dist.checks.checker import Checker
 from fp8dist.checks.inventory import Scope
 from fp8dist.checks.report import DivergenceReport
+from fp8dist.checks.values import compare_values
 from fp8dist.job.weight_scales import WeightScales
 from fp8dist.modules.model_state import ModelState
 from fp8dist.state.accord import meet
@@ -43,8 +44,11 @@ class PeriodicChecks:
         every, finished = self._state.settings.check_every, boundaries - self.since
         due = every and finished // every > self._checked // every
         if due and self._state.job.attached and not self._state.job.joined:
-            self._checked = finished
-            self._run(Scope(), self._state.settings.check_policy, in_step)
+            self._checked, policy = finished, self._state.settings.check_policy
+            self._run(Scope(), policy, in_step)
+            anchor, values = self._checker.anchor(), self._state.values
+            if values is not None and anchor is not None and anchor.communicates:
+                compare_values(values, anchor, False, finished, policy != "warn", self._checker.notify_diverged)
 
     def run(self, scope: Scope, policy: Policy, max_repairs: int | None) -> DivergenceReport:
         """Compare FP8 state, and everything that ``scope`` selects, across the ranks. COLLECTIVE."""

@@ -6,6 +6,8 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,6 +77,7 @@ def prepare(
     max_repairs: int | None = None,
     share_group: bool = False,
     axes: Axes | Mapping[str, GroupLike] | DeviceMesh | None = None,
+    values: Callable[[], Mapping[str, Any]] | None = None,
 ) -> StateManager:
     """Convert the eligible nn.Linears of ``model`` to FP8Linears, in place, and return their manager. Local.
 
@@ -116,8 +119,8 @@ def prepare(
         audit_every: every so many steps, another rank repeats one cast or product of this rank, and must get the same
             bits, else ``check_policy`` decides what follows; nothing can be repaired. 0: never.
         audit_bytes: bytes of operands that an audit sends. Of a larger product it repeats a block.
-        at_rest_every: every so many steps, compare parameters and the state of attached optimizers after a step
-            with those before the next one, and warn if bits changed although torch counted no write. Local. 0: never.
+        at_rest_every: every so many steps, compare parameters and optimizer state after a step and before the next
+            one. Warns about tensors that changed although torch counted no write. Local. 0: never.
         strict: True: raise ConfigurationError if a module would be left out that neither a pattern (``skip`` and its
             defaults, ``overrides``) nor ``filter_fn`` names. Nothing is changed then.
         max_repairs: for ``check_policy="repair"``: the number of checks in a row that may repair the same tensor; the
@@ -125,8 +128,9 @@ def prepare(
         share_group: False: ``attach`` makes a communicator for the ranks of each group, so that a rank that skips a
             step is missed by name. True: collectives use ``group`` itself, where the next collective of that rank, such
             as a bucket of DDP, is taken for the missing one: gloo aborts, and NCCL may mix the values.
-        axes: checks also compare plain parameters that ``attach`` finds equal on the ranks of these axes, see
-            ``fp8dist.Axes``: ``{"tp": group}``, or a DeviceMesh with names. The same names on all ranks.
+        axes: checks also compare plain parameters that ``attach`` finds equal along these axes: ``{"tp": group}``, a
+            DeviceMesh with names, or ``fp8dist.Axes``.
+        values: a function whose values ``check_every`` also compares, as ``fp8dist.check_values`` does.
 
     If ``enabled``, ``amax_sync``, ``check_every``, ``check_policy``, ``audit_every``, ``at_rest_every`` or ``backend``
     is None, the environment variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY,
@@ -143,6 +147,8 @@ def prepare(
     given = given_groups(group, groups)
     require_bool("strict", strict)
     along = Axes.of(axes)
+    if values is not None and not callable(values):
+        raise ConfigurationError(f"values must be a function that returns a mapping, got {type(values).__name__}")
     settings = Settings.resolve(
         enabled=enabled,
         amax_sync=amax_sync,
@@ -167,8 +173,9 @@ def prepare(
     linears, products = surveyed.chosen, products_of(surveyed.experts, selection.overrides, recipe)
     assignment = assign(linears, products, selection.overrides, recipe, given)
     arenas = syncs_of(specs_of(assignment, products, given, recipe), given, settings)
-    state, slots, grouped = _build(assignment, products, arenas, settings, along)
+    state, slots, grouped = _build(assignment, products, arenas, settings)
     default, _ = next(iter(arenas.values()))
+    state = replace(state, axes=along, values=values)
     manager = StateManager(model, recipe, state, default, assignment.aliases, surveyed.coverage(True), selection)
     with _undone_if_it_fails([*linears.values(), *surveyed.experts.values(), model]):
         _convert(surveyed, products, slots, grouped)
@@ -183,7 +190,6 @@ def _build(
     products: Sequence[ExpertProduct],
     arenas: Mapping[tuple[int, Recipe], tuple[ArenaSync, SyncGroup | None]],
     settings: Settings,
-    axes: Axes | None,
 ) -> tuple[ModelState, dict[str, LinearSlots], dict[str, GroupedSlots]]:
     """Return the state of a model, and the slots of its Linears and products, by fqn.
 
@@ -204,7 +210,7 @@ def _build(
     grouped = {of.fqn: GroupedSlots(sync_of[of.fqn], job, of.recipe, of.fqn, of.name, of.experts) for of in products}
     each = [precision for of in (*linears.values(), *grouped.values()) for precision in of.precisions]
     precisions = Precisions({precision.slots[Role.INPUT].fqn: precision for precision in each})
-    return ModelState(settings, job, precisions, syncs, groups, axes), linears, grouped
+    return ModelState(settings, job, precisions, syncs, groups), linears, grouped
 
 
 def _convert(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class ModelState:
         groups: the process group that each arena was prepared for, in the order of ``syncs``, attached or not. None:
             no group.
         axes: an ``fp8dist.Axes``, along which checks compare plain tensors, too; None: the caller named none.
+        values: returns values that checks by ``check_every`` compare as well; None: there are none.
     """
 
     settings: Settings
@@ -33,6 +35,7 @@ class ModelState:
     syncs: tuple[ArenaSync, ...]
     groups: tuple[SyncGroup | None, ...]
     axes: Any = None
+    values: Callable[[], Mapping[str, Any]] | None = None
 
     def group_of(self, sync: ArenaSync) -> SyncGroup | None:
         """Return the group that an arena was prepared for, attached or not."""

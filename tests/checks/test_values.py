@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DistributedSampler
 
 import fp8dist
@@ -105,6 +106,65 @@ def test_ranks_that_read_the_same_batch_are_named(three_ranks: RankPool) -> None
     assert "no majority" not in text
     assert "float32[4, 8] of digest" in text
     assert three_ranks.run(_distinct, (0,)) == [([], ["all_gather_object"], [])] * 3
+
+
+def _every(policy: str) -> Any:
+    """Train with a learning rate that rank 1 has otherwise from step 4 on, and checks after every second step."""
+    torch.manual_seed(0)
+    random.seed(3)
+    model = nn.Sequential(nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = fp8dist.prepare(
+        model,
+        group=dist.group.WORLD,
+        check_every=2,
+        check_policy=policy,
+        values=lambda: {"lr": rates, "random": fp8dist.random_state().python},
+    )
+    manager.attach(model, optimizer=optimizer, boundary="manual")
+    seen: list[Any] = []
+    manager.on_event(lambda event: seen.append((event.kind, [f.name for f in event.report.findings])))
+    try:
+        with captured_log():
+            for step in range(1, 8):
+                rates = [0.1 + (step > 3 and dist.get_rank() == 1)]
+                model(torch.ones(4, 16)).sum().backward()
+                manager.step()
+    except DivergenceError as error:
+        seen += [(f.name, f.step, f.detail) for f in error.report.findings]
+    return seen
+
+
+@pytest.mark.parametrize(("policy", "times"), [("warn", 2), ("raise", 1)])
+def test_periodic_checks_compare_what_a_function_returns(two_ranks: RankPool, policy: str, times: int) -> None:
+    for seen in two_ranks.run(_every, policy):
+        raised = [("lr.0", 4, "rank 1: 1.1; rank 0: 0.1")] if policy == "raise" else []
+        assert seen == [("diverged", ["lr.0"])] * times + raised
+
+
+def _fails(rank: int) -> str:
+    def values() -> dict[str, Any]:
+        raise KeyError("epoch") if dist.get_rank() == rank else RuntimeError("stop")
+
+    model = nn.Sequential(nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, group=dist.group.WORLD, check_every=1, values=values)
+    torch.nn.init.ones_(model[0].weight)
+    torch.nn.init.ones_(model[0].bias)
+    manager.attach(model)
+    model(torch.ones(4, 16)).sum().backward()
+    manager.step()
+    with pytest.raises(ConfigurationError) as caught:
+        manager.step()
+    return str(caught.value)
+
+
+def test_a_function_that_raises_is_named_on_all_ranks(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_fails, 0) == ["check_values() on rank 0: KeyError: 'epoch'"] * 2
+
+
+def test_values_must_be_a_function() -> None:
+    with pytest.raises(ConfigurationError, match="values must be a function that returns a mapping, got dict"):
+        fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), values={"lr": 0.1})  # type: ignore[arg-type]
 
 
 def _refused(values: Any) -> str:
