@@ -331,9 +331,9 @@ def _many_checks(checks: int) -> int:
 
 @pytest.mark.long
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_no_false_alarm_in_ten_thousand_checks(two_ranks: RankPool) -> None:
-    two_ranks.run(_many_checks, 10_000, timeout=880)
+@pytest.mark.timeout(600)
+def test_no_false_alarm_in_many_checks(two_ranks: RankPool) -> None:
+    two_ranks.run(_many_checks, 2_500, timeout=580)
 
 
 def _listed(named: bool) -> list[str]:
