@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from fp8dist.checks.inventory import plain_tensors
 from fp8dist.common.text import first_few
-from fp8dist.state.groups import local_part, own_rank
+from fp8dist.state.groups import has_base, local_part, own_rank
 from fp8dist.state.slots import clean_fqn
 
 __all__ = ["AtRest"]
@@ -107,7 +107,8 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of all parameters and tensors of state of an optimizer. For ``others`` see ``after``."""
     names = {id(parameter): clean_fqn(name) for name, parameter in module.named_parameters()}
-    states = getattr(optimizer, "optim", optimizer).state  # ZeroRedundancyOptimizer keeps its own optimizer there.
+    is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")  # Its state is that of the optimizer inside.
+    states = optimizer.optim.state if is_zero else optimizer.state  # type: ignore[attr-defined]
     for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
             name = names.pop(id(parameter), f"group{g}.{p}")

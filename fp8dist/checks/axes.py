@@ -29,8 +29,6 @@ __all__ = ["Adopted", "Axes", "OpenTensor", "log_equal"]
 
 logger = logging.getLogger("fp8dist")
 
-_NONE_HELD: Mapping[str, str] = MappingProxyType({})
-
 
 @dataclass(frozen=True)
 class Axes:
@@ -56,7 +54,7 @@ class Axes:
     """
 
     groups: Mapping[str, GroupLike] | DeviceMesh
-    copies: Mapping[str, str] = field(default_factory=lambda: _NONE_HELD)
+    copies: Mapping[str, str] = field(default_factory=dict)
     distinct: str | Iterable[str] = ()
 
     def __post_init__(self) -> None:
@@ -78,6 +76,10 @@ class Axes:
         distinct = (self.distinct,) if isinstance(self.distinct, str) else self.distinct
         object.__setattr__(self, "distinct", require_patterns("distinct", distinct))
         object.__setattr__(self, "groups", MappingProxyType({name: given[name] for name in sorted(given)}))
+
+    def describe(self) -> dict[str, list[str]]:
+        """Return what must be the same on all ranks, as JSON values: names of the axes, and ``copies``."""
+        return {"names": list(self.groups), "copies": [f"{a}={b}" for a, b in sorted(self.copies.items())]}  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axes:
         return self  # Groups are not copied.
@@ -159,12 +161,6 @@ class Adopted:
     def is_distinct(self, name: str) -> bool:
         """True if the caller says that each rank has the tensor for itself."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.axes.distinct)
-
-    def original(self, name: str, axis: str) -> str | None:
-        """Return the name under which a tensor is compared with copies of other names along an axis; None: it is
-        not."""
-        original = self.axes.copies.get(name, name)
-        return original if original in self.found(axis).shared else None
 
     def adopt(self, among: Sequence[str], tensors: Sequence[OpenTensor] | None, names: Collection[str]) -> None:
         """Compare tensors along axes that were not compared before, and remember which are equal. COLLECTIVE over each
@@ -259,7 +255,7 @@ def _listed(kin: Mapping[str, Sequence[str]]) -> str:
 
 
 def log_equal(axis: str, ranks: int, found: Found, names: Sequence[str]) -> None:
-    """Log which tensors are equal on all ranks of a job that names no axes, and are compared by no check."""
+    """Log which tensors are equal on all ranks of a job that names no axes, and are not compared over all of them."""
     if found.equal:
         logger.info(
             "fp8dist: attach(): equal on all %d ranks, but not compared over all of them: %s. If they are copies, name "
@@ -275,12 +271,12 @@ def _log_adopted(axis: str, ranks: int, found: Found, names: Sequence[str]) -> N
     if not names and not copies:
         return
     if equal is None:
-        logger.info("fp8dist: axis %s: its ranks hold parameters of other names%s", axis, copies or ": none compared")
+        logger.info("fp8dist: axis %s: its ranks hold tensors of other names%s", axis, copies or ": none compared")
         return
     kin = _by_pattern(names)
     apart = {pattern: [n for n in of if n not in equal] for pattern, of in kin.items()}
     logger.info(
-        "fp8dist: axis %s: %d of %d parameters are equal on its ranks, and compared from now on%s; not compared: %s",
+        "fp8dist: axis %s: %d of %d tensors are equal on its ranks, and compared from now on%s; not compared: %s",
         axis,
         len(equal),
         len(names),
@@ -290,7 +286,7 @@ def _log_adopted(axis: str, ranks: int, found: Found, names: Sequence[str]) -> N
     for pattern, of in apart.items():
         if of and 2 * len(of) <= len(kin[pattern]):
             logger.warning(
-                "fp8dist: axis %s: %d of %d parameters %s are equal on its ranks, but not %s: if these are copies, "
+                "fp8dist: axis %s: %d of %d tensors %s are equal on its ranks, but not %s: if these are copies, "
                 "they have parted already, and are not compared",
                 axis,
                 len(kin[pattern]) - len(of),

@@ -468,30 +468,13 @@ class Checker:
             return
         start, default = time.perf_counter(), self.state.syncs[self._default]
 
-        def inventory(adopted: Adopted | None = self.adopted) -> tuple[Inventory, bool]:
-            """Return an empty inventory, and True if all plain parameters count as replicated."""
-            # After the first boundary ranks may have trained on their own, as in local SGD. Axes name what is a copy.
-            plain = not self.state.job.boundaries and self.adopted is None and is_plain(whole)
-            # Modules with a group of their own, such as experts, may differ between the anchor's ranks: leave them out.
-            others = [sync for sync, group in zip(self.state.syncs, self.state.groups) if plain and group is not anchor]
-            left_out = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
-            return Inventory(anchor, plain, left_out, at_start=True, adopted=adopted), plain
-
         def build() -> Holdings:
-            held, plain = inventory()
-            if policy is None:
-                held.await_axes(whole)
-            elif not unknown(whole):  # Else ``attach`` has warned that this torch does not show FSDP's shards.
-                # A resumed rank may rightly have buffers of its own. Ranks that resume from other steps are found.
-                buffers = not self.state.job.boundaries and not self.state.job.step
-                # Without wrappers, only the prepared model is known to be replicated, not the modules around it.
-                held.add_module(model if plain else whole, Scope(buffers=buffers))
-            return held.holdings(self.state.job.step)
+            return self._held_at_start(anchor, model, whole, policy)
 
         with on_device(default.arena.device), failing_by_name(default.owner, lambda: "attach()", anchor.ranks):
             compared = check_replicas(anchor, build)
             if _may_adopt(compared):
-                inventory()[0].adopt(whole)
+                self._inventory_at_start(anchor, whole, self.adopted)[0].adopt(whole)
                 compared = check_replicas(anchor, build)
             self._conclude_start(anchor, compared, policy, time.perf_counter() - start)
             report = compared.report
@@ -500,7 +483,31 @@ class Checker:
                 if not everywhere or compared.holdings.memberships:
                     # Not all parameters are compared over all ranks: list those that an axis could be named for.
                     listing = Adopted(Axes({"all": anchor.process_group}), {}, log_equal)
-                    inventory(listing)[0].adopt(whole)
+                    self._inventory_at_start(anchor, whole, listing)[0].adopt(whole)
+
+    def _inventory_at_start(
+        self, anchor: SyncGroup, whole: nn.Module, adopted: Adopted | None
+    ) -> tuple[Inventory, bool]:
+        """Return an empty inventory for ``compare_start``, and True if all plain parameters count as replicated.
+        Local."""
+        # After the first boundary ranks may have trained on their own, as in local SGD. Axes name what is a copy.
+        plain = not self.state.job.boundaries and self.adopted is None and is_plain(whole)
+        # Modules with a group of their own, such as experts, may differ between the anchor's ranks: leave them out.
+        others = [sync for sync, group in zip(self.state.syncs, self.state.groups) if plain and group is not anchor]
+        left_out = {name: None for sync in others for of in sync.patterns for name in (of, f"{of}.*")}
+        return Inventory(anchor, plain, left_out, at_start=True, adopted=adopted), plain
+
+    def _held_at_start(self, anchor: SyncGroup, model: nn.Module, whole: nn.Module, policy: Start | None) -> Holdings:
+        """Return what this rank brings to ``compare_start``. Local."""
+        inventory, plain = self._inventory_at_start(anchor, whole, self.adopted)
+        if policy is None:
+            inventory.await_axes(whole)
+        elif not unknown(whole):  # Else ``attach`` has warned that this torch does not show how FSDP shards the model.
+            # A resumed rank may rightly have buffers of its own. That ranks resume from other steps is found by itself.
+            buffers = not self.state.job.boundaries and not self.state.job.step
+            # Without wrappers, only the prepared model is known to be replicated, not the modules around it.
+            inventory.add_module(model if plain else whole, Scope(buffers=buffers))
+        return inventory.holdings(self.state.job.step)
 
     def _conclude_start(self, anchor: SyncGroup, compared: Compared, policy: Start | None, seconds: float) -> None:
         """Log what ``compare_start`` has found in so many seconds, and raise if ``policy`` says so. COLLECTIVE if ranks

@@ -198,7 +198,7 @@ class Inventory:
         at_start: bool = False,
         adopted: Adopted | None = None,
     ) -> None:
-        self._at_start, self._adopted = at_start, adopted
+        self._at_start = at_start
         self._replication = Replication(anchor, vouched, groups or {}, adopted)
         home = self._replication.anchor
         self._homes: dict[str, Home] = {home.label: home}
@@ -249,21 +249,21 @@ class Inventory:
         """Let named axes find out which tensors of a module are copies along them, if they do not know. COLLECTIVE over
         each axis that does not: call it after a check in which ranks agreed on these (``Holdings.pending``). A rank
         that cannot read its tensors takes part, and its next check says so."""
-        if self._adopted is None:
+        if self._replication.adopted is None:
             return
         tensors: list[OpenTensor] | None
         try:
             found = list(self._open_tensors(module))
             digests = TensorContent("parameter", [one for one, _ in found]).digests(Digester()) if found else ()
             tensors = [OpenTensor(one.name, int(of[0]), axes) for (one, axes), of in zip(found, digests)]
-            self._adopted.error = None
+            self._replication.adopted.error = None
         except Exception as raised:
-            tensors, self._adopted.error = None, raised
-        self._adopted.adopt(self._pending(module), tensors, _all_names(module))
+            tensors, self._replication.adopted.error = None, raised
+        self._replication.adopted.adopt(self._pending(module), tensors, _all_names(module))
 
     def _pending(self, module: nn.Module) -> list[str]:
         """Return the axes along which the tensors of a module were not compared before."""
-        return [] if self._adopted is None else self._adopted.pending(_all_names(module))
+        return [] if self._replication.adopted is None else self._replication.adopted.pending(_all_names(module))
 
     def await_axes(self, module: nn.Module) -> None:
         """Note which axes wait for their first comparison, for ranks to agree on. ``add_module`` does so, too."""
@@ -329,10 +329,10 @@ class Inventory:
         """Add all parameters, their current gradients, or both."""
         self._replication.learn(module)
         self.await_axes(module)
-        if self._adopted is not None and self._adopted.error is not None and not self._at_start:
-            raise self._adopted.error
-        if self._adopted is not None and not self._still_pending:
-            self._adopted.require_copies(_all_names(module))
+        if self._replication.adopted is not None and self._replication.adopted.error is not None and not self._at_start:
+            raise self._replication.adopted.error
+        if self._replication.adopted is not None and not self._still_pending:
+            self._replication.adopted.require_copies(_all_names(module))
         found = False
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if trainable and not all(parameter.requires_grad for parameter in module.parameters()):

@@ -45,6 +45,8 @@ _MAY_BE_UNVERIFIED = (KIND, "buffer", "optimizer", "gradient", "parameter")
 """Kinds of which a rank may have been asked to compare things, and can compare none. The second number of ``news`` is 1
 and the index of one, so the most important kind is last."""
 
+_LEAST = torch.iinfo(torch.int64).min
+
 _ELSEWHERE = "on another rank"
 """End of a reason that another rank gave."""
 
@@ -243,14 +245,14 @@ def _agree(
     numbers = torch.tensor([*words, *total], dtype=torch.int64, device="cpu")
     message = torch.cat([numbers, ~numbers, torch.tensor(news, dtype=torch.int64, device="cpu")])
     if silent:
-        message.fill_(torch.iinfo(torch.int64).min)
+        message.fill_(_LEAST)
     message = message.to(group.device)
     if group.communicates:
         dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
     count = len(numbers)
     pairs = message.tolist()
-    # If all ranks are silent, the maximum of both is the least number.
-    same = [pairs[i] == ~pairs[count + i] or pairs[i] == pairs[count + i] for i in range(count)]
+    # If all ranks are silent, both maxima are the least number.
+    same = [pairs[i] == ~pairs[count + i] or pairs[i] == pairs[count + i] == _LEAST for i in range(count)]
     return [*same[:-3], all(same[-3:])], pairs[2 * count :]
 
 

@@ -199,9 +199,8 @@ class Replication:
         if self.adopted is None:
             return homes
         along = [home for axis, home in self.axes.items() if self.adopted.is_copy(name, axis)]
-        for axis, home in self.axes.items():
-            if original := self.adopted.original(name, axis):
-                along.append(Home(_tied(axis, original), home.group, original, some=True))
+        original = self.adopted.axes.copies.get(name, name)
+        along += [tie for tie in self.ties if tie.alias == original]
         if along:
             return [*(one for one in homes if isinstance(one, Home)), *along]
         apart = Excuse(f"not known to be copies along axis {' or '.join(self.axes)}") if self.axes else _UNKNOWN
@@ -210,8 +209,10 @@ class Replication:
     @property
     def ties(self) -> list[Home]:
         """The homes of ``copies`` along each axis on which ranks hold them under both names."""
-        held = [(axis, original) for axis in self.axes for original in sorted(self.adopted.found(axis).shared)]  # type: ignore[union-attr]
-        return [Home(_tied(axis, of), self.axes[axis].group, of, some=True) for axis, of in held]
+        if self.adopted is None:
+            return []
+        held = [(axis, home, of) for axis, home in self.axes.items() for of in sorted(self.adopted.found(axis).shared)]
+        return [Home(_tied(axis, of), home.group, of, some=True) for axis, home, of in held]
 
     def _unique(self, label: str, ranks: Sequence[int]) -> str:
         """Return the label, with a number if a set of other ranks has it already, as with two DDP modules. Ranks run

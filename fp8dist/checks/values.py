@@ -44,7 +44,7 @@ def check_values(
     report which, and on which ranks. COLLECTIVE: one gather of some 100 bytes for each value.
 
     A learning rate, an epoch or a seed that one rank has otherwise trains another model without an error; so does a
-    batch that two ranks read, because nobody has set the sampler's rank or epoch.
+    batch that two ranks read, because the sampler does not know its rank.
 
         fp8dist.check_values({"lr": scheduler.get_last_lr(), "sampler": sampler, "random": fp8dist.random_state()})
         fp8dist.check_values({"batch": x}, distinct=True)
@@ -157,9 +157,10 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _of_tensor(name: str, tensor: Tensor) -> str:
     """Return a tensor's dtype, shape and digest as text."""
     try:
-        content = TensorContent("value", [NamedTensor("", local_part(tensor))])
-        if tensor.numel() == 1:
-            return f"{content.keys[0].dtype}{list(tensor.shape)} {tensor.item()!r}"
+        local = local_part(tensor)  # An operation on a DTensor would communicate.
+        content = TensorContent("value", [NamedTensor("", local)])
+        if local.numel() == 1:
+            return f"{content.keys[0].dtype}{list(local.shape)} {local.item()!r}"
         first, second = content.digests(Digester())[0].tolist()
     except Exception as error:
         raise ConfigurationError(f"{name}: cannot read this tensor: {error}") from error

@@ -100,6 +100,10 @@ class Attachment:
         watch = None if cycle.measurement.watch is None else cycle.measurement.watch.describe()
         boundary = "optimizer" if by_optimizer else "manual"
         also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
+        if cycle.state.axes is not None:
+            also["axes"] = cycle.state.axes.describe()
+        if cycle.state.values is not None:
+            also["values"] = True
         self._agree(model, also, timeout)
         self._compare_start(model, whole, start)
         parts = {part.fqn: part for part in fp8_parts(model)}

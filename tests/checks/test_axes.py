@@ -136,9 +136,8 @@ def test_what_has_parted_before_is_not_compared_and_stands_out_from_its_kin(two_
     (found, compared, texts), (_, _, elsewhere) = two_ranks.run(_parted, False)
     assert (found, compared) == ([], {"parameter": 7})
     assert texts == [
-        "fp8dist: axis tp: 7 of 8 parameters are equal on its ranks, and compared from now on; not compared: "
-        "*.weight (1)",
-        "fp8dist: axis tp: 3 of 4 parameters *.weight are equal on its ranks, but not 2.weight: if these are copies, "
+        "fp8dist: axis tp: 7 of 8 tensors are equal on its ranks, and compared from now on; not compared: *.weight (1)",
+        "fp8dist: axis tp: 3 of 4 tensors *.weight are equal on its ranks, but not 2.weight: if these are copies, "
         "they have parted already, and are not compared",
     ]
     assert elsewhere == []
@@ -293,7 +292,7 @@ def test_a_prepared_model_adopts_at_attach_and_checks_every_so_often(two_ranks: 
     (found, texts), _ = two_ranks.run(_prepared, "norm.weight")
     assert found == [("parameter", "norm.weight", 5)]
     assert texts == [
-        "fp8dist: axis tp: 9 of 11 parameters are equal on its ranks, and compared from now on; not compared: "
+        "fp8dist: axis tp: 9 of 11 tensors are equal on its ranks, and compared from now on; not compared: "
         "qkv.weight (1), out.weight (1)"
     ]
     assert [found for found, _ in two_ranks.run(_prepared, "")] == [9, 9]
@@ -356,7 +355,7 @@ def test_without_axes_attach_lists_what_is_equal_and_not_compared(four_ranks: Ra
         "copies, name an axis: prepare(axes=…)"
     )
     assert others == [[]] * 3
-    assert "18 of 22 parameters are equal on its ranks" in four_ranks.run(_listed, True)[0][0]
+    assert "18 of 22 tensors are equal on its ranks" in four_ranks.run(_listed, True)[0][0]
 
 
 # Ranks that disagree, and axes that cannot be compared --------------------------------------------------
@@ -417,6 +416,22 @@ def _wide(prepares: bool) -> Any:
 def test_all_ranks_of_an_axis_must_take_part(four_ranks: RankPool, prepares: bool) -> None:
     for text in four_ranks.run(_wide, prepares, timeout=30):
         assert "axis all has ranks that do not take part: all ranks of an axis must check" in text
+
+
+def _attaches(how: str) -> str:
+    """Attach a model of which rank 1 was prepared otherwise."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    model = nn.Sequential(nn.Linear(16, 16))
+    options: dict[str, Any] = {"axes": {"axes": {"tp": world}}, "values": {"values": dict}}[how] if rank else {}
+    manager = fp8dist.prepare(model, group=world, check_every=1, **options)
+    with pytest.raises(fp8dist.ManifestMismatchError) as caught:
+        manager.attach(model, start=None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["axes", "values"])
+def test_attach_names_what_ranks_were_prepared_with(two_ranks: RankPool, how: str) -> None:
+    assert all(how in text for text in two_ranks.run(_attaches, how, timeout=30))
 
 
 def _parts_later(how: str) -> Any:
