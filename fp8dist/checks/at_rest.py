@@ -73,7 +73,7 @@ class AtRest:
         interval = self._intervals.setdefault(optimizer, _Interval())
         interval.steps += 1
         due = interval.steps % self.every == 0
-        interval.seen = _read(dict(_tensors(optimizer, module, others))) if due else None
+        interval.seen = self._read(dict(_tensors(optimizer, module, others))) if due else None
 
     def before(self, optimizer: Optimizer, module: nn.Module, others: Collection[Optimizer] | None, step: int) -> None:
         """Compare before the optimizer's next step, and log what has changed. For ``module`` and ``others`` see
@@ -82,7 +82,7 @@ class AtRest:
         if interval is None or interval.seen is None:
             return
         then, interval.seen = interval.seen, None
-        now = _read({name: tensor for name, tensor in _tensors(optimizer, module, others) if name in then})
+        now = self._read({name: tensor for name, tensor in _tensors(optimizer, module, others) if name in then})
         apart = [name for name, seen in now.items() if name in then and seen.digest != then[name].digest]
         written = frozenset(name for name in apart if now[name].writes != then[name].writes)
         if written and written != interval.written:
@@ -100,6 +100,16 @@ class AtRest:
                 *(own_rank(), step, step + 1, first_few(new)),
             )
         interval.written, interval.unseen = written, frozenset(unseen)
+
+    def _read(self, tensors: Mapping[str, Tensor]) -> dict[str, _Seen]:
+        """Return ``_read(tensors)``. An error, such as a lack of memory, ends the comparisons, and not the training."""
+        try:
+            return _read(tensors)
+        except Exception as error:
+            self.every = 0
+            text = "fp8dist: rank %d: at_rest_every: cannot read the tensors, so they are compared no more: %s"
+            logger.warning(text, own_rank(), error)
+            return {}
 
 
 def _tensors(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8dist
+from fp8dist.checks.contents import TensorContent
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
@@ -109,6 +111,15 @@ def _gathered() -> Any:
 def test_shards_that_are_gathered_in_fp8_are_covered(two_ranks: RankPool) -> None:
     for (text,) in two_ranks.run(_gathered):
         assert "changed between steps 3 and 4, and torch counted no write: 0.weight" in text
+
+
+def test_an_error_ends_the_comparisons_and_not_the_training() -> None:
+    with captured_log() as log, mock.patch.object(TensorContent, "digests", side_effect=RuntimeError("out of memory")):
+        assert _train(lambda step, model, _: _flip(model[0].weight)) == []
+        (text,) = [text for _, text in log]
+    assert (
+        text == "fp8dist: rank 0: at_rest_every: cannot read the tensors, so they are compared no more: out of memory"
+    )
 
 
 # What is no fault --------------------------------------------------------------------------------------
