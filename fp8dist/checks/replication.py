@@ -71,6 +71,11 @@ class Home:
     alias: str = ""
     some: bool = False
 
+    @property
+    def way(self) -> str:
+        """How it is known that these ranks hold copies, for ``DivergenceReport.compared_by``."""
+        return self.label.partition(":")[0] if self.label.startswith("axis ") else "copies"
+
 
 @dataclass(frozen=True)
 class Excuse:

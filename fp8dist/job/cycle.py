@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fp8dist.checks.at_rest import AtRest
 from fp8dist.checks.audit import Audits
 from fp8dist.checks.checker import Checker
+from fp8dist.checks.coherence import stale_weights
 from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.job.measurement import Measurement
 from fp8dist.job.order import require_order
@@ -237,6 +238,11 @@ class StepCycle:
             self.state.settle()
         except SyncError as error:  # Raised later: Dynamo would wrap it in an error of its own.
             self._failure = error
+
+    def stale_weights(self) -> list[str]:
+        """Return the names of weights that are not what the optimizers' master weights say. Local."""
+        whole = self.job.whole
+        return [] if whole is None else stale_weights(whole, self.checker.asked.optimizers)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Handle the start of any optimizer's step in the process. Local."""

@@ -45,7 +45,7 @@ class PeriodicChecks:
         due = every and finished // every > self._checked // every
         if due and self._state.job.attached and not self._state.job.joined:
             self._checked, policy = finished, self._state.settings.check_policy
-            self._run(Scope(), policy, in_step)
+            self._run(Scope(coherence=self._checker.asked), policy, in_step)
             anchor, values = self._checker.anchor(), self._state.values
             if values is not None and anchor is not None and anchor.communicates:
                 compare_values(values, anchor, False, finished, policy != "warn", self._checker.notify_diverged)
