@@ -746,7 +746,8 @@ def _require_compared(of: Comparison, compared: Compared, instead: str) -> Diver
     if failures.keys() >= set(of.anchor.ranks):
         texts = list(dict.fromkeys(failures.values()))
         raise ConfigurationError(f"check() could not read what it compares, on any rank: {'; '.join(texts[:3])}")
-    if of.scope.state and compared.nothing and of.enabled:
+    inside = of.scope.coherence is not None and of.scope.coherence.suffices
+    if of.scope.state and compared.nothing and of.enabled and not inside:
         why = "; ".join(report.skipped) or "it has no parameters"
         raise ConfigurationError(
             "check() has nothing to compare, because nothing here is known to be the same on several ranks "

@@ -46,15 +46,17 @@ class Asked:
     """What a check of coherence needs beside the model.
 
     ``optimizers``: as the program has them, with the wrappers that hold master weights. ``ties``: see ``ties_of``.
+    ``suffices``: True if the check may have nothing else to compare.
     """
 
     optimizers: Sequence[Any] = ()
     ties: Sequence[Sequence[str]] = ()
+    suffices: bool = False
 
     def also(self, optimizer: Any) -> Asked:
-        """Return this with an optimizer, or a list of optimizers; None: nothing more."""
+        """Return this for a call that asks for coherence, with the optimizer, or list of optimizers, that it gives."""
         given = optimizer if isinstance(optimizer, Sequence) else () if optimizer is None else (optimizer,)
-        return replace(self, optimizers=(*self.optimizers, *given))
+        return replace(self, optimizers=(*self.optimizers, *given), suffices=True)
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,17 @@ def stale_weights(module: nn.Module, optimizers: Sequence[Any]) -> list[str]:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings of all ranks with one for all ranks that found the same."""
+    """Return the findings of all ranks with one for all ranks where the same tensor breaks the same rule: that of the
+    lowest rank. ``findings``: in the order of ranks."""
     kept: dict[tuple[Any, ...], Finding] = {}
     for one in findings:
-        key = (one.kind, one.name, one.detail) if one.kind == COHERENCE else (one.kind, len(kept))
+        key = (one.name, one.detail.partition(":")[0]) if one.kind == COHERENCE else (len(kept),)
         first = kept.setdefault(key, one)
         if first is not one:
-            joined = {name: getattr(first, name) + getattr(one, name) for name in _OF_RANKS}
-            kept[key] = replace(first, ranks=tuple(sorted(first.ranks + one.ranks)), **joined)
+            joined = {name: getattr(first, name) + getattr(one, name) for name in ("ranks", *_OF_RANKS)}
+            of = f" (rank {first.ranks[0]})"
+            same = one.detail == first.detail or first.detail.endswith(of)
+            kept[key] = replace(first, detail=first.detail if same else first.detail + of, **joined)
     return list(kept.values())
 
 
@@ -236,9 +241,9 @@ def _casts(module: nn.Module) -> Iterator[_Pair]:
         if casts is not None:
             kept, again = casts
             rule = "cast to FP8 before the weight changed: other code has written to it, see refresh_weights()"
-            for copy in ("rows", "columns"):
-                if (tensor := getattr(kept, copy)).numel():
-                    yield _Pair(f"{part.fqn} ({copy})", tensor, partial(getattr, again, copy), rule)
+            for name in ("rows", "columns", "rows_inv_scale", "columns_inv_scale"):
+                if (tensor := getattr(kept, name)).numel():
+                    yield _Pair(f"{part.fqn} ({name})", tensor, partial(getattr, again, name), rule)
 
 
 def ties_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:

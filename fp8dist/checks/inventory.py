@@ -439,12 +439,14 @@ class Inventory:
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()
+        declared = any(isinstance(one, Home) and one.group.communicates for one in homes)
         homes = self._replication.with_axes(name, homes)
         homes = [_ALONE if isinstance(one, Home) and not one.group.communicates else one for one in homes]
         if counts:
             compared, held = self._counted.get(kind, (0, 0))
             self._counted[kind] = compared + any(isinstance(one, Home) for one in homes), held + 1
-        way = max((one.way for one in homes if isinstance(one, Home)), default="not compared")  # First "copies".
+        along = [self._replication.axis_of(one) for one in homes if isinstance(one, Home) and not declared]
+        way = "copies" if declared else f"axis {along[0]}" if along else "not compared"
         self._ways[way] += 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
         for one in homes:
             if isinstance(one, Excuse):

@@ -71,11 +71,6 @@ class Home:
     alias: str = ""
     some: bool = False
 
-    @property
-    def way(self) -> str:
-        """How it is known that these ranks hold copies, for ``DivergenceReport.compared_by``."""
-        return self.label.partition(":")[0] if self.label.startswith("axis ") else "copies"
-
 
 @dataclass(frozen=True)
 class Excuse:
@@ -210,6 +205,10 @@ class Replication:
             return [*(one for one in homes if isinstance(one, Home)), *along]
         apart = Excuse(f"not known to be copies along axis {' or '.join(self.axes)}") if self.axes else _UNKNOWN
         return [apart if one == _UNKNOWN else one for one in homes]
+
+    def axis_of(self, home: Home) -> str:
+        """Return the named axis along which ``with_axes`` has found a home."""
+        return next(axis for axis, of in self.axes.items() if of.group is home.group)
 
     @property
     def ties(self) -> list[Home]:

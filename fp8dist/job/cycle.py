@@ -65,7 +65,7 @@ class StepCycle:
         self.checker = Checker(state, self.control)
         self.scales = WeightScales(state)
         self.measurement = Measurement(state, self.checker)
-        self.checks = PeriodicChecks(state, self.checker, self.scales)
+        self.checks = PeriodicChecks(state, self.checker, self.scales, self.at_rest)
         self.listeners: list[Callable[[bool], None]] = []
         self._failure: SyncError | None = None  # Of a commit during a compilation; the next boundary raises it.
         self._renews = False  # An attached optimizer has stepped: gathered weights need new scales.

@@ -152,10 +152,12 @@ def fsdp2_gathered(whole: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         gathered = getattr(getattr(each, "sharded_state", None), "name", "") == "UNSHARDED"
         if not gathered or placement is None or not hasattr(mesh, "shard_mesh_rank"):
             continue
-        full, shard = (local_part(one).detach() for one in (each._unsharded_param, each.sharded_param))
+        full, shard = local_part(each._unsharded_param).detach(), local_part(each.sharded_param)
+        if hasattr(shard, "fsdp_post_all_gather"):
+            continue  # The gathered weight has not the values of the shards, as with fp8_all_gather.
         rows = -(-full.size(placement.dim) // mesh.shard_mesh_size)  # As torch.chunk cuts.
         first = min(mesh.shard_mesh_rank * rows, full.size(placement.dim))
-        yield each._unsharded_param, full.narrow(placement.dim, first, shard.size(placement.dim)), shard
+        yield each._unsharded_param, full.narrow(placement.dim, first, shard.size(placement.dim)), shard.detach()
 
 
 def _groups(state: Any) -> list[Any]:
