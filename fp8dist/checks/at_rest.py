@@ -30,10 +30,11 @@ logger = logging.getLogger("fp8dist")
 
 class _Seen(NamedTuple):
     """A tensor at one moment. ``writes``: the address of its memory and its version counters, which torch changes when
-    it writes. ``digest``: of its bytes, shape and dtype."""
+    it writes. ``digest``: of its bytes, shape and dtype. ``size``: in bytes."""
 
     writes: tuple[int, ...]
     digest: tuple[int, int]
+    size: int
 
 
 @dataclass
@@ -61,6 +62,8 @@ class AtRest:
 
     def __init__(self, every: int) -> None:
         self.every = every
+        self.size = 0
+        """Bytes of the tensors of each optimizer that was compared last."""
         self._intervals: weakref.WeakKeyDictionary[Optimizer, _Interval] = weakref.WeakKeyDictionary()
 
     def after(self, optimizer: Optimizer, module: nn.Module, others: Collection[Optimizer] | None) -> None:
@@ -83,6 +86,7 @@ class AtRest:
             return
         then, interval.seen = interval.seen, None
         now = self._read({name: tensor for name, tensor in _tensors(optimizer, module, others) if name in then})
+        self.size = sum(seen.size for name, seen in now.items() if name in then)
         apart = [name for name, seen in now.items() if name in then and seen.digest != then[name].digest]
         written = frozenset(name for name in apart if now[name].writes != then[name].writes)
         if written and written != interval.written:
@@ -149,6 +153,6 @@ def _read(tensors: Mapping[str, Tensor]) -> dict[str, _Seen]:
     content = TensorContent("at rest", [NamedTensor(name, part) for name, (part, _) in parts.items()])
     digests: list[list[int]] = content.digests(Digester()).tolist()
     return {
-        name: _Seen((part.data_ptr(), part._version, version), (a, b))
+        name: _Seen((part.data_ptr(), part._version, version), (a, b), part.numel() * part.element_size())
         for (name, (part, version)), (a, b) in zip(parts.items(), digests)
     }

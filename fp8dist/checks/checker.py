@@ -22,6 +22,7 @@ from torch import nn
 from fp8dist.checks.audit import Audits
 from fp8dist.checks.axes import Adopted, Axes, Memory, log_equal
 from fp8dist.checks.checked import Checked
+from fp8dist.checks.coherence import Asked, inside_of, ties_of
 from fp8dist.checks.contents import ArenaContent, on_device, values_near
 from fp8dist.checks.headers import localise
 from fp8dist.checks.inventory import Holdings, Inventory, Scope, not_finite_in
@@ -30,7 +31,7 @@ from fp8dist.checks.repair import Repairs, mended_texts, repair
 from fp8dist.checks.replication import is_plain
 from fp8dist.checks.report import DivergenceReport, announce, save_evidence
 from fp8dist.checks.standing import HEADER_KINDS, Standing, kinds_of
-from fp8dist.common.divergence import Finding, compared_text
+from fp8dist.common.divergence import COHERENCE, Finding, compared_text
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.model_state import ModelState
@@ -140,6 +141,8 @@ class Checker:
         self.seconds = 0.0
         self.last: Checked | None = None
         self.checked: int | None = None
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._ties: tuple[tuple[str, ...], ...] = ()
         self._proven: dict[int, int] = {}  # The newest proven step, by index in ``syncs``.
         self.state, self._control = state, control
         syncs, groups = state.syncs, state.groups
@@ -161,6 +164,23 @@ class Checker:
         """Set the model as the training loop calls it: its wrappers, such as DDP, show which ranks hold copies of a
         parameter. Keeps a weak reference."""
         self.state.job.called = weakref.ref(module)
+        self._optimizers, self._ties = [], ()
+
+    def attached(self, whole: nn.Module, optimizer: Any) -> None:
+        """Watch the model that ``attach`` was given, and note which of its names are tied.
+
+        Args:
+            optimizer: that of the loop, or a list, with wrappers that may hold master weights; None: unknown. Kept as a
+                weak reference.
+        """
+        self.watch(whole)
+        self._optimizers = [weakref.ref(one) for one in Asked().also(optimizer).optimizers]
+        self._ties = ties_of(whole)
+
+    @property
+    def asked(self) -> Asked:
+        """What a check compares inside this rank: see ``fp8dist/checks/coherence.py``."""
+        return Asked([one for of in self._optimizers if (one := of()) is not None], self._ties)
 
     @property
     def proven(self) -> int | None:
@@ -426,7 +446,7 @@ class Checker:
         default = self.state.syncs[self._default]
         anchor = self.anchor()
         if anchor is None:
-            return check_alone(module, scope, self.standing)
+            return check_alone(module, scope, self.standing, policy, step, self.notify_diverged)
         try:
             manifest = str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else ""
             compared = Comparison(
@@ -607,6 +627,8 @@ class Comparison:
             inventory.add_arena(sync)
         if self.module is not None:
             inventory.add_module(self.module, self.scope)
+        if self.module is not None and self.scope.coherence is not None:
+            inventory.add_inside(self.module, self.scope.coherence, self.step)
         if self.module is not None and self.scope.compute:
             inventory.add_computations(self.module)
         return inventory.holdings(self.step, self.manifest, self.last_good)
@@ -659,7 +681,8 @@ def run_check(
                 Inventory(anchor, of.vouched, of.groups, adopted=of.adopted).adopt(of.module)
                 compared = check_replicas(anchor, of.holdings, known, everything=policy == "repair")
             report = of.noted(_require_compared(of, compared, instead))
-            _log_changes(anchor, standing, report, kinds_of(report.compared), compared.nonfinite_rank)
+            also = () if of.scope.coherence is None else (COHERENCE,)
+            _log_changes(anchor, standing, report, kinds_of((*report.compared, *also)), compared.nonfinite_rank)
             repairs.observe(report, of.scope.kinds)
             if report.diverged:
                 save_evidence(report, report_dir, compared.holdings.evidence)
@@ -678,13 +701,36 @@ def _may_adopt(compared: Compared) -> bool:
     return bool(compared.holdings.pending) and not any(f.kind in ("layout", "error") for f in compared.report.findings)
 
 
-def check_alone(module: nn.Module | None, scope: Scope, standing: Standing) -> DivergenceReport:
-    """Return the report of a check without other ranks: it only looks for values that are not finite, and logs new
-    ones. Local."""
-    found = () if module is None else not_finite_in(module, scope)
-    report = DivergenceReport(skipped=("there is one rank, or no process group",), nonfinite=found)
-    _log_changes(None, standing, report, ())
-    return report
+def check_alone(
+    module: nn.Module | None,
+    scope: Scope,
+    standing: Standing,
+    policy: Policy = "raise",
+    step: int = 0,
+    notify: Callable[[DivergenceReport], None] | None = None,
+) -> DivergenceReport:
+    """Return the report of a check without other ranks. It compares tensors of this rank with one another, if ``scope``
+    has ``coherence``, and looks for values that are not finite. Logs what is new. Local.
+
+    Raises:
+        DivergenceError: tensors do not belong together, and ``policy`` is not "warn".
+    """
+    alone = DivergenceReport(skipped=("there is one rank, or no process group",))
+    kinds: Collection[str] = ()
+    if module is not None:
+        alone = replace(alone, nonfinite=not_finite_in(module, scope))
+        if scope.coherence is not None:
+            inside, kinds = inside_of(module, scope.coherence, step), (COHERENCE,)
+            alone = replace(
+                alone,
+                findings=inside.findings,
+                skipped=(*alone.skipped, *inside.unread),
+                compared_by={"inside the rank": inside.size},
+            )
+    _log_changes(None, standing, alone, kinds)
+    texts = standing.texts(alone) if policy == "warn" else None
+    announce(alone, None, raises=policy != "warn", notify=notify, texts=texts)
+    return alone
 
 
 def _require_compared(of: Comparison, compared: Compared, instead: str) -> DivergenceReport:
@@ -700,7 +746,8 @@ def _require_compared(of: Comparison, compared: Compared, instead: str) -> Diver
     if failures.keys() >= set(of.anchor.ranks):
         texts = list(dict.fromkeys(failures.values()))
         raise ConfigurationError(f"check() could not read what it compares, on any rank: {'; '.join(texts[:3])}")
-    if of.scope.state and compared.nothing and of.enabled:
+    inside = of.scope.coherence is not None and of.scope.coherence.suffices
+    if of.scope.state and compared.nothing and of.enabled and not inside:
         why = "; ".join(report.skipped) or "it has no parameters"
         raise ConfigurationError(
             "check() has nothing to compare, because nothing here is known to be the same on several ranks "

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8dist.checks.axes import Adopted, OpenTensor
+from fp8dist.checks.coherence import Asked, Inside, inside_of
 from fp8dist.checks.computations import KIND, ComputedContent, computations_of
 from fp8dist.checks.contents import ArenaContent, Content, Digester, Field, Key, NamedTensor, TensorContent, values_near
 from fp8dist.checks.differences import ravel
@@ -27,7 +28,7 @@ from fp8dist.checks.finite import not_finite
 from fp8dist.checks.likeness import likeness
 from fp8dist.checks.replication import Excuse, Home, Membership, Replication
 from fp8dist.checks.report import DivergenceReport, Sender, this_rank
-from fp8dist.common.divergence import Finding
+from fp8dist.common.divergence import COHERENCE, Finding
 from fp8dist.common.text import plural
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.megatron import gradient_of
@@ -46,7 +47,7 @@ _ALONE = Excuse("that are shared with no other rank")
 @dataclass(frozen=True)
 class Scope:
     """What a check compares. ``state``: FP8 state. ``compute``: results of casts and products with known operands,
-    which each rank computes for the check."""
+    which each rank computes for the check. ``coherence``: tensors of one rank with one another."""
 
     parameters: bool = True
     gradients: bool = False
@@ -54,6 +55,7 @@ class Scope:
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     state: bool = True
     compute: bool = False
+    coherence: Asked | None = None
 
     @property
     def kinds(self) -> set[str]:
@@ -106,6 +108,8 @@ class Holdings:
         computed: results of casts and products that this rank computes for the check; equal labels mean equal hardware,
             versions and casts. None: no rank computes.
         pending: named axes along which tensors were not compared before.
+        inside: what was compared inside this rank; None: nothing.
+        ways: see ``DivergenceReport.compared_by``.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -117,12 +121,24 @@ class Holdings:
     memberships: tuple[Membership, ...] = ()
     computed: ReplicaSet | None = None
     pending: tuple[str, ...] = ()
+    inside: Inside | None = None
+    ways: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def layout(self) -> tuple[str, ...]:
         """Labels of the sets other than the anchor's, which must be equal on all ranks: they decide on collectives."""
         first = (f"axis {axis}, compared for the first time" for axis in self.pending)
         return (*(m.label for m in self.memberships), *(() if self.computed is None else (plural(KIND),)), *first)
+
+    @property
+    def inside_findings(self) -> list[Finding]:
+        """What was found inside this rank, with its host and device."""
+        me = this_rank(self._device(torch.device("cpu")), self.coords)
+        return [] if self.inside is None else [finding.located([me]) for finding in self.inside.findings]
+
+    def _device(self, otherwise: torch.device) -> torch.device:
+        """Return the device of what is compared with other ranks."""
+        return next((c.device for s in self.all_sets for c in s.contents if c.keys), otherwise)
 
     @property
     def all_sets(self) -> tuple[ReplicaSet, ...]:
@@ -165,7 +181,7 @@ class Holdings:
         Returns:
             The values by rank, and the ranks with their hosts, devices, steps and last good steps.
         """
-        device = next((c.device for s in self.all_sets for c in s.contents if c.keys), group.device)
+        device = self._device(group.device)
         good = {kind: self.last_good.get(kind) for kind in self.compared} if last_good else {}
         gathered = group.gather((Sender(this_rank(device, self.coords), self.step, good), value))
         return {of.participant.rank: theirs for of, theirs in gathered}, [of for of, _ in gathered]
@@ -210,6 +226,8 @@ class Inventory:
         self._nonfinite: tuple[str, ...] = ()
         self._computed: ReplicaSet | None = None
         self._still_pending: tuple[str, ...] = ()
+        self._inside: Inside | None = None
+        self._ways: Counter[str] = Counter()
 
     def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
         """Return all that was collected. For the arguments see ``Holdings``."""
@@ -243,6 +261,8 @@ class Inventory:
             memberships=self._replication.memberships,
             computed=self._computed,
             pending=self._still_pending,
+            inside=self._inside,
+            ways={way: self._ways[way] for way in sorted(self._ways, key=_order_of_ways) if self._ways[way]},
         )
 
     def adopt(self, module: nn.Module) -> None:
@@ -301,7 +321,8 @@ class Inventory:
             self._skip("slot", home, len(sync.arena))
         else:
             self._homes[home.label] = home
-            self._contents.setdefault(home.label, []).append(ArenaContent(sync.arena))
+            self._contents.setdefault(home.label, []).append(content := ArenaContent(sync.arena))
+            self._ways["copies"] += sum(content.sizes.values())
 
     def add_module(self, module: nn.Module, scope: Scope) -> None:
         """Add the tensors of a module, and of the optimizers in ``scope``, that ``scope`` selects. Also looks for
@@ -313,6 +334,13 @@ class Inventory:
         self._add_buffers(module, scope.buffers)
         for optimizer in scope.optimizers:
             self._add_optimizer(module, optimizer)
+
+    def add_inside(self, module: nn.Module, asked: Asked, step: int) -> None:
+        """Compare tensors of this rank with one another. For the arguments see ``inside_of``."""
+        self._inside = inside_of(module, asked, step)
+        self._ways["inside the rank"] += self._inside.size
+        for text in self._inside.unread:
+            self._skip(COHERENCE, Excuse(text), 0)
 
     def add_computations(self, module: nn.Module) -> None:
         """Add casts and products with known operands, those that the FP8Linears and FP8Experts of a module do. They run
@@ -411,11 +439,15 @@ class Inventory:
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()
+        declared = any(isinstance(one, Home) and one.group.communicates for one in homes)
         homes = self._replication.with_axes(name, homes)
         homes = [_ALONE if isinstance(one, Home) and not one.group.communicates else one for one in homes]
         if counts:
             compared, held = self._counted.get(kind, (0, 0))
             self._counted[kind] = compared + any(isinstance(one, Home) for one in homes), held + 1
+        along = [self._replication.axis_of(one) for one in homes if isinstance(one, Home) and not declared]
+        way = "copies" if declared else f"axis {along[0]}" if along else "not compared"
+        self._ways[way] += 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
         for one in homes:
             if isinstance(one, Excuse):
                 self._skip(kind, one)
@@ -440,6 +472,11 @@ class Inventory:
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
         """Count things of a kind that are not compared. With a ``count`` of 0, the reason stands in the report, too."""
         self._skipped[kind, excuse.reason] += count
+
+
+def _order_of_ways(way: str) -> tuple[int, str]:
+    """Return a key that sorts the names of ways: copies first, what is not compared last."""
+    return {"copies": 0, "inside the rank": 2, "not compared": 3}.get(way, 1), way
 
 
 def _all_names(module: nn.Module) -> frozenset[str]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8dist.checks.coherence import merged
 from fp8dist.checks.computations import KIND
 from fp8dist.checks.contents import Digester, word_of
 from fp8dist.checks.findings import Differing, findings_of_values, from_senders
@@ -88,6 +89,7 @@ def check_replicas(
         mine = build()
         digester = Digester()
         digests = [s.digests(digester) for s in mine.all_sets]
+        known = [*known, *mine.inside_findings]
     except Exception as raised:
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
     words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}  # Must be equal on all ranks.
@@ -100,7 +102,7 @@ def check_replicas(
     )
     nonfinite_rank = ranks[doubt - _NOT_FINITE] if doubt >= _NOT_FINITE else None
     mine = _as_others_are(mine, lacking, doubt == 1, nonfinite_rank)
-    findings = _union(anchor, known) if news else []
+    findings = merged(_union(anchor, known)) if news else []
     if news == _FAILED:
         errors = _errors(anchor, mine, error)
         if error is not None and len(errors) < anchor.size:  # A mistake of all ranks needs no traceback.
@@ -198,7 +200,13 @@ def _check_computed(
 
 def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
     """Return this rank's report: the findings, and what ``mine`` says without other ranks."""
-    return replace(mine.alone, findings=tuple(findings), compared=mine.compared, compared_bytes=mine.compared_bytes)
+    return replace(
+        mine.alone,
+        findings=tuple(findings),
+        compared=mine.compared,
+        compared_bytes=mine.compared_bytes,
+        compared_by=mine.ways,
+    )
 
 
 def _as_others_are(mine: Holdings, lacking: int, partial: bool = False, nonfinite: int | None = None) -> Holdings:

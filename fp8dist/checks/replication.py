@@ -206,6 +206,10 @@ class Replication:
         apart = Excuse(f"not known to be copies along axis {' or '.join(self.axes)}") if self.axes else _UNKNOWN
         return [apart if one == _UNKNOWN else one for one in homes]
 
+    def axis_of(self, home: Home) -> str:
+        """Return the named axis along which ``with_axes`` has found a home."""
+        return next(axis for axis, of in self.axes.items() if of.group is home.group)
+
     @property
     def ties(self) -> list[Home]:
         """The homes of ``copies`` along each axis on which ranks hold them under both names."""

@@ -18,7 +18,17 @@ import numpy as np
 
 from fp8dist.common.text import columns, first_few, plural, printable, ranks_text, size_text, wrapped
 
-__all__ = ["DUPLICATE", "MORE", "Divergence", "Finding", "Participant", "compared_text", "plain_values", "word_for"]
+__all__ = [
+    "COHERENCE",
+    "DUPLICATE",
+    "MORE",
+    "Divergence",
+    "Finding",
+    "Participant",
+    "compared_text",
+    "plain_values",
+    "word_for",
+]
 
 MORE = "…"
 """Name of the finding that counts differing things beyond those that have a finding each."""
@@ -28,6 +38,12 @@ ALL_NAMES = "names, shapes, dtypes"
 
 DUPLICATE = "duplicate"
 """Kind of a finding that ranks have the same value, of which each must have its own."""
+
+COHERENCE = "coherence"
+"""Kind of a finding that two tensors of one rank, such as a weight and its master copy, do not belong together."""
+
+_WITHOUT_REFERENCE = (DUPLICATE, COHERENCE)
+"""Kinds of findings in which no rank is compared with a reference."""
 
 _WHAT: Mapping[str, str] = MappingProxyType(
     {
@@ -93,8 +109,9 @@ class Finding:
         kind: "manifest" (set-up), "step", "scale" (scale, inv_scale, cold flags), "history" (amaxes and their
             counters), "parameter", "gradient", "optimizer", "buffer", "computation" (a cast or product of
             ``check(compute=True)``), "audit" (a cast or product of training that another rank repeated,
-            ``prepare(audit_every=…)``), "value" and "duplicate" (of ``check_values``), "layout" (which tensors ranks
-            hold, not their content), or "error" (a rank could not read what it compares).
+            ``prepare(audit_every=…)``), "coherence" (a tensor that does not fit another one of its own rank), "value"
+            and "duplicate" (of ``check_values``), "layout" (which tensors ranks hold, not their content), or "error" (a
+            rank could not read what it compares).
         name: of the parameter, slot or other thing.
         ranks: the ranks of the odd side; without a majority, all ranks.
         reference_rank: the lowest rank of the majority; None: there is no majority.
@@ -140,7 +157,7 @@ class Finding:
         name = _quoted(self)
         if self.name == self.kind:
             return name
-        of = " of" if self.kind in ("scale", "history", "gradient", "layout") else ""
+        of = " of" if self.kind in ("scale", "history", "gradient", "layout", COHERENCE) else ""
         return f"{'optimizer state' if self.kind == 'optimizer' else self.kind}{of} {name}"
 
     @property
@@ -175,6 +192,7 @@ class Divergence:
     unverified: Mapping[str, str] = field(default_factory=dict, hash=False)
     nonfinite: tuple[str, ...] = ()
     partial: Mapping[str, str] = field(default_factory=dict, hash=False)
+    compared_by: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def diverged(self) -> bool:
@@ -215,7 +233,9 @@ class Divergence:
     def _headline(self) -> str:
         if all(f.kind == DUPLICATE for f in self.findings):
             return f"values that each {self.noun} must have for itself are equal on several"
-        what = list(dict.fromkeys(_WHAT.get(f.kind, "what was compared") for f in self.findings))
+        what = list(dict.fromkeys(_WHAT.get(f.kind, "what was compared") for f in self.findings if f.kind != COHERENCE))
+        if not what:
+            return f"tensors of a {self.noun} that must belong together differ"
         return f"{' and '.join(what)} differ{'s' if what == ['FP8 state'] else ''} between {self.noun}s"
 
     def _clean_headline(self) -> str:
@@ -230,6 +250,8 @@ class Divergence:
     def __str__(self) -> str:
         notes = [f"not finite: {first_few(self.nonfinite, SHOWN_NOT_FINITE)}"] if self.nonfinite else []
         notes += [f"compared only {text}" for text in self.partial.values()]
+        if len(self.compared_by) > 1:
+            notes.append(f"bytes by way: {', '.join(f'{way} {size_text(n)}' for way, n in self.compared_by.items())}")
         notes += [f"not compared: {text}" for text in dict.fromkeys((*self.unverified.values(), *self.skipped))]
         if not self.findings:
             return "\n".join([self._clean_headline(), *notes])
@@ -291,7 +313,7 @@ def _rows(f: Finding, noun: str) -> list[dict[str, str]]:
         "kind": f.kind,
         "name": _quoted(f),
         ranks: ranks_text(f.ranks),
-        "reference": "" if f.kind == DUPLICATE else _reference(f),
+        "reference": "" if f.kind in _WITHOUT_REFERENCE else _reference(f),
         "index": ", ".join(map(str, f.index or ())),
         value: word_for(f.value) if located else "",
         "expected": word_for(f.expected) if located and not by_side else "",
@@ -376,8 +398,9 @@ def _sentence(f: Finding, noun: str) -> str:
         more = f"; and {len(f.sides) - SHOWN_SIDES} more values" if len(f.sides) > SHOWN_SIDES else ""
         field = f" {f.field}" if f.field else ""
         return f"{f.subject}, no majority:{field} {'; '.join(sides)}{more}{at}{step}{good}"
-    if f.kind == DUPLICATE:
-        return f"{f.subject} on {_who(f.ranks, noun)}{step} ({f.detail})"
+    if f.kind in _WITHOUT_REFERENCE:
+        where = _in_brackets(next(iter(places.values()), ""))
+        return f"{f.subject} on {_who(f.ranks, noun)}{where}{step} ({f.detail})"
     against = "no majority" if f.reference_rank is None else f"against {noun} {f.reference_rank}"
     where = _in_brackets(next((place for place in places.values() if place), ""))
     values = (

@@ -116,7 +116,7 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
     # Checks ask Megatron's DDP what the distributed optimizer gathers late or reduces in parts.
     optimizer.fp8_watched = nn.ModuleList(getattr(optimizer, "model_chunks", []))
     if len(optimizer.fp8_watched):
-        Internals(manager).cycle.checker.watch(optimizer.fp8_watched)
+        Internals(manager).cycle.checker.attached(optimizer.fp8_watched, optimizer)
     _OptimizerSteps.add_to(optimizer, manager)
 
 

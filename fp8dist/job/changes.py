@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -104,7 +104,8 @@ class Gradients:
 
 
 class WeightLoads:
-    """Finds the first load of weights that the next step undoes, because the optimizer has copies from before."""
+    """Finds the first load of weights that the next step undoes, because the optimizer has copies from before: before
+    the step if these can be read, else after it."""
 
     def __init__(self) -> None:
         self._over = False
@@ -114,28 +115,34 @@ class WeightLoads:
         """Forget the last load: the optimizer's state was loaded, too."""
         self._seen = []
 
-    def before(self, optimizer: Optimizer, loads: dict[WeightNote, Tensor], logs: bool) -> None:
-        """Warn, before the second step after a load, if the weights are as before the load. Local.
+    def before(
+        self, optimizer: Optimizer, loads: dict[WeightNote, Tensor], logs: bool, stale: Callable[[], list[str]]
+    ) -> None:
+        """Warn, before the first step after a load, if the weights do not fit the optimizer's master weights; before
+        the second one, if the weights are as before the load. Local.
 
         Args:
             loads: samples of weights that were loaded since the last step, from before. Emptied.
+            stale: returns the names of weights that do not fit.
         """
+        if loads and not self._over and (names := stale()):
+            self._over = True
+            self._warn(optimizer, logs, f"the step of %s that begins now undoes the load of {first_few(names)}")
         seen, self._seen = self._seen, []
         if seen or loads:
             undone = [_undone(*each) for each in seen if each[0] not in loads and not self._over]
             known = [each for each in undone if each is not None]
             if known and all(known):
                 self._over = True
-                self._warn(optimizer, logs)
+                self._warn(optimizer, logs, "the step of %s after load_state_dict() of the model has undone the load")
             self._seen = [(note, old, sample_of(note.stored[0])) for note, old in loads.items() if note.stored]
             loads.clear()
 
-    def _warn(self, optimizer: Optimizer, logs: bool) -> None:
+    def _warn(self, optimizer: Optimizer, logs: bool, what: str) -> None:
         if logs:
             logger.warning(
-                "fp8dist: the step of %s after load_state_dict() of the model has undone the load: it keeps copies of "
-                "the weights (master weights), which still have the values from before. Load these, too, with the "
-                "optimizer's state, or make the optimizer after the load",
+                f"fp8dist: {what}: it keeps copies of the weights (master weights), which still have the values from "
+                "before. Load these, too, with the optimizer's state, or make the optimizer after the load",
                 type(optimizer).__name__,
             )
 

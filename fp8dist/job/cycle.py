@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fp8dist.checks.at_rest import AtRest
 from fp8dist.checks.audit import Audits
 from fp8dist.checks.checker import Checker
+from fp8dist.checks.coherence import stale_weights
 from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.job.measurement import Measurement
 from fp8dist.job.order import require_order
@@ -64,7 +65,7 @@ class StepCycle:
         self.checker = Checker(state, self.control)
         self.scales = WeightScales(state)
         self.measurement = Measurement(state, self.checker)
-        self.checks = PeriodicChecks(state, self.checker, self.scales)
+        self.checks = PeriodicChecks(state, self.checker, self.scales, self.at_rest)
         self.listeners: list[Callable[[bool], None]] = []
         self._failure: SyncError | None = None  # Of a commit during a compilation; the next boundary raises it.
         self._renews = False  # An attached optimizer has stepped: gathered weights need new scales.
@@ -237,6 +238,11 @@ class StepCycle:
             self.state.settle()
         except SyncError as error:  # Raised later: Dynamo would wrap it in an error of its own.
             self._failure = error
+
+    def stale_weights(self) -> list[str]:
+        """Return the names of weights that are not what the optimizers' master weights say. Local."""
+        whole = self.job.whole
+        return [] if whole is None else stale_weights(whole, self.checker.asked.optimizers)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Handle the start of any optimizer's step in the process. Local."""

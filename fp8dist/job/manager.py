@@ -189,7 +189,7 @@ class StateManager(FormerNames, JoinedManager):
         whole = module if module is not None else model
         by_optimizer = boundary == "optimizer" and bool(optimizers)
         computes = self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute, start)
-        self._cycle.checker.watch(whole)
+        self._cycle.checker.attached(whole, optimizer)
         if self.settings.enabled:
             _log_changes(self, model)
         if computes:
@@ -271,6 +271,7 @@ class StateManager(FormerNames, JoinedManager):
         buffers: bool = False,
         compute: bool = False,
         max_repairs: int | None = None,
+        coherence: bool = False,
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and everything else that is known to be replicated, across ranks. COLLECTIVE.
 
@@ -303,6 +304,8 @@ class StateManager(FormerNames, JoinedManager):
             max_repairs: for "repair": the number of checks in a row that may repair the same tensor. The next one
                 copies nothing, and raises. None: as given to ``prepare``, by default any number. From the third repair
                 on the report says that the cause persists. Pass the same on all ranks.
+            coherence: also compare tensors of each rank with one another, see ``fp8dist.check``; with attached
+                optimizers, too. Checks of ``check_every`` always do.
 
         Returns:
             A report with the same findings on all ranks.
@@ -317,7 +320,8 @@ class StateManager(FormerNames, JoinedManager):
         if max_repairs is not None:
             require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
-        scope = Scope(parameters, gradients, buffers, optimizers, compute=compute)
+        within = self._cycle.checker.asked.also(optimizer) if coherence else None
+        scope = Scope(parameters, gradients, buffers, optimizers, compute=compute, coherence=within)
         self._cycle.require("check()", switched_off=True)
         return self._cycle.checks.run(scope, policy, max_repairs)
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8dist.checks.axes import Adopted, Axes
 from fp8dist.checks.checker import Comparison, check_alone, run_check
+from fp8dist.checks.coherence import Asked, ties_of
 from fp8dist.checks.inventory import Scope
 from fp8dist.checks.repair import Repairs
 from fp8dist.checks.report import DivergenceReport
@@ -41,6 +42,9 @@ LAST_GOOD_STEPS = "_fp8dist_last_good_steps"
 ALONG_AXES = "_fp8dist_along_axes"
 """Attribute of a checked module that holds what the first comparison along each axis found."""
 
+TIES = "_fp8dist_ties"
+"""Attribute of a checked module that is not prepared: which names were tied in the first check of coherence."""
+
 REPAIRS = "_fp8dist_repairs"
 """Attribute of a checked module that is not prepared: which tensors the last checks repaired."""
 
@@ -57,6 +61,7 @@ def check(
     buffers: bool = False,
     max_repairs: int | None = None,
     axes: Axes | Mapping[str, GroupLike] | DeviceMesh | None = None,
+    coherence: bool = False,
 ) -> DivergenceReport:
     """Check that all ranks hold the same parameters. If not, report what differs, where, and on which ranks.
     COLLECTIVE.
@@ -91,6 +96,12 @@ def check(
         axes: also compare plain parameters that were equal on the ranks of these axes in the first check with them, see
             ``fp8dist.Axes``: ``{"tp": group}``, or a DeviceMesh with names. The same names on all ranks. None: those of
             ``prepare``. The module remembers what was equal.
+        coherence: also compare tensors of each rank with one another, bit for bit, also if there is one rank: weights
+            with their master copies, in ``optimizer`` (Megatron-Core's, DeepSpeed's for BF16 and ZeRO 1 and 2,
+            Transformer Engine's) or set as ``parameter.main_param``; weights that FSDP2 keeps gathered with their
+            shards; kept FP8 casts with their weights; and names that were tied at ``attach``, or in the first such
+            check. ``report.skipped`` names optimizers that no rule can read. A finding has the kind "coherence", and
+            no repair.
 
     Returns:
         A report with the same findings on all ranks.
@@ -106,9 +117,10 @@ def check(
     require_choice("policy", policy, ("raise", "warn", "repair"))
     if max_repairs is not None:
         require_int("max_repairs", max_repairs, 1, what="None or a number of checks")
-    scope = Scope(True, gradients, buffers, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
+    optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
+    scope = Scope(True, gradients, buffers, optimizers, coherence=_asked(module, optimizer) if coherence else None)
     if group is None and world_size() == 1:
-        return check_alone(module, scope, Standing())
+        return check_alone(module, scope, Standing(), policy, step or 0)
     if in_join(module):
         raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
     require_checkable(module)
@@ -134,6 +146,12 @@ def check(
     if not (report.diverged or report.nonfinite) and step is not None:
         module.__dict__[LAST_GOOD_STEPS] = {**last_good, **dict.fromkeys(report.compared, step)}
     return report
+
+
+def _asked(module: nn.Module, optimizer: Any) -> Asked:
+    """Return what a check of coherence compares. A model that is not prepared remembers which names were tied."""
+    known = [Internals(manager).cycle.checker.asked for manager in managers_in(module)]
+    return (known[0] if known else Asked(ties=module.__dict__.setdefault(TIES, ties_of(module)))).also(optimizer)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from fp8dist.checks.at_rest import AtRest
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.checker import Checker
 from fp8dist.checks.inventory import Scope
@@ -22,8 +25,8 @@ class PeriodicChecks:
     ``since``: boundaries that had passed when the count began.
     """
 
-    def __init__(self, state: ModelState, checker: Checker, scales: WeightScales) -> None:
-        self._state, self._checker, self._scales = state, checker, scales
+    def __init__(self, state: ModelState, checker: Checker, scales: WeightScales, at_rest: AtRest) -> None:
+        self._state, self._checker, self._scales, self._at_rest = state, checker, scales, at_rest
         self.restart()
 
     def restart(self) -> None:
@@ -45,7 +48,7 @@ class PeriodicChecks:
         due = every and finished // every > self._checked // every
         if due and self._state.job.attached and not self._state.job.joined:
             self._checked, policy = finished, self._state.settings.check_policy
-            self._run(Scope(), policy, in_step)
+            self._run(Scope(coherence=self._checker.asked), policy, in_step)
             anchor, values = self._checker.anchor(), self._state.values
             if values is not None and anchor is not None and anchor.communicates:
                 compare_values(values, anchor, False, finished, policy != "warn", self._checker.notify_diverged)
@@ -76,6 +79,8 @@ class PeriodicChecks:
         job, enabled = self._state.job, self._state.settings.enabled
         done = max(int(sync.arena.step) for sync in self._state.syncs) if enabled else job.boundaries - in_step
         report = self._checker.check(done, done + in_step, scope, policy, max_repairs)
+        if self._at_rest.size:
+            report = replace(report, compared_by={"at rest": self._at_rest.size, **report.compared_by})
         if scope.parameters and report.compared and not report.diverged:
             self._checker.last = Checked.of(job.step if enabled else done, report)
             if self._checker.last.verified:

@@ -48,6 +48,9 @@ class StepListener(Protocol):
     state: ModelState
     at_rest: AtRest
 
+    def stale_weights(self) -> list[str]:
+        """Return the names of weights that are not what the optimizers' master weights say."""
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Handle the start of an optimizer's step."""
 
@@ -193,7 +196,7 @@ class StepWatch:
             is_last = optimizer is self._last_one
             self._gradients.before(optimizer, is_last, has_closure(args, kwargs))
             if is_last:
-                self._loads.before(optimizer, listener.state.job.loads, listener.state.logs)
+                self._loads.before(optimizer, listener.state.job.loads, listener.state.logs, listener.stale_weights)
         self._began, listener.state.job.stepping = listener.state.job.boundaries, True
         if listener.at_rest.every and optimizer in self._attached and (whole := listener.state.job.whole) is not None:
             step = listener.state.job.step if listener.state.job.enabled else listener.state.job.boundaries

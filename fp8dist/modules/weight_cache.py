@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8dist.modules.casters import Cast
 from fp8dist.modules.job_state import JobState
+from fp8dist.modules.outgrown import Outgrown
 from fp8dist_kernels.graphs import capturing
 
 __all__ = ["WeightCache"]
@@ -23,6 +24,8 @@ class WeightCache:
     def __init__(self, job: JobState) -> None:
         self._job = job
         self._kept: tuple[Cast, weakref.ref[Tensor], Key, bool] | None = None  # (cast, owner, key, recorded)
+        self.limits = Outgrown(None)
+        """With which the kept cast was made."""
 
     @property
     def empty(self) -> bool:
@@ -72,6 +75,6 @@ class WeightCache:
         cast, kept_owner, kept_key, recorded = self._kept
         return cast if kept_owner() is owner and kept_key == key and (recorded or not record) else None
 
-    def keep(self, cast: Cast, owner: Tensor, key: Key, recorded: bool) -> None:
-        """Keep a cast in place of the last one. See ``find``."""
-        self._kept = cast, weakref.ref(owner), key, recorded
+    def keep(self, cast: Cast, owner: Tensor, key: Key, recorded: bool, limits: Outgrown) -> None:
+        """Keep a cast in place of the last one. See ``find``. ``limits``: with which it was made."""
+        self._kept, self.limits = (cast, weakref.ref(owner), key, recorded), limits

@@ -14,16 +14,17 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.state.groups import has_base, is_dtensor
+from fp8dist.state.groups import has_base, is_dtensor, local_part
 
 __all__ = [
     "TESTED",
     "fsdp1_ignored",
     "fsdp1_modules",
     "fsdp1_replicas",
+    "fsdp2_gathered",
     "fsdp2_gathered_dtypes",
     "fsdp2_groups",
     "fsdp2_modules",
@@ -137,6 +138,26 @@ def fsdp2_gathered_dtypes(whole: nn.Module) -> dict[int, torch.dtype]:
             parameters = [parameter.sharded_param for parameter in group.fsdp_params]
             found.update({id(each): dtype for each in parameters if dtype is not None and each.is_floating_point()})
     return found
+
+
+def fsdp2_gathered(whole: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield (parameter, its part that is this rank's shard, this shard) for each parameter that FSDP2 keeps gathered
+    now. Yields none if this torch lacks a private name; ``attach`` warns of that."""
+    modules = fsdp2_modules(whole)
+    if next(_missing_of_fsdp2(modules), None) is not None:
+        return
+    for each in (one for module in modules for group in _groups(module._get_fsdp_state()) for one in group.fsdp_params):  # type: ignore[operator]
+        mesh: Any = getattr(each, "mesh_info", None)
+        placement = getattr(each, "fsdp_placement", None)
+        gathered = getattr(getattr(each, "sharded_state", None), "name", "") == "UNSHARDED"
+        if not gathered or placement is None or not hasattr(mesh, "shard_mesh_rank"):
+            continue
+        full, shard = local_part(each._unsharded_param).detach(), local_part(each.sharded_param)
+        if hasattr(shard, "fsdp_post_all_gather"):
+            continue  # The gathered weight has not the values of the shards, as with fp8_all_gather.
+        rows = -(-full.size(placement.dim) // mesh.shard_mesh_size)  # As torch.chunk cuts.
+        first = min(mesh.shard_mesh_rank * rows, full.size(placement.dim))
+        yield each._unsharded_param, full.narrow(placement.dim, first, shard.size(placement.dim)), shard.detach()
 
 
 def _groups(state: Any) -> list[Any]:

@@ -1,0 +1,282 @@
+"""Coherence: tensors of one rank that must belong together, such as a weight and its float32 master copy. Local.
+
+A comparison of replicas cannot see that a load has changed all weights and none of their masters: all ranks are alike,
+and the next step undoes the load. So each rule here says what one tensor must be, given another, bit for bit. An
+optimizer that no rule can read is named, and not compared. There is no rule for stochastic rounding, and none for
+masters that are stored as the remainder of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8dist.checks.differences import unravel
+from fp8dist.common.divergence import COHERENCE, MORE, Finding, word_for
+from fp8dist.common.text import dtype_name
+from fp8dist.modules.parts import fp8_parts
+from fp8dist.parallel.torch_internals import fsdp2_gathered
+from fp8dist.state.groups import has_base, is_dtensor, local_part, own_rank
+from fp8dist.state.slots import clean_fqn
+
+__all__ = ["Asked", "Inside", "inside_of", "merged", "stale_weights", "ties_of"]
+
+_MOST = 16
+"""The most findings of one rank. The rest is counted."""
+
+_SHARDS = (("shard_float16_groups", "shard_fp32_from_float16_groups"), ("float16_groups", "fp32_from_float16_groups"))
+"""Attributes of Megatron's optimizers: lists of lists of weights, or of this rank's parts of them, and of masters."""
+
+_PARTITIONS = (
+    ("bf16_partitioned_groups", "fp32_groups_flat_partition"),
+    ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups"),
+)
+"""Attributes of DeepSpeed's BF16 optimizer, and of that of ZeRO's stages 1 and 2: for each group of parameters the
+parts of its flat weights, one per rank, and this rank's flat master."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a check of coherence needs beside the model.
+
+    ``optimizers``: as the program has them, with the wrappers that hold master weights. ``ties``: see ``ties_of``.
+    ``suffices``: True if the check may have nothing else to compare.
+    """
+
+    optimizers: Sequence[Any] = ()
+    ties: Sequence[Sequence[str]] = ()
+    suffices: bool = False
+
+    def also(self, optimizer: Any) -> Asked:
+        """Return this for a call that asks for coherence, with the optimizer, or list of optimizers, that it gives."""
+        given = optimizer if isinstance(optimizer, Sequence) else () if optimizer is None else (optimizer,)
+        return replace(self, optimizers=(*self.optimizers, *given), suffices=True)
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What was compared inside this rank. ``size``: bytes. ``unread``: what no rule can read, as text."""
+
+    findings: tuple[Finding, ...] = ()
+    size: int = 0
+    unread: tuple[str, ...] = ()
+
+
+class _Pair(NamedTuple):
+    """A tensor, and what it must be. ``wanted`` returns that, with the tensor's shape and dtype. ``rule``: as text."""
+
+    name: str
+    tensor: Tensor
+    wanted: Callable[[], Tensor]
+    rule: str
+
+
+def inside_of(module: nn.Module, asked: Asked, step: int) -> Inside:
+    """Compare the tensors of this rank that must belong together. Local; waits for the device. Reads each of them once.
+
+    Args:
+        module: the model as the training loop calls it.
+        step: for the findings.
+    """
+    masters = _Masters(module, asked.optimizers)
+    pairs = [*masters.pairs, *_gathered(module), *_casts(module)]
+    findings = [*_findings(pairs, module, step), *_untied(module, asked.ties, step)]
+    if len(findings) > _MOST:
+        more = f"{len(findings) - _MOST} further tensors that do not fit together"
+        findings = [*findings[:_MOST], Finding(step, COHERENCE, MORE, (own_rank(),), None, detail=more)]
+    size = sum(pair.tensor.numel() * pair.tensor.element_size() for pair in pairs)
+    return Inside(tuple(findings), size, masters.unread)
+
+
+def stale_weights(module: nn.Module, optimizers: Sequence[Any]) -> list[str]:
+    """Return the names of weights that are not what the master weights of optimizers say. Local; waits for the
+    device."""
+    return [finding.name for finding in _findings(_Masters(module, optimizers).pairs, module, 0)]
+
+
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings of all ranks with one for all ranks where the same tensor breaks the same rule: that of the
+    lowest rank. ``findings``: in the order of ranks."""
+    kept: dict[tuple[Any, ...], Finding] = {}
+    for one in findings:
+        key = (one.name, one.detail.partition(":")[0]) if one.kind == COHERENCE else (len(kept),)
+        first = kept.setdefault(key, one)
+        if first is not one:
+            joined = {name: getattr(first, name) + getattr(one, name) for name in ("ranks", *_OF_RANKS)}
+            of = f" (rank {first.ranks[0]})"
+            same = one.detail == first.detail or first.detail.endswith(of)
+            kept[key] = replace(first, detail=first.detail if same else first.detail + of, **joined)
+    return list(kept.values())
+
+
+_OF_RANKS = ("hosts", "mesh_coords", "local_ranks", "devices")
+
+
+def _findings(pairs: Sequence[_Pair], module: nn.Module, step: int) -> Iterator[Finding]:
+    """Yield a finding for each pair that differs. NaNs count as equal."""
+    flags = [_differs(pair.tensor, pair.wanted()).any() for pair in pairs]
+    by_device: dict[torch.device, list[int]] = {}
+    for place, flag in enumerate(flags):
+        by_device.setdefault(flag.device, []).append(place)
+    bad = {
+        place
+        for places in by_device.values()  # One wait for each device.
+        for place, flag in zip(places, torch.stack([flags[place] for place in places]).tolist())
+        if flag
+    }
+    for place in sorted(bad):
+        pair, wanted = pairs[place], pairs[place].wanted()
+        places = _differs(pair.tensor, wanted).reshape(-1).nonzero().view(-1)
+        first, shape = int(places[0]), tuple(pair.tensor.shape)
+        name, index = _place_of(pair, first, module) if pair.name == "" else (pair.name, unravel(first, shape))
+        value, expected = (x.reshape(-1)[first].to(torch.float64).item() for x in (pair.tensor, wanted))
+        at = f" at [{', '.join(map(str, index))}]" if index else ""
+        detail = (
+            f"{pair.rule}: {word_for(value)} against {word_for(expected)}{at}, {len(places)} of {wanted.numel()} "
+            "elements"
+        )
+        yield Finding(step, COHERENCE, name, (own_rank(),), None, detail=detail)
+
+
+def _differs(tensor: Tensor, wanted: Tensor) -> Tensor:
+    """Return bool: where the bits differ, and not both are NaN."""
+    if tensor.element_size() == 1:
+        return tensor.view(torch.uint8) != wanted.view(torch.uint8)
+    return ((tensor != wanted) | (tensor.signbit() != wanted.signbit())) & ~(tensor.isnan() & wanted.isnan())
+
+
+def _place_of(pair: _Pair, first: int, module: nn.Module) -> tuple[str, tuple[int, ...]]:
+    """Return name and index of the parameter that has element ``first`` of a flat tensor in its memory."""
+    address = pair.tensor.data_ptr() + first * pair.tensor.element_size()
+    for name, parameter in module.named_parameters():
+        offset = (address - parameter.data_ptr()) // parameter.element_size()
+        if 0 <= offset < parameter.numel() and parameter.is_contiguous():
+            return clean_fqn(name), unravel(offset, tuple(parameter.shape))
+    return "a part of the model's flat weights", (first,)
+
+
+class _Masters:
+    """The float32 master copies of weights that optimizers hold, by the rules that are known.
+
+    ``pairs``: each weight, or this rank's part of it, and its master in the weight's dtype.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+        self.pairs: list[_Pair] = []
+        self._names = {id(one): clean_fqn(name) for name, one in module.named_parameters()}
+        self._read: set[int] = set()
+        engines = [part.optimizer for part in module.modules() if has_base(part, "DeepSpeedEngine")]
+        self._optimizers = list({id(one): one for one in _chain([*optimizers, *engines])}.values())
+        for parameter in module.parameters():
+            if not getattr(parameter, "main_param_sharded", False):
+                self._add(parameter, getattr(parameter, "main_param", None), "main_param")
+        for optimizer in self._optimizers:
+            of = type(optimizer).__name__
+            for weights, masters in _SHARDS:
+                for weight_group, master_group in zip(getattr(optimizer, weights, ()), getattr(optimizer, masters, ())):
+                    for weight, master in zip(weight_group, master_group):
+                        self._add(weight, master, of)
+            for parts, masters in _PARTITIONS:
+                groups = getattr(optimizer, "real_dp_process_group", ())
+                for own, master, group in zip(getattr(optimizer, parts, ()), getattr(optimizer, masters, ()), groups):
+                    self._add(own[dist.get_rank(group)], master, of)
+            state = getattr(optimizer, "state", None)
+            for parameter, values in state.items() if isinstance(state, Mapping) else ():
+                # Transformer Engine's FusedAdam.
+                self._add(parameter, values.get("master_param") if isinstance(values, Mapping) else None, of)
+
+    def _add(self, weight: Any, master: Any, of: str) -> None:
+        """Add a pair, unless the master is known, or no rule says what the weight must be."""
+        if not (isinstance(weight, Tensor) and isinstance(master, Tensor)) or id(master) in self._read:
+            return
+        name, known = self._names.get(id(weight), ""), id(master)
+        weight, master = local_part(weight).detach(), local_part(master).detach()
+        plain = type(weight) is type(master) is Tensor and weight.is_floating_point() and not weight.is_meta
+        if plain and master.dtype == torch.float32 and weight.numel() == master.numel() > 0:
+            self._read.add(known)
+            rule = f"not its master weight ({of}) in {dtype_name(weight.dtype)}"
+            self.pairs.append(_Pair(name, weight, lambda: master.to(weight).view(weight.shape), rule))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """How many tensors of each optimizer may be masters that no rule can read."""
+        texts = []
+        for optimizer in self._optimizers:
+            groups = getattr(optimizer, "param_groups", None)
+            if groups is None or hasattr(optimizer, "optimizer"):
+                continue
+            held = [one for group in groups for one in group["params"]]
+            count = sum(id(one) not in self._names and id(one) not in self._read for one in held)
+            if count:
+                texts.append(f"{count} tensors of {type(optimizer).__name__} that are not the model's parameters")
+        return tuple(texts)
+
+
+def _chain(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Yield optimizers, and those inside them."""
+    for one in optimizers:
+        yield one
+        inner = [*getattr(one, "chained_optimizers", ()), *([one.optimizer] if hasattr(one, "optimizer") else [])]
+        yield from _chain(inner)
+
+
+def _gathered(module: nn.Module) -> Iterator[_Pair]:
+    """Yield this rank's part of each weight that FSDP2 keeps gathered, and the shard that it must be."""
+    names = {id(one): clean_fqn(name) for name, one in module.named_parameters()}
+    for whole, part, shard in fsdp2_gathered(module):
+        if type(part) is type(shard) is Tensor and part.shape == shard.shape and part.numel():
+            yield _Pair(names.get(id(whole), ""), part, partial(shard.to, part), "gathered before its shard changed")
+
+
+def _casts(module: nn.Module) -> Iterator[_Pair]:
+    """Yield the FP8 casts that modules keep, and the casts that their weights give now."""
+    for part in fp8_parts(module):
+        casts = part.slots.kept_casts(part.stored)
+        if casts is not None:
+            kept, again = casts
+            rule = "cast to FP8 before the weight changed: other code has written to it, see refresh_weights()"
+            for name in ("rows", "columns", "rows_inv_scale", "columns_inv_scale"):
+                if (tensor := getattr(kept, name)).numel():
+                    yield _Pair(f"{part.fqn} ({name})", tensor, partial(getattr, again, name), rule)
+
+
+def ties_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the names of each parameter that a module has under several. Local."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean_fqn(name))
+    return tuple(tuple(of) for of in names.values() if len(of) > 1)
+
+
+def _untied(module: nn.Module, ties: Sequence[Sequence[str]], step: int) -> Iterator[Finding]:
+    """Yield a finding for each name that was tied to another one, and now names another tensor; and for a model of
+    Transformers whose configuration says that its embeddings are tied, and they are not."""
+    named = {clean_fqn(name): one for name, one in module.named_parameters(remove_duplicate=False)}
+    for kept, *others in ties:
+        for name in others:
+            if kept in named and name in named and not _is_same(named[kept], named[name]):
+                detail = f"no longer tied to '{kept}', as at attach: another tensor"
+                yield Finding(step, COHERENCE, name, (own_rank(),), None, detail=detail)
+    names = {id(one): name for name, one in named.items()}
+    seen = {name for of in ties for name in of}
+    for part in module.modules():
+        if getattr(getattr(part, "config", None), "tie_word_embeddings", False):
+            ends = [getattr(part, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+            first, other = (getattr(end, "weight", None) for end in ends)
+            head = names.get(id(other))
+            if head is None or head in seen or not isinstance(first, Tensor) or is_dtensor(first):
+                continue
+            seen.add(head)
+            if not _is_same(first, other):
+                detail = f"not tied to '{names.get(id(first))}' as config.tie_word_embeddings says: another tensor"
+                yield Finding(step, COHERENCE, head, (own_rank(),), None, detail=detail)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() != 0)

@@ -1,0 +1,503 @@
+"""Tensors inside a rank that must belong together: masters and weights, gathered weights and shards, casts, ties.
+
+The optimizers here are small stand-ins that keep their masters under the names of the real ones; the contract of the
+integrations (``tests/integrations``) runs the real ones of Megatron-Core and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist.checks.coherence import stale_weights
+from fp8dist.modules.parts import fp8_parts
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+
+BF16 = torch.bfloat16
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, and a Linear. As a model of Transformers shows it, with ``config``."""
+
+    def __init__(self, config: bool = False) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+        if config:
+            self.config = SimpleNamespace(tie_word_embeddings=True)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(self.embed(x)))
+
+
+class Masters(torch.optim.SGD):
+    """SGD on float32 copies of a BF16 model's weights, which are rounded into the model after each step.
+
+    ``keep``: says under which names, and in which parts, the masters are kept.
+    """
+
+    def __init__(self, model: nn.Module, keep: str = "main_param") -> None:
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.weights]
+        super().__init__(self.masters, lr=0.05)
+        _KEEP[keep](self)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for weight, master in zip(self.weights, self.masters):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        super().step(closure)
+        with torch.no_grad():
+            for weight, master in zip(self.weights, self.masters):
+                weight.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+
+def _as_main_param(of: Masters) -> None:
+    for weight, master in zip(of.weights, of.masters):
+        weight.main_param = master  # type: ignore[attr-defined]
+
+
+def _as_megatron(of: Masters) -> None:
+    of.float16_groups, of.fp32_from_float16_groups = [of.weights[:1], of.weights[1:]], [of.masters[:1], of.masters[1:]]  # type: ignore[attr-defined]
+
+
+def _as_megatron_distributed(of: Masters) -> None:
+    """Each rank has the masters of a part of each weight: here of all but the first three elements."""
+    for weight, master in zip(of.weights, of.masters):
+        weight.main_param, weight.main_param_sharded = master.view(-1)[3:], True  # type: ignore[attr-defined]
+    of.shard_float16_groups = [[weight.detach().view(-1)[3:] for weight in of.weights]]  # type: ignore[attr-defined]
+    of.shard_fp32_from_float16_groups = [[master.detach().view(-1)[3:] for master in of.masters]]  # type: ignore[attr-defined]
+
+
+def _as_deepspeed(weights: str, masters: str) -> Callable[[Masters], None]:
+    """The weights are views of a flat tensor, cut into one part per rank; each rank has the master of its part."""
+
+    def keep(of: Masters) -> None:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        flat = torch.cat([weight.detach().view(-1) for weight in of.weights])
+        flat_master = torch.cat([master.detach().view(-1) for master in of.masters])
+        first = 0
+        for weight, master in zip(of.weights, of.masters):
+            end = first + weight.numel()
+            weight.data, master.data = flat[first:end].view_as(weight), flat_master[first:end].view_as(weight)
+            first = end
+        setattr(of, weights, [list(flat.tensor_split(ranks))])
+        setattr(of, masters, [flat_master.tensor_split(ranks)[rank]])
+        of.real_dp_process_group = [dist.group.WORLD]  # type: ignore[attr-defined]
+
+    return keep
+
+
+def _as_fused_adam(of: Masters) -> None:
+    for weight, master in zip(of.weights, of.masters):
+        of.state[weight] = {"master_param": master}
+
+
+_KEEP: dict[str, Callable[[Masters], None]] = {
+    "main_param": _as_main_param,
+    "megatron": _as_megatron,
+    "megatron distributed": _as_megatron_distributed,
+    "deepspeed bf16": _as_deepspeed("bf16_partitioned_groups", "fp32_groups_flat_partition"),
+    "deepspeed zero": _as_deepspeed("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups"),
+    "fused adam": _as_fused_adam,
+}
+
+
+def _mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(BF16)
+
+
+def _step(model: nn.Module, optimizer: Any, x: Tensor | None = None) -> None:
+    torch.manual_seed(1)
+    model(torch.randn(16, 16, dtype=BF16) if x is None else x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _found(report: fp8dist.DivergenceReport) -> list[tuple[str, str, tuple[int, ...], str]]:
+    return [(f.kind, f.name, f.ranks, f.detail) for f in report.findings]
+
+
+def _masters(keep: str) -> Any:
+    """What checks find, healthy and with one element of the second weight changed on the last rank; what it must be,
+    and the bytes that were compared."""
+    model = _mlp()
+    optimizer = Masters(model, keep)
+    reports = []
+    for spoil in (False, True):
+        _step(model, optimizer)
+        if spoil and dist.get_rank() == dist.get_world_size() - 1:
+            model[2].weight.data[15, 7] = 3.0
+        reports.append(fp8dist.check(model, coherence=True, optimizer=optimizer, policy="warn", step=7))
+    healthy, spoiled = reports
+    assert _found(healthy) == []
+    assert not healthy.consistent  # The ranks were not compared with one another.
+    expected = str(np.float32(float(optimizer.masters[2].detach()[15, 7].to(BF16))))
+    return _found(spoiled), expected, healthy.compared_by["inside the rank"]
+
+
+@pytest.mark.parametrize("keep", _KEEP)
+def test_a_weight_that_is_not_its_master_is_named_with_rank_and_element(two_ranks: RankPool, keep: str) -> None:
+    whole = 2 * (16 * 16 + 16)
+    numbers, elements = {
+        "megatron distributed": (whole - 4 * 3, 253),
+        "deepspeed bf16": (whole // 2, whole // 2),
+        "deepspeed zero": (whole // 2, whole // 2),
+    }.get(keep, (whole, 256))
+    with captured_log():
+        outcomes = two_ranks.run(_masters, keep)
+    of = "main_param" if keep == "main_param" else "Masters"
+    for found, _, size in outcomes:
+        assert size == 2 * numbers
+        assert found == [
+            (
+                *("coherence", "2.weight", (1,)),
+                f"not its master weight ({of}) in bfloat16: 3.0 against {outcomes[1][1]} at [15, 7], "
+                f"1 of {elements} elements",
+            )
+        ]
+
+
+def test_what_wraps_optimizers_is_looked_into() -> None:
+    model = _mlp()
+    optimizer = Masters(model, "megatron")
+    model[0].weight.data += 1
+    chained = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)])
+    assert stale_weights(model, [chained]) == ["0.weight"]
+    engine = type("DeepSpeedEngine", (nn.Module,), {})()
+    engine.module, engine.optimizer = model, SimpleNamespace(optimizer=optimizer)
+    assert stale_weights(engine, []) == ["0.weight"]
+
+
+def test_what_no_rule_can_read_is_named() -> None:
+    """Masters under no known name, in another format, as the remainders of weights; a weight in a subclass."""
+    model = _mlp()
+    optimizer = Masters(model)
+    for weight, master in zip(optimizer.weights, optimizer.masters):
+        del weight.main_param  # type: ignore[attr-defined]
+        optimizer.state[weight] = {"master_param": master.detach().to(torch.int16)}
+    report = fp8dist.check(model, coherence=True, optimizer=optimizer)
+    assert report.compared_by == {"inside the rank": 0}
+    assert report.skipped[-1] == "4 tensors of Masters that are not the model's parameters"
+
+
+@pytest.mark.parametrize(("value", "master", "differs"), [(torch.nan, torch.nan, 0), (0.0, -0.0, 1), (-0.0, -1e-45, 0)])
+def test_bits_count_but_not_those_of_nan(value: float, master: float, differs: int) -> None:
+    weight = nn.Parameter(torch.full((3,), value, dtype=BF16))
+    weight.main_param = torch.full((3,), master)  # type: ignore[attr-defined]
+    model = nn.ParameterList([weight])
+    assert len(stale_weights(model, [])) == differs
+
+
+def _many(model: nn.Module) -> fp8dist.DivergenceReport:
+    for weight in model.parameters():
+        weight.main_param = weight.detach().float() + 1  # type: ignore[attr-defined]
+    return fp8dist.check(model, coherence=True, policy="warn", group=dist.group.WORLD)
+
+
+def test_ranks_that_find_the_same_share_a_finding_and_the_rest_is_counted(three_ranks: RankPool) -> None:
+    with captured_log():
+        reports = three_ranks.run(_many, nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(20)]))
+    for report in reports:
+        assert [f.ranks for f in report.findings] == [(0, 1, 2)] * 17
+        assert [len(f.hosts) for f in report.findings] == [3] * 17
+        assert "4 further tensors that do not fit together" in str(report)
+        assert str(report).startswith("tensors of a rank that must belong together differ")
+        assert "no majority" not in str(report)
+        assert "coherence of '0' on ranks 0, 1, 2 (" in report.summary()
+
+
+# In passing, and before a load is undone ---------------------------------------------------------
+
+
+def _job(check_policy: str = "raise", **options: Any) -> tuple[nn.Module, fp8dist.StateManager, Masters]:
+    model = _mlp()
+    manager = fp8dist.prepare(model, fp8dist.CurrentScaling(), check_every=2, check_policy=check_policy, **options)
+    optimizer = Masters(model)
+    manager.attach(model, optimizer=optimizer)
+    return model, manager, optimizer
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_checks_of_check_every_compare_inside_the_rank(enabled: bool) -> None:
+    model, _, optimizer = _job(enabled=enabled)
+    for _ in range(6):
+        _step(model, optimizer)
+    with torch.no_grad():
+        model[2].bias.add_(1)
+    with captured_log(), pytest.raises(fp8dist.DivergenceError, match=r"coherence of '2.bias' on rank 0, step 7"):
+        _step(model, optimizer)
+
+
+def test_a_finding_that_stands_gets_one_line_until_it_is_over() -> None:
+    model, manager, optimizer = _job("warn")
+    _step(model, optimizer)
+    optimizer.masters[0].data += 1
+    with captured_log() as log:
+        for _ in range(2):
+            manager.check(coherence=True, policy="warn")
+        _step(model, optimizer)
+        manager.check(coherence=True, policy="warn")
+    texts = [text for level, text in log if level == logging.WARNING]
+    assert [text.partition("\n")[0] for text in texts] == [
+        "tensors of a rank that must belong together differ",
+        "fp8dist: step 1: still: coherence of '0.weight' on rank 0, since step 1",
+        "fp8dist: equal again: coherence of '0.weight' on rank 0, different since step 1",
+    ]
+
+
+@pytest.mark.parametrize("also", ["the model", "the optimizer, too"])
+def test_a_load_that_masters_undo_is_named_before_the_step(also: str) -> None:
+    model, _, optimizer = _job()
+    other = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items() if "weight" in name}
+    _step(model, optimizer)
+    with captured_log() as log:
+        model.load_state_dict(other, strict=False)
+        if also != "the model":
+            for weight, master in zip(optimizer.weights, optimizer.masters):
+                master.data.copy_(weight)
+        seen: list[int] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append(len(log)))
+        for _ in range(3):
+            _step(model, optimizer)
+    texts = [text for _, text in log]
+    assert seen[0] == len(texts) == (also == "the model")
+    if texts:
+        assert texts[0].startswith(
+            "fp8dist: the step of Masters that begins now undoes the load of 0.weight, 2.weight: it keeps copies of"
+        )
+
+
+# FP8 casts ---------------------------------------------------------------------------------------
+
+RECIPES = {
+    "delayed": fp8dist.DelayedScaling(),
+    "current": fp8dist.CurrentScaling(),
+    "row": fp8dist.RowwiseScaling(),
+    "block": fp8dist.BlockScaling(),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_casts_that_are_kept_for_a_step_fit_their_weights(name: str) -> None:
+    """Healthy in each microbatch, also of weights that outgrew their scale; and after a write that torch does not
+    count, or with columns of another weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128, bias=False))
+    manager = fp8dist.prepare(model, RECIPES[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(model, optimizer=optimizer)
+    for step in range(3):
+        if step == 2:
+            with torch.no_grad():
+                model[0].weight.mul_(1000)
+        for _ in range(2):
+            model(torch.randn(32, 128)).square().mean().backward()
+            report = manager.check(coherence=True)
+            assert report.compared_by["inside the rank"] > 0
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    model[2].weight.data.mul_(0.5)
+    with captured_log():
+        found = {f.name for f in manager.check(coherence=True, policy="warn").findings}
+        assert found & {"2 (rows)", "2 (rows_inv_scale)"}  # With a scale of its own, half a weight has the same bytes.
+        model[2].weight.data.mul_(2)
+        assert manager.check(coherence=True).findings == ()
+    cache = next(fp8_parts(model)).slots.cache
+    cast, *rest = cache._kept
+    columns = cast.columns.view(torch.uint8).clone()
+    columns[3, 4] ^= 1 << 3
+    cache._kept = (cast._replace(columns=columns.view(cast.columns.dtype)), *rest)
+    with captured_log():
+        (finding,) = manager.check(coherence=True, policy="warn").findings
+    assert finding.name == "0 (columns)"
+    assert " at [3, 4], 1 of " in finding.detail
+
+
+# FSDP2's gathered weights ------------------------------------------------------------------------
+
+
+def _gathered(keeps: bool, half: bool, gather: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))  # Cut into 11, 11 and 10 rows.
+    options: Any = {"group": dist.group.WORLD, "amax_sync": True, "check_every": 1, "fp8_all_gather": gather}
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), check_policy="warn", **options)
+    mixed = MixedPrecisionPolicy(param_dtype=BF16) if half else MixedPrecisionPolicy()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh, mp_policy=mixed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(model, optimizer=optimizer)
+    if keeps:
+        model.set_reshard_after_backward(False)
+    seen: list[Any] = []
+    manager.on_event(lambda event: seen.append((event.step, _found(event.report))) if event.report else None)
+    with captured_log():
+        for _ in range(3):
+            model(torch.randn(16, 16)).float().square().mean().backward()
+            manager.check(coherence=True)  # Between backward and step all is healthy, also if weights stay gathered.
+            optimizer.step()
+            optimizer.zero_grad()
+            found = _found(manager.check(coherence=True, policy="warn"))
+            if found:
+                return found
+    assert seen == []
+    return []
+
+
+@pytest.mark.parametrize(("half", "gather"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_weights_that_stay_gathered_while_their_shards_change_are_named(
+    three_ranks: RankPool, keeps: bool, half: bool, gather: bool
+) -> None:
+    for found in three_ranks.run(_gathered, keeps, half, gather):
+        if not keeps:
+            assert found == []
+            continue
+        names = {name for _, name, _, _ in found}
+        assert names == ({"0.bias", "2.bias"} if gather else {"0.weight", "0.bias", "2.weight", "2.bias"})
+        assert {ranks for _, _, ranks, _ in found} == {(0, 1, 2)}
+        assert all(
+            "gathered before its shard changed: " in detail and detail.endswith(" (rank 0)") for *_, detail in found
+        )
+
+
+# Ties --------------------------------------------------------------------------------------------
+
+
+def _untie(model: nn.Module) -> None:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def test_a_tie_that_a_load_has_cut_is_named() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    manager = fp8dist.prepare(model, fp8dist.CurrentScaling())
+    manager.attach(model, start=None)
+    assert manager.check(coherence=True).findings == ()
+    _untie(model)
+    with captured_log():
+        report = manager.check(coherence=True, policy="warn")
+    assert _found(report) == [
+        ("coherence", "head.weight", (0,), "no longer tied to 'embed.weight', as at attach: another tensor")
+    ]
+
+
+def test_a_model_that_is_not_prepared_remembers_its_ties_too() -> None:
+    model = Tied()
+    fp8dist.check(model, coherence=True)
+    fp8dist.check(copy.deepcopy(model), coherence=True)
+    _untie(model)
+    with captured_log(), pytest.raises(fp8dist.DivergenceError, match=r"no longer tied to 'embed.weight'"):
+        fp8dist.check(model, coherence=True)
+
+
+def test_a_configuration_says_what_is_tied() -> None:
+    model = Tied(config=True)
+    assert fp8dist.check(nn.Sequential(model), coherence=True).findings == ()
+    _untie(model)
+    with captured_log():
+        report = fp8dist.check(nn.Sequential(model), coherence=True, policy="warn")
+    says = "not tied to '0.embed.weight' as config.tie_word_embeddings says: another tensor"
+    assert _found(report) == [("coherence", "0.head.weight", (0,), says)]
+    model.config = SimpleNamespace(tie_word_embeddings=False)
+    assert fp8dist.check(nn.Sequential(model), coherence=True).findings == ()
+
+
+def _wrapped_ties(how: str) -> Any:
+    torch.manual_seed(0)
+    model: nn.Module = Tied(config=True)
+    manager = fp8dist.prepare(model, fp8dist.CurrentScaling(), group=dist.group.WORLD, check_every=1)
+    whole: nn.Module = model
+    if how == "ddp":
+        whole = DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(whole, optimizer=optimizer)
+    for _ in range(3):
+        whole(torch.arange(32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert fp8dist.check(whole, coherence=True).findings == ()
+    return True
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_ties_that_wrappers_keep_are_silent(two_ranks: RankPool, how: str) -> None:
+    assert two_ranks.run(_wrapped_ties, how) == [True, True]
+
+
+# Cost, and the bytes by way ----------------------------------------------------------------------
+
+
+def _cost() -> Any:
+    model = _mlp()
+    optimizer = Masters(model)
+    fp8dist.check(model, group=dist.group.WORLD)
+    counts = []
+    for coherence in (False, True):
+        with counted_collectives() as calls:
+            fp8dist.check(model, group=dist.group.WORLD, coherence=coherence, optimizer=optimizer)
+        counts.append((calls.names, calls.sizes))
+    return counts
+
+
+def test_without_a_finding_it_sends_nothing_more(two_ranks: RankPool) -> None:
+    for without, with_it in two_ranks.run(_cost):
+        assert with_it == without
+
+
+def _ways() -> Any:
+    """Of a model by hand: one parameter in DDP, one along an axis, one of this rank alone, and masters of all."""
+    torch.manual_seed(0)
+    inner = nn.Linear(8, 8, bias=False)
+    model = nn.ModuleDict({"in_ddp": DistributedDataParallel(inner), "norm": nn.LayerNorm(8, bias=False)})
+    model["own"] = nn.Linear(8, 2, bias=False)
+    nn.init.constant_(model["own"].weight, dist.get_rank())
+    for weight in model.parameters():
+        weight.main_param = weight.detach().clone()  # type: ignore[attr-defined]
+    report = fp8dist.check(model, axes={"tp": dist.group.WORLD}, coherence=True)
+    return dict(report.compared_by), list(report.compared_by), str(report)
+
+
+def test_the_report_says_how_many_bytes_were_compared_by_which_way(two_ranks: RankPool) -> None:
+    for ways, order, text in two_ranks.run(_ways):
+        assert ways == {"copies": 256, "axis tp": 32, "inside the rank": 256 + 32 + 64, "not compared": 64}
+        assert order == ["copies", "axis tp", "inside the rank", "not compared"]
+        assert "bytes by way: copies 256 B, axis tp 32 B, inside the rank 352 B, not compared 64 B\n" in text
+
+
+def test_at_rest_is_a_way_too() -> None:
+    model, manager, optimizer = _job(at_rest_every=1)
+    for _ in range(3):
+        _step(model, optimizer)
+    weights = sum(master.numel() for master in optimizer.masters)
+    assert manager.check(coherence=True).compared_by == {"at rest": 4 * weights, "inside the rank": 2 * weights}
