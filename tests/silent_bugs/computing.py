@@ -70,7 +70,7 @@ class Gain(nn.Module):
         return out
 
 
-@program("rank 1.*'1'", unseen="replays compare outputs and their gradients, not those of parameters")
+@program("rank 1 .*module '1', gradient of weight")
 def compiled_gradient_unwritten(job: Job) -> None:
     """pytorch/pytorch 193061, 2026. Rank 1 runs compiled code, which never writes a part of the gain's gradient."""
     first, relu, last = mlp()

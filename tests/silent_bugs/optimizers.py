@@ -19,8 +19,8 @@ from tests.silent_bugs.models import batch, mlp, mse, pipeline, train
 
 
 class Masters(Optimizer):
-    """SGD on float32 copies of bf16 weights, which are the weights' ``main_param``, as in Megatron-Core. ``owner``: this
-    rank, if every third weight is its own, which it sends to the others; None: all ranks have all."""
+    """SGD on float32 copies of bf16 weights, which are their ``main_param``, as in Megatron-Core. ``owner``: this rank,
+    if every third weight is its own, which it sends to the others; None: all ranks have all."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, owner: int | None = None) -> None:
         super().__init__(parameters, {"lr": lr})
