@@ -95,6 +95,8 @@ class Job:
     """What must be the same on all ranks beside the model, and what a loop knows without more collectives."""
     distinct: Callable[[], Mapping[str, Any]] | None = None
     """What each rank must have for itself."""
+    replays: bool = False
+    """True inside a replay."""
     forward_backward: Callable[[Any], None] | None = None
     """For a replay, with the batch that ``step`` gets."""
 
@@ -186,7 +188,9 @@ class Job:
                 raise FoundByTool(out.read())
 
     def _replay(self, batch: Any) -> None:
+        self.replays = True
         report = fp8dist.replay(self.watched, self.forward_backward, batch)
+        self.replays = False
         if not report.sentence.startswith("reproducible"):
             raise FoundByTool(report.sentence)
 
