@@ -167,7 +167,7 @@ def cached_weight_with_wrong_scale(job: Job) -> None:
         job.step(optimizer)
 
 
-@program("inverse", ranks=1, unseen="not in the file; a comparison of scale and inverse would find it")
+@program("the loss .* is a spike", ranks=1)
 def resume_without_inverse_scale(job: Job) -> None:
     """NVIDIA/TransformerEngine 123, 2023. A load in step 3 restores scale and history. The inverse is not in the file,
     and stays as it was made: 1."""

@@ -8,6 +8,7 @@ argument or a tool, and the runs of ``outcomes.py`` turn watches on.
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -182,7 +183,10 @@ class Job:
         if watch not in self.on:
             return
         with tempfile.TemporaryFile("w+") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            logger = logging.getLogger("fp8dist")
+            level = logger.level
             status = command_line([str(word) for word in words])
+            logger.setLevel(level)  # It has silenced the library.
             out.seek(0)
             if status:
                 raise FoundByTool(out.read())

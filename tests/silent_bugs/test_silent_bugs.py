@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from scripts import results_files
+from scripts.pages import silent_bugs as pages
 from tests.silent_bugs import outcomes
 from tests.silent_bugs.bugs import BUGS
 from tests.silent_bugs.job import PLAIN, PROGRAMS, Ran, run
@@ -66,6 +68,22 @@ def test_each_bug_has_a_source_and_a_program() -> None:
 def test_what_is_not_visible_has_a_reason() -> None:
     unseen = {name for name, of in PUBLISHED.items() if of.way == NOT_VISIBLE}
     assert unseen == {name for name, program in PROGRAMS.items() if program.unseen}
+
+
+def test_the_pages_count_what_was_published(tmp_path: Path) -> None:
+    results = results_files.load("silent_bugs")
+    found = [row for row in results["rows"] if row["way"] != NOT_VISIBLE]
+    assert pages.count(results) == f"{len(found)} of 40"
+    assert pages.front(results_files.ROOT).startswith(f"[{len(found)} of 40](docs/design/silent-bugs.md): ")
+    assert pages.front(tmp_path) == "not counted yet"
+    _, _, *lines = [line.split(" | ") for line in pages.of_counts(results).strip("|\n ").splitlines()]
+    assert sum(int(line[1]) for line in lines) == 40
+    assert sum(int(cell.strip("| ")) for line in lines for cell in line[2:]) == 40
+    assert sum(int(line[5].strip("| ")) for line in lines) == 40 - len(found)
+
+
+def test_what_differs_between_ranks_is_found() -> None:
+    assert [name for name, of in PUBLISHED.items() if of.way == NOT_VISIBLE and not PROGRAMS[name].alike] == []
 
 
 def test_a_finding_of_another_tensor_fails(monkeypatch: pytest.MonkeyPatch) -> None:
