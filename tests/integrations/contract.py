@@ -32,6 +32,7 @@ __all__ = [
     "mlp",
     "needs",
     "play",
+    "require_masters",
     "resumed",
     "same",
     "undisturbed",
@@ -166,6 +167,20 @@ def diverged(trainee: Trainee, damage: Callable[[Trainee], Any]) -> str:
     with pytest.raises(DivergenceError) as caught:
         trainee.train(range(4, 8))
     return str(caught.value)
+
+
+def require_masters(manager: fp8dist.StateManager, weight: Tensor, fqn: str) -> None:
+    """Assert that the manager's checks read the trainer's master weights: all fit, until a weight changes alone. Then
+    at least one rank finds it."""
+    report = manager.check(coherence=True)
+    assert report.compared_by["inside the rank"] > 0
+    assert not [text for text in report.skipped if "not the model's parameters" in text]
+    before = weight.detach().clone()
+    weight.data.mul_(1.5)
+    report = manager.check(coherence=True, policy="warn")
+    assert {f.name.endswith(f"{fqn}.weight") for f in report.findings if f.kind == "coherence"} == {True}
+    weight.data.copy_(before)
+    assert not manager.check(coherence=True).findings
 
 
 def undisturbed(start: Callable[[], Trainee]) -> Trainee:

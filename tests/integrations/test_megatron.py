@@ -20,7 +20,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
-from tests.integrations.contract import Adapter, Trainee, diverged, needs, same, undisturbed
+from tests.integrations.contract import Adapter, Trainee, diverged, needs, require_masters, same, undisturbed
 from tests.support.logs import captured_log
 from tests.support.megatron import forward, gpt, gradients, initialize, optimized, with_stand_ins
 from tests.support.ranks import RankPool
@@ -397,7 +397,7 @@ def test_a_step_that_megatron_skips_is_no_boundary(two_ranks: RankPool) -> None:
 @with_stand_ins
 def _in_bfloat16(optimizer: dict[str, Any], fused: bool = False) -> tuple[list[float], Any, list[float]]:
     initialize()
-    job = _job(gpt(**BFLOAT16), bf16=True, **optimizer)
+    job = _job(gpt(**BFLOAT16), bf16=True, options={"check_every": 2}, **optimizer)
     if fused:
         _fuse(job)
     model, manager = job.chunks[0], job.manager
@@ -406,7 +406,9 @@ def _in_bfloat16(optimizer: dict[str, Any], fused: bool = False) -> tuple[list[f
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots["weight"].fqn
         fits.append((manager.slot(fqn, "weight").scale * linear.weight.abs().max() / 448).item())
-    return losses, job.kept(), fits
+    kept = job.kept()
+    require_masters(manager, linear.weight, fqn)
+    return losses, kept, fits
 
 
 def test_scales_follow_weights_that_main_parameters_are_copied_to(two_ranks: RankPool) -> None:
