@@ -20,7 +20,7 @@ from fp8dist.files.failures import reading
 from fp8dist.files.safetensor_files import dtype_text
 from fp8dist.files.served import CONFIG, Served, ServedTensors, compare_configs, mismatch, served_model
 from fp8dist.files.value_comparison import is_power_of_two
-from fp8dist.files.verification import Comparison, sha256_of
+from fp8dist.files.verification import TensorComparison, sha256_of
 from fp8dist.files.verified_tensors import Verification, compared, verification
 
 __all__ = ["add_flags", "verify"]
@@ -32,7 +32,7 @@ class _Expected(NamedTuple):
     """What must be served. ``config``: keys that config.json must have; all keys if there is more than one.
     ``others``: findings about other things than tensors."""
 
-    comparison: Comparison
+    comparison: TensorComparison
     step: int | None
     config: Mapping[str, Any]
     others: Sequence[Finding] = ()
@@ -95,7 +95,7 @@ def _by_checkpoint(options: argparse.Namespace, served: Served, tensors: ServedT
     certified: dict[str, Certified] = {}
     values: dict[str, Tensor] = {}  # Of one module.
     powers_of_two = True
-    comparison = Comparison(certified, values.get, tied)
+    comparison = TensorComparison(certified, values.get, tied)
     try:
         found, step = exported(options.paths[0], format, options, config)
         for tensor, value in found.stream():

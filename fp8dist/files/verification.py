@@ -20,7 +20,7 @@ from fp8dist.files.served import mismatch
 from fp8dist.files.value_comparison import ValueDifference, compare_values, have_values, is_rounded_up
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["Comparison", "sha256_of"]
+__all__ = ["TensorComparison", "sha256_of"]
 
 _Look = tuple[str | None, tuple[int, ...], str]
 """Dtype, shape and SHA-256 of a tensor: all but its name."""
@@ -49,7 +49,7 @@ class _Differing(NamedTuple):
     first: Difference | None
 
 
-class Comparison:
+class TensorComparison:
     """Compares a served model with a reference: ``add`` each served tensor, then ``finish``. Keeps a differing weight
     until its scales have come, and no other tensor.
 

@@ -21,7 +21,7 @@ from fp8dist.common.text import dtype_name, first_few
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.certificate_reading import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
 from fp8dist.files.served import ServedTensors, served_model
-from fp8dist.files.verification import Comparison, sha256_of
+from fp8dist.files.verification import TensorComparison, sha256_of
 
 __all__ = ["Verification", "compared", "verification", "verify"]
 
@@ -90,12 +90,12 @@ def verify(
     return verification(comparison, (path, "the given tensors"), known.step)
 
 
-def compared(tensors: Any, path: str | os.PathLike[str], merged: Any) -> tuple[Comparison, Certificate, str]:
+def compared(tensors: Any, path: str | os.PathLike[str], merged: Any) -> tuple[TensorComparison, Certificate, str]:
     """Return (comparison of all tensors, certificate, its path). For the arguments and errors see ``verify``."""
     certificate, value, file = _certified(path)
     known = certificate.tensors
     names = _merged(merged)
-    comparison = Comparison(known, value, certificate.tied, copies=not isinstance(tensors, Mapping))
+    comparison = TensorComparison(known, value, certificate.tied, copies=not isinstance(tensors, Mapping))
     for name, tensor in _named(tensors, known):
         for part, rows in _parts(name, tensor, names, known, comparison):
             try:
@@ -109,7 +109,7 @@ def compared(tensors: Any, path: str | os.PathLike[str], merged: Any) -> tuple[C
 
 
 def verification(
-    comparison: Comparison,
+    comparison: TensorComparison,
     files: tuple[str, str],
     step: int | None,
     others: Iterable[Finding] = (),
@@ -122,17 +122,17 @@ def verification(
     """
     tensors, listed = comparison.finish()
     findings = [*others, *tensors]
-    said = list(notes)
+    remarks = list(notes)
     if any(f.kind == "parameter" and f.index is None for f in findings):
-        said.append("the exported files are not beside the certificate, so how values differ is not known")
+        remarks.append("the exported files are not beside the certificate, so how values differ is not known")
     if comparison.rescaled:
-        said.append(f"other bytes and scales, but the same values: {first_few(comparison.rescaled)}")
+        remarks.append(f"other bytes and scales, but the same values: {first_few(comparison.rescaled)}")
     if findings:
-        said.append(f"file 0: {files[0]}")
+        remarks.append(f"file 0: {files[0]}")
     return Verification(
         tuple(finding.located([Participant(1, files[1])]) for finding in findings),
         {"parameter": len(listed)},
-        notes=tuple(said),
+        notes=tuple(remarks),
         noun="file",
         files=files,
         step=step,
@@ -228,7 +228,7 @@ def _parts(
     tensor: Any,
     merged: Mapping[str, tuple[str, ...]],
     listed: Mapping[str, Certified],
-    comparison: Comparison,
+    comparison: TensorComparison,
 ) -> Iterable[tuple[str, Tensor]]:
     """Return a tensor under its name; a merged one as its parts, under theirs; nothing if this is a fault."""
     if not isinstance(tensor, Tensor):
