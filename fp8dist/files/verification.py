@@ -89,11 +89,7 @@ class TensorComparison:
         self._findings.append(mismatch("layout", name, detail))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Compare a served tensor, on any device.
-
-        Raises:
-            CheckpointError: the reference cannot be read.
-        """
+        """Compare a served tensor, on the CPU."""
         if name in self._seen:
             self._findings.append(mismatch("layout", name, "comes twice"))
             return
@@ -103,18 +99,17 @@ class TensorComparison:
             tensor = tensor.float()  # UE8M0, which holds powers of two alone.
         look = dtype_name(tensor.dtype), tuple(tensor.shape)
         if expected is None:
-            self._strangers[name] = (*look, sha256_of(tensor.detach().cpu()))
+            self._strangers[name] = (*look, sha256_of(tensor))
             return
         if look != (DTYPES.get(expected.dtype), expected.shape):
             wanted = f"{DTYPES.get(expected.dtype) or printable(expected.dtype)}{list(expected.shape)}"
             self.fault(name, f"is {look[0]}{list(look[1])}, expected {wanted}")
             return
-        local = tensor.detach().cpu()
-        digest = sha256_of(local)
+        digest = sha256_of(tensor)
         if digest == expected.sha256:
             self._equal.add(name)
         else:
-            self._note(expected._replace(name=name), digest, local)
+            self._note(expected._replace(name=name), digest, tensor)
         for weight, scale in _weights_and_scales(name):
             if {weight, scale} <= self._equal | self._differing.keys():
                 self._compare_values(weight, scale)
@@ -123,16 +118,16 @@ class TensorComparison:
         """Return the name that the reference has for a served tensor."""
         return name if name in self._certified else str(self._tied.get(name))
 
-    def _note(self, expected: Certified, digest: str, local: Tensor) -> None:
+    def _note(self, expected: Certified, digest: str, tensor: Tensor) -> None:
         value = self._value(self._known_as(expected.name))
         first = None
         if value is not None:
-            leaves = (self._digester.leaves(each) for each in (local, value))
-            first = first_difference(local, value, *leaves)
+            leaves = (self._digester.leaves(each) for each in (tensor, value))
+            first = first_difference(tensor, value, *leaves)
             if _weights_and_scales(expected.name):
                 if len(self._kept) == _MOST_KEPT:
                     del self._kept[next(iter(self._kept))]
-                self._kept[expected.name] = _Pair(local.clone() if self._copies else local, value)
+                self._kept[expected.name] = _Pair(tensor.clone() if self._copies else tensor, value)
         self._differing[expected.name] = _Differing(expected, digest, first)
 
     def _compare_values(self, weight: str, scale: str) -> None:
@@ -144,7 +139,7 @@ class TensorComparison:
         if not have_values(weights.served, scales.served):
             return
         found = compare_values(weights.served, scales.served, weights.expected, scales.expected)
-        if not found.differing:
+        if not found.differing and scale in self._differing:
             self._differing.pop(weight, None)
             self._differing.pop(scale, None)
             self.rescaled.append(weight)

@@ -6,6 +6,7 @@ read to its end raises.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.certificate_reading import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
 from fp8dist.files.served import ServedTensors, served_model
 from fp8dist.files.verification import TensorComparison, sha256_of
+from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["Verification", "compared", "verification", "verify"]
 
@@ -99,10 +101,14 @@ def compared(tensors: Any, path: str | os.PathLike[str], merged: Any) -> tuple[T
     for name, tensor in _named(tensors, known):
         for part, rows in _parts(name, tensor, names, known, comparison):
             try:
-                comparison.add(part, rows)
+                local = rows.detach().cpu()
+                as_bytes(local)  # Fails for sparse tensors, and for tensors whose memory was freed.
             except Exception as error:
                 text = str(error).partition("\n")[0] or type(error).__name__
                 comparison.fault(part, f"cannot be read: {text}")
+            else:
+                comparison.add(part, local)
+                del local
             del rows
         del tensor  # The iterator may free it before it makes the next one.
     return comparison, certificate, file
@@ -124,7 +130,7 @@ def verification(
     findings = [*others, *tensors]
     remarks = list(notes)
     if any(f.kind == "parameter" and f.index is None for f in findings):
-        remarks.append("the exported files are not beside the certificate, so how values differ is not known")
+        remarks.append("no unchanged exported files are beside the certificate, so how values differ is not known")
     if comparison.rescaled:
         remarks.append(f"other bytes and scales, but the same values: {first_few(comparison.rescaled)}")
     if findings:
@@ -244,8 +250,8 @@ def _parts(
         if name in listed or not names or not all(part in listed for part in names):
             continue
         shapes = [listed[part].shape for part in names]
-        if words[-1] == "input_scale" and all(shape == tuple(tensor.shape) for shape in shapes):
-            return [(part, tensor) for part in names]  # One factor for the inputs of all.
+        if tensor.numel() == 1 and all(math.prod(shape) == 1 for shape in shapes):  # One scale for all.
+            return [(part, tensor.reshape(shape)) for part, shape in zip(names, shapes)]
         rows = [shape[0] if shape else 1 for shape in shapes]
         if tensor.ndim and len(tensor) == sum(rows):
             return list(zip(names, tensor.split(rows)))

@@ -206,7 +206,7 @@ def test_an_engine_in_another_process(exports: dict[str, Path], tmp_path: Path, 
             assert detail.endswith(" of them by more than the sum of both ULPs")
             index = tuple(found[weight]["index"])
             assert (found[weight]["value"], found[weight]["expected"]) == (float(mine[index]), float(theirs[index]))
-    noted = "the exported files are not beside the certificate, so how values differ is not known"
+    noted = "no unchanged exported files are beside the certificate, so how values differ is not known"
     assert noted not in full["notes"]
     assert (noted in alone["notes"]) == any(f["kind"] == "parameter" for f in alone["findings"])
 
@@ -227,6 +227,14 @@ def test_a_round_trip_through_bfloat16_changes_bytes_and_no_value(
     assert {f["name"] for f in alone["findings"]} == {*other, *(_scale(good, weight) for weight in other)}
 
 
+def _through_one_buffer(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors as an engine does that receives each into the same memory."""
+    buffer = torch.empty(1 << 20, dtype=torch.uint8)
+    for name, tensor in tensors.items():
+        rows = buffer[: tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+        yield name, rows.view(tensor.dtype).view(tensor.shape)
+
+
 def test_blocks_just_above_224_get_half_the_scale(tmp_path: Path) -> None:
     """In a weight of 304 rows whose largest elements are spread evenly in their logarithm."""
     torch.manual_seed(0)
@@ -240,12 +248,36 @@ def test_blocks_just_above_224_get_half_the_scale(tmp_path: Path) -> None:
     (weight,) = _weights(good)
     share = float((good[weight].view(torch.uint8) != bad[weight].view(torch.uint8)).double().mean())
     assert 0.02 < share < 0.08  # log2(232 / 224) = 5 % of the rows round down to 224; zeros stay.
-    report = fp8dist.verify(iter(bad.items()), tmp_path / "out")
+    report = fp8dist.verify(_through_one_buffer(bad), tmp_path / "out")
     assert (report.consistent, report.rescaled) == (True, (weight,))
     served = tmp_path / "served"
     shutil.copytree(tmp_path / "out", served)
     save_file(bad, next(served.glob("*.safetensors")))
     assert main(["verify", "--certificate", str(tmp_path / "out" / "fp8dist-certificate.json"), str(served)]) == 0
+
+
+def test_parts_that_are_merged_under_one_scale_were_quantised_again(exports: dict[str, Path]) -> None:
+    """As vLLM merges q, k and v that have a scale each."""
+    tensors, names = read(exports["tensor"] / "first"), [f"layers.0.{part}.weight" for part in MERGED["qkv_proj"]]
+    values = torch.cat([_values(tensors, name) for name in names])
+    scale = torch.stack([tensors[f"{name}_scale"] for name in names]).max()
+    for name in names:
+        del tensors[name], tensors[f"{name}_scale"]
+    merged = {"weight": (values / scale).float().to(torch.float8_e4m3fn), "weight_scale": scale}
+    served = {**tensors, **{f"layers.0.qkv_proj.{kind}": tensor for kind, tensor in merged.items()}}
+    report = fp8dist.verify(served, exports["tensor"] / "first", merged=MERGED)
+    details = {f.name: f.detail for f in report.findings}
+    again = {name for name in names if details.get(name, "").endswith("after quantising again with other scales")}
+    assert (len(again), details.keys()) == (2, again | {f"{name}_scale" for name in again})
+
+
+def test_the_sign_of_a_zero_is_a_difference(exports: dict[str, Path]) -> None:
+    """Other bytes with the same scale are no other form of the same weight, though -0 = 0."""
+    tensors = read(exports["tensor"] / "first")
+    data = tensors[DOWN].view(torch.uint8)
+    data[data & 127 == 0] ^= 128
+    report = fp8dist.verify(tensors, exports["tensor"] / "first")
+    assert ([f.name for f in report.findings], report.rescaled) == ([DOWN], ())
 
 
 def _number(byte: int) -> Fraction | None:
@@ -338,6 +370,12 @@ def _changed(name: str, value: Any) -> Callable[[Tensors], Any]:
     return lambda tensors: {**tensors, name: value}
 
 
+def _freed() -> Tensor:
+    tensor = torch.ones(192)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 BIAS = "layers.0.down_proj.bias"
 FINDINGS: list[tuple[str, Callable[[Tensors], Any], dict[str, str]]] = [
     ("twice", lambda t: [*t.items(), (BIAS, t[BIAS])], {BIAS: "comes twice"}),
@@ -347,6 +385,7 @@ FINDINGS: list[tuple[str, Callable[[Tensors], Any], dict[str, str]]] = [
     ("dtype", _changed(BIAS, torch.ones(192).half()), {BIAS: "is float16[192], expected float32[192]"}),
     ("no tensor", _changed(BIAS, [1.0]), {BIAS: "is of type list, expected a tensor"}),
     ("meta", _changed(BIAS, torch.ones(192, device="meta")), {BIAS: "cannot be read: Cannot copy out of meta tensor"}),
+    ("freed", _changed(BIAS, _freed()), {BIAS: "cannot be read: setStorage"}),
     ("sparse", _changed(BIAS, torch.ones(192).to_sparse()), {BIAS: "cannot be read: "}),
     (
         "merged rows",
