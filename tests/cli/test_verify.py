@@ -215,6 +215,26 @@ def test_a_swapped_scale(made: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"it has the bytes of '{names[1]}'" in capsys.readouterr().out
 
 
+def test_half_the_scale_and_twice_the_bytes_are_the_same_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the checkpoint, and by exported files beside a certificate; a certificate in the changed folder has none."""
+    made = _made(tmp_path, "delayed 2^n")
+    shutil.copytree(made / "served", made / "kept")
+    for name, factor in (("a.weight", 2.0), ("a.weight_scale", 0.5)):
+        _edit(_file_of(made, name), lambda t: t.update({name: (t[name].float() * factor).to(t[name].dtype)}))  # noqa: B023
+    kept = ("verify", "--certificate", str(made / "kept"), str(made / "served"))
+    for words in (_verify(made), kept):
+        assert main(list(words)) == CONSISTENT
+        text = capsys.readouterr().out
+        assert text.startswith(f"{made / 'served'}: the same values as ")
+        assert text.splitlines()[-1].startswith("note: other bytes and scales, but the same values: a.weight")
+    assert main([*_verify(made), "--json"]) == CONSISTENT
+    assert json.loads(capsys.readouterr().out)["rescaled"] == ["a.weight"]
+    assert main([*_by_certificate(made)]) == DIVERGED
+    assert "how values differ is not known" in capsys.readouterr().out
+
+
 def test_swapped_weights_of_one_shape(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = {name: load_file(_file_of(made, name))[name].clone() for name in ("a.weight", "c.weight")}
     _edit(_file_of(made, "a.weight"), lambda tensors: tensors.update({"a.weight": old["c.weight"]}))
