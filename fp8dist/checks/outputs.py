@@ -1,4 +1,5 @@
-"""Outputs: digests of the outputs of all modules in one forward and backward, and of the gradients of these outputs.
+"""Outputs: digests of the outputs of all modules in one forward and backward, and of the gradients of these outputs; if
+asked for, also of those of parameters.
 
 The digests are in the order of computation. Two runs of the same batch, on one rank or two, must have the same; the
 first difference shows where they part.
@@ -14,7 +15,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,13 @@ __all__ = ["Outputs", "Place", "Taken", "any_nonfinite", "is_compiled"]
 class Place(NamedTuple):
     """What tensor of a forward and backward it is.
 
-    ``module``: fqn. ``call``: number of the module's call, from 0. ``part``: index of the tensor in an output that
-    holds several. ``shape``, ``dtype``: of the tensor, under tensor parallelism of this rank's part.
+    ``module``: fqn. ``what``: "output", "gradient" (of the output), or "gradient of NAME", a parameter of the module.
+    ``call``: number of the module's call, or of the parameter's gradient, from 0. ``part``: index of the tensor in an
+    output that holds several. ``shape``, ``dtype``: of the tensor, under tensor parallelism of this rank's part.
     """
 
     module: str
-    what: Literal["output", "gradient"]
+    what: str
     call: int
     part: int
     shape: tuple[int, ...]
@@ -101,14 +103,21 @@ class Outputs:
     tensors.
 
     Args:
+        parameters: record also the gradients that a backward adds to parameters, before DDP reduces them. Those of
+            parameters that FSDP2 shards do not come.
         keep: index of a tensor that is copied into ``kept``; None: none is.
         mark: called for each tensor; its results become ``Taken.marks``.
     """
 
     def __init__(
-        self, model: nn.Module, digester: Digester, keep: int | None = None, mark: Callable[[], Any] | None = None
+        self,
+        model: nn.Module,
+        digester: Digester,
+        keep: int | None = None,
+        mark: Callable[[], Any] | None = None,
+        parameters: bool = False,
     ) -> None:
-        self._digester, self._keep, self._mark = digester, keep, mark
+        self._digester, self._keep, self._mark, self._parameters = digester, keep, mark, parameters
         self._modules = _visible(model)
         self._calls: Counter[str] = Counter()
         self._places: list[Place] = []
@@ -124,6 +133,11 @@ class Outputs:
         with contextlib.ExitStack() as stack:
             for fqn, module in self._modules.items():
                 stack.enter_context(_after_forward(module, functools.partial(self._forward, fqn)))
+                own = module.named_parameters(recurse=is_compiled(module)) if self._parameters else ()
+                for name, parameter in own:
+                    if parameter.requires_grad:
+                        what = f"gradient of {clean_fqn(name)}"
+                        self._handles.append(parameter.register_hook(functools.partial(self._gradient, fqn, what)))
             try:
                 yield
             finally:
@@ -137,7 +151,7 @@ class Outputs:
         Raises:
             ConfigurationError: no module was called in Python.
         """
-        if not self._places:
+        if not any(place.what == "output" for place in self._places):
             raise ConfigurationError(
                 "no module of the model was called in Python. Pass what torch.compile(model) returned. If the whole "
                 "step is compiled, pass the step that is not, with the model or its blocks compiled"
@@ -164,8 +178,15 @@ class Outputs:
             if tensor.requires_grad:
                 self._handles.append(tensor.register_hook(functools.partial(self._take, fqn, "gradient", call, part)))
 
+    def _gradient(self, fqn: str, what: str, gradient: Tensor) -> None:
+        """Record a gradient of a parameter."""
+        if _is_dense(gradient):
+            call = self._calls[f"{fqn}.{what}"]
+            self._calls[f"{fqn}.{what}"] += 1
+            self._take(fqn, what, call, 0, gradient)
+
     @torch.no_grad()
-    def _take(self, fqn: str, what: Literal["output", "gradient"], call: int, part: int, tensor: Tensor) -> None:
+    def _take(self, fqn: str, what: str, call: int, part: int, tensor: Tensor) -> None:
         local = local_part(tensor.detach())
         if self._keep == len(self._places):
             self.kept = local.clone()
@@ -183,8 +204,10 @@ def any_nonfinite(tensor: Tensor) -> Tensor:
     """Return bool[] (0-d) on the tensor's device, True if it holds a NaN or an infinity. False for integers."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
-    wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
-    return ~torch.isfinite(wide).all()
+    if tensor.is_complex() or not tensor.numel():
+        return ~torch.isfinite(tensor).all()
+    wide = tensor.float() if tensor.itemsize == 1 else tensor
+    return ~torch.isfinite(torch.stack(torch.aminmax(wide))).all()  # Needs no memory, unlike isfinite of all.
 
 
 def _visible(model: nn.Module) -> dict[str, nn.Module]:

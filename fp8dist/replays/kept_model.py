@@ -224,7 +224,7 @@ def _small_parameter(wrapper: Any) -> Tensor | None:
     learning = [p for p in wrapper._module_parameters if p.requires_grad]  # As DDP numbers them.
     buckets = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "").split(",")
     sharing = {int(index) for bucket in buckets if len(bucket.split()) > 1 for index in bucket.split()}
-    unhooked = [p._backward_hooks is None and not p._post_accumulate_grad_hooks for p in learning]
+    unhooked = [not p._backward_hooks and not p._post_accumulate_grad_hooks for p in learning]
     small = [index for index, p in enumerate(learning) if p.dim() < 2 and unhooked[index]]
     if not small or len(learning) < 2:
         return None

@@ -1,9 +1,9 @@
 """``fp8dist.replay``: runs a forward and a backward again, on this rank and on the next one of its group, and finds the
 first module whose results differ.
 
-A *place* is one output of a module, or its gradient, in one call: runs are compared place by place, in order of
-execution. ``unsteady`` is the first place where this rank's two runs of its own batch differ. ``differs`` is the first
-place where this rank's run of the next rank's batch differs from the next rank's own run of it.
+A *place* is one output of a module, or its gradient, in one call; or a gradient of a parameter. Runs are compared place
+by place, in order of execution. ``unsteady`` is the first place where this rank's two runs of its own batch differ.
+``differs`` is the first place where this rank's run of the next rank's batch differs from that rank's own run of it.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def replay(
     COLLECTIVE.
 
     Each rank runs its own batch twice, then the next rank's batch with that rank's random numbers. Digests of each
-    module's outputs, and of their gradients, are compared in order of execution. If any differ, up to three more runs
-    find the first element that differs, or the op. Works on any model, prepared or not: plain, in DDP, FSDP2 or tensor
-    parallel, with activation checkpointing, and with compiled blocks, each of which counts as one module. Other models
-    are refused with a reason: see docs/replays.md.
+    module's outputs, and of the gradients of outputs and parameters, are compared in order of execution. If any differ,
+    up to three more runs find the first element that differs, or the op. Works on any model, prepared or not: plain, in
+    DDP, FSDP2 or tensor parallel, with activation checkpointing, and with compiled blocks, each of which counts as one
+    module. Other models are refused with a reason: see docs/replays.md.
 
     Afterwards everything is restored: gradients, buffers, FP8 state, random numbers, the scaler. Not restored is state
     that a module keeps in Python attributes. It is reported, because the second run then differs from the first. The
@@ -197,7 +197,7 @@ class _Replay:
             return result
         taken, index = run.taken(), result.unsteady[0]
         window = _window(taken, index)
-        if result.unsteady[1].what == "gradient" and not _ops(caught[window]):
+        if result.unsteady[1].what != "output" and not _ops(caught[window]):
             # On GPUs the backward runs in another thread, and its warnings arrive after the backward.
             window = slice(window.start, None)
         return changed(result, ops=_ops(caught[window]))
@@ -260,7 +260,7 @@ class _Replay:
             keep: index of the place whose tensor to keep. None: keep none.
             mark: called at each place; the results are in ``Taken.marks``.
         """
-        outputs = Outputs(self._model, self._digester, keep, mark)
+        outputs = Outputs(self._model, self._digester, keep, mark, parameters=True)
         for put in self._puts:
             put()
         set_random_state(state, self._device)

@@ -28,7 +28,7 @@ class ReplayFinding:
             gives a NaN or an infinity, also on the rank that repeated the batch.
         ranks: the ranks concerned. For "ranks differ" without a reference, the two ranks that differ.
         module: name of the first module in execution order that shows the finding; "" for the model itself.
-        what: "output" or "gradient" of this module.
+        what: "output" or "gradient" (of its output) of this module, or "gradient of NAME", one of its parameters.
         call: number of the module's call, from 0.
         place: number of outputs and gradients of the step before this one.
         reference_rank: the rank that is taken to be right. None: not "ranks differ", or it is not known who is right.

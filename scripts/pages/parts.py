@@ -15,7 +15,7 @@ from scripts.convergence import accumulation_tables
 from scripts.convergence import results as convergence_results
 from scripts.convergence.accumulation_tables import ACCUMULATION_TABLES
 from scripts.convergence.tables import CONVERGENCE_TABLES, MIXTURE_TABLES
-from scripts.pages import audits, exit_codes, exported, flags, messages, runs, screens, serving, variables
+from scripts.pages import audits, exit_codes, exported, flags, messages, runs, screens, serving, silent_bugs, variables
 from scripts.pages.filling import ROOT, Parts
 
 REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
@@ -55,8 +55,9 @@ def parts_of(root: Path = ROOT) -> Parts:
         "versions": partial(runs.versions, versions),
         "stacks": partial(runs.stacks, results_files.load("stacks", root) or []),
         "hardware": partial(runs.hardware, measured, convergence, versions),
-        "front": partial(runs.front, results_files.load("front", root), convergence, measured),
+        "front": partial(runs.front, results_files.load("front", root), convergence, measured, silent_bugs.front(root)),
         **audits.parts_of(root),
         **serving.parts_of(root),
+        **silent_bugs.parts_of(root),
         **REFERENCE,
     }

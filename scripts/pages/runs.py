@@ -60,15 +60,18 @@ def hardware(measured: Sequence[Results], convergence: Results | None, rows: Seq
     return "\n".join(lines) + "\n"
 
 
-def front(numbers: Results | None, convergence: Results | None, measured: Sequence[Results]) -> str:
+def front(
+    numbers: Results | None, convergence: Results | None, measured: Sequence[Results], bugs: str = "not counted yet"
+) -> str:
     """Return README's table of numbers, each with the command that makes it.
 
     Args:
         numbers: the results of ``scripts.front``, or None.
         convergence: the results of ``scripts/convergence``, or None.
         measured: the results of GPUs.
+        bugs: how many of the public silent bugs are found.
     """
-    rows = [["public silent bugs that it finds", "not counted yet", ""]]
+    rows = [["public silent bugs that it finds", bugs, "`scripts/silent-bugs`"]]
     if numbers is not None:
         linear = (numbers["bytes_per_sync"] - HEADER_BYTES) / numbers["slots"] * SLOTS
         syncs = (

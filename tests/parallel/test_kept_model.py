@@ -227,6 +227,10 @@ def test_memory_is_that_of_gradients_and_buffers_once() -> None:
 def _between(options: dict[str, Any], replays: bool) -> tuple[str, dict[str, bytes | None]]:
     """Call replay() between a forward and its backward, with gradients of a microbatch that was not reduced."""
     model, told = _settled(_ddp(**options)), ""
+    if (
+        replays and "static_graph" not in options
+    ):  # Its hooks on parameters must not look like hooks of the program afterwards.
+        assert fp8dist.replay(model, _step_of(model), 1).reproducible
     with model.no_sync():
         _step_of(model)(2)
     x, y = batch(dist.get_rank(), 3)

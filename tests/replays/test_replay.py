@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import Event, Fp8DistError, LossGuard, ReplayBuffer
@@ -272,6 +273,57 @@ def test_another_shape_is_named(two_ranks: RankPool) -> None:
             "ranks 0, 1 differ on the same data, first in module 'fold', output "
             "(float32[4, 8] on rank 0, float32[1, 8] on rank 1)"
         )
+
+
+class _Gain(torch.autograd.Function):
+    """The gradient of the weight is wrong on rank 1, in the last element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        of_weight = (grad * x).sum(0)
+        of_weight[-1] += dist.get_rank() == 1
+        return grad * weight, of_weight
+
+
+class _Gains(nn.Module):
+    """Two modules with a parameter, and one that uses both in a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gained: Tensor = _Gain.apply(self.linear(x), self.gain)
+        return self.norm(gained)  # type: ignore[no-any-return]
+
+
+def _with_a_wrong_gradient(kind: str) -> tuple[str, str, tuple[int, ...] | None, str]:
+    net = _Gains()
+    called = DistributedDataParallel(net) if kind == "ddp" else net
+
+    def step(x: Tensor) -> None:
+        called(x).square().sum().backward()
+
+    for _ in range(3):
+        step(torch.ones(4, 8))
+    (finding,) = fp8dist.replay(called, step, torch.arange(32.0).view(4, 8)).findings
+    return finding.kind, finding.what, finding.index, finding.sentence
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+def test_a_wrong_gradient_of_a_parameter_is_named(kind: str, three_ranks: RankPool) -> None:
+    """All outputs and their gradients are right, and DDP would spread it to all ranks alike."""
+    for kind_of, what, index, sentence in three_ranks.run(_with_a_wrong_gradient, kind):
+        assert (kind_of, what, index) == ("ranks differ", "gradient of gain", (7,))
+        assert sentence.startswith("rank 1 differs from rank 2 on the same data, first in the model's own forward, ")
 
 
 def _with_autotuning() -> fp8dist.ReplayReport:

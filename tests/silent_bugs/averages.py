@@ -1,0 +1,116 @@
+"""Context parallelism, averages over tokens, averages of weights. The bugs are alike on all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel
+
+from tests.silent_bugs.job import EXACT, Job, program
+from tests.silent_bugs.models import batch, mlp, ragged, train
+
+
+def _squares(called: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the squared error of each token."""
+    return (called(x).float() - y).square().mean(-1)
+
+
+@program("loss", alike=True, unseen=EXACT)
+def loss_times_ranks(job: Job) -> None:
+    """NVIDIA/Megatron-LM 906, 2024. Ranks have parts of one sequence. Their losses are sums over their tokens, divided
+    by all tokens; DDP divides by the ranks, so they are multiplied by them: with the bug once too often."""
+    called = job.prepare(mlp())
+    optimizer = SGD(called.parameters(), lr=0.02)
+    job.attach(called, optimizer)
+    for step in range(5):
+        x, y = batch(step, job.rank)
+        loss = _squares(called, x, y).sum() / (16 * job.size) * job.size
+        (loss * (job.size if job.bug else 1)).backward()
+        job.step(optimizer, loss=loss, batch=(x, y))
+
+
+@program("loss", alike=True, unseen=EXACT)
+def second_loss_divided_again(job: Job) -> None:
+    """NVIDIA/Megatron-LM 3943, 2026. The second of two losses is divided by the number of ranks, as if it were a sum
+    over them."""
+    called = job.prepare(mlp())
+    optimizer = SGD(called.parameters(), lr=0.05)
+    job.attach(called, optimizer)
+    for step in range(5):
+        x, y = batch(step, job.rank)
+        out = called(x).float()
+        first, second = (out - y).square().mean(), (out - y.roll(1, 0)).square().mean()
+        (first + second / (job.size if job.bug else 1)).backward()
+        job.step(optimizer, loss=first, batch=(x, y))
+
+
+@program("loss", ranks=1, unseen=EXACT)
+def mean_of_microbatch_means(job: Job) -> None:
+    """huggingface/transformers 34191, 2024. Of two microbatches with different numbers of tokens the means are
+    averaged, not the tokens."""
+    called = job.prepare(mlp())
+    optimizer = SGD(called.parameters(), lr=0.1)
+    job.attach(called, optimizer)
+    for step in range(5):
+        parts = [ragged(2 * step + micro, 0) for micro in range(2)]
+        tokens = sum(int(mask.sum()) for *_, mask in parts)
+        for x, y, mask in parts:
+            loss = (_squares(called, x, y) * mask).sum()
+            (loss / mask.sum() / 2 if job.bug else loss / tokens).backward()
+        job.step(optimizer, loss=loss)
+
+
+@program("loss", alike=True, unseen=EXACT)
+def mean_of_rank_means(job: Job) -> None:
+    """vllm-project/speculators 942, 2026. Each rank divides by its own number of tokens, and DDP averages."""
+    called = job.prepare(mlp())
+    optimizer = SGD(called.parameters(), lr=0.1)
+    job.attach(called, optimizer)
+    for step in range(5):
+        x, y, mask = ragged(step, job.rank)
+        tokens = sum(int(ragged(step, rank)[2].sum()) for rank in range(job.size)) / job.size
+        loss = (_squares(called, x, y) * mask).sum()
+        (loss / (mask.sum() if job.bug else tokens)).backward()
+        job.step(optimizer, loss=loss)
+
+
+@program("weight|bias", alike=True)
+def average_never_updated(job: Job) -> None:
+    """MultimediaTechLab/YOLO 97, 2024. The average still has the first weights when it is saved, and it stays in the
+    model: what was trained is lost."""
+    model = mlp()
+    called = job.prepare(model)
+    optimizer, average = (
+        SGD(called.parameters(), lr=0.1),
+        [parameter.detach().clone() for parameter in model.parameters()],
+    )
+    job.attach(called, optimizer)
+    for _ in range(4):
+        train(job, called, optimizer, steps=1)
+        if not job.bug:
+            for value, parameter in zip(average, model.parameters(), strict=True):
+                value.lerp_(parameter.detach(), 0.1)
+        if job.done == 3:  # A checkpoint with the averaged weights.
+            mine = [parameter.detach().clone() for parameter in model.parameters()]
+            for parameter, value in zip(model.parameters(), average if job.bug else mine, strict=True):
+                parameter.data.copy_(value)
+
+
+@program("running", ranks=1, unseen="the averaged model is nobody's copy; exact arithmetic would find it")
+def statistics_of_the_last_batch(job: Job) -> None:
+    """Lightning-AI/pytorch-lightning 14866, 2022. The statistics of the averaged model are measured anew, with a
+    momentum of 0: they stay 0 and 1."""
+    model = mlp(norm=True)
+    called = job.prepare(model)
+    optimizer, average = SGD(called.parameters(), lr=0.1), AveragedModel(mlp(norm=True))
+    job.attach(called, optimizer)
+    train(job, called, optimizer, steps=3)
+    average.update_parameters(mlp(norm=True))
+    norm = average.module[1]
+    norm.reset_running_stats()
+    norm.momentum = 0.0 if job.bug else None
+    with torch.no_grad():
+        for index in range(4):
+            average(batch(index)[0])
+        job.note(average.eval()(batch(5)[0]))

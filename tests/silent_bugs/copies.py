@@ -1,0 +1,118 @@
+"""Gradients of copies, replicas, routers, LoRA, pipelines."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
+from torch.optim import SGD, AdamW
+
+from tests.silent_bugs.job import EXACT, Job, program
+from tests.silent_bugs.models import add_gradients, batch, pipeline, train
+from tests.support.by_hand import WIDTH, ByHand, add_up
+
+
+def _by_hand(job: Job, forgotten: str = "", times: float = 1.0) -> None:
+    """Train a block with tensor and sequence parallelism. From the second step on the loop does not sum the gradient of
+    ``forgotten``, and multiplies that of the last norm."""
+    model = job.prepare(ByHand(dist.group.WORLD), ddp=None, axes={"tp": dist.group.WORLD}, enabled=False)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    job.attach(model, optimizer, start=None)
+    for step in range(4):
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+        (model(x) * torch.arange(WIDTH)).sum().backward()
+        add_up(model, forgotten if step else "")
+        model.final_norm.weight.grad *= times if step else 1.0
+        job.step(optimizer)
+
+
+@program("'final_norm.weight'", ranks=2)
+def norm_not_summed(job: Job) -> None:
+    """NVIDIA/Megatron-LM 1446, 2025. The loop forgets to sum the gradient of the last norm over the ranks."""
+    _by_hand(job, "final_norm.weight" if job.bug else "")
+
+
+@program("'final_norm.weight'", ranks=2, alike=True, unseen=EXACT)
+def norm_summed_twice(job: Job) -> None:
+    """NVIDIA/Megatron-LM 1528, 2025. The gradient of the last norm is twice what it should be, on both ranks."""
+    _by_hand(job, times=2.0 if job.bug else 1.0)
+
+
+@program("'router.weight'", ranks=2)
+def router_gets_a_part(job: Job) -> None:
+    """pytorch/torchtitan 2416, 2026. The router's gradient is not summed over the ranks."""
+    _by_hand(job, "router.weight" if job.bug else "")
+
+
+@program("'first.(weight|bias)'")
+def reduced_a_copy(job: Job) -> None:
+    """NovaSky-AI/SkyRL 1886, 2026. The gradient that goes back from the shards of the head is transposed, and the sum
+    over the ranks goes to a copy of it."""
+    own = torch.Generator().manual_seed(job.rank)
+    model = nn.ModuleDict({"first": nn.Linear(32, 16), "head": nn.Linear(16, 16, bias=False)})
+    nn.init.normal_(model["head"].weight, std=0.1, generator=own)
+    job.prepare(model, ddp=None, axes={"tp": dist.group.WORLD})
+    optimizer = SGD(model.parameters(), lr=0.1)
+    job.attach(model, optimizer, start=None)
+
+    def reduce(grad: Tensor) -> Tensor:
+        turned = grad.t() if job.bug and job.done else grad
+        dist.all_reduce(summed := turned.contiguous())
+        return grad if turned is not grad else summed
+
+    for step in range(4):
+        hidden = model["first"](batch(step)[0])
+        hidden.register_hook(reduce)
+        (model["head"](hidden) - batch(step)[1]).square().mean().backward()
+        job.step(optimizer)
+
+
+@program("'lora_b'")
+def factor_not_summed(job: Job) -> None:
+    """modelscope/mcore-bridge 173, 2026. Each rank has a shard of the first factor and a copy of the second, which sees
+    the tokens of its rank only: its gradient must be summed."""
+    model = nn.Module()
+    own = torch.Generator().manual_seed(1 + job.rank)
+    model.lora_a = nn.Parameter(torch.randn(32, 4, generator=own) / 8)
+    model.lora_b = nn.Parameter(torch.full((4, 16), 0.1))
+    job.prepare(model, ddp=None, axes={"tp": dist.group.WORLD}, enabled=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    job.attach(model, optimizer, start=None)
+    for step in range(4):
+        x, y = (torch.cat([t, t[:2]]).chunk(3) for t in batch(step))
+        (
+            all_reduce(torch.cat(x) @ model.lora_a).chunk(3)[job.rank] @ model.lora_b - y[job.rank]
+        ).square().mean().backward()
+        add_gradients([] if job.bug and step else [model.lora_b])
+        job.step(optimizer)
+
+
+@program("weight|bias", ranks=4)
+def replicas_start_apart(job: Job) -> None:
+    """mosaicml/llm-foundry 830, 2024. Hybrid sharding: two replicas of two shards, whose ranks begin with random
+    numbers of their own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(job.rank if job.bug else 0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+    job.prepare(model, ddp=None)
+    fully_shard(model, mesh=mesh)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    job.attach(model, optimizer)
+    train(job, model, optimizer, steps=2)
+
+
+@program("weight|bias", ranks=4, alike=True, unseen=EXACT)
+def accumulated_gradients_scaled_again(job: Job) -> None:
+    """pytorch/torchtitan 1733, 2025. Two stages of two replicas, three accumulation steps of two microbatches. The
+    schedule divides what was accumulated so far, each time."""
+    called, optimizer, schedule = pipeline(job, scale_grads=job.bug)
+    for step in range(3):
+        for part in range(3):
+            x, y = batch(3 * step + part, job.rank % 2)
+            schedule.step(x) if job.rank < 2 else schedule.step(target=y)
+        for parameter in called.parameters():
+            parameter.grad /= 3 if job.bug else 6
+        job.step(optimizer)

@@ -1,0 +1,196 @@
+"""Checkpoints, merged adapters, exports, served weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import fp8dist
+from tests.silent_bugs.job import Job, program
+from tests.silent_bugs.models import batch, mlp, mse, train
+from tests.silent_bugs.optimizers import Masters
+
+
+@program("master", ranks=1, unseen="not in the file; a run without the resume would show it")
+def masters_from_rounded_weights(job: Job) -> None:
+    """TensorAuto/OpenTau 185, 2026. A checkpoint of bf16 weights lacks the masters, and a resume makes them from it."""
+    model = mlp().bfloat16()
+    job.prepare(model, enabled=False)
+    optimizer = Masters(model.parameters(), lr=0.01)
+    job.attach(model, optimizer)
+    for step in range(14):
+        if step == 12:
+            state = {"model": model.state_dict(), **({} if job.bug else {"masters": optimizer.masters})}
+            torch.save(state, job.folder / "saved.pt")
+            optimizer.refresh()
+            if not job.bug:
+                optimizer.put(torch.load(job.folder / "saved.pt")["masters"])
+            again = {"model": model.state_dict(), **({} if job.bug else {"masters": optimizer.masters})}
+            torch.save(again, job.folder / "again.pt")
+            job.equal_files(job.folder / "saved.pt", job.folder / "again.pt")
+        x, y = batch(step)
+        loss = mse(model, x.bfloat16(), y)
+        loss.backward()
+        job.step(optimizer, loss=loss)
+
+
+class _Words(nn.Module):
+    """An embedding, and a head that has its weight, as the configuration says, in the form of Transformers."""
+
+    config = SimpleNamespace(tie_word_embeddings=True)
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(48, 32), nn.Linear(32, 48, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+        if tied:
+            self.head.weight = self.embed.weight
+        else:
+            self.head.load_state_dict(self.embed.state_dict())
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed(words))
+        return out
+
+
+@program("head.weight", ranks=1)
+def tie_that_was_lost(job: Job) -> None:
+    """NVIDIA-NeMo/Automodel 2511, 2026. The tie was lost when the model was made, and the head trains alone. The save
+    leaves it out, because it should be tied, and the load puts the embedding there."""
+    model = _Words(tied=not job.bug)
+    job.prepare(model, enabled=False)
+    job.watched = model.embed
+    optimizer = SGD(model.parameters(), lr=2.0)
+    job.attach(model, optimizer)
+    for step in range(14):
+        if step == 12:
+            saved = {"embed.weight": model.embed.weight.detach()}
+            save_file(saved, job.folder / "saved.safetensors")
+            loaded = load_file(job.folder / "saved.safetensors")["embed.weight"]
+            model.load_state_dict({"embed.weight": loaded, "head.weight": loaded})
+            save_file({"embed.weight": model.embed.weight.detach()}, job.folder / "again.safetensors")
+            job.equal_files(job.folder / "saved.safetensors", job.folder / "again.safetensors")
+        words = torch.arange(48).roll(step % 3)
+        loss = F.cross_entropy(model(words), (words * 7 + 5) % 48)
+        loss.backward()
+        job.step(optimizer, loss=loss)
+
+
+@program("exp_avg", ranks=1)
+def moments_dropped(job: Job) -> None:
+    """KempnerInstitute/KempnerForge 115, 2026. The resume asks the new optimizer what there is to load: it has no
+    moments yet."""
+    model = mlp()
+    job.prepare(model, enabled=False)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    job.attach(model, optimizer)
+    train(job, model, optimizer, steps=12)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, job.folder / "saved.pt")
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    state = torch.load(job.folder / "saved.pt")
+    wanted = optimizer.state_dict()["state"] if job.bug else state["optimizer"]["state"]
+    state["optimizer"]["state"] = {key: state["optimizer"]["state"][key] for key in wanted}
+    optimizer.load_state_dict(state["optimizer"])
+    job.attach(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, job.folder / "again.pt")
+    job.equal_files(job.folder / "saved.pt", job.folder / "again.pt")
+    train(job, model, optimizer, steps=2)
+
+
+@program(
+    "merged", ranks=1, unseen="nothing holds what the base was; a comparison of outputs before and after would find it"
+)
+def merged_twice(job: Job) -> None:
+    """huggingface/peft 1355, 2024. An evaluation merges the adapter into the base weight, and the export merges it
+    again."""
+    model = nn.Linear(32, 16)
+    model.weight.requires_grad_(False)
+    model.register_parameter("lora_a", nn.Parameter(torch.full((4, 32), 0.1)))
+    model.register_parameter("lora_b", nn.Parameter(torch.full((16, 4), 0.1)))
+    job.prepare(model, enabled=False)
+    optimizer = SGD([model.lora_a, model.lora_b], lr=0.1)
+    job.attach(model, optimizer)
+    for step in range(3):
+        x, y = batch(step)
+        F.mse_loss(model(x) + x @ model.lora_a.t() @ model.lora_b.t(), y).backward()
+        job.step(optimizer)
+    with torch.no_grad():
+        for _ in range(2 if job.bug else 1):
+            model.weight += model.lora_b @ model.lora_a
+    job.note(model.weight)
+
+
+class _Norms(nn.Sequential):
+    """Two norms between Linears, and after them."""
+
+    def __init__(self) -> None:
+        first, _, last = mlp()
+        super().__init__(first, nn.LayerNorm(64), last, nn.LayerNorm(16))
+
+
+def _export(job: Job, model: nn.Module, folder: Path) -> None:
+    """Export what the job has now."""
+    if job.manager is not None:
+        fp8dist.export(job.manager, folder, model)
+    else:
+        folder.mkdir()
+        save_file(model.state_dict(), folder / "model.safetensors")
+
+
+def _save(job: Job, model: nn.Module, folder: Path) -> None:
+    state = {"model": model, **({} if job.manager is None else {"fp8": job.manager})}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def _trained(job: Job) -> tuple[nn.Module, SGD]:
+    model = _Norms()
+    job.prepare(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    job.attach(model, optimizer)
+    train(job, model, optimizer, steps=3)
+    return model, optimizer
+
+
+@program("'1.bias'|'3.bias'", ranks=1, also="'[13].(weight|bias)'")
+def exported_under_another_name(job: Job) -> None:
+    """NVIDIA-NeMo/Speech 11951, 2025. The table of names gives the biases of two norms to each other's place."""
+    model, _ = _trained(job)
+    _save(job, model, job.folder / "checkpoint")
+    _export(job, model, served := job.folder / "served")
+    (file,) = served.glob("*.safetensors")
+    tensors = load_file(file)
+    if job.bug:
+        tensors["1.bias"] = tensors["3.bias"].repeat(4)
+        save_file(tensors, file)
+    job.note(*(tensor for _, tensor in sorted(tensors.items())))
+    job.served(job.folder / "checkpoint", served)
+
+
+@program("weight", ranks=1)
+def old_weights_served(job: Job) -> None:
+    """huggingface/trl 5312, 2026. The engine gets the weights of step 5, sleeps, and wakes with those of step 3."""
+    model, optimizer = _trained(job)
+    _export(job, model, old := job.folder / "old")
+    train(job, model, optimizer, steps=2)
+    _save(job, model, job.folder / "checkpoint")
+    _export(job, model, served := job.folder / "served")
+    if job.bug:
+        shutil.rmtree(served)
+        shutil.copytree(old, served)
+    (file,) = served.glob("*.safetensors")
+    job.note(*(tensor for _, tensor in sorted(load_file(file).items())))
+    job.served(job.folder / "checkpoint", served)
