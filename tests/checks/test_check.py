@@ -19,7 +19,7 @@ from fp8dist import DivergenceReport, StateManager
 from tests.support.checked import DTYPES, SLOTS, name_of, prepared, whole_world
 from tests.support.elements import element, flip, raw, same_value, ulp_between, value_of
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 
 class Target(NamedTuple):
@@ -185,10 +185,12 @@ def test_a_damaged_manifest_or_step_word_is_named(four_ranks: RankPool, word: in
     assert four_ranks.run(_flipped_word, word, odd) == [expected] * 4
 
 
-# No false alarm ----------------------------------------------------------------------------------------
-
-
-def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ...]]:
+@pytest.mark.parametrize(
+    "checks",
+    [pytest.param(40, marks=pytest.mark.slow), pytest.param(1000, marks=[pytest.mark.long, pytest.mark.nightly])],
+)
+@on_ranks(4, timeout=200)
+def test_clean_checks_raise_no_alarm_with_nan_inf_and_negative_zero(checks: int) -> None:
     """Check equal ranks with equal NaN, Inf and -0.0. Before each check, some bits change on all ranks."""
     model, manager = prepared()
     pools = _targets(model, manager)
@@ -203,7 +205,7 @@ def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ..
     chance = random.Random(7)
     alarms = []
     compared: tuple[tuple[str, int], ...] = ()
-    for i in range(count):
+    for i in range(checks):
         target = chance.choice(chance.choice(pools))
         if target.tensor.dtype is not torch.bool:
             flip(target.tensor, chance.randrange(8 * raw(target.tensor).numel()))
@@ -211,21 +213,8 @@ def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ..
         if report.findings:
             alarms.append(str(report))
         compared = compared if i % 2 else report.compared
-    return count, alarms, compared
-
-
-@pytest.mark.parametrize(
-    "checks",
-    [pytest.param(40, marks=pytest.mark.slow), pytest.param(1000, marks=[pytest.mark.long, pytest.mark.nightly])],
-)
-def test_clean_checks_raise_no_alarm_with_nan_inf_and_negative_zero(four_ranks: RankPool, checks: int) -> None:
-    for count, alarms, compared in four_ranks.run(_clean_checks, checks, timeout=200):
-        assert alarms == []
-        assert count == checks
-        assert compared == {"parameter": len(DTYPES) + 2, "slot": len(SLOTS)}
-
-
-# Damage of more than one bit ---------------------------------------------------------------------------
+    assert alarms == []
+    assert compared == {"parameter": len(DTYPES) + 2, "slot": len(SLOTS)}
 
 
 class Two(nn.Module):

@@ -19,7 +19,7 @@ import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport, StateManager
 from fp8dist.errors import DivergenceError
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 A = ("a", "input")
 
@@ -45,9 +45,6 @@ def _damage(model: nn.Module, manager: StateManager, ranks: list[int]) -> None:
         with torch.no_grad():
             model.weight[2, 3] = 77.0
         manager.slot(*A).amax.fill_(99.0)
-
-
-# Policies ----------------------------------------------------------------------------------------------
 
 
 def _with_policy(policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
@@ -150,9 +147,6 @@ def test_no_rank_raises_before_the_message_is_out(four_ranks: RankPool) -> None:
     said = results[0][0]
     assert said > 0
     assert all(raised >= said for _, raised in results)
-
-
-# Evidence -------------------------------------------------------------------------------------------------
 
 
 def _with_evidence(folder: str, policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
@@ -324,9 +318,6 @@ def test_evidence_of_any_type_is_json(three_ranks: RankPool, tmp_path: Path) -> 
         _strict(path.read_text())
 
 
-# Callbacks ---------------------------------------------------------------------------------------------
-
-
 def _raising_callback(entry: str) -> Any:
     """An exception in a callback on one rank affects only that rank: the message is logged, and no rank waits."""
     model, manager = _prepared(check_policy="warn")
@@ -361,7 +352,8 @@ def test_a_callback_that_raises_leaves_nobody_waiting(three_ranks: RankPool, ent
     assert [logged for _, logged in results] == [1, 0, 0]
 
 
-def _several_optimizers() -> Any:
+@on_ranks(3)
+def test_the_state_of_several_optimizers_is_compared() -> None:
     model, manager = _prepared()
     model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
     optimizers = [torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias])]
@@ -374,15 +366,12 @@ def _several_optimizers() -> Any:
         ddp = nn.parallel.DistributedDataParallel(model)
         manager.attach(ddp)
         ours = manager.check(optimizer=optimizers, policy="warn")
-    return [[(f.kind, f.name, f.ranks, f.index) for f in report.findings] for report in (local, ours)]
-
-
-def test_the_state_of_several_optimizers_is_compared(three_ranks: RankPool) -> None:
     found = [("optimizer", "bias.exp_avg", (2,), (4,))]
-    assert three_ranks.run(_several_optimizers) == [[found, found]] * 3
+    assert [[(f.kind, f.name, f.ranks, f.index) for f in report.findings] for report in (local, ours)] == [found, found]
 
 
-def _with_a_default_device() -> Any:
+@on_ranks(3)
+def test_a_default_device_does_not_matter() -> None:
     """The default device differs from the model's, as cuda would."""
     model, manager = _prepared()
     torch.set_default_device("meta")
@@ -395,9 +384,6 @@ def _with_a_default_device() -> Any:
             everything = fp8dist.check(model, group=dist.group.WORLD, policy="repair")
     finally:
         torch.set_default_device("cpu")
-    return [(f.kind, f.name) for f in checked.findings], [(f.kind, f.name) for f in everything.findings]
-
-
-def test_a_default_device_does_not_matter(three_ranks: RankPool) -> None:
     slot = ("scale", "a:input")
-    assert three_ranks.run(_with_a_default_device) == [([slot], [slot, ("parameter", "weight")])] * 3
+    assert [(f.kind, f.name) for f in checked.findings] == [slot]
+    assert [(f.kind, f.name) for f in everything.findings] == [slot, ("parameter", "weight")]

@@ -26,7 +26,7 @@ from fp8dist import DelayedScaling, DivergenceReport, StateManager
 from fp8dist.errors import ConfigurationError, DivergenceError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net
 
 HANG = 30.0
@@ -53,9 +53,6 @@ def _nudge(p: nn.Parameter, place: int = 0) -> None:
 
 def _names(report: DivergenceReport) -> list[Any]:
     return [(f.kind, f.name, f.ranks, f.reference_rank, f.index) for f in report.findings]
-
-
-# Tensor parallelism ------------------------------------------------------------------------------------
 
 
 def _tensor_parallel(shape: tuple[int, ...], damaged: list[int]) -> Any:
@@ -140,9 +137,6 @@ def test_plain_norms_are_compared_over_the_group_that_is_named(
         assert seconds < 5
 
 
-# HSDP ---------------------------------------------------------------------------------------------------
-
-
 def _hsdp(shape: tuple[int, int], damaged: list[int]) -> Any:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model = Block()
@@ -190,9 +184,6 @@ def test_of_four_replicas_the_odd_one_is_named(four_ranks: RankPool) -> None:
         assert speaker == 1
 
 
-# Other views of the job ------------------------------------------------------------------------------
-
-
 def _views(view: str, odd: int) -> Any:
     """All ranks create both meshes and take part in both; one rank places its DTensor on the other mesh or
     differently."""
@@ -235,8 +226,11 @@ def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(
         assert seconds < 5
 
 
-def _replicated_twice(axis: str, damaged: int) -> Any:
+@pytest.mark.parametrize(("axis", "pair"), [("dp", (1, 3)), ("tp", (2, 3)), ("", (0, 3))])
+@on_ranks(4, timeout=60)
+def test_a_tensor_replicated_over_two_axes_is_checked_over_either(axis: str, pair: tuple[int, int]) -> None:
     """A DTensor replicated on all four ranks, checked over the pairs of one mesh axis, or over the diagonals."""
+    damaged = 3
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Module()
     model.weight = nn.Parameter(DTensor.from_local(torch.arange(8.0), mesh, [Replicate(), Replicate()]))
@@ -246,19 +240,14 @@ def _replicated_twice(axis: str, damaged: int) -> Any:
     group = mesh.get_group(axis) if axis else diagonals[dist.get_rank() in (1, 2)]
     with captured_log():
         report = fp8dist.check(model, group=group, policy="warn")
-    return _names(report), report.compared
+    rank = dist.get_rank()
+    assert _names(report) == ([("parameter", "weight", pair, None, (5,))] if rank in pair else [])
+    assert report.compared == {"parameter": 1}
 
 
-@pytest.mark.parametrize(("axis", "pair"), [("dp", (1, 3)), ("tp", (2, 3)), ("", (0, 3))])
-def test_a_tensor_replicated_over_two_axes_is_checked_over_either(
-    four_ranks: RankPool, axis: str, pair: tuple[int, int]
-) -> None:
-    for rank, (names, compared) in enumerate(four_ranks.run(_replicated_twice, axis, 3, timeout=60)):
-        assert names == ([("parameter", "weight", pair, None, (5,))] if rank in pair else [])
-        assert compared == {"parameter": 1}
-
-
-def _uneven(vouched: bool, damaged: int | None) -> Any:
+@pytest.mark.parametrize(("vouched", "damaged"), [(True, 2), (False, None), (False, 2)])
+@on_ranks(4, timeout=HANG)
+def test_groups_of_different_sizes_with_one_rank_alone_are_not_left_waiting(vouched: bool, damaged: int | None) -> None:
     """Three ranks share, one is alone. ``vouched``: all four also share another parameter."""
     trio, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
     model = Block()
@@ -274,28 +263,18 @@ def _uneven(vouched: bool, damaged: int | None) -> Any:
             groups={pattern: alone if dist.get_rank() == 3 else trio},
             policy="warn",
         )
-    return _names(report)
-
-
-@pytest.mark.parametrize(("vouched", "damaged"), [(True, 2), (False, None), (False, 2)])
-def test_groups_of_different_sizes_with_one_rank_alone_are_not_left_waiting(
-    four_ranks: RankPool, vouched: bool, damaged: int | None
-) -> None:
     expected = [] if damaged is None else [("parameter", "norm.bias", (2,), 0, (2,))]
-    assert four_ranks.run(_uneven, vouched, damaged, timeout=HANG) == [expected] * 4
+    assert _names(report) == expected
 
 
-def _same_ranks_twice() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_two_groups_of_the_same_ranks_meet_in_the_same_order_everywhere() -> None:
     """Two communicators of the same ranks, whose parameters are in different orders."""
     first, second = _pairs()(), _pairs()()
     model = nn.Module()
     for name in ("ab", "ba")[dist.get_rank() % 2]:
         model.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name)))))
-    return _names(fp8dist.check(model, groups={"a": first, "b": second}, policy="warn"))
-
-
-def test_two_groups_of_the_same_ranks_meet_in_the_same_order_everywhere(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_same_ranks_twice, timeout=HANG) == [[]] * 4
+    assert _names(fp8dist.check(model, groups={"a": first, "b": second}, policy="warn")) == []
 
 
 def _pipeline() -> Any:
@@ -355,7 +334,8 @@ def test_a_part_of_the_replicas_may_check(four_ranks: RankPool) -> None:
     assert results == [(found, True, ())] * 2 + [([], True, ())] * 2
 
 
-def _ddp_over_a_subgroup() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_ddp_over_subgroups_is_compared_within_each() -> None:
     """DDP keeps pairs equal, and the pairs train separately."""
     pair = _pairs()()
     net = make_net(seed=dist.get_rank() // 2)
@@ -366,15 +346,12 @@ def _ddp_over_a_subgroup() -> Any:
         _nudge(net.last.bias, 2)
     with captured_log():
         report = fp8dist.check(model, policy="warn")
-    return _names(clean), calls.names, _names(report)
-
-
-def test_ddp_over_subgroups_is_compared_within_each(four_ranks: RankPool) -> None:
     found = [("parameter", "last.bias", (0, 1), None, (2,))]
-    assert four_ranks.run(_ddp_over_a_subgroup, timeout=HANG) == [([], ["all_reduce"] * 4, found)] * 4
+    assert (_names(clean), calls.names, _names(report)) == ([], ["all_reduce"] * 4, found)
 
 
-def _gradients_on_some() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for() -> None:
     """DDP keeps pairs equal. Rank 1 has zeroed its gradients, and rank 0 has not."""
     pair = _pairs()()
     net = make_net(seed=dist.get_rank() // 2)
@@ -386,12 +363,8 @@ def _gradients_on_some() -> Any:
         model.zero_grad()
     with captured_log():
         report = manager.check(parameters=False, gradients=True, policy="warn")
-    return [(f.kind, f.name, f.ranks, f.detail) for f in report.findings]
-
-
-def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for(four_ranks: RankPool) -> None:
     found = [("layout", "DDP", (0, 1), "rank 1: nothing to compare; rank 0: something to compare")]
-    assert four_ranks.run(_gradients_on_some, timeout=HANG) == [found] * 4
+    assert [(f.kind, f.name, f.ranks, f.detail) for f in report.findings] == found
 
 
 def _two_ddps() -> Any:
@@ -417,7 +390,9 @@ def test_two_ddps_over_other_groups_are_not_mixed_up(four_ranks: RankPool) -> No
         assert text == results[0][2]
 
 
-def _permuted_mesh(odd: int) -> Any:
+@pytest.mark.parametrize("odd", [0, 2])
+@on_ranks(3)
+def test_ranks_of_a_mesh_in_any_order_are_named_rightly(odd: int) -> None:
     """A mesh whose order of ranks differs from its process group's, which is sorted."""
     mesh = DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("dp",))
     model = nn.Linear(4, 4)
@@ -426,31 +401,25 @@ def _permuted_mesh(odd: int) -> Any:
         _nudge(model.weight, 6)
     with captured_log():
         report = fp8dist.check(model, group=mesh, policy="repair")
-    return _names(report), report.consistent, model.weight.detach().view(-1)[6].item()
-
-
-@pytest.mark.parametrize("odd", [0, 2])
-def test_ranks_of_a_mesh_in_any_order_are_named_rightly(three_ranks: RankPool, odd: int) -> None:
     reference = 1 if odd == 0 else 0
-    for result in three_ranks.run(_permuted_mesh, odd):
-        assert result == ([("parameter", "weight", (odd,), reference, (1, 2))], True, 1.0)
+    assert (_names(report), report.consistent, model.weight.detach().view(-1)[6].item()) == (
+        [("parameter", "weight", (odd,), reference, (1, 2))],
+        True,
+        1.0,
+    )
 
 
-def _left_out_inside_ddp() -> Any:
+@on_ranks(2)
+def test_a_pattern_beats_what_ddp_says() -> None:
     model = nn.parallel.DistributedDataParallel(make_net())
     if dist.get_rank() == 1:
         _nudge(model.module.last.bias)
     with captured_log():
         found = fp8dist.check(model, policy="warn")
         left_out = fp8dist.check(model, groups={"last.*": None}, policy="warn")
-    return _names(found), _names(left_out), left_out.skipped
-
-
-def test_a_pattern_beats_what_ddp_says(two_ranks: RankPool) -> None:
-    for found, left_out, skipped in two_ranks.run(_left_out_inside_ddp):
-        assert found == [("parameter", "last.bias", (0, 1), None, (0,))]
-        assert left_out == []
-        assert skipped == ("2 parameters matching last.*: left out",)
+    assert _names(found) == [("parameter", "last.bias", (0, 1), None, (0,))]
+    assert _names(left_out) == []
+    assert left_out.skipped == ("2 parameters matching last.*: left out",)
 
 
 def _arenas_of_their_own(damaged: str) -> Any:
@@ -485,9 +454,6 @@ def test_state_of_several_groups_is_compared_within_each(four_ranks: RankPool, d
         assert names == [found]
         assert text == results[0][1]
         assert compared == {"slot": 6}
-
-
-# Cost --------------------------------------------------------------------------------------------------
 
 
 def _cost(tensors: int, how: str) -> Any:
@@ -529,9 +495,6 @@ def test_a_clean_check_of_many_slots_is_one_small_all_reduce(two_ranks: RankPool
     few, many = (two_ranks.run(_cost_of_slots, n) for n in (3, 300))
     assert few == [({"slot": 3}, ["all_reduce"], few[0][2])] * 2
     assert many == [({"slot": 300}, ["all_reduce"], few[0][2])] * 2
-
-
-# check_every ---------------------------------------------------------------------------------------------
 
 
 def _checked_every(every: int, boundary: str, ddp: bool) -> Any:
@@ -626,7 +589,8 @@ def test_a_weight_that_drifts_is_repaired_and_reported_once(four_ranks: RankPool
     assert results == [([], [("diverged", 5)], int(rank == 0)) for rank in range(4)]
 
 
-def _good_at_different_steps() -> list[Any]:
+@on_ranks(4, timeout=60)
+def test_the_last_good_step_is_one_that_was_good_on_all_ranks() -> None:
     """Ranks 0 and 1 have checked without the others since the last check of all ranks."""
     model, pair = Block(), _pairs()()
     fp8dist.check(model, group=dist.group.WORLD, step=3)
@@ -636,15 +600,15 @@ def _good_at_different_steps() -> list[Any]:
         _nudge(model.norm.bias)
     with captured_log():
         report = fp8dist.check(model, group=dist.group.WORLD, step=7 + (dist.get_rank() == 1), policy="warn")
-    return [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
+    assert [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings] == [
+        ("step", (1,), 8, 3),
+        ("parameter", (3,), 8, 3),
+    ]
 
 
-def test_the_last_good_step_is_one_that_was_good_on_all_ranks(four_ranks: RankPool) -> None:
-    for found in four_ranks.run(_good_at_different_steps, timeout=60):
-        assert found == [("step", (1,), 8, 3), ("parameter", (3,), 8, 3)]
-
-
-def _damaged_moment(pickled: bool) -> list[Any]:
+@pytest.mark.parametrize("pickled", [False, True], ids=["", "pickled"])
+@on_ranks(4, timeout=60)
+def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(pickled: bool) -> None:
     """Checks that do not compare the optimizer's state say nothing of it."""
     torch.manual_seed(0)
     model = Block()
@@ -665,14 +629,9 @@ def _damaged_moment(pickled: bool) -> list[Any]:
         with captured_log():
             report = fp8dist.check(model, group=world, optimizer=optimizer, step=3, policy="warn")
         seen += [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
-    return seen
-
-
-@pytest.mark.parametrize("pickled", [False, True], ids=["", "pickled"])
-def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(four_ranks: RankPool, pickled: bool) -> None:
-    for found in four_ranks.run(_damaged_moment, pickled, timeout=60):
-        assert {(ranks, step, good) for _, ranks, step, good in found} == {((2,), 3, 1)}
-        assert {kind for kind, *_ in found} == {"optimizer", "layout"}
+    found = seen
+    assert {(ranks, step, good) for _, ranks, step, good in found} == {((2,), 3, 1)}
+    assert {kind for kind, *_ in found} == {"optimizer", "layout"}
 
 
 def _newcomer() -> Any:
@@ -726,9 +685,6 @@ def test_a_check_inside_join_is_refused_and_check_every_waits(two_ranks: RankPoo
     assert two_ranks.run(_inside_join, timeout=60) == [(2, 0, True), (3, 0, True)]
 
 
-# Without ranks to compare with -------------------------------------------------------------------------
-
-
 def test_a_single_process_verifies_nothing_and_raises_nothing() -> None:
     net = make_net()
     report = fp8dist.check(net, policy="warn")
@@ -751,7 +707,8 @@ def test_a_wrong_policy_is_refused() -> None:
         fp8dist.check(make_net(), policy="mend")  # type: ignore[arg-type]
 
 
-def _group_of_one() -> Any:
+@on_ranks(2)
+def test_a_group_of_one_rank_verifies_nothing() -> None:
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     manager: StateManager
     net = make_net(seed=dist.get_rank())
@@ -760,17 +717,11 @@ def _group_of_one() -> Any:
         manager = fp8dist.prepare(net, group=group).attach()
         second = manager.check(policy="warn")
     assert {report.consistent, report.diverged, second.consistent, second.diverged} == {False}
-    return (
-        report.compared,
-        dict(report.unverified),
-        second.compared,
-        [name for name in calls.names if name != "all_reduce"],
-    )
-
-
-def test_a_group_of_one_rank_verifies_nothing(two_ranks: RankPool) -> None:
     reason = "6 parameters that are shared with no other rank"
-    assert two_ranks.run(_group_of_one) == [({}, {"parameter": reason}, {}, [])] * 2
+    assert report.compared == {}
+    assert dict(report.unverified) == {"parameter": reason}
+    assert second.compared == {}
+    assert [name for name in calls.names if name != "all_reduce"] == []
 
 
 def _hybrid_fsdp1(seeds: str, strategy: str) -> Any:

@@ -15,7 +15,7 @@ from fp8dist import ConfigurationError
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from tests.support.checked import whole_world
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 
 def _plain(**parameters: Tensor) -> nn.Module:
@@ -70,13 +70,10 @@ def test_a_rank_that_holds_other_tensors_is_reported(
         assert seconds < 5
 
 
-def _in_another_order() -> Any:
+@on_ranks(4)
+def test_the_order_of_parameters_does_not_matter() -> None:
     names = ["a", "b", "c"] if dist.get_rank() else ["c", "a", "b"]
-    return whole_world(_plain(**{name: torch.full((3,), float(ord(name))) for name in names})).findings
-
-
-def test_the_order_of_parameters_does_not_matter(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_in_another_order) == [()] * 4
+    assert whole_world(_plain(**{name: torch.full((3,), float(ord(name))) for name in names})).findings == ()
 
 
 class _Raises(nn.Module):
@@ -108,18 +105,15 @@ def _one_cannot_build(what: str, odd: list[int]) -> Any:
     return [(f.kind, f.ranks, f.detail) for f in report.findings], time.monotonic() - start
 
 
-def _none_can_build(what: str) -> str:
+@pytest.mark.parametrize("what", BROKEN)
+@on_ranks(2)
+def test_the_same_mistake_on_all_ranks_is_no_divergence(what: str) -> None:
     with captured_log() as log, pytest.raises(ConfigurationError) as caught:
         whole_world(BROKEN[what][0]())
     assert log == []
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_the_same_mistake_on_all_ranks_is_no_divergence(two_ranks: RankPool, what: str) -> None:
-    for text in two_ranks.run(_none_can_build, what):
-        assert text.startswith("check() could not read what it compares, on any rank: ")
-        assert text.count(BROKEN[what][1]) == 1  # Once for all ranks.
+    text = str(caught.value)
+    assert text.startswith("check() could not read what it compares, on any rank: ")
+    assert text.count(BROKEN[what][1]) == 1  # Once for all ranks.
 
 
 @pytest.mark.parametrize(("what", "odd"), [("meta", [0]), ("raises", [1, 2]), ("uninitialised", [3])])
@@ -132,7 +126,9 @@ def test_a_rank_that_cannot_build_its_part_is_reported_by_all(four_ranks: RankPo
         assert seconds < 5
 
 
-def _same_name_twice(damage: bool) -> Any:
+@pytest.mark.parametrize("damage", [True, False])
+@on_ranks(4)
+def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(damage: bool) -> None:
     """``module`` is a name that wrappers use, and that a model may use too."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(4))
@@ -145,14 +141,8 @@ def _same_name_twice(damage: bool) -> Any:
             model.weight, model.module.weight = model.module.weight, model.weight
     with captured_log():
         report = whole_world(model)
-    return report.consistent, {(f.kind, f.ranks, f.reference_rank) for f in report.findings}
-
-
-@pytest.mark.parametrize("damage", [True, False])
-def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(four_ranks: RankPool, damage: bool) -> None:
-    for consistent, findings in four_ranks.run(_same_name_twice, damage):
-        assert not consistent
-        assert findings == {("parameter", (1,), 0)}
+    assert not report.consistent
+    assert {(f.kind, f.ranks, f.reference_rank) for f in report.findings} == {("parameter", (1,), 0)}
 
 
 def test_a_tensor_that_cannot_be_read_is_named() -> None:

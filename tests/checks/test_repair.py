@@ -14,7 +14,7 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import DivergenceError
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
 
 HANG = 30.0
@@ -126,9 +126,6 @@ def test_parameters_gradients_and_optimizer_state_are_repaired_bit_for_bit(three
         assert result["repaired"] == results[0]["repaired"]
 
 
-# FP8 state --------------------------------------------------------------------------------------------
-
-
 def _slots(policy: str = "warn") -> tuple[nn.Module, StateManager]:
     model = nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=5), group=dist.group.WORLD, check_policy=policy)
@@ -225,9 +222,6 @@ def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_bee
         assert logged == (rank == reference)
 
 
-# Refusals ------------------------------------------------------------------------------------------------
-
-
 def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
     """Return what is left of parameters with one value per rank after a repair that must fail."""
     model = nn.Module()
@@ -307,7 +301,8 @@ def test_more_than_a_thousand_tensors_are_all_repaired(three_ranks: RankPool) ->
         assert len(set(result["repaired"])) == 1300
 
 
-def _cannot_be_written() -> Any:
+@on_ranks(3, timeout=HANG)
+def test_a_rank_that_cannot_be_written_to_does_not_leave_the_others_waiting() -> None:
     """The odd rank's memory rejects the copy: the other ranks must not wait for it."""
     odd = dist.get_rank() == 2
     model = nn.Module()
@@ -317,17 +312,13 @@ def _cannot_be_written() -> Any:
     with captured_log(), pytest.raises(DivergenceError) as raised:
         fp8dist.check(model, group=dist.group.WORLD, policy="repair")
     report = raised.value.report
-    return [(f.name, f.ranks) for f in report.findings], report.notes[-1], time.monotonic() - start
+    assert [(f.name, f.ranks) for f in report.findings] == [("weight", (2,))]
+    assert report.notes[-1].startswith("'weight' of rank 2: ")
+    assert time.monotonic() - start < 10
 
 
-def test_a_rank_that_cannot_be_written_to_does_not_leave_the_others_waiting(three_ranks: RankPool) -> None:
-    for findings, note, seconds in three_ranks.run(_cannot_be_written, timeout=HANG):
-        assert findings == [("weight", (2,))]
-        assert note.startswith("'weight' of rank 2: ")
-        assert seconds < 10
-
-
-def _sharing_memory() -> Any:
+@on_ranks(3)
+def test_a_repair_is_believed_only_after_a_second_check() -> None:
     """Two parameters of the odd rank share memory: each copy succeeds, and the second overwrites the first."""
     odd = dist.get_rank() == 2
     shared = torch.full((3,), 9.0)
@@ -337,20 +328,16 @@ def _sharing_memory() -> Any:
     with captured_log(), pytest.raises(DivergenceError) as raised:
         fp8dist.check(model, group=dist.group.WORLD, policy="repair")
     report = raised.value.report
-    return [(f.name, f.ranks, f.index) for f in report.findings], report.repaired, report.notes
+    assert [(f.name, f.ranks, f.index) for f in report.findings] == [("a", (2,), (0,))]
+    assert report.repaired == ()
+    assert report.notes == (
+        "these differences remain after a repair of parameter 'a' on rank 2, from rank 0; "
+        "parameter 'b' on rank 2, from rank 0",
+    )
 
 
-def test_a_repair_is_believed_only_after_a_second_check(three_ranks: RankPool) -> None:
-    for findings, repaired, notes in three_ranks.run(_sharing_memory):
-        assert findings == [("a", (2,), (0,))]
-        assert repaired == ()
-        assert notes == (
-            "these differences remain after a repair of parameter 'a' on rank 2, from rank 0; "
-            "parameter 'b' on rank 2, from rank 0",
-        )
-
-
-def _python_numbers() -> Any:
+@on_ranks(3, timeout=60)
+def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused() -> None:
     """An optimizer whose step count is a Python number: there is no tensor to write to."""
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -366,25 +353,14 @@ def _python_numbers() -> Any:
             report = fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer, policy="repair")
         except DivergenceError as error:
             report = error.report
-    return (
-        report.consistent,
-        optimizer.state[model.first.weight]["step"],
-        parameter_bits(model) == before,
-        time.monotonic() - start,
-    )
-
-
-def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused(three_ranks: RankPool) -> None:
-    for rank, (consistent, step, unchanged, seconds) in enumerate(three_ranks.run(_python_numbers, timeout=60)):
-        if consistent:
-            assert step == 3
-            assert unchanged == (rank != 2)
-        else:
-            assert unchanged
-        assert seconds < 3
-
-
-# What comes after ------------------------------------------------------------------------------------
+    rank = dist.get_rank()
+    unchanged = parameter_bits(model) == before
+    if report.consistent:
+        assert optimizer.state[model.first.weight]["step"] == 3
+        assert unchanged == (rank != 2)
+    else:
+        assert unchanged
+    assert time.monotonic() - start < 3
 
 
 def _train(damaged_rank: int | None, entry: str) -> Any:
@@ -458,7 +434,9 @@ def test_a_repaired_weight_is_cast_anew(three_ranks: RankPool, entry: str) -> No
         assert after == results[0][2] == results[0][1]
 
 
-def _replicas_of_dtensors() -> Any:
+@pytest.mark.slow
+@on_ranks(4, timeout=60)
+def test_replicas_of_shards_are_repaired() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -471,16 +449,9 @@ def _replicas_of_dtensors() -> Any:
     with captured_log():
         report = fp8dist.check(model, policy="repair")
     after = {name: bits(p.to_local()) for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    return report.repaired, after == healthy
-
-
-@pytest.mark.slow
-def test_replicas_of_shards_are_repaired(four_ranks: RankPool) -> None:
     mended = ("parameter 'weight' on rank 1, from rank 0",)
-    assert four_ranks.run(_replicas_of_dtensors, timeout=60) == [(mended, True)] * 4
+    assert (report.repaired, after == healthy) == (mended, True)
 
-
-# A cause that persists ------------------------------------------------------------------------------
 
 PERSISTS = "the cause persists: "
 
@@ -492,8 +463,9 @@ def _nudge(net: nn.Module, name: str) -> None:
             net.get_parameter(name).view(-1)[3] += 1
 
 
-def _repeated(prepared: bool) -> list[list[str]]:
-    """Return what each check says of a cause that persists."""
+@pytest.mark.parametrize("prepared", [True, False])
+@on_ranks(3)
+def test_a_repair_that_repeats_says_that_its_cause_persists(prepared: bool) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD) if prepared else None
     called = nn.parallel.DistributedDataParallel(net)
@@ -516,13 +488,8 @@ def _repeated(prepared: bool) -> list[list[str]]:
         logged = " ".join(" ".join(text.split()) for _, text in log)
         assert all(note in logged for note in said) or dist.get_rank()
         found.append([note.split(":")[0] for note in said])
-    return found
-
-
-@pytest.mark.parametrize("prepared", [True, False])
-def test_a_repair_that_repeats_says_that_its_cause_persists(three_ranks: RankPool, prepared: bool) -> None:
     third = ["first.bias repaired in 3 checks in a row"]
-    assert three_ranks.run(_repeated, prepared) == [[[], [], third, [], [], []]] * 3
+    assert found == [[], [], third, [], [], []]
 
 
 def _limited(how: str) -> Any:

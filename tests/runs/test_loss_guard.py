@@ -31,7 +31,7 @@ from fp8dist import ConfigurationError, LossAlarm, LossDiverged, LossGuard
 from fp8dist.errors import CheckpointError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import Net, batch, bits, gradient_bits, histories, make_net, parameter_bits
 
 NAN, INF = math.nan, math.inf
@@ -52,8 +52,6 @@ def noisy(level: float, deviation: float, count: int, seed: int = 0) -> list[flo
     generator = random.Random(seed)
     return [generator.gauss(level, deviation) for _ in range(count)]
 
-
-# Alarms --------------------------------------------------------------------------------------------------
 
 STEADY = [2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.0, 2.1, 1.9]
 NEAR_ZERO = [abs(loss) for loss in noisy(0.0, 1e-4, 2000)]
@@ -147,9 +145,6 @@ def test_steps_are_the_callers_or_counted() -> None:
     assert [alarm and (alarm.step, alarm.median) for alarm in steps] == [(1, None), (40, None), (41, None)]
 
 
-# Actions -------------------------------------------------------------------------------------------------
-
-
 def test_warn_logs_one_line_for_alarms_in_a_row() -> None:
     guard = guard_after([2.0] * 20, action="warn")
     with captured_log() as log:
@@ -214,9 +209,6 @@ def test_a_callable_lowers_the_learning_rate() -> None:
     assert "lower is called" in log[0][1]
 
 
-# Resuming ------------------------------------------------------------------------------------------------
-
-
 def test_a_resumed_guard_decides_as_an_unbroken_one() -> None:
     generator = random.Random(3)
     losses = noisy(2.0, 0.1, 400, seed=3)
@@ -270,9 +262,6 @@ def test_a_damaged_state_changes_nothing() -> None:
         assert guard.state_dict() == before
 
 
-# Mistakes ------------------------------------------------------------------------------------------------
-
-
 def test_mistakes() -> None:
     cases = [
         ({"action": "halt"}, "action must be"),
@@ -298,9 +287,6 @@ def test_mistakes() -> None:
     for options, message in cases:
         with pytest.raises(ConfigurationError, match=message):
             LossGuard(**options)
-
-
-# All ranks act alike -------------------------------------------------------------------------------------
 
 
 class Switch:
@@ -395,15 +381,12 @@ def test_local_losses_are_averaged_in_float64_and_left_alone(two_ranks: RankPool
     assert two_ranks.run(uneven_losses) == [(mean, 2.0**25), (mean, 1.0)]
 
 
-def dtensor_loss() -> str:
+@on_ranks(2)
+def test_a_dtensor_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ConfigurationError) as caught:
         LossGuard().observe(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]))
-    return str(caught.value)
-
-
-def test_a_dtensor_is_refused(two_ranks: RankPool) -> None:
-    assert all("loss.full_tensor()" in text for text in two_ranks.run(dtensor_loss))
+    assert "loss.full_tensor()" in str(caught.value)
 
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -447,9 +430,6 @@ def skipping(optimizer: Any, **options: Any) -> LossGuard:
     guard = LossGuard("skip", min_history=2, optimizer=optimizer, **options)
     guard.load_state_dict(FOUR_LOSSES)
     return guard
-
-
-# Updates that are skipped: nothing is touched ------------------------------------------------------------
 
 
 def test_a_skipped_step_leaves_parameters_and_state_alone() -> None:
@@ -510,9 +490,6 @@ def test_an_alarm_is_for_one_step() -> None:
     assert guard.observe(1.0) is None
     optimizer.step()
     assert parameter_bits(net) != before
-
-
-# Loops whose updates are skipped -------------------------------------------------------------------------
 
 
 class Wrapped:
@@ -685,9 +662,6 @@ def test_an_optimizer_inside_another() -> None:
     assert parameter_bits(net) != before
 
 
-# GradScaler ----------------------------------------------------------------------------------------------
-
-
 def test_grad_scaler() -> None:
     """GradScaler still checks the dropped gradients for Inf, so step() and update() both work."""
     cases = [
@@ -725,8 +699,6 @@ def test_grad_scaler() -> None:
         assert changed == [True, False, False, True, True]
         assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # The same scales as without a guard.
 
-
-# Orders of calls -----------------------------------------------------------------------------------------
 
 RIGHT = {
     "usual": "forward backward observe step zero",
@@ -801,8 +773,6 @@ def test_optimizers_that_take_turns() -> None:
         optimizer.zero_grad()
 
 
-# Wrong orders --------------------------------------------------------------------------------------------
-
 WRONG = {
     "usual": "forward backward step observe zero",
     "a number": "forward backward step observe_detached zero",
@@ -869,9 +839,6 @@ def test_a_closure_is_refused(observed: bool) -> None:
     assert parameter_bits(loop.net) == before
 
 
-# Lifetimes -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_hooks_go_with_the_guard_and_the_guard_keeps_nothing() -> None:
     net = make_net()
@@ -922,8 +889,6 @@ def test_a_copied_optimizer_has_no_hooks() -> None:
     twin.step(lambda: 1.0)
     del guard
 
-
-# Skipped on ranks ----------------------------------------------------------------------------------------
 
 BAD = 5
 """Index of the batch whose loss spikes on rank 1."""
@@ -1040,7 +1005,8 @@ def test_late_on_all_ranks(two_ranks: RankPool, kind: str) -> None:
     assert (none, len(told), other) == (0, 1, (0, []))
 
 
-def one_rank_is_idle() -> list[str]:
+@on_ranks(2)
+def test_a_rank_without_gradients_is_not_late() -> None:
     """On rank 1, every other step has no gradients."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -1052,8 +1018,4 @@ def one_rank_is_idle() -> list[str]:
             guard.observe(1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return [message for _, message in log]
-
-
-def test_a_rank_without_gradients_is_not_late(two_ranks: RankPool) -> None:
-    assert two_ranks.run(one_rank_is_idle) == [[], []]
+    assert [message for _, message in log] == []

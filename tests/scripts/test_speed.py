@@ -270,9 +270,6 @@ def test_same_bits() -> None:
     assert same_bits(codes, other), "both are NaN"
 
 
-# Parts ------------------------------------------------------------------------------------------------
-
-
 class FakePart:
     """A benchmark part whose cases take a second each; some raise."""
 
@@ -343,9 +340,6 @@ def test_a_part_out_of_time_is_cut_off() -> None:
     result, _, part = _run(2.5, *[GOOD] * 10)
     assert (result["status"], result["problem"]) == ("cut off", "out of time after 3 of 10 cases")
     assert part.granted == pytest.approx([0.6 * 2.5 / 10, 0.6 * 1.5 / 9, 0.6 * 0.5 / 8])
-
-
-# Checking before timing -------------------------------------------------------------------------------
 
 
 E4M3 = torch.float8_e4m3fn
@@ -458,9 +452,6 @@ def test_a_read_that_leaves_something_out_is_no_reference(monkeypatch: pytest.Mo
     monkeypatch.setattr(memory, "_read", Lazy())
     with pytest.raises(RuntimeError, match="does not read all"):
         memory._references(memory.Planned("amax", 100, 48), torch.device("cpu"))
-
-
-# What is measured -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -37,8 +37,6 @@ from scripts.results_files import path_of, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# All tables ---------------------------------------------------------------------------------------
-
 EMPTY: dict[str, Callable[[], str]] = {
     **{name: lambda make=make: make(None) for name, make in CONVERGENCE_TABLES.items()},  # type: ignore[misc]
     **{name: lambda make=make: make(None) for name, make in MIXTURE_TABLES.items()},  # type: ignore[misc]
@@ -124,8 +122,6 @@ def _line(table: str, start: str) -> str:
     (line,) = [line for line in table.splitlines() if line.startswith(f"| {start} ")]
     return line
 
-
-# Convergence --------------------------------------------------------------------------------------
 
 TWENTY = 20 * [9.0]
 
@@ -262,8 +258,6 @@ def test_tables_of_accumulation_say_what_the_results_are() -> None:
     text = "| 14 | 128 elements | `--width 32` | an abacus | torch 2.13.0 | 0123456789 and changes | 2026-01-31 |"
     assert text in accumulation_tables.setting(accumulation())
 
-
-# GPUs ---------------------------------------------------------------------------------------------
 
 STAMP = MappingProxyType({"commit": "0123456789abcdef", "dirty": False, "date": "2026-01-31T12:00:00Z"})
 
@@ -499,9 +493,6 @@ def test_figures_of_another_commit_say_so() -> None:
     table = goals([{**measured(), "commit": "fedcba9876543210"}])
     assert _line(table, "cast only").endswith("0.93 (0.91 to 0.94) (commit 0123456789) |")
     assert "(commit" not in goals([measured()])
-
-
-# Audits -------------------------------------------------------------------------------------------
 
 
 def test_sizes_are_those_of_the_operands(tmp_path: Path) -> None:

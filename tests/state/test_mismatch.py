@@ -21,14 +21,11 @@ from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError, DivergenceError, Fp8DistError, ManifestMismatchError
 from tests.support.collectives import counted_collectives
 from tests.support.oracle import Oracle, Rules, float32
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import state_of, without
 
 A, B = ("a", "input"), ("b", "weight")
 FORMATS = {A: "e4m3", B: "e5m2"}
-
-
-# At attach -------------------------------------------------------------------------------------------
 
 
 def _attach_differently(change: dict[int, str], seconds: float) -> Any:
@@ -237,7 +234,8 @@ def test_a_mismatch_in_one_arena_leaves_nobody_hanging(three_ranks: RankPool, ou
     assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3
 
 
-def _without_group() -> str:
+@on_ranks(2)
+def test_no_group_on_two_ranks_says_what_to_pass() -> None:
     model = nn.Linear(16, 16)
     with pytest.raises(ConfigurationError) as caught:
         fp8dist.prepare(model)
@@ -245,63 +243,44 @@ def _without_group() -> str:
         fp8dist.prepare(model, group=3)  # type: ignore[arg-type]
     assert type(model) is nn.Linear
     fp8dist.prepare(model, amax_sync=False)
-    return str(caught.value)
+    text = str(caught.value)
+    assert "2 ranks" in text
+    assert "group=" in text
+    assert "group.WORLD" in text
+    assert "amax_sync=False" in text
 
 
-def test_no_group_on_two_ranks_says_what_to_pass(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_without_group):
-        assert "2 ranks" in text
-        assert "group=" in text
-        assert "group.WORLD" in text
-        assert "amax_sync=False" in text
-
-
-def _prepared_before_init() -> tuple[str, int]:
+@on_ranks(2)
+def test_prepared_before_the_process_group_existed_and_without_a_group() -> None:
     model = nn.Linear(16, 16)
     with mock.patch("fp8dist.job.agreement.world_size", return_value=1):
         manager = fp8dist.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError) as caught, counted_collectives() as calls:
         manager.attach(optimizer=optimizer)
-    return str(caught.value), len(calls.names) + len(optimizer._optimizer_step_pre_hooks)
+    assert "2 ranks and no group" in str(caught.value)
+    assert len(calls.names) + len(optimizer._optimizer_step_pre_hooks) == 0
 
 
-def test_prepared_before_the_process_group_existed_and_without_a_group(two_ranks: RankPool) -> None:
-    for text, traces in two_ranks.run(_prepared_before_init):
-        assert "2 ranks and no group" in text
-        assert traces == 0
-
-
-def _mesh_without_names() -> str:
+@on_ranks(2)
+def test_a_mesh_of_two_axes_without_names_is_refused() -> None:
     model = nn.Linear(16, 16)
     with pytest.raises(ConfigurationError) as caught:
         fp8dist.prepare(model, group=init_device_mesh("cpu", (1, 2)))
     assert type(model) is nn.Linear
     manager = fp8dist.prepare(model, group=init_device_mesh("cpu", (2,)))  # One axis needs no name.
     manager.attach()
-    return str(caught.value)
+    assert "mesh_dim_names" in str(caught.value)
 
 
-def test_a_mesh_of_two_axes_without_names_is_refused(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_mesh_without_names):
-        assert "mesh_dim_names" in text
-
-
-def _step_without_attach() -> str:
+@on_ranks(2)
+def test_step_without_attach_is_refused() -> None:
     model = nn.Linear(16, 16)
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     with pytest.raises(ConfigurationError) as caught, counted_collectives() as calls:
         manager.step()
     assert calls.names == []
-    return str(caught.value)
-
-
-def test_step_without_attach_is_refused(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_step_without_attach):
-        assert "attach()" in text
-
-
-# At a sync -------------------------------------------------------------------------------------------
+    assert "attach()" in str(caught.value)
 
 
 def _amax(step: int, rank: int, slot: tuple[str, str]) -> float:
@@ -486,9 +465,6 @@ def test_many_damaged_slots_are_all_named(three_ranks: RankPool) -> None:
         assert {f.ranks for f in report.findings} == {(2,)}
 
 
-# A rank at another step --------------------------------------------------------------------------------
-
-
 def _one_step_ahead(update: str, policy: str, odd: int) -> dict[str, Any]:
     model, manager = _manager(update, policy)
     early: dict[str, Any] = {}
@@ -575,7 +551,9 @@ def test_a_manifest_word_that_differs_masks_the_commit(three_ranks: RankPool) ->
         assert state == results[0][2]
 
 
-def _healthy(update: str) -> Any:
+@on_ranks(3)
+def test_nothing_is_reported_of_healthy_ranks() -> None:
+    update = "next_step"
     model, manager = _manager(update, "raise")
     events: list[Any] = []
     manager.on_event(events.append)
@@ -585,11 +563,7 @@ def _healthy(update: str) -> Any:
             manager.step()
         assert calls.names == ["all_reduce"]
     assert model is not None
-    return events
-
-
-def test_nothing_is_reported_of_healthy_ranks(three_ranks: RankPool) -> None:
-    assert three_ranks.run(_healthy, "next_step") == [[], [], []]
+    assert events == []
 
 
 def _only_warned() -> Any:
@@ -614,8 +588,17 @@ def test_a_warning_comes_from_one_rank_of_the_majority(three_ranks: RankPool) ->
     assert "FP8 state differs between ranks" in lines[0][0]
 
 
-def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
-    """Return (findings of the check after it, True if a second check is clean). Reads verdicts late, as on a GPU."""
+def _late_verdict(self: Any, outcome: Any, *_: Any) -> None:
+    """A verdict that is not available when the step ends, as on CUDA."""
+    self.immediate, self.evidence, self.cold_writes = False, None, 0
+    self._outcome, self._asked = outcome, [False, False]
+    self._event = mock.Mock()
+
+
+@pytest.mark.parametrize(("update", "on_gpu"), [("next_step", False), ("same_step", True)])
+@on_ranks(3)
+def test_a_check_acts_on_what_the_last_sync_proved(update: str, on_gpu: bool) -> None:
+    """Without another boundary nothing else would act on it. No trace of the damage remains for a later check."""
     torch.manual_seed(0)
     model = nn.Linear(16, 16)
     manager = fp8dist.prepare(
@@ -634,22 +617,8 @@ def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
     manager.on_event(lambda event: seen.append(event.report))
     mock.patch.stopall()
     report = manager.check(policy="warn")
-    return _names(report) if report.findings else [_names(r) for r in seen], not manager.check().diverged
-
-
-def _late_verdict(self: Any, outcome: Any, *_: Any) -> None:
-    """A verdict that is not available when the step ends, as on CUDA."""
-    self.immediate, self.evidence, self.cold_writes = False, None, 0
-    self._outcome, self._asked = outcome, [False, False]
-    self._event = mock.Mock()
-
-
-@pytest.mark.parametrize(("update", "on_gpu"), [("next_step", False), ("same_step", True)])
-def test_a_check_acts_on_what_the_last_sync_proved(three_ranks: RankPool, update: str, on_gpu: bool) -> None:
-    """Without another boundary nothing else would act on it. No trace of the damage remains for a later check."""
-    for found, clean_afterwards in three_ranks.run(_damaged_before_the_last_step, update, on_gpu):
-        assert found == [("scale", ":weight", (1,), 0)]
-        assert clean_afterwards
+    assert (_names(report) if report.findings else [_names(r) for r in seen]) == [("scale", ":weight", (1,), 0)]
+    assert not manager.check().diverged
 
 
 def test_errors_are_one_family() -> None:

@@ -230,9 +230,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-# Trainings -----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Outcome:
     """The results of one rank.

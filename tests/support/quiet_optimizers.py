@@ -42,9 +42,6 @@ from tests.support.scenarios import Scenarios
 SCENARIOS = Scenarios()
 
 
-# Optimizers of other kinds -----------------------------------------------------------------------
-
-
 class Sam(Optimizer):
     """Sharpness-aware minimisation, as in its widespread public implementation."""
 
@@ -356,9 +353,6 @@ def master_copies_in_float32(attached: bool, masters: str) -> None:
     trial.right(STEPS)
 
 
-# Several optimizers ------------------------------------------------------------------------------
-
-
 def by_dimension(of_weights: Callable[..., Optimizer], lr: float = 0.01) -> Callable[[Trial], list[Optimizer]]:
     """Return a function that makes an optimizer of the weights, and AdamW for the biases."""
 
@@ -460,9 +454,6 @@ def what_is_not_fp8_is_stepped_more_often() -> None:
             take(often)
         take(main)
     trial.right(STEPS)
-
-
-# Optimizers' states ------------------------------------------------------------------------------
 
 
 @SCENARIOS.variants(attached=["after", "before"])

@@ -65,9 +65,6 @@ def me() -> int:
     return dist.get_rank()
 
 
-# DDP ---------------------------------------------------------------------------------------------
-
-
 def attach_hook(trial: Trial) -> None:
     trial.attach(trial.optimizer)
     trial.called.register_comm_hook(None, fp8dist.ddp.comm_hook(trial.manager))
@@ -186,9 +183,6 @@ def local_sgd(attached: str) -> Any:
     return fp8_bits(trial.manager)
 
 
-# FSDP2 ---------------------------------------------------------------------------------------------
-
-
 def whole_weights(net: nn.Module) -> dict[str, Tensor]:
     """Return the weights by the plain net's names. COLLECTIVE."""
     found = {}
@@ -276,9 +270,6 @@ def fsdp2_optimizer_state_is_read(gather: bool, where: str) -> Any:
     trial.accurate()
     assert trial.manager.steps == before + STEPS
     return fp8_bits(trial.manager)
-
-
-# What the ranks start with -------------------------------------------------------------------------
 
 
 def own(*parameters: Tensor) -> None:
@@ -394,9 +385,6 @@ def weights_are_inference_tensors() -> Any:
         net = mlp()
     fp8dist.prepare(net, group=dist.group.WORLD).attach()
     return None
-
-
-# Pages -------------------------------------------------------------------------------------------
 
 
 @SCENARIOS.variants(which=["docs/quickstart.md", "docs/ddp.md", "docs/fsdp2.md"])

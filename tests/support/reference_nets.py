@@ -101,9 +101,6 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return 16 * nn.functional.mse_loss(output, target)
 
 
-# Digests --------------------------------------------------------------------------------------------------
-
-
 def digest(items: Iterable[tuple[str, Any]]) -> str:
     """Return the SHA-256 of names and values: of tensors dtype, shape and every bit, of floats every bit."""
     taken = hashlib.sha256()
@@ -117,9 +114,6 @@ def digest(items: Iterable[tuple[str, Any]]) -> str:
             content = (value.hex() if isinstance(value, float) else str(value)).encode()
         taken.update(b"%s\n%s\n%d\n" % (name.encode(), what, len(content)) + content)
     return taken.hexdigest()
-
-
-# The canary -----------------------------------------------------------------------------------------------
 
 
 def canary() -> str:
