@@ -100,10 +100,7 @@ def test_an_unknown_keyword_of_prepare() -> None:
         ("fp8_group", "fp8_group is called group here"),
         ("amax_reduction_group", "amax_reduction_group is called group here"),
         ("reduce_amax", "reduce_amax is called amax_sync here"),
-        (
-            "calibrating",
-            "calibrating: it is a context manager here: `with manager.no_fp8(), manager.recording():`",
-        ),
+        ("calibrating", "calibrating: it is a context manager here: `with manager.no_fp8(), manager.recording():`"),
         ("config", "config is called recipe here"),
         ("module_filter_fn", "module_filter_fn is called filter_fn here"),
         ("emulate", 'emulate is called backend here: use backend="reference"'),

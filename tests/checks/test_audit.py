@@ -203,10 +203,7 @@ def _transient() -> Any:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_fault_that_does_not_repeat_is_transient(world: int, two_ranks: RankPool, three_ranks: RankPool) -> None:
     results = (two_ranks if world == 2 else three_ranks).run(_transient)
-    text = {
-        2: "transient on rank 1: repeated, it gets what rank 0 gets",
-        3: "rank 1 computes wrong once",
-    }[world]
+    text = {2: "transient on rank 1: repeated, it gets what rank 0 gets", 3: "rank 1 computes wrong once"}[world]
     for found, _ in results:
         assert found == {((1,), text)}
     assert sum(logged > 0 for _, logged in results) == 1

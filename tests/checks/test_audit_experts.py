@@ -26,12 +26,7 @@ from tests.support.training import bits
 
 PARTS = ("inlet", "experts.gate_up", "experts.down")
 SITES_OF_MODEL = len(PARTS) * len(SITES)
-LAYOUTS = {
-    "ddp": Job(parallel="ddp"),
-    "fsdp2": Job(fp8_all_gather=False),
-    "gather": Job(),
-    "rows": Job(dim=1),
-}
+LAYOUTS = {"ddp": Job(parallel="ddp"), "fsdp2": Job(fp8_all_gather=False), "gather": Job(), "rows": Job(dim=1)}
 """How the experts are distributed: the last two gather them in FP8, cut along experts and along rows."""
 
 

@@ -167,7 +167,9 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(four_ranks: RankPool, s
     _assert_all_found(four_ranks, seed, 500)
 
 
-def _flipped_word(word: int, odd: int) -> Any:
+@pytest.mark.parametrize(("word", "kind", "odd"), [(0, "manifest", 0), (1, "step", 3)])
+@on_ranks(4)
+def test_a_damaged_manifest_or_step_word_is_named(word: int, kind: str, odd: int) -> None:
     model, manager = prepared()
     words = manager._syncs[0].arena.words
     if dist.get_rank() == odd:
@@ -175,14 +177,9 @@ def _flipped_word(word: int, odd: int) -> Any:
     with captured_log():
         report = manager.check(policy="warn")
     assert model is not None
-    return [(f.kind, f.name, f.ranks, f.reference_rank, f.sides) for f in report.findings]
-
-
-@pytest.mark.parametrize(("word", "kind", "odd"), [(0, "manifest", 0), (1, "step", 3)])
-def test_a_damaged_manifest_or_step_word_is_named(four_ranks: RankPool, word: int, kind: str, odd: int) -> None:
     others = tuple(r for r in range(4) if r != odd)
     expected = [(kind, kind, (odd,), others[0], (others, (odd,)))]
-    assert four_ranks.run(_flipped_word, word, odd) == [expected] * 4
+    assert [(f.kind, f.name, f.ranks, f.reference_rank, f.sides) for f in report.findings] == expected
 
 
 @pytest.mark.parametrize(

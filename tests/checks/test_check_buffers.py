@@ -80,10 +80,7 @@ def test_buffers_that_are_not_known_to_be_replicated_are_skipped() -> None:
     results["by pattern"] = _shown(fp8dist.check(_net(), groups=groups, buffers=True))
     unknown = ("3 buffers not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)",)
     assert results["plain, beside DDP"][1:] == ({"parameter": 2}, (*unknown, "4 parameters" + unknown[0][9:]))
-    assert results["ignored by DDP"][1:] == (
-        {"buffer": 2, "parameter": 4},
-        ("1 buffers that DDP was told to ignore",),
-    )
+    assert results["ignored by DDP"][1:] == ({"buffer": 2, "parameter": 4}, ("1 buffers that DDP was told to ignore",))
     assert results["by pattern"][1:] == (
         {"buffer": 2},
         ("1 buffers matching *: left out", "4 parameters matching *: left out"),

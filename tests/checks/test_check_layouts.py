@@ -15,7 +15,8 @@ from fp8dist import ConfigurationError
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from tests.support.checked import whole_world
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import on_ranks
 
 
 def _plain(**parameters: Tensor) -> nn.Module:
@@ -38,8 +39,13 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], set
 }
 
 
-def _holding_differently(what: str, odd: int, also_damaged: bool) -> Any:
-    usual, other, _ = DIFFERENT[what]
+@pytest.mark.parametrize(
+    ("what", "odd", "also_damaged"), [(what, 3 * (i % 2), i % 4 > 1) for i, what in enumerate(DIFFERENT)]
+)
+@on_ranks(4, timeout=30)
+def test_a_rank_that_holds_other_tensors_is_reported(what: str, odd: int, also_damaged: bool) -> None:
+    reference = 1 if odd == 0 else 0
+    usual, other, different = DIFFERENT[what]
     model = (other if dist.get_rank() == odd else usual)()
     model.same = nn.Parameter(torch.full((2, 2), 5.0))
     if also_damaged and dist.get_rank() == 2:
@@ -47,27 +53,14 @@ def _holding_differently(what: str, odd: int, also_damaged: bool) -> Any:
     start = time.monotonic()
     with captured_log():
         report = whole_world(model)
-    findings = [(f.kind, f.name, f.ranks, f.reference_rank, f.detail) for f in report.findings]
-    return findings, time.monotonic() - start
-
-
-@pytest.mark.parametrize(
-    ("what", "odd", "also_damaged"), [(what, 3 * (i % 2), i % 4 > 1) for i, what in enumerate(DIFFERENT)]
-)
-def test_a_rank_that_holds_other_tensors_is_reported(
-    four_ranks: RankPool, what: str, odd: int, also_damaged: bool
-) -> None:
-    reference = 1 if odd == 0 else 0
-    results = four_ranks.run(_holding_differently, what, odd, also_damaged, timeout=30)
-    for findings, seconds in results:
-        layout = [f for f in findings if f[0] == "layout"]
-        assert {f[1] for f in layout} == DIFFERENT[what][2]
-        assert {f[2:4] for f in layout} == {((odd,), reference)}
-        assert all(f"rank {odd}: " in f[4] and f"rank {reference}: " in f[4] for f in layout)
-        rest = [f[:4] for f in findings if f[0] != "layout"]
-        assert rest == ([("parameter", "same", (2,), 0)] if also_damaged else [])
-        assert findings == results[0][0]
-        assert seconds < 5
+    assert time.monotonic() - start < 5
+    layout = [f for f in report.findings if f.kind == "layout"]
+    assert {f.name for f in layout} == different
+    assert {(f.ranks, f.reference_rank) for f in layout} == {((odd,), reference)}
+    assert all(f"rank {odd}: " in f.detail and f"rank {reference}: " in f.detail for f in layout)
+    rest = [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings if f.kind != "layout"]
+    assert rest == ([("parameter", "same", (2,), 0)] if also_damaged else [])
+    same_on_all_ranks([(f.kind, f.name, f.ranks, f.reference_rank, f.detail) for f in report.findings])
 
 
 @on_ranks(4)
@@ -96,15 +89,6 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def _one_cannot_build(what: str, odd: list[int]) -> Any:
-    model = BROKEN[what][0]() if dist.get_rank() in odd else _plain(a=ones(3))
-    start = time.monotonic()
-    with captured_log():
-        report = whole_world(model)
-    assert not report.consistent
-    return [(f.kind, f.ranks, f.detail) for f in report.findings], time.monotonic() - start
-
-
 @pytest.mark.parametrize("what", BROKEN)
 @on_ranks(2)
 def test_the_same_mistake_on_all_ranks_is_no_divergence(what: str) -> None:
@@ -117,13 +101,17 @@ def test_the_same_mistake_on_all_ranks_is_no_divergence(what: str) -> None:
 
 
 @pytest.mark.parametrize(("what", "odd"), [("meta", [0]), ("raises", [1, 2]), ("uninitialised", [3])])
-def test_a_rank_that_cannot_build_its_part_is_reported_by_all(four_ranks: RankPool, what: str, odd: list[int]) -> None:
-    results = four_ranks.run(_one_cannot_build, what, odd, timeout=30)
-    for findings, seconds in results:
-        assert [(kind, ranks) for kind, ranks, _ in findings] == [("error", (rank,)) for rank in odd]
-        assert all(BROKEN[what][1] in detail for *_, detail in findings)
-        assert findings == results[0][0]
-        assert seconds < 5
+@on_ranks(4, timeout=30)
+def test_a_rank_that_cannot_build_its_part_is_reported_by_all(what: str, odd: list[int]) -> None:
+    model = BROKEN[what][0]() if dist.get_rank() in odd else _plain(a=ones(3))
+    start = time.monotonic()
+    with captured_log():
+        report = whole_world(model)
+    assert time.monotonic() - start < 5
+    assert not report.consistent
+    assert [(f.kind, f.ranks) for f in report.findings] == [("error", (rank,)) for rank in odd]
+    assert all(BROKEN[what][1] in f.detail for f in report.findings)
+    same_on_all_ranks([(f.kind, f.ranks, f.detail) for f in report.findings])
 
 
 @pytest.mark.parametrize("damage", [True, False])

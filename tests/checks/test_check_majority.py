@@ -70,8 +70,7 @@ PLACES = ("parameter", "slot", "sync")
 def _in_turn(cases: list[tuple[list[float], Findings, int]], first: int) -> pytest.MarkDecorator:
     """Distribute the cases over the places in turn."""
     return pytest.mark.parametrize(
-        ("values", "expected", "speaker", "where"),
-        [(*case, PLACES[i % 3]) for i, case in enumerate(cases, first)],
+        ("values", "expected", "speaker", "where"), [(*case, PLACES[i % 3]) for i, case in enumerate(cases, first)]
     )
 
 

@@ -290,11 +290,7 @@ def test_an_index_that_names_another_file(made: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_another_config(
-    made: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[dict[str, Any]], Any],
-    name: str,
-    detail: str,
+    made: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], Any], name: str, detail: str
 ) -> None:
     _edit_json(made / "served" / "config.json", change)
     (finding,) = _findings(made, capsys).values()

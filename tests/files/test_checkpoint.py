@@ -27,10 +27,7 @@ from tests.support.states import state_of
 from tests.support.training import batch, bits, make_net
 
 # DCP warns if there is no process group.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:torch.distributed is"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 States = dict[tuple[str, str], dict[str, Any]]
 

@@ -328,8 +328,7 @@ def test_a_weight_in_two_precisions_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
-    [({"eval_precision": "high"}, 'eval_precision="high"'), ({"enabled": False}, "enabled=False")],
+    ("settings", "why"), [({"eval_precision": "high"}, 'eval_precision="high"'), ({"enabled": False}, "enabled=False")]
 )
 def test_nothing_in_fp8_is_refused(settings: dict[str, Any], why: str) -> None:
     _, manager, _ = trained(steps=0, **settings)

@@ -453,10 +453,7 @@ ADAPTER = Adapter(
         "a parameter": ("2.bias", (_diverged, STAGES["zero 0"], _damage_parameter)),
     },
     undisturbed={name: (_undisturbed, zero) for name, zero in STAGES.items()},
-    refused={
-        "misuse": (_misused,),
-        **{f"{name}, not attached": (_forgotten, zero) for name, zero in STAGES.items()},
-    },
+    refused={"misuse": (_misused,), **{f"{name}, not attached": (_forgotten, zero) for name, zero in STAGES.items()}},
     unclean=True,  # DeepSpeed also keeps torch_autocast's loss scale for later engines of a process.
     recorded=_recorded,
     saved=(6, 12, 18),

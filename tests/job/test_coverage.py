@@ -436,12 +436,7 @@ def test_what_is_taken_for_an_output_head(model: Callable[[], nn.Module], heads:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"skip": "!output"},
-        {"skip": ("embed*", "!out*")},
-        {"skip": None},
-        {"overrides": {"out*": DelayedScaling()}},
-    ],
+    [{"skip": "!output"}, {"skip": ("embed*", "!out*")}, {"skip": None}, {"overrides": {"out*": DelayedScaling()}}],
 )
 @pytest.mark.parametrize("tied", ["", "output"])
 def test_a_head_is_put_into_fp8_by_name(tied: str, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -37,10 +37,7 @@ RECIPES: tuple[Recipe, ...] = (
 ONE_OF_EACH = (CurrentScaling(), RowwiseScaling(format="hybrid", high_precision=("fprop",)), BlockScaling())
 """Settings of recipes without state."""
 
-MIXED: dict[str, Recipe | High] = {
-    "first": CurrentScaling(power_of_two=True),
-    "last": BlockScaling(format="hybrid"),
-}
+MIXED: dict[str, Recipe | High] = {"first": CurrentScaling(power_of_two=True), "last": BlockScaling(format="hybrid")}
 """With delayed scaling as default: three recipes in ``Net``."""
 
 
@@ -83,10 +80,7 @@ def test_which_recipe_a_module_has(settings: Any, expected: dict[str, Recipe]) -
 def test_a_pattern_that_matches_nothing_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     fp8dist.prepare(make_net(), overrides={"frist": CurrentScaling(), "*": RowwiseScaling(), "blocks.*": "high"})
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        (
-            "WARNING",
-            "fp8dist: overrides: no module with a matmul weight matches 'frist' (nearest: 'first'), 'blocks.*'",
-        )
+        ("WARNING", "fp8dist: overrides: no module with a matmul weight matches 'frist' (nearest: 'first'), 'blocks.*'")
     ]
 
 

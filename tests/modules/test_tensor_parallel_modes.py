@@ -17,12 +17,7 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError
 from tests.support.linear import E4M3, amax, dequantised
-from tests.support.parallel import (
-    assert_affine,
-    mesh_of,
-    watched_reductions,
-    whole,
-)
+from tests.support.parallel import assert_affine, mesh_of, watched_reductions, whole
 from tests.support.ranks import on_ranks
 from tests.support.tensor_parallel import (
     LAST,

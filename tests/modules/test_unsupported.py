@@ -164,10 +164,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "gradient penalty": (lambda net: _penalty(net, True), "create_graph=True"),
     # The last layer's incoming gradient is constant: torch's once_differentiable returned None for its weight.
     "gradient penalty of a sum": (lambda net: _penalty(net, False), "create_graph=True"),
-    "hessian": (
-        lambda net: torch.autograd.functional.hessian(lambda x: net(x).sum(), _x(1)),
-        "create_graph=True",
-    ),
+    "hessian": (lambda net: torch.autograd.functional.hessian(lambda x: net(x).sum(), _x(1)), "create_graph=True"),
 }
 RECIPES = (DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling())
 

@@ -258,15 +258,7 @@ def _train_uneven(job: Uneven) -> Outcome:
         optimizer.zero_grad()
     if job.afterwards:
         losses += _epoch(job, ddp, optimizer, recorder, job.afterwards, 200)
-    return Outcome(
-        losses,
-        full(net),
-        state_bits(manager),
-        [in_join],
-        manager.steps,
-        histories(manager),
-        recorder.steps,
-    )
+    return Outcome(losses, full(net), state_bits(manager), [in_join], manager.steps, histories(manager), recorder.steps)
 
 
 def assert_joined(job: Uneven, outcomes: Sequence[Outcome]) -> None:
@@ -304,10 +296,7 @@ def test_join_with_uneven_data(two_ranks: RankPool, job: Uneven) -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [
-        Uneven((5, 1, 4), accumulate=2),
-        Uneven((3, 7, 5), accumulate=2, no_sync=True, update="next_step"),
-    ],
+    [Uneven((5, 1, 4), accumulate=2), Uneven((3, 7, 5), accumulate=2, no_sync=True, update="next_step")],
     ids=["accumulation without no_sync", "no_sync, next_step"],
 )
 def test_join_on_three_ranks(three_ranks: RankPool, job: Uneven) -> None:

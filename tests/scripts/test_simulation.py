@@ -343,12 +343,7 @@ TRUE = {"overhead": 100.0, "latency_intra": 40.0, "latency_inter": 300.0}
 
 
 def write_run(
-    folder: Path,
-    ranks: int,
-    per_node: int,
-    times: dict[str, float],
-    field: str = "sync_ms",
-    hosts: bool = False,
+    folder: Path, ranks: int, per_node: int, times: dict[str, float], field: str = "sync_ms", hosts: bool = False
 ) -> str:
     """Write a gloo run whose syncs take these times, except in the first step. Return the path of its metrics."""
     folder.mkdir(parents=True)

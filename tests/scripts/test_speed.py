@@ -41,15 +41,7 @@ from scripts.benchmarks.gpu.stopwatch import (
     issue_time,
     stopwatch_of,
 )
-from scripts.benchmarks.llama_shapes import (
-    KINDS,
-    LINEARS,
-    RECIPES,
-    Layer,
-    Product,
-    fast_everywhere,
-    products_of,
-)
+from scripts.benchmarks.llama_shapes import KINDS, LINEARS, RECIPES, Layer, Product, fast_everywhere, products_of
 from tests.support.graphs import EmulatedGraph
 
 
@@ -567,8 +559,7 @@ def test_poison_is_nan_in_every_float_format() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.parametrize(
-    ("recipe", "mode"),
-    [("rowwise", "compiled"), *itertools.product([jobs.BF16, *RECIPES], ["eager", "graph"])],
+    ("recipe", "mode"), [("rowwise", "compiled"), *itertools.product([jobs.BF16, *RECIPES], ["eager", "graph"])]
 )
 def test_a_training_step_is_timed(recipe: str, mode: str) -> None:
     case = jobs.trained(jobs.Planned(recipe, mode), jobs.SMALL, torch.device("cpu"))

@@ -133,10 +133,7 @@ def run(final: float, validation: float) -> dict[str, Any]:
 
 def convergence(**runs: dict[str, Any]) -> dict[str, Any]:
     """Return a results file with two seeds. The recipe's gaps are +1 % and -0.5 %."""
-    two = {
-        "fp32": {"0": run(2.0, 2.5), "1": run(4.0, 5.0)},
-        "current": {"0": run(2.02, 2.55), "1": run(3.98, 4.9)},
-    }
+    two = {"fp32": {"0": run(2.0, 2.5), "1": run(4.0, 5.0)}, "current": {"0": run(2.02, 2.55), "1": run(3.98, 4.9)}}
     case = {"recipe": "bf16", "fp8": [], "overall": 1.0}
     case |= {"weights": {"blocks.0.qkv": 0.75, "blocks.0.mlp_in": 0.25}, "inputs": {"blocks.0": 0.125}}
     return {

@@ -366,10 +366,7 @@ def test_unsynced_state_is_each_ranks_own(two_ranks: RankPool) -> None:
 def _several_arenas(update: str) -> dict[str, Any]:
     rank = dist.get_rank()
     pair_01, pair_12, only_0, only_2 = (dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0], [2]))
-    mine = {
-        "layers.[pq]": only_2 if rank == 2 else pair_01,
-        "layers.r": only_0 if rank == 0 else pair_12,
-    }
+    mine = {"layers.[pq]": only_2 if rank == 2 else pair_01, "layers.r": only_0 if rank == 0 else pair_12}
     model = _Branches()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=3, update=update), group=dist.group.WORLD, groups=mine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

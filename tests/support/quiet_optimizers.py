@@ -24,19 +24,7 @@ from torch.optim import SGD, Adagrad, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
-from tests.support.quiet import (
-    PLAIN,
-    STEPS,
-    Loop,
-    Trial,
-    attached,
-    batch,
-    boundary,
-    mlp,
-    nothing,
-    state_is_right,
-    take,
-)
+from tests.support.quiet import PLAIN, STEPS, Loop, Trial, attached, batch, boundary, mlp, nothing, state_is_right, take
 from tests.support.scenarios import Scenarios
 
 SCENARIOS = Scenarios()

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
@@ -26,17 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fp8dist
 from fp8dist import DelayedScaling
 from tests.support.pages import ROOT, blocks
-from tests.support.quiet import (
-    HISTORY,
-    Loop,
-    Trial,
-    batch,
-    fp8_bits,
-    mlp,
-    state_is_right,
-    take,
-    weight_bits,
-)
+from tests.support.quiet import HISTORY, Loop, Trial, batch, fp8_bits, mlp, state_is_right, take, weight_bits
 from tests.support.scenarios import Scenarios
 
 SCENARIOS = Scenarios(ranks=2)
