@@ -114,9 +114,6 @@ def _edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(content))
 
 
-# The same bytes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("recipe", "format"),
     [
@@ -179,9 +176,6 @@ def test_links_are_followed(made: Path) -> None:
         path.rename(made / path.name)
         path.symlink_to(made / path.name)
     assert main([*_verify(made)]) == CONSISTENT
-
-
-# Damage ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bit", [0, 3, 7])
@@ -316,11 +310,7 @@ def test_an_index_that_names_another_file(made: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_another_config(
-    made: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[dict[str, Any]], Any],
-    name: str,
-    detail: str,
+    made: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], Any], name: str, detail: str
 ) -> None:
     _edit_json(made / "served" / "config.json", change)
     (finding,) = _findings(made, capsys).values()
@@ -370,9 +360,6 @@ def test_a_certificate_of_another_layout(made: Path, capsys: pytest.CaptureFixtu
     assert "\x1b" not in text
 
 
-# Certificates that are not sound ---------------------------------------------------------------------
-
-
 def _resealed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a certificate, and give it a digest that fits."""
     content = json.loads(path.read_text())
@@ -418,9 +405,6 @@ def test_a_certificate_of_another_step(made: Path, capsys: pytest.CaptureFixture
     assert main([*_verify(made), "--json"]) == DIVERGED
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert "after step 7, expected " in finding["detail"]
-
-
-# Hostile folders -------------------------------------------------------------------------------------
 
 
 def _framed(header: bytes, data: bytes = b"") -> bytes:

@@ -55,9 +55,6 @@ def needs(package: str, how_long: pytest.MarkDecorator = pytest.mark.long) -> li
     return [pytest.mark.skipif(missing, reason=f"{package} is not installed"), how_long]
 
 
-# Training -----------------------------------------------------------------------------------------
-
-
 def mlp() -> nn.Module:
     """Return the model of trainers that take any, always with the same weights."""
     torch.manual_seed(3)
@@ -209,8 +206,6 @@ def undisturbed(start: Callable[[], Trainee]) -> Trainee:
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     return first
 
-
-# What a trainer's file hands over --------------------------------------------------------------------
 
 Job = tuple[Any, ...]
 """A function that each rank of a pool calls with a folder, the same on all, and its other arguments."""

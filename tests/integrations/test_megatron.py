@@ -97,9 +97,6 @@ def _blow_up(module: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor 
     return tuple(None if gradient is None else gradient * torch.inf for gradient in gradients)
 
 
-# By hand -------------------------------------------------------------------------------------------
-
-
 class _Exchange(torch.autograd.Function):
     """One collective in the forward, its transpose in the backward. The first dim is that of the sequence."""
 
@@ -234,9 +231,6 @@ def test_tensor_and_data_parallel_ranks_share_scales(four_ranks: RankPool) -> No
     four_ranks.run(_as_by_hand, "", Layout(tp=2, sequence_parallel=True), 2, DISTRIBUTED)
 
 
-# Pipelines -----------------------------------------------------------------------------------------
-
-
 def _of_all_stages(chunks: list[Any], layers: int) -> list[tuple[dict[str, Any], list[str]]]:
     """Return, per chunk of this rank, its parameters by their names in a model without a pipeline. Local."""
     from megatron.core import parallel_state
@@ -295,9 +289,6 @@ def test_pipeline_stages_train_as_a_model_without(
     two_ranks: RankPool, chunks: int, layers: int, accumulate: int
 ) -> None:
     two_ranks.run(_in_stages, chunks, layers, accumulate)
-
-
-# Checkpoints ---------------------------------------------------------------------------------------
 
 
 def _state(job: Job, is_loading: bool = False) -> dict[str, Any]:
@@ -360,9 +351,6 @@ def _begun_anew(folder: str) -> None:
 
 def test_scales_begin_anew_with_a_checkpoint_without_fp8(two_ranks: RankPool, tmp_path: Path) -> None:
     two_ranks.run(_begun_anew, str(tmp_path))
-
-
-# Steps ---------------------------------------------------------------------------------------------
 
 
 @with_stand_ins
@@ -523,9 +511,6 @@ def test_modules_stay_megatrons(two_ranks: RankPool) -> None:
     two_ranks.run(_undone)
 
 
-# Misuse --------------------------------------------------------------------------------------------
-
-
 @with_stand_ins
 def _misused(folder: str) -> None:
     from megatron.core import parallel_state
@@ -615,9 +600,6 @@ def _experts() -> None:
 
 def test_experts_with_tensor_parallelism_need_a_group(four_ranks: RankPool) -> None:
     four_ranks.run(_experts)
-
-
-# The checks of a manager ----------------------------------------------------------------------------
 
 
 @with_stand_ins
