@@ -26,8 +26,9 @@ Attendance Axes BlockScaling Cause CheckpointError ConfigurationError Coverage C
 DivergenceError DivergenceReport Event Exporter FP8Experts Fallback Finding Fp8DistError ImportReport LossAlarm
 LossDiverged LossGuard ManifestMismatchError Monitor NotAModelError Observation RankTimes Recipe Recorder ReplayBuffer
 ReplayFinding ReplayReport Replayed RowwiseScaling ScaleJump Slot SlotState SlotStatistics StateManager SyncError
-UnknownArgumentError Verified check check_values ddp describe errors export exported first_and_last fsdp get_manager
-grouped_linear load_transformer_engine prepare random_state replay replay_on restore roll_call take_waits trace watch
+UnknownArgumentError Verification Verified check check_values ddp describe errors export exported first_and_last fsdp
+get_manager grouped_linear load_transformer_engine prepare random_state replay replay_on restore roll_call take_waits
+trace verify watch
 """
 
 METHODS = """

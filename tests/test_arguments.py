@@ -50,8 +50,6 @@ def message(call: Callable[..., object], *args: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-# Keywords -----------------------------------------------------------------------------------------
-
 KEYWORDS: list[tuple[Callable[..., object], str, str]] = [
     # TransformerEngine's recipes
     (DelayedScaling, "amax_history_len", "DelayedScaling(): amax_history_len is called history_len here"),
@@ -102,10 +100,7 @@ def test_an_unknown_keyword_of_prepare() -> None:
         ("fp8_group", "fp8_group is called group here"),
         ("amax_reduction_group", "amax_reduction_group is called group here"),
         ("reduce_amax", "reduce_amax is called amax_sync here"),
-        (
-            "calibrating",
-            "calibrating: it is a context manager here: `with manager.no_fp8(), manager.recording():`",
-        ),
+        ("calibrating", "calibrating: it is a context manager here: `with manager.no_fp8(), manager.recording():`"),
         ("config", "config is called recipe here"),
         ("module_filter_fn", "module_filter_fn is called filter_fn here"),
         ("emulate", 'emulate is called backend here: use backend="reference"'),
@@ -151,9 +146,6 @@ def test_unknown_keywords_are_type_errors_too_and_signatures_stay() -> None:
     assert pickle.loads(pickle.dumps(recipe)) == copy.deepcopy(recipe) == recipe
     assert pickle.loads(pickle.dumps(fp8dist.prepare)) is fp8dist.prepare
     assert "did you mean 'margin'?" in message(lambda: dataclasses.replace(recipe, margn=1))  # type: ignore[call-arg]
-
-
-# Recipes ------------------------------------------------------------------------------------------
 
 
 class Format(enum.Enum):
@@ -210,8 +202,6 @@ def test_a_wrong_value_in_a_recipe() -> None:
     ]:
         assert said in message(DelayedScaling, **fields)
 
-
-# prepare ------------------------------------------------------------------------------------------
 
 PREPARE: Mapping[str, tuple[Callable[[], object], str]] = MappingProxyType(
     {
@@ -277,9 +267,6 @@ def test_a_type_error_inside_filter_fn_stays_the_callers() -> None:
     assert [fqn for fqn, module in net.named_modules() if isinstance(module, FP8Linear)] == ["first"]
 
 
-# attach -------------------------------------------------------------------------------------------
-
-
 def scheduler(net: nn.Module) -> Any:
     return torch.optim.lr_scheduler.StepLR(sgd(net), 1)
 
@@ -326,9 +313,6 @@ def test_attach() -> None:
         manager.attach(net, optimizer=sgd(net), scaler=torch.amp.GradScaler("cpu"), timeout=timedelta(seconds=5))
 
 
-# The manager is not the model ---------------------------------------------------------------------
-
-
 def test_the_manager_is_not_the_model() -> None:
     for name in [
         "parameters",
@@ -371,9 +355,6 @@ def test_other_names_are_plain_attribute_errors_and_copies_work() -> None:
         assert fp8dist.get_manager(other).slots == manager.slots
 
 
-# Names of modules, roles, formats -----------------------------------------------------------------
-
-
 def test_names_that_there_are_not() -> None:
     for call, said in [
         (lambda m: m.slot("frist", "input").scale, "there is no slot frist:input (did you mean 'first'?)"),
@@ -408,9 +389,6 @@ def test_names_that_there_are_not() -> None:
         net.head = nn.Linear(16, 16)
         manager = fp8dist.prepare(net, skip="head")
         assert said in message(call, manager)
-
-
-# Wrapped and sharded models -----------------------------------------------------------------------
 
 
 def _of_wrapped(how: str) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.forked import PRELOADED
-from tests.support.ranks import RankPool, RanksFailed, serve, threads_of
+from tests.support.ranks import RankPool, RanksFailed, on_ranks, serve, threads_of
 
 
 def _sum_of_ranks() -> tuple[int, int]:
@@ -30,6 +30,16 @@ def _one_rank_raises() -> None:
 
 def test_results_come_in_rank_order(two_ranks: RankPool) -> None:
     assert two_ranks.run(_sum_of_ranks) == [(0, 1), (1, 1)]
+
+
+@on_ranks(2)
+def _fails_on_the_second(tmp_path: Path) -> None:
+    assert dist.get_rank() == len(tmp_path.name) - 4
+
+
+def test_an_assertion_on_a_rank_shows_its_values(two_ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 0: returned\n--- rank 1: raised\n(.*\n)*.*assert 1 == \(4 - 4\)"):
+        _fails_on_the_second(tmp_path=Path("four"), two_ranks=two_ranks)
 
 
 def _origin() -> tuple[bool, int]:

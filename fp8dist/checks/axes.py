@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8dist.checks.contents import word_of
 from fp8dist.common.patterns import require_patterns
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.state.groups import GroupLike, SyncGroup
+from fp8dist.state.groups import GroupLike, SyncGroup, maximum
 
 __all__ = ["Adopted", "Axes", "OpenTensor", "log_equal"]
 
@@ -180,7 +178,7 @@ class Adopted:
                 continue
             mine = {one.name: one.digest for one in tensors or () if axis in one.axes}
             word = word_of(tuple(sorted(mine)))
-            word_max, inverse, failed, *some = _maximum(group, [word, ~word, int(tensors is None), *map(int, flags)])
+            word_max, inverse, failed, *some = maximum(group, [word, ~word, int(tensors is None), *map(int, flags)])
             if failed:
                 continue
             held = [(b, some[3 * i : 3 * i + 3]) for i, (_, b) in enumerate(copies)]
@@ -217,13 +215,6 @@ class Adopted:
         )
 
 
-def _maximum(group: SyncGroup, numbers: Sequence[int]) -> list[int]:
-    """Return the maximum of each number, int64, over the ranks of a group. COLLECTIVE."""
-    message = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(group.device)
-    dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
-    return message.tolist()
-
-
 def _equal_along(group: SyncGroup, digests: Mapping[str, int]) -> frozenset[str]:
     """Return the names of the tensors that all ranks of a group hold alike. COLLECTIVE if there are any.
 
@@ -232,7 +223,7 @@ def _equal_along(group: SyncGroup, digests: Mapping[str, int]) -> frozenset[str]
     if not digests:
         return frozenset()
     names = sorted(digests)
-    most = _maximum(group, [*(digests[name] for name in names), *(~digests[name] for name in names)])
+    most = maximum(group, [*(digests[name] for name in names), *(~digests[name] for name in names)])
     return frozenset(name for i, name in enumerate(names) if most[i] == ~most[len(names) + i])
 
 

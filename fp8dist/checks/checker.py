@@ -25,6 +25,7 @@ from fp8dist.checks.checked import Checked
 from fp8dist.checks.coherence import Asked, inside_of, ties_of
 from fp8dist.checks.contents import ArenaContent, on_device, values_near
 from fp8dist.checks.headers import localise
+from fp8dist.checks.inferred import Inferred
 from fp8dist.checks.inventory import Holdings, Inventory, Scope, not_finite_in
 from fp8dist.checks.protocol import Compared, check_replicas
 from fp8dist.checks.repair import Repairs, mended_texts, repair
@@ -128,6 +129,7 @@ class Checker:
         on_checked: called when ``last`` has a new value.
         adopted: what is known to be copies along the axes of ``prepare(axes=…)``; None: there are none. ``along``: its
             memory.
+        inferred: what may be copies, and nobody has said so; None: there is nothing.
         last: what the newest check of parameters without a difference compared; None: there was no such check.
         checked: the newest step after which such a check compared all parameters, and all were finite
             (``Checked.verified``); None: there was none.
@@ -141,6 +143,7 @@ class Checker:
         self.seconds = 0.0
         self.last: Checked | None = None
         self.checked: int | None = None
+        self.inferred: Inferred | None = None
         self._optimizers: list[weakref.ref[Any]] = []
         self._ties: tuple[tuple[str, ...], ...] = ()
         self._proven: dict[int, int] = {}  # The newest proven step, by index in ``syncs``.
@@ -481,6 +484,7 @@ class Checker:
         Raises:
             DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise".
         """
+        self.inferred = None
         anchor = self.state.groups[self._default]
         if policy is None or anchor is None or not anchor.communicates or not self.state.settings.amax_sync:
             policy, anchor = None, self.anchor() if self.adopted is not None else None
@@ -504,6 +508,7 @@ class Checker:
                     # Not all parameters are compared over all ranks: list those that an axis could be named for.
                     listing = Adopted(Axes({"all": anchor.process_group}), {}, log_equal)
                     self._inventory_at_start(anchor, whole, listing)[0].adopt(whole)
+                    self.inferred = Inferred(anchor, listing.found("all").equal or ())
 
     def _inventory_at_start(
         self, anchor: SyncGroup, whole: nn.Module, adopted: Adopted | None

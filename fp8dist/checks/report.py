@@ -47,8 +47,9 @@ class DivergenceReport(Divergence):
         noun: what was compared: "rank" or "file".
         compared_bytes: bytes of the compared things by kind, as far as they are known.
         compared_by: bytes of this rank's tensors by the way in which they were compared: "copies" (with ranks that are
-            known to hold the same), "axis tp" (along an axis that the caller named), "inside the rank" (coherence), "at
-            rest" (with their own values before, ``prepare(at_rest_every=…)``); and "not compared" with other ranks.
+            known to hold the same), "axis tp" (along an axis that the caller named), "inferred" (with ranks that keep
+            it equal without being told to, only to warn), "inside the rank" (coherence), "at rest" (with their own
+            values before, ``prepare(at_rest_every=…)``); and "not compared" with other ranks.
         unverified: the reason, by kind, for kinds that the check was to compare, but of which some rank could compare
             nothing. Of a model with trainable parameters, frozen ones do not count. The same kinds on all ranks.
         partial: kinds of which only a part was compared, with a text such as "1 of 6 parameters". Only parameters are

@@ -245,9 +245,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     verification = verify(options, lambda total: _bar(total, options.json))
-    _require_compared(verification.report)
+    _require_compared(verification)
     _print(options.json, verification.to_json(), str(verification))
-    return _outcome(verification.report)
+    return _outcome(verification)
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int | None]] = MappingProxyType(

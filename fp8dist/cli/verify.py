@@ -4,61 +4,38 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8dist.checks.report import DivergenceReport
+from torch import Tensor
+
 from fp8dist.cli.export import add_model_flags, exported, read_config
-from fp8dist.common.divergence import Finding, Participant
+from fp8dist.common.divergence import Finding
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.certificate_reading import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
-from fp8dist.files.comparison import Progress, bytes_in
-from fp8dist.files.export import Export
+from fp8dist.files.comparison import bytes_in
 from fp8dist.files.export_formats import FORMATS
 from fp8dist.files.failures import reading
 from fp8dist.files.safetensor_files import dtype_text
-from fp8dist.files.served import CONFIG, Served, mismatch, served_model
-from fp8dist.files.verification import CertifiedValue, compare_configs, compare_tensors, sha256_of
+from fp8dist.files.served import CONFIG, Served, ServedTensors, compare_configs, mismatch, served_model
+from fp8dist.files.value_comparison import is_power_of_two
+from fp8dist.files.verification import TensorComparison, sha256_of
+from fp8dist.files.verified_tensors import Verification, compared, verification
 
-__all__ = ["Verification", "add_flags", "verify"]
+__all__ = ["add_flags", "verify"]
 
 QUANTIZATION = "quantization_config"
 
 
-class Verification(NamedTuple):
-    """What differs between file 0, a checkpoint or a certificate, and file 1, what is served.
-
-    ``step``: steps of the FP8 state. ``model``: the digest over all tensors that must be served.
-    """
-
-    report: DivergenceReport
-    files: tuple[str, str]
-    step: int | None
-    in_fp8: int
-    model: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of the report, and the others, as JSON values."""
-        rest = {"files": self.files, "step": self.step, "in_fp8": self.in_fp8, "model": self.model}
-        return {**self.report.to_json(), **rest}
-
-    def __str__(self) -> str:
-        if not self.report.consistent:
-            return str(self.report)
-        reference, served = self.files
-        what = f"{self.report.compared['parameter']} tensors, {self.in_fp8} in FP8, after step {self.step}"
-        notes = [f"note: {note}" for note in self.report.notes]
-        return "\n".join([f"{served}: the same bytes as {reference}", what, f"model {self.model}", *notes])
-
-
 class _Expected(NamedTuple):
-    """What must be served. ``config``: keys that config.json must have; all keys if there is more than one."""
+    """What must be served. ``config``: keys that config.json must have; all keys if there is more than one.
+    ``others``: findings about other things than tensors."""
 
+    comparison: TensorComparison
     step: int | None
     config: Mapping[str, Any]
-    differing: list[Finding]
-    listed: list[Certified]
+    others: Sequence[Finding] = ()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,55 +69,56 @@ def verify(options: argparse.Namespace, bar: Callable[[int], Any]) -> Verificati
     served = served_model(options.paths[-1])
     with bar(bytes_in(served.source)) as shown:
         against = _by_checkpoint if options.certificate is None else _by_certificate
-        expected = against(options, served, shown.update)
+        expected = against(options, served, ServedTensors(served.source, shown.update))
         whole = len(expected.config) > 1
         keys = expected.config.keys() | served.config.keys() if whole else {QUANTIZATION}
         with reading(os.path.join(served.path, CONFIG)):
             configs = list(compare_configs(expected.config, served.config, keys))
-    reference = options.certificate or options.paths[0]
     notes = (
         [] if whole else [f"of {CONFIG} only {QUANTIZATION} is compared: the rest of the export's config is unknown"]
     )
-    findings = [*served.faults, *expected.differing, *configs]
-    return Verification(
-        DivergenceReport(
-            tuple(finding.located([Participant(1, served.path)]) for finding in findings),
-            {"parameter": len(expected.listed)},
-            notes=(*notes, *([f"file 0: {reference}"] if findings else [])),
-            noun="file",
-        ),
-        (reference, served.path),
-        expected.step,
-        sum(one.dtype == "F8_E4M3" for one in expected.listed),
-        model_digest(expected.listed),
-    )
+    files = (options.certificate or options.paths[0], served.path)
+    return verification(expected.comparison, files, expected.step, [*served.faults, *expected.others, *configs], notes)
 
 
-def _by_certificate(options: argparse.Namespace, served: Served, progress: Progress) -> _Expected:
-    certificate = read_certificate(options.certificate)
-    differing, listed = compare_tensors(served, map(CertifiedValue, certificate.tensors.values()), {}, progress)
-    return _Expected(certificate.step, certificate.config, differing, listed)
+def _by_certificate(options: argparse.Namespace, served: Served, tensors: ServedTensors) -> _Expected:
+    comparison, certificate, _ = compared(tensors, options.certificate, {})
+    return _Expected(comparison, certificate.step, certificate.config)
 
 
-def _by_checkpoint(options: argparse.Namespace, served: Served, progress: Progress) -> _Expected:
+def _by_checkpoint(options: argparse.Namespace, served: Served, tensors: ServedTensors) -> _Expected:
     certificate, wrong = _certificate_inside(served)
     config, tied = (certificate.config, certificate.tied) if certificate else ({}, served.tied)
     if options.config:
         config = read_config(options.config)
     format = options.format or _format_of(served)
+    certified: dict[str, Certified] = {}
+    values: dict[str, Tensor] = {}  # Of one module.
+    powers_of_two = True
+    comparison = TensorComparison(certified, values.get, tied)
     try:
         found, step = exported(options.paths[0], format, options, config)
-        differing, listed = compare_tensors(served, _references(found), tied, progress)
-        config = {**config, QUANTIZATION: found.quantization_config()}
+        for tensor, value in found.stream():
+            if tensor.role in ("weight", "high"):
+                values.clear()
+            values[tensor.name] = value
+            powers_of_two &= tensor.role != "weight_scale" or is_power_of_two(value)
+            certified[tensor.name] = Certified(tensor.name, dtype_text(tensor.dtype), tensor.shape, sha256_of(value))
+            if tensor.name in tensors:
+                comparison.add(tensor.name, tensors[tensor.name])
     except ConfigurationError as error:
         if options.format:
             raise
-        differing = [mismatch("layout", "format", f"is {format}, but the checkpoint has no such export: {error}")]
-        return _Expected(None, served.config, differing, [])
-    if certificate and (certificate.model, certificate.step) != (model_digest(listed), step):
+        other = mismatch("layout", "format", f"is {format}, but the checkpoint has no such export: {error}")
+        return _Expected(comparison, None, served.config, [other])
+    for name in tensors:
+        if name not in certified:
+            comparison.add(name, tensors[name])
+    model = model_digest(comparison.finish()[1])
+    if certificate and (certificate.model, certificate.step) != (model, step):
         text = f"is of model {certificate.model} after step {certificate.step}"
-        wrong = [mismatch("certificate", CERTIFICATE, f"{text}, expected {model_digest(listed)} after step {step}")]
-    return _Expected(step, config, [*differing, *wrong], listed)
+        wrong = [mismatch("certificate", CERTIFICATE, f"{text}, expected {model} after step {step}")]
+    return _Expected(comparison, step, {**config, QUANTIZATION: found.quantization_config(powers_of_two)}, wrong)
 
 
 def _certificate_inside(served: Served) -> tuple[Certificate | None, list[Finding]]:
@@ -152,11 +130,6 @@ def _certificate_inside(served: Served) -> tuple[Certificate | None, list[Findin
         return read_certificate(path), []
     except CheckpointError as error:
         return None, [mismatch("certificate", CERTIFICATE, str(error).removeprefix(f"{path}: "))]
-
-
-def _references(found: Export) -> Iterator[CertifiedValue]:
-    for tensor, value in found.stream():
-        yield CertifiedValue(Certified(tensor.name, dtype_text(tensor.dtype), tensor.shape, sha256_of(value)), value)
 
 
 def _format_of(served: Served) -> str:

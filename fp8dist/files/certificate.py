@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 
 
 def certificate_of(
-    layout: str,
+    layout: tuple[str, str],
     tensors: Sequence[ExportedTensor],
     recipes: Mapping[str, Recipe],
     tied: Mapping[str, str],
@@ -48,7 +48,7 @@ def certificate_of(
     """Return the bytes of ``fp8dist-certificate.json``. docs/design/formats.md describes its fields.
 
     Args:
-        layout: the export's format, a key of ``FORMATS`` in ``export_formats.py``.
+        layout: the export's format, a key of ``FORMATS`` in ``export_formats.py``; the form of its weights' scales.
         tensors: the exported tensors, in any order.
         recipes: the recipes of the modules whose weights are in FP8, by the module's name.
         tied: see ``Export.tied``.
@@ -66,7 +66,8 @@ def certificate_of(
         {
             "format": FORMAT,
             "version": VERSION,
-            "export": layout,
+            "export": layout[0],
+            "scales": layout[1],
             **origin._asdict(),
             "versions": {
                 "fp8dist": version_of("fp8dist"),

@@ -101,9 +101,10 @@ class Export:
             yield from zip(part.tensors, values, strict=True)
             del values
 
-    def quantization_config(self) -> dict[str, Any]:
-        """Return the value of ``quantization_config`` in config.json."""
-        return quantization_config(self.format, dict(sorted(self.schemes.items())), sorted(self.ignored))
+    def quantization_config(self, powers_of_two: bool = False) -> dict[str, Any]:
+        """Return the value of ``quantization_config`` in config.json. ``powers_of_two``: all scales of weights are."""
+        schemes = dict(sorted(self.schemes.items()))
+        return quantization_config(self.format, schemes, sorted(self.ignored), powers_of_two)
 
 
 # What a model exports --------------------------------------------------------------------------------
@@ -443,10 +444,9 @@ def write_folder(
             if folder is not None and not failure:  # After a failure, the other ranks still gather.
                 failure = _failure_of(lambda: folder.write(tensor, value))  # noqa: B023
         if folder is not None and not failure:
-            served = {**config, "quantization_config": found.quantization_config()}
-            certificate = partial(
-                certificate_of, found.format, found.tensors, found.recipes, found.tied, served, origin
-            )
+            served = {**config, "quantization_config": found.quantization_config(folder.powers_of_two)}
+            layout = found.format, "power_of_two" if folder.powers_of_two else "float32"
+            certificate = partial(certificate_of, layout, found.tensors, found.recipes, found.tied, served, origin)
             failure = _failure_of(lambda: folder.finish(served, certificate))
         agree(failure)
     finally:

@@ -24,6 +24,7 @@ from fp8dist.files.certificate_reading import CERTIFICATE
 from fp8dist.files.export_tensors import ExportedTensor
 from fp8dist.files.safetensor_files import dtype_text
 from fp8dist.files.served import CONFIG, INDEX
+from fp8dist.files.value_comparison import is_power_of_two
 from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["Folder", "destination"]
@@ -72,6 +73,7 @@ class Folder:
         self._number = 0
         self._places: dict[str, str] = {}
         self._digests: dict[str, str] = {}
+        self.powers_of_two = True  # False once a written scale of weights is no power of two.
 
     def begin(self) -> None:
         """Make the partial folder.
@@ -96,8 +98,11 @@ class Folder:
         expected = self._left.pop(0)
         assert self._file is not None
         assert (tensor.name, value.dtype, tuple(value.shape)) == (expected.name, expected.dtype, expected.shape)
-        data = as_bytes(value.cpu()).numpy().data
+        value = value.cpu()
+        data = as_bytes(value).numpy().data
         self._file.write(data)
+        if tensor.role == "weight_scale":
+            self.powers_of_two &= is_power_of_two(value)
         self._digests[tensor.name] = hashlib.sha256(data).hexdigest()
 
     def finish(self, config: Mapping[str, Any], certificate: Callable[[Mapping[str, str]], bytes]) -> None:

@@ -138,12 +138,16 @@ def laid_out(inv_scale: Tensor, grid: Grid, strategy: Strategy, shape: Sequence[
     return parts[at[0]][:, at[1]].contiguous()
 
 
-def quantization_config(format: str, schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    format: str, schemes: Mapping[str, Scheme], ignored: Sequence[str], powers_of_two: bool
+) -> dict[str, Any]:
     """Return the value of ``quantization_config`` in config.json.
 
     Args:
         schemes: by name of a module whose weight is in FP8, how servers multiply with it.
         ignored: names of the other modules with weights of two dimensions.
+        powers_of_two: all scales of weights are powers of two. Servers with a GEMM for UE8M0 then take them as they are
+            (``scale_fmt``, as in DeepSeek-V3.1: the scales themselves are stored as float32).
 
     Raises:
         ConfigurationError: servers would misread the name of a module (see ``export_names``).
@@ -154,6 +158,7 @@ def quantization_config(format: str, schemes: Mapping[str, Scheme], ignored: Seq
             "quant_method": "fp8",
             "fmt": "e4m3",
             "weight_block_size": [BLOCK, BLOCK],
+            **({"scale_fmt": "ue8m0"} if powers_of_two else {}),
             "activation_scheme": "dynamic",
             "modules_to_not_convert": list(ignored),
         }

@@ -6,23 +6,29 @@ errors, because different servers may read different tensors from such a folder.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from fp8dist.common.divergence import Finding
+from fp8dist.common.text import printable
 from fp8dist.errors import CheckpointError
+from fp8dist.files.comparison import Progress
 from fp8dist.files.entries import Source
 from fp8dist.files.failures import reading
 from fp8dist.files.json_files import json_object, read_text
 from fp8dist.files.safetensor_files import SUFFIX, SafetensorsHeader, header_of, safetensors_source
 
-__all__ = ["CONFIG", "INDEX", "Served", "mismatch", "served_model"]
+__all__ = ["CONFIG", "INDEX", "Served", "ServedTensors", "compare_configs", "mismatch", "served_model"]
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _SINGLE = "model.safetensors"
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,33 @@ class Served:
     source: Source
     tied: Mapping[str, Any]
     faults: tuple[Finding, ...]
+
+
+class ServedTensors(Mapping[str, Tensor]):
+    """The tensors of a source by name, read when they are asked for.
+
+    Args:
+        progress: called with the number of bytes of each tensor that was read.
+    """
+
+    def __init__(self, source: Source, progress: Progress) -> None:
+        self._source = source
+        self._progress = progress
+        self._places = {entry.name: place for place, entry in enumerate(source.entries)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._source.read(self._places[name])
+        self._progress(tensor.nbytes)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def mismatch(kind: str, name: str, detail: str, **fields: Any) -> Finding:
@@ -103,3 +136,22 @@ def _faults(
         if there != listed and (listed is None or listed in files):
             where = "in no file" if there is None else f"in {there!r}"
             yield mismatch("file", tensor, f"is {where}, and {INDEX} says {listed!r}")
+
+
+def compare_configs(expected: Mapping[str, Any], served: Mapping[str, Any], keys: Iterable[str]) -> Iterator[Finding]:
+    """Yield a finding for each value that differs below ``keys`` of two config.json. A finding's name is the path of
+    keys, joined by dots."""
+    for key in sorted(keys):
+        yield from _values(key, expected.get(key, _ABSENT), served.get(key, _ABSENT))
+
+
+def _values(path: str, expected: Any, found: Any) -> Iterator[Finding]:
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in sorted(expected.keys() | found.keys()):
+            yield from _values(f"{path}.{key}", expected.get(key, _ABSENT), found.get(key, _ABSENT))
+    elif (is_there := _text(found)) != (wanted := _text(expected)):
+        yield mismatch("config", path, f"{CONFIG} has {printable(is_there)}, expected {printable(wanted)}")
+
+
+def _text(value: Any) -> str:
+    return "nothing" if value is _ABSENT else json.dumps(value, sort_keys=True)

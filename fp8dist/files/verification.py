@@ -1,36 +1,32 @@
-"""Compare a served model with a reference, a certificate or another export: tensor by tensor, and its config.json."""
+"""Compare the tensors of a served model with a reference, a certificate or another export, each read once."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fp8dist.checks.contents import Digester
 from fp8dist.checks.differences import Difference, first_difference, unravel
 from fp8dist.common.divergence import Finding
-from fp8dist.common.text import printable
+from fp8dist.common.text import dtype_name, printable
 from fp8dist.files.certificate_reading import Certified
-from fp8dist.files.comparison import Progress
 from fp8dist.files.safetensor_files import DTYPES
-from fp8dist.files.served import CONFIG, Served, mismatch
+from fp8dist.files.served import mismatch
+from fp8dist.files.value_comparison import ValueDifference, compare_values, have_values, is_rounded_up
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["CertifiedValue", "compare_configs", "compare_tensors", "sha256_of"]
+__all__ = ["TensorComparison", "sha256_of"]
 
 _Look = tuple[str | None, tuple[int, ...], str]
 """Dtype, shape and SHA-256 of a tensor: all but its name."""
 
-
-class CertifiedValue(NamedTuple):
-    """A tensor of the reference. ``value``: its values on the CPU; None if only the digest is known."""
-
-    certified: Certified
-    value: Tensor | None = None
+_MOST_KEPT = 8
+"""Differing tensors that are kept until the scales of a weight, or the weight of scales, has come as well."""
 
 
 def sha256_of(tensor: Tensor) -> str:
@@ -38,129 +34,190 @@ def sha256_of(tensor: Tensor) -> str:
     return hashlib.sha256(as_bytes(tensor).numpy().data).hexdigest()
 
 
-def compare_tensors(
-    served: Served, references: Iterable[CertifiedValue], tied: Mapping[str, Any], progress: Progress
-) -> tuple[list[Finding], list[Certified]]:
-    """Return (findings by name of the tensor, the reference's tensors that must be served). Holds two tensors in
-    memory.
+class _Pair(NamedTuple):
+    """A served tensor, and the one that was expected."""
+
+    served: Tensor
+    expected: Tensor
+
+
+class _Differing(NamedTuple):
+    """A tensor with other bytes. ``first``: its first other element; None: the expected values are not known."""
+
+    certified: Certified
+    digest: str
+    first: Difference | None
+
+
+class TensorComparison:
+    """Compares a served model with a reference: ``add`` each served tensor, then ``finish``. Keeps a differing weight
+    until its scales have come, and no other tensor.
 
     Args:
-        references: the tensors of the reference.
-        tied: {name of a tensor: name of another}. The first may be missing in the served model, if the reference has
-            the same bytes under both names.
-        progress: called with the number of bytes of each tensor that was read.
-
-    Raises:
-        CheckpointError: a file of the served model cannot be read.
+        certified: the tensors of the reference by name. May grow: an entry must be there when its tensor is added.
+        value: returns the values of a tensor of the reference on the CPU; None: only its digest is known.
+        tied: {name of a tensor: name of another}. The first may be missing on either side, if the bytes under both
+            names are the same.
+        copies: True: copy what is kept, because the caller may write to it.
     """
-    places = {entry.name: place for place, entry in enumerate(served.source.entries)}
-    listed: list[Certified] = []
-    missing: list[Certified] = []
-    found: list[Finding] = []
-    differing: list[tuple[Certified, str, Difference | None]] = []
-    digester = Digester()
-    for certified, value in references:
-        name, dtype, shape, sha256 = certified
-        listed.append(certified)
-        if name not in places:
-            missing.append(certified)
-            continue
-        entry = served.source.entries[places[name]]
-        if (entry.dtype, entry.shape) != (DTYPES.get(dtype), shape):
-            expected = f"{DTYPES.get(dtype) or printable(dtype)}{list(shape)}"
-            found.append(mismatch("layout", name, f"is {entry.dtype}{list(entry.shape)}, expected {expected}"))
-            continue
-        tensor = served.source.read(places[name])
+
+    def __init__(
+        self,
+        certified: Mapping[str, Certified],
+        value: Callable[[str], Tensor | None],
+        tied: Mapping[str, Any],
+        copies: bool = False,
+    ) -> None:
+        self.rescaled: list[str] = []  # Weights with other bytes and scales, and the same values.
+        self._certified = certified
+        self._value = value
+        self._tied = tied
+        self._copies = copies
+        self._digester = Digester()
+        self._findings: list[Finding] = []
+        self._seen: set[str] = set()
+        self._equal: set[str] = set()
+        self._differing: dict[str, _Differing] = {}
+        self._kept: dict[str, _Pair] = {}
+        self._by_value: dict[str, ValueDifference] = {}  # Of weights with other scales.
+        self._rounded: set[str] = set()  # Scales that were rounded up to powers of two.
+        self._strangers: dict[str, _Look] = {}
+
+    def fault(self, name: str, detail: str, *covered: str) -> None:
+        """Note what is wrong with a served tensor, which takes the place of the tensors ``covered``."""
+        self._seen.update((name, *covered))
+        self._findings.append(mismatch("layout", name, detail))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Compare a served tensor, on the CPU."""
+        if name in self._seen:
+            self._findings.append(mismatch("layout", name, "comes twice"))
+            return
+        self._seen.add(name)
+        expected = self._certified.get(self._known_as(name))
+        if expected is not None and expected.dtype == "F32" and tensor.dtype == torch.float8_e8m0fnu:
+            tensor = tensor.float()  # UE8M0, which holds powers of two alone.
+        look = dtype_name(tensor.dtype), tuple(tensor.shape)
+        if expected is None:
+            self._strangers[name] = (*look, sha256_of(tensor))
+            return
+        if look != (DTYPES.get(expected.dtype), expected.shape):
+            wanted = f"{DTYPES.get(expected.dtype) or printable(expected.dtype)}{list(expected.shape)}"
+            self.fault(name, f"is {look[0]}{list(look[1])}, expected {wanted}")
+            return
         digest = sha256_of(tensor)
-        if digest != sha256:
-            known = None
-            if value is not None:
-                known = first_difference(tensor, value, digester.leaves(tensor), digester.leaves(value))
-            differing.append((certified, digest, known))
-        progress(tensor.nbytes)
-    looks = {one.name: _look(one) for one in listed}
-    copies = {one for one in missing if _is_copy(one, tied, looks)}
-    owners: dict[_Look, list[str]] = defaultdict(list)
-    for name, look in looks.items():
-        owners[look].append(name)
-    found += [_differs(*one, owners) for one in differing]
-    strangers = [place for name, place in places.items() if name not in looks]
-    found += _one_sided(served, strangers, [one for one in missing if one not in copies])
-    return sorted(found, key=lambda finding: finding.name), [one for one in listed if one not in copies]
+        if digest == expected.sha256:
+            self._equal.add(name)
+        else:
+            self._note(expected._replace(name=name), digest, tensor)
+        for weight, scale in _weights_and_scales(name):
+            if {weight, scale} <= self._equal | self._differing.keys():
+                self._compare_values(weight, scale)
 
+    def _known_as(self, name: str) -> str:
+        """Return the name that the reference has for a served tensor."""
+        return name if name in self._certified else str(self._tied.get(name))
 
-def _is_copy(certified: Certified, tied: Mapping[str, Any], looks: Mapping[str, _Look]) -> bool:
-    owner = str(tied.get(certified.name))
-    return owner not in tied and looks.get(owner) == _look(certified)
+    def _note(self, expected: Certified, digest: str, tensor: Tensor) -> None:
+        value = self._value(self._known_as(expected.name))
+        first = None
+        if value is not None:
+            leaves = (self._digester.leaves(each) for each in (tensor, value))
+            first = first_difference(tensor, value, *leaves)
+            if _weights_and_scales(expected.name):
+                if len(self._kept) == _MOST_KEPT:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[expected.name] = _Pair(tensor.clone() if self._copies else tensor, value)
+        self._differing[expected.name] = _Differing(expected, digest, first)
+
+    def _compare_values(self, weight: str, scale: str) -> None:
+        """Compare the values of a weight, of which all tensors have come. Does nothing if some are not known."""
+        pairs = [self._pair(name) for name in (weight, scale)] if not {weight, scale} <= self._equal else []
+        if None in pairs or not pairs:
+            return
+        weights, scales = (pair for pair in pairs if pair is not None)
+        if not have_values(weights.served, scales.served):
+            return
+        found = compare_values(weights.served, scales.served, weights.expected, scales.expected)
+        if not found.differing and scale in self._differing:
+            self._differing.pop(weight, None)
+            self._differing.pop(scale, None)
+            self.rescaled.append(weight)
+        elif {weight, scale} <= self._differing.keys():
+            self._by_value[weight] = found
+        if is_rounded_up(*scales):
+            self._rounded.add(scale)
+
+    def _pair(self, name: str) -> _Pair | None:
+        if name in self._differing:
+            return self._kept.pop(name, None)
+        value = self._value(name)
+        return None if value is None else _Pair(value, value)
+
+    def finish(self) -> tuple[list[Finding], list[Certified]]:
+        """Return (findings by name of the tensor, the reference's tensors that must be served)."""
+        looks = {one.name: _look(one) for one in self._certified.values()}
+        missing = [one for one in self._certified.values() if one.name not in self._seen]
+        copies = {one for one in missing if self._is_copy(one, looks)}
+        owners: dict[_Look, list[str]] = defaultdict(list)
+        for name, look in looks.items():
+            owners[look].append(name)
+        findings = [*self._findings, *(self._differs(one, owners) for one in self._differing.values())]
+        findings += _one_sided(self._strangers, [one for one in missing if one not in copies])
+        listed = [one for one in self._certified.values() if one not in copies]
+        return sorted(findings, key=lambda finding: finding.name), listed
+
+    def _is_copy(self, certified: Certified, looks: Mapping[str, _Look]) -> bool:
+        owner = str(self._tied.get(certified.name))
+        return owner not in self._tied and looks.get(owner) == _look(certified)
+
+    def _differs(self, one: _Differing, owners: Mapping[_Look, list[str]]) -> Finding:
+        certified, digest, first = one
+        name, shape = certified.name, certified.shape
+        others = owners.get((DTYPES.get(certified.dtype), shape, digest))
+        remarks = [f"it has the bytes of '{printable(others[0])}'"] if others else []
+        if name in self._rounded:
+            remarks.append("rounded up to powers of two")
+        if found := self._by_value.get(name):
+            of = f"{found.differing} of {torch.Size(shape).numel()} values differ"
+            beyond = f"{found.beyond} of them by more than the sum of both ULPs"
+            remarks.insert(0, f"{of}, {beyond if found.beyond else 'as after quantising again with other scales'}")
+            place = found.place or 0
+            where = {"index": unravel(place, shape), "value": found.value, "expected": found.expected}
+            return mismatch("parameter", name, "; ".join(remarks), **where)
+        if first is None:
+            return mismatch("parameter", name, "; ".join(remarks) or "its SHA-256 is another one")
+        detail = "; ".join([f"{first.extent()} differ", *remarks])
+        where = {"index": unravel(first.place, shape), "value": first.value, "expected": first.expected}
+        return mismatch("parameter", name, detail, ulp=first.ulp, **where)
 
 
 def _look(certified: Certified) -> _Look:
     return DTYPES.get(certified.dtype), certified.shape, certified.sha256
 
 
-def _differs(
-    certified: Certified, digest: str, difference: Difference | None, owners: Mapping[_Look, list[str]]
-) -> Finding:
-    others = owners.get((DTYPES.get(certified.dtype), certified.shape, digest))
-    swapped = f"it has the bytes of '{printable(others[0])}'" if others else ""
-    if difference is None:
-        return mismatch("parameter", certified.name, swapped or "its SHA-256 is another one")
-    detail = f"{difference.extent()} differ"
-    return mismatch(
-        "parameter",
-        certified.name,
-        f"{detail}; {swapped}" if swapped else detail,
-        index=unravel(difference.place, certified.shape),
-        value=difference.value,
-        expected=difference.expected,
-        ulp=difference.ulp,
-    )
+def _weights_and_scales(name: str) -> list[tuple[str, str]]:
+    """Return the pairs (weight, its scales) in which an exported tensor may be."""
+    module, _, kind = name.rpartition(".")
+    scales = ("weight_scale", "weight_scale_inv")
+    return [(f"{module}.weight", f"{module}.{scale}") for scale in scales if kind in ("weight", scale)]
 
 
-def _one_sided(served: Served, strangers: Iterable[int], missing: Iterable[Certified]) -> Iterator[Finding]:
-    """Yield findings about tensors that only one side has. If one of each side has the same dtype, shape and bytes, one
-    finding says that the tensor has another name.
+def _one_sided(strangers: Mapping[str, _Look], missing: Iterable[Certified]) -> list[Finding]:
+    """Return findings about tensors that only one side has. If one of each side has the same dtype, shape and bytes,
+    one finding says that the tensor has another name.
 
     Args:
-        strangers: indices of the served entries that the reference lacks.
+        strangers: served tensors that the reference lacks.
         missing: the reference's tensors that are not served.
     """
     gone: dict[_Look, list[str]] = defaultdict(list)
     for certified in missing:
         gone[_look(certified)].append(certified.name)
-    shapes = {look[:2] for look in gone}
-    for place in strangers:
-        entry = served.source.entries[place]
-        names: list[str] = []
-        if (entry.dtype, entry.shape) in shapes:
-            names = gone[entry.dtype, entry.shape, sha256_of(served.source.read(place))]
-        if names:
-            yield mismatch("layout", names.pop(0), f"is called '{printable(entry.name)}'")
+    found = []
+    for name, look in strangers.items():
+        if names := gone.get(look):
+            found.append(mismatch("layout", names.pop(0), f"is called '{printable(name)}'"))
         else:
-            yield mismatch("layout", entry.name, f"{entry.dtype}{list(entry.shape)} is served, and was not exported")
-    for names in gone.values():
-        yield from (mismatch("layout", name, "is missing") for name in names)
-
-
-# config.json -----------------------------------------------------------------------------------------
-
-_ABSENT = object()
-
-
-def compare_configs(expected: Mapping[str, Any], served: Mapping[str, Any], keys: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding for each value that differs below ``keys`` of two config.json. A finding's name is the path of
-    keys, joined by dots."""
-    for key in sorted(keys):
-        yield from _values(key, expected.get(key, _ABSENT), served.get(key, _ABSENT))
-
-
-def _values(path: str, expected: Any, found: Any) -> Iterator[Finding]:
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for key in sorted(expected.keys() | found.keys()):
-            yield from _values(f"{path}.{key}", expected.get(key, _ABSENT), found.get(key, _ABSENT))
-    elif (is_there := _text(found)) != (wanted := _text(expected)):
-        yield mismatch("config", path, f"{CONFIG} has {printable(is_there)}, expected {printable(wanted)}")
-
-
-def _text(value: Any) -> str:
-    return "nothing" if value is _ABSENT else json.dumps(value, sort_keys=True)
+            found.append(mismatch("layout", name, f"{look[0]}{list(look[1])} is served, and was not exported"))
+    return found + [mismatch("layout", name, "is missing") for names in gone.values() for name in names]

@@ -49,6 +49,9 @@ class PeriodicChecks:
         if due and self._state.job.attached and not self._state.job.joined:
             self._checked, policy = finished, self._state.settings.check_policy
             self._run(Scope(coherence=self._checker.asked), policy, in_step)
+            whole = self._state.job.whole
+            if self._checker.inferred is not None and whole is not None:
+                self._checker.inferred.look(whole, finished)
             anchor, values = self._checker.anchor(), self._state.values
             if values is not None and anchor is not None and anchor.communicates:
                 compare_values(values, anchor, False, finished, policy != "warn", self._checker.notify_diverged)
@@ -79,8 +82,12 @@ class PeriodicChecks:
         job, enabled = self._state.job, self._state.settings.enabled
         done = max(int(sync.arena.step) for sync in self._state.syncs) if enabled else job.boundaries - in_step
         report = self._checker.check(done, done + in_step, scope, policy, max_repairs)
-        if self._at_rest.size:
-            report = replace(report, compared_by={"at rest": self._at_rest.size, **report.compared_by})
+        inferred = 0 if self._checker.inferred is None else self._checker.inferred.size
+        also = {way: size for way, size in (("at rest", self._at_rest.size), ("inferred", inferred)) if size}
+        if also:
+            rest = max(report.compared_by.get("not compared", 0) - inferred, 0)
+            by = {way: rest if way == "not compared" else size for way, size in report.compared_by.items()}
+            report = replace(report, compared_by={**also, **by})
         if scope.parameters and report.compared and not report.diverged:
             self._checker.last = Checked.of(job.step if enabled else done, report)
             if self._checker.last.verified:

@@ -57,6 +57,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
+def maximum(group: SyncGroup, numbers: Sequence[int]) -> list[int]:
+    """Return the maximum of each number, int64, over the ranks of a group. COLLECTIVE."""
+    message = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(group.device)
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
+    return message.tolist()
+
+
 def largest_of_parts(amaxes: Tensor, cuts: Iterable[tuple[DeviceMesh, int]]) -> Tensor:
     """Return the amaxes, float32, of whole tensors from those of this rank's parts. COLLECTIVE over the ranks that hold
     parts, once per cut. ``cuts``: the axes of meshes along which the tensors are cut."""

@@ -28,7 +28,7 @@ from tests.support.audited import bad_casts, bad_products
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.parallel import mesh_of
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net, parameter_bits, state_bits
 
 RECIPES = {
@@ -87,8 +87,6 @@ class Trained:
         return audits.done
 
 
-# The verdict ----------------------------------------------------------------------------------------
-
 GOOD, BAD, WORSE = [1, 1], [2, 2], [3, 3]
 
 
@@ -129,9 +127,6 @@ def test_all_sites_come_up(modules: int) -> None:
     chosen = [audit._chosen(named, number) for number in range(5, 5 + count)]
     assert sorted(site for *_, site in chosen) == list(range(count))
     assert all(first == dict(named)[fqn] + work for fqn, work, first in chosen)
-
-
-# Faulty devices -------------------------------------------------------------------------------------
 
 
 def _with_faulty_rank(layout: str, recipe: str, faulty: int, what: str) -> Any:
@@ -208,10 +203,7 @@ def _transient() -> Any:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_fault_that_does_not_repeat_is_transient(world: int, two_ranks: RankPool, three_ranks: RankPool) -> None:
     results = (two_ranks if world == 2 else three_ranks).run(_transient)
-    text = {
-        2: "transient on rank 1: repeated, it gets what rank 0 gets",
-        3: "rank 1 computes wrong once",
-    }[world]
+    text = {2: "transient on rank 1: repeated, it gets what rank 0 gets", 3: "rank 1 computes wrong once"}[world]
     for found, _ in results:
         assert found == {((1,), text)}
     assert sum(logged > 0 for _, logged in results) == 1
@@ -240,8 +232,6 @@ def test_the_policy_ends_the_job_on_all_ranks_with_one_message(policy: str, thre
         assert text.startswith("repeated results differ between ranks: audit '")
     assert sum(logged for *_, logged in results) == 1
 
-
-# The number of audits until a fault is found ---------------------------------------------------------
 
 TRIALS, WIDE = 200, 256
 
@@ -298,9 +288,6 @@ def test_the_number_of_audits_until_then_is_geometric(p: float, limit: int, shar
     expected = {k: TRIALS * chance * (1 - chance) ** (k - 1) for k in range(1, 6)} | {6: TRIALS * (1 - chance) ** 5}
     chi_square = sum((found[k] - expected[k]) ** 2 / expected[k] for k in expected)
     assert chi_square < 25.7  # 5 degrees of freedom: exceeded with a probability of 1e-4.
-
-
-# Sound devices ---------------------------------------------------------------------------------------
 
 
 def _bits(audit_every: int, layout: str, recipe: str) -> Any:
@@ -363,21 +350,18 @@ def test_a_rank_that_does_not_run_the_module_takes_part(three_ranks: RankPool) -
     assert audited[1] < audited[0] < audited[2]
 
 
-def _after_join() -> Any:
-    """Rank 1 runs out of data, then all ranks have some."""
+@pytest.mark.slow
+@on_ranks(2, timeout=30)
+def test_after_join_ranks_audit_the_same_steps() -> None:
+    """Rank 1 runs out of data, then all ranks have some. Otherwise the rank that has counted fewer steps enters an
+    audit alone, and hangs."""
     trained = Trained(audit_every=4)
     with Join([trained.whole, trained.manager]):
         for index in range((5, 3)[dist.get_rank()]):
             trained.step(index)
     for index in range(8):
         trained.step(index)
-    return trained.audited
-
-
-@pytest.mark.slow
-def test_after_join_ranks_audit_the_same_steps(two_ranks: RankPool) -> None:
-    """Otherwise the rank that has counted fewer steps enters an audit alone, and hangs."""
-    assert two_ranks.run(_after_join, timeout=30) == [2, 2]
+    assert trained.audited == 2
 
 
 def _absent() -> Any:

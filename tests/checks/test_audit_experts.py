@@ -18,7 +18,7 @@ from fp8dist.modules.linear_slots import SITES
 from tests.support.audited import RECIPES, bad_casts, bad_grouped_products
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.sharded import full
 from tests.support.sharded_experts import Job, Routed, build, routed_batch
 from tests.support.states import state_of
@@ -26,12 +26,7 @@ from tests.support.training import bits
 
 PARTS = ("inlet", "experts.gate_up", "experts.down")
 SITES_OF_MODEL = len(PARTS) * len(SITES)
-LAYOUTS = {
-    "ddp": Job(parallel="ddp"),
-    "fsdp2": Job(fp8_all_gather=False),
-    "gather": Job(),
-    "rows": Job(dim=1),
-}
+LAYOUTS = {"ddp": Job(parallel="ddp"), "fsdp2": Job(fp8_all_gather=False), "gather": Job(), "rows": Job(dim=1)}
 """How the experts are distributed: the last two gather them in FP8, cut along experts and along rows."""
 
 
@@ -97,7 +92,9 @@ def test_grouped_casts_of_a_faulty_device_are_found(recipe: str, three_ranks: Ra
         assert {name for name, *_ in found} == {f"{part}: cast of {role}" for part in PARTS for role in roles}
 
 
-def _expert_of_a_part() -> Any:
+@pytest.mark.slow
+@on_ranks(3)
+def test_a_part_of_a_product_names_the_expert() -> None:
     """Rank 1 has a wrong last row, of expert 3, in each fprop and dgrad."""
     trained = Trained(audit_bytes=1)
     with captured_log(), bad_grouped_products(-1) if dist.get_rank() == 1 else contextlib.nullcontext():
@@ -106,13 +103,8 @@ def _expert_of_a_part() -> Any:
             (trained.called(x) - x[:, :32]).square().mean().backward()
             trained.optimizer.step()
             trained.optimizer.zero_grad()
-    return {(f.name.partition(": ")[2], f.detail.rpartition(", ")[2]) for f in trained.findings}
-
-
-@pytest.mark.slow
-def test_a_part_of_a_product_names_the_expert(three_ranks: RankPool) -> None:
-    for found in three_ranks.run(_expert_of_a_part):
-        assert {expert for work, expert in found if work in ("fprop", "dgrad")} == {"expert 3)"}
+    found = {(f.name.partition(": ")[2], f.detail.rpartition(", ")[2]) for f in trained.findings}
+    assert {expert for work, expert in found if work in ("fprop", "dgrad")} == {"expert 3)"}
 
 
 def _bits(layout: str, recipe: str, audit_every: int) -> Any:
@@ -155,24 +147,20 @@ def test_audits_reach_every_expert_of_a_weight_cast_by_block() -> None:
     assert found == {0, 1, 2, 3}
 
 
-def _collectives() -> Any:
+@on_ranks(2)
+def test_an_audit_is_three_collectives() -> None:
     trained = Trained(audit_every=2)
     steps = []
     for index in range(12):
         with counted_collectives() as calls:
             trained.step(index)
         steps.append([(name, size) for name, size in zip(calls.names, calls.sizes) if name != "all_reduce"])
-    return steps
-
-
-def test_an_audit_is_three_collectives(two_ranks: RankPool) -> None:
-    for steps in two_ranks.run(_collectives):
-        for index, calls in enumerate(steps):
-            assert [name for name, _ in calls] == ["all_gather", "all_to_all_single", "all_gather"] * (index % 2)
-        sizes = [[size for _, size in calls] for calls in steps[1::2]]
-        assert all((first, last) == (16, 32) for first, _, last in sizes)
-        assert all(received < 60_000 for _, received, _ in sizes)  # 24,576 weights in float32 and a header at most.
-        assert sum(received > 0 for _, received, _ in sizes) >= len(sizes) - 1
+    for index, calls in enumerate(steps):
+        assert [name for name, _ in calls] == ["all_gather", "all_to_all_single", "all_gather"] * (index % 2)
+    sizes = [[size for _, size in calls] for calls in steps[1::2]]
+    assert all((first, last) == (16, 32) for first, _, last in sizes)
+    assert all(received < 60_000 for _, received, _ in sizes)  # 24,576 weights in float32 and a header at most.
+    assert sum(received > 0 for _, received, _ in sizes) >= len(sizes) - 1
 
 
 def _operations(audit_every: int) -> Counter[str]:

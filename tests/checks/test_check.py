@@ -19,7 +19,7 @@ from fp8dist import DivergenceReport, StateManager
 from tests.support.checked import DTYPES, SLOTS, name_of, prepared, whole_world
 from tests.support.elements import element, flip, raw, same_value, ulp_between, value_of
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 
 class Target(NamedTuple):
@@ -167,7 +167,9 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(four_ranks: RankPool, s
     _assert_all_found(four_ranks, seed, 500)
 
 
-def _flipped_word(word: int, odd: int) -> Any:
+@pytest.mark.parametrize(("word", "kind", "odd"), [(0, "manifest", 0), (1, "step", 3)])
+@on_ranks(4)
+def test_a_damaged_manifest_or_step_word_is_named(word: int, kind: str, odd: int) -> None:
     model, manager = prepared()
     words = manager._syncs[0].arena.words
     if dist.get_rank() == odd:
@@ -175,20 +177,17 @@ def _flipped_word(word: int, odd: int) -> Any:
     with captured_log():
         report = manager.check(policy="warn")
     assert model is not None
-    return [(f.kind, f.name, f.ranks, f.reference_rank, f.sides) for f in report.findings]
-
-
-@pytest.mark.parametrize(("word", "kind", "odd"), [(0, "manifest", 0), (1, "step", 3)])
-def test_a_damaged_manifest_or_step_word_is_named(four_ranks: RankPool, word: int, kind: str, odd: int) -> None:
     others = tuple(r for r in range(4) if r != odd)
     expected = [(kind, kind, (odd,), others[0], (others, (odd,)))]
-    assert four_ranks.run(_flipped_word, word, odd) == [expected] * 4
+    assert [(f.kind, f.name, f.ranks, f.reference_rank, f.sides) for f in report.findings] == expected
 
 
-# No false alarm ----------------------------------------------------------------------------------------
-
-
-def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ...]]:
+@pytest.mark.parametrize(
+    "checks",
+    [pytest.param(40, marks=pytest.mark.slow), pytest.param(1000, marks=[pytest.mark.long, pytest.mark.nightly])],
+)
+@on_ranks(4, timeout=200)
+def test_clean_checks_raise_no_alarm_with_nan_inf_and_negative_zero(checks: int) -> None:
     """Check equal ranks with equal NaN, Inf and -0.0. Before each check, some bits change on all ranks."""
     model, manager = prepared()
     pools = _targets(model, manager)
@@ -203,7 +202,7 @@ def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ..
     chance = random.Random(7)
     alarms = []
     compared: tuple[tuple[str, int], ...] = ()
-    for i in range(count):
+    for i in range(checks):
         target = chance.choice(chance.choice(pools))
         if target.tensor.dtype is not torch.bool:
             flip(target.tensor, chance.randrange(8 * raw(target.tensor).numel()))
@@ -211,21 +210,8 @@ def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ..
         if report.findings:
             alarms.append(str(report))
         compared = compared if i % 2 else report.compared
-    return count, alarms, compared
-
-
-@pytest.mark.parametrize(
-    "checks",
-    [pytest.param(40, marks=pytest.mark.slow), pytest.param(1000, marks=[pytest.mark.long, pytest.mark.nightly])],
-)
-def test_clean_checks_raise_no_alarm_with_nan_inf_and_negative_zero(four_ranks: RankPool, checks: int) -> None:
-    for count, alarms, compared in four_ranks.run(_clean_checks, checks, timeout=200):
-        assert alarms == []
-        assert count == checks
-        assert compared == {"parameter": len(DTYPES) + 2, "slot": len(SLOTS)}
-
-
-# Damage of more than one bit ---------------------------------------------------------------------------
+    assert alarms == []
+    assert compared == {"parameter": len(DTYPES) + 2, "slot": len(SLOTS)}
 
 
 class Two(nn.Module):

@@ -14,7 +14,7 @@ import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 
 LEFT_OUT = "3 buffers that buffers=True would compare"
 
@@ -34,7 +34,9 @@ def _shown(report: DivergenceReport) -> Any:
     return findings, dict(report.compared), report.skipped
 
 
-def _checked(how: str) -> dict[str, Any]:
+@pytest.mark.parametrize("how", ["manager", "group", "DDP"])
+@on_ranks(3)
+def test_buffers_are_compared_on_request(how: str) -> None:
     """Check a net whose buffers are equal, then damage them on rank 1."""
     net = _net()
     ddp = nn.parallel.DistributedDataParallel(net)
@@ -59,21 +61,16 @@ def _checked(how: str) -> dict[str, Any]:
     with captured_log():
         results["unseen"] = _shown(check())
         results["seen"] = _shown(check(buffers=True))
-    return results
-
-
-@pytest.mark.parametrize("how", ["manager", "group", "DDP"])
-def test_buffers_are_compared_on_request(three_ranks: RankPool, how: str) -> None:
     slots = {"slot": 3} if how == "manager" else {}
-    for result in three_ranks.run(_checked, how):
-        assert result["without"] == ([], {"parameter": 4, **slots}, (LEFT_OUT,))
-        assert result["with"] == ([], {"buffer": 3, "parameter": 4, **slots}, ())
-        assert result["calls"] == ["all_reduce"] * 2
-        assert result["unseen"][0] == []
-        assert result["seen"][0] == [("buffer", "1.running_var", (1,), 0 if how == "manager" else 3)]
+    assert results["without"] == ([], {"parameter": 4, **slots}, (LEFT_OUT,))
+    assert results["with"] == ([], {"buffer": 3, "parameter": 4, **slots}, ())
+    assert results["calls"] == ["all_reduce"] * 2
+    assert results["unseen"][0] == []
+    assert results["seen"][0] == [("buffer", "1.running_var", (1,), 0 if how == "manager" else 3)]
 
 
-def _where_not_replicated() -> dict[str, Any]:
+@on_ranks(2)
+def test_buffers_that_are_not_known_to_be_replicated_are_skipped() -> None:
     reports = {"plain, beside DDP": nn.ModuleList([nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), _net()])}
     told = _net()
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(told, ["1.running_mean"])
@@ -81,26 +78,17 @@ def _where_not_replicated() -> dict[str, Any]:
     results = {name: _shown(fp8dist.check(model, buffers=True)) for name, model in reports.items()}
     groups = {"*.running_*": dist.group.WORLD, "*": None}
     results["by pattern"] = _shown(fp8dist.check(_net(), groups=groups, buffers=True))
-    return results
+    unknown = ("3 buffers not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)",)
+    assert results["plain, beside DDP"][1:] == ({"parameter": 2}, (*unknown, "4 parameters" + unknown[0][9:]))
+    assert results["ignored by DDP"][1:] == ({"buffer": 2, "parameter": 4}, ("1 buffers that DDP was told to ignore",))
+    assert results["by pattern"][1:] == (
+        {"buffer": 2},
+        ("1 buffers matching *: left out", "4 parameters matching *: left out"),
+    )
 
 
-def test_buffers_that_are_not_known_to_be_replicated_are_skipped(two_ranks: RankPool) -> None:
-    for result in two_ranks.run(_where_not_replicated):
-        unknown = (
-            "3 buffers not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)",
-        )
-        assert result["plain, beside DDP"][1:] == ({"parameter": 2}, (*unknown, "4 parameters" + unknown[0][9:]))
-        assert result["ignored by DDP"][1:] == (
-            {"buffer": 2, "parameter": 4},
-            ("1 buffers that DDP was told to ignore",),
-        )
-        assert result["by pattern"][1:] == (
-            {"buffer": 2},
-            ("1 buffers matching *: left out", "4 parameters matching *: left out"),
-        )
-
-
-def _between_forwards() -> Any:
+@on_ranks(2)
+def test_batch_norm_differs_between_forwards() -> None:
     """Train with BatchNorm: DDP copies its buffers before each forward, and each forward changes them."""
     ddp = nn.parallel.DistributedDataParallel(_net())
     found = []
@@ -108,28 +96,22 @@ def _between_forwards() -> Any:
         for _ in range(2):
             ddp(_batch()).sum().backward()
             found.append(sorted(f.name for f in fp8dist.check(ddp, policy="warn", buffers=True).findings))
-    return found
+    assert found == [["1.running_mean", "1.running_var"]] * 2
 
 
-def test_batch_norm_differs_between_forwards(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_between_forwards):
-        assert found == [["1.running_mean", "1.running_var"]] * 2
-
-
-def _repaired() -> Any:
+@on_ranks(3)
+def test_buffers_are_repaired() -> None:
     net = _net()
     if dist.get_rank() == 1:
         net[1].num_batches_tracked.fill_(7)
     with captured_log():
         report = fp8dist.check(net, group=dist.group.WORLD, policy="repair", buffers=True)
-    return report.repaired, int(net[1].num_batches_tracked)
+    assert report.repaired == ("buffer '1.num_batches_tracked' on rank 1, from rank 0",)
+    assert int(net[1].num_batches_tracked) == 0
 
 
-def test_buffers_are_repaired(three_ranks: RankPool) -> None:
-    assert three_ranks.run(_repaired) == [(("buffer '1.num_batches_tracked' on rank 1, from rank 0",), 0)] * 3
-
-
-def _on_a_mesh() -> Any:
+@on_ranks(4)
+def test_dtensors_are_compared_along_their_replicate_axes() -> None:
     """A DTensor among the buffers, replicated along one axis of four ranks."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -143,10 +125,7 @@ def _on_a_mesh() -> Any:
         net.table.to_local()[1] = 99.0  # type: ignore[operator]
     with captured_log():
         report = fp8dist.check(net, policy="warn", buffers=True)
-    return [(f.kind, f.name, f.ranks, f.index, f.values) for f in report.findings], dict(report.compared)
-
-
-def test_dtensors_are_compared_along_their_replicate_axes(four_ranks: RankPool) -> None:
-    for findings, compared in four_ranks.run(_on_a_mesh):
-        assert findings == [("buffer", "table", (1, 3), (1,), (5.0, 99.0))]
-        assert compared == {"buffer": 1, "parameter": 2}
+    assert [(f.kind, f.name, f.ranks, f.index, f.values) for f in report.findings] == [
+        ("buffer", "table", (1, 3), (1,), (5.0, 99.0))
+    ]
+    assert dict(report.compared) == {"buffer": 1, "parameter": 2}

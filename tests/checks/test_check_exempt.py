@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net
 
 
@@ -24,7 +24,9 @@ def _seeded_differently(module: nn.Module) -> nn.Module:
     return module
 
 
-def _fsdp1(use_orig_params: bool) -> Any:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_shards_of_fsdp1_are_not_compared(use_orig_params: bool) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
@@ -38,21 +40,17 @@ def _fsdp1(use_orig_params: bool) -> Any:
     reports = [fp8dist.check(model, group=dist.group.WORLD, gradients=True, optimizer=optimizer, policy="warn")]
     optimizer.step()
     reports.append(fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer, policy="warn"))
-    return [(report.findings, report.compared, report.skipped) for report in reports]
+    reports = [(report.findings, report.compared, report.skipped) for report in reports]
+    for findings, compared, skipped in reports:
+        assert findings == ()
+        assert compared == {"parameter": 2}
+        assert any("parameters sharded by FSDP1" in text for text in skipped)
+    assert any("gradients sharded by FSDP1" in text for text in reports[0][2])
+    assert any("optimizer states sharded by FSDP1" in text for text in reports[1][2])
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_shards_of_fsdp1_are_not_compared(two_ranks: RankPool, use_orig_params: bool) -> None:
-    for reports in two_ranks.run(_fsdp1, use_orig_params):
-        for findings, compared, skipped in reports:
-            assert findings == ()
-            assert compared == {"parameter": 2}
-            assert any("parameters sharded by FSDP1" in text for text in skipped)
-        assert any("gradients sharded by FSDP1" in text for text in reports[0][2])
-        assert any("optimizer states sharded by FSDP1" in text for text in reports[1][2])
-
-
-def _fsdp2() -> Any:
+@on_ranks(2)
+def test_shards_of_fsdp2_are_not_compared() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -63,15 +61,11 @@ def _fsdp2() -> Any:
         fp8dist.check(model, policy="warn")
     beside = nn.Linear(16, 16)
     report = fp8dist.check(nn.Sequential(model, beside), group=dist.group.WORLD, policy="warn")
-    return report.findings, report.compared, report.skipped, str(alone.value)
-
-
-def test_shards_of_fsdp2_are_not_compared(two_ranks: RankPool) -> None:
-    for findings, compared, skipped, alone in two_ranks.run(_fsdp2):
-        assert findings == ()
-        assert compared == {"parameter": 2}
-        assert skipped == ("4 parameters that are DTensors without a Replicate axis: each rank has its own",)
-        assert f"({skipped[0]}): pass group=" in alone
+    skipped = report.skipped
+    assert report.findings == ()
+    assert report.compared == {"parameter": 2}
+    assert skipped == ("4 parameters that are DTensors without a Replicate axis: each rank has its own",)
+    assert f"({skipped[0]}): pass group=" in str(alone.value)
 
 
 class _Experts(nn.Module):
@@ -90,7 +84,9 @@ class _Experts(nn.Module):
         return self.block.experts[1](self.block.experts[0](h))
 
 
-def _experts(how: str) -> Any:
+@pytest.mark.parametrize("how", ["prepared", "ignored by DDP", "named"])
+@on_ranks(2)
+def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm(how: str) -> None:
     model = _Experts()
     own = [name for name, _ in model.named_parameters() if "experts" in name]
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -121,37 +117,29 @@ def _experts(how: str) -> Any:
     reports.append(
         fp8dist.check(model, group=group, groups=groups_given, gradients=True, optimizer=optimizer, policy="warn")
     )
-    return [(report.findings, dict(report.compared), report.skipped) for report in reports]
+    reports = [(report.findings, dict(report.compared), report.skipped) for report in reports]
+    for findings, compared, skipped in reports:
+        assert findings == ()
+        assert compared["parameter"] == 4  # Weight and bias of dense and norm.
+        assert compared.get("slot", 0) == (3 if how == "prepared" else 0)
+        if how != "named":
+            assert compared["gradient"] == 4
+            assert compared["optimizer"] == 12  # exp_avg, exp_avg_sq and step, for each parameter.
+        reason = "that DDP was told to ignore" if how == "ignored by DDP" else "matching *.experts.*"
+        assert any(text.startswith(f"4 parameters {reason}") for text in skipped) or (
+            how == "prepared" and "4 parameters that DDP was told to ignore" in skipped
+        )
 
 
-@pytest.mark.parametrize("how", ["prepared", "ignored by DDP", "named"])
-def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm(two_ranks: RankPool, how: str) -> None:
-    for reports in two_ranks.run(_experts, how):
-        for findings, compared, skipped in reports:
-            assert findings == ()
-            assert compared["parameter"] == 4  # Weight and bias of dense and norm.
-            assert compared.get("slot", 0) == (3 if how == "prepared" else 0)
-            if how != "named":
-                assert compared["gradient"] == 4
-                assert compared["optimizer"] == 12  # exp_avg, exp_avg_sq and step, for each parameter.
-            reason = "that DDP was told to ignore" if how == "ignored by DDP" else "matching *.experts.*"
-            assert any(text.startswith(f"4 parameters {reason}") for text in skipped) or (
-                how == "prepared" and "4 parameters that DDP was told to ignore" in skipped
-            )
-
-
-def _expert_of_one_rank_diverges() -> Any:
+@on_ranks(4)
+def test_beside_experts_the_shared_part_is_still_compared() -> None:
     """With experts as above, damage to shared parameters is still found."""
     model = _Experts()
     if dist.get_rank() == 2:
         model.norm.weight.data[3] += 1
     with captured_log():
         report = fp8dist.check(model, group=dist.group.WORLD, groups={"*.experts.*": None}, policy="warn")
-    return [(f.name, f.ranks, f.index) for f in report.findings]
-
-
-def test_beside_experts_the_shared_part_is_still_compared(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_expert_of_one_rank_diverges) == [[("norm.weight", (2,), (3,))]] * 4
+    assert [(f.name, f.ranks, f.index) for f in report.findings] == [("norm.weight", (2,), (3,))]
 
 
 def _unsynced_state() -> Any:
@@ -177,7 +165,9 @@ def test_state_that_is_not_synced_is_not_compared(two_ranks: RankPool) -> None:
         assert reports == [((), {"parameter": 6})] * 2
 
 
-def _zero_redundancy() -> Any:
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_state_of_a_zero_redundancy_optimizer_is_not_compared() -> None:
     import warnings
 
     warnings.simplefilter("ignore")
@@ -198,25 +188,17 @@ def _zero_redundancy() -> Any:
     optimizer.load_state_dict(saved[0])  # Like a resumed job: it then shows the state of its own part.
     owners = sorted(len(state or ()) for state in optimizer.state.values())
     report = fp8dist.check(model, optimizer=optimizer, policy="warn")
-    return owners, report.findings, dict(report.compared), report.skipped
+    skipped = report.skipped
+    assert owners[-1] == 3
+    assert report.findings == ()
+    assert dict(report.compared) == {"parameter": 6}
+    assert any("states of a ZeroRedundancyOptimizer" in text for text in skipped)
 
 
-@pytest.mark.slow
-def test_the_state_of_a_zero_redundancy_optimizer_is_not_compared(two_ranks: RankPool) -> None:
-    for owners, findings, compared, skipped in two_ranks.run(_zero_redundancy):
-        assert owners[-1] == 3
-        assert findings == ()
-        assert compared == {"parameter": 6}
-        assert any("states of a ZeroRedundancyOptimizer" in text for text in skipped)
-
-
-def _nothing_known() -> str:
+@on_ranks(2)
+def test_a_check_that_could_compare_nothing_says_so() -> None:
     with pytest.raises(fp8dist.errors.ConfigurationError) as caught:
         fp8dist.check(nn.Linear(4, 4))
-    return str(caught.value)
-
-
-def test_a_check_that_could_compare_nothing_says_so(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_nothing_known):
-        assert "pass group=" in text
-        assert "2 parameters not known to be replicated" in text
+    text = str(caught.value)
+    assert "pass group=" in text
+    assert "2 parameters not known to be replicated" in text

@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport, StateManager
 from fp8dist.errors import DivergenceError
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import RankPool, on_ranks
 
 A = ("a", "input")
 
@@ -47,52 +49,6 @@ def _damage(model: nn.Module, manager: StateManager, ranks: list[int]) -> None:
         manager.slot(*A).amax.fill_(99.0)
 
 
-# Policies ----------------------------------------------------------------------------------------------
-
-
-def _with_policy(policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
-    """Return the outcome on this rank of a check that finds something."""
-    every = {"check_every": 1, "check_policy": policy} if entry == "sync" else {}
-    model, manager = _prepared(**every)
-    reports: list[DivergenceReport] = []
-    kinds: list[str] = []
-
-    def heard(event: fp8dist.Event) -> None:
-        kinds.append(event.kind)
-        assert event.report is not None
-        reports.append(event.report)
-
-    manager.on_event(heard)
-    _damage(model, manager, odd)
-    result: DivergenceReport | None = None
-    raised = ""
-    with captured_log() as log:
-        try:
-            if entry == "fp8dist.check":
-                result = fp8dist.check(model, group=dist.group.WORLD, policy=policy)  # type: ignore[arg-type]
-            elif entry == "manager.check":
-                result = manager.check(policy=policy)  # type: ignore[arg-type]
-            else:
-                manager.step()  # check_every: the check after the third step runs when the fourth ends.
-        except DivergenceError as error:
-            result, raised = error.report, str(error)
-    if result is None and reports:
-        result = reports[0]
-    assert result is not None
-    return {
-        "raised": raised,
-        "log": [(level, text) for level, text in log if "differ" in text],
-        "kinds": kinds,
-        "told": [repr(r) for r in reports],
-        "report": repr(result),
-        "text": str(result),
-        "speaker": result.reporting_rank,
-        "summary": result.summary(),
-        "repaired": result.repaired,
-        "steps": manager.steps,
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "entry", "odd"),
@@ -102,22 +58,39 @@ def _with_policy(policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
         for j, entry in enumerate(("fp8dist.check", "manager.check", "sync"))
     ],
 )
+@on_ranks(4)
 def test_one_rank_of_the_majority_says_it_once_and_all_do_as_the_policy_says(
-    four_ranks: RankPool, policy: str, entry: str, odd: list[int]
+    policy: Any, entry: str, odd: list[int]
 ) -> None:
-    results = four_ranks.run(_with_policy, policy, entry, odd)
+    every = {"check_every": 1, "check_policy": policy} if entry == "sync" else {}
+    model, manager = _prepared(**every)
+    events: list[fp8dist.Event] = []
+    manager.on_event(events.append)
+    _damage(model, manager, odd)
+    result: DivergenceReport | None = None
+    raised = ""
+    with captured_log() as log:
+        try:
+            if entry == "fp8dist.check":
+                result = fp8dist.check(model, group=dist.group.WORLD, policy=policy)
+            elif entry == "manager.check":
+                result = manager.check(policy=policy)
+            else:
+                manager.step()  # check_every: the check after the third step runs when the fourth ends.
+        except DivergenceError as error:
+            result, raised = error.report, str(error)
+    result = result or events[0].report
+    assert result is not None
+    assert raised == (result.summary() if policy == "raise" else "")
     speaker = 1 if odd == [0] else 0
-    for rank, result in enumerate(results):
-        assert bool(result["raised"]) == (policy == "raise")
-        assert result["raised"] in ("", result["summary"])
-        assert result["speaker"] == speaker
-        assert result["report"] == results[0]["report"]
-        level = logging.ERROR if policy == "raise" else logging.WARNING
-        assert result["log"] == ([(level, result["text"])] if rank == speaker else [])
-        if entry != "fp8dist.check":
-            assert result["kinds"] == ["diverged"]
-            assert result["told"] == [result["report"]]
-        assert bool(result["repaired"]) == (policy == "repair")
+    assert result.reporting_rank == speaker
+    same_on_all_ranks(repr(result))
+    level = logging.ERROR if policy == "raise" else logging.WARNING
+    said = [(level, text) for level, text in log if "differ" in text]
+    assert said == ([(level, str(result))] if dist.get_rank() == speaker else [])
+    if entry != "fp8dist.check":
+        assert [(event.kind, repr(event.report)) for event in events] == [("diverged", repr(result))]
+    assert bool(result.repaired) == (policy == "repair")
 
 
 def _raised_after_the_message() -> tuple[float, float]:
@@ -152,31 +125,27 @@ def test_no_rank_raises_before_the_message_is_out(four_ranks: RankPool) -> None:
     assert all(raised >= said for _, raised in results)
 
 
-# Evidence -------------------------------------------------------------------------------------------------
+def _evidence_in(folder: str) -> Any:
+    return mock.patch.dict(os.environ, FP8DIST_REPORT_DIR=folder)
 
 
-def _with_evidence(folder: str, policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
-    os.environ["FP8DIST_REPORT_DIR"] = folder
-    try:
+def _with_evidence(folder: str, policy: Any, entry: str, odd: list[int]) -> dict[str, Any]:
+    text = ""
+    with _evidence_in(folder), captured_log() as log:
         model, manager = _prepared()
         _damage(model, manager, odd)
         value = model.weight[2, 3].item()
-        text = ""
-        with captured_log() as log:
-            try:
-                if entry == "sync":
-                    if dist.get_rank() in odd:
-                        manager.slot(*A).scale.mul_(2)
-                    scale = manager.slot(*A).scale.item()
-                    manager.slot(*A).record(torch.tensor([1.0]))
-                    manager.step()
-                else:
-                    scale = manager.slot(*A).scale.item()
-                    text = str(fp8dist.check(model, group=dist.group.WORLD, policy=policy, step=12))  # type: ignore[arg-type]
-            except DivergenceError as error:
-                text = str(error.report)
-    finally:
-        del os.environ["FP8DIST_REPORT_DIR"]
+        if entry == "sync" and dist.get_rank() in odd:
+            manager.slot(*A).scale.mul_(2)
+        scale = manager.slot(*A).scale.item()
+        try:
+            if entry == "sync":
+                manager.slot(*A).record(torch.tensor([1.0]))
+                manager.step()
+            else:
+                text = str(fp8dist.check(model, group=dist.group.WORLD, policy=policy, step=12))
+        except DivergenceError as error:
+            text = str(error.report)
     history = manager.slot(*A).amax_history.tolist()
     return {"value": value, "scale": scale, "text": text, "log": log, "history": history}
 
@@ -195,12 +164,8 @@ def test_the_report_and_both_sides_are_in_files(four_ranks: RankPool, tmp_path: 
     folder = tmp_path / "made" / "by the check"
     results = four_ranks.run(_with_evidence, str(folder), policy, "check", [odd])
     reference = 1 if odd == 0 else 0
-    assert {p.name for p in folder.iterdir()} == {
-        "step00000012-report.txt",
-        "step00000012-report.json",
-        f"step00000012-rank{odd}.json",
-        f"step00000012-rank{reference}.json",
-    }
+    names = ("report.txt", "report.json", f"rank{odd}.json", f"rank{reference}.json")
+    assert {p.name for p in folder.iterdir()} == {f"step00000012-{name}" for name in names}
     report = _strict((folder / "step00000012-report.json").read_text())
     assert report["consistent"] is False
     assert {(f["kind"], f["name"]) for f in report["findings"]} == {("history", "a:input"), ("parameter", "weight")}
@@ -228,12 +193,8 @@ def test_the_report_and_both_sides_are_in_files(four_ranks: RankPool, tmp_path: 
 def test_a_sync_that_fails_leaves_what_was_sent_in_files(four_ranks: RankPool, tmp_path: Path) -> None:
     odd, reference = 2, 0
     results = four_ranks.run(_with_evidence, str(tmp_path), "raise", "sync", [odd])
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "step00000004-report.txt",
-        "step00000004-report.json",
-        f"step00000004-rank{odd}.json",
-        f"step00000004-rank{reference}.json",
-    }
+    names = ("report.txt", "report.json", f"rank{odd}.json", f"rank{reference}.json")
+    assert {p.name for p in tmp_path.iterdir()} == {f"step00000004-{name}" for name in names}
     assert results[odd]["scale"] == 2 * results[reference]["scale"]
     for rank in (odd, reference):
         (entry,) = _strict((tmp_path / f"step00000004-rank{rank}.json").read_text())
@@ -274,24 +235,17 @@ def test_a_folder_that_cannot_be_written_only_warns(three_ranks: RankPool, tmp_p
     assert sum("differ" in text for result in results for _, text in result["log"]) == 1
 
 
-def _clean_evidence(folder: str) -> None:
-    os.environ["FP8DIST_REPORT_DIR"] = folder
-    try:
+@on_ranks(2)
+def test_healthy_ranks_write_nothing(tmp_path: Path) -> None:
+    with _evidence_in(str(tmp_path / "folder")):
         model, manager = _prepared()
         assert not manager.check().diverged
         assert fp8dist.check(model, group=dist.group.WORLD).consistent
         manager.step()
-    finally:
-        del os.environ["FP8DIST_REPORT_DIR"]
-
-
-def test_healthy_ranks_write_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_clean_evidence, str(tmp_path / "folder"))
     assert list(tmp_path.iterdir()) == []
 
 
 def _evidence_of_odd_types(folder: str) -> int:
-    os.environ["FP8DIST_REPORT_DIR"] = folder
     model = nn.Module()
     values = {
         "nan": torch.tensor([1.0, math.nan]),
@@ -307,11 +261,8 @@ def _evidence_of_odd_types(folder: str) -> int:
         for p in model.parameters():
             if p.numel():
                 p.data.view(torch.uint8)[0] ^= 1
-    try:
-        with captured_log() as log:
-            report = fp8dist.check(model, group=dist.group.WORLD, policy="warn")
-    finally:
-        del os.environ["FP8DIST_REPORT_DIR"]
+    with _evidence_in(folder), captured_log() as log:
+        report = fp8dist.check(model, group=dist.group.WORLD, policy="warn")
     assert not any("no evidence" in text for _, text in log)
     return len(report.findings)
 
@@ -322,9 +273,6 @@ def test_evidence_of_any_type_is_json(three_ranks: RankPool, tmp_path: Path) -> 
     assert len(files) == 3
     for path in files:
         _strict(path.read_text())
-
-
-# Callbacks ---------------------------------------------------------------------------------------------
 
 
 def _raising_callback(entry: str) -> Any:
@@ -361,7 +309,8 @@ def test_a_callback_that_raises_leaves_nobody_waiting(three_ranks: RankPool, ent
     assert [logged for _, logged in results] == [1, 0, 0]
 
 
-def _several_optimizers() -> Any:
+@on_ranks(3)
+def test_the_state_of_several_optimizers_is_compared() -> None:
     model, manager = _prepared()
     model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
     optimizers = [torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias])]
@@ -374,15 +323,12 @@ def _several_optimizers() -> Any:
         ddp = nn.parallel.DistributedDataParallel(model)
         manager.attach(ddp)
         ours = manager.check(optimizer=optimizers, policy="warn")
-    return [[(f.kind, f.name, f.ranks, f.index) for f in report.findings] for report in (local, ours)]
-
-
-def test_the_state_of_several_optimizers_is_compared(three_ranks: RankPool) -> None:
     found = [("optimizer", "bias.exp_avg", (2,), (4,))]
-    assert three_ranks.run(_several_optimizers) == [[found, found]] * 3
+    assert [[(f.kind, f.name, f.ranks, f.index) for f in report.findings] for report in (local, ours)] == [found, found]
 
 
-def _with_a_default_device() -> Any:
+@on_ranks(3)
+def test_a_default_device_does_not_matter() -> None:
     """The default device differs from the model's, as cuda would."""
     model, manager = _prepared()
     torch.set_default_device("meta")
@@ -395,9 +341,6 @@ def _with_a_default_device() -> Any:
             everything = fp8dist.check(model, group=dist.group.WORLD, policy="repair")
     finally:
         torch.set_default_device("cpu")
-    return [(f.kind, f.name) for f in checked.findings], [(f.kind, f.name) for f in everything.findings]
-
-
-def test_a_default_device_does_not_matter(three_ranks: RankPool) -> None:
     slot = ("scale", "a:input")
-    assert three_ranks.run(_with_a_default_device) == [([slot], [slot, ("parameter", "weight")])] * 3
+    assert [(f.kind, f.name) for f in checked.findings] == [slot]
+    assert [(f.kind, f.name) for f in everything.findings] == [slot, ("parameter", "weight")]

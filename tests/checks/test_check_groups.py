@@ -14,19 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport, StateManager
 from fp8dist.errors import ConfigurationError, DivergenceError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net
 
 HANG = 30.0
@@ -55,49 +51,38 @@ def _names(report: DivergenceReport) -> list[Any]:
     return [(f.kind, f.name, f.ranks, f.reference_rank, f.index) for f in report.findings]
 
 
-# Tensor parallelism ------------------------------------------------------------------------------------
-
-
-def _tensor_parallel(shape: tuple[int, ...], damaged: list[int]) -> Any:
+@pytest.mark.parametrize(
+    ("shape", "damaged", "named", "reference", "places"),
+    [
+        ((4,), [], [], None, []),
+        ((4,), [0], [(0,)], 1, [0]),
+        ((2, 2), [], [], None, []),
+        ((2, 2), [3], [(2, 3)], None, [0, 1]),  # Only the odd tensor-parallel group.
+    ],
+)
+@on_ranks(4, timeout=60)
+def test_a_norm_that_drifts_under_tensor_parallelism_is_found(
+    shape: tuple[int, ...],
+    damaged: list[int],
+    named: list[tuple[int, ...]],
+    reference: int | None,
+    places: list[int],
+) -> None:
     """Norms drift on some ranks, in a model whose Linears are split over the last axis of a mesh."""
-    names = ("dp", "tp")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
     model = Block()
-    parallelize_module(
-        model,
-        mesh["tp"] if len(shape) > 1 else mesh,
-        {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()},
-    )
+    plan: Any = {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"] if len(shape) > 1 else mesh, plan)
     if dist.get_rank() in damaged:
         _nudge(model.norm.weight, 3)
     with captured_log():
         report = fp8dist.check(model, policy="warn")
+    assert _names(report) == [("parameter", "norm.weight", ranks, reference, (3,)) for ranks in named]
     coords = [dict(c or {}) for f in report.findings for c in f.mesh_coords]
-    return _names(report), coords, repr(report.findings), report.compared, report.skipped
-
-
-@pytest.mark.parametrize("damaged", [[], [0]])
-def test_a_norm_that_drifts_under_tensor_parallelism_is_found(four_ranks: RankPool, damaged: list[int]) -> None:
-    results = four_ranks.run(_tensor_parallel, (4,), damaged, timeout=60)
-    for names, coords, findings, compared, skipped in results:
-        reference = 1 if damaged == [0] else 0
-        assert names == [("parameter", "norm.weight", (rank,), reference, (3,)) for rank in damaged]
-        assert coords == [{"tp": rank} for rank in damaged]
-        assert findings == results[0][2]
-        # The norm's two parameters, and the bias of the row-wise Linear.
-        assert compared == {"parameter": 3}
-        assert skipped == ("3 parameters that are DTensors without a Replicate axis: each rank has its own",)
-
-
-@pytest.mark.parametrize(("damaged", "ranks"), [([], None), ([3], (2, 3))])
-def test_with_data_and_tensor_parallelism_only_the_odd_tensor_group_is_named(
-    four_ranks: RankPool, damaged: list[int], ranks: tuple[int, ...] | None
-) -> None:
-    results = four_ranks.run(_tensor_parallel, (2, 2), damaged, timeout=60)
-    for names, coords, findings, *_ in results:
-        assert names == ([] if ranks is None else [("parameter", "norm.weight", ranks, None, (3,))])
-        assert [c["tp"] for c in coords] == ([] if ranks is None else [0, 1])
-        assert findings == results[0][2]
+    assert coords == [{"tp": place} for place in places]
+    same_on_all_ranks(repr(report.findings))
+    assert report.compared == {"parameter": 3}  # The norm's two, and the bias of the row-wise Linear.
+    assert report.skipped == ("3 parameters that are DTensors without a Replicate axis: each rank has its own",)
 
 
 def _pairs() -> Callable[[], dist.ProcessGroup]:
@@ -105,7 +90,11 @@ def _pairs() -> Callable[[], dist.ProcessGroup]:
     return lambda: groups[dist.get_rank() // 2]  # type: ignore[return-value]
 
 
-def _named_groups(damaged: list[int]) -> Any:
+@pytest.mark.parametrize(("damaged", "found"), [([], []), ([0, 3], [(0, 1), (2, 3)])])
+@on_ranks(4, timeout=HANG)
+def test_plain_norms_are_compared_over_the_group_that_is_named(
+    damaged: list[int], found: list[tuple[int, ...]]
+) -> None:
     """Megatron's layout: plain norms, replicated over the tensor-parallel group that the caller names."""
     tp = _pairs()()
     model = Block()
@@ -117,33 +106,36 @@ def _named_groups(damaged: list[int]) -> Any:
     start = time.monotonic()
     with captured_log(), counted_collectives() as calls:
         report = fp8dist.check(model, groups={"norm.*": tp, "*.bias": tp}, policy="warn")
-    return _names(report), repr(report.findings), report.compared, report.skipped, calls.names, time.monotonic() - start
+    assert time.monotonic() - start < 5
+    assert _names(report) == [("parameter", "norm.bias", ranks, None, (7,)) for ranks in found]
+    same_on_all_ranks(repr(report.findings))
+    assert report.compared == {"parameter": 4}
+    assert report.skipped == (
+        "2 parameters not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)",
+    )
+    if not damaged:  # The anchor's, the exchange of groups, the two labels', the verdict.
+        assert calls.names == ["all_reduce"] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damaged", "found"),
-    [([], []), ([0, 3], [(0, 1), (2, 3)])],
+    ("shape", "damaged", "named", "reference", "places"),
+    [
+        ((2, 2), [], [], None, []),
+        ((2, 2), [3], [(1, 3)], None, [(0, 1), (1, 1)]),
+        ((2, 2), [1, 2], [(0, 2), (1, 3)], None, [(0, 0), (1, 0), (0, 1), (1, 1)]),
+        ((4, 1), [0], [(0,)], 1, [(0, 0)]),
+    ],
 )
-def test_plain_norms_are_compared_over_the_group_that_is_named(
-    four_ranks: RankPool, damaged: list[int], found: list[tuple[int, ...]]
+@on_ranks(4, timeout=60)
+def test_hsdp_replicas_that_differ_are_found_in_the_right_replica_group(
+    shape: tuple[int, int],
+    damaged: list[int],
+    named: list[tuple[int, ...]],
+    reference: int | None,
+    places: list[tuple[int, int]],
 ) -> None:
-    results = four_ranks.run(_named_groups, damaged, timeout=HANG)
-    for names, findings, compared, skipped, calls, seconds in results:
-        assert names == [("parameter", "norm.bias", ranks, None, (7,)) for ranks in found]
-        assert findings == results[0][1]
-        assert compared == {"parameter": 4}
-        assert skipped == (
-            "2 parameters not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)",
-        )
-        if not damaged:  # The anchor's, the exchange of groups, the two labels', the verdict.
-            assert calls == ["all_reduce"] * 5
-        assert seconds < 5
-
-
-# HSDP ---------------------------------------------------------------------------------------------------
-
-
-def _hsdp(shape: tuple[int, int], damaged: list[int]) -> Any:
+    """``places``: coordinates (replicate, shard) of the ranks that are named."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model = Block()
     fully_shard(model, mesh=mesh)
@@ -155,88 +147,50 @@ def _hsdp(shape: tuple[int, int], damaged: list[int]) -> Any:
         _nudge(model.up.weight, 17)
     with captured_log(), counted_collectives() as calls:
         report = fp8dist.check(model, gradients=True, optimizer=optimizer, policy="warn")
+    assert _names(report) == [("parameter", "up.weight", ranks, reference, (1, 1)) for ranks in named]
     coords = [c for f in report.findings for c in f.mesh_coords]
-    return _names(report), coords, repr(report.findings), dict(report.compared), calls.names, report.reporting_rank
+    assert coords == [{"replicate": replicate, "shard": shard} for replicate, shard in places]
+    same_on_all_ranks(repr(report.findings))
+    if not damaged:
+        assert dict(report.compared) == {"parameter": 6, "gradient": 6, "optimizer": 12}
+        assert calls.names == ["all_reduce"] * 4  # Number of further replica sets + 3.
+    else:
+        assert report.reporting_rank == (reference if reference else min(map(min, named)))
 
 
-@pytest.mark.slow
-def test_hsdp_replicas_that_agree_raise_no_alarm(four_ranks: RankPool) -> None:
-    for names, _, _, compared, calls, _ in four_ranks.run(_hsdp, (2, 2), [], timeout=60):
-        assert names == []
-        assert compared == {"parameter": 6, "gradient": 6, "optimizer": 12}
-        assert calls == ["all_reduce"] * 4  # Number of further replica sets + 3.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("damaged", "pairs"), [([3], [(1, 3)]), ([1, 2], [(0, 2), (1, 3)])])
-def test_hsdp_replicas_that_differ_are_found_in_the_right_replica_group(
-    four_ranks: RankPool, damaged: list[int], pairs: list[tuple[int, int]]
-) -> None:
-    results = four_ranks.run(_hsdp, (2, 2), damaged, timeout=60)
-    for names, coords, findings, *_, speaker in results:
-        assert names == [("parameter", "up.weight", pair, None, (1, 1)) for pair in pairs]
-        assert coords == [{"replicate": i, "shard": pair[0]} for pair in pairs for i in range(2)]
-        assert findings == results[0][2]
-        assert speaker == min(min(pair) for pair in pairs)
-
-
-@pytest.mark.slow
-def test_of_four_replicas_the_odd_one_is_named(four_ranks: RankPool) -> None:
-    results = four_ranks.run(_hsdp, (4, 1), [0], timeout=60)
-    for names, coords, findings, *_, speaker in results:
-        assert names == [("parameter", "up.weight", (0,), 1, (1, 1))]
-        assert coords == [{"replicate": 0, "shard": 0}]
-        assert findings == results[0][2]
-        assert speaker == 1
-
-
-# Other views of the job ------------------------------------------------------------------------------
-
-
-def _views(view: str, odd: int) -> Any:
+@pytest.mark.parametrize(("view", "odd"), [("none", 0), ("mesh", 3), ("placements", 0), ("replicated", 3)])
+@on_ranks(4, timeout=60)
+def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(view: str, odd: int) -> None:
     """All ranks create both meshes and take part in both; one rank places its DTensor on the other mesh or
     differently."""
-    usual = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
-    mesh, placements = usual, [Replicate(), Shard(0)]
+    placements: Any = [Replicate(), Shard(0)]
     if dist.get_rank() == odd:
-        if view == "mesh":
-            mesh = other
-        elif view == "placements":
-            placements = [Shard(0), Replicate()]
-        elif view == "replicated":
-            placements = [Replicate(), Replicate()]
+        mesh = other if view == "mesh" else mesh
+        own = {"placements": [Shard(0), Replicate()], "replicated": [Replicate(), Replicate()]}
+        placements = own.get(view, placements)
     model = nn.Module()
-    local = torch.arange(8.0)
-    model.weight = nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
+    model.weight = nn.Parameter(DTensor.from_local(torch.arange(8.0), mesh, placements, run_check=False))
     model.plain = nn.Parameter(torch.ones(3))
     start = time.monotonic()
     with captured_log():
         report = fp8dist.check(model, group=dist.group.WORLD, policy="warn")
-    return (
-        [(f.kind, f.ranks, f.reference_rank) for f in report.findings],
-        repr(report.findings),
-        time.monotonic() - start,
-    )
+    assert time.monotonic() - start < 5
+    found = [(f.kind, f.ranks, f.reference_rank) for f in report.findings]
+    if view == "none":
+        assert found == []
+    else:
+        assert ("layout", (odd,), 1 if odd == 0 else 0) in found
+        assert {kind for kind, *_ in found} == {"layout"}
+    same_on_all_ranks(repr(report.findings))
 
 
-@pytest.mark.parametrize(("view", "odd"), [("none", 0), ("mesh", 3), ("placements", 0), ("replicated", 3)])
-def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(
-    four_ranks: RankPool, view: str, odd: int
-) -> None:
-    results = four_ranks.run(_views, view, odd, timeout=60)
-    for findings, text, seconds in results:
-        if view == "none":
-            assert findings == []
-        else:
-            assert ("layout", (odd,), 1 if odd == 0 else 0) in findings
-            assert {kind for kind, *_ in findings} == {"layout"}
-        assert text == results[0][1]
-        assert seconds < 5
-
-
-def _replicated_twice(axis: str, damaged: int) -> Any:
+@pytest.mark.parametrize(("axis", "pair"), [("dp", (1, 3)), ("tp", (2, 3)), ("", (0, 3))])
+@on_ranks(4, timeout=60)
+def test_a_tensor_replicated_over_two_axes_is_checked_over_either(axis: str, pair: tuple[int, int]) -> None:
     """A DTensor replicated on all four ranks, checked over the pairs of one mesh axis, or over the diagonals."""
+    damaged = 3
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Module()
     model.weight = nn.Parameter(DTensor.from_local(torch.arange(8.0), mesh, [Replicate(), Replicate()]))
@@ -246,19 +200,14 @@ def _replicated_twice(axis: str, damaged: int) -> Any:
     group = mesh.get_group(axis) if axis else diagonals[dist.get_rank() in (1, 2)]
     with captured_log():
         report = fp8dist.check(model, group=group, policy="warn")
-    return _names(report), report.compared
+    rank = dist.get_rank()
+    assert _names(report) == ([("parameter", "weight", pair, None, (5,))] if rank in pair else [])
+    assert report.compared == {"parameter": 1}
 
 
-@pytest.mark.parametrize(("axis", "pair"), [("dp", (1, 3)), ("tp", (2, 3)), ("", (0, 3))])
-def test_a_tensor_replicated_over_two_axes_is_checked_over_either(
-    four_ranks: RankPool, axis: str, pair: tuple[int, int]
-) -> None:
-    for rank, (names, compared) in enumerate(four_ranks.run(_replicated_twice, axis, 3, timeout=60)):
-        assert names == ([("parameter", "weight", pair, None, (5,))] if rank in pair else [])
-        assert compared == {"parameter": 1}
-
-
-def _uneven(vouched: bool, damaged: int | None) -> Any:
+@pytest.mark.parametrize(("vouched", "damaged"), [(True, 2), (False, None), (False, 2)])
+@on_ranks(4, timeout=HANG)
+def test_groups_of_different_sizes_with_one_rank_alone_are_not_left_waiting(vouched: bool, damaged: int | None) -> None:
     """Three ranks share, one is alone. ``vouched``: all four also share another parameter."""
     trio, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
     model = Block()
@@ -274,31 +223,22 @@ def _uneven(vouched: bool, damaged: int | None) -> Any:
             groups={pattern: alone if dist.get_rank() == 3 else trio},
             policy="warn",
         )
-    return _names(report)
-
-
-@pytest.mark.parametrize(("vouched", "damaged"), [(True, 2), (False, None), (False, 2)])
-def test_groups_of_different_sizes_with_one_rank_alone_are_not_left_waiting(
-    four_ranks: RankPool, vouched: bool, damaged: int | None
-) -> None:
     expected = [] if damaged is None else [("parameter", "norm.bias", (2,), 0, (2,))]
-    assert four_ranks.run(_uneven, vouched, damaged, timeout=HANG) == [expected] * 4
+    assert _names(report) == expected
 
 
-def _same_ranks_twice() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_two_groups_of_the_same_ranks_meet_in_the_same_order_everywhere() -> None:
     """Two communicators of the same ranks, whose parameters are in different orders."""
     first, second = _pairs()(), _pairs()()
     model = nn.Module()
     for name in ("ab", "ba")[dist.get_rank() % 2]:
         model.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name)))))
-    return _names(fp8dist.check(model, groups={"a": first, "b": second}, policy="warn"))
+    assert _names(fp8dist.check(model, groups={"a": first, "b": second}, policy="warn")) == []
 
 
-def test_two_groups_of_the_same_ranks_meet_in_the_same_order_everywhere(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_same_ranks_twice, timeout=HANG) == [[]] * 4
-
-
-def _pipeline() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_stages_of_a_pipeline_are_compared_each_for_itself() -> None:
     """Pipeline stages hold different modules; two ranks share each stage."""
     pair = _pairs()()
     stage = dist.get_rank() // 2
@@ -310,35 +250,29 @@ def _pipeline() -> Any:
         _nudge(model["head"].weight, 5)
     with captured_log():
         report = fp8dist.check(model, groups={"*": pair}, policy="warn")
-    return _names(report), repr(report.findings)
+    assert _names(report) == [("parameter", "head.weight", (2, 3), None, (0, 5))]
+    same_on_all_ranks(repr(report.findings))
 
 
-def test_stages_of_a_pipeline_are_compared_each_for_itself(four_ranks: RankPool) -> None:
-    results = four_ranks.run(_pipeline, timeout=HANG)
-    assert results == [([("parameter", "head.weight", (2, 3), None, (0, 5))], results[0][1])] * 4
-
-
-def _subgroup() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_a_subgroup_checks_by_itself_and_ranks_are_global() -> None:
     """Ranks 1, 2 and 3 run a check without rank 0."""
     group = dist.new_group([1, 2, 3])
     if dist.get_rank() == 0:
-        return None
+        return
     model = Block()
-    clean = fp8dist.check(model, group=group, policy="warn")
+    assert _names(fp8dist.check(model, group=group, policy="warn")) == []
     if dist.get_rank() == 2:
         _nudge(model.down.bias, 4)
     with captured_log() as log:
         report = fp8dist.check(model, group=group, policy="warn")
-    return _names(clean), _names(report), report.reporting_rank, len(log)
+    assert _names(report) == [("parameter", "down.bias", (2,), 1, (4,))]
+    assert report.reporting_rank == 1
+    assert len(log) == (dist.get_rank() == 1)
 
 
-def test_a_subgroup_checks_by_itself_and_ranks_are_global(four_ranks: RankPool) -> None:
-    results = four_ranks.run(_subgroup, timeout=HANG)
-    found = [("parameter", "down.bias", (2,), 1, (4,))]
-    assert results == [None, *(([], found, 1, int(rank == 1)) for rank in (1, 2, 3))]
-
-
-def _half_of_a_ddp() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_a_part_of_the_replicas_may_check() -> None:
     """Two of four replicas check. The others do not take part."""
     pair = _pairs()()
     model = nn.parallel.DistributedDataParallel(make_net())
@@ -346,16 +280,14 @@ def _half_of_a_ddp() -> Any:
         _nudge(model.module.last.bias, 2)
     with captured_log():
         report = fp8dist.check(model, group=pair, policy="warn")
-    return _names(report), report.compared["parameter"] == len(list(model.parameters())), report.skipped
-
-
-def test_a_part_of_the_replicas_may_check(four_ranks: RankPool) -> None:
     found = [("parameter", "last.bias", (0, 1), None, (2,))]
-    results = four_ranks.run(_half_of_a_ddp, timeout=HANG)
-    assert results == [(found, True, ())] * 2 + [([], True, ())] * 2
+    assert _names(report) == (found if dist.get_rank() < 2 else [])
+    assert report.compared["parameter"] == len(list(model.parameters()))
+    assert report.skipped == ()
 
 
-def _ddp_over_a_subgroup() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_ddp_over_subgroups_is_compared_within_each() -> None:
     """DDP keeps pairs equal, and the pairs train separately."""
     pair = _pairs()()
     net = make_net(seed=dist.get_rank() // 2)
@@ -366,15 +298,12 @@ def _ddp_over_a_subgroup() -> Any:
         _nudge(net.last.bias, 2)
     with captured_log():
         report = fp8dist.check(model, policy="warn")
-    return _names(clean), calls.names, _names(report)
-
-
-def test_ddp_over_subgroups_is_compared_within_each(four_ranks: RankPool) -> None:
     found = [("parameter", "last.bias", (0, 1), None, (2,))]
-    assert four_ranks.run(_ddp_over_a_subgroup, timeout=HANG) == [([], ["all_reduce"] * 4, found)] * 4
+    assert (_names(clean), calls.names, _names(report)) == ([], ["all_reduce"] * 4, found)
 
 
-def _gradients_on_some() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for() -> None:
     """DDP keeps pairs equal. Rank 1 has zeroed its gradients, and rank 0 has not."""
     pair = _pairs()()
     net = make_net(seed=dist.get_rank() // 2)
@@ -386,12 +315,8 @@ def _gradients_on_some() -> Any:
         model.zero_grad()
     with captured_log():
         report = manager.check(parameters=False, gradients=True, policy="warn")
-    return [(f.kind, f.name, f.ranks, f.detail) for f in report.findings]
-
-
-def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for(four_ranks: RankPool) -> None:
     found = [("layout", "DDP", (0, 1), "rank 1: nothing to compare; rank 0: something to compare")]
-    assert four_ranks.run(_gradients_on_some, timeout=HANG) == [found] * 4
+    assert [(f.kind, f.name, f.ranks, f.detail) for f in report.findings] == found
 
 
 def _two_ddps() -> Any:
@@ -417,7 +342,9 @@ def test_two_ddps_over_other_groups_are_not_mixed_up(four_ranks: RankPool) -> No
         assert text == results[0][2]
 
 
-def _permuted_mesh(odd: int) -> Any:
+@pytest.mark.parametrize("odd", [0, 2])
+@on_ranks(3)
+def test_ranks_of_a_mesh_in_any_order_are_named_rightly(odd: int) -> None:
     """A mesh whose order of ranks differs from its process group's, which is sorted."""
     mesh = DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("dp",))
     model = nn.Linear(4, 4)
@@ -426,34 +353,36 @@ def _permuted_mesh(odd: int) -> Any:
         _nudge(model.weight, 6)
     with captured_log():
         report = fp8dist.check(model, group=mesh, policy="repair")
-    return _names(report), report.consistent, model.weight.detach().view(-1)[6].item()
-
-
-@pytest.mark.parametrize("odd", [0, 2])
-def test_ranks_of_a_mesh_in_any_order_are_named_rightly(three_ranks: RankPool, odd: int) -> None:
     reference = 1 if odd == 0 else 0
-    for result in three_ranks.run(_permuted_mesh, odd):
-        assert result == ([("parameter", "weight", (odd,), reference, (1, 2))], True, 1.0)
+    assert (_names(report), report.consistent, model.weight.detach().view(-1)[6].item()) == (
+        [("parameter", "weight", (odd,), reference, (1, 2))],
+        True,
+        1.0,
+    )
 
 
-def _left_out_inside_ddp() -> Any:
+@on_ranks(2)
+def test_a_pattern_beats_what_ddp_says() -> None:
     model = nn.parallel.DistributedDataParallel(make_net())
     if dist.get_rank() == 1:
         _nudge(model.module.last.bias)
     with captured_log():
         found = fp8dist.check(model, policy="warn")
         left_out = fp8dist.check(model, groups={"last.*": None}, policy="warn")
-    return _names(found), _names(left_out), left_out.skipped
+    assert _names(found) == [("parameter", "last.bias", (0, 1), None, (0,))]
+    assert _names(left_out) == []
+    assert left_out.skipped == ("2 parameters matching last.*: left out",)
 
 
-def test_a_pattern_beats_what_ddp_says(two_ranks: RankPool) -> None:
-    for found, left_out, skipped in two_ranks.run(_left_out_inside_ddp):
-        assert found == [("parameter", "last.bias", (0, 1), None, (0,))]
-        assert left_out == []
-        assert skipped == ("2 parameters matching last.*: left out",)
-
-
-def _arenas_of_their_own(damaged: str) -> Any:
+@pytest.mark.parametrize(
+    ("damaged", "found"),
+    [
+        ("block.experts.0", ("history", "block.experts.0:input", (2, 3), None, ())),
+        ("dense", ("history", "dense:input", (3,), 0, ())),
+    ],
+)
+@on_ranks(4, timeout=HANG)
+def test_state_of_several_groups_is_compared_within_each(damaged: str, found: Any) -> None:
     """Pairs share the FP8 state of experts; all ranks share the rest."""
     pair = _pairs()()
     model = nn.Module()
@@ -467,74 +396,57 @@ def _arenas_of_their_own(damaged: str) -> Any:
     manager.attach()
     if dist.get_rank() == 3:
         manager.slot(damaged, "input").amax.fill_(3.0)
-    with captured_log(), counted_collectives() as calls:
+    with captured_log():
         report = manager.check(policy="warn")
-    return _names(report), repr(report.findings), dict(report.compared), len(calls.names)
-
-
-@pytest.mark.parametrize(
-    ("damaged", "found"),
-    [
-        ("block.experts.0", ("history", "block.experts.0:input", (2, 3), None, ())),
-        ("dense", ("history", "dense:input", (3,), 0, ())),
-    ],
-)
-def test_state_of_several_groups_is_compared_within_each(four_ranks: RankPool, damaged: str, found: Any) -> None:
-    results = four_ranks.run(_arenas_of_their_own, damaged, timeout=HANG)
-    for names, text, compared, _ in results:
-        assert names == [found]
-        assert text == results[0][1]
-        assert compared == {"slot": 6}
-
-
-# Cost --------------------------------------------------------------------------------------------------
-
-
-def _cost(tensors: int, how: str) -> Any:
-    model = nn.Module()
-    for i in range(tensors):
-        model.register_parameter(f"p{i}", nn.Parameter(torch.full((3,), float(i))))
-    wrapped = nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
-    with counted_collectives() as calls:
-        report = fp8dist.check(wrapped, group=None if how == "ddp" else dist.group.WORLD, policy="warn")
-    return report.findings, dict(report.compared), calls.names, calls.sizes
+    assert _names(report) == [found]
+    same_on_all_ranks(repr(report.findings))
+    assert dict(report.compared) == {"slot": 6}
 
 
 @pytest.mark.parametrize("how", ["plain", "ddp"])
-def test_a_clean_check_is_one_small_all_reduce_whatever_the_number_of_tensors(two_ranks: RankPool, how: str) -> None:
+@on_ranks(2, timeout=120)
+def test_a_clean_check_is_one_small_all_reduce_whatever_the_number_of_tensors(how: str) -> None:
     sizes = set()
     for tensors in (10, 1_000):
-        for findings, compared, names, bytes_ in two_ranks.run(_cost, tensors, how, timeout=120):
-            assert findings == ()
-            assert compared == {"parameter": tensors}
-            assert names == ["all_reduce"]
-            sizes.update(bytes_)
+        model = nn.Module()
+        for i in range(tensors):
+            model.register_parameter(f"p{i}", nn.Parameter(torch.full((3,), float(i))))
+        wrapped = nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
+        with counted_collectives() as calls:
+            report = fp8dist.check(wrapped, group=None if how == "ddp" else dist.group.WORLD, policy="warn")
+        assert (report.findings, dict(report.compared), calls.names) == ((), {"parameter": tensors}, ["all_reduce"])
+        sizes.update(calls.sizes)
+    same_on_all_ranks(sizes)
     assert len(sizes) == 1
     assert max(sizes) <= 128
 
 
-def _cost_of_slots(slots: int) -> Any:
-    model = nn.Module()
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
-    for i in range(slots):
-        manager.register(f"m{i}", "input", "e4m3")
-    manager.attach()
-    with counted_collectives() as calls:
-        report = manager.check(policy="warn")
-    return dict(report.compared), calls.names, calls.sizes
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_clean_check_of_many_slots_is_one_small_all_reduce() -> None:
+    sizes = []
+    for slots in (3, 300):
+        model = nn.Module()
+        manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
+        for i in range(slots):
+            manager.register(f"m{i}", "input", "e4m3")
+        manager.attach()
+        with counted_collectives() as calls:
+            report = manager.check(policy="warn")
+        assert (dict(report.compared), calls.names) == ({"slot": slots}, ["all_reduce"])
+        sizes += calls.sizes
+    same_on_all_ranks(sizes)
+    assert len(set(sizes)) == 1
 
 
 @pytest.mark.slow
-def test_a_clean_check_of_many_slots_is_one_small_all_reduce(two_ranks: RankPool) -> None:
-    few, many = (two_ranks.run(_cost_of_slots, n) for n in (3, 300))
-    assert few == [({"slot": 3}, ["all_reduce"], few[0][2])] * 2
-    assert many == [({"slot": 300}, ["all_reduce"], few[0][2])] * 2
-
-
-# check_every ---------------------------------------------------------------------------------------------
-
-
-def _checked_every(every: int, boundary: str, ddp: bool) -> Any:
+@pytest.mark.parametrize(
+    ("every", "boundary", "ddp"), [(0, "optimizer", True), (1, "manual", False), (3, "optimizer", True)]
+)
+@on_ranks(2)
+def test_check_every_fires_after_so_many_steps_and_costs_nothing_in_between(
+    every: int, boundary: str, ddp: bool
+) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=every)
     model: nn.Module = nn.parallel.DistributedDataParallel(net) if ddp else net
@@ -553,23 +465,17 @@ def _checked_every(every: int, boundary: str, ddp: bool) -> Any:
                 manager.step()
         optimizer.zero_grad()
         counts.append(len(calls.names))
-    return counts, manager._cycle.checker.checks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("every", "boundary", "ddp"), [(0, "optimizer", True), (1, "manual", False), (3, "optimizer", True)]
-)
-def test_check_every_fires_after_so_many_steps_and_costs_nothing_in_between(
-    two_ranks: RankPool, every: int, boundary: str, ddp: bool
-) -> None:
     # The check after step n runs when step n + 1 ends: by then each rank has committed step n.
-    expected = [1 + bool(every and step and step % every == 0) for step in range(8)]
-    assert two_ranks.run(_checked_every, every, boundary, ddp) == [(expected, sum(expected) - 8)] * 2
+    assert counts == [1 + bool(every and step and step % every == 0) for step in range(8)]
+    assert manager._cycle.checker.checks == sum(counts) - 8
 
 
-def _diverging_parameter(policy: str) -> Any:
-    """A weight drifts on rank 2 after the third step; checks run every second step."""
+@pytest.mark.parametrize(
+    "policy", ["raise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("warn", "repair"))]
+)
+@on_ranks(4, timeout=60)
+def test_a_weight_that_drifts_is_found_by_all_ranks_at_the_next_check(policy: str) -> None:
+    """A weight drifts on rank 2 after the third step; checks run every second step. One rank speaks."""
     net = make_net()
     manager = fp8dist.prepare(
         net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=2, check_policy=policy
@@ -592,41 +498,21 @@ def _diverging_parameter(policy: str) -> Any:
             optimizer.zero_grad()
             if step == 2 and dist.get_rank() == 2:
                 _nudge(net.last.bias, 1)
-    return raised, told, len(log)
-
-
-def test_a_weight_that_drifts_is_raised_by_all_ranks_at_the_next_check(four_ranks: RankPool) -> None:
-    results = four_ranks.run(_diverging_parameter, "raise", timeout=60)
-    for raised, told, _ in results:
-        assert raised[0] == (
-            4,
-            "last.bias",
-            (2,),
-            5,
-            2,
-        )  # In the fifth step; the previous check saw the update of the second.
+    same_on_all_ranks(raised)
+    if policy == "raise":  # In the fifth step; the previous check saw the update of the second.
+        assert raised[0] == (4, "last.bias", (2,), 5, 2)
         assert told[0] == ("diverged", 5)
-        assert raised == results[0][0]
-    assert [lines for *_, lines in results] == [len(results[0][0]), 0, 0, 0]
-
-
-@pytest.mark.slow
-def test_a_weight_that_drifts_is_warned_of_and_training_goes_on(four_ranks: RankPool) -> None:
-    results = four_ranks.run(_diverging_parameter, "warn", timeout=60)
-    for raised, told, _ in results:
+        said = len(raised)
+    else:
         assert raised == []
         assert ("diverged", 5) in told
-    assert results[0][2] == len(results[0][1])
-    assert [lines for *_, lines in results[1:]] == [0, 0, 0]
+        assert policy == "warn" or len(told) == 1
+        said = len(told)
+    assert len(log) == (said if dist.get_rank() == 0 else 0)
 
 
-@pytest.mark.slow
-def test_a_weight_that_drifts_is_repaired_and_reported_once(four_ranks: RankPool) -> None:
-    results = four_ranks.run(_diverging_parameter, "repair", timeout=60)
-    assert results == [([], [("diverged", 5)], int(rank == 0)) for rank in range(4)]
-
-
-def _good_at_different_steps() -> list[Any]:
+@on_ranks(4, timeout=60)
+def test_the_last_good_step_is_one_that_was_good_on_all_ranks() -> None:
     """Ranks 0 and 1 have checked without the others since the last check of all ranks."""
     model, pair = Block(), _pairs()()
     fp8dist.check(model, group=dist.group.WORLD, step=3)
@@ -636,15 +522,15 @@ def _good_at_different_steps() -> list[Any]:
         _nudge(model.norm.bias)
     with captured_log():
         report = fp8dist.check(model, group=dist.group.WORLD, step=7 + (dist.get_rank() == 1), policy="warn")
-    return [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
+    assert [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings] == [
+        ("step", (1,), 8, 3),
+        ("parameter", (3,), 8, 3),
+    ]
 
 
-def test_the_last_good_step_is_one_that_was_good_on_all_ranks(four_ranks: RankPool) -> None:
-    for found in four_ranks.run(_good_at_different_steps, timeout=60):
-        assert found == [("step", (1,), 8, 3), ("parameter", (3,), 8, 3)]
-
-
-def _damaged_moment(pickled: bool) -> list[Any]:
+@pytest.mark.parametrize("pickled", [False, True], ids=["", "pickled"])
+@on_ranks(4, timeout=60)
+def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(pickled: bool) -> None:
     """Checks that do not compare the optimizer's state say nothing of it."""
     torch.manual_seed(0)
     model = Block()
@@ -665,18 +551,14 @@ def _damaged_moment(pickled: bool) -> list[Any]:
         with captured_log():
             report = fp8dist.check(model, group=world, optimizer=optimizer, step=3, policy="warn")
         seen += [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
-    return seen
+    found = seen
+    assert {(ranks, step, good) for _, ranks, step, good in found} == {((2,), 3, 1)}
+    assert {kind for kind, *_ in found} == {"optimizer", "layout"}
 
 
-@pytest.mark.parametrize("pickled", [False, True], ids=["", "pickled"])
-def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(four_ranks: RankPool, pickled: bool) -> None:
-    for found in four_ranks.run(_damaged_moment, pickled, timeout=60):
-        assert {(ranks, step, good) for _, ranks, step, good in found} == {((2,), 3, 1)}
-        assert {kind for kind, *_ in found} == {"optimizer", "layout"}
-
-
-def _newcomer() -> Any:
-    """Rank 2 has never checked before."""
+@on_ranks(4, timeout=60)
+def test_no_step_was_good_on_a_rank_that_has_not_checked() -> None:
+    """Rank 2 has never checked before, and rank 3 never does."""
     model = nn.Linear(4, 4)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -684,26 +566,21 @@ def _newcomer() -> Any:
     trio, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
     if dist.get_rank() < 2:
         fp8dist.check(model, group=pair, step=5)  # type: ignore[arg-type]
-    if dist.get_rank() == 3:
-        return None
     if dist.get_rank() == 2:
         _nudge(model.bias)
-    with captured_log():
-        report = fp8dist.check(model, group=trio, step=6, policy="warn")  # type: ignore[arg-type]
-    return [(f.ranks, f.last_good_step) for f in report.findings]
+    if dist.get_rank() < 3:
+        with captured_log():
+            report = fp8dist.check(model, group=trio, step=6, policy="warn")  # type: ignore[arg-type]
+        assert [(f.ranks, f.last_good_step) for f in report.findings] == [((2,), None)]
 
 
-def test_no_step_was_good_on_a_rank_that_has_not_checked(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_newcomer, timeout=60) == [[((2,), None)]] * 3 + [None]
-
-
-def _inside_join() -> Any:
+@on_ranks(2, timeout=60)
+def test_a_check_inside_join_is_refused_and_check_every_waits() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=1)
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     manager.attach(model, optimizer=optimizer)
-    refused = 0
     before = manager._cycle.checker.checks
     with torch.distributed.algorithms.join.Join([model, manager]):
         for step in range(2 + dist.get_rank()):
@@ -711,22 +588,13 @@ def _inside_join() -> Any:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            try:
+            with pytest.raises(ConfigurationError, match="Join"):
                 manager.check()
-            except ConfigurationError as error:
-                refused += "Join" in str(error)
             if step == 0:  # Both ranks are here: a rank without an error returns.
                 with pytest.raises(ConfigurationError, match="Join"):
                     fp8dist.check(model)
-    inside = manager._cycle.checker.checks - before
-    return refused, inside, manager.check().consistent
-
-
-def test_a_check_inside_join_is_refused_and_check_every_waits(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_inside_join, timeout=60) == [(2, 0, True), (3, 0, True)]
-
-
-# Without ranks to compare with -------------------------------------------------------------------------
+    assert manager._cycle.checker.checks == before
+    assert manager.check().consistent
 
 
 def test_a_single_process_verifies_nothing_and_raises_nothing() -> None:
@@ -751,7 +619,8 @@ def test_a_wrong_policy_is_refused() -> None:
         fp8dist.check(make_net(), policy="mend")  # type: ignore[arg-type]
 
 
-def _group_of_one() -> Any:
+@on_ranks(2)
+def test_a_group_of_one_rank_verifies_nothing() -> None:
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     manager: StateManager
     net = make_net(seed=dist.get_rank())
@@ -760,17 +629,11 @@ def _group_of_one() -> Any:
         manager = fp8dist.prepare(net, group=group).attach()
         second = manager.check(policy="warn")
     assert {report.consistent, report.diverged, second.consistent, second.diverged} == {False}
-    return (
-        report.compared,
-        dict(report.unverified),
-        second.compared,
-        [name for name in calls.names if name != "all_reduce"],
-    )
-
-
-def test_a_group_of_one_rank_verifies_nothing(two_ranks: RankPool) -> None:
     reason = "6 parameters that are shared with no other rank"
-    assert two_ranks.run(_group_of_one) == [({}, {"parameter": reason}, {}, [])] * 2
+    assert report.compared == {}
+    assert dict(report.unverified) == {"parameter": reason}
+    assert second.compared == {}
+    assert [name for name in calls.names if name != "all_reduce"] == []
 
 
 def _hybrid_fsdp1(seeds: str, strategy: str) -> Any:

@@ -15,7 +15,8 @@ from fp8dist import ConfigurationError
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from tests.support.checked import whole_world
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import on_ranks
 
 
 def _plain(**parameters: Tensor) -> nn.Module:
@@ -38,8 +39,13 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], set
 }
 
 
-def _holding_differently(what: str, odd: int, also_damaged: bool) -> Any:
-    usual, other, _ = DIFFERENT[what]
+@pytest.mark.parametrize(
+    ("what", "odd", "also_damaged"), [(what, 3 * (i % 2), i % 4 > 1) for i, what in enumerate(DIFFERENT)]
+)
+@on_ranks(4, timeout=30)
+def test_a_rank_that_holds_other_tensors_is_reported(what: str, odd: int, also_damaged: bool) -> None:
+    reference = 1 if odd == 0 else 0
+    usual, other, different = DIFFERENT[what]
     model = (other if dist.get_rank() == odd else usual)()
     model.same = nn.Parameter(torch.full((2, 2), 5.0))
     if also_damaged and dist.get_rank() == 2:
@@ -47,36 +53,20 @@ def _holding_differently(what: str, odd: int, also_damaged: bool) -> Any:
     start = time.monotonic()
     with captured_log():
         report = whole_world(model)
-    findings = [(f.kind, f.name, f.ranks, f.reference_rank, f.detail) for f in report.findings]
-    return findings, time.monotonic() - start
+    assert time.monotonic() - start < 5
+    layout = [f for f in report.findings if f.kind == "layout"]
+    assert {f.name for f in layout} == different
+    assert {(f.ranks, f.reference_rank) for f in layout} == {((odd,), reference)}
+    assert all(f"rank {odd}: " in f.detail and f"rank {reference}: " in f.detail for f in layout)
+    rest = [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings if f.kind != "layout"]
+    assert rest == ([("parameter", "same", (2,), 0)] if also_damaged else [])
+    same_on_all_ranks([(f.kind, f.name, f.ranks, f.reference_rank, f.detail) for f in report.findings])
 
 
-@pytest.mark.parametrize(
-    ("what", "odd", "also_damaged"), [(what, 3 * (i % 2), i % 4 > 1) for i, what in enumerate(DIFFERENT)]
-)
-def test_a_rank_that_holds_other_tensors_is_reported(
-    four_ranks: RankPool, what: str, odd: int, also_damaged: bool
-) -> None:
-    reference = 1 if odd == 0 else 0
-    results = four_ranks.run(_holding_differently, what, odd, also_damaged, timeout=30)
-    for findings, seconds in results:
-        layout = [f for f in findings if f[0] == "layout"]
-        assert {f[1] for f in layout} == DIFFERENT[what][2]
-        assert {f[2:4] for f in layout} == {((odd,), reference)}
-        assert all(f"rank {odd}: " in f[4] and f"rank {reference}: " in f[4] for f in layout)
-        rest = [f[:4] for f in findings if f[0] != "layout"]
-        assert rest == ([("parameter", "same", (2,), 0)] if also_damaged else [])
-        assert findings == results[0][0]
-        assert seconds < 5
-
-
-def _in_another_order() -> Any:
+@on_ranks(4)
+def test_the_order_of_parameters_does_not_matter() -> None:
     names = ["a", "b", "c"] if dist.get_rank() else ["c", "a", "b"]
-    return whole_world(_plain(**{name: torch.full((3,), float(ord(name))) for name in names})).findings
-
-
-def test_the_order_of_parameters_does_not_matter(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_in_another_order) == [()] * 4
+    assert whole_world(_plain(**{name: torch.full((3,), float(ord(name))) for name in names})).findings == ()
 
 
 class _Raises(nn.Module):
@@ -99,40 +89,34 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def _one_cannot_build(what: str, odd: list[int]) -> Any:
+@pytest.mark.parametrize("what", BROKEN)
+@on_ranks(2)
+def test_the_same_mistake_on_all_ranks_is_no_divergence(what: str) -> None:
+    with captured_log() as log, pytest.raises(ConfigurationError) as caught:
+        whole_world(BROKEN[what][0]())
+    assert log == []
+    text = str(caught.value)
+    assert text.startswith("check() could not read what it compares, on any rank: ")
+    assert text.count(BROKEN[what][1]) == 1  # Once for all ranks.
+
+
+@pytest.mark.parametrize(("what", "odd"), [("meta", [0]), ("raises", [1, 2]), ("uninitialised", [3])])
+@on_ranks(4, timeout=30)
+def test_a_rank_that_cannot_build_its_part_is_reported_by_all(what: str, odd: list[int]) -> None:
     model = BROKEN[what][0]() if dist.get_rank() in odd else _plain(a=ones(3))
     start = time.monotonic()
     with captured_log():
         report = whole_world(model)
+    assert time.monotonic() - start < 5
     assert not report.consistent
-    return [(f.kind, f.ranks, f.detail) for f in report.findings], time.monotonic() - start
+    assert [(f.kind, f.ranks) for f in report.findings] == [("error", (rank,)) for rank in odd]
+    assert all(BROKEN[what][1] in f.detail for f in report.findings)
+    same_on_all_ranks([(f.kind, f.ranks, f.detail) for f in report.findings])
 
 
-def _none_can_build(what: str) -> str:
-    with captured_log() as log, pytest.raises(ConfigurationError) as caught:
-        whole_world(BROKEN[what][0]())
-    assert log == []
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_the_same_mistake_on_all_ranks_is_no_divergence(two_ranks: RankPool, what: str) -> None:
-    for text in two_ranks.run(_none_can_build, what):
-        assert text.startswith("check() could not read what it compares, on any rank: ")
-        assert text.count(BROKEN[what][1]) == 1  # Once for all ranks.
-
-
-@pytest.mark.parametrize(("what", "odd"), [("meta", [0]), ("raises", [1, 2]), ("uninitialised", [3])])
-def test_a_rank_that_cannot_build_its_part_is_reported_by_all(four_ranks: RankPool, what: str, odd: list[int]) -> None:
-    results = four_ranks.run(_one_cannot_build, what, odd, timeout=30)
-    for findings, seconds in results:
-        assert [(kind, ranks) for kind, ranks, _ in findings] == [("error", (rank,)) for rank in odd]
-        assert all(BROKEN[what][1] in detail for *_, detail in findings)
-        assert findings == results[0][0]
-        assert seconds < 5
-
-
-def _same_name_twice(damage: bool) -> Any:
+@pytest.mark.parametrize("damage", [True, False])
+@on_ranks(4)
+def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(damage: bool) -> None:
     """``module`` is a name that wrappers use, and that a model may use too."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(4))
@@ -145,14 +129,8 @@ def _same_name_twice(damage: bool) -> Any:
             model.weight, model.module.weight = model.module.weight, model.weight
     with captured_log():
         report = whole_world(model)
-    return report.consistent, {(f.kind, f.ranks, f.reference_rank) for f in report.findings}
-
-
-@pytest.mark.parametrize("damage", [True, False])
-def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(four_ranks: RankPool, damage: bool) -> None:
-    for consistent, findings in four_ranks.run(_same_name_twice, damage):
-        assert not consistent
-        assert findings == {("parameter", (1,), 0)}
+    assert not report.consistent
+    assert {(f.kind, f.ranks, f.reference_rank) for f in report.findings} == {("parameter", (1,), 0)}
 
 
 def test_a_tensor_that_cannot_be_read_is_named() -> None:

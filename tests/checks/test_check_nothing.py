@@ -17,7 +17,7 @@ import fp8dist
 from fp8dist import ConfigurationError
 from fp8dist.cli.main import USAGE, main
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import make_net
 
 
@@ -27,7 +27,8 @@ def _refused(call: Any) -> str:
     return str(caught.value)
 
 
-def _nothing() -> Any:
+@on_ranks(2)
+def test_a_check_that_has_nothing_to_compare_says_what_to_pass() -> None:
     sharded = FullyShardedDataParallel(nn.Linear(16, 16), device_id=torch.device("cpu"), use_orig_params=True)
     unshared = make_net()
     manager = fp8dist.prepare(unshared, amax_sync=False).attach()
@@ -38,7 +39,8 @@ def _nothing() -> Any:
     with captured_log() as log:
         reports = [off.attach().check(), off.check()]
         reports += [fp8dist.check(never_attached), fp8dist.check(never_attached)]
-    return {
+    rank = dist.get_rank()
+    said = {
         "plain": _refused(lambda: fp8dist.check(nn.Linear(4, 4))),
         "no parameters": _refused(lambda: fp8dist.check(nn.ReLU(), group=dist.group.WORLD)),
         "shards": _refused(lambda: fp8dist.check(sharded)),
@@ -49,24 +51,20 @@ def _nothing() -> Any:
         "switched off": [(report.consistent, dict(report.compared)) for report in reports],
         "logged": len(log),
     }
-
-
-def test_a_check_that_has_nothing_to_compare_says_what_to_pass(two_ranks: RankPool) -> None:
-    for rank, said in enumerate(two_ranks.run(_nothing)):
-        assert (
-            "2 parameters not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)): "
-            "pass " in said["plain"]
-        )
-        assert "it has no parameters" in said["no parameters"]
-        assert "parameters sharded by FSDP1" in said["shards"]
-        assert "leave the check out" in said["shards"]
-        assert "2 parameters matching *: left out" in said["left out"]
-        assert "9 slots that this rank shares with no other" in said["state of its own"]
-        assert "pass the DDP module to attach()" in said["state of its own"]
-        assert "parameters" not in said["state alone"].split(":")[0]
-        assert "9 slots that this rank shares with no other" in said["module"]
-        assert said["switched off"] == [(False, {})] * 4
-        assert said["logged"] == (2 if rank == 0 else 0)
+    assert (
+        "2 parameters not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)): "
+        "pass " in said["plain"]
+    )
+    assert "it has no parameters" in said["no parameters"]
+    assert "parameters sharded by FSDP1" in said["shards"]
+    assert "leave the check out" in said["shards"]
+    assert "2 parameters matching *: left out" in said["left out"]
+    assert "9 slots that this rank shares with no other" in said["state of its own"]
+    assert "pass the DDP module to attach()" in said["state of its own"]
+    assert "parameters" not in said["state alone"].split(":")[0]
+    assert "9 slots that this rank shares with no other" in said["module"]
+    assert said["switched off"] == [(False, {})] * 4
+    assert said["logged"] == (2 if rank == 0 else 0)
 
 
 def _some_ranks() -> Any:
@@ -84,19 +82,16 @@ def test_one_rank_with_replicas_is_enough_for_all(four_ranks: RankPool) -> None:
     assert all("shared with no other rank" in text for *_, text in results)
 
 
-def _check_every() -> str:
+@on_ranks(2)
+def test_check_every_says_it_as_well() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, amax_sync=False, check_every=1).attach()
     manager.step()
-    return _refused(manager.step)
+    assert "otherwise do not use check() and check_every" in _refused(manager.step)
 
 
-def test_check_every_says_it_as_well(two_ranks: RankPool) -> None:
-    assert all("otherwise do not use check() and check_every" in text for text in two_ranks.run(_check_every))
-
-
-def _unverified() -> Any:
-    """Return for checks of which one kind has nothing to compare: (consistent, compared, unverified) of each."""
+@on_ranks(2)
+def test_a_kind_of_which_nothing_is_compared_is_not_consistent() -> None:
     world = dist.group.WORLD
     net, ignored, sharded = make_net(), make_net(), make_net()
     reports = [fp8dist.check(net, group=world, gradients=True)]
@@ -110,19 +105,17 @@ def _unverified() -> Any:
     manager = fp8dist.prepare(sharded, group=world)
     fully_shard(sharded)
     reports.append(manager.attach(sharded).check())
-    return [(report.consistent, report.diverged, report.compared, dict(report.unverified)) for report in reports]
-
-
-def test_a_kind_of_which_nothing_is_compared_is_not_consistent(two_ranks: RankPool) -> None:
-    for gradients, states, frozen, shards in two_ranks.run(_unverified):
-        reason = "0 gradients exist now (there are none between zero_grad() and backward)"
-        assert gradients == (False, False, {"parameter": 6}, {"gradient": reason})
-        assert states[:2] == (False, False)
-        assert "of parameters that are not the module's" in states[3]["optimizer"]
-        assert frozen[:3] == (False, False, {"parameter": 1})  # The only one that is not trained.
-        assert list(frozen[3]) == ["parameter"]
-        assert shards[:3] == (False, False, {"slot": 9})
-        assert "6 parameters that are DTensors without a Replicate axis" in shards[3]["parameter"]
+    gradients, states, frozen, shards = [
+        (report.consistent, report.diverged, report.compared, dict(report.unverified)) for report in reports
+    ]
+    reason = "0 gradients exist now (there are none between zero_grad() and backward)"
+    assert gradients == (False, False, {"parameter": 6}, {"gradient": reason})
+    assert states[:2] == (False, False)
+    assert "of parameters that are not the module's" in states[3]["optimizer"]
+    assert frozen[:3] == (False, False, {"parameter": 1})  # The only one that is not trained.
+    assert list(frozen[3]) == ["parameter"]
+    assert shards[:3] == (False, False, {"slot": 9})
+    assert "6 parameters that are DTensors without a Replicate axis" in shards[3]["parameter"]
 
 
 def _only_some() -> Any:
@@ -159,7 +152,12 @@ def test_on_one_rank_nothing_is_verified() -> None:
     assert str(report) == "not verified: nothing was compared\nnot compared: there is one rank, or no process group"
 
 
-def _by_their_wrapper(which: str) -> Any:
+@pytest.mark.parametrize(
+    ("which", "compared", "name"),
+    [("model", {"parameter": 6, "slot": 9}, "first.weight"), ("part", {"parameter": 2}, "weight")],
+)
+@on_ranks(2)
+def test_an_attached_model_is_compared_as_it_is_wrapped(which: str, compared: dict[str, int], name: str) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     ddp = DistributedDataParallel(net)
@@ -169,18 +167,11 @@ def _by_their_wrapper(which: str) -> Any:
     with torch.no_grad():
         net.first.weight[0, 0] += 5.0 * dist.get_rank()
     report = fp8dist.check(checked, policy="warn")
-    return clean.consistent, dict(clean.compared), [(finding.kind, finding.name) for finding in report.findings]
-
-
-@pytest.mark.parametrize(
-    ("which", "compared", "name"),
-    [("model", {"parameter": 6, "slot": 9}, "first.weight"), ("part", {"parameter": 2}, "weight")],
-)
-def test_an_attached_model_is_compared_as_it_is_wrapped(
-    two_ranks: RankPool, which: str, compared: dict[str, int], name: str
-) -> None:
-    for result in two_ranks.run(_by_their_wrapper, which):
-        assert result == (True, compared, [("parameter", name)])
+    assert (clean.consistent, dict(clean.compared), [(finding.kind, finding.name) for finding in report.findings]) == (
+        True,
+        compared,
+        [("parameter", name)],
+    )
 
 
 def test_the_command_line_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from fp8dist import DelayedScaling, DivergenceReport
 from tests.support.collectives import counted_collectives
 from tests.support.elements import flip
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, fp8_count, make_net
 
 
@@ -93,8 +93,10 @@ def test_a_flipped_scale_is_reported_at_the_next_sync_without_a_collective_befor
         assert len(result["calls"][read_in][0]) > 1
 
 
-def _checked_before_the_verdict_is_read() -> Any:
-    """Flip, sync, and check() before the next boundary: check() already knows what the sync proved."""
+@on_ranks(3)
+def test_check_acts_on_what_the_last_sync_proved() -> None:
+    """Flip, sync, and check() before the next boundary: check() already knows what the sync proved. Boundaries and
+    check() act on a verdict."""
     model = nn.Module()
     recipe = DelayedScaling(history_len=2, update="next_step")
     manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, check_policy="warn")
@@ -108,19 +110,15 @@ def _checked_before_the_verdict_is_read() -> Any:
             if step == 2 and dist.get_rank() == 1:
                 manager.slot("a", "input").scale.mul_(2)
             manager.step()
-        report = manager.check(policy="warn")
+        manager.check(policy="warn")
     assert model is not None
-    return events, report.consistent
+    assert events == ["diverged"]
 
 
-def test_check_acts_on_what_the_last_sync_proved(three_ranks: RankPool) -> None:
-    """Boundaries and check() act on a verdict."""
-    for events, _ in three_ranks.run(_checked_before_the_verdict_is_read):
-        assert events == ["diverged"]
-
-
-def _check_fails(ranks: int) -> tuple[int, int]:
-    """Return (errors, steps) of nine boundaries, with a check after every third that always raises."""
+@pytest.mark.slow
+@on_ranks(3)
+def test_who_catches_what_a_check_raised_goes_on() -> None:
+    """The step after a caught error gets no additional check."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, check_every=3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -134,13 +132,7 @@ def _check_fails(ranks: int) -> tuple[int, int]:
                 optimizer.step()
             except fp8dist.DivergenceError:
                 errors += 1
-    return errors, manager.steps
-
-
-@pytest.mark.slow
-def test_who_catches_what_a_check_raised_goes_on(three_ranks: RankPool) -> None:
-    """The step after a caught error gets no additional check."""
-    assert three_ranks.run(_check_fails, 3) == [(2, 7)] * 3
+    assert (errors, manager.steps) == (2, 7)
 
 
 def _one_rank_compiles(damaged: bool) -> list[int]:

@@ -21,7 +21,7 @@ from fp8dist_kernels.reference.operands import inverse_scales, operand
 from tests.support.answers import flipping
 from tests.support.experts import Experts, Mixture
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 from tests.support.training import bits
 
 CPU = torch.device("cpu")
@@ -116,7 +116,10 @@ def test_a_mixture_has_two_products_of_its_own_shapes(transposed: bool, monkeypa
     assert names()[3] == "grouped fprop 256x64x32 of 2 experts"
 
 
-def _planted(recipe: str) -> Any:
+@pytest.mark.slow
+@on_ranks(3)
+def test_a_faulty_rank_is_named() -> None:
+    recipe = "delayed"
     model = Mixture(Experts())
     manager = fp8dist.prepare(model, RECIPES[recipe], group=dist.group.WORLD).attach()
     found = []
@@ -128,18 +131,13 @@ def _planted(recipe: str) -> Any:
         with captured_log(), fault:
             report = manager.check(parameters=False, compute=True, policy="warn")
         found += [(f.name.split(" of 4")[0], f.ranks) for f in report.findings]
-    return found, report.skipped
-
-
-@pytest.mark.slow
-def test_a_faulty_rank_is_named(three_ranks: RankPool) -> None:
-    for found, skipped in three_ranks.run(_planted, "delayed"):
-        assert found == [
-            ("grouped fprop 256x96x32", (1,)),
-            ("grouped dgrad 256x48x32", (1,)),
-            ("grouped cast of weight 4x96x32", (1,)),
-        ]
-        assert not any("grouped" in text for text in skipped)
+    skipped = report.skipped
+    assert found == [
+        ("grouped fprop 256x96x32", (1,)),
+        ("grouped dgrad 256x48x32", (1,)),
+        ("grouped cast of weight 4x96x32", (1,)),
+    ]
+    assert not any("grouped" in text for text in skipped)
 
 
 def test_gemms_in_high_precision_are_left_out() -> None:

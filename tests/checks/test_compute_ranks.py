@@ -29,7 +29,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.meshes import Job, build
 from tests.support.parallel import mesh_of
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net, state_bits
 
 OUT, IN, TOKENS = 48, 32, 256
@@ -62,9 +62,6 @@ def _faulty(recipe: Recipe, place: str, byte: int, bit: int, ranks: tuple[int, .
 
 def _computed(manager: StateManager, **arguments: Any) -> DivergenceReport:
     return manager.check(parameters=False, compute=True, **arguments)
-
-
-# What is found -----------------------------------------------------------------------------------------
 
 
 def _everywhere(recipe: str, odd: tuple[int, ...], likeness: dict[int, str] | None = None) -> list[Any]:
@@ -141,7 +138,8 @@ def test_of_four_ranks_two_against_two_is_no_majority(four_ranks: RankPool) -> N
         _assert_named(found, (0, 1, 2, 3), None, ((0, 3), (1, 2)))
 
 
-def _two_blocks() -> Any:
+@on_ranks(3)
+def test_the_first_element_is_found_in_any_block() -> None:
     """A product of 512 KiB, with a wrong bit in its second block of 256 KiB, and one in the last element."""
     model = nn.Sequential(nn.Linear(256, 512))
     manager = fp8dist.prepare(model, group=dist.group.WORLD).attach()
@@ -151,30 +149,24 @@ def _two_blocks() -> Any:
                 stack.enter_context(flipping("matmul", (512, TOKENS), 4 * (256 * row + column), 0))
         report = _computed(manager, policy="warn")
     (finding,) = report.findings
-    return finding.index, finding.ulp, finding.detail.split(",")[0]
-
-
-def test_the_first_element_is_found_in_any_block(three_ranks: RankPool) -> None:
     extent = "2 elements in the first of 1 differing blocks"
-    assert three_ranks.run(_two_blocks) == [((300, 17), 1, extent)] * 3
+    assert (finding.index, finding.ulp, finding.detail.split(",")[0]) == ((300, 17), 1, extent)
 
 
-def _beyond_the_first_few() -> Any:
+@on_ranks(3)
+def test_all_are_named_and_the_first_few_with_elements() -> None:
     _, manager = _attached()
     with contextlib.ExitStack() as stack, captured_log():
         for place in ("input", "fprop", "wgrad"):
             stack.enter_context(_faulty(RECIPES["delayed"], place, 0, 0, (1,)))
         stack.enter_context(mock.patch.object(localisation, "MAX_EXPLAINED", 2))
         report = _computed(manager, policy="warn")
-    return [(f.name.split()[0], f.ranks, f.reference_rank, f.index) for f in report.findings]
-
-
-def test_all_are_named_and_the_first_few_with_elements(three_ranks: RankPool) -> None:
     expected = [("cast", (1,), 0, (0, 0)), ("fprop", (1,), 0, (0, 0)), ("wgrad", (1,), 0, None)]
-    assert three_ranks.run(_beyond_the_first_few) == [expected] * 3
+    assert [(f.name.split()[0], f.ranks, f.reference_rank, f.index) for f in report.findings] == expected
 
 
-def _wrong_digest() -> Any:
+@on_ranks(3)
+def test_a_wrong_digest_is_told_from_a_wrong_result() -> None:
     _, manager = _attached()
     original = ComputedContent.digests
 
@@ -185,14 +177,8 @@ def _wrong_digest() -> Any:
 
     with captured_log(), mock.patch.object(ComputedContent, "digests", wrong):
         report = _computed(manager, policy="warn")
-    return [(f.name.split()[0], f.ranks, f.detail[:43]) for f in report.findings]
-
-
-def test_a_wrong_digest_is_told_from_a_wrong_result(three_ranks: RankPool) -> None:
-    assert three_ranks.run(_wrong_digest) == [[("fprop", (1,), "all elements are equal in host memory: the ")]] * 3
-
-
-# Ranks that are not alike ------------------------------------------------------------------------------
+    found = [(f.name.split()[0], f.ranks, f.detail[:43]) for f in report.findings]
+    assert found == [("fprop", (1,), "all elements are equal in host memory: the ")]
 
 
 def test_only_ranks_of_equal_hardware_are_compared(three_ranks: RankPool) -> None:
@@ -237,10 +223,8 @@ def test_pipeline_stages_are_checked_apart(four_ranks: RankPool) -> None:
     assert sorted(logged for _, logged, _ in results) == [0, 0, 0, 2]
 
 
-# What it costs, and who must call it --------------------------------------------------------------------
-
-
-def _collectives() -> Any:
+@on_ranks(3)
+def test_it_costs_one_small_all_reduce() -> None:
     _, manager = _attached()
     seen = {}
     for name, kinds in (("one", None), ("two", {0: "old", 1: "new", 2: "new"})):
@@ -256,34 +240,26 @@ def _collectives() -> Any:
     with counted_collectives() as calls:
         manager.attach(compute=True)
     assert list(zip(calls.names, calls.sizes)) == without + seen["one"]
-    return seen
+    assert seen["ordinary"] == [("all_reduce", 120)]
+    assert seen["one"] == [("all_reduce", 120), ("all_reduce", 72)]
+    assert seen["two"] == [*seen["one"], ("all_gather_object", 0)]
 
 
-def test_it_costs_one_small_all_reduce(three_ranks: RankPool) -> None:
-    for seen in three_ranks.run(_collectives):
-        assert seen["ordinary"] == [("all_reduce", 120)]
-        assert seen["one"] == [("all_reduce", 120), ("all_reduce", 72)]
-        assert seen["two"] == [*seen["one"], ("all_gather_object", 0)]
-
-
-def _only_one_asks() -> Any:
+@on_ranks(2)
+def test_a_rank_that_does_not_ask_for_it_is_found() -> None:
     _, manager = _attached()
     with captured_log():
         report = manager.check(parameters=False, compute=dist.get_rank() == 0, policy="warn")
         with pytest.raises(ManifestMismatchError) as caught:
             manager.attach(compute=dist.get_rank() == 1)
     (finding,) = report.findings
-    return finding.kind, finding.detail, str(caught.value)
+    assert finding.kind == "layout"
+    assert finding.detail == "rank 1: (); rank 0: ('computations',)"
+    assert "settings.compute: None here, True there" in str(caught.value)
 
 
-def test_a_rank_that_does_not_ask_for_it_is_found(two_ranks: RankPool) -> None:
-    for kind, detail, refused in two_ranks.run(_only_one_asks):
-        assert kind == "layout"
-        assert detail == "rank 1: (); rank 0: ('computations',)"
-        assert "settings.compute: None here, True there" in refused
-
-
-def _cannot_compute() -> Any:
+@on_ranks(2)
+def test_a_device_that_cannot_compute_is_named() -> None:
     _, manager = _attached()
 
     def broken(*_: Any, **__: Any) -> Any:
@@ -293,16 +269,10 @@ def _cannot_compute() -> Any:
         if dist.get_rank() == 1:
             stack.enter_context(mock.patch.object(direct, "matmul", broken))
         report = _computed(manager, policy="warn")
-    return [(f.kind, f.ranks, f.detail) for f in report.findings], _computed(manager).consistent
-
-
-def test_a_device_that_cannot_compute_is_named(two_ranks: RankPool) -> None:
-    for findings, healed in two_ranks.run(_cannot_compute):
-        assert findings == [("error", (1,), "RuntimeError: CUDA error: an illegal instruction was encountered")]
-        assert healed
-
-
-# At attach, policies, evidence --------------------------------------------------------------------------
+    assert [(f.kind, f.ranks, f.detail) for f in report.findings] == [
+        ("error", (1,), "RuntimeError: CUDA error: an illegal instruction was encountered")
+    ]
+    assert _computed(manager).consistent
 
 
 def _at_attach(policy: str) -> Any:
@@ -334,7 +304,8 @@ def test_a_difference_at_attach_follows_the_policy(three_ranks: RankPool, policy
     ) == (policy == "repair")
 
 
-def _sensible() -> Any:
+@on_ranks(2)
+def test_models_with_little_to_compute() -> None:
     """Attach without anything to compare with, and as each rank's own state."""
     plain, own, bare = nn.Sequential(nn.Linear(IN, OUT)), nn.Sequential(nn.Linear(IN, OUT)), nn.Module()
     switched_off = fp8dist.prepare(plain, group=dist.group.WORLD, enabled=False)
@@ -352,11 +323,7 @@ def _sensible() -> Any:
             counts.append(manager.check(parameters=False, compute=True).compared.get("computation", 0))
     with pytest.raises(ConfigurationError, match="compute must be"):
         grouped.attach(compute=1)  # type: ignore[arg-type]
-    return counts, len(log)
-
-
-def test_models_with_little_to_compute(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_sensible) == [([0, 6, 0, 12], 0)] * 2
+    assert (counts, len(log)) == ([0, 6, 0, 12], 0)
 
 
 def test_one_rank_has_nothing_to_compare() -> None:
@@ -388,10 +355,11 @@ def test_evidence_has_the_elements_around_the_first_difference(three_ranks: Rank
     assert report["findings"][0]["index"] == [3, 5]
 
 
-# Layouts, and no disturbance -----------------------------------------------------------------------------
-
-
-def _in_layout(layout: str) -> Any:
+# Under tensor parallelism both Linears are 32 x 32. One has its bias added after the sum over ranks.
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "count"), [("fsdp2", 12), ("hsdp", 12), ("tp", 7)])
+@on_ranks(4)
+def test_sharded_models_compute_alike(layout: str, count: int) -> None:
     if layout == "fsdp2":
         model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN))
         manager = fp8dist.prepare(model, group=mesh_of((4,), ("dp",)))
@@ -399,16 +367,9 @@ def _in_layout(layout: str) -> Any:
     else:
         manager = build(Job(layout, fp8_all_gather=layout == "hsdp")).manager
     report = manager.check(compute=True)
-    return dict(report.compared), report.skipped
-
-
-# Under tensor parallelism both Linears are 32 x 32. One has its bias added after the sum over ranks.
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "count"), [("fsdp2", 12), ("hsdp", 12), ("tp", 7)])
-def test_sharded_models_compute_alike(four_ranks: RankPool, layout: str, count: int) -> None:
-    for compared, skipped in four_ranks.run(_in_layout, layout):
-        assert compared["computation"] == count
-        assert not any("computation" in text for text in skipped)
+    skipped = report.skipped
+    assert dict(report.compared)["computation"] == count
+    assert not any("computation" in text for text in skipped)
 
 
 def _trained(checked: bool, recipe: str, update: str) -> Any:

@@ -44,9 +44,6 @@ def _many(count: int, **more: Any) -> DivergenceReport:
     return DivergenceReport(tuple(_finding(name=f"p{i:03d}", **more) for i in range(count)))
 
 
-# The table -----------------------------------------------------------------------------------------------
-
-
 NAMES = ["step", "last", "kind", "name", "ranks", "reference", "index", "value", "expected", "ULP", "what"]
 
 
@@ -313,9 +310,6 @@ def test_a_repaired_report_is_consistent_and_says_what_was_done() -> None:
     assert "parameter 'w' on rank 3, from rank 0" in str(report)
 
 
-# Summaries and errors -----------------------------------------------------------------------------------
-
-
 def test_a_summary_is_one_line_with_place_values_and_steps() -> None:
     summary = DivergenceReport((_finding(),)).summary()
     assert "\n" not in summary
@@ -364,8 +358,6 @@ def test_reports_and_errors_pickle() -> None:
     assert str(error) == report.summary()
 
 
-# For programs ----------------------------------------------------------------------------------------------
-
 VALUES = [1.5, math.nan, math.inf, -math.inf, -0.0, 1 + 2j, complex(math.nan, math.inf), True, 7, None, 2**63]
 
 
@@ -391,9 +383,6 @@ def test_json_has_every_attribute() -> None:
     assert DivergenceReport(compared={"slot": 1}).to_json()["consistent"] is True
 
 
-# Who speaks -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("findings", "speaker"),
     [
@@ -413,9 +402,6 @@ def test_the_lowest_rank_of_the_majority_speaks(findings: list[Any], speaker: in
         tuple(_finding(ranks=ranks, reference=reference, sides=sides) for ranks, reference, sides in findings)
     )
     assert report.reporting_rank == speaker
-
-
-# Majorities --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist.checks.finite import not_finite
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -51,7 +51,9 @@ def test_what_has_no_such_values_is_left_out() -> None:
     assert not_finite([(str(i), one, True) for i, one in enumerate((*others, *floats))]) == ()
 
 
-def _alike(parallel: str) -> Any:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@on_ranks(2)
+def test_weights_that_are_nan_on_all_ranks_are_told_once(parallel: str) -> None:
     """Let all weights become NaN in step 3, and check after each of four steps."""
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
@@ -68,15 +70,10 @@ def _alike(parallel: str) -> Any:
             optimizer.zero_grad()
             report = manager.check()
             seen.append((report.diverged, len(report.nonfinite), manager.verified.checked_step))
-    return seen, sum("NaN or infinity in " in text for _, text in log)
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_weights_that_are_nan_on_all_ranks_are_told_once(two_ranks: RankPool, parallel: str) -> None:
-    for rank, (seen, told) in enumerate(two_ranks.run(_alike, parallel)):
-        counted = {"ddp": [1, 2, 2, 2], "fsdp2": [None] * 4}[parallel]
-        assert seen == [(False, 0, counted[0]), (False, 0, counted[1]), (False, 6, counted[2]), (False, 6, counted[3])]
-        assert told == (rank == 0)
+    rank = dist.get_rank()
+    counted = {"ddp": [1, 2, 2, 2], "fsdp2": [None] * 4}[parallel]
+    assert seen == [(False, 0, counted[0]), (False, 0, counted[1]), (False, 6, counted[2]), (False, 6, counted[3])]
+    assert sum("NaN or infinity in " in text for _, text in log) == (rank == 0)
 
 
 def _one_shard() -> Any:
@@ -135,7 +132,8 @@ def test_what_training_continues_with_counts(two_ranks: RankPool) -> None:
     assert [told for _, told in second] == [0] * 5
 
 
-def _last_good() -> Any:
+@on_ranks(2)
+def test_a_step_with_nan_is_no_last_good_step() -> None:
     model = DistributedDataParallel(make_net())
     reports = [fp8dist.check(model, step=1)]
     with torch.no_grad(), captured_log():
@@ -143,10 +141,9 @@ def _last_good() -> Any:
         reports.append(fp8dist.check(model, step=2))
         model.module.first.weight[0, 0] = dist.get_rank()
         reports.append(fp8dist.check(model, step=3, policy="warn"))
-    return [(report.consistent, report.nonfinite) for report in reports], reports[-1].findings[0].last_good_step
-
-
-def test_a_step_with_nan_is_no_last_good_step(two_ranks: RankPool) -> None:
-    for seen, last_good in two_ranks.run(_last_good):
-        assert seen == [(True, ()), (True, ("first.weight",)), (False, ())]
-        assert last_good == 1
+    assert [(report.consistent, report.nonfinite) for report in reports] == [
+        (True, ()),
+        (True, ("first.weight",)),
+        (False, ()),
+    ]
+    assert reports[-1].findings[0].last_good_step == 1

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import fp8dist
 from fp8dist.replays.neighbours import from_next
 from fp8dist.state.groups import SyncGroup
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -47,15 +47,11 @@ def _described(batch: Any) -> list[Any]:
     return seen
 
 
-def _got() -> tuple[list[Any], list[Any]]:
+@on_ranks(3)
+def test_a_neighbour_s_batch_has_its_strides_dtypes_and_structure() -> None:
     group = SyncGroup(dist.group.WORLD)
     got = from_next(_batch(dist.get_rank()), group, torch.device("cpu"))
-    return _described(got), _described(_batch((dist.get_rank() + 1) % group.size))
-
-
-def test_a_neighbour_s_batch_has_its_strides_dtypes_and_structure(three_ranks: RankPool) -> None:
-    for got, expected in three_ranks.run(_got):
-        assert got == expected
+    assert _described(got) == _described(_batch((dist.get_rank() + 1) % group.size))
 
 
 def test_each_run_gets_the_batch_as_it_was() -> None:

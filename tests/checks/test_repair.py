@@ -14,7 +14,8 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import DivergenceError
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
 
 HANG = 30.0
@@ -72,7 +73,9 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return found
 
 
-def _repair_everything(odd: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_parameters_gradients_and_optimizer_state_are_repaired_bit_for_bit() -> None:
+    odd, reference = 0, 1
     model = Varied()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01)
@@ -91,42 +94,24 @@ def _repair_everything(odd: int) -> dict[str, Any]:
             for j, value in enumerate(state.values()):
                 _scramble(value, 1000 + 10 * i + j)
     damaged = _everything(model, optimizer)
+    was_damaged = [name for name in healthy if healthy[name] != damaged[name]]
+    assert len(was_damaged) == (12 + 6 + 18 if dist.get_rank() == odd else 0)
     with captured_log():
         report = fp8dist.check(model, group=dist.group.WORLD, gradients=True, optimizer=optimizer, policy="repair")
         again = fp8dist.check(model, group=dist.group.WORLD, gradients=True, optimizer=optimizer, policy="warn")
+    assert (report.consistent, again.consistent, again.findings) == (True, True, ())
+    assert _everything(model, optimizer) == healthy
+    assert {name: (p.data_ptr(), p.stride(), id(p)) for name, p in model.named_parameters()} == before
     inside = torch.zeros(6, 10, dtype=torch.bool)
     inside[1:5, 2:9:3] = True
-    outside = ~inside.view(-1)
-    return {
-        "was damaged": sorted(name for name in healthy if healthy[name] != damaged[name]),
-        "healthy": _everything(model, optimizer) == healthy,
-        "in place": {name: (p.data_ptr(), p.stride(), id(p)) for name, p in model.named_parameters()} == before,
-        "beside": torch.equal(model.base[outside], untouched[outside]),
-        "consistent": (report.consistent, again.consistent, again.findings),
-        "repaired": report.repaired,
-        "findings": [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings],
-    }
-
-
-def test_parameters_gradients_and_optimizer_state_are_repaired_bit_for_bit(three_ranks: RankPool) -> None:
-    odd, reference = 0, 1
-    results = three_ranks.run(_repair_everything, odd)
-    assert [bool(r["was damaged"]) for r in results] == [rank == odd for rank in range(3)]
-    for result in results:
-        assert result["healthy"]
-        assert result["in place"]
-        assert result["beside"]
-        assert result["consistent"] == (True, True, ())
-        names = {(kind, name) for kind, name, *_ in result["findings"]}
-        assert len(names) == len(results[odd]["was damaged"]) == 12 + 6 + 18
-        assert {f[2:] for f in result["findings"]} == {((odd,), reference)}
-        said = {"parameter": "parameter", "gradient": "gradient of", "optimizer": "optimizer state"}
-        places = f"on rank {odd}, from rank {reference}"
-        assert set(result["repaired"]) == {f"{said[kind]} '{name}' {places}" for kind, name in names}
-        assert result["repaired"] == results[0]["repaired"]
-
-
-# FP8 state --------------------------------------------------------------------------------------------
+    assert torch.equal(model.base[~inside.view(-1)], untouched[~inside.view(-1)])
+    names = {(f.kind, f.name) for f in report.findings}
+    assert len(names) == 12 + 6 + 18
+    assert {(f.ranks, f.reference_rank) for f in report.findings} == {((odd,), reference)}
+    said = {"parameter": "parameter", "gradient": "gradient of", "optimizer": "optimizer state"}
+    places = f"on rank {odd}, from rank {reference}"
+    assert set(report.repaired) == {f"{said[kind]} '{name}' {places}" for kind, name in names}
+    same_on_all_ranks(report.repaired)
 
 
 def _slots(policy: str = "warn") -> tuple[nn.Module, StateManager]:
@@ -142,7 +127,9 @@ def _slots(policy: str = "warn") -> tuple[nn.Module, StateManager]:
     return model, manager
 
 
-def _repair_slots(odd: int) -> Any:
+@on_ranks(3)
+def test_whole_slots_are_repaired() -> None:
+    odd = 1
     model, manager = _slots()
     healthy = state_bits(manager)
     arena = manager._syncs[0].arena
@@ -153,39 +140,21 @@ def _repair_slots(odd: int) -> Any:
             _scramble(
                 tensor[..., :2] if tensor.shape[-1] == 3 and tensor.ndim < 3 and len(tensor) != 3 else tensor[:2], i
             )
-    damaged = state_bits(manager) != healthy
-    blocks = bits(arena.block_max)
+    assert (state_bits(manager) != healthy) == (dist.get_rank() == odd)
     with captured_log():
         report = manager.check(policy="repair")
         again = manager.check(policy="warn")
-    same = state_bits(manager) == healthy
+    assert report.consistent
+    assert again.consistent
+    assert {(f.kind, f.ranks, f.reference_rank) for f in report.findings} == {
+        (kind, (odd,), 0) for kind in ("scale", "history")
+    }
+    assert state_bits(manager) == healthy
     for i, name in enumerate("abc"):  # Training continues.
         manager.slot(name, "input").record(torch.tensor([0.5 + i]))
     manager.step()
+    same_on_all_ranks((bits(arena.block_max), state_bits(manager)))
     assert model is not None
-    return (
-        damaged,
-        same,
-        bits(arena.block_max),
-        blocks,
-        report.consistent,
-        again.consistent,
-        state_bits(manager),
-        {(f.kind, f.ranks, f.reference_rank) for f in report.findings},
-    )
-
-
-def test_whole_slots_are_repaired(three_ranks: RankPool) -> None:
-    odd = 1
-    results = three_ranks.run(_repair_slots, odd)
-    assert [r[0] for r in results] == [rank == odd for rank in range(3)]
-    for _, same, blocks, _, consistent, again, after, findings in results:
-        assert same
-        assert consistent
-        assert again
-        assert blocks == results[0][2]
-        assert after == results[0][6]
-        assert findings == {(kind, (odd,), 0) for kind in ("scale", "history")}
 
 
 def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
@@ -225,9 +194,6 @@ def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_bee
         assert logged == (rank == reference)
 
 
-# Refusals ------------------------------------------------------------------------------------------------
-
-
 def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
     """Return what is left of parameters with one value per rank after a repair that must fail."""
     model = nn.Module()
@@ -244,70 +210,49 @@ def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
             raised = False
         except DivergenceError as error:
             report, raised = error.report, True
-    return {
-        "raised": raised,
-        "unchanged": parameter_bits(model) == before,
-        "repaired": report.repaired,
-        "text": str(report),
-        "findings": repr(report.findings),
-        "log": len(log),
-        "seconds": time.monotonic() - start,
-    }
+    assert time.monotonic() - start < 10 or len(values) == 1300
+    same_on_all_ranks(repr(report.findings))
+    return raised, parameter_bits(model) == before, report.repaired, str(report), len(log)
 
 
-def _assert_refused(results: list[Any]) -> None:
-    for result in results:
-        assert result["raised"]
-        assert result["repaired"] == ()
-        assert result["findings"] == results[0]["findings"]
-        assert result["seconds"] < 10
-        assert "repaired" not in result["text"]
-    assert [r["unchanged"] for r in results] == [True] * len(results)
-    assert sum(r["log"] for r in results) == 1
-
-
-def test_two_ranks_have_no_majority_and_nothing_is_touched(two_ranks: RankPool) -> None:
-    results = two_ranks.run(_refused, {"a": [1, 2]})
-    _assert_refused(results)
-    assert "no majority" in results[0]["text"]
-
-
-NO_MAJORITY: dict[str, dict[str, list[float]]] = {
-    "two against two": {"a": [1, 1, 2, 2]},
-    "all different": {"a": [1, 2, 3, 4]},
-    "one thing with, one without": {"a": [1, 1, 1, 2], "b": [1, 2, 1, 2]},
-    "one of many without": {**{f"p{i:02d}": [1.0, 1, 2, 1] for i in range(20)}, "z": [1, 1, 2, 2]},
+REFUSED: dict[str, tuple[dict[str, list[float]], str]] = {
+    "two ranks have no majority": ({"a": [1, 2]}, ""),
+    "two against two": ({"a": [1, 1, 2, 2]}, ""),
+    "all different": ({"a": [1, 2, 3, 4]}, ""),
+    "one thing with, one without": ({"a": [1, 1, 1, 2], "b": [1, 2, 1, 2]}, ""),
+    "one of many without": ({**{f"p{i:02d}": [1.0, 1, 2, 1] for i in range(20)}, "z": [1, 1, 2, 2]}, ""),
+    "behind a thousand with": ({**{f"p{i:04d}": [1.0, 1, 2, 1] for i in range(1030)}, "z": [1, 1, 2, 2]}, ""),
+    "a parameter more": ({"a": [1, 1, 2]}, "extra"),
+    "another step": ({"a": [1, 1, 2]}, "step"),
 }
+"""Values of parameters by rank. Without a majority for everything, or if ranks differ in more than content, nothing is
+touched."""
 
 
-@pytest.mark.parametrize("what", NO_MAJORITY)
-def test_without_a_majority_for_everything_nothing_is_touched(four_ranks: RankPool, what: str) -> None:
-    _assert_refused(four_ranks.run(_refused, NO_MAJORITY[what]))
-
-
-@pytest.mark.slow
-def test_a_tie_behind_more_than_a_thousand_majorities_still_stops_everything(four_ranks: RankPool) -> None:
-    values: dict[str, list[float]] = {f"p{i:04d}": [1.0, 1, 2, 1] for i in range(1030)}
-    _assert_refused(four_ranks.run(_refused, {**values, "z": [1, 1, 2, 2]}, timeout=60))
-
-
-@pytest.mark.parametrize("layout", ["extra", "step"])
-def test_ranks_that_differ_in_more_than_content_are_not_repaired(three_ranks: RankPool, layout: str) -> None:
-    _assert_refused(three_ranks.run(_refused, {"a": [1, 1, 2]}, layout))
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_repaired_is_left_as_it_is(
+    two_ranks: RankPool, three_ranks: RankPool, four_ranks: RankPool, what: str
+) -> None:
+    values, layout = REFUSED[what]
+    pool = {2: two_ranks, 3: three_ranks, 4: four_ranks}[len(next(iter(values.values())))]
+    results = pool.run(_refused, values, layout, timeout=60)
+    for raised, unchanged, repaired, text, _ in results:
+        assert (raised, unchanged, repaired) == (True, True, ())
+        assert "repaired" not in text
+        assert layout or what.startswith("behind") or "no majority" in text  # The table ends before it.
+    assert sum(logged for *_, logged in results) == 1
 
 
 @pytest.mark.long
 @pytest.mark.nightly
 def test_more_than_a_thousand_tensors_are_all_repaired(three_ranks: RankPool) -> None:
     values: dict[str, list[float]] = {f"p{i:04d}": [1.0, 2.0, 1.0] for i in range(1300)}
-    for rank, result in enumerate(three_ranks.run(_refused, values, timeout=90)):
-        assert not result["raised"]
-        assert result["unchanged"] == (rank != 1)
-        assert len(result["repaired"]) == 1300
-        assert len(set(result["repaired"])) == 1300
+    for rank, (raised, unchanged, repaired, *_) in enumerate(three_ranks.run(_refused, values, timeout=90)):
+        assert (raised, unchanged, len(repaired)) == (False, rank != 1, 1300)
 
 
-def _cannot_be_written() -> Any:
+@on_ranks(3, timeout=HANG)
+def test_a_rank_that_cannot_be_written_to_does_not_leave_the_others_waiting() -> None:
     """The odd rank's memory rejects the copy: the other ranks must not wait for it."""
     odd = dist.get_rank() == 2
     model = nn.Module()
@@ -317,17 +262,13 @@ def _cannot_be_written() -> Any:
     with captured_log(), pytest.raises(DivergenceError) as raised:
         fp8dist.check(model, group=dist.group.WORLD, policy="repair")
     report = raised.value.report
-    return [(f.name, f.ranks) for f in report.findings], report.notes[-1], time.monotonic() - start
+    assert [(f.name, f.ranks) for f in report.findings] == [("weight", (2,))]
+    assert report.notes[-1].startswith("'weight' of rank 2: ")
+    assert time.monotonic() - start < 10
 
 
-def test_a_rank_that_cannot_be_written_to_does_not_leave_the_others_waiting(three_ranks: RankPool) -> None:
-    for findings, note, seconds in three_ranks.run(_cannot_be_written, timeout=HANG):
-        assert findings == [("weight", (2,))]
-        assert note.startswith("'weight' of rank 2: ")
-        assert seconds < 10
-
-
-def _sharing_memory() -> Any:
+@on_ranks(3)
+def test_a_repair_is_believed_only_after_a_second_check() -> None:
     """Two parameters of the odd rank share memory: each copy succeeds, and the second overwrites the first."""
     odd = dist.get_rank() == 2
     shared = torch.full((3,), 9.0)
@@ -337,20 +278,16 @@ def _sharing_memory() -> Any:
     with captured_log(), pytest.raises(DivergenceError) as raised:
         fp8dist.check(model, group=dist.group.WORLD, policy="repair")
     report = raised.value.report
-    return [(f.name, f.ranks, f.index) for f in report.findings], report.repaired, report.notes
+    assert [(f.name, f.ranks, f.index) for f in report.findings] == [("a", (2,), (0,))]
+    assert report.repaired == ()
+    assert report.notes == (
+        "these differences remain after a repair of parameter 'a' on rank 2, from rank 0; "
+        "parameter 'b' on rank 2, from rank 0",
+    )
 
 
-def test_a_repair_is_believed_only_after_a_second_check(three_ranks: RankPool) -> None:
-    for findings, repaired, notes in three_ranks.run(_sharing_memory):
-        assert findings == [("a", (2,), (0,))]
-        assert repaired == ()
-        assert notes == (
-            "these differences remain after a repair of parameter 'a' on rank 2, from rank 0; "
-            "parameter 'b' on rank 2, from rank 0",
-        )
-
-
-def _python_numbers() -> Any:
+@on_ranks(3, timeout=60)
+def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused() -> None:
     """An optimizer whose step count is a Python number: there is no tensor to write to."""
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -366,25 +303,14 @@ def _python_numbers() -> Any:
             report = fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer, policy="repair")
         except DivergenceError as error:
             report = error.report
-    return (
-        report.consistent,
-        optimizer.state[model.first.weight]["step"],
-        parameter_bits(model) == before,
-        time.monotonic() - start,
-    )
-
-
-def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused(three_ranks: RankPool) -> None:
-    for rank, (consistent, step, unchanged, seconds) in enumerate(three_ranks.run(_python_numbers, timeout=60)):
-        if consistent:
-            assert step == 3
-            assert unchanged == (rank != 2)
-        else:
-            assert unchanged
-        assert seconds < 3
-
-
-# What comes after ------------------------------------------------------------------------------------
+    rank = dist.get_rank()
+    unchanged = parameter_bits(model) == before
+    if report.consistent:
+        assert optimizer.state[model.first.weight]["step"] == 3
+        assert unchanged == (rank != 2)
+    else:
+        assert unchanged
+    assert time.monotonic() - start < 3
 
 
 def _train(damaged_rank: int | None, entry: str) -> Any:
@@ -427,7 +353,9 @@ def test_training_after_a_repair_equals_the_undisturbed_run_bitwise(three_ranks:
         assert three_ranks.run(_train, odd, entry) == undisturbed
 
 
-def _cast_after_repair(entry: str) -> Any:
+@pytest.mark.parametrize("entry", ["manager.check", "fp8dist.check"])
+@on_ranks(3)
+def test_a_repaired_weight_is_cast_anew(entry: str) -> None:
     """The odd rank has already cast its wrong weight when it is repaired."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=2), group=dist.group.WORLD)
@@ -440,25 +368,21 @@ def _cast_after_repair(entry: str) -> Any:
     optimizer.zero_grad()
     if dist.get_rank() == 2:
         net.first.weight.data.mul_(-0.5)
-    wrong = net(x).detach()
+    before = bits(net(x))
     with captured_log():
         if entry == "manager.check":
             report = manager.check(policy="repair")
         else:
             report = fp8dist.check(net, group=dist.group.WORLD, policy="repair")
-    return report.repaired, bits(wrong), bits(net(x))
+    assert report.repaired == ("parameter 'first.weight' on rank 2, from rank 0",)
+    after = bits(net(x))
+    assert (before != after) == (dist.get_rank() == 2)
+    same_on_all_ranks(after)
 
 
-@pytest.mark.parametrize("entry", ["manager.check", "fp8dist.check"])
-def test_a_repaired_weight_is_cast_anew(three_ranks: RankPool, entry: str) -> None:
-    results = three_ranks.run(_cast_after_repair, entry)
-    assert results[2][1] != results[0][1]
-    for repaired, _, after in results:
-        assert repaired == ("parameter 'first.weight' on rank 2, from rank 0",)
-        assert after == results[0][2] == results[0][1]
-
-
-def _replicas_of_dtensors() -> Any:
+@pytest.mark.slow
+@on_ranks(4, timeout=60)
+def test_replicas_of_shards_are_repaired() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -471,16 +395,9 @@ def _replicas_of_dtensors() -> Any:
     with captured_log():
         report = fp8dist.check(model, policy="repair")
     after = {name: bits(p.to_local()) for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    return report.repaired, after == healthy
-
-
-@pytest.mark.slow
-def test_replicas_of_shards_are_repaired(four_ranks: RankPool) -> None:
     mended = ("parameter 'weight' on rank 1, from rank 0",)
-    assert four_ranks.run(_replicas_of_dtensors, timeout=60) == [(mended, True)] * 4
+    assert (report.repaired, after == healthy) == (mended, True)
 
-
-# A cause that persists ------------------------------------------------------------------------------
 
 PERSISTS = "the cause persists: "
 
@@ -492,8 +409,9 @@ def _nudge(net: nn.Module, name: str) -> None:
             net.get_parameter(name).view(-1)[3] += 1
 
 
-def _repeated(prepared: bool) -> list[list[str]]:
-    """Return what each check says of a cause that persists."""
+@pytest.mark.parametrize("prepared", [True, False])
+@on_ranks(3)
+def test_a_repair_that_repeats_says_that_its_cause_persists(prepared: bool) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD) if prepared else None
     called = nn.parallel.DistributedDataParallel(net)
@@ -516,17 +434,13 @@ def _repeated(prepared: bool) -> list[list[str]]:
         logged = " ".join(" ".join(text.split()) for _, text in log)
         assert all(note in logged for note in said) or dist.get_rank()
         found.append([note.split(":")[0] for note in said])
-    return found
-
-
-@pytest.mark.parametrize("prepared", [True, False])
-def test_a_repair_that_repeats_says_that_its_cause_persists(three_ranks: RankPool, prepared: bool) -> None:
     third = ["first.bias repaired in 3 checks in a row"]
-    assert three_ranks.run(_repeated, prepared) == [[[], [], third, [], [], []]] * 3
+    assert found == [[], [], third, [], [], []]
 
 
-def _limited(how: str) -> Any:
-    """Return the step that raised, with its text, and whether nothing was copied."""
+@pytest.mark.parametrize(("how", "raises"), [("check", 2), ("prepare", 2), ("check_every", 3)])
+@on_ranks(3)
+def test_a_number_of_repairs_after_which_all_ranks_raise(how: str, raises: int) -> None:
     net = make_net()
     settings: dict[str, Any] = {"check_every": 1, "check_policy": "repair"} if how == "check_every" else {}
     limit = {} if how == "check" else {"max_repairs": 2}
@@ -534,28 +448,24 @@ def _limited(how: str) -> Any:
     called = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0001)
     manager.attach(called, optimizer=optimizer)
-    for step in range(5):
-        x, y = batch(dist.get_rank(), step)
+
+    def step(index: int) -> None:
+        x, y = batch(dist.get_rank(), index)
         nn.functional.mse_loss(called(x), y).backward()
-        try:
-            with captured_log():
-                optimizer.step()
-                _nudge(net, "last.bias")
-                if how != "check_every":
-                    manager.check(policy="repair", **({"max_repairs": 2} if how == "check" else {}))
-        except DivergenceError as error:
-            biases: list[Any] = [None] * 3
-            dist.all_gather_object(biases, bits(net.last.bias))
-            return step, str(error), biases[0] == biases[1]
-    return None
+        with captured_log():
+            optimizer.step()
+            _nudge(net, "last.bias")
+            if how != "check_every":
+                manager.check(policy="repair", **({"max_repairs": 2} if how == "check" else {}))
 
-
-@pytest.mark.parametrize(("how", "step"), [("check", 2), ("prepare", 2), ("check_every", 3)])
-def test_a_number_of_repairs_after_which_all_ranks_raise(three_ranks: RankPool, how: str, step: int) -> None:
-    for raised, text, copied in three_ranks.run(_limited, how):
-        assert raised == step
-        assert "nothing was copied: the cause persists: last.bias repaired in 2 checks in a row (max_repairs)" in text
-        assert not copied
+    for index in range(raises):
+        step(index)
+    text = r"nothing was copied: the cause persists: last\.bias repaired in 2 checks in a row \(max_repairs\)"
+    with pytest.raises(DivergenceError, match=text):
+        step(raises)
+    biases: list[Any] = [None] * 3
+    dist.all_gather_object(biases, bits(net.last.bias))
+    assert biases[0] != biases[1]
 
 
 def _scale_of_one_rank(max_repairs: int | None) -> Any:

@@ -19,7 +19,7 @@ from fp8dist import ConfigurationError, DivergenceError
 from fp8dist.checks.contents import Digester
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import state_of
 from tests.support.training import batch, bits, make_net
 
@@ -27,8 +27,19 @@ SMALL = 128
 """Bytes of the message that compares."""
 
 
-def _collectives(layout: str) -> Any:
-    """Return the collectives of attach with and without the comparison, of a step, and what was logged."""
+@pytest.mark.parametrize(
+    ("layout", "count", "what"),
+    [
+        ("plain", 1, "6 parameters of 18.9 kB "),
+        ("ddp", 1, "6 parameters of 18.9 kB "),
+        ("switched off", 1, "6 parameters of 18.9 kB "),
+        # The last one lists parameters that are equal and not compared: there is none.
+        ("fsdp2", 2, ""),
+        ("hsdp", 5, "6 parameters of 9.44 kB "),  # That of all ranks, one for each axis, and two more, as a check.
+    ],
+)
+@on_ranks(4)
+def test_it_is_one_collective_at_attach_and_none_in_a_step(layout: str, count: int, what: str) -> None:
     counts, logged = {}, []
     for start in ("raise", None):
         net = make_net()
@@ -51,35 +62,18 @@ def _collectives(layout: str) -> Any:
         with counted_collectives() as calls:
             optimizer.step()
         assert calls.names == ([] if layout == "switched off" else ["all_reduce"])
-    return counts, logged
-
-
-@pytest.mark.parametrize(
-    ("layout", "count", "what"),
-    [
-        ("plain", 1, "6 parameters of 18.9 kB "),
-        ("ddp", 1, "6 parameters of 18.9 kB "),
-        ("switched off", 1, "6 parameters of 18.9 kB "),
-        # The last one lists parameters that are equal and not compared: there is none.
-        ("fsdp2", 2, ""),
-        ("hsdp", 5, "6 parameters of 9.44 kB "),  # That of all ranks, one for each axis, and two more, as a check.
-    ],
-)
-def test_it_is_one_collective_at_attach_and_none_in_a_step(
-    four_ranks: RankPool, layout: str, count: int, what: str
-) -> None:
-    for rank, (counts, logged) in enumerate(four_ranks.run(_collectives, layout)):
-        name, size = counts["raise"][0]
-        assert name == "all_reduce"
-        assert size <= SMALL
-        assert counts["raise"][count:] == counts[None]
-        if rank == 0:
-            (text,) = logged
-            why = "over 4 ranks: 6 parameters that are DTensors without a Replicate axis"
-            begin = f"attach() compared {what}over 4 ranks in " if what else f"attach() had nothing to compare {why}"
-            assert text.startswith(f"fp8dist: {begin}")
-        else:
-            assert logged == []
+    rank = dist.get_rank()
+    name, size = counts["raise"][0]
+    assert name == "all_reduce"
+    assert size <= SMALL
+    assert counts["raise"][count:] == counts[None]
+    if rank == 0:
+        (text,) = logged
+        why = "over 4 ranks: 6 parameters that are DTensors without a Replicate axis"
+        begin = f"attach() compared {what}over 4 ranks in " if what else f"attach() had nothing to compare {why}"
+        assert text.startswith(f"fp8dist: {begin}")
+    else:
+        assert logged == []
 
 
 def _odd_net(rank: int) -> nn.Module:
@@ -91,7 +85,9 @@ def _odd_net(rank: int) -> nn.Module:
     return net
 
 
-def _again_after_an_error(attached_before: bool) -> Any:
+@pytest.mark.parametrize("attached_before", [False, True])
+@on_ranks(3)
+def test_after_an_error_attach_begins_anew(attached_before: bool) -> None:
     """Attach fails, the ranks are made equal, and attach succeeds."""
     results = []
     for odd in (False, True):
@@ -125,15 +121,11 @@ def _again_after_an_error(attached_before: bool) -> Any:
             optimizer.step()
             optimizer.zero_grad()
         results.append(({name: bits(p) for name, p in net.named_parameters()}, state_of(manager)))
-    return results[0] == results[1]
+    assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("attached_before", [False, True])
-def test_after_an_error_attach_begins_anew(three_ranks: RankPool, attached_before: bool) -> None:
-    assert three_ranks.run(_again_after_an_error, attached_before) == [True] * 3
-
-
-def _other_policies() -> Any:
+@on_ranks(3)
+def test_warn_logs_once_and_none_compares_nothing() -> None:
     seen: dict[str, Any] = {}
     for start in ("warn", None):
         net = _odd_net(1)
@@ -145,16 +137,13 @@ def _other_policies() -> Any:
         seen[str(start)] = len(log), events, fp8dist.describe(manager)["attached"]
     with pytest.raises(ConfigurationError, match="start must be"):
         manager.attach(start="repair")  # type: ignore[arg-type]
-    return seen
+    rank = dist.get_rank()
+    assert seen["warn"] == (int(rank == 0), [("diverged", 1)], True)
+    assert seen["None"] == (0, [], True)
 
 
-def test_warn_logs_once_and_none_compares_nothing(three_ranks: RankPool) -> None:
-    for rank, seen in enumerate(three_ranks.run(_other_policies)):
-        assert seen["warn"] == (int(rank == 0), [("diverged", 1)], True)
-        assert seen["None"] == (0, [], True)
-
-
-def _buffers() -> Any:
+@on_ranks(3)
+def test_buffers_are_compared_but_no_statistics() -> None:
     found: list[Any] = []
     for name in ("table", "norm.running_var"):
         net = nn.Sequential(nn.Linear(16, 16))
@@ -168,11 +157,7 @@ def _buffers() -> Any:
             found.append([])
         except DivergenceError as error:
             found.append([(f.kind, f.name, f.ranks, f.index) for f in error.report.findings])
-    return found
-
-
-def test_buffers_are_compared_but_no_statistics(three_ranks: RankPool) -> None:
-    assert three_ranks.run(_buffers) == [[[("buffer", "table", (1,), (0,))], []]] * 3
+    assert found == [[("buffer", "table", (1,), (0,))], []]
 
 
 def _resumed(loaded_by: tuple[int, ...], odd: int | None, trained: bool) -> Any:
@@ -216,7 +201,8 @@ def test_a_resumed_plain_model_is_compared(
     assert two_ranks.run(_resumed, loaded_by, odd, trained) == [found] * 2
 
 
-def _every_module_matches_a_pattern() -> Any:
+@on_ranks(4, timeout=30)
+def test_all_ranks_compare_though_each_module_has_a_pattern() -> None:
     """Two patterns name the group of all ranks, another one a pair: the pair's arena comes first on ranks 0 and 1."""
     net, pairs = make_net(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if dist.get_rank() % 2:
@@ -226,11 +212,7 @@ def _every_module_matches_a_pattern() -> Any:
     manager = fp8dist.prepare(net, group=dist.group.WORLD, groups=groups)  # type: ignore[arg-type]
     with captured_log(), pytest.raises(DivergenceError) as caught:
         manager.attach()
-    return [f.name for f in caught.value.report.findings]
-
-
-def test_all_ranks_compare_though_each_module_has_a_pattern(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_every_module_matches_a_pattern, timeout=30) == [["last.bias"]] * 4
+    assert [f.name for f in caught.value.report.findings] == ["last.bias"]
 
 
 def _unreadable() -> Any:

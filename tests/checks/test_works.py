@@ -265,9 +265,6 @@ def test_memory_is_that_of_the_copies(op: str) -> None:
     assert peak.most < 5 << 20  # The message, the part of the results and its copy, and what a digest works with.
 
 
-# Experts --------------------------------------------------------------------------------------------
-
-
 class Routed(Mixture):
     """A mixture whose routes are an attribute."""
 
@@ -415,9 +412,6 @@ def test_a_part_of_many_experts_takes_the_bytes_that_it_may() -> None:
         assert work is not None
         assert limit // 2 < len(work.message) <= limit + 4096
         assert torch.equal(digest_of(repeat_work(work.message), Digester()), work.digest)
-
-
-# Another program ------------------------------------------------------------------------------------
 
 
 def _mix(x: int) -> int:

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from fp8dist.cli import doctor, main
 from fp8dist.cli.burn import Burned, burn, burned_across_ranks, computations_on
 from fp8dist.cli.doctor import Probe
 from tests.support.answers import flipping
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -137,24 +136,16 @@ def test_all_gpus_are_burned_that_have_fp8(monkeypatch: pytest.MonkeyPatch) -> N
     assert burning.computations_on(torch.device("cuda", 1)) == []
 
 
-def _across_ranks() -> Any:
+@pytest.mark.slow
+@on_ranks(3)
+def test_ranks_are_compared() -> None:
     bad = flipping("matmul", (TOKENS, IN), 0, 3) if dist.get_rank() == 2 else contextlib.nullcontext()
     good = burned_across_ranks(CPU)
     with bad:
         report = burned_across_ranks(CPU)
-    return (
-        dict(good.compared),
-        good.consistent,
-        [(f.name.split()[0], f.ranks, f.reference_rank) for f in report.findings],
-    )
-
-
-@pytest.mark.slow
-def test_ranks_are_compared(three_ranks: RankPool) -> None:
-    for compared, consistent, findings in three_ranks.run(_across_ranks):
-        assert compared == {"computation": 34}
-        assert consistent
-        assert findings == [("fprop", (2,), 0)] * FPROPS
+    assert dict(good.compared) == {"computation": 34}
+    assert good.consistent
+    assert [(f.name.split()[0], f.ranks, f.reference_rank) for f in report.findings] == [("fprop", (2,), 0)] * FPROPS
 
 
 @pytest.mark.long

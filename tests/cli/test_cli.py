@@ -135,9 +135,6 @@ def test_nan_and_infinity_are_equal_to_themselves_and_told_in_json(tmp_path: Pat
     assert (code, report["findings"][0]["value"], report["findings"][0]["ulp"]) == (1, "nan", None)
 
 
-# FP8 state ----------------------------------------------------------------------------------------------
-
-
 def trained() -> tuple[nn.Module, fp8dist.StateManager]:
     """Return a model and its manager after three steps. Every call gives the same state."""
     torch.manual_seed(0)
@@ -216,9 +213,6 @@ def test_inspect_state_and_parameters(tmp_path: Path, capsys: Capture) -> None:
     assert "300x400" in capsys.readouterr().out
 
 
-# FP8 state inside other checkpoints ---------------------------------------------------------------------------
-
-
 def checkpoints(folder: Path, how: str, damage: Callable[[int, fp8dist.StateManager], None]) -> list[str]:
     """Save two checkpoints of equal models and managers after ``damage``. Return their paths."""
     paths = []
@@ -293,9 +287,6 @@ def test_damaged_fp8_state_in_a_checkpoint_is_named(how: str, kind: str, tmp_pat
     for command in (["inspect", str(path)], ["check", str(path), str(path)]):
         assert main(command) == 3
         assert re.fullmatch(rf"fp8dist \w+: {path}.*fp8\.rank1.*\n", capsys.readouterr().err)
-
-
-# Usage ----------------------------------------------------------------------------------------------------
 
 
 def test_bad_usage_exits_with_2(capsys: Capture) -> None:
@@ -462,9 +453,6 @@ def test_a_summary_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     assert "1 parameter; first: parameters differ between files: parameter 'model.0.bias'" in capsys.readouterr().out
     assert main(["check", "--summary", "--only", "step", *paths]) == 0
     assert capsys.readouterr().out == "consistent (1 step)\n"
-
-
-# Regressions -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -236,9 +236,6 @@ def test_mixtures_that_servers_cannot_have(
         fp8dist.export(manager, tmp_path / "job")
 
 
-# Verify ----------------------------------------------------------------------------------------------
-
-
 def _flip(folder: Path, name: str) -> None:
     """Flip the lowest bit of a tensor's second-last byte."""
     served = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
@@ -268,9 +265,6 @@ def test_a_flipped_bit_of_one_expert_is_named(
         capsys.readouterr()
         assert main([*command, "--json"]) == DIVERGED
         assert [found["name"] for found in json.loads(capsys.readouterr().out)["findings"]] == [name]
-
-
-# FSDP2 -----------------------------------------------------------------------------------------------
 
 
 def _sharded(job: Job, folder: Path) -> None:

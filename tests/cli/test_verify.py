@@ -114,9 +114,6 @@ def _edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(content))
 
 
-# The same bytes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("recipe", "format"),
     [
@@ -181,9 +178,6 @@ def test_links_are_followed(made: Path) -> None:
     assert main([*_verify(made)]) == CONSISTENT
 
 
-# Damage ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bit", [0, 3, 7])
 def test_one_flipped_bit(made: Path, capsys: pytest.CaptureFixture[str], bit: int) -> None:
     before = float(load_file(_file_of(made, "a.weight"))["a.weight"].float()[2, 5])
@@ -213,6 +207,26 @@ def test_a_swapped_scale(made: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert findings[names[0]]["value"] == float(old[1])
     assert main([*_by_certificate(made)]) == DIVERGED
     assert f"it has the bytes of '{names[1]}'" in capsys.readouterr().out
+
+
+def test_half_the_scale_and_twice_the_bytes_are_the_same_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the checkpoint, and by exported files beside a certificate; a certificate in the changed folder has none."""
+    made = _made(tmp_path, "delayed 2^n")
+    shutil.copytree(made / "served", made / "kept")
+    for name, factor in (("a.weight", 2.0), ("a.weight_scale", 0.5)):
+        _edit(_file_of(made, name), lambda t: t.update({name: (t[name].float() * factor).to(t[name].dtype)}))  # noqa: B023
+    kept = ("verify", "--certificate", str(made / "kept"), str(made / "served"))
+    for words in (_verify(made), kept):
+        assert main(list(words)) == CONSISTENT
+        text = capsys.readouterr().out
+        assert text.startswith(f"{made / 'served'}: the same values as ")
+        assert text.splitlines()[-1].startswith("note: other bytes and scales, but the same values: a.weight")
+    assert main([*_verify(made), "--json"]) == CONSISTENT
+    assert json.loads(capsys.readouterr().out)["rescaled"] == ["a.weight"]
+    assert main([*_by_certificate(made)]) == DIVERGED
+    assert "how values differ is not known" in capsys.readouterr().out
 
 
 def test_swapped_weights_of_one_shape(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,11 +310,7 @@ def test_an_index_that_names_another_file(made: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_another_config(
-    made: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[dict[str, Any]], Any],
-    name: str,
-    detail: str,
+    made: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], Any], name: str, detail: str
 ) -> None:
     _edit_json(made / "served" / "config.json", change)
     (finding,) = _findings(made, capsys).values()
@@ -350,9 +360,6 @@ def test_a_certificate_of_another_layout(made: Path, capsys: pytest.CaptureFixtu
     assert "\x1b" not in text
 
 
-# Certificates that are not sound ---------------------------------------------------------------------
-
-
 def _resealed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a certificate, and give it a digest that fits."""
     content = json.loads(path.read_text())
@@ -398,9 +405,6 @@ def test_a_certificate_of_another_step(made: Path, capsys: pytest.CaptureFixture
     assert main([*_verify(made), "--json"]) == DIVERGED
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert "after step 7, expected " in finding["detail"]
-
-
-# Hostile folders -------------------------------------------------------------------------------------
 
 
 def _framed(header: bytes, data: bytes = b"") -> bytes:

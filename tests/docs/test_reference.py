@@ -44,9 +44,6 @@ def section(text: str, heading: str) -> str:
     return str(found)
 
 
-# api.md, cli.md --------------------------------------------------------------------------------------
-
-
 def test_every_public_name_is_on_an_api_page_once() -> None:
     directives = re.findall(r"^::: (\S+)$", page("api.md"), re.M)
     hooks = [
@@ -144,9 +141,6 @@ def test_metrics_are_those_of_a_manager() -> None:
     manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
     names = first_cells(section((ROOT / "docs" / "watching.md").read_text(), "manager.metrics()"))
     assert names == list(manager.metrics())
-
-
-# files of a run, states, reports ----------------------------------------------------------------------
 
 
 def test_fields_of_reports_and_states() -> None:

@@ -22,15 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import CheckpointError
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import state_of
 from tests.support.training import batch, bits, make_net
 
 # DCP warns if there is no process group.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:torch.distributed is"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 States = dict[tuple[str, str], dict[str, Any]]
 
@@ -115,10 +112,11 @@ def _whole(parameter: Tensor) -> Tensor:
     return parameter if whole is None else cast(Tensor, whole())
 
 
-# Resuming -----------------------------------------------------------------------------------------------
-
-
-def _resumed(folder: str, update: str, late: bool) -> tuple[Any, Any]:
+@pytest.mark.parametrize(("update", "late"), [("same_step", True), ("next_step", False)])
+@on_ranks(2)
+def test_a_resumed_run_is_the_same_run(tmp_path: Path, update: str, late: bool) -> None:
+    """14 steps, or 7, a checkpoint, new objects and 7 more: losses, weights and FP8 state bit for bit."""
+    folder = str(tmp_path)
     straight = _Job(update=update)
     expected = straight.train(0, 14)
     first = _Job(update=update)
@@ -128,17 +126,13 @@ def _resumed(folder: str, update: str, late: bool) -> tuple[Any, Any]:
     second = _Job(folder, update, late=late)
     assert second.manager.steps == 7
     losses += second.train(7, 14)
-    return (expected, straight.seen()), (losses, second.seen())
+    assert (losses, second.seen()) == (expected, straight.seen())
 
 
-@pytest.mark.parametrize(("update", "late"), [("same_step", True), ("next_step", False)])
-def test_a_resumed_run_is_the_same_run(two_ranks: RankPool, tmp_path: Path, update: str, late: bool) -> None:
-    """14 steps, or 7, a checkpoint, new objects and 7 more: losses, weights and FP8 state bit for bit."""
-    for straight, resumed in two_ranks.run(_resumed, str(tmp_path), update, late):
-        assert resumed == straight
-
-
-def _saved_async(folder: str) -> tuple[Any, Any]:
+@pytest.mark.timeout(120)
+@on_ranks(2)
+def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     job = _Job()
     job.train(0, 5)
     before = job.seen()
@@ -148,16 +142,7 @@ def _saved_async(folder: str) -> tuple[Any, Any]:
     job.train(5, 9)
     assert job.seen() != before
     cast(Future[Any], future).result()
-    return before, _Job(folder).seen()
-
-
-@pytest.mark.timeout(120)
-def test_an_asynchronous_save_holds_the_state_of_its_call(two_ranks: RankPool, tmp_path: Path) -> None:
-    for before, loaded in two_ranks.run(_saved_async, str(tmp_path)):
-        assert loaded == before
-
-
-# Other numbers of ranks, other wrappers --------------------------------------------------------------------
+    assert _Job(folder).seen() == before
 
 
 def _continued(source: str | None, target: str, layout: str, steps: int) -> tuple[Any, Any]:
@@ -195,8 +180,6 @@ def test_four_ranks_then_two_then_one_then_four(two_ranks: RankPool, four_ranks:
 def test_ddp_then_fsdp2_then_one_process_then_ddp(two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path) -> None:
     _chain(tmp_path, [(two_ranks, "ddp"), (four_ranks, "fsdp2"), (None, ""), (two_ranks, "ddp")])
 
-
-# Keys -------------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "amax_sync": lambda: {"group": dist.group.WORLD, "amax_sync": False},
@@ -254,9 +237,6 @@ def test_states_of_ranks_and_groups_stay_apart(four_ranks: RankPool, tmp_path: P
         assert set(stored) == {f"fp8.{key}" for key in keys}
         assert ("shared" in keys) == (kind in ("groups", "all share"))
         assert all(keys == ["shared"] for keys, _, _ in results) == (kind == "all share")
-
-
-# One process ---------------------------------------------------------------------------------------------
 
 
 def _manager(history_len: int = 3, head: bool = False, steps: int = 0) -> tuple[nn.Module, StateManager]:
@@ -344,7 +324,8 @@ def test_damaged_truncated_and_foreign_blobs(body: tuple[str, StateManager]) -> 
     assert model is not None
 
 
-def _half_damaged(folder: str) -> tuple[bool, str]:
+@on_ranks(2)
+def test_one_bad_blob_of_two_changes_nothing() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     manager = fp8dist.prepare(model, group=dist.group.WORLD, groups={"0": alone}).attach()
@@ -358,13 +339,10 @@ def _half_damaged(folder: str) -> tuple[bool, str]:
         with pytest.raises(CheckpointError) as caught:
             manager.load_state_dict({**early, odd: early[odd][:-1]})
         texts.append(odd in str(caught.value))
-    unchanged = state_of(manager) == before
+    assert texts == [True, True]
+    assert state_of(manager) == before
     manager.load_state_dict(early)
-    return unchanged and all(texts), str(state_of(manager) != before)
-
-
-def test_one_bad_blob_of_two_changes_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
-    assert two_ranks.run(_half_damaged, str(tmp_path)) == [(True, "True")] * 2
+    assert state_of(manager) != before
 
 
 def test_state_dicts_go_through_torch_save(body: tuple[str, StateManager], tmp_path: Path) -> None:

@@ -53,9 +53,6 @@ def _exported(manager: Any, format: str = "compressed-tensors") -> dict[str, Ten
     return {name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=format)}
 
 
-# The bytes -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_an_eval_forward_multiplies_with_the_exported_bytes_and_scales(recipe: str, steps: int) -> None:
@@ -260,9 +257,6 @@ def test_a_step_between_two_tensors_is_noticed() -> None:
         list(stream)
 
 
-# Formats ---------------------------------------------------------------------------------------------
-
-
 def _listed(manager: Any, format: str = "compressed-tensors") -> Export:
     return export_of(manager._cycle, Internals(manager).model, format)
 
@@ -334,8 +328,7 @@ def test_a_weight_in_two_precisions_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
-    [({"eval_precision": "high"}, 'eval_precision="high"'), ({"enabled": False}, "enabled=False")],
+    ("settings", "why"), [({"eval_precision": "high"}, 'eval_precision="high"'), ({"enabled": False}, "enabled=False")]
 )
 def test_nothing_in_fp8_is_refused(settings: dict[str, Any], why: str) -> None:
     _, manager, _ = trained(steps=0, **settings)
@@ -439,9 +432,6 @@ def test_names_with_any_other_letters(tmp_path: Path) -> None:
     net, manager, _ = trained(model=_chain("größe", "a b", "a/b", "c(d", "<b>", "\n", "x" * 3000))
     fp8dist.export(manager, tmp_path / "out")
     assert served(read(tmp_path / "out")) == as_bits(multiplied(net, batch(0, 9)[0]))
-
-
-# Folders ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 100_000, 10**9])

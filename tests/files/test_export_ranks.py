@@ -22,7 +22,7 @@ from fp8dist import ConfigurationError
 from fp8dist.files import export_casts, export_files
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import mesh_of, same_on_all_ranks
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.serving import NATIVE, RECIPES, as_bits, multiplied, read, served, spread, tensor_bits
 from tests.support.sharded import Mlp, shard, wide
 from tests.support.training import batch, bits
@@ -162,9 +162,6 @@ def test_large_tensors_are_gathered_in_pieces(four_ranks: RankPool, tmp_path: Pa
     assert four_ranks.run(_in_pieces, str(tmp_path), parallel) == [expected] * 4
 
 
-# At any moment of a training -------------------------------------------------------------------------
-
-
 def _products(called: nn.Module, x: Tensor) -> Any:
     return as_bits(multiplied(called, x))
 
@@ -210,7 +207,9 @@ def test_an_eval_forward_under_fsdp2_multiplies_with_the_exported_bytes(
     two_ranks.run(_during, recipe, parallel, bf16)
 
 
-def _high_and_gathered() -> None:
+@on_ranks(2)
+def test_a_module_in_high_precision_whose_weight_is_gathered_in_fp8() -> None:
+    """Forwards multiply with the dequantised bytes, so these are exported."""
     model, manager = _prepared("delayed", "gather")
     called = shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     manager.attach(called, optimizer=torch.optim.AdamW(called.parameters(), lr=0.01))
@@ -228,12 +227,9 @@ def _high_and_gathered() -> None:
     assert "body.layers.1.weight_scale" not in tensors
 
 
-def test_a_module_in_high_precision_whose_weight_is_gathered_in_fp8(two_ranks: RankPool) -> None:
-    """Forwards multiply with the dequantised bytes, so these are exported."""
-    two_ranks.run(_high_and_gathered)
-
-
-def _training_goes_on(parallel: str) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "gather"])
+@on_ranks(2)
+def test_training_goes_on_as_if_nothing_had_been_exported(parallel: str) -> None:
     def run(exports: bool) -> Any:
         model, manager = _prepared("delayed", parallel)
         called = DistributedDataParallel(model) if parallel == "ddp" else shard(model, reshard="mixed")
@@ -247,14 +243,6 @@ def _training_goes_on(parallel: str) -> None:
         return manager.state_dict(), [bits(p) for p in whole]
 
     assert run(True) == run(False)
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "gather"])
-def test_training_goes_on_as_if_nothing_had_been_exported(two_ranks: RankPool, parallel: str) -> None:
-    two_ranks.run(_training_goes_on, parallel)
-
-
-# Tensor parallelism ----------------------------------------------------------------------------------
 
 
 def _tensor_parallel(recipe: str, folder: str, styles: str, format: str) -> Any:
@@ -337,7 +325,9 @@ def test_rows_that_tensor_parallelism_cuts_are_refused(two_ranks: RankPool, tmp_
         assert message.startswith("layers.1: tensor parallelism cuts its weight (512, 256) along dim 1 over 2 ranks")
 
 
-def _outgrown() -> None:
+@on_ranks(2)
+def test_parts_of_which_one_has_outgrown_the_scale() -> None:
+    """All ranks cast their parts with the scale of the whole weight, in an eval forward and in an export."""
     torch.manual_seed(0)
     model = Mlp((256, 512))
     mesh = mesh_of((2,), ("tp",))
@@ -360,12 +350,11 @@ def _outgrown() -> None:
         assert bits(used.reshape(1)) == bits(scale)
 
 
-def test_parts_of_which_one_has_outgrown_the_scale(two_ranks: RankPool) -> None:
-    """All ranks cast their parts with the scale of the whole weight, in an eval forward and in an export."""
-    two_ranks.run(_outgrown)
-
-
-def _on_two_axes(recipe: str, fp8_all_gather: bool, bf16: bool) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("recipe", "gather"), [("delayed", False), ("delayed", True), ("block", False)])
+@on_ranks(4)
+def test_fsdp2_and_tensor_parallelism_together(recipe: str, gather: bool, bf16: bool) -> None:
+    fp8_all_gather = gather
     torch.manual_seed(0)
     model = Mlp((256, 512, 256, 512))
     mesh = mesh_of((2, 2), ("dp", "tp"))
@@ -388,13 +377,8 @@ def _on_two_axes(recipe: str, fp8_all_gather: bool, bf16: bool) -> None:
         assert given[name] == tuple(bits(part.full_tensor()) for part in parts), name
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(("recipe", "gather"), [("delayed", False), ("delayed", True), ("block", False)])
-def test_fsdp2_and_tensor_parallelism_together(four_ranks: RankPool, recipe: str, gather: bool, bf16: bool) -> None:
-    four_ranks.run(_on_two_axes, recipe, gather, bf16)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_layouts_that_are_refused() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model, manager = _prepared("delayed", "ddp")
@@ -410,14 +394,9 @@ def _refused() -> None:
         fp8dist.export(manager, "nowhere")
 
 
-def test_layouts_that_are_refused(two_ranks: RankPool) -> None:
-    two_ranks.run(_refused)
-
-
-# Communication and failures --------------------------------------------------------------------------
-
-
-def _failing(folder: str) -> None:
+@on_ranks(2)
+def test_all_ranks_hear_of_a_failure_of_the_writing_one(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, manager = _prepared("delayed", "fsdp2")
     called = fully_shard(model)
     assert isinstance(called, FSDPModule)
@@ -432,11 +411,11 @@ def _failing(folder: str) -> None:
     assert len(calls.names) <= 20  # One gather for each tensor that is sharded.
 
 
-def test_all_ranks_hear_of_a_failure_of_the_writing_one(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_failing, str(tmp_path))
-
-
-def _full_disk(folder: str, parallel: str) -> None:
+@pytest.mark.parametrize("parallel", ["fsdp2", "gather"])
+@on_ranks(2)
+def test_a_disk_that_is_full_in_the_middle(tmp_path: Path, parallel: str) -> None:
+    """All ranks raise the one error, none waits, and the next export works."""
+    folder = str(tmp_path)
     model, manager = _prepared("delayed", parallel)
     called = shard(model)
     manager.attach(called, optimizer=torch.optim.SGD(called.parameters(), lr=0.01))
@@ -459,12 +438,6 @@ def _full_disk(folder: str, parallel: str) -> None:
     fp8dist.export(manager, Path(folder, "out"), called)
     dist.barrier()
     assert tensor_bits(read(Path(folder, "out"))) == tensor_bits(dict(fp8dist.exported(manager, called)))
-
-
-@pytest.mark.parametrize("parallel", ["fsdp2", "gather"])
-def test_a_disk_that_is_full_in_the_middle(two_ranks: RankPool, tmp_path: Path, parallel: str) -> None:
-    """All ranks raise the one error, none waits, and the next export works."""
-    two_ranks.run(_full_disk, str(tmp_path), parallel)
 
 
 def _only_the_first(folder: str) -> None:

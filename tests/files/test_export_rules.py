@@ -190,9 +190,7 @@ BLOCK: list[Rule] = [
         f"vLLM {_FP8} create_weights: BlockQuantScaleParameter, rounded up; README_WEIGHTS.md of DeepSeek-V3",
         _every(
             lambda s, n: _is(
-                s.tensors.get(f"{n}.weight_scale_inv"),
-                F32,
-                (-(-s.linears[n][0] // 128), -(-s.linears[n][1] // 128)),
+                s.tensors.get(f"{n}.weight_scale_inv"), F32, (-(-s.linears[n][0] // 128), -(-s.linears[n][1] // 128))
             )
         ),
     ),

@@ -70,9 +70,6 @@ def fitted(history: list[float], length: int) -> list[float]:
     return ([0.0] * length + history)[-length:]
 
 
-# Layouts ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_layout_says_the_same(version: str) -> None:
     for due in (False, True):
@@ -164,9 +161,6 @@ def entry_of_inside(module: Module, classes: Any) -> Tensor:
     return as_bytes({"recipe": recipe_of(module, classes.DelayedScaling, classes), **module.tensors()})
 
 
-# Histories -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("due", [False, True])
 def test_histories_keep_their_age(due: bool) -> None:
     for length, steps in ((1, 2), (3, 1), (3, 4), (3, 13), (5, 1), (5, 4), (5, 5), (5, 6), (8, 4), (8, 13)):
@@ -248,9 +242,6 @@ def test_zeros_do_not_hide_the_newest_amax() -> None:
         assert float(manager.slot("fc", role).amax) == seen[-1]
 
 
-# Scales of another recipe ----------------------------------------------------------------------------
-
-
 def test_another_margin() -> None:
     module = trained(3, margin=3)
     manager = foreign(DelayedScaling(history_len=5, margin=1))
@@ -295,9 +286,6 @@ def test_scales_without_a_window() -> None:
     assert len(report.converted) == 3
     for role in ROLES:
         assert float(manager.slot("fc", role).scale) == module.of(0, role).fp8_max / 0.5
-
-
-# Names -----------------------------------------------------------------------------------------------
 
 
 def test_names_as_they_are() -> None:
@@ -420,9 +408,6 @@ def test_the_report_can_be_read() -> None:
         "  scales derived anew, because margin is 0 there and 1 here: 15: "
         "a:grad_output, a:input, a:weight, b:grad_output and 11 more",
     ]
-
-
-# Refusals ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ __all__ = [
     "mlp",
     "needs",
     "play",
+    "require_masters",
     "resumed",
     "same",
     "undisturbed",
@@ -52,9 +53,6 @@ def needs(package: str, how_long: pytest.MarkDecorator = pytest.mark.long) -> li
     """Return the marks of tests in the real trainer."""
     missing = importlib.util.find_spec(package) is None
     return [pytest.mark.skipif(missing, reason=f"{package} is not installed"), how_long]
-
-
-# Training -----------------------------------------------------------------------------------------
 
 
 def mlp() -> nn.Module:
@@ -168,6 +166,20 @@ def diverged(trainee: Trainee, damage: Callable[[Trainee], Any]) -> str:
     return str(caught.value)
 
 
+def require_masters(manager: fp8dist.StateManager, weight: Tensor, fqn: str) -> None:
+    """Assert that the manager's checks read the trainer's master weights: all fit, until a weight changes alone. Then
+    at least one rank finds it."""
+    report = manager.check(coherence=True)
+    assert report.compared_by["inside the rank"] > 0
+    assert not [text for text in report.skipped if "not the model's parameters" in text]
+    before = weight.detach().clone()
+    weight.data.mul_(1.5)
+    report = manager.check(coherence=True, policy="warn")
+    assert {f.name.endswith(f"{fqn}.weight") for f in report.findings if f.kind == "coherence"} == {True}
+    weight.data.copy_(before)
+    assert not manager.check(coherence=True).findings
+
+
 def undisturbed(start: Callable[[], Trainee]) -> Trainee:
     """Evaluations, a second model that is trained by turns, and a teacher in eval() change nothing in the first. The
     teacher stays as it is. Return the first."""
@@ -194,8 +206,6 @@ def undisturbed(start: Callable[[], Trainee]) -> Trainee:
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     return first
 
-
-# What a trainer's file hands over --------------------------------------------------------------------
 
 Job = tuple[Any, ...]
 """A function that each rank of a pool calls with a folder, the same on all, and its other arguments."""

@@ -16,7 +16,7 @@ from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.state.groups import local_part
 from tests.integrations.contract import STEPS, WIDTH, Adapter, ByHand, Kept, batch, mlp, needs, play, same
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 from tests.support.recorded import die, fingerprint, recorder
 
 pytestmark = needs("lightning")
@@ -194,8 +194,10 @@ def _validated(folder: str) -> None:
     assert same(_kept(trainer.precision_plugin.manager, module.net), _by_hand(1))
 
 
-def _trained_twice(folder: str) -> None:
+@on_ranks(2)
+def test_a_second_fit_with_another_optimizer_goes_on(tmp_path: Path) -> None:
     """Each fit makes an optimizer."""
+    folder = str(tmp_path)
     from fp8dist.integrations.lightning import FP8Precision
 
     precision, module = FP8Precision(run=recorder(f"{folder}/run")), _module()
@@ -206,10 +208,6 @@ def _trained_twice(folder: str) -> None:
     assert same(found, _by_hand(1, optimizers=2))
     if dist.get_rank() == 0:
         assert read_run(Path(folder, "run")).metrics.step.tolist() == list(range(1, 2 * STEPS + 1))
-
-
-def test_a_second_fit_with_another_optimizer_goes_on(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_trained_twice, str(tmp_path))
 
 
 def _gan_module() -> Any:

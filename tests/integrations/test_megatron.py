@@ -20,7 +20,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
-from tests.integrations.contract import Adapter, Trainee, diverged, needs, same, undisturbed
+from tests.integrations.contract import Adapter, Trainee, diverged, needs, require_masters, same, undisturbed
 from tests.support.logs import captured_log
 from tests.support.megatron import forward, gpt, gradients, initialize, optimized, with_stand_ins
 from tests.support.ranks import RankPool
@@ -95,9 +95,6 @@ def _train(job: Job, steps: Iterable[int], accumulate: int = 1, infinite: int | 
 
 def _blow_up(module: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if gradient is None else gradient * torch.inf for gradient in gradients)
-
-
-# By hand -------------------------------------------------------------------------------------------
 
 
 class _Exchange(torch.autograd.Function):
@@ -234,9 +231,6 @@ def test_tensor_and_data_parallel_ranks_share_scales(four_ranks: RankPool) -> No
     four_ranks.run(_as_by_hand, "", Layout(tp=2, sequence_parallel=True), 2, DISTRIBUTED)
 
 
-# Pipelines -----------------------------------------------------------------------------------------
-
-
 def _of_all_stages(chunks: list[Any], layers: int) -> list[tuple[dict[str, Any], list[str]]]:
     """Return, per chunk of this rank, its parameters by their names in a model without a pipeline. Local."""
     from megatron.core import parallel_state
@@ -295,9 +289,6 @@ def test_pipeline_stages_train_as_a_model_without(
     two_ranks: RankPool, chunks: int, layers: int, accumulate: int
 ) -> None:
     two_ranks.run(_in_stages, chunks, layers, accumulate)
-
-
-# Checkpoints ---------------------------------------------------------------------------------------
 
 
 def _state(job: Job, is_loading: bool = False) -> dict[str, Any]:
@@ -362,9 +353,6 @@ def test_scales_begin_anew_with_a_checkpoint_without_fp8(two_ranks: RankPool, tm
     two_ranks.run(_begun_anew, str(tmp_path))
 
 
-# Steps ---------------------------------------------------------------------------------------------
-
-
 @with_stand_ins
 def _diverged(folder: str, optimizer: dict[str, Any]) -> str:
     initialize(2)
@@ -397,7 +385,7 @@ def test_a_step_that_megatron_skips_is_no_boundary(two_ranks: RankPool) -> None:
 @with_stand_ins
 def _in_bfloat16(optimizer: dict[str, Any], fused: bool = False) -> tuple[list[float], Any, list[float]]:
     initialize()
-    job = _job(gpt(**BFLOAT16), bf16=True, **optimizer)
+    job = _job(gpt(**BFLOAT16), bf16=True, options={"check_every": 2}, **optimizer)
     if fused:
         _fuse(job)
     model, manager = job.chunks[0], job.manager
@@ -406,7 +394,9 @@ def _in_bfloat16(optimizer: dict[str, Any], fused: bool = False) -> tuple[list[f
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots["weight"].fqn
         fits.append((manager.slot(fqn, "weight").scale * linear.weight.abs().max() / 448).item())
-    return losses, job.kept(), fits
+    kept = job.kept()
+    require_masters(manager, linear.weight, fqn)
+    return losses, kept, fits
 
 
 def test_scales_follow_weights_that_main_parameters_are_copied_to(two_ranks: RankPool) -> None:
@@ -521,9 +511,6 @@ def test_modules_stay_megatrons(two_ranks: RankPool) -> None:
     two_ranks.run(_undone)
 
 
-# Misuse --------------------------------------------------------------------------------------------
-
-
 @with_stand_ins
 def _misused(folder: str) -> None:
     from megatron.core import parallel_state
@@ -613,9 +600,6 @@ def _experts() -> None:
 
 def test_experts_with_tensor_parallelism_need_a_group(four_ranks: RankPool) -> None:
     four_ranks.run(_experts)
-
-
-# The checks of a manager ----------------------------------------------------------------------------
 
 
 @with_stand_ins

@@ -79,9 +79,6 @@ def by_kind(report: Any, kind: str) -> set[str]:
     return {finding.name for finding in report.findings if finding.kind == kind}
 
 
-# No false difference --------------------------------------------------------------------------------
-
-
 @with_stand_ins
 def _train_and_check(layout: str, distributed: bool) -> tuple[Any, ...]:
     job = Job(layout, distributed)
@@ -141,9 +138,6 @@ def test_master_weights_and_their_states_are_compared_like_their_parameters(four
         ]
 
 
-# A planted difference -------------------------------------------------------------------------------
-
-
 @with_stand_ins
 def _plant(layout: str, name: str, rank: int) -> Any:
     job = Job(layout)
@@ -196,9 +190,6 @@ def test_states_of_tied_embeddings_are_told_apart(four_ranks: RankPool) -> None:
         assert found == [("optimizer", "Megatron's tied embeddings.exp_avg", (0, 2), (3, 5))]
 
 
-# The classical bugs ---------------------------------------------------------------------------------
-
-
 @with_stand_ins
 def _forget(layout: str, function: str, distributed: bool) -> Any:
     """Train with one of Megatron's reductions left out."""
@@ -231,9 +222,6 @@ def test_tied_embeddings_that_drift_apart(four_ranks: RankPool) -> None:
         _forget, "tp 2, pp 2, tied", "_allreduce_word_embedding_grads", False
     ):
         assert (partial, before, after) == ({"Megatron's tied embeddings"}, set(), {"Megatron's tied embeddings"})
-
-
-# How it is called -----------------------------------------------------------------------------------
 
 
 @with_stand_ins

@@ -15,7 +15,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.state.groups import local_part
 from tests.integrations.contract import STEPS, Adapter, Kept, as_torchrun_starts_it, needs, same
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.recorded import die, fingerprint, recorder, require_run
 
 pytestmark = needs("transformers")
@@ -219,7 +219,9 @@ def test_models_and_options_train(two_ranks: RankPool, tmp_path: Path, name: str
     assert len(set(two_ranks.run(_trained_in, name, str(tmp_path)))) == 1
 
 
-def _sharded(folder: str) -> None:
+@on_ranks(2)
+def test_fsdp2_of_accelerate(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from fp8dist.integrations.transformers import FP8Callback
 
     callback = FP8Callback(check_every=5)
@@ -229,10 +231,6 @@ def _sharded(folder: str) -> None:
     assert _losses(trainer) == pytest.approx(losses, rel=1e-3)
     assert all(hasattr(p, "full_tensor") for p in trainer.model.parameters())
     assert callback.manager.metrics()["fp8/checks"] >= 3
-
-
-def test_fsdp2_of_accelerate(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_sharded, str(tmp_path))
 
 
 def _misused(folder: str) -> None:
@@ -274,7 +272,9 @@ def _require_attached_optimizer(folder: str) -> None:
         trainer.train()
 
 
-def _trained_twice(folder: str) -> None:
+@on_ranks(2)
+def test_a_second_training_with_another_optimizer_goes_on(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from fp8dist.integrations.transformers import FP8Callback
 
     callback = FP8Callback(run=recorder(f"{folder}/run"))
@@ -289,10 +289,6 @@ def _trained_twice(folder: str) -> None:
     assert same(_kept(callback.manager, trainer.model), kept)
     if dist.get_rank() == 0:
         require_run(Path(folder, "run"), dict(enumerate(losses, 1)), len(callback.manager.slots))
-
-
-def test_a_second_training_with_another_optimizer_goes_on(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_trained_twice, str(tmp_path))
 
 
 def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:

@@ -12,22 +12,19 @@ import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net
 
 
-def _never_attached() -> list[str]:
+@on_ranks(2)
+def test_a_forgotten_attach_is_logged_once() -> None:
     net = make_net()
     with captured_log() as log:
         fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
         for index in range(2):
             net(batch(dist.get_rank(), index)[0]).sum().backward()
-    return [message for _, message in log]
-
-
-def test_a_forgotten_attach_is_logged_once(two_ranks: RankPool) -> None:
-    for (message,) in two_ranks.run(_never_attached):
-        assert "is trained, but attach() was not called" in message
+    (message,) = [message for _, message in log]
+    assert "is trained, but attach() was not called" in message
 
 
 def _back_to_fewer_ranks(gather: bool) -> str:

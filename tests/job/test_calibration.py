@@ -19,7 +19,7 @@ from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, bits, histories, make_net, parameter_bits
 
 
@@ -136,9 +136,6 @@ def test_recipes_without_state_have_nothing_to_calibrate() -> None:
     assert everything(net) == before
 
 
-# On ranks ------------------------------------------------------------------------------------------
-
-
 def _on_ranks(how: str) -> tuple[bool, list[int], dict[Any, list[float]], bool]:
     rank = dist.get_rank()
     net = make_net()
@@ -187,7 +184,9 @@ def test_ranks_share_the_amaxes_in_one_collective(two_ranks: RankPool, how: str)
     assert first[3]
 
 
-def _after_an_evaluation(gather: bool) -> tuple[bool, bool]:
+@pytest.mark.parametrize("gather", [False, True], ids=["high precision", "FP8"])
+@on_ranks(2)
+def test_gradients_are_those_of_before_also_after_an_evaluation(gather: bool) -> None:
     """FSDP2 leaves its outermost module unsharded after a forward without a backward."""
     rank = dist.get_rank()
     net = make_net()
@@ -207,15 +206,11 @@ def _after_an_evaluation(gather: bool) -> tuple[bool, bool]:
         same.append(everything(_local(net)) == before)
         optimizer.step()
         optimizer.zero_grad()
-    return same[0], same[1]
+    assert (same[0], same[1]) == (True, True)
 
 
-@pytest.mark.parametrize("gather", [False, True], ids=["high precision", "FP8"])
-def test_gradients_are_those_of_before_also_after_an_evaluation(two_ranks: RankPool, gather: bool) -> None:
-    assert two_ranks.run(_after_an_evaluation, gather) == [(True, True)] * 2
-
-
-def _between_microbatches() -> list[str]:
+@on_ranks(2)
+def test_gradients_that_wait_for_a_reduction_are_not_mixed_in() -> None:
     rank, told = dist.get_rank(), []
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
@@ -231,16 +226,9 @@ def _between_microbatches() -> list[str]:
             told.append("")
         except ConfigurationError as error:
             told.append(str(error))
-    return told
-
-
-def test_gradients_that_wait_for_a_reduction_are_not_mixed_in(two_ranks: RankPool) -> None:
-    for waits, reduced in two_ranks.run(_between_microbatches):
-        assert "has not reduced yet" in waits
-        assert reduced == ""
-
-
-# From FP32 to FP8 ----------------------------------------------------------------------------------
+    waits, reduced = told
+    assert "has not reduced yet" in waits
+    assert reduced == ""
 
 
 class Trained:

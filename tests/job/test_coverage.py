@@ -24,8 +24,6 @@ from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 
-# Look-alikes of what other libraries have ---------------------------------------------------------
-
 
 class MixtralExperts(nn.Module):
     """4 experts in two parameters: 4 x 96 x 32 + 4 x 32 x 48 = 18,432. Biases and scales are not matmul weights."""
@@ -177,9 +175,6 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(level, text) for _, level, text in caplog.record_tuples if "FP8: " in text]
 
 
-# The line -----------------------------------------------------------------------------------------
-
-
 def test_fused_experts_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     manager = fp8dist.prepare(Mixtral())
     assert told(caplog) == [
@@ -303,9 +298,6 @@ def test_many_kinds_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.rstrip().endswith("5 (own forward) and 2 more")
 
 
-# The reasons --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("linear", "parameters", "reason"),
     [
@@ -391,9 +383,6 @@ def test_who_named_it_comes_first() -> None:
     }
 
 
-# Output heads -------------------------------------------------------------------------------------
-
-
 def lm(embeddings: list[tuple[int, int]], *linears: tuple[str, int, int], tied: str = "") -> nn.Module:
     """Return a model with these embeddings (rows, features) and then these Linears (name, inputs, outputs)."""
     model = nn.Module()
@@ -447,12 +436,7 @@ def test_what_is_taken_for_an_output_head(model: Callable[[], nn.Module], heads:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"skip": "!output"},
-        {"skip": ("embed*", "!out*")},
-        {"skip": None},
-        {"overrides": {"out*": DelayedScaling()}},
-    ],
+    [{"skip": "!output"}, {"skip": ("embed*", "!out*")}, {"skip": None}, {"overrides": {"out*": DelayedScaling()}}],
 )
 @pytest.mark.parametrize("tied", ["", "output"])
 def test_a_head_is_put_into_fp8_by_name(tied: str, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -463,9 +447,6 @@ def test_a_head_is_put_into_fp8_by_name(tied: str, arguments: dict[str, Any], ca
     assert f"fp8dist: output stays in high precision: {row.reason}" in caplog.messages
     assert fp8dist.prepare(lm([(512, 64)], ("output", 64, 512), tied=tied), **arguments).coverage().share == 1
     fp8dist.prepare(lm([(512, 64)], *BLOCKS, ("output", 64, 512)), strict=True)  # A default names it.
-
-
-# The model as it is now ----------------------------------------------------------------------------
 
 
 def _stack(*sizes: int) -> nn.Sequential:
@@ -539,9 +520,6 @@ def test_a_copy_of_a_converted_module_is_refused() -> None:
     fp8dist.prepare(model).attach(model)
 
 
-# strict -------------------------------------------------------------------------------------------
-
-
 def test_strict_lists_what_nobody_named_and_changes_nothing() -> None:
     model = Mixtral()
     with pytest.raises(ConfigurationError) as caught:
@@ -578,9 +556,6 @@ def test_what_strict_takes_as_named(arguments: dict[str, Any], fits: bool) -> No
 
 def test_strict_takes_what_filter_fn_left_out_as_named() -> None:
     fp8dist.prepare(nine_in_ten(lambda: nn.Linear(32, 64)), strict=True, filter_fn=lambda module, fqn: fqn != "other")
-
-
-# The table ----------------------------------------------------------------------------------------
 
 
 def test_the_table_is_aligned() -> None:

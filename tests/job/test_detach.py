@@ -20,7 +20,7 @@ import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, DivergenceError
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
 from tests.support.collectives import counted_collectives
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, bits, fp8_count, make_net, state_bits
 
 UPDATES = ["same_step", "next_step"]
@@ -85,7 +85,9 @@ def test_a_run_that_detaches_and_attaches_anew_is_the_unbroken_one(
     assert two_ranks.run(_trained, update, wrapper, True) == two_ranks.run(_trained, update, wrapper, False)
 
 
-def _after_detach(update: str) -> Any:
+@pytest.mark.parametrize("update", UPDATES[1:])
+@on_ranks(2)
+def test_nothing_is_left_of_attach(update: str) -> None:
     net, manager = _prepared(update)
     ddp = DistributedDataParallel(net)
     optimizer, scaler = SGD(ddp.parameters(), lr=0.05), torch.amp.GradScaler("cpu", enabled=False)
@@ -114,15 +116,11 @@ def _after_detach(update: str) -> Any:
     with pytest.raises(ConfigurationError, match=r"attach\(\) first"):
         manager.check()
     manager.detach()  # A second detach does nothing.
-    return state_bits(manager) == state
+    assert state_bits(manager) == state
 
 
-@pytest.mark.parametrize("update", UPDATES[1:])
-def test_nothing_is_left_of_attach(two_ranks: RankPool, update: str) -> None:
-    assert two_ranks.run(_after_detach, update) == [True, True]
-
-
-def _with_comm_hook() -> Any:
+@on_ranks(2)
+def test_the_hook_that_ddp_keeps_is_idle_while_detached() -> None:
     net, manager = _prepared()
     ddp = DistributedDataParallel(net)
     optimizer = SGD(ddp.parameters(), lr=0.05)
@@ -142,14 +140,11 @@ def _with_comm_hook() -> Any:
     manager.attach(ddp, optimizer=optimizer)
     with counted_collectives() as calls:
         _step(ddp, optimizer, 3)
-    return idle, fp8_count(calls, manager), manager.steps
+    assert (idle, fp8_count(calls, manager), manager.steps) == (0, 1, 3)
 
 
-def test_the_hook_that_ddp_keeps_is_idle_while_detached(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_with_comm_hook) == [(0, 1, 3)] * 2
-
-
-def _diverged() -> Any:
+@on_ranks(2)
+def test_what_the_last_sync_proved_is_not_lost() -> None:
     net, manager = _prepared("next_step")
     optimizer = SGD(net.parameters(), lr=0.0)
     manager.attach(net, boundary="manual")
@@ -163,11 +158,7 @@ def _diverged() -> Any:
     attached = manager._job.attached
     manager.detach()
     del optimizer
-    return attached, manager._job.attached, caught.value.report.findings[0].name
-
-
-def test_what_the_last_sync_proved_is_not_lost(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_diverged) == [(True, False, "last:weight")] * 2
+    assert (attached, manager._job.attached, caught.value.report.findings[0].name) == (True, False, "last:weight")
 
 
 def test_one_rank_goes_on_with_steps_of_its_own() -> None:
@@ -188,18 +179,16 @@ def test_one_rank_goes_on_with_steps_of_its_own() -> None:
         manager.detach()
 
 
-def _restored_through_ddp() -> Any:
+@on_ranks(2)
+def test_restore_takes_a_wrapper() -> None:
     net, manager = _prepared()
     ddp = DistributedDataParallel(net)
     optimizer = SGD(ddp.parameters(), lr=0.05)
     manager.attach(ddp, optimizer=optimizer)
     _step(ddp, optimizer, 0)
     assert fp8dist.restore(ddp) is ddp
-    return [type(module) for module in net.modules() if isinstance(module, nn.Linear)], _step(ddp, optimizer, 1) > 0
-
-
-def test_restore_takes_a_wrapper(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_restored_through_ddp) == [([nn.Linear] * 3, True)] * 2
+    assert [type(module) for module in net.modules() if isinstance(module, nn.Linear)] == [nn.Linear] * 3
+    assert _step(ddp, optimizer, 1) > 0
 
 
 def _taken_apart_after_the_end(update: str) -> Any:

@@ -20,7 +20,8 @@ from fp8dist.job.early_launch import early_launcher
 from tests.support.elements import flip
 from tests.support.graphs import EmulatedGraph
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import on_ranks
 from tests.support.states import state_of
 from tests.support.training import batch, make_net
 
@@ -338,9 +339,13 @@ def test_a_copy_has_seen_no_replays() -> None:
     assert twin.metrics()["fp8/checks"] == 0
 
 
-def _graphed_ranks(update: str, fault: bool, replays_per_poll: int) -> Any:
-    """Run two steps, then replays with the collective in the graph. Damage rank 1's scale of a slot before the fourth
-    replay."""
+@pytest.mark.parametrize(
+    ("update", "fault", "replays_per_poll"), [("same_step", False, 2), ("next_step", False, 1), ("next_step", True, 1)]
+)
+@on_ranks(3)
+def test_ranks_that_replay(update: str, fault: bool, replays_per_poll: int) -> None:
+    """The sync is in the graph: state is equal on all ranks, and each collective is counted. A scale that differs
+    before the fourth replay is named once."""
     job = _Job(update=update, group=dist.group.WORLD, check_policy="warn")
     found: list[Any] = []
     job.manager.on_event(
@@ -356,25 +361,8 @@ def _graphed_ranks(update: str, fault: bool, replays_per_poll: int) -> Any:
             graph.replay()
             if (step + 1) % replays_per_poll == 0:
                 job.manager.poll()
-    metrics = job.manager.metrics()
-    return found, state_of(job.manager), metrics["fp8/collectives"], job.manager.steps
-
-
-@pytest.mark.parametrize(("update", "replays_per_poll"), [("same_step", 2), ("next_step", 1)])
-def test_ranks_that_replay(three_ranks: RankPool, update: str, replays_per_poll: int) -> None:
-    """The sync is in the graph: state is equal on all ranks, and each collective is counted."""
-    results = three_ranks.run(_graphed_ranks, update, False, replays_per_poll)
-    attach = 1
-    for found, state, collectives, steps in results:
-        assert not found
-        assert state == results[0][1]
-        assert collectives == attach + WARM_UP + REPLAYS
-        assert steps == WARM_UP + REPLAYS
-
-
-@pytest.mark.parametrize("update", ["next_step"])
-def test_a_scale_that_differs_in_a_replay_is_named_once(three_ranks: RankPool, update: str) -> None:
-    results = three_ranks.run(_graphed_ranks, update, True, 1)
-    for found, state, _, _ in results:
-        assert found == [(WARM_UP + 4, "scale", "branch:weight", (1,))]
-        assert state == results[0][1]
+    assert found == ([(WARM_UP + 4, "scale", "branch:weight", (1,))] if fault else [])
+    same_on_all_ranks(state_of(job.manager))
+    assert job.manager.steps == WARM_UP + REPLAYS
+    if not fault:
+        assert job.manager.metrics()["fp8/collectives"] == 1 + WARM_UP + REPLAYS  # One at attach.

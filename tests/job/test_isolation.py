@@ -19,13 +19,10 @@ from torch.nn.utils import parametrize
 import fp8dist
 from fp8dist import DelayedScaling, Event, Slot, StateManager
 from fp8dist.errors import ConfigurationError
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import bits, state_of
 
 UPDATES = pytest.mark.parametrize("update", ["same_step", "next_step"])
-
-
-# TransformerEngine's issue 814 -------------------------------------------------------------------------
 
 
 class _OneLinear(nn.Module):
@@ -121,9 +118,6 @@ def test_two_runs_with_one_seed_are_equal(two_ranks: RankPool, update: str) -> N
     first = two_ranks.run(_whole_run, update, 1)
     assert two_ranks.run(_whole_run, update, 1) == first
     assert two_ranks.run(_whole_run, update, 2) != first
-
-
-# Copies ----------------------------------------------------------------------------------------------
 
 
 def _model() -> nn.Sequential:
@@ -237,9 +231,6 @@ def test_a_copy_in_mid_flight_syncs_only_once_attached(two_ranks: RankPool, upda
         assert equal_parameters
 
 
-# Pickling ---------------------------------------------------------------------------------------------
-
-
 @UPDATES
 def test_pickle_without_a_group(update: str) -> None:
     model = _model()
@@ -257,25 +248,22 @@ def test_pickle_without_a_group(update: str) -> None:
         assert bits(twin(_data(3)[0])) == bits(model(_data(3)[0]))
 
 
-def _pickle_with_group(wraps: bool) -> str:
+@pytest.mark.parametrize("wraps", [False, True], ids=["model", "wrapper"])
+@on_ranks(2)
+def test_pickle_with_a_group_says_what_to_do_instead(wraps: bool) -> None:
     model = _model()
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     pickled = DistributedDataParallel(model) if wraps else model
     manager.attach(pickled, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigurationError) as caught:
         pickle.dumps(pickled)
-    return str(caught.value)
+    text = str(caught.value)
+    assert "state_dict()" in text
+    assert "prepare()" in text
 
 
-@pytest.mark.parametrize("wraps", [False, True], ids=["model", "wrapper"])
-def test_pickle_with_a_group_says_what_to_do_instead(two_ranks: RankPool, wraps: bool) -> None:
-    for text in two_ranks.run(_pickle_with_group, wraps):
-        assert "state_dict()" in text
-        assert "prepare()" in text
-
-
-def _saved_wrapper() -> bool:
-    """Return True if a pickle of an attached DDP wrapper computes what a pickle of its model computes."""
+@on_ranks(2)
+def test_an_attached_wrapper_without_shared_state_is_saved_as_plain_ddp_is() -> None:
     model = _model()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), amax_sync=False)
     ddp = DistributedDataParallel(model)
@@ -286,14 +274,7 @@ def _saved_wrapper() -> bool:
     twin, alone = (pickle.loads(pickle.dumps(saved)) for saved in (ddp, model))
     assert type(twin) is DistributedDataParallel
     assert state_of(fp8dist.get_manager(twin)) == state_of(manager)
-    return bits(twin(_data(3)[0])) == bits(alone(_data(3)[0]))
-
-
-def test_an_attached_wrapper_without_shared_state_is_saved_as_plain_ddp_is(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_saved_wrapper) == [True, True]
-
-
-# Giving the model back ----------------------------------------------------------------------------------
+    assert bits(twin(_data(3)[0])) == bits(alone(_data(3)[0]))
 
 
 def test_restore_gives_plain_linears_back() -> None:
@@ -375,9 +356,6 @@ def test_two_prepared_parts_have_one_manager_each() -> None:
         fp8dist.get_manager(model)
 
 
-# Slots -------------------------------------------------------------------------------------------------
-
-
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -446,17 +424,14 @@ def test_register_and_record() -> None:
         manager.slot("mine", "activation")
 
 
-def _name_in_another_arena() -> Any:
+@on_ranks(2)
+def test_a_name_of_another_arena_is_taken() -> None:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
     manager = fp8dist.prepare(model, group=dist.group.WORLD, groups={"b": alone})
     with pytest.raises(ConfigurationError, match="b:input"):
         manager.register("b", "input", "e4m3")
-    return len(manager.slots) == len(set(manager.slots)) == 6
-
-
-def test_a_name_of_another_arena_is_taken(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_name_in_another_arena) == [True, True]
+    assert len(manager.slots) == len(set(manager.slots)) == 6
 
 
 def test_a_tied_weights_other_name_is_taken() -> None:

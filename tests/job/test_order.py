@@ -23,7 +23,7 @@ from fp8dist.job.manager import Internals
 from fp8dist.modules.job_state import Activity, Tie
 from tests.support.graphs import EmulatedGraph
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net
 
 ROOT = Path(__file__).parents[2]
@@ -278,7 +278,8 @@ def test_polls_of_a_graph_that_has_no_sync(how: str) -> None:
     assert not log
 
 
-def _after_a_join_that_raised() -> str:
+@on_ranks(2)
+def test_a_join_that_raises_ends_too() -> None:
     job = _Job(shared=True, hook=False)
     job.attach()
     try:
@@ -290,14 +291,12 @@ def _after_a_join_that_raised() -> str:
     after = job.phase
     for call in ("attach()", "calibrate()", "check()", "detach()"):
         job.call(call)
-    return after
+    assert after == "attached"
 
 
-def test_a_join_that_raises_ends_too(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_after_a_join_that_raised) == ["attached", "attached"]
-
-
-def _calibrated_before_the_step() -> tuple[bool, int]:
+@on_ranks(2)
+def test_a_calibration_counts_though_a_sync_is_under_way() -> None:
+    """A step that a loss scaler skips may leave a pending sync."""
     job = _Job(shared=True)
     job.attach()
     job.backward()
@@ -305,22 +304,14 @@ def _calibrated_before_the_step() -> tuple[bool, int]:
         job.net(batch(dist.get_rank(), 1)[0] * 100)
     larger = float(job.manager.slot("first", "input").amax) > 100
     job.manager.step()
-    return larger, job.manager.steps
+    assert (larger, job.manager.steps) == (True, 2)
 
 
-def test_a_calibration_counts_though_a_sync_is_under_way(two_ranks: RankPool) -> None:
-    """A step that a loss scaler skips may leave a pending sync."""
-    assert two_ranks.run(_calibrated_before_the_step) == [(True, 2)] * 2
-
-
-def _of_one_rank() -> int:
+@on_ranks(2)
+def test_a_group_of_one_rank_shares_nothing() -> None:
     manager = fp8dist.prepare(
         net := make_net(), group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
     )
     net(batch(0, 0)[0]).sum().backward()
     manager.step()
-    return manager.steps
-
-
-def test_a_group_of_one_rank_shares_nothing(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_of_one_rank) == [1, 1]
+    assert manager.steps == 1

@@ -20,7 +20,7 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.state.arena_sync import Phase
 from tests.support.collectives import counted_collectives
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import Net, batch, bits, make_net, parameter_bits, state_bits
 
 STEPS = 10
@@ -176,9 +176,6 @@ def test_a_boundary_between_a_forward_and_its_backward_trains_the_same() -> None
     assert _two_losses("next_step") == _two_losses("same_step")
 
 
-# When the state shows it ---------------------------------------------------------------------------
-
-
 def _stepped(update: str) -> tuple[Net, StateManager, torch.optim.Optimizer]:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4, update=update))  # type: ignore[arg-type]
@@ -261,7 +258,8 @@ def test_two_boundaries_without_a_reader_commit_twice() -> None:
     assert manager.steps == 2
 
 
-def _read_alone() -> tuple[int, list[str], str, int]:
+@on_ranks(2)
+def test_rank_0_alone_may_read_while_the_sync_is_in_flight() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4, update="next_step"), group=dist.group.WORLD)
     ddp = DistributedDataParallel(net)
@@ -280,14 +278,9 @@ def _read_alone() -> tuple[int, list[str], str, int]:
             net.train()
     ddp(batch(dist.get_rank(), 1)[0]).sum().backward()
     optimizer.step()
-    return dist.get_rank(), calls.names, phase, manager.steps
-
-
-def test_rank_0_alone_may_read_while_the_sync_is_in_flight(two_ranks: RankPool) -> None:
-    for _, names, phase, steps in two_ranks.run(_read_alone):
-        assert names == []
-        assert phase == "due"
-        assert steps == 2
+    assert calls.names == []
+    assert phase == "due"
+    assert manager.steps == 2
 
 
 def _in_fork(manager: StateManager) -> tuple[dict[str, bytes], float]:

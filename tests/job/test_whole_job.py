@@ -136,8 +136,6 @@ def _slot(fqn: str, role: str) -> SlotName:
     return TIED if (fqn, role) == ALIAS else (fqn, role)
 
 
-# Programs --------------------------------------------------------------------------------------------
-
 _rules = st.builds(
     Rules,
     history_len=st.integers(1, 5),

@@ -45,9 +45,6 @@ DTYPES = [
 CPU = torch.device("cpu")
 
 
-# The formula, once more -------------------------------------------------------------------------------
-
-
 class SplitMix64:
     """The generator of Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
 
@@ -110,9 +107,6 @@ def digest_in_numpy(content: bytes, seed: tuple[int, int]) -> tuple[int, int]:
     return lanes[0], lanes[1]
 
 
-# Helpers -----------------------------------------------------------------------------------------------
-
-
 @cache
 def digester() -> ContentDigest:
     return ContentDigest(CPU)
@@ -148,9 +142,6 @@ def content_of(tensor: Tensor) -> bytes:
     assert tensor.is_contiguous()
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-# The formula ---------------------------------------------------------------------------------------------
 
 
 def test_the_generator_of_keys_is_splitmix64() -> None:
@@ -231,8 +222,6 @@ def test_blocks_may_be_done_several_at_a_time_as_on_a_gpu() -> None:
         assert digest_of(tensor, by=several) == digest_of(tensor)
 
 
-# Strides ---------------------------------------------------------------------------------------------------
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.t(),
     "every third column": lambda x: x[:, ::3],
@@ -285,9 +274,6 @@ def test_the_digest_leaves_the_tensor_alone_and_needs_no_graph() -> None:
     assert x._version == version
     assert digest_of(x) == first
     assert as_bytes(x).data_ptr() == x.data_ptr()
-
-
-# What changes it --------------------------------------------------------------------------------------------
 
 
 def flipped(tensor: Tensor, *bits: int) -> tuple[int, int]:
@@ -440,9 +426,6 @@ def test_the_sign_of_zero_and_the_payload_of_nan_are_seen() -> None:
         flip(payload, 8 * dtype.itemsize * 4)  # The lowest mantissa bit: the value stays NaN.
         assert payload.float().isnan().all()
         assert digest_of(nans) != digest_of(payload)
-
-
-# Names and shapes -----------------------------------------------------------------------------------------
 
 
 def named_digest(name: str, tensor: Tensor, kind: str = "parameter") -> tuple[int, int]:

@@ -185,9 +185,6 @@ def test_float64_beyond_float32_is_infinite() -> None:
         assert rows.float().isnan().all()
 
 
-# outgrown --------------------------------------------------------------------------------------------
-
-
 def has_outgrown(amax: float, scale: float, outgrown: float, dtype: torch.dtype) -> bool:
     """Return True if the tensor has outgrown its scale, by definition. ``amax`` and ``scale`` are float32 values."""
     return math.isfinite(amax) and float32(amax * scale) > float32(outgrown * FP8_MAX[dtype])

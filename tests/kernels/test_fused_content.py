@@ -77,9 +77,6 @@ def more_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "processors", lambda device: 16)
 
 
-# Values ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("offset", [0, 3])
 def test_small_tensors_give_the_digest_in_pythons_integers(offset: int) -> None:
     tensors = cut((*EDGES[:7], 100), offset)
@@ -175,9 +172,6 @@ def test_more_than_two_gibibytes() -> None:
     assert torch.equal(leaves_of([large])[0], twin().leaves(large.cpu()))
 
 
-# Rows ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_rows_are_tensors() -> None:
     words = any_bytes(8 * 5 * 7, 3).view(torch.int64).view(5, -1)
@@ -193,8 +187,6 @@ def test_rows_of_several_blocks() -> None:
     assert torch.equal(twin().row_leaves(words), expected)
     assert torch.equal(triton().row_leaves(words.to(DEVICE)).cpu(), expected)
 
-
-# How programs share the work ----------------------------------------------------------------------------------
 
 PLANS: dict[str, list[tuple[int, int]]] = {  # (address, bytes)
     "one of 5 GiB": [(1 << 40, 5 << 30)],
@@ -230,9 +222,6 @@ def test_each_tile_of_each_tensor_is_done_once(plan: str, strips: int) -> None:
         work = [int(rows[a:b, 2].sum()) for a, b in pairwise(bounds)]
         assert max(work) - min(work) <= 1
     assert len(rows) <= 2 * len(PLANS[plan]) + 17 * strips
-
-
-# In a check ----------------------------------------------------------------------------------------------------
 
 
 class Using(Digester):

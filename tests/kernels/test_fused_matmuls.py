@@ -128,9 +128,6 @@ def test_infinite_elements_of_e5m2_and_scales_are_not_hidden() -> None:
     assert matmul(*given.operands, torch.float32, False).isnan().any(1).nonzero().flatten().tolist() == [4]
 
 
-# How operands lie in memory --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])
 def test_scales_of_blocks_and_lines_may_have_any_strides(scaling: Scaling) -> None:
     given = small_integers(130, 272, 272, scaling)
@@ -181,9 +178,6 @@ def test_a_weight_may_lie_sideways(scaling: Scaling, fast: bool) -> None:
             matmul_with(tile, a, _sideways(b), *scales, out_dtype, fast, given.bias),
         ):
             _assert_exact(got, given, out_dtype)
-
-
-# Refused arguments -----------------------------------------------------------------------------------
 
 
 def test_other_pairs_of_operands_are_refused() -> None:

@@ -110,8 +110,6 @@ def test_no_rows() -> None:
     compare(torch.empty(0, 32, device=DEVICE), ends((0, 0)), FORMATS[0])
 
 
-# Scales of rows and of blocks -------------------------------------------------------------------------
-
 IN_BLOCKS = pytest.mark.parametrize("in_blocks", [False, True], ids=["rows", "blocks"])
 
 
@@ -152,9 +150,6 @@ def test_lines_are_the_twins(in_blocks: bool, counts: tuple[int, ...], monkeypat
     compare_lines(poisoned_rows(counts, 144, 5).bfloat16(), ends(counts), FORMATS[0], in_blocks=in_blocks)
 
 
-# Offsets that do not fit --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", WRONG, ids=str)
 @pytest.mark.parametrize("in_blocks", [None, True, False], ids=["slots", "blocks", "rows"])
 def test_kernels_cut_offsets(given: tuple[int, ...], in_blocks: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +171,6 @@ def test_cut() -> None:
     fitting = ends((3, 0, 4))
     assert torch.equal(cut(fitting, 7), fitting)
     assert cut(fitting, 7).dtype == torch.int32
-
-
-# Refused arguments -----------------------------------------------------------------------------------
 
 
 def test_slots_that_do_not_fit_are_refused() -> None:

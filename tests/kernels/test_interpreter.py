@@ -12,9 +12,7 @@ from torch import Tensor
 from tests.support.interpreter import convert_float, convert_float_upstream
 
 FORMATS = pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(torch.float8_e4m3fn, tl.float8e4nv), (torch.float8_e5m2, tl.float8e5)],
-    ids=["e4m3", "e5m2"],
+    ("ours", "theirs"), [(torch.float8_e4m3fn, tl.float8e4nv), (torch.float8_e5m2, tl.float8e5)], ids=["e4m3", "e5m2"]
 )
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
 

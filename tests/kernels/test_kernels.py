@@ -29,16 +29,11 @@ def _tensor(words: list[int]) -> Tensor:
     return torch.frombuffer(bytearray(packed), dtype=torch.float32)
 
 
-# backends --------------------------------------------------------------------------------------------
-
-
 def test_a_cpu_runs_triton_only_when_it_is_asked_to() -> None:
     assert [runs_fused(name, torch.device("cpu")) for name in ("triton", "auto", "torch", "reference")] == [
         *(True, False, False, False)
     ]
 
-
-# magnitude -------------------------------------------------------------------------------------------
 
 NAN_WORDS = [0x7FC00000, 0xFFC00000, 0xFFFFFFFF, 0x7F800001, 0xFF800001]
 
@@ -95,9 +90,6 @@ def test_record_amax_is_a_maximum_that_keeps_nan() -> None:
             record_amax(bits_new, pending[1])
             assert bits(pending) == [bits_of(5.0), bits_of(ordered[max(before, new)]), bits_of(5.0)]
             assert bits_new.item() == bits_of(ordered[new])
-
-
-# casts -------------------------------------------------------------------------------------------------
 
 
 FP8 = pytest.mark.parametrize("dtype", FORMATS, ids=["e4m3", "e5m2"])
@@ -200,9 +192,6 @@ def test_the_input_is_left_alone_and_dequantized(dtype: torch.dtype) -> None:
     assert dequantize(rows, torch.tensor(0.5)).tolist() == [[1.0, -2.5, torch.finfo(dtype).max / 2, 0.0]]
 
 
-# rings -------------------------------------------------------------------------------------------------
-
-
 def test_rings_against_lists() -> None:
     """Random participation and magnitudes, over several laps of the ring."""
     for length in (1, 2, 3, 5, 16, 17, 1000):
@@ -249,9 +238,6 @@ def test_windows_can_be_replaced() -> None:
             windows = [[*w[1:], a] for w, a in zip(windows, amax)]
             assert maxima.tolist() == [max(w) for w in windows]
         assert ordered_window(history, count, shape).tolist() == windows
-
-
-# digest ------------------------------------------------------------------------------------------------
 
 
 def _digest(words: Tensor) -> int:
@@ -334,9 +320,6 @@ def test_keys() -> None:
 
 def test_digest_of_nothing() -> None:
     assert _digest(torch.zeros(0, dtype=torch.int32)) == 0
-
-
-# header ------------------------------------------------------------------------------------------------
 
 
 def _sent(words: list[int]) -> Tensor:

@@ -93,9 +93,6 @@ def test_products_of_nothing(scaling: Scaling) -> None:
                 assert torch.equal(got.float().cpu(), expected)
 
 
-# Scales ----------------------------------------------------------------------------------------------
-
-
 @SCALINGS
 def test_shapes_tell_what_scales_belong_to(scaling: Scaling) -> None:
     for m, n, k in ((2, 16, 16), (200, 256, 272), (128, 128, 128), (3, 16, 1024)):
@@ -150,9 +147,6 @@ def test_operands_and_biases_that_do_not_fit_are_refused() -> None:
     for bias in (torch.zeros(15), torch.zeros(1, 16), torch.zeros(16, dtype=torch.int32)):
         with pytest.raises(ValueError, match="bias must be"):
             matmul_torch(b, b, one, one, torch.bfloat16, False, bias)
-
-
-# Block scales for torch ------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="torch has it there")

@@ -48,9 +48,6 @@ def _of_hopper(m: int, n: int, k: int, scaling: Scaling = Scaling.TENSORWISE, fa
     return best_of(candidates(problem, HOPPER), problem, H200_PROCESSORS)
 
 
-# The formula -----------------------------------------------------------------------------------------
-
-
 def test_large_products_get_the_widest_tile() -> None:
     layers = ((4096, 6144), (4096, 28672), (14336, 4096), (8192, 8192))
     for tokens, (features, outputs), fast in itertools.product((4096, 8192, 32768), layers, (True, False)):
@@ -101,9 +98,6 @@ def test_the_choice_is_a_function() -> None:
         problem = _problem(m, 4096, 4096, Scaling.TENSORWISE, True)
         again = _problem(m, 4096, 4096, Scaling.TENSORWISE, True)
         assert tile_for(problem, CPU) == tile_for(again, CPU)
-
-
-# Tables ----------------------------------------------------------------------------------------------
 
 
 def _file(*entries: Entry, **other: Any) -> str:
@@ -239,9 +233,6 @@ def test_shipped_tables_hold_what_was_measured(path: Path) -> None:
 
 def test_the_h200_has_a_file() -> None:
     assert "nvidia-h200" in [path.stem for path in SHIPPED]
-
-
-# The tuner -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure for minutes")

@@ -113,9 +113,6 @@ def test_a_mistake_is_one_line_and_exit_2(flags: str) -> None:
         assert_refused(start(command, *flags.split()), message)
 
 
-# Recipes ------------------------------------------------------------------------------------------
-
-
 def test_flags_of_recipes() -> None:
     names = ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling")
     for kind, name in zip(RECIPES, names, strict=True):

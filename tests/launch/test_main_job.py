@@ -186,10 +186,7 @@ def test_only_the_first_rank_tells_of_a_mistake() -> None:
 def test_a_rank_that_does_not_attach_is_missing_and_one_that_differs_is_not() -> None:
     watch = Whereabouts(0, 2, "GPT")
     absent = ManifestMismatchError(_absent([1], 2, timedelta(seconds=9)))
-    with (
-        pytest.raises(CollectiveFailed, match=r"^rank 0: step 0: starting: no FP8 manager"),
-        watch.during("starting"),
-    ):
+    with pytest.raises(CollectiveFailed, match=r"^rank 0: step 0: starting: no FP8 manager"), watch.during("starting"):
         raise absent
     with pytest.raises(ManifestMismatchError), watch.during("starting"):
         raise ManifestMismatchError("ranks were prepared differently; timeout: 1 against 2")

@@ -19,8 +19,6 @@ PLANTED = "blocks.1.mlp_in:input"
 COLD = "slots had no amax in the first step"
 """Part of the library's message when FP8 starts without scales."""
 
-# Recipes -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -68,9 +66,6 @@ def test_whole_blocks_are_gathered_as_fp8(tmp_path: Path) -> None:
     assert saved == 2 * (3 * weights - scales) // 2  # Forward and backward; half comes from the other rank.
 
 
-# Steps in high precision --------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_steps_before_the_first_in_fp8_are_in_high_precision(runs: Runs) -> None:
     fp32 = runs(ALONE, *TWO_BLOCKS, "--precision", "fp32")
@@ -112,9 +107,6 @@ def test_fp8_goes_on_from_fp32_at_a_later_step(runs: Runs, from_fp32: list[str])
     assert COLD in passed.output
 
 
-# Falling back, and what is watched ---------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_an_outlier_on_one_rank_sends_all_to_high_precision_for_a_while(tmp_path: Path) -> None:
     flags = ["--recipe", "current", "--fallback-steps", "3", "--fallback-underflow", "0.5", "--inject", "outlier:1:5"]
@@ -147,8 +139,6 @@ def scales(out: Path) -> list[dict[str, Any]]:
 
     return [json.loads(line, parse_constant=refuse) for line in (out / "scales.jsonl").read_text().splitlines()]
 
-
-# The loss guard ----------------------------------------------------------------------------------
 
 SPIKE = ["--inject", "spike:0:11"]
 

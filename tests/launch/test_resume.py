@@ -125,10 +125,7 @@ def test_auto_starts_afresh_where_there_is_nothing(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "others"),
-    [
-        ("fsdp1", {"hsdp": "2", "fsdp2": "3"}),
-        ("fsdp2", {"none": "1", "fsdp1": "2", "ddp": "3"}),
-    ],
+    [("fsdp1", {"hsdp": "2", "fsdp2": "3"}), ("fsdp2", {"none": "1", "fsdp1": "2", "ddp": "3"})],
     ids=["fsdp1", "fsdp2"],
 )
 def test_others_read_the_same_state(runs: Runs, tmp_path: Path, source: str, others: dict[str, str]) -> None:

@@ -25,9 +25,6 @@ SLOW_MS = 200
 """Far more than any other delay of a rank in a step on a busy machine."""
 
 
-# One rank's measurement -----------------------------------------------------------------------------
-
-
 def _wrapped(kind: str) -> nn.Module:
     net = make_net()
     if kind == "ddp":
@@ -108,9 +105,6 @@ def test_what_raises_is_no_step() -> None:
     sync, others, whole = waiting.take(None, 2)
     assert sync.isnan().all()
     assert others.isnan().tolist() == whole.isnan().tolist() == [False, True]
-
-
-# The job --------------------------------------------------------------------------------------------
 
 
 def waiting_of(run: Run) -> dict[str, Any]:

@@ -96,8 +96,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "wandering": lambda p: Wandering(p, lr=0.05),
 }
 
-# Loops -----------------------------------------------------------------------------------------------
-
 
 def plainly(job: Job) -> None:
     for number in range(STEPS):
@@ -199,9 +197,6 @@ def test_reuse_resumes_after_a_closure() -> None:
     assert len(seen) == len(NAMES)
 
 
-# Valid uses of a cast ------------------------------------------------------------------------------
-
-
 def test_nothing_is_reused_without_an_attached_optimizer() -> None:
     """Without an attached optimizer, changes of weights cannot be detected."""
     job = Job()
@@ -237,9 +232,6 @@ def test_a_look_before_the_training_changes_no_gradient_and_no_amax(
         outcomes.append((gradient_bits(job.net), job.manager._syncs[0].arena.pending.tolist()))
     assert outcomes[0] == outcomes[1]
     assert min(outcomes[0][1]) > 0
-
-
-# Changes -------------------------------------------------------------------------------------------
 
 
 def through_data(job: Job) -> None:

@@ -28,8 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 
-# Kinds of checkpoints --------------------------------------------------------------------------------
-
 
 def plain(block: nn.Module, h: Tensor) -> Tensor:
     return block(h)
@@ -73,8 +71,6 @@ KINDS = {
     "selective, FP8 casts saved": selective(ops.quantize),
     "selective, both saved": selective(ops.quantize, ops.matmul),
 }
-
-# Blocks ----------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

@@ -34,8 +34,6 @@ def _dynamo_begins_anew() -> None:
     torch._dynamo.reset()
 
 
-# Compiled ------------------------------------------------------------------------------------------
-
 Run = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -268,8 +266,6 @@ def test_a_graph_decides_anew_whether_a_tensor_has_outgrown_its_scale() -> None:
         assert 1 / outcomes[0][2].item() == pytest.approx(448 / 4.5 if own else scale)
     assert graphs <= 3, "one for each limit, whatever it decides"
 
-
-# Through the ops, and captured ----------------------------------------------------------------------
 
 STEPS, NO_INPUT, NO_BRANCH, NOT_FINITE = 14, (0, 1), (0, 1, 2, 3, 8), 11
 """Slots are cold at first, some for longer; hot ones are skipped in places, and see an Inf once."""

@@ -132,9 +132,6 @@ def test_experts_of_other_ranks_add_nothing_through_a_norm() -> None:
     assert not model(rows(3, 32, 1), torch.full((3, 2), 4), torch.ones(3, 2)).any()
 
 
-# Preparing -----------------------------------------------------------------------------------------
-
-
 def test_history_of_experts_is_short_by_default() -> None:
     for recipe, overrides, experts, inlet in (
         (None, None, 16, 1024),
@@ -212,9 +209,6 @@ def test_a_router_in_fp8_is_warned_of() -> None:
     (text,) = warnings(None)
     assert text.startswith("fp8dist: mlp.router: as many outputs as the mixture has experts.")
     assert warnings(re.findall(r"skip='(.*)'", text)) == []
-
-
-# State ---------------------------------------------------------------------------------------------
 
 
 def _collectives(history: int, steps: int) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 
 TOKENS, IN, OUT = 32, 48, 64
 RECIPES = [fp8dist.DelayedScaling(), fp8dist.CurrentScaling(), fp8dist.RowwiseScaling(), fp8dist.BlockScaling()]
@@ -254,7 +254,11 @@ def test_it_compiles_in_one_graph(make: Callable[[], nn.Module]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def _sharded(gathers_fp8: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers_fp8", [False, True])
+@on_ranks(2)
+def test_a_sharded_conv1d(gathers_fp8: bool) -> None:
+    """Its weight is gathered in high precision, and cast to the bytes that an FP8 gather brings."""
     results = []
     for which in range(2):
         model = nn.Sequential(_pair(_conv1d)[which])
@@ -280,10 +284,3 @@ def _sharded(gathers_fp8: bool) -> None:
             ]
         )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gathers_fp8", [False, True])
-def test_a_sharded_conv1d(two_ranks: RankPool, gathers_fp8: bool) -> None:
-    """Its weight is gathered in high precision, and cast to the bytes that an FP8 gather brings."""
-    two_ranks.run(_sharded, gathers_fp8)

@@ -27,8 +27,6 @@ from tests.support.training import bits, gradient_bits
 
 INF, NAN = float("inf"), float("nan")
 
-# The three products --------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
@@ -129,9 +127,6 @@ def test_torch_autocast(backend: str, inside: bool) -> None:
     assert_product(module.weight.grad, dequantised(dy, E5M2).t(), dequantised(cast, E4M3).t())  # type: ignore[arg-type]
     assert roles(manager) == roles(hand_manager)
     assert roles(manager)["input"] == amax(cast)
-
-
-# Tokens, gradients and graphs ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -289,9 +284,6 @@ def test_a_recomputed_weight_is_not_kept_for_the_backward() -> None:
     assert made[-1]() is None
 
 
-# Values --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("backend", "bad", "hot"),
     [
@@ -339,9 +331,6 @@ def test_finite_values_beyond_the_format_saturate(backend: str) -> None:
     expected = torch.tensor([[57344.0 * 448, -57344.0 * 448]]).expand(32, 2)
     assert torch.equal(module.weight.grad[:, :2], expected)  # type: ignore[index]
     assert roles(manager)["input"] == amax(x)
-
-
-# Refusals ------------------------------------------------------------------------------------------
 
 
 def test_what_cuda_refuses_is_refused_on_the_cpu() -> None:

@@ -37,10 +37,7 @@ RECIPES: tuple[Recipe, ...] = (
 ONE_OF_EACH = (CurrentScaling(), RowwiseScaling(format="hybrid", high_precision=("fprop",)), BlockScaling())
 """Settings of recipes without state."""
 
-MIXED: dict[str, Recipe | High] = {
-    "first": CurrentScaling(power_of_two=True),
-    "last": BlockScaling(format="hybrid"),
-}
+MIXED: dict[str, Recipe | High] = {"first": CurrentScaling(power_of_two=True), "last": BlockScaling(format="hybrid")}
 """With delayed scaling as default: three recipes in ``Net``."""
 
 
@@ -50,9 +47,6 @@ def converted(model: nn.Module) -> list[str]:
 
 def recipes(manager: StateManager) -> dict[str, Recipe]:
     return {slot.fqn: manager.slot(slot.fqn, "weight").recipe for slot in manager.slots}
-
-
-# Patterns ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,10 +80,7 @@ def test_which_recipe_a_module_has(settings: Any, expected: dict[str, Recipe]) -
 def test_a_pattern_that_matches_nothing_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     fp8dist.prepare(make_net(), overrides={"frist": CurrentScaling(), "*": RowwiseScaling(), "blocks.*": "high"})
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        (
-            "WARNING",
-            "fp8dist: overrides: no module with a matmul weight matches 'frist' (nearest: 'first'), 'blocks.*'",
-        )
+        ("WARNING", "fp8dist: overrides: no module with a matmul weight matches 'frist' (nearest: 'first'), 'blocks.*'")
     ]
 
 
@@ -107,9 +98,6 @@ def test_modules_that_share_a_weight_have_one_recipe() -> None:
     assert recipes(manager) == {"a": CurrentScaling(), "b": CurrentScaling(), "c": DelayedScaling()}
     assert [slot.role for slot in manager.slots if slot.fqn == "b"] == ["grad_output", "input"]
     assert recipes(fp8dist.prepare(_tied(), overrides={"a": "high", "b": RowwiseScaling()}))["b"] == RowwiseScaling()
-
-
-# First and last layers ---------------------------------------------------------------------------
 
 
 def _linears(count: int) -> list[nn.Module]:
@@ -182,9 +170,6 @@ def test_first_and_last_without_layers_or_with_too_few() -> None:
     for first, last in ((2, 2), (4, 0), (-1, 1), (1, -1)):
         with pytest.raises(ConfigurationError, match=f"cannot take {first} and {last} of 3 layers"):
             first_and_last(nn.ModuleList(_linears(3)), first, last)
-
-
-# Several recipes ---------------------------------------------------------------------------------
 
 
 class Watched:
@@ -285,9 +270,6 @@ def test_each_recipe_trains_another_way() -> None:
     assert len({tuple(Job(recipe).steps(*range(4)).losses) for recipe in RECIPES}) == len(RECIPES)
 
 
-# Recipes as values -------------------------------------------------------------------------------
-
-
 def test_recipes_compare_hash_print_and_can_be_copied() -> None:
     for recipe in RECIPES:
         others = [other for other in RECIPES if other is not recipe]
@@ -347,9 +329,6 @@ def test_strange_descriptions_are_refused() -> None:
     for description, message in cases:
         with pytest.raises(ConfigurationError, match=message):
             Recipe.from_description(description)
-
-
-# Checkpoints -------------------------------------------------------------------------------------
 
 
 def test_a_resume_of_a_mixed_model_is_bitwise() -> None:

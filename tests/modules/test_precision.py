@@ -350,9 +350,6 @@ def test_a_tied_weight_that_no_user_has_seen_comes_back_cold() -> None:
         assert manager.slot("0", "weight").scale.item() == scale
 
 
-# Ranks -------------------------------------------------------------------------------------------
-
-
 def _trained(alone: bool) -> tuple[list[tuple[str, ...]], str, int]:
     """Rank 1 does not call set_precision, if ``alone``."""
     rank = torch.distributed.get_rank()

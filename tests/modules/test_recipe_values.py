@@ -228,8 +228,6 @@ def test_a_cold_slot_may_be_cast_with_scale_1() -> None:
         assert_gemms(gemms, oracle(recipe, x, weight, grad, ones))
 
 
-# How far products may be off ---------------------------------------------------------------------
-
 U = 2.0**-24
 """Unit roundoff of float32."""
 
@@ -367,9 +365,6 @@ def test_the_bound_of_products_is_nearly_reached() -> None:
             expected, exact = oracle(kind(format=format), *tensors), of_gemms(*tensors)
             for name, result in (("fprop", y), ("dgrad", dx)):
                 assert 0.8 < excess(result, *exact[name], expected[name]).max() <= 1
-
-
-# Signal to noise ---------------------------------------------------------------------------------
 
 
 def decibels(exact: Exact, got: Exact) -> float:

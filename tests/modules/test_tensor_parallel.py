@@ -18,7 +18,7 @@ from tests.support.parallel import (
     watched_reductions,
     whole,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 from tests.support.tensor_parallel import (
     LAYOUTS,
     Pair,
@@ -32,7 +32,29 @@ from tests.support.tensor_parallel import (
 from tests.support.training import state_bits
 
 
-def _check_products(name: str) -> None:
+def _assert_gemms(
+    model: Pair,
+    full: dict[str, Tensor],
+    fp8: dict[tuple[str, str], Tensor],
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor],
+) -> None:
+    """Compare outputs and gradients of up and down with products of the whole dequantised operands."""
+    for name, y, dx, dy in zip(("up", "down"), results[:2], results[2:], gradients):
+        a, w, g = (fp8[name, role] for role in ("input", "weight", "grad_output"))
+        assert_affine(y, a, w, full.get(f"{name}.bias"))
+        assert_affine(dx, g, w.t())
+        layer = model.get_submodule(name)
+        assert isinstance(layer.weight, DTensor)
+        rows = g.reshape(-1, g.shape[-1]).t()
+        assert_affine(whole(layer.weight.grad), rows, a.reshape(-1, a.shape[-1]).t())
+        if layer.bias is not None:
+            assert_sum_of_tokens(all_of(layer.bias.grad, Replicate()), dy)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@on_ranks(2)
+def test_products_of_parts_are_those_of_the_whole(name: str) -> None:
     layout = LAYOUTS[name]
     model, manager, full = parallel_pair(layout)
     for index in range(3):
@@ -65,32 +87,8 @@ def _check_products(name: str) -> None:
     same_on_all_ranks(state_bits(manager))
 
 
-def _assert_gemms(
-    model: Pair,
-    full: dict[str, Tensor],
-    fp8: dict[tuple[str, str], Tensor],
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor],
-) -> None:
-    """Compare outputs and gradients of up and down with products of the whole dequantised operands."""
-    for name, y, dx, dy in zip(("up", "down"), results[:2], results[2:], gradients):
-        a, w, g = (fp8[name, role] for role in ("input", "weight", "grad_output"))
-        assert_affine(y, a, w, full.get(f"{name}.bias"))
-        assert_affine(dx, g, w.t())
-        layer = model.get_submodule(name)
-        assert isinstance(layer.weight, DTensor)
-        rows = g.reshape(-1, g.shape[-1]).t()
-        assert_affine(whole(layer.weight.grad), rows, a.reshape(-1, a.shape[-1]).t())
-        if layer.bias is not None:
-            assert_sum_of_tokens(all_of(layer.bias.grad, Replicate()), dy)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_products_of_parts_are_those_of_the_whole(two_ranks: RankPool, name: str) -> None:
-    two_ranks.run(_check_products, name)
-
-
-def _first_step_alone() -> None:
+@on_ranks(2)
+def test_first_step_has_the_amaxes_of_a_single_process() -> None:
     layout = LAYOUTS["default"]
     _, manager, _ = parallel = parallel_pair(layout)
     forward_backward(parallel[0], layout, 0)
@@ -107,15 +105,20 @@ def _first_step_alone() -> None:
     torch.testing.assert_close(manager.slot("down", "input").amax, own.slot("down", "input").amax, rtol=0.1, atol=0)
 
 
-def test_first_step_has_the_amaxes_of_a_single_process(two_ranks: RankPool) -> None:
-    two_ranks.run(_first_step_alone)
-
-
-# One Linear ---------------------------------------------------------------------------------------------
-
-
-def _one_linear(weight: Placement, bias: Placement, input: Placement, rows: int) -> None:
-    """Return the second of two steps, on [rows, 32]."""
+@pytest.mark.parametrize("rows", [9, 1])
+@pytest.mark.parametrize(
+    ("weight", "bias", "input"),
+    [
+        (Shard(0), Shard(0), Replicate()),
+        (Shard(1), Replicate(), Shard(1)),
+        (Replicate(), Replicate(), Replicate()),
+        (Replicate(), Replicate(), Shard(0)),
+    ],
+    ids=["columns", "rows", "replicated", "replicated, sharded tokens"],
+)
+@on_ranks(2)
+def test_any_number_of_tokens(weight: Placement, bias: Placement, input: Placement, rows: int) -> None:
+    """One token, sharded over two ranks: one rank has none."""
     mesh = mesh_of((2,), ("tp",))
     torch.manual_seed(4)
     linear = nn.Linear(32, 64)
@@ -143,21 +146,3 @@ def _one_linear(weight: Placement, bias: Placement, input: Placement, rows: int)
     assert_affine(whole(x.grad), d, v.t())  # type: ignore[arg-type]
     assert_affine(whole(linear.weight.grad), d.t(), a.t())  # type: ignore[arg-type]
     assert_sum_of_tokens(whole(linear.bias.grad), g)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("rows", [9, 1])
-@pytest.mark.parametrize(
-    ("weight", "bias", "input"),
-    [
-        (Shard(0), Shard(0), Replicate()),
-        (Shard(1), Replicate(), Shard(1)),
-        (Replicate(), Replicate(), Replicate()),
-        (Replicate(), Replicate(), Shard(0)),
-    ],
-    ids=["columns", "rows", "replicated", "replicated, sharded tokens"],
-)
-def test_any_number_of_tokens(
-    two_ranks: RankPool, weight: Placement, bias: Placement, input: Placement, rows: int
-) -> None:
-    """One token, sharded over two ranks: one rank has none."""
-    two_ranks.run(_one_linear, weight, bias, input, rows)

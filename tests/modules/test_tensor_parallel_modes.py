@@ -17,13 +17,8 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError
 from tests.support.linear import E4M3, amax, dequantised
-from tests.support.parallel import (
-    assert_affine,
-    mesh_of,
-    watched_reductions,
-    whole,
-)
-from tests.support.ranks import RankPool
+from tests.support.parallel import assert_affine, mesh_of, watched_reductions, whole
+from tests.support.ranks import on_ranks
 from tests.support.tensor_parallel import (
     LAST,
     LAYOUTS,
@@ -39,8 +34,6 @@ from tests.support.tensor_parallel import (
 from tests.support.training import state_bits
 
 pytestmark = pytest.mark.slow
-
-# Refusals ----------------------------------------------------------------------------------------------
 
 
 class Inner(nn.Module):
@@ -82,8 +75,10 @@ def _refusal(
     return str(error.value)
 
 
-def _refusals() -> list[tuple[str, str]]:
-    """Return errors, and what each must name."""
+@on_ranks(2)
+def test_what_has_no_product_is_refused_by_name() -> None:
+    """Parts that FP8 cannot multiply, plain inputs, a group without the tensor-parallel ranks, and placements that do
+    not fit each other."""
     own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     whole, columns = (Replicate(), Replicate()), (Shard(0), Shard(0))
     placements = [
@@ -91,7 +86,7 @@ def _refusals() -> list[tuple[str, str]]:
         *((whole, Partial()), (whole, Shard(1)), ((Shard(0), Replicate()), Replicate())),
     ]
     alone = f"by ranks 0, 1, but its FP8 state only by ranks {dist.get_rank()}:"
-    return [
+    refusals = [
         (_refusal(style=ColwiseParallel(), rows=48), "(24, 32)"),
         (_refusal(style=RowwiseParallel(), columns=48), "(32, 24)"),
         (_refusal(style=ColwiseParallel(), rows=16), "(8, 32)"),
@@ -99,22 +94,24 @@ def _refusals() -> list[tuple[str, str]]:
         (_refusal(style=ColwiseParallel(), group=own), alone),
         *((_refusal(of, input), "") for of, input in placements),
     ]
+    assert len(refusals) == 11
+    for text, named in refusals:
+        assert "inner.proj" in text
+        assert named in text
 
 
-def test_what_has_no_product_is_refused_by_name(two_ranks: RankPool) -> None:
-    """Parts that FP8 cannot multiply, plain inputs, a group without the tensor-parallel ranks, and placements that do
-    not fit each other."""
-    for refusals in two_ranks.run(_refusals):
-        assert len(refusals) == 11
-        for text, named in refusals:
-            assert "inner.proj" in text
-            assert named in text
-
-
-# High precision ----------------------------------------------------------------------------------------
-
-
-def _high_precision(name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("in by tokens", "eval"),
+        ("default", "no_fp8"),
+        ("default", "calibrate"),
+        ("in by tokens", "calibrate"),
+        ("in by tokens", "disabled"),
+    ],
+)
+@on_ranks(2)
+def test_high_precision_is_that_of_the_plain_model(name: str, how: str) -> None:
     layout = LAYOUTS[name]
     settings: dict[str, Any] = {"eval": {"eval_precision": "high"}, "disabled": {"enabled": False}}.get(how, {})
     model, manager, _ = parallel_pair(layout, **settings)
@@ -146,21 +143,8 @@ def _high_precision(name: str, how: str) -> None:
     assert last_amaxes(manager) == {slot: amax(tensor) for slot, tensor in seen.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("in by tokens", "eval"),
-        ("default", "no_fp8"),
-        ("default", "calibrate"),
-        ("in by tokens", "calibrate"),
-        ("in by tokens", "disabled"),
-    ],
-)
-def test_high_precision_is_that_of_the_plain_model(two_ranks: RankPool, name: str, how: str) -> None:
-    two_ranks.run(_high_precision, name, how)
-
-
-def _eval_in_fp8() -> None:
+@on_ranks(2)
+def test_eval_in_fp8_records_nothing() -> None:
     layout = LAYOUTS["default"]
     model, manager, full = parallel_pair(layout)
     forward_backward(model, layout, 0)
@@ -177,14 +161,8 @@ def _eval_in_fp8() -> None:
     assert_affine(y, a, dequantised(full["down.weight"], E4M3, manager.slot("down", "weight").scale), full["down.bias"])
 
 
-def test_eval_in_fp8_records_nothing(two_ranks: RankPool) -> None:
-    two_ranks.run(_eval_in_fp8)
-
-
-# Loops -------------------------------------------------------------------------------------------------
-
-
-def _accumulated() -> None:
+@on_ranks(2)
+def test_accumulation() -> None:
     layout = LAYOUTS["in by tokens"]
     model = Pair(layout)
     recipe = DelayedScaling(history_len=4, update="next_step")
@@ -213,11 +191,8 @@ def _accumulated() -> None:
     assert report.compared["parameter"] == 3  # The norm's two parameters and the row-wise bias.
 
 
-def test_accumulation(two_ranks: RankPool) -> None:
-    two_ranks.run(_accumulated)
-
-
-def _copied() -> None:
+@on_ranks(2)
+def test_a_copy_has_its_own_state() -> None:
     layout = LAYOUTS["default"]
     model, manager, _ = parallel_pair(layout)
     forward_backward(model, layout, 0)
@@ -242,7 +217,3 @@ def _copied() -> None:
         if one is twin:
             assert state_bits(manager) == before
     assert results[0] == results[1]
-
-
-def test_a_copy_has_its_own_state(two_ranks: RankPool) -> None:
-    two_ranks.run(_copied)

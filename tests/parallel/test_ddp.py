@@ -24,7 +24,7 @@ from fp8dist.errors import ConfigurationError
 from tests.support import sharded
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.sharded import Job, Outcome, full, train
 from tests.support.training import (
     AmaxRecorder,
@@ -146,7 +146,8 @@ def _attached(
     return net, manager, ddp, optimizer
 
 
-def _launched_from_last_bucket() -> tuple[list[str], int]:
+@on_ranks(2)
+def test_comm_hook_launches_in_backward_after_the_last_of_several_buckets() -> None:
     _, manager, ddp, _ = _attached(bucket_cap_mb=0.005)
     order: list[str] = []
 
@@ -162,15 +163,10 @@ def _launched_from_last_bucket() -> tuple[list[str], int]:
         ddp(batch(0, 1)[0]).sum().backward()
     early = fp8_count(calls, manager)
     fp8dist.restore(ddp)
-    return order, early
-
-
-def test_comm_hook_launches_in_backward_after_the_last_of_several_buckets(two_ranks: RankPool) -> None:
-    for order, early in two_ranks.run(_launched_from_last_bucket):
-        assert order.count("bucket") >= 1
-        assert order[-1] == "last bucket"
-        assert order.count("last bucket") == 1
-        assert early == 1
+    assert order.count("bucket") >= 1
+    assert order[-1] == "last bucket"
+    assert order.count("last bucket") == 1
+    assert early == 1
 
 
 def test_comm_hook_is_refused_with_a_frozen_converted_weight() -> None:
@@ -188,9 +184,6 @@ def test_comm_hook_allows_frozen_parameters_that_are_not_fp8() -> None:
     net.branch.weight.requires_grad_(False)
     net.last.bias.requires_grad_(False)
     fp8dist.ddp.comm_hook(manager)
-
-
-# Join: uneven data -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -265,15 +258,7 @@ def _train_uneven(job: Uneven) -> Outcome:
         optimizer.zero_grad()
     if job.afterwards:
         losses += _epoch(job, ddp, optimizer, recorder, job.afterwards, 200)
-    return Outcome(
-        losses,
-        full(net),
-        state_bits(manager),
-        [in_join],
-        manager.steps,
-        histories(manager),
-        recorder.steps,
-    )
+    return Outcome(losses, full(net), state_bits(manager), [in_join], manager.steps, histories(manager), recorder.steps)
 
 
 def assert_joined(job: Uneven, outcomes: Sequence[Outcome]) -> None:
@@ -311,10 +296,7 @@ def test_join_with_uneven_data(two_ranks: RankPool, job: Uneven) -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [
-        Uneven((5, 1, 4), accumulate=2),
-        Uneven((3, 7, 5), accumulate=2, no_sync=True, update="next_step"),
-    ],
+    [Uneven((5, 1, 4), accumulate=2), Uneven((3, 7, 5), accumulate=2, no_sync=True, update="next_step")],
     ids=["accumulation without no_sync", "no_sync, next_step"],
 )
 def test_join_on_three_ranks(three_ranks: RankPool, job: Uneven) -> None:
@@ -336,7 +318,8 @@ def test_training_goes_on_after_join(two_ranks: RankPool) -> None:
         assert window[-2:] == expected
 
 
-def _damaged_in_its_last_step() -> list[tuple[int, str]]:
+@on_ranks(2)
+def test_a_rank_without_data_still_learns_of_its_last_step() -> None:
     """Under next_step a verdict is read one boundary later. Rank 1 has none: it only takes part in the others'."""
     rank = dist.get_rank()
     _, manager, ddp, optimizer = _attached(policy="warn", update="next_step")
@@ -350,14 +333,11 @@ def _damaged_in_its_last_step() -> list[tuple[int, str]]:
             nn.functional.mse_loss(ddp(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [(finding.step, finding.kind) for report in reports for finding in report.findings]
+    assert [(finding.step, finding.kind) for report in reports for finding in report.findings] == [(2, "scale")]
 
 
-def test_a_rank_without_data_still_learns_of_its_last_step(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_damaged_in_its_last_step) == [[(2, "scale")]] * 2
-
-
-def _join_refusals() -> list[str]:
+@on_ranks(2)
+def test_join_refuses_what_would_hang() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     ddp = DistributedDataParallel(net)
@@ -370,16 +350,9 @@ def _join_refusals() -> list[str]:
     with pytest.raises(ConfigurationError) as with_hook:
         Join([ddp, manager])
     texts.append(str(with_hook.value))
-    return texts
-
-
-def test_join_refuses_what_would_hang(two_ranks: RankPool) -> None:
-    for without_attach, with_hook in two_ranks.run(_join_refusals):
-        assert "attach(ddp" in without_attach
-        assert "comm_hook" in with_hook
-
-
-# Errors that must not be hidden ------------------------------------------------------------------
+    without_attach, with_hook = texts
+    assert "attach(ddp" in without_attach
+    assert "comm_hook" in with_hook
 
 
 def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
@@ -417,17 +390,13 @@ def test_join_on_a_copy_of_a_ddp_model(two_ranks: RankPool) -> None:
     assert first[0] == 3
 
 
-def _refreshed_after_an_early_launch() -> tuple[list[float], float]:
+@on_ranks(2)
+def test_refresh_weights_after_an_early_launch_forgets_what_was_sent() -> None:
     net, manager, ddp, optimizer = _attached(hook=True, lr=0.0, find_unused_parameters=True)
     ddp(batch(dist.get_rank(), 0)[0]).sum().backward()  # Launches the sync.
     net.first.weight.data.mul_(1e-3)
     manager.refresh_weights()
     optimizer.step()
-    return manager.slot("first", "weight").amax_history.tolist(), manager.slot("first", "weight").scale.item()
-
-
-def test_refresh_weights_after_an_early_launch_forgets_what_was_sent(two_ranks: RankPool) -> None:
     largest = make_net().first.weight.detach().mul(1e-3).abs().max()
-    for history, scale in two_ranks.run(_refreshed_after_an_early_launch):
-        assert history == [0.0] * HISTORY
-        assert scale == (torch.tensor(448.0) / largest).item()
+    assert manager.slot("first", "weight").amax_history.tolist() == [0.0] * HISTORY
+    assert manager.slot("first", "weight").scale.item() == (torch.tensor(448.0) / largest).item()

@@ -19,7 +19,7 @@ from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.logs import captured_log
 from tests.support.meshes import HISTORY, Job, assert_bitwise, assert_synced, build, clean_fqn, train
 from tests.support.parallel import loss_of, make_blocks, tokens, watched_reductions
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import AmaxRecorder, expected_histories, histories, state_bits
 
 FSDP1 = Job("fsdp1", optimizer="momentum")
@@ -88,9 +88,6 @@ def test_mixed_precision(two_ranks: RankPool) -> None:
             assert all(float(torch.tensor(a).bfloat16()) == a for a in window)
 
 
-# Memory ---------------------------------------------------------------------------------------------------
-
-
 def _saved_fp8(job: Job) -> tuple[list[int], int, float]:
     """Return the sizes of the FP8 tensors that a forward saves for backward, whether they still hold the weights, and
     the loss of the second step, whose backward recomputed them."""
@@ -126,10 +123,9 @@ def test_no_cast_of_a_weight_outlives_its_forward(two_ranks: RankPool) -> None:
         assert [numel for numel in kept if numel] == sorted([*inputs, *[32 * 64] * 4])
 
 
-# Checks and modes -----------------------------------------------------------------------------------------
-
-
-def _checked(strategy: str) -> Any:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_check_gives_no_false_alarm(strategy: str) -> None:
     built = build(replace(FSDP1, strategy=strategy))
     built.backward(0)
     built.optimizer.step()
@@ -143,16 +139,11 @@ def _checked(strategy: str) -> Any:
     assert state_bits(built.manager) == before
     scale = float(built.manager.slot("blocks.0.up", "weight").scale)
     assert scale == float(torch.tensor(448.0) / built.parameters()["blocks.0.up.weight"].abs().max())
-    return not clean.diverged, clean.compared, clean.skipped
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_check_gives_no_false_alarm(two_ranks: RankPool, strategy: str) -> None:
-    for consistent, compared, skipped in two_ranks.run(_checked, strategy):
-        assert consistent
-        whole = dict(compared).get("parameter", 0)
-        assert whole == (12 if strategy == "NO_SHARD" else 0)
-        assert any("FSDP1" in reason for reason in skipped) is (strategy != "NO_SHARD")
+    skipped = clean.skipped
+    assert not clean.diverged
+    whole = dict(clean.compared).get("parameter", 0)
+    assert whole == (12 if strategy == "NO_SHARD" else 0)
+    assert any("FSDP1" in reason for reason in skipped) is (strategy != "NO_SHARD")
 
 
 def _calibrated(job: Job) -> Any:
@@ -181,21 +172,16 @@ def test_calibration(two_ranks: RankPool) -> None:
         assert state == results[0][3]
 
 
-def _flat_parameters() -> str:
+@on_ranks(2)
+def test_flat_parameters_are_refused() -> None:
+    """Their weights are not parameters, and have no memory between forwards."""
     net = make_blocks()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     module = FullyShardedDataParallel(net, use_orig_params=False, device_id=torch.device("cpu"))
     with pytest.raises(ConfigurationError) as error:
         manager.attach(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
-    return str(error.value)
+    assert "use_orig_params" in str(error.value)
 
-
-def test_flat_parameters_are_refused(two_ranks: RankPool) -> None:
-    """Their weights are not parameters, and have no memory between forwards."""
-    assert all("use_orig_params" in text for text in two_ranks.run(_flat_parameters))
-
-
-# The communication hook ---------------------------------------------------------------------------------
 
 HOOKED = [
     replace(FSDP1, strategy="SHARD_GRAD_OP", hook="inner", update="next_step"),

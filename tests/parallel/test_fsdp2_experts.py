@@ -23,7 +23,7 @@ from fp8dist.modules.fp8_weight import FP8Weight
 from tests.support.collectives import CountingAllGather, counted_collectives
 from tests.support.experts import Experts
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.sharded import full
 from tests.support.sharded_experts import Job, Routed, build, routed_batch, step, train
 from tests.support.states import state_of
@@ -157,8 +157,9 @@ def test_padding_of_few_experts_is_told_once(four_ranks: RankPool) -> None:
         assert [len(lines) for lines in four_ranks.run(_told, job)] == expected
 
 
-def _kept(fp8_all_gather: bool) -> int:
-    """Return the number of FP8 bytes of weights that a forward keeps for its backward."""
+@pytest.mark.parametrize("fp8_all_gather", [True, False])
+@on_ranks(2)
+def test_no_cast_of_experts_is_kept_for_backward(fp8_all_gather: bool) -> None:
     model, called, *_ = build(Job(fp8_all_gather=fp8_all_gather))
     sizes = [0]
 
@@ -171,15 +172,12 @@ def _kept(fp8_all_gather: bool) -> int:
         output = called(routed_batch(0, 0, 4))
     output.sum().backward()
     assert all(slots.cache.empty for slots in model.experts.fp8_products.values())
-    return sizes[0]
+    assert sizes[0] == 0
 
 
-@pytest.mark.parametrize("fp8_all_gather", [True, False])
-def test_no_cast_of_experts_is_kept_for_backward(two_ranks: RankPool, fp8_all_gather: bool) -> None:
-    assert two_ranks.run(_kept, fp8_all_gather) == [0, 0]
-
-
-def _high() -> Any:
+@on_ranks(2)
+def test_high_precision_multiplies_with_dequantised_weights() -> None:
+    """Another order of sums changes the last bits of float32."""
     job = Job(recipe=DelayedScaling(history_len=3, power_of_two=True))
     model, called, manager, optimizer = build(job)
     step(job, called, optimizer, 0)
@@ -197,15 +195,10 @@ def _high() -> Any:
     plain = Experts(4)
     plain.gate_up_proj, plain.down_proj = (nn.Parameter(weight) for weight in weights)
     again = plain(seen[0], x[:, 32:].long(), torch.full((len(x), 2), 0.5))
-    return float((expected - again).norm() / again.norm()), float((out - expected).abs().max()), gradients.abs().sum()
-
-
-def test_high_precision_multiplies_with_dequantised_weights(two_ranks: RankPool) -> None:
-    """Another order of sums changes the last bits of float32."""
-    for error, inlet, gradients in two_ranks.run(_high):
-        assert error < 1e-6
-        assert inlet < 0.2  # The inlet is in FP8 in one of them.
-        assert gradients > 0
+    inlet = float((out - expected).abs().max())
+    assert float((expected - again).norm() / again.norm()) < 1e-6
+    assert inlet < 0.2  # The inlet is in FP8 in one of them.
+    assert gradients.abs().sum() > 0
 
 
 def _refused(experts: int, dim: int) -> str:

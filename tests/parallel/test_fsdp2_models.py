@@ -18,13 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from fp8dist.modules.fp8_weight import FP8Weight
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.sharded import HISTORY, OPTIMIZERS, Deep, arena_bits, full, shard
 from tests.support.training import batch, bits
 
 pytestmark = pytest.mark.slow
-
-# Tied, frozen ------------------------------------------------------------------------------------
 
 
 class TiedLinears(nn.Module):
@@ -168,9 +166,6 @@ def test_models_and_options_are_as_under_ddp(
         assert "FP8Weight" in mine[4]
 
 
-# One rank, and kept bytes ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "recipe",
     [DelayedScaling(history_len=4), CurrentScaling(), BlockScaling()],
@@ -214,8 +209,10 @@ def test_one_rank_is_as_without_fsdp2(recipe: Recipe) -> None:
     assert runs[0][2] == pytest.approx(runs[1][2], rel=0.02)
 
 
-def _kept_bytes(fp8_all_gather: bool, reshard: bool) -> tuple[int, int]:
-    """Return the bytes saved for backward, by kind: (FP8 with a weight's size, other FP8)."""
+@pytest.mark.parametrize("fp8_all_gather", [True, False])
+@on_ranks(2)
+def test_no_cast_of_a_weight_is_kept_for_backward(fp8_all_gather: bool) -> None:
+    reshard = True
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 192, bias=False), nn.ReLU(), nn.Linear(192, 64, bias=False))
     manager = fp8dist.prepare(
@@ -234,14 +231,8 @@ def _kept_bytes(fp8_all_gather: bool, reshard: bool) -> tuple[int, int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = called(x)
     output.sum().backward()
-    return sizes["weight"], sizes["other"]
-
-
-@pytest.mark.parametrize("fp8_all_gather", [True, False])
-def test_no_cast_of_a_weight_is_kept_for_backward(two_ranks: RankPool, fp8_all_gather: bool) -> None:
-    for weights, others in two_ranks.run(_kept_bytes, fp8_all_gather, True):
-        assert weights == 0
-        assert others == 16 * (64 + 192)  # The inputs.
+    assert sizes["weight"] == 0
+    assert sizes["other"] == 16 * (64 + 192)  # The inputs.
 
 
 def _compiled(compiled: bool) -> list[float] | str:

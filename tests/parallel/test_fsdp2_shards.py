@@ -17,7 +17,7 @@ from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.state.groups import local_part
 from tests.support.collectives import CountingAllGather, counted_collectives
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.sharded import HISTORY, Job, Mlp, build, fp8_linears, full, shard
 from tests.support.training import batch, bits
 
@@ -108,9 +108,6 @@ def test_gathered_bytes_of_uneven_shards(three_ranks: RankPool) -> None:
         assert checked == 2 * (3 + 2 * 2)
 
 
-# Uneven and empty shards -------------------------------------------------------------------------
-
-
 def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
     """One process acts as one of many ranks; no data moves."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -182,9 +179,6 @@ def test_sixteen_rows_on_three_ranks(three_ranks: RankPool) -> None:
     assert [kept for _, kept in outcomes] == [{True}] * 3
 
 
-# Bytes on the wire -------------------------------------------------------------------------------
-
-
 def _gathered_bytes(kind: str) -> tuple[int, list[int], list[int]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512))
@@ -224,22 +218,16 @@ def test_fp8_gathers_half_of_bfloat16_and_a_quarter_of_float32(two_ranks: RankPo
     assert moved["fp8"] <= 0.26 * moved["fp32"]
 
 
-# Mixed precision, offload, meta ------------------------------------------------------------------
-
-
-def _gradients(job: Job) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+@on_ranks(2)
+def test_gradients_under_mixed_precision_are_those_of_the_shards() -> None:
+    job = Job(shard={"mp_policy": BF16})
     model, called, _, optimizer = build(job)
     x, y = batch(dist.get_rank(), 0)
     nn.functional.mse_loss(called(x).float(), y).backward()
     found = {name: (p.dtype, p.grad.dtype) for name, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
-    return found
-
-
-def test_gradients_under_mixed_precision_are_those_of_the_shards(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_gradients, Job(shard={"mp_policy": BF16})):
-        assert len(found) == 6
-        assert set(found.values()) == {(torch.float32, torch.float32)}
+    assert len(found) == 6
+    assert set(found.values()) == {(torch.float32, torch.float32)}
 
 
 def _fill(model: nn.Module) -> None:

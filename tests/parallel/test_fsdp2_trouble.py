@@ -17,7 +17,7 @@ from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
 from tests.support.meshes import mesh_of
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import Job, fp8_linears, seeded, shard
 from tests.support.training import batch
@@ -37,7 +37,9 @@ class Experts(nn.Module):
         return self.head(self.expert(x))
 
 
-def _experts(trouble: str) -> list[float]:
+@pytest.mark.parametrize("trouble", ["cold", "written"])
+@on_ranks(2, timeout=40.0)
+def test_an_expert_of_one_rank_leaves_no_rank_alone(trouble: str) -> None:
     """Rank 0's expert is cold or was written to; rank 1's is not."""
     mesh = mesh_of((2, 1), ("ep", "edp"))
     torch.manual_seed(0)
@@ -63,13 +65,7 @@ def _experts(trouble: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return losses
-
-
-@pytest.mark.parametrize("trouble", ["cold", "written"])
-def test_an_expert_of_one_rank_leaves_no_rank_alone(two_ranks: RankPool, trouble: str) -> None:
-    for losses in two_ranks.run(_experts, trouble, timeout=40.0):
-        assert all(map(torch.isfinite, torch.tensor(losses)))
+    assert all(map(torch.isfinite, torch.tensor(losses)))
 
 
 def _before_attach() -> str:
@@ -83,20 +79,16 @@ def _before_attach() -> str:
     return f"no error of {manager}"
 
 
-def _without_fsdp2(wraps: bool) -> str:
+@pytest.mark.parametrize("wraps", [True, False])
+@on_ranks(2)
+def test_a_gather_needs_fsdp2(wraps: bool) -> None:
     model: Any = nn.Sequential(nn.Linear(32, 32))
     manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=True)
     with pytest.raises(ConfigurationError) as caught:
         manager.attach(nn.parallel.DistributedDataParallel(model) if wraps else model)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("wraps", [True, False])
-def test_a_gather_needs_fsdp2(two_ranks: RankPool, wraps: bool) -> None:
-    for text in two_ranks.run(_without_fsdp2, wraps):
-        assert text.startswith(
-            "fp8_all_gather=True needs FSDP2, but this model is not sharded by it: call fully_shard()"
-        )
+    assert str(caught.value).startswith(
+        "fp8_all_gather=True needs FSDP2, but this model is not sharded by it: call fully_shard()"
+    )
 
 
 def test_a_forward_before_attach_is_refused(two_ranks: RankPool) -> None:
@@ -114,8 +106,10 @@ class Two(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def _input_gradients(tensor_parallel: bool) -> float:
-    """Return how much dx changes when a weight's scale changes between forward and backward."""
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+@on_ranks(2)
+def test_gathered_bytes_keep_their_meaning_under_tensor_parallelism(tensor_parallel: bool) -> None:
+    """Scaling by a power of two changes bytes only where subnormals are rounded."""
     mesh = mesh_of((2, 1), ("dp", "tp"))
     gradients = []
     for change in (False, True):
@@ -134,14 +128,7 @@ def _input_gradients(tensor_parallel: bool) -> float:
         loss.backward()
         assert x.grad is not None
         gradients.append(x.grad)
-    return float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
-
-
-@pytest.mark.parametrize("tensor_parallel", [False, True])
-def test_gathered_bytes_keep_their_meaning_under_tensor_parallelism(two_ranks: RankPool, tensor_parallel: bool) -> None:
-    """Scaling by a power of two changes bytes only where subnormals are rounded."""
-    for change in two_ranks.run(_input_gradients, tensor_parallel):
-        assert change < 0.02
+    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 0.02
 
 
 class Around(nn.Module):
@@ -189,7 +176,8 @@ class TiedOutside(nn.Module):
         return self.body(x + self.embedding(torch.arange(8)))
 
 
-def _tied_outside() -> list[bool]:
+@on_ranks(2)
+def test_a_weight_that_is_tied_outside_of_the_model_stays_in_high_precision() -> None:
     model = TiedOutside()
     manager = fp8dist.prepare(model.body, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=True)
     fully_shard(model)
@@ -198,16 +186,11 @@ def _tied_outside() -> list[bool]:
     for module in (model.body[0], model.body[1], model.embedding):
         module.register_forward_pre_hook(lambda module, args: seen.append(isinstance(module.weight, FP8Weight)))
     model(batch(0, 0)[0]).sum().backward()
-    return seen
+    assert seen == [False, False, True]  # The embedding runs first.
 
 
-def test_a_weight_that_is_tied_outside_of_the_model_stays_in_high_precision(two_ranks: RankPool) -> None:
-    for seen in two_ranks.run(_tied_outside):
-        assert seen == [False, False, True]  # The embedding runs first.
-
-
-def _kept_bytes() -> dict[str, int]:
-    """Return the bytes that autograd keeps in dense tensors of a weight's shape, by mode."""
+@on_ranks(2)
+def test_no_mode_keeps_whole_weights_until_backward() -> None:
     run = Running(Job())
     shapes = {tuple(linear.weight.shape) for linear in fp8_linears(run.model).values()}
     kept = {}
@@ -224,15 +207,11 @@ def _kept_bytes() -> dict[str, int]:
             loss = run.called(batch(0, 0)[0]).sum()
         kept[mode] = count
         loss.backward()
-    return kept
+    assert kept == {"fp8": 0, "high": 0}
 
 
-def test_no_mode_keeps_whole_weights_until_backward(two_ranks: RankPool) -> None:
-    for kept in two_ranks.run(_kept_bytes):
-        assert kept == {"fp8": 0, "high": 0}
-
-
-def _high_precision_gradients() -> float:
+@on_ranks(2)
+def test_gradients_in_high_precision_are_right() -> None:
     """Compare gradients in no_fp8() with plain products of the dequantised weights."""
     run = Running(Job(model="mlp"))
     weights = {}
@@ -259,16 +238,12 @@ def _high_precision_gradients() -> float:
         expected = weights[name].grad
         dist.all_reduce(expected)
         worst = max(worst, float((linear.weight.grad.full_tensor() - expected / 2).abs().max() / expected.abs().max()))
-    return worst
+    assert worst < 1e-6
 
 
-def test_gradients_in_high_precision_are_right(two_ranks: RankPool) -> None:
-    for worst in two_ranks.run(_high_precision_gradients):
-        assert worst < 1e-6
-
-
-def _casts(microbatches: int) -> tuple[int, int]:
-    """Return (weight casts of a step under tensor parallelism, in a plain model)."""
+@on_ranks(2)
+def test_casts_are_reused_under_tensor_parallelism() -> None:
+    microbatches = 3
     counts = []
     for tensor_parallel in (True, False):
         mesh = mesh_of((2,), ("tp",))
@@ -291,14 +266,11 @@ def _casts(microbatches: int) -> tuple[int, int]:
         for index in range(microbatches):
             model(batch(0, index)[0]).sum().backward()
         counts.append(casts)
-    return counts[0], counts[1]
+    assert (counts[0], counts[1]) == (2, 2)
 
 
-def test_casts_are_reused_under_tensor_parallelism(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_casts, 3) == [(2, 2)] * 2
-
-
-def _silent_writes() -> list[str]:
+@on_ranks(2)
+def test_writes_to_a_gathered_weight_are_refused() -> None:
     run = Running(Job())
     told: list[str] = []
 
@@ -318,8 +290,4 @@ def _silent_writes() -> list[str]:
 
     run.model.first.register_forward_pre_hook(hook)  # type: ignore[union-attr]
     run.loss()
-    return told
-
-
-def test_writes_to_a_gathered_weight_are_refused(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_silent_writes) == [["refused"] * 3] * 2
+    assert told == ["refused"] * 3

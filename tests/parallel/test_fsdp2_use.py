@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import OPTIMIZERS, Job, arena_bits, full
 from tests.support.training import Net, batch, bits
@@ -31,7 +31,8 @@ def _started() -> Running:
     return run
 
 
-def _state_dicts() -> dict[str, Any]:
+@on_ranks(2)
+def test_saved_state_dicts_do_not_mention_fp8dist() -> None:
     run = _started()
     called, found = run.called, {}
     kinds: dict[str, Callable[[], Any]] = {
@@ -50,15 +51,12 @@ def _state_dicts() -> dict[str, Any]:
             found[name] = b"FP8Shard" in buffer.getvalue() or b"fp8dist" in buffer.getvalue()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-    return found
+    assert found == dict.fromkeys(found, False)
 
 
-def test_saved_state_dicts_do_not_mention_fp8dist(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_state_dicts):
-        assert found == dict.fromkeys(found, False)
-
-
-def _round_trip(kind: str) -> tuple[Any, ...]:
+@pytest.mark.parametrize("kind", ["load_state_dict", "assign", "full"])
+@on_ranks(2)
+def test_state_dicts_load_again(kind: str) -> None:
     run, plain = _started(), _started()
     model, called = run.model, run.called
     before = {name: bits(value) for name, value in full(model).items()}
@@ -80,19 +78,14 @@ def _round_trip(kind: str) -> tuple[Any, ...]:
     after = {name: bits(value) for name, value in full(model).items()}
     losses = [(run.step(), plain.step()) for _ in range(2)]
     locals_ = {type(p._local_tensor).__name__ for n, p in model.named_parameters() if n.endswith("weight")}
-    return before, after, losses, locals_
+    assert before == after
+    # Not bitwise: the former scales came from older weights, the new ones come from these.
+    assert [ours for ours, _ in losses] == pytest.approx([plain for _, plain in losses], rel=0.02)
+    assert locals_ == {"FP8Shard"}
 
 
-@pytest.mark.parametrize("kind", ["load_state_dict", "assign", "full"])
-def test_state_dicts_load_again(two_ranks: RankPool, kind: str) -> None:
-    for before, after, losses, locals_ in two_ranks.run(_round_trip, kind):
-        assert before == after
-        # Not bitwise: the former scales came from older weights, the new ones come from these.
-        assert [ours for ours, _ in losses] == pytest.approx([plain for _, plain in losses], rel=0.02)
-        assert locals_ == {"FP8Shard"}
-
-
-def _copies() -> dict[str, Any]:
+@on_ranks(2)
+def test_copies_and_sums_of_parameters() -> None:
     run = _started()
     model, called = run.model, run.called
     found: dict[str, Any] = {}
@@ -133,14 +126,9 @@ def _copies() -> dict[str, Any]:
     except Exception as error:
         found["deepcopied model"] = f"{type(error).__name__}: {error}"
     run.step()
-    return found
-
-
-def test_copies_and_sums_of_parameters(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_copies):
-        assert found.pop("sum") == pytest.approx(found.pop("expected sum"), rel=1e-4)
-        assert "FSDP does not support deepcopy" in found.pop("deepcopied model")
-        assert found == dict.fromkeys(found, True)
+    assert found.pop("sum") == pytest.approx(found.pop("expected sum"), rel=1e-4)
+    assert "FSDP does not support deepcopy" in found.pop("deepcopied model")
+    assert found == dict.fromkeys(found, True)
 
 
 def _manual(parallel: str) -> tuple[list[float], dict[str, bytes]]:
@@ -283,9 +271,6 @@ def test_training_goes_on_as_without(three_ranks: RankPool, what: str) -> None:
     assert three_ranks.run(_trained, what, True) == three_ranks.run(_trained, what, False)
 
 
-# Mistakes ----------------------------------------------------------------------------------------
-
-
 def _without_fsdp2(kind: str) -> str:
     model = Net()
     manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=True)
@@ -311,14 +296,12 @@ def test_settings_that_cannot_be() -> None:
             fp8dist.prepare(Net(), fp8_all_gather=True, **settings)  # type: ignore[arg-type]
 
 
-def _back_in_fp8() -> set[str]:
+@on_ranks(2)
+def test_a_gathered_weight_that_comes_back_into_fp8_keeps_its_scale() -> None:
+    """The scale is checked whenever the weight is gathered."""
     run = _started()
     run.manager.set_precision("first", "high")
     run.step()
     run.manager.set_precision("first", "fp8")
-    return {slot.role for sync in run.manager._syncs for slot, cold in zip(sync.arena.index, sync.arena.cold) if cold}
-
-
-def test_a_gathered_weight_that_comes_back_into_fp8_keeps_its_scale(two_ranks: RankPool) -> None:
-    """The scale is checked whenever the weight is gathered."""
-    assert two_ranks.run(_back_in_fp8) == [{"input", "grad_output"}] * 2
+    found = {slot.role for sync in run.manager._syncs for slot, cold in zip(sync.arena.index, sync.arena.cold) if cold}
+    assert found == {"input", "grad_output"}

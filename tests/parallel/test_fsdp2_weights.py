@@ -30,7 +30,7 @@ from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.parallel.fsdp2 import LOOK_AHEAD
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import FITS, Running
 from tests.support.sharded import Job, arena_bits, fp8_linears, full, seeded
 from tests.support.training import batch, bits
@@ -227,7 +227,9 @@ def test_data_without_refresh_is_counted_and_told(two_ranks: RankPool) -> None:
         assert {slot.role for slot in event.slots} == {"weight"}
 
 
-def _unshard_after_a_change(per_module: bool) -> list[str]:
+@pytest.mark.parametrize("per_module", [True, False])
+@on_ranks(2)
+def test_unshard_outside_of_a_forward_asks_for_refresh_weights(per_module: bool) -> None:
     run = Running(Job(per_module=per_module))
     run.step()
     with torch.no_grad():
@@ -245,18 +247,15 @@ def _unshard_after_a_change(per_module: bool) -> list[str]:
     module.reshard()
     found.append(type(run.model.branch.weight).__name__)
     run.step()  # The job continues.
-    return found
+    message, kind = found
+    assert "branch" in message
+    assert "refresh_weights()" in message
+    assert kind == "DTensor"
 
 
-@pytest.mark.parametrize("per_module", [True, False])
-def test_unshard_outside_of_a_forward_asks_for_refresh_weights(two_ranks: RankPool, per_module: bool) -> None:
-    for message, kind in two_ranks.run(_unshard_after_a_change, per_module):
-        assert "branch" in message
-        assert "refresh_weights()" in message
-        assert kind == "DTensor"
-
-
-def _change_one(job: Job) -> tuple[Any, ...]:
+@on_ranks(2)
+def test_only_what_was_changed_is_derived_anew() -> None:
+    job = Job()
     run = Running(job)
     for _ in range(3):
         run.step()
@@ -265,14 +264,9 @@ def _change_one(job: Job) -> tuple[Any, ...]:
         run.model.branch.weight.mul_(8)  # type: ignore[union-attr,operator]
     shares = run.saturated()
     after = {n: run.manager.slot(n, "weight").amax_history.tolist() for n in fp8_linears(run.model)}
-    return shares, before, after
-
-
-def test_only_what_was_changed_is_derived_anew(two_ranks: RankPool) -> None:
-    for shares, before, after in two_ranks.run(_change_one, Job()):
-        assert max(shares.values()) < FITS
-        assert not any(after["branch"])
-        assert {n: w for n, w in after.items() if n != "branch"} == {n: w for n, w in before.items() if n != "branch"}
+    assert max(shares.values()) < FITS
+    assert not any(after["branch"])
+    assert {n: w for n, w in after.items() if n != "branch"} == {n: w for n, w in before.items() if n != "branch"}
 
 
 def _zero_weights(job: Job) -> tuple[Any, ...]:
@@ -540,8 +534,8 @@ def test_refresh_weights_takes_the_sharded_weights_while_they_are_gathered(two_r
         assert scales == fitting
 
 
-def _written_while_gathered() -> tuple[list[dict[str, float]], list[bool]]:
-    """Return the share of 448s in evaluations: before and after a write to the weights, and after resharding."""
+@on_ranks(2)
+def test_gathered_weights_that_are_written_to_are_gathered_again() -> None:
     run = Running(Job(reshard=False, optimizer="sgd"))
     run.step()
     x, _ = batch(0, 0)
@@ -561,22 +555,14 @@ def _written_while_gathered() -> tuple[list[dict[str, float]], list[bool]]:
                 if isinstance(module, FSDPModule):
                     module.reshard()
     before, after, fresh = outputs
-    return seen, [torch.equal(before, after), torch.equal(after, fresh)]
-
-
-def test_gathered_weights_that_are_written_to_are_gathered_again(two_ranks: RankPool) -> None:
-    for seen, same in two_ranks.run(_written_while_gathered):
-        assert max(max(shares.values()) for shares in seen) < FITS
-        assert same == [False, True]
+    assert max(max(shares.values()) for shares in seen) < FITS
+    assert [torch.equal(before, after), torch.equal(after, fresh)] == [False, True]
 
 
 def test_attach_again_while_weights_are_gathered(two_ranks: RankPool) -> None:
     for failure, _, _, loss in two_ranks.run(_while_gathered, "attach"):
         assert not failure
         assert loss == pytest.approx(1, abs=0.1)
-
-
-# Whose scale is trusted. ---------------------------------------------------------------------------
 
 
 def _loaded_and_attached(then_attach: bool) -> tuple[dict[str, bytes], float]:
@@ -598,7 +584,8 @@ def test_attaching_again_forgets_no_trust(two_ranks: RankPool) -> None:
     assert two_ranks.run(_loaded_and_attached, True) == two_ranks.run(_loaded_and_attached, False)
 
 
-def _gathered_by_hand() -> tuple[str, list[float]]:
+@on_ranks(2)
+def test_a_cold_weight_is_not_gathered_by_hand() -> None:
     """A weight that was zero gets its scale in a forward. Gathered before that, it has none."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
@@ -620,12 +607,7 @@ def _gathered_by_hand() -> tuple[str, list[float]]:
             except ConfigurationError as error:
                 text = str(error)
         scales.append(float(manager.slot("1", "weight").scale))
-    return text, scales
-
-
-def test_a_cold_weight_is_not_gathered_by_hand(two_ranks: RankPool) -> None:
-    for text, scales in two_ranks.run(_gathered_by_hand):
-        assert "1: it has no FP8 scale yet" in text
-        assert "refresh_weights()" in text
-        assert scales[0] == 1.0
-        assert scales[1] > 1.0
+    assert "1: it has no FP8 scale yet" in text
+    assert "refresh_weights()" in text
+    assert scales[0] == 1.0
+    assert scales[1] > 1.0

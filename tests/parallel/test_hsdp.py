@@ -40,7 +40,7 @@ from tests.support.parallel import (
     train_plain,
     watched_reductions,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import histories, state_bits
 
 pytestmark = [pytest.mark.slow]
@@ -56,9 +56,6 @@ def _trained(pool: RankPool, job: Job, **options: Any) -> list[Outcome]:
     for outcome in outcomes:
         assert outcome.reductions == [[WORLD]] * len(outcome.reductions)
     return outcomes
-
-
-# Tensor parallelism × FSDP2 ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["tp", "hsdp"])
@@ -105,7 +102,17 @@ def test_activation_checkpointing_changes_no_bit_of_losses_and_state(four_ranks:
             assert_bitwise(mine, theirs)
 
 
-def _drifted(layout: str, damaged: int, name: str) -> Any:
+@pytest.mark.parametrize(
+    ("layout", "damaged", "ranks", "name"),
+    [
+        ("tp", 1, (0, 1), "blocks.1.norm.weight"),
+        ("tp", 2, (2, 3), "blocks.0.down.bias"),
+        ("hsdp", 2, (0, 2), "blocks.0.up.weight"),
+    ],
+)
+@on_ranks(4)
+def test_replicas_that_differ_are_found(layout: str, damaged: int, ranks: tuple[int, ...], name: str) -> None:
+    """There is no majority of two replicas, which are across the tensor-parallel axis, or are HSDP's."""
     built = build(Job(layout))
     built.step(0)
     parameter = dict(built.named())[name]
@@ -115,47 +122,28 @@ def _drifted(layout: str, damaged: int, name: str) -> Any:
             parameter.to_local().view(-1)[1] += 0.25
     with captured_log():
         report = built.manager.check(parameters=True, policy="warn")
-    return [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings]
+    assert [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings] == [("parameter", name, ranks, None)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "damaged", "ranks", "name"),
-    [
-        ("tp", 1, (0, 1), "blocks.1.norm.weight"),
-        ("tp", 2, (2, 3), "blocks.0.down.bias"),
-        ("hsdp", 2, (0, 2), "blocks.0.up.weight"),
-    ],
-)
-def test_replicas_that_differ_are_found(
-    four_ranks: RankPool, layout: str, damaged: int, ranks: tuple[int, ...], name: str
-) -> None:
-    """There is no majority of two replicas, which are across the tensor-parallel axis, or are HSDP's."""
-    for findings in four_ranks.run(_drifted, layout, damaged, name):
-        assert findings == [("parameter", name, ranks, None)]
-
-
-def _group_too_small() -> str:
+@on_ranks(4)
+def test_the_data_parallel_axis_alone_is_refused_under_tensor_parallelism() -> None:
     mesh = mesh_of((2, 2), ("dp", "tp"))
     model = make_blocks()
     manager = fp8dist.prepare(model, group=mesh["dp"])
     parallelize_blocks(model, mesh["tp"])
     with pytest.raises(ConfigurationError) as error:
         manager.attach(model)
-    return str(error.value)
+    rank = dist.get_rank()
+    text = str(error.value)
+    first = rank - rank % 2
+    assert "blocks.0.up" in text
+    whose = f"by ranks {first}, {first + 1}, but its FP8 state only by ranks {rank % 2}, {rank % 2 + 2}:"
+    assert whose in text
 
 
-def test_the_data_parallel_axis_alone_is_refused_under_tensor_parallelism(four_ranks: RankPool) -> None:
-    for rank, text in enumerate(four_ranks.run(_group_too_small)):
-        first = rank - rank % 2
-        assert "blocks.0.up" in text
-        whose = f"by ranks {first}, {first + 1}, but its FP8 state only by ranks {rank % 2}, {rank % 2 + 2}:"
-        assert whose in text
-
-
-# Calibration, and several jobs in one process --------------------------------------------------------------
-
-
-def _calibrated(fp8_all_gather: bool) -> Any:
+@pytest.mark.parametrize("fp8_all_gather", [True, False])
+@on_ranks(4)
+def test_calibration_and_high_precision(fp8_all_gather: bool) -> None:
     built = build(Job(fp8_all_gather=fp8_all_gather))
     with watched_reductions() as reductions, built.manager.calibrate():
         built.backward(0)
@@ -168,19 +156,23 @@ def _calibrated(fp8_all_gather: bool) -> Any:
     with built.manager.no_fp8():
         high = built.backward(1)
     built.optimizer.zero_grad()
-    return high
-
-
-@pytest.mark.parametrize("fp8_all_gather", [True, False])
-def test_calibration_and_high_precision(four_ranks: RankPool, fp8_all_gather: bool) -> None:
     model = make_blocks()
-    for rank, high in enumerate(four_ranks.run(_calibrated, fp8_all_gather)):
-        x, target = tokens(rank // 2, 1)
-        exact = float(loss_of(model(x), target).detach())
-        assert high == pytest.approx(exact, rel=2e-2 if fp8_all_gather else 1e-5)
+    rank = dist.get_rank()
+    x, target = tokens(rank // 2, 1)
+    exact = float(loss_of(model(x), target).detach())
+    assert high == pytest.approx(exact, rel=2e-2 if fp8_all_gather else 1e-5)
 
 
-def _submeshes() -> None:
+def _interrupted_free(job: Job) -> Any:
+    """Return the state without other jobs in the process."""
+    built = build(job)
+    for step in range(2):
+        built.step(step)
+    return state_bits(built.manager)
+
+
+@on_ranks(4)
+def test_managers_on_several_meshes_do_not_meet() -> None:
     """Two models on two ranks each, and one on all ranks: three managers in one process, stepped in turn."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     rank = dist.get_rank()
@@ -210,19 +202,8 @@ def _submeshes() -> None:
     assert state_bits(whole_run.manager) == expected
 
 
-def _interrupted_free(job: Job) -> Any:
-    """Return the state without other jobs in the process."""
-    built = build(job)
-    for step in range(2):
-        built.step(step)
-    return state_bits(built.manager)
-
-
-def test_managers_on_several_meshes_do_not_meet(four_ranks: RankPool) -> None:
-    four_ranks.run(_submeshes)
-
-
-def _copied() -> None:
+@on_ranks(4)
+def test_a_copy_made_before_sharding_has_its_own_state() -> None:
     """FSDP2 cannot copy a sharded model, so the copy comes first."""
     mesh = mesh_of((2, 2), ("replicate", "shard"))
     model = make_blocks()
@@ -244,11 +225,8 @@ def _copied() -> None:
     assert state_bits(manager) == results[0][1]
 
 
-def test_a_copy_made_before_sharding_has_its_own_state(four_ranks: RankPool) -> None:
-    four_ranks.run(_copied)
-
-
-def _permuted() -> None:
+@on_ranks(4)
+def test_a_mesh_in_another_order_gives_the_same_numbers() -> None:
     """A mesh with ranks in arbitrary order: the position on the mesh determines a rank's part."""
     mesh = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
     model = make_blocks()
@@ -269,10 +247,6 @@ def _permuted() -> None:
     for step in range(2):
         straight.step(step)
     assert histories(manager) == {slot: window[-4:] for slot, window in histories(straight.manager).items()}
-
-
-def test_a_mesh_in_another_order_gives_the_same_numbers(four_ranks: RankPool) -> None:
-    four_ranks.run(_permuted)
 
 
 def test_hybrid_shards_of_fsdp1_are_those_of_fsdp2(four_ranks: RankPool) -> None:

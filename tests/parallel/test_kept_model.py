@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import ConfigurationError
 from tests.support.meshes import quiet
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, bits, gradient_bits, make_net, parameter_bits
 
 
@@ -159,7 +159,8 @@ def test_what_one_rank_refuses_all_refuse(two_ranks: RankPool) -> None:
     assert also
 
 
-def _with_a_stateful_hook() -> tuple[int, bool, bool]:
+@on_ranks(2)
+def test_a_communication_hook_of_ddp_is_not_called() -> None:
     """DDP's hook does not run without a reduction, so its state stays."""
     model = _ddp()
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
@@ -167,11 +168,7 @@ def _with_a_stateful_hook() -> tuple[int, bool, bool]:
     _settled(model)
     before, gradients = state.iter, gradient_bits(model)
     report = fp8dist.replay(model, _step_of(model), 0)
-    return state.iter - before, report.reproducible, gradient_bits(model) == gradients
-
-
-def test_a_communication_hook_of_ddp_is_not_called(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_with_a_stateful_hook) == [(0, True, True)] * 2
+    assert (state.iter - before, report.reproducible, gradient_bits(model) == gradients) == (0, True, True)
 
 
 def test_notes_of_a_gradient_scaler_are_put_back() -> None:
@@ -260,7 +257,8 @@ def test_ddp_is_left_as_it_is_between_a_forward_and_its_backward(options: dict[s
     assert plain[0][1] == plain[1][1]
 
 
-def _between_with_hooks() -> tuple[str, int]:
+@on_ranks(2)
+def test_what_is_frozen_or_hooked_is_no_probe_between_a_forward_and_its_backward() -> None:
     net = make_net()
     small = [parameter for parameter in net.parameters() if parameter.dim() < 2]
     small[0].requires_grad_(False)
@@ -272,13 +270,8 @@ def _between_with_hooks() -> tuple[str, int]:
     with pytest.raises(ConfigurationError) as raised:
         fp8dist.replay(model, _step_of(model), 0)
     loss.backward()
-    return str(raised.value), len(calls)
-
-
-def test_what_is_frozen_or_hooked_is_no_probe_between_a_forward_and_its_backward(two_ranks: RankPool) -> None:
-    for told, calls in two_ranks.run(_between_with_hooks):
-        assert "between a forward of DDP and its backward" in told
-        assert calls == 1
+    assert "between a forward of DDP and its backward" in str(raised.value)
+    assert len(calls) == 1
 
 
 class _Buffers(nn.Module):

@@ -17,14 +17,7 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from tests.support.parallel import mesh_of, watched_reductions
 from tests.support.ranks import RankPool
-from tests.support.training import (
-    Amaxes,
-    AmaxRecorder,
-    SlotName,
-    expected_histories,
-    histories,
-    state_bits,
-)
+from tests.support.training import Amaxes, AmaxRecorder, SlotName, expected_histories, histories, state_bits
 
 pytestmark = [pytest.mark.slow]
 

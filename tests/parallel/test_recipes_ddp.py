@@ -18,7 +18,7 @@ from fp8dist.errors import DivergenceError, ManifestMismatchError
 from fp8dist.modules.overrides import High
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import HISTORY, Job, build, full
 from tests.support.training import batch, bits, make_net
@@ -87,11 +87,10 @@ def test_each_recipe_under_ddp(two_ranks: RankPool, name: str) -> None:
     assert first[3] == STEPS
 
 
-# Checks ---------------------------------------------------------------------------------------------
-
-
-def _checked(recipe: Recipe, damaged: int) -> tuple[int, int, list[tuple[str, str]]]:
-    """Return the steps until a check raises, the number of checks (the first on equal ranks), and the findings."""
+@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
+@on_ranks(2)
+def test_check_every_where_no_step_communicates(recipe: Recipe) -> None:
+    damaged = 1
     settings = {"check_every": 2, "check_policy": "raise"}
     run, found = Running(Job("ddp", optimizer="sgd", recipe=recipe, settings=settings)), []
     for step in range(6):
@@ -106,15 +105,7 @@ def _checked(recipe: Recipe, damaged: int) -> tuple[int, int, list[tuple[str, st
         except DivergenceError as error:
             found = [(finding.kind, finding.name) for finding in error.report.findings]
             break
-    return step, int(run.manager.metrics()["fp8/checks"]), found
-
-
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
-def test_check_every_where_no_step_communicates(two_ranks: RankPool, recipe: Recipe) -> None:
-    assert two_ranks.run(_checked, recipe, 1) == [(4, 2, [("parameter", "first.weight")])] * 2
-
-
-# Uneven data ----------------------------------------------------------------------------------------
+    assert (step, int(run.manager.metrics()["fp8/checks"]), found) == (4, 2, [("parameter", "first.weight")])
 
 
 def _joined(name: str) -> tuple[int, dict[str, bytes], bool]:
@@ -140,8 +131,6 @@ def test_uneven_data(two_ranks: RankPool, name: str) -> None:
     assert first[0] == 2 + 3 + 2
 
 
-# Ranks that were prepared differently ---------------------------------------------------------------
-
 OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "recipe": ({"recipe": CurrentScaling()}, ("recipe", "CurrentScaling")),
     "format of the same recipe": ({"recipe": DelayedScaling(format="e4m3")}, ("format", "e4m3")),
@@ -153,9 +142,9 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def _prepared_otherwise(other: str, odd: int) -> tuple[str, float, str]:
-    """Return attach's message if one rank differs, its duration, and the message if all ranks are equal."""
-
+@pytest.mark.parametrize(("other", "odd"), [(other, 2 * (i % 2)) for i, other in enumerate(OTHERS)])
+@on_ranks(3)
+def test_a_rank_with_other_recipes_is_named(other: str, odd: int) -> None:
     def attach(settings: dict[str, Any]) -> str:
         model = make_net()
         manager = fp8dist.prepare(model, group=dist.group.WORLD, **settings)
@@ -168,17 +157,11 @@ def _prepared_otherwise(other: str, odd: int) -> tuple[str, float, str]:
     start = time.monotonic()
     text = attach(OTHERS[other][0] if dist.get_rank() == odd else {})
     seconds = time.monotonic() - start
-    return text, seconds, attach({})
-
-
-@pytest.mark.parametrize(("other", "odd"), [(other, 2 * (i % 2)) for i, other in enumerate(OTHERS)])
-def test_a_rank_with_other_recipes_is_named(three_ranks: RankPool, other: str, odd: int) -> None:
-    for text, seconds, afterwards in three_ranks.run(_prepared_otherwise, other, odd):
-        for word in OTHERS[other][1]:
-            assert word in text
-        assert seconds < 4  # No rank timed out.
-        assert afterwards == ""
-        assert ("against rank(s) 2 " if odd else "against rank(s) 1, 2 ") in text
+    for word in OTHERS[other][1]:
+        assert word in text
+    assert seconds < 4  # No rank timed out.
+    assert attach({}) == ""
+    assert ("against rank(s) 2 " if odd else "against rank(s) 1, 2 ") in text
 
 
 def _alone_to_high_precision(name: str) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:

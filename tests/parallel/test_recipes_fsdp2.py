@@ -22,7 +22,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.runs.run_files import append_lines, slot_lines
 from tests.support.collectives import CountingAllGather, counted_collectives
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import HISTORY, Job, Outcome, fp8_linears, full, seeded, shard, train
 from tests.support.training import batch, bits
@@ -48,8 +48,6 @@ def assert_as_ddp(ours: list[Outcome], theirs: list[Outcome]) -> None:
         assert mine.steps == other.steps
     assert ours[0].losses[0] != ours[0].losses[-1]
 
-
-# Against DDP ----------------------------------------------------------------------------------------
 
 SAME = [
     *(
@@ -105,8 +103,6 @@ def test_block_scaling_reduces_nothing(two_ranks: RankPool) -> None:
     for seen in two_ranks.run(_collectives, replace(BLOCK, overrides={"layers.3": "high"})):
         assert seen == [[], []] * 3
 
-
-# The scales of gathered weights ---------------------------------------------------------------------
 
 WRITES = ("mul_", "mul_, FP8 state", "copy_", "load_state_dict", "another optimizer", ".data, refresh")
 
@@ -191,7 +187,8 @@ def test_uneven_shards_share_a_scale(three_ranks: RankPool) -> None:
     assert_as_ddp(ours, theirs)
 
 
-def _unshard_by_hand() -> None:
+@on_ranks(2)
+def test_a_gather_by_hand_after_a_step() -> None:
     """After an optimizer step the scales fit at once: a gather outside of a forward needs no preparation."""
     run = Running(Job(recipe=CurrentScaling(), optimizer="adamw_foreach"))
     run.step()
@@ -203,11 +200,8 @@ def _unshard_by_hand() -> None:
     assert held == _expected_bytes(run)["branch"][0]
 
 
-def test_a_gather_by_hand_after_a_step(two_ranks: RankPool) -> None:
-    two_ranks.run(_unshard_by_hand)
-
-
-def _with_fallback() -> None:
+@on_ranks(2)
+def test_a_commit_after_the_optimizers_step_leaves_scales_alone() -> None:
     """With fallback each step syncs and commits the amaxes of its forwards, which must not change the scales."""
     run = Running(replace(CURRENT, model="net", settings={"fallback": Fallback()}))
     run.manager.attach(run.called, optimizer=run.optimizer, boundary="manual")
@@ -218,12 +212,10 @@ def _with_fallback() -> None:
         assert _bytes_as_used(run, batch(dist.get_rank(), 9)[0]) == expected
 
 
-def test_a_commit_after_the_optimizers_step_leaves_scales_alone(two_ranks: RankPool) -> None:
-    two_ranks.run(_with_fallback)
-
-
-def _watched(recipe: Recipe, path: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the weight amaxes that are written in the first step, and the amaxes of the whole weights."""
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(history_len=HISTORY)], ids=["current", "delayed"])
+@on_ranks(2)
+def test_a_watch_sees_gathered_weights(recipe: Recipe, tmp_path: Path) -> None:
+    path = str(tmp_path / "scales.jsonl")
     model = seeded("net")
     manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
 
@@ -241,13 +233,7 @@ def _watched(recipe: Recipe, path: str) -> tuple[dict[str, float], dict[str, flo
     optimizer.step()
     dist.barrier()
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return {line["slot"]: line["amax"] for line in lines if line["slot"] in amaxes}, amaxes
-
-
-@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(history_len=HISTORY)], ids=["current", "delayed"])
-def test_a_watch_sees_gathered_weights(two_ranks: RankPool, recipe: Recipe, tmp_path: Path) -> None:
-    for written, amaxes in two_ranks.run(_watched, recipe, str(tmp_path / "scales.jsonl")):
-        assert written == amaxes
+    assert {line["slot"]: line["amax"] for line in lines if line["slot"] in amaxes} == amaxes
 
 
 def _two_optimizers(parallel: str) -> tuple[list[float], list[int]]:
@@ -300,24 +286,6 @@ def test_a_step_that_the_loss_scaler_skips(two_ranks: RankPool, optimizer: str) 
     assert [(scale, steps) for _, scale, steps in ours] == [(128.0, 4)] * 2
 
 
-# Resume ---------------------------------------------------------------------------------------------
-
-
-def _resumed(job: Job, folder: str) -> tuple[list[float], list[float]]:
-    run = Running(job)
-    for _ in range(2):
-        run.step()
-    parts = _checkpointed(run)
-    dcp.save(parts, checkpoint_id=folder)
-    on = [run.step() for _ in range(2)]
-    other = Running(job)
-    state = _checkpointed(other)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(other.called, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    other.index = 2
-    return on, [other.step() for _ in range(2)]
-
-
 def _checkpointed(run: Running) -> dict[str, Any]:
     model, optimizer = get_state_dict(run.called, run.optimizer)
     return {"model": model, "optimizer": optimizer, "fp8": run.manager}
@@ -330,16 +298,25 @@ def _checkpointed(run: Running) -> dict[str, Any]:
         pytest.param(replace(CURRENT, overrides={"last": DelayedScaling()}, optimizer="adamw_fused"), id="mixed"),
     ],
 )
-def test_a_resume_through_dcp_is_bitwise(two_ranks: RankPool, job: Job, tmp_path: Path) -> None:
-    for on, resumed in two_ranks.run(_resumed, job, str(tmp_path / "checkpoint")):
-        assert on == resumed
+@on_ranks(2)
+def test_a_resume_through_dcp_is_bitwise(job: Job, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    run = Running(job)
+    for _ in range(2):
+        run.step()
+    parts = _checkpointed(run)
+    dcp.save(parts, checkpoint_id=folder)
+    on = [run.step() for _ in range(2)]
+    other = Running(job)
+    state = _checkpointed(other)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(other.called, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    other.index = 2
+    assert on == [other.step() for _ in range(2)]
 
 
-# Blocks ---------------------------------------------------------------------------------------------
-
-
-def _gathered_bytes() -> tuple[int, int]:
-    """Return the bytes of all ranks' parts of one weight of 1024 x 512, and the collectives of a step."""
+@on_ranks(2)
+def test_bytes_and_scales_of_blocks_are_gathered() -> None:
     model = nn.Sequential(nn.Linear(512, 1024, bias=False))
     manager = fp8dist.prepare(model, BlockScaling(), group=dist.group.WORLD, fp8_all_gather=True)
     shard(model)
@@ -350,12 +327,8 @@ def _gathered_bytes() -> tuple[int, int]:
             module.set_custom_all_gather(CountingAllGather(log))  # type: ignore[arg-type]
     with torch.no_grad(), counted_collectives() as calls:
         model(torch.randn(4, 512))
-    return sum(log), calls.names.count("all_reduce")
-
-
-def test_bytes_and_scales_of_blocks_are_gathered(two_ranks: RankPool) -> None:
     elements = 1024 * 512
-    assert two_ranks.run(_gathered_bytes) == [(elements + elements * 4 // 16384, 0)] * 2
+    assert (sum(log), calls.names.count("all_reduce")) == (elements + elements * 4 // 16384, 0)
 
 
 def _attached(out_features: int, dim: int, recipe: Recipe, gather: bool) -> str:

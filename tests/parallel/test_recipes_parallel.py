@@ -24,9 +24,6 @@ pytestmark = [pytest.mark.slow]
 RECIPES: dict[str, Recipe] = {"current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
 
 
-# Tensor parallelism ---------------------------------------------------------------------------------
-
-
 def dequantised(x: Tensor, recipe: Recipe, gradient: bool, weight: bool) -> Tensor:
     """Return x after FP8, in float64: scales of runs along the last dim, over which a product sums."""
     dtype = torch.float8_e5m2 if gradient and recipe.format == "hybrid" else torch.float8_e4m3fn
@@ -140,9 +137,6 @@ def test_what_is_not_cut_is_taken(two_ranks: RankPool, up: int, name: str) -> No
     assert two_ranks.run(_cut, up, RECIPES[name]) == [""] * 2
 
 
-# Meshes of two axes ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["hsdp", "tp"])
 def test_current_scaling_gathered_in_fp8_on_four_ranks(four_ranks: RankPool, layout: str) -> None:
     """HSDP is bitwise equal to casts after the gather. Under tensor parallelism × FSDP2, parts across the
@@ -158,9 +152,6 @@ def test_current_scaling_gathered_in_fp8_on_four_ranks(four_ranks: RankPool, lay
             assert all(torch.equal(p, theirs.parameters[name]) for name, p in mine.parameters.items())
         else:
             assert mine.losses == pytest.approx(theirs.losses, rel=2e-2)
-
-
-# FSDP1 ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "strategy"), [("current", "FULL_SHARD"), ("block", "SHARD_GRAD_OP")])

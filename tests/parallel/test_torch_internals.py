@@ -26,7 +26,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.parallel import torch_internals
 from tests.support.logs import captured_log
 from tests.support.meshes import mesh_of
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 
 def _net() -> nn.Sequential:
@@ -137,10 +137,9 @@ def test_an_fp8_all_gather_is_refused_where_fsdp2_does_not_tell_where_it_reshard
         assert attach.endswith("or leave fp8_all_gather out")
 
 
-# FSDP around a part of the model --------------------------------------------------------------------
-
-
-def _renamed_hook(inside: bool) -> tuple[list[str], str]:
+@pytest.mark.parametrize("inside", [True, False], ids=["beside FSDP2", "alone"])
+@on_ranks(2)
+def test_a_dtensor_whose_owner_this_torch_does_not_tell_is_refused(inside: bool) -> None:
     """Attach a tensor-parallel Linear, beside an FSDP2 module if ``inside``. Return (warnings, the error)."""
     net = _net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
@@ -156,21 +155,16 @@ def _renamed_hook(inside: bool) -> tuple[list[str], str]:
 
     with captured_log() as log, mock.patch.object(FSDPParam, "__init__", another):
         refused = _refused(lambda: manager.attach(whole))
-    return [text for _, text in log], refused
+    (text,) = [text for _, text in log]
+    assert "no FSDPParam hook after load_state_dict" in text
+    assert refused.startswith("attach() of a DTensor weight that no FSDP2 module of the model holds: torch ")
+    assert "pass it as attach(module=…)" in refused
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["beside FSDP2", "alone"])
-def test_a_dtensor_whose_owner_this_torch_does_not_tell_is_refused(two_ranks: RankPool, inside: bool) -> None:
-    for warned, refused in two_ranks.run(_renamed_hook, inside):
-        (text,) = warned
-        assert "no FSDPParam hook after load_state_dict" in text
-        assert refused.startswith("attach() of a DTensor weight that no FSDP2 module of the model holds: torch ")
-        assert "pass it as attach(module=…)" in refused
-
-
-def _unmarked(orig: bool) -> tuple[str, str]:
-    """Return (the error for FSDP1's module, the error for a plain module) if FSDP1 leaves a different mark."""
-
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("orig", [True, False], ids=["use_orig_params", "flat"])
+@on_ranks(2)
+def test_what_fsdp1_leaves_of_a_linear_is_not_prepared(orig: bool) -> None:
     def annotate(module: nn.Module, ignored: object, use_orig_params: bool) -> None:
         for inner in module.modules():
             inner._another_mark = True  # type: ignore[assignment]
@@ -187,16 +181,9 @@ def _unmarked(orig: bool) -> tuple[str, str]:
                 _refused(lambda model=model: fp8dist.prepare(model, amax_sync=False)) for model in (net, _net())
             )
         assert not log
-    return sharded, plain
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("orig", [True, False], ids=["use_orig_params", "flat"])
-def test_what_fsdp1_leaves_of_a_linear_is_not_prepared(two_ranks: RankPool, orig: bool) -> None:
-    for sharded, plain in two_ranks.run(_unmarked, orig):
-        assert sharded.startswith(f"prepare() of parameters that may be FSDP's: torch {torch.__version__} has no _is_")
-        assert "prepare the model before it is sharded" in sharded
-        assert plain == ""
+    assert sharded.startswith(f"prepare() of parameters that may be FSDP's: torch {torch.__version__} has no _is_")
+    assert "prepare the model before it is sharded" in sharded
+    assert plain == ""
 
 
 def _ignored_unknown() -> tuple[list[str], str]:
@@ -228,10 +215,9 @@ def test_a_plain_model_is_not_warned_of_any_torch() -> None:
     assert log == []
 
 
-# Gradients that wait under HSDP --------------------------------------------------------------------
-
-
-def _between_microbatches() -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_gradients_that_wait_for_the_all_reduce_of_hsdp_are_not_mixed_in() -> None:
     told = []
     net = _net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
@@ -246,14 +232,9 @@ def _between_microbatches() -> list[str]:
                 pass
 
         told.append(_refused(calibrate))
-    return told
-
-
-@pytest.mark.slow
-def test_gradients_that_wait_for_the_all_reduce_of_hsdp_are_not_mixed_in(four_ranks: RankPool) -> None:
-    for waits, reduced in four_ranks.run(_between_microbatches):
-        assert "has not reduced yet" in waits
-        assert reduced == ""
+    waits, reduced = told
+    assert "has not reduced yet" in waits
+    assert reduced == ""
 
 
 def _replayed_without(name: str) -> str:

@@ -25,7 +25,7 @@ from fp8dist.replays import model_replay
 from fp8dist.state.groups import local_part
 from tests.support.answers import flipping
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.replayed import Training
 
 pytestmark = pytest.mark.slow
@@ -122,9 +122,6 @@ def test_a_replay_before_the_first_forward_of_a_step_leaves_no_cast_and_no_count
     ):
         assert [name for name in expected[0] if expected[0][name] != found[0][name]] == []
         assert found[1] == expected[1]
-
-
-# Causes -------------------------------------------------------------------------------------------------
 
 
 def _put(y: Tensor) -> Tensor:
@@ -262,17 +259,13 @@ class _Folded(nn.Module):
         return self.fold(self.linear(x))[0]
 
 
-def _of_another_shape() -> fp8dist.ReplayReport:
+@on_ranks(2)
+def test_another_shape_is_named() -> None:
     net = _Folded()
-    return fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
-
-
-def test_another_shape_is_named(two_ranks: RankPool) -> None:
-    for report in two_ranks.run(_of_another_shape):
-        assert report.sentence == (
-            "ranks 0, 1 differ on the same data, first in module 'fold', output "
-            "(float32[4, 8] on rank 0, float32[1, 8] on rank 1)"
-        )
+    assert fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8)).sentence == (
+        "ranks 0, 1 differ on the same data, first in module 'fold', output "
+        "(float32[4, 8] on rank 0, float32[1, 8] on rank 1)"
+    )
 
 
 class _Gain(torch.autograd.Function):
@@ -351,24 +344,28 @@ def test_a_setting_of_one_rank_alone_is_named(two_ranks: RankPool) -> None:
         assert report.sentence.endswith("; the ranks are not alike: MKL_CBWR=COMPATIBLE on rank 1)")
 
 
-def _with_a_spoilt_weight(kind: str) -> fp8dist.ReplayReport:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2, plain"])
+@on_ranks(2)
+def test_the_data_is_not_blamed_for_a_parameter(kind: str) -> None:
     training = Training(**KINDS[kind])
     training.train(2)
     with torch.no_grad():
         local_part(training.net.blocks[1].down.weight)[0, 0] = math.nan
-    return training.replay()
+    assert training.replay().sentence == (
+        "a parameter gives ranks 0, 1 the first non-finite value in module 'blocks.1.down', output "
+        "(the parameter blocks.1.down.weight is not finite)"
+    )
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2, plain"])
-def test_the_data_is_not_blamed_for_a_parameter(kind: str, two_ranks: RankPool) -> None:
-    for report in two_ranks.run(_with_a_spoilt_weight, kind):
-        assert report.sentence == (
-            "a parameter gives ranks 0, 1 the first non-finite value in module 'blocks.1.down', output "
-            "(the parameter blocks.1.down.weight is not finite)"
-        )
-
-
-def _with_other_modules(more: str) -> fp8dist.ReplayReport:
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("module", "in module '2', output (rank 0 has the model's own forward, output there)"),
+        ("call", "in module '0', output, call 2 (the run on rank 0 ends before)"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_run_other_modules(more: str, sentence: str) -> None:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     if dist.get_rank() == 1 and more == "module":
@@ -379,19 +376,7 @@ def _with_other_modules(more: str) -> fp8dist.ReplayReport:
         for _ in range(calls):
             net(x).square().mean().backward()
 
-    return fp8dist.replay(net, step, torch.ones(4, 8))
-
-
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        ("module", "in module '2', output (rank 0 has the model's own forward, output there)"),
-        ("call", "in module '0', output, call 2 (the run on rank 0 ends before)"),
-    ],
-)
-def test_ranks_that_run_other_modules(more: str, sentence: str, two_ranks: RankPool) -> None:
-    for report in two_ranks.run(_with_other_modules, more):
-        assert sentence in report.sentence
+    assert sentence in fp8dist.replay(net, step, torch.ones(4, 8)).sentence
 
 
 def _other_gradient(kind: str) -> fp8dist.ReplayReport:

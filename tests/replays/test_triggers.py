@@ -119,9 +119,6 @@ def seen() -> Iterator[Seen]:
         yield replay
 
 
-# One process -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("recipe", "watch"),
     [
@@ -289,9 +286,6 @@ def test_a_tensor_parallel_model_without_its_group_is_refused_in_the_first_step(
     of_net = mock.patch.object(wrappers, "is_tensor_parallel", lambda model: model is training.net)
     with of_net, pytest.raises(ConfigurationError, match="tensor parallel: pass group="):
         training.train(1, {})
-
-
-# Several ranks -----------------------------------------------------------------------------------
 
 
 def named_on_all(watch: Mapping[str, Any]) -> Any:

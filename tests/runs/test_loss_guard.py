@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import math
 import pickle
@@ -31,7 +32,8 @@ from fp8dist import ConfigurationError, LossAlarm, LossDiverged, LossGuard
 from fp8dist.errors import CheckpointError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import Net, batch, bits, gradient_bits, histories, make_net, parameter_bits
 
 NAN, INF = math.nan, math.inf
@@ -52,8 +54,6 @@ def noisy(level: float, deviation: float, count: int, seed: int = 0) -> list[flo
     generator = random.Random(seed)
     return [generator.gauss(level, deviation) for _ in range(count)]
 
-
-# Alarms --------------------------------------------------------------------------------------------------
 
 STEADY = [2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.0, 2.1, 1.9]
 NEAR_ZERO = [abs(loss) for loss in noisy(0.0, 1e-4, 2000)]
@@ -147,9 +147,6 @@ def test_steps_are_the_callers_or_counted() -> None:
     assert [alarm and (alarm.step, alarm.median) for alarm in steps] == [(1, None), (40, None), (41, None)]
 
 
-# Actions -------------------------------------------------------------------------------------------------
-
-
 def test_warn_logs_one_line_for_alarms_in_a_row() -> None:
     guard = guard_after([2.0] * 20, action="warn")
     with captured_log() as log:
@@ -214,9 +211,6 @@ def test_a_callable_lowers_the_learning_rate() -> None:
     assert "lower is called" in log[0][1]
 
 
-# Resuming ------------------------------------------------------------------------------------------------
-
-
 def test_a_resumed_guard_decides_as_an_unbroken_one() -> None:
     generator = random.Random(3)
     losses = noisy(2.0, 0.1, 400, seed=3)
@@ -238,28 +232,19 @@ def test_a_resumed_guard_decides_as_an_unbroken_one() -> None:
         assert second.alarms == sum(line != "None" for line in whole)
 
 
-def test_a_state_is_a_copy() -> None:
-    guard = guard_after([1.0] * 3)
+def test_a_state_is_a_copy_and_a_shorter_window_takes_the_newest_losses() -> None:
+    guard = guard_after([1.0] * 90 + [1.5] * 10)
     state = guard.state_dict()
     guard.observe(1.0)
-    assert len(state["losses"]) == 3
-
-
-def test_a_shorter_window_takes_the_newest_losses() -> None:
-    guard = LossGuard(action=silent, window=10)
-    guard.load_state_dict(guard_after([1.0] * 90 + [1.5] * 10).state_dict())
-    assert guard.state_dict()["losses"] == [1.5] * 10
+    assert state["losses"] == [1.0] * 90 + [1.5] * 10
+    short = LossGuard(action=silent, window=10)
+    short.load_state_dict(state)
+    assert short.state_dict()["losses"] == [1.5] * 10
 
 
 def test_a_damaged_state_changes_nothing() -> None:
-    cases = [
-        {"losses": None},
-        {"losses": [NAN]},
-        {"spikes": ["a"]},
-        {"streak": ["quiet", 1]},
-        {"streak": ["spike"]},
-        {"step": "a"},
-    ]
+    cases = [{"losses": None}, {"losses": [NAN]}, {"spikes": ["a"]}, {"step": "a"}]
+    cases += [{"streak": ["quiet", 1]}, {"streak": ["spike"]}]
     for damage in cases:
         guard = guard_after([1.0] * 3)
         before = guard.state_dict()
@@ -268,9 +253,6 @@ def test_a_damaged_state_changes_nothing() -> None:
         with pytest.raises(CheckpointError, match="not the state of a LossGuard"):
             guard.load_state_dict({})
         assert guard.state_dict() == before
-
-
-# Mistakes ------------------------------------------------------------------------------------------------
 
 
 def test_mistakes() -> None:
@@ -300,9 +282,6 @@ def test_mistakes() -> None:
             LossGuard(**options)
 
 
-# All ranks act alike -------------------------------------------------------------------------------------
-
-
 class Switch:
     """Stands in for a manager and records the calls that set its precision."""
 
@@ -319,7 +298,16 @@ class Switch:
         self.calls.append((pattern, precision, steps))
 
 
-def one_rank_differs(odd: float, mesh: bool) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("odd", "mesh", "told"),
+    [
+        (NAN, False, "step 13: the loss nan is not finite, the running median is 2.5"),
+        (INF, False, "step 13: the loss inf is not finite, the running median is 2.5"),
+        (20.0, True, "step 13: the loss 11 is a spike, the running median is 2.5"),
+    ],
+)
+@on_ranks(2)
+def test_what_one_rank_meets_all_ranks_act_on(odd: float, mesh: bool, told: str) -> None:
     """Rank 1 alone observes the loss ``odd`` at steps 13 and 14."""
     group: Any = init_device_mesh("cpu", (2,)) if mesh else dist.group.WORLD
     called: list[LossAlarm] = []
@@ -330,7 +318,8 @@ def one_rank_differs(odd: float, mesh: bool) -> dict[str, Any]:
         "fallback": LossGuard("fallback", mean_over=group, manager=switch),
         "stop": LossGuard("stop", mean_over=group),
     }
-    out: dict[str, Any] = {}
+    first: dict[str, str] = {}
+    stopped = 0
     with captured_log() as log, counted_collectives() as calls:
         for step in range(1, 16):
             loss = odd if dist.get_rank() == 1 and step in (13, 14) else 2.0 + dist.get_rank()
@@ -339,71 +328,45 @@ def one_rank_differs(odd: float, mesh: bool) -> dict[str, Any]:
                     alarm = guard.observe(torch.tensor(loss))
                 except LossDiverged as error:
                     alarm = error.alarm
-                    out["stopped"] = out.get("stopped", 0) + 1
+                    stopped += 1
                 if alarm is not None:
-                    out.setdefault(name, str(alarm))
-    out["called"], out["switched"] = [str(alarm) for alarm in called], switch.calls
-    out["state"] = repr(guards["warn"].state_dict())
-    out["log"] = [message for _, message in log]
-    out["collectives"] = (set(calls.names), len(calls.names), set(calls.sizes))
-    return out
+                    first.setdefault(name, str(alarm))
+    assert first == dict.fromkeys(guards, told)
+    assert stopped == 2  # At each alarm; the others act once for alarms in a row.
+    assert [str(alarm) for alarm in called] == [told]
+    assert switch.calls == [("*", "high", 101)]
+    assert (set(calls.names), len(calls.names), set(calls.sizes)) == ({"all_reduce"}, 15 * 4, {8})
+    same_on_all_ranks(repr(guards["warn"].state_dict()))
+    said = [message.split(";")[0] for _, message in log]
+    assert said == ([f"fp8dist: {told}"] * 3 if dist.get_rank() == 0 else [])
 
 
-@pytest.mark.parametrize(
-    ("odd", "mesh", "told"),
-    [
-        (NAN, False, "step 13: the loss nan is not finite, the running median is 2.5"),
-        (INF, False, "step 13: the loss inf is not finite, the running median is 2.5"),
-        (20.0, True, "step 13: the loss 11 is a spike, the running median is 2.5"),
-    ],
-)
-def test_what_one_rank_meets_all_ranks_act_on(two_ranks: RankPool, odd: float, mesh: bool, told: str) -> None:
-    first, second = two_ranks.run(one_rank_differs, odd, mesh)
-    for rank in (first, second):
-        assert [rank[name] for name in ("warn", "call", "fallback", "stop")] == [told] * 4
-        assert rank["stopped"] == 2  # At each alarm; the others act once for alarms in a row.
-        assert rank["called"] == [told]
-        assert rank["switched"] == [("*", "high", 101)]
-        assert rank["collectives"] == ({"all_reduce"}, 15 * 4, {8})
-    assert first["state"] == second["state"]
-    assert [line.split(";")[0] for line in first["log"]] == [f"fp8dist: {told}"] * 3
-    assert second["log"] == []
-
-
-def reduced_already() -> tuple[list[bool], int, int]:
+@on_ranks(2)
+def test_reduced_losses_need_no_collective() -> None:
     guard = LossGuard()
     with captured_log() as log, counted_collectives() as calls:
         told = [guard.observe(loss) is not None for loss in [1.0] * 12 + [NAN]]
-    return told, len(log), len(calls.names)
+    assert told == [False] * 12 + [True]
+    assert (len(log), calls.names) == (int(dist.get_rank() == 0), [])
 
 
-def test_reduced_losses_need_no_collective(two_ranks: RankPool) -> None:
-    expected = [False] * 12 + [True]
-    assert two_ranks.run(reduced_already) == [(expected, 1, 0), (expected, 0, 0)]
-
-
-def uneven_losses() -> tuple[str, float]:
-    """Return the recorded mean and the local loss of a float64 loss whose mean float32 cannot represent."""
+@on_ranks(2)
+def test_local_losses_are_averaged_in_float64_and_left_alone() -> None:
+    """A float64 loss whose mean float32 cannot represent."""
     guard = LossGuard(min_history=1, mean_over=dist.group.WORLD)
-    loss = torch.tensor(2.0**25 if dist.get_rank() == 0 else 1.0, dtype=torch.float64)
+    mine = 2.0**25 if dist.get_rank() == 0 else 1.0
+    loss = torch.tensor(mine, dtype=torch.float64)
     guard.observe(loss)
-    return repr(guard.state_dict()["losses"]), float(loss)
+    assert guard.state_dict()["losses"] == [(2.0**25 + 1) / 2]
+    assert float(loss) == mine
 
 
-def test_local_losses_are_averaged_in_float64_and_left_alone(two_ranks: RankPool) -> None:
-    mean = repr([(2.0**25 + 1) / 2])
-    assert two_ranks.run(uneven_losses) == [(mean, 2.0**25), (mean, 1.0)]
-
-
-def dtensor_loss() -> str:
+@on_ranks(2)
+def test_a_dtensor_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ConfigurationError) as caught:
         LossGuard().observe(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]))
-    return str(caught.value)
-
-
-def test_a_dtensor_is_refused(two_ranks: RankPool) -> None:
-    assert all("loss.full_tensor()" in text for text in two_ranks.run(dtensor_loss))
+    assert "loss.full_tensor()" in str(caught.value)
 
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -447,9 +410,6 @@ def skipping(optimizer: Any, **options: Any) -> LossGuard:
     guard = LossGuard("skip", min_history=2, optimizer=optimizer, **options)
     guard.load_state_dict(FOUR_LOSSES)
     return guard
-
-
-# Updates that are skipped: nothing is touched ------------------------------------------------------------
 
 
 def test_a_skipped_step_leaves_parameters_and_state_alone() -> None:
@@ -510,9 +470,6 @@ def test_an_alarm_is_for_one_step() -> None:
     assert guard.observe(1.0) is None
     optimizer.step()
     assert parameter_bits(net) != before
-
-
-# Loops whose updates are skipped -------------------------------------------------------------------------
 
 
 class Wrapped:
@@ -685,20 +642,10 @@ def test_an_optimizer_inside_another() -> None:
     assert parameter_bits(net) != before
 
 
-# GradScaler ----------------------------------------------------------------------------------------------
-
-
 def test_grad_scaler() -> None:
     """GradScaler still checks the dropped gradients for Inf, so step() and update() both work."""
-    cases = [
-        ("adamw", ""),
-        ("adamw", "before observe"),
-        ("adamw", "after observe"),
-        ("adamw fused", ""),
-        ("adamw fused", "before observe"),
-        ("adamw fused", "after observe"),
-        ("muon", "after observe"),
-    ]
+    cases = [(name, when) for name in ("adamw", "adamw fused") for when in ("", "before observe", "after observe")]
+    cases += [("muon", "after observe")]
     for name, unscale in cases:
         net = make_net()
         optimizer = OPTIMIZERS[name](list(net.parameters()))
@@ -726,8 +673,6 @@ def test_grad_scaler() -> None:
         assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # The same scales as without a guard.
 
 
-# Orders of calls -----------------------------------------------------------------------------------------
-
 RIGHT = {
     "usual": "forward backward observe step zero",
     "a number": "forward backward observe_detached step zero",
@@ -754,12 +699,7 @@ ACTIONS: dict[str, Any] = {**{name: name for name in ("warn", "skip", "stop", "f
 
 
 def test_what_is_in_time_is_in_time() -> None:
-    cases = [
-        *((order, "skip") for order in RIGHT),
-        *((order, "warn") for order in RIGHT),
-        ("usual", "stop"),
-        ("usual", "callable"),
-    ]
+    cases = [*itertools.product(RIGHT, ("skip", "warn")), ("usual", "stop"), ("usual", "callable")]
     for order, action in cases:
         loop = Loop(ACTIONS[action])
         with captured_log() as log:
@@ -801,8 +741,6 @@ def test_optimizers_that_take_turns() -> None:
         optimizer.zero_grad()
 
 
-# Wrong orders --------------------------------------------------------------------------------------------
-
 WRONG = {
     "usual": "forward backward step observe zero",
     "a number": "forward backward step observe_detached zero",
@@ -816,11 +754,8 @@ WRONG = {
 
 
 def test_what_is_late_is_an_error_or_a_warning() -> None:
-    cases = [
-        *((order, "skip") for order in WRONG),
-        *((order, "warn") for order in WRONG),
-        *(("usual", action) for action in ("stop", "fallback", "callable")),
-    ]
+    cases = [*itertools.product(WRONG, ("skip", "warn"))]
+    cases += [("usual", action) for action in ("stop", "fallback", "callable")]
     for order, action in cases:
         loop = Loop(ACTIONS[action])
         if action == "skip":
@@ -869,9 +804,6 @@ def test_a_closure_is_refused(observed: bool) -> None:
     assert parameter_bits(loop.net) == before
 
 
-# Lifetimes -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_hooks_go_with_the_guard_and_the_guard_keeps_nothing() -> None:
     net = make_net()
@@ -906,24 +838,17 @@ def test_gradients_are_not_kept() -> None:
 
 
 def test_copies() -> None:
+    """A guard with an optimizer has none, and the hooks stay with the optimizer that it was given."""
     for duplicate in (copy.copy, copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))):
         plain = LossGuard("warn")
         plain.observe(1.0)
         assert duplicate(plain).state_dict() == plain.state_dict()
         optimizer = torch.optim.SGD(make_net().parameters(), lr=0.1)
+        guard = LossGuard("skip", optimizer=optimizer)
         with pytest.raises(ConfigurationError, match=r"save its state_dict\(\)"):
-            duplicate(LossGuard("warn", optimizer=optimizer))
+            duplicate(guard)
+        copy.deepcopy(optimizer).step(lambda: 1.0)
 
-
-def test_a_copied_optimizer_has_no_hooks() -> None:
-    optimizer = torch.optim.SGD(make_net().parameters(), lr=0.1)
-    guard = LossGuard("skip", optimizer=optimizer)
-    twin = copy.deepcopy(optimizer)
-    twin.step(lambda: 1.0)
-    del guard
-
-
-# Skipped on ranks ----------------------------------------------------------------------------------------
 
 BAD = 5
 """Index of the batch whose loss spikes on rank 1."""
@@ -1040,7 +965,8 @@ def test_late_on_all_ranks(two_ranks: RankPool, kind: str) -> None:
     assert (none, len(told), other) == (0, 1, (0, []))
 
 
-def one_rank_is_idle() -> list[str]:
+@on_ranks(2)
+def test_a_rank_without_gradients_is_not_late() -> None:
     """On rank 1, every other step has no gradients."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -1052,8 +978,4 @@ def one_rank_is_idle() -> list[str]:
             guard.observe(1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return [message for _, message in log]
-
-
-def test_a_rank_without_gradients_is_not_late(two_ranks: RankPool) -> None:
-    assert two_ranks.run(one_rank_is_idle) == [[], []]
+    assert [message for _, message in log] == []

@@ -111,9 +111,6 @@ def train(
     return manager
 
 
-# One process -------------------------------------------------------------------------------------
-
-
 def test_a_run_without_fp8_is_a_run(tmp_path: Path) -> None:
     with Recorder(tmp_path / "new" / "run", peaks={"high": 2e12, "fp8": 4e12}) as recorder:
         for step in range(1, 4):
@@ -476,9 +473,6 @@ def test_peaks_are_those_of_the_exact_device() -> None:
     assert peaks_of("NVIDIA GB200") == {"high": 2.5e15, "fp8": 5e15}
     assert peaks_of("NVIDIA A100-SXM4-80GB") is None
     assert peaks_of("cpu") is None
-
-
-# Ranks -------------------------------------------------------------------------------------------
 
 
 def _recorded(folder: str, every: int, ranks: bool) -> tuple[list[int], dict[str, float], list[str]]:

@@ -39,7 +39,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
 from tests.support.parallel import mesh_of
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import Net, batch, make_net, state_bits
 
 SLOTS = 9
@@ -246,9 +246,6 @@ def test_mistakes(tmp_path: Path) -> None:
         fp8dist.watch(manager, 3, tmp_path / "s")
 
 
-# Ranks -------------------------------------------------------------------------------------------
-
-
 def _watched(recipe: Recipe, ranks: bool, prepared: dict[str, Any]) -> tuple[Any, list[int], Any]:
     group, rank = dist.group.WORLD, dist.get_rank()
     with counted_collectives() as calls:
@@ -287,7 +284,8 @@ def test_one_collective_for_the_whole_model(two_ranks: RankPool, kind: str, rank
     assert sorted(size_ for size_ in sizes if size_ != size) == sorted(syncs + ([4 * slots] if slots else []))
 
 
-def _watched_twice() -> list[int]:
+@on_ranks(2)
+def test_two_watches_share_the_collective_of_a_step() -> None:
     manager = fp8dist.prepare(net := make_net(), CurrentScaling(), group=dist.group.WORLD)
     for every in (3, 2):
         fp8dist.watch(manager, every)
@@ -295,11 +293,7 @@ def _watched_twice() -> list[int]:
     manager.attach(optimizer=optimizer)
     with counted_collectives() as calls:
         train(net, optimizer, *range(6), rank=dist.get_rank())
-    return calls.sizes
-
-
-def test_two_watches_share_the_collective_of_a_step(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_watched_twice) == [[4 * 3 * SLOTS] * 4] * 2  # Of steps 2, 3, 4 and 6.
+    assert calls.sizes == [4 * 3 * SLOTS] * 4
 
 
 def _differently() -> str:
@@ -314,8 +308,6 @@ def test_a_rank_that_does_not_watch_is_named_at_attach(two_ranks: RankPool) -> N
     for text in two_ranks.run(_differently):
         assert "settings.watch" in text
 
-
-# Who held a maximum ------------------------------------------------------------------------------
 
 MICROBATCHES = 4
 STEP, MICROBATCH = 2, 2
@@ -402,23 +394,20 @@ def test_a_planted_value_has_its_microbatch(kind: type[Net], value: float) -> No
         assert (slot.amax, slot.amax_microbatch) == (max(amaxes), amaxes.index(max(amaxes)))
 
 
-def _on_ranks(wrapper: str, value: float) -> SlotStatistics:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrapper", "value"), [("ddp", OUTLIER), ("ddp with the hook", math.nan), ("fsdp2", OUTLIER), ("fsdp2", math.nan)]
+)
+@on_ranks(2)
+def test_rank_and_microbatch_under_a_wrapper(wrapper: str, value: float) -> None:
     rank, mesh, sharded = dist.get_rank(), mesh_of((2,), ("dp",)), wrapper == "fsdp2"
     net, manager, seen = prepared(Recomputing if sharded else Net, group=mesh, fp8_all_gather=sharded)
     module: Any = fully_shard(net, mesh=mesh) if sharded else DistributedDataParallel(net)
     if wrapper == "ddp with the hook":
         module.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
     train_planted(manager, module, value, rank, on=1)
-    return slot_of(seen[STEP - 1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrapper", "value"), [("ddp", OUTLIER), ("ddp with the hook", math.nan), ("fsdp2", OUTLIER), ("fsdp2", math.nan)]
-)
-def test_rank_and_microbatch_under_a_wrapper(two_ranks: RankPool, wrapper: str, value: float) -> None:
-    for slot in two_ranks.run(_on_ranks, wrapper, value):
-        assert (slot.amax_rank, slot.amax_microbatch, repr(slot.amax)) == (1, MICROBATCH, repr(value))
+    slot = slot_of(seen[STEP - 1])
+    assert (slot.amax_rank, slot.amax_microbatch, repr(slot.amax)) == (1, MICROBATCH, repr(value))
 
 
 def watched(step: Callable[[Any], None], **options: Any) -> SlotStatistics:
@@ -431,17 +420,14 @@ def watched(step: Callable[[Any], None], **options: Any) -> SlotStatistics:
     return slot_of(seen[0])
 
 
-def _tied() -> SlotStatistics:
+@on_ranks(2)
+def test_of_equals_the_lowest_rank_and_its_first_microbatch() -> None:
     def step(net: Net) -> None:
         for factor in (1, 2, 2) if dist.get_rank() == 0 else (2, 2, 2):
             net(factor * batch(0, 0)[0]).sum().backward()
 
-    return watched(step, group=dist.group.WORLD)
-
-
-def test_of_equals_the_lowest_rank_and_its_first_microbatch(two_ranks: RankPool) -> None:
-    for slot in two_ranks.run(_tied):
-        assert (slot.amax_rank, slot.amax_microbatch) == (0, 1)
+    slot = watched(step, group=dist.group.WORLD)
+    assert (slot.amax_rank, slot.amax_microbatch) == (0, 1)
 
 
 def evaluating(net: Net) -> None:
@@ -494,8 +480,6 @@ def test_compiled_forwards_have_no_microbatch_and_compile_no_more() -> None:
     found = {(slot.amax_rank, slot.amax_microbatch) for one in seen for slot in one.slots}
     assert (len(seen), found) == (3, {(0, None)})
 
-
-# Experts -----------------------------------------------------------------------------------------
 
 AMONG = {1: (0, 1, 2), 2: (0, 1, 2), 3: (0, 1), 4: (0, 1), 5: (0, 1), 6: (0, 1, 2), 7: (0, 1), 8: (0, 1), 9: (1, 2)}
 """The experts that have tokens in each step. Expert 3 never has one."""

@@ -170,9 +170,6 @@ def test_scales_bias_and_bad_values() -> None:
         emulated_product(a, b, ONE, ONE, None, 24)
 
 
-# The products of an FP8Linear ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [fp8dist.CurrentScaling, fp8dist.DelayedScaling, fp8dist.RowwiseScaling])
 def test_only_the_gemms_of_the_recipe_are_fast(kind: Any) -> None:
     """256 tokens and features: promoted once on the way, or not."""
@@ -266,8 +263,6 @@ def test_an_error_inside_restores_the_product() -> None:
         direct.matmul(torch.zeros(16, 16).to(E4M3).t()[:, :8], ONE, ONE, ONE, torch.float32, fast_accumulation=True)
     assert direct.matmul is before
 
-
-# From end to end ---------------------------------------------------------------------------------------------------
 
 TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4")
 

@@ -23,9 +23,7 @@ from scripts.convergence import results
 from scripts.convergence.__main__ import FILE
 from scripts.convergence.gradients import Gradients, cosine, fp8_gradients, gradients_of
 from scripts.convergence.gradients import compare as compare_gradients
-from scripts.convergence.tables import (
-    gaps,
-)
+from scripts.convergence.tables import gaps
 from scripts.convergence.tasks import Task, TaskFailed, run_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +95,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     assert losses["fp32"] == pytest.approx(losses["block"], rel=0.01)
     assert [point["step"] for point in data["gradients"]["points"]] == [1, 2, 4]
     assert {case["recipe"] for case in data["gradients"]["points"][0]["cases"]} == {
-        *("bf16", "delayed", "current", "rowwise", "block"),
+        *("bf16", "delayed", "current", "rowwise", "block")
     }
     for case in data["gradients"]["points"][-1]["cases"]:
         assert 0.99 < case["overall"] < 1, case

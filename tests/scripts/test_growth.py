@@ -12,7 +12,7 @@ import fp8dist
 from fp8dist.checks.computations import linear_computations
 from scripts.benchmarks.growth import BLOCK, LAYOUTS, calls
 from tests.support.counted import counted_calls
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 
 FEW, TIMES = 5 * BLOCK, 4
 
@@ -21,20 +21,17 @@ def _counts(linears: int, layout: str) -> dict[str, int]:
     return {name: counted_calls(call).total() for name, call in calls(linears, layout)}
 
 
-def _grows(layout: str) -> dict[str, tuple[int, int]]:
-    _counts(BLOCK, layout)  # Imports, caches.
-    few, many = _counts(FEW, layout), _counts(FEW * TIMES, layout)
-    return {name: (few[name], many[name]) for name in few}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_calls_are_proportional(two_ranks: RankPool, layout: str) -> None:
+@on_ranks(2)
+def test_calls_are_proportional(layout: str) -> None:
     """At most n ** 1.1. A walk over all modules for each weight would be n ** 2."""
-    for counts in two_ranks.run(_grows, layout):
-        assert len(counts) >= 11
-        steep = {name: (few, many) for name, (few, many) in counts.items() if many > few * TIMES**1.1}
-        assert not steep
+    _counts(BLOCK, layout)  # Imports, caches.
+    few, many = _counts(FEW, layout), _counts(FEW * TIMES, layout)
+    counts = {name: (few[name], many[name]) for name in few}
+    assert len(counts) >= 11
+    steep = {name: (few, many) for name, (few, many) in counts.items() if many > few * TIMES**1.1}
+    assert not steep
 
 
 def test_the_trial_of_products_looks_at_each_kind_of_linear_once() -> None:

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from scripts.benchmarks.serving import measure
+from scripts.benchmarks import serving
+from scripts.benchmarks.serving import CONTEXT, measure
 from scripts.pages.serving import parts_of
 from scripts.results_files import path_of, write
+from tests.support import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 
-def test_a_server_has_the_trainers_loss_bit_for_bit(tmp_path: Path) -> None:
-    """With scales of powers of two, x * s and x / (1 / s) are the same number, and so is all that follows."""
+def test_a_server_has_the_trainers_loss_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scales of powers of two, x * s and x / (1 / s) are the same number, and so is all that follows. The trainer
+    is forked, and 20 windows of text are held out."""
+
+    def run(words: list[str], **_: Any) -> None:
+        assert words[1:3] == ["-m", "tests.support.lab"]
+        done = forked.run(words[3:], None, {})
+        assert done.returncode == 0, done.stderr
+
+    read = serving.read_text
+    text = SimpleNamespace(validation=read(None, CONTEXT).validation[: 20 * (CONTEXT + 1)])
+    monkeypatch.setattr(serving.subprocess, "run", run)
+    monkeypatch.setattr(serving, "read_text", lambda *_: text)
     row = measure("delayed", 12, tmp_path, power_of_two=True)
     assert row["exported"] == {"loss": row["loss"], "divergence": 0.0}
     assert row["again"]["divergence"] > 1e-7

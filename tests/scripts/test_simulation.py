@@ -51,9 +51,6 @@ def only_times(algorithm: Algorithm, **values: float) -> Constants:
     return defaults(algorithm).having({**none, **links, **values}, "given", "test")
 
 
-# formulas against messages ----------------------------------------------------------------------------
-
-
 def link_times(topology: Topology, intra: float, inter: float) -> list[float]:
     """Return the latency from each rank to the next one, around the ring."""
     n = topology.ranks
@@ -173,9 +170,6 @@ def test_bandwidth() -> None:
         assert time_of(parts_of(algorithm, topology, size // 4), topology, constants) == pytest.approx(sent / 2e9 * 1e6)
 
 
-# draws against exact results --------------------------------------------------------------------------
-
-
 def job(kind: Kind = "none", delay: float = 0.0, window: float = 0.0, **values: Any) -> Job:
     stragglers = Stragglers(kind, delay, **{n: values.pop(n) for n in ("sigma", "share") if n in values})
     return Job(ways(), "tree", defaults("tree"), stragglers, window=window, **values)
@@ -273,9 +267,6 @@ def test_more_of_anything_costs_more() -> None:
     assert ours < two < per_tensor
 
 
-# the command line -------------------------------------------------------------------------------------
-
-
 def test_text_has_the_costs_and_what_they_rest_on(capsys: Capture) -> None:
     arguments = ["--ranks", "1024", "--latency-inter-us", "7.5", "--update", "next_step"]
     assert main(list(arguments)) == 0
@@ -348,18 +339,11 @@ def test_nothing_of_it_needs_torch_or_the_library() -> None:
                 assert name.split(".")[0] in allowed or name.startswith("scripts.simulation."), f"{path.name}: {name}"
 
 
-# calibration ------------------------------------------------------------------------------------------
-
 TRUE = {"overhead": 100.0, "latency_intra": 40.0, "latency_inter": 300.0}
 
 
 def write_run(
-    folder: Path,
-    ranks: int,
-    per_node: int,
-    times: dict[str, float],
-    field: str = "sync_ms",
-    hosts: bool = False,
+    folder: Path, ranks: int, per_node: int, times: dict[str, float], field: str = "sync_ms", hosts: bool = False
 ) -> str:
     """Write a gloo run whose syncs take these times, except in the first step. Return the path of its metrics."""
     folder.mkdir(parents=True)
@@ -493,9 +477,6 @@ def test_bytes_and_uneven_nodes_are_refused(tmp_path: Path, capsys: Capture) -> 
     Path(run).write_bytes(b"\xff\xfe\x00")
     assert "it is not text" in refused(capsys, "--ranks", "8", "--calibrate", run)
     assert "Is a directory" in refused(capsys, "--ranks", "8", "--calibrate", str(tmp_path))
-
-
-# the plot ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

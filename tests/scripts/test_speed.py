@@ -41,15 +41,7 @@ from scripts.benchmarks.gpu.stopwatch import (
     issue_time,
     stopwatch_of,
 )
-from scripts.benchmarks.llama_shapes import (
-    KINDS,
-    LINEARS,
-    RECIPES,
-    Layer,
-    Product,
-    fast_everywhere,
-    products_of,
-)
+from scripts.benchmarks.llama_shapes import KINDS, LINEARS, RECIPES, Layer, Product, fast_everywhere, products_of
 from tests.support.graphs import EmulatedGraph
 
 
@@ -270,9 +262,6 @@ def test_same_bits() -> None:
     assert same_bits(codes, other), "both are NaN"
 
 
-# Parts ------------------------------------------------------------------------------------------------
-
-
 class FakePart:
     """A benchmark part whose cases take a second each; some raise."""
 
@@ -343,9 +332,6 @@ def test_a_part_out_of_time_is_cut_off() -> None:
     result, _, part = _run(2.5, *[GOOD] * 10)
     assert (result["status"], result["problem"]) == ("cut off", "out of time after 3 of 10 cases")
     assert part.granted == pytest.approx([0.6 * 2.5 / 10, 0.6 * 1.5 / 9, 0.6 * 0.5 / 8])
-
-
-# Checking before timing -------------------------------------------------------------------------------
 
 
 E4M3 = torch.float8_e4m3fn
@@ -458,9 +444,6 @@ def test_a_read_that_leaves_something_out_is_no_reference(monkeypatch: pytest.Mo
     monkeypatch.setattr(memory, "_read", Lazy())
     with pytest.raises(RuntimeError, match="does not read all"):
         memory._references(memory.Planned("amax", 100, 48), torch.device("cpu"))
-
-
-# What is measured -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -576,8 +559,7 @@ def test_poison_is_nan_in_every_float_format() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.parametrize(
-    ("recipe", "mode"),
-    [("rowwise", "compiled"), *itertools.product([jobs.BF16, *RECIPES], ["eager", "graph"])],
+    ("recipe", "mode"), [("rowwise", "compiled"), *itertools.product([jobs.BF16, *RECIPES], ["eager", "graph"])]
 )
 def test_a_training_step_is_timed(recipe: str, mode: str) -> None:
     case = jobs.trained(jobs.Planned(recipe, mode), jobs.SMALL, torch.device("cpu"))

@@ -37,8 +37,6 @@ from scripts.results_files import path_of, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# All tables ---------------------------------------------------------------------------------------
-
 EMPTY: dict[str, Callable[[], str]] = {
     **{name: lambda make=make: make(None) for name, make in CONVERGENCE_TABLES.items()},  # type: ignore[misc]
     **{name: lambda make=make: make(None) for name, make in MIXTURE_TABLES.items()},  # type: ignore[misc]
@@ -125,8 +123,6 @@ def _line(table: str, start: str) -> str:
     return line
 
 
-# Convergence --------------------------------------------------------------------------------------
-
 TWENTY = 20 * [9.0]
 
 
@@ -137,10 +133,7 @@ def run(final: float, validation: float) -> dict[str, Any]:
 
 def convergence(**runs: dict[str, Any]) -> dict[str, Any]:
     """Return a results file with two seeds. The recipe's gaps are +1 % and -0.5 %."""
-    two = {
-        "fp32": {"0": run(2.0, 2.5), "1": run(4.0, 5.0)},
-        "current": {"0": run(2.02, 2.55), "1": run(3.98, 4.9)},
-    }
+    two = {"fp32": {"0": run(2.0, 2.5), "1": run(4.0, 5.0)}, "current": {"0": run(2.02, 2.55), "1": run(3.98, 4.9)}}
     case = {"recipe": "bf16", "fp8": [], "overall": 1.0}
     case |= {"weights": {"blocks.0.qkv": 0.75, "blocks.0.mlp_in": 0.25}, "inputs": {"blocks.0": 0.125}}
     return {
@@ -262,8 +255,6 @@ def test_tables_of_accumulation_say_what_the_results_are() -> None:
     text = "| 14 | 128 elements | `--width 32` | an abacus | torch 2.13.0 | 0123456789 and changes | 2026-01-31 |"
     assert text in accumulation_tables.setting(accumulation())
 
-
-# GPUs ---------------------------------------------------------------------------------------------
 
 STAMP = MappingProxyType({"commit": "0123456789abcdef", "dirty": False, "date": "2026-01-31T12:00:00Z"})
 
@@ -499,9 +490,6 @@ def test_figures_of_another_commit_say_so() -> None:
     table = goals([{**measured(), "commit": "fedcba9876543210"}])
     assert _line(table, "cast only").endswith("0.93 (0.91 to 0.94) (commit 0123456789) |")
     assert "(commit" not in goals([measured()])
-
-
-# Audits -------------------------------------------------------------------------------------------
 
 
 def test_sizes_are_those_of_the_operands(tmp_path: Path) -> None:

@@ -93,10 +93,7 @@ def call_all(store: Any, callers: Sequence[int], ranks: Sequence[int], grace: fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "absent"),
-    [(2, [1]), (5, [0, 4]), (8, [1, 3, 5, 7])],
-)
+@pytest.mark.parametrize(("size", "absent"), [(2, [1]), (5, [0, 4]), (8, [1, 3, 5, 7])])
 def test_all_callers_name_those_who_do_not_call(size: int, absent: list[int]) -> None:
     callers = [rank for rank in range(size) if rank not in absent]
     stores = CountingStore(), dist.HashStore()
@@ -201,10 +198,7 @@ def test_a_store_that_is_gone_costs_no_time() -> None:
     assert time.monotonic() - start < REACH
 
 
-ABSENTEES = {
-    "a host": list(range(8_184, 8_192)),
-    "all but one": list(range(1, 16_384)),
-}
+ABSENTEES = {"a host": list(range(8_184, 8_192)), "all but one": list(range(1, 16_384))}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import fp8dist
 from fp8dist import DelayedScaling
 from tests.support.experts import Experts, Mixture
 from tests.support.oracle import FP8_MAX, Rules, SlotOracle, bits_of, float32, merged
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 from tests.support.states import state_of
 
 RANKS, EXPERTS, FEATURES = 4, 16, 16
@@ -60,7 +60,34 @@ def _routes(draw: st.DrawFn, alive: list[int]) -> Routes:
     return {expert: (draw(st.integers(1, 3)), draw(_values), draw(_values)) for expert in chosen}
 
 
-def _run(program: Program) -> dict[Any, dict[str, Any]]:
+def _rows(count: int, largest: float) -> torch.Tensor:
+    made = torch.full((count, FEATURES), -largest / 2)
+    made[-1, 3] = largest
+    return made
+
+
+def _expected(program: Program) -> dict[Any, SlotOracle]:
+    weights = Experts(EXPERTS, FEATURES, FEATURES, gate=False).up_proj.detach().abs().flatten(1).amax(1).tolist()
+    slots = {(e, role): SlotOracle(FP8_MAX[of], program.rules) for e in range(EXPERTS) for role, of in FORMATS.items()}
+    for expert, weight in enumerate(weights):
+        slots[expert, "weight"].derive(weight)
+    for step in program.steps:
+        for expert in range(EXPERTS):
+            ran = [routes[expert] for micro in step for routes in micro if expert in routes]
+            slots[expert, "input"].commit(merged(float32(each[1]) for each in ran))
+            slots[expert, "weight"].commit(merged(weights[expert] for _ in ran))
+            slots[expert, "grad_output"].commit(merged(float32(each[2]) for each in ran))
+    return {(f"experts.up.{expert}", role): slot for (expert, role), slot in slots.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(program=programs())
+@on_ranks(4)
+def test_random_programs(program: Program) -> None:
+    """Histories, scales, cold flags and counters of all experts on all ranks."""
     model = Mixture(Experts(EXPERTS, FEATURES, FEATURES, gate=False))
     rules = program.rules
     recipe = DelayedScaling(
@@ -87,43 +114,13 @@ def _run(program: Program) -> dict[Any, dict[str, Any]]:
             x.requires_grad_()
             fp8dist.grouped_linear(x, experts.up_proj, ends, slots).backward(gradient)
         manager.step()
-    return state_of(manager)
-
-
-def _rows(count: int, largest: float) -> torch.Tensor:
-    made = torch.full((count, FEATURES), -largest / 2)
-    made[-1, 3] = largest
-    return made
-
-
-def _expected(program: Program) -> dict[Any, SlotOracle]:
-    weights = Experts(EXPERTS, FEATURES, FEATURES, gate=False).up_proj.detach().abs().flatten(1).amax(1).tolist()
-    slots = {(e, role): SlotOracle(FP8_MAX[of], program.rules) for e in range(EXPERTS) for role, of in FORMATS.items()}
-    for expert, weight in enumerate(weights):
-        slots[expert, "weight"].derive(weight)
-    for step in program.steps:
-        for expert in range(EXPERTS):
-            ran = [routes[expert] for micro in step for routes in micro if expert in routes]
-            slots[expert, "input"].commit(merged(float32(each[1]) for each in ran))
-            slots[expert, "weight"].commit(merged(weights[expert] for _ in ran))
-            slots[expert, "grad_output"].commit(merged(float32(each[2]) for each in ran))
-    return {(f"experts.up.{expert}", role): slot for (expert, role), slot in slots.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.nightly
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(program=programs())
-def test_random_programs(four_ranks: RankPool, program: Program) -> None:
-    """Histories, scales, cold flags and counters of all experts on all ranks."""
     expected = _expected(program)
-    for state in four_ranks.run(_run, program):
-        for slot, oracle in expected.items():
-            entry = state[slot]
-            assert entry["history"] == [bits_of(value) for value in oracle.history], slot
-            assert entry["scale"] == bits_of(oracle.scale), slot
-            assert entry["amax"] == bits_of(oracle.amax), slot
-            assert entry["cold"] is oracle.cold, slot
-            assert entry["counters"] == [oracle.commits, oracle.nonfinite], slot
-            assert entry["saturated"] == oracle.saturated, slot
+    state = state_of(manager)
+    for slot, oracle in expected.items():
+        entry = state[slot]
+        assert entry["history"] == [bits_of(value) for value in oracle.history], slot
+        assert entry["scale"] == bits_of(oracle.scale), slot
+        assert entry["amax"] == bits_of(oracle.amax), slot
+        assert entry["cold"] is oracle.cold, slot
+        assert entry["counters"] == [oracle.commits, oracle.nonfinite], slot
+        assert entry["saturated"] == oracle.saturated, slot

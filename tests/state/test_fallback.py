@@ -286,9 +286,6 @@ def test_mistakes() -> None:
             fp8dist.prepare(make_net(), fallback=3)  # type: ignore[arg-type]
 
 
-# Ranks -------------------------------------------------------------------------------------------
-
-
 def _one_rank_hurts(recipe: Recipe, hurt: str) -> tuple[list[tuple[str, ...]], list[tuple[str, int]], list[int], int]:
     rank = dist.get_rank()
     fallback = Fallback(steps=2, saturated=0.004, underflow=0.2)

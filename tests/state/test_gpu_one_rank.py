@@ -90,9 +90,6 @@ def _prepared(model: nn.Module, update: Any = "same_step", **options: Any) -> St
     return fp8dist.prepare(model, recipe, group=dist.group.WORLD, **options)
 
 
-# Steps -----------------------------------------------------------------------------------------------------
-
-
 def _train(update: str, communicates: bool) -> tuple[Bits, int]:
     model = _net()
     manager = _prepared(model, update)
@@ -170,9 +167,6 @@ def test_steps_in_a_graph(one_rank: RankPool, record_property: Any) -> None:
     assert steps == more == STEPS + 3
 
 
-# Wrappers --------------------------------------------------------------------------------------------------
-
-
 def _sharded(recipe: Any, gathers: bool, communicates: bool) -> tuple[bool, dict[str, bytes]]:
     """Without collectives an unsharded model, with them FSDP2. Return (True if a check found a difference, weights)."""
     model = _net()
@@ -217,9 +211,6 @@ def _fsdp1(communicates: bool) -> dict[str, bytes]:
 def test_fsdp1_with_its_hook(one_rank: RankPool, record_property: Any) -> None:
     alone, together = _run(one_rank, _fsdp1, record_property)
     assert together == alone
-
-
-# Checks ----------------------------------------------------------------------------------------------------
 
 
 def _checked(communicates: bool) -> tuple[bool, int]:
@@ -271,9 +262,6 @@ def _collectives(communicates: bool) -> list[Any]:
 def test_collectives_of_a_check(one_rank: RankPool, record_property: Any) -> None:
     alone, together = _run(one_rank, _collectives, record_property)
     assert together == alone == [[3, -1, 1 << 62], list(range(7)), [{"a": 1}], ["text"]]
-
-
-# Beside the steps ------------------------------------------------------------------------------------------
 
 
 def _saved(folder: str, communicates: bool) -> tuple[Bits, Bits, int]:

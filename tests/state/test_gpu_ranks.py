@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import DelayedScaling
 from tests.support.devices import DEVICE, needs_gpu
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net, parameter_bits, state_bits
 
 pytestmark = [needs_gpu, pytest.mark.slow]
@@ -66,8 +66,8 @@ def test_four_ranks_on_one_gpu(four_ranks: RankPool) -> None:
     _assert_trained(four_ranks.run(_train, DEVICE, "same_step"), four_ranks.run(_train, "cpu", "same_step"))
 
 
-def _damaged() -> tuple[bool, list[tuple[str, tuple[int, ...]]]]:
-    """Return (consistent, findings) of a check after rank 1's weight was changed on the GPU."""
+@on_ranks(4)
+def test_a_check_finds_the_rank_that_differs() -> None:
     model = make_net().to(DEVICE)
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
     ddp = DistributedDataParallel(model)
@@ -76,13 +76,8 @@ def _damaged() -> tuple[bool, list[tuple[str, tuple[int, ...]]]]:
         with torch.no_grad():
             model.first.weight[3, 5] += 1
     report = manager.check(policy="warn")
-    return report.consistent, [(finding.name, tuple(finding.ranks)) for finding in report.findings]
-
-
-def test_a_check_finds_the_rank_that_differs(four_ranks: RankPool) -> None:
-    for consistent, findings in four_ranks.run(_damaged):
-        assert not consistent
-        assert findings == [("first.weight", (1,))]
+    assert not report.consistent
+    assert [(finding.name, tuple(finding.ranks)) for finding in report.findings] == [("first.weight", (1,))]
 
 
 def test_nccl_alone(tmp_path: Path) -> None:

@@ -218,9 +218,6 @@ def test_four_of_many_ranks_agree_with_all_others_and_train_with_tensor_parallel
     assert len(words[0]) == 2
 
 
-# What it costs -----------------------------------------------------------------------------------
-
-
 def _median_ms(job: Running, steps: int = 40) -> float:
     """Return the CPU time of the manager's part of a step: the boundary, without the model's forward and backward."""
     seconds = []
@@ -307,9 +304,6 @@ def test_a_check_sends_what_it_sends_on_two_ranks(name: str) -> None:
     if name == "mesh":  # A mesh of two ranks has no further sets.
         assert (names, sizes) == _checked(2, 1, (2, 1), name)
         assert len(names) == 1
-
-
-# What is said of many ranks ----------------------------------------------------------------------
 
 
 def test_few_things_are_at_most_on_many_ranks() -> None:

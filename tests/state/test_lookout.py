@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fp8dist
 from fp8dist import DelayedScaling
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net
 
 ON_DEVICE = "fp8dist.state.arena_sync.waits_on_the_device"
@@ -77,7 +77,9 @@ def test_a_rank_that_sleeps_is_named_although_nobody_waits() -> None:
     assert asleep == []
 
 
-def _comes_and_goes() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_no_thread_is_left() -> None:
     """Syncs that end in time are not reported. Threads come with attach(), once per arena, and go."""
     log, net = _Log(), make_net()
     logging.getLogger("fp8dist").addHandler(log)
@@ -102,8 +104,3 @@ def _comes_and_goes() -> None:
     assert _soon(0)
     logging.getLogger("fp8dist").removeHandler(log)
     assert log.texts == []
-
-
-@pytest.mark.slow
-def test_no_thread_is_left(two_ranks: RankPool) -> None:
-    two_ranks.run(_comes_and_goes)

@@ -20,15 +20,14 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError, DivergenceError, Fp8DistError, ManifestMismatchError
 from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
 from tests.support.oracle import Oracle, Rules, float32
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import state_of, without
 
 A, B = ("a", "input"), ("b", "weight")
 FORMATS = {A: "e4m3", B: "e5m2"}
-
-
-# At attach -------------------------------------------------------------------------------------------
 
 
 def _attach_differently(change: dict[int, str], seconds: float) -> Any:
@@ -81,40 +80,24 @@ DIFFERENT = [
 ]
 
 
-def test_a_rank_prepared_differently_is_named_at_attach(three_ranks: RankPool) -> None:
-    for change, text in DIFFERENT:
-        results = three_ranks.run(_attach_differently, {2: change}, 60.0)
+def test_ranks_prepared_differently_are_named_at_attach(three_ranks: RankPool) -> None:
+    """The leader too, and two ranks that differ in two ways. Afterwards, attach works."""
+    cases = [
+        *(({2: change}, ["rank 0 ", "against rank(s) 2 ", text]) for change, text in DIFFERENT),
+        ({0: "margin=1"}, ["against rank(s) 1, 2 ", "recipe.margin: 1 here, 0 there"]),
+        (
+            {1: "margin=1", 2: "FP8DIST_ENABLED=0"},
+            [f"against rank(s) {rank} " for rank in (1, 2)]
+            + ["recipe.margin: 0 here, 1 there", "settings.enabled: True here, False there"],
+        ),
+    ]
+    for change, texts in cases:
+        results = three_ranks.run(_attach_differently, change, 60.0)
         assert all(result is not None for result in results), (change, results)
         assert {kind for kind, *_ in results} == {"ManifestMismatchError"}
-        assert len({message for _, message, _ in results}) == 1
-        message = results[0][1]
-        assert text in message
-        assert "rank 0 " in message
-        assert "against rank(s) 2 " in message
+        (message,) = {message for _, message, _ in results}
+        assert [text for text in texts if text not in message] == []
         assert max(seconds for *_, seconds in results) < 10
-
-
-def test_the_leader_may_be_the_odd_one(three_ranks: RankPool) -> None:
-    results = three_ranks.run(_attach_differently, {0: "margin=1"}, 60.0)
-    for kind, message, _ in results:
-        assert kind == "ManifestMismatchError"
-        assert "against rank(s) 1, 2 " in message
-        assert "recipe.margin: 1 here, 0 there" in message
-
-
-def test_two_ranks_that_differ_in_two_ways_are_both_named(three_ranks: RankPool) -> None:
-    results = three_ranks.run(_attach_differently, {1: "margin=1", 2: "FP8DIST_ENABLED=0"}, 60.0)
-    for kind, message, _ in results:
-        assert kind == "ManifestMismatchError"
-        assert message == results[0][1]
-        assert "against rank(s) 1 " in message
-        assert "recipe.margin: 0 here, 1 there" in message
-        assert "against rank(s) 2 " in message
-        assert "settings.enabled: True here, False there" in message
-
-
-def test_attach_works_again_after_a_mismatch(three_ranks: RankPool) -> None:
-    assert None not in three_ranks.run(_attach_differently, {1: "margin=1"}, 60.0)
     assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3
 
 
@@ -237,7 +220,8 @@ def test_a_mismatch_in_one_arena_leaves_nobody_hanging(three_ranks: RankPool, ou
     assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3
 
 
-def _without_group() -> str:
+@on_ranks(2)
+def test_no_group_on_two_ranks_says_what_to_pass() -> None:
     model = nn.Linear(16, 16)
     with pytest.raises(ConfigurationError) as caught:
         fp8dist.prepare(model)
@@ -245,63 +229,44 @@ def _without_group() -> str:
         fp8dist.prepare(model, group=3)  # type: ignore[arg-type]
     assert type(model) is nn.Linear
     fp8dist.prepare(model, amax_sync=False)
-    return str(caught.value)
+    text = str(caught.value)
+    assert "2 ranks" in text
+    assert "group=" in text
+    assert "group.WORLD" in text
+    assert "amax_sync=False" in text
 
 
-def test_no_group_on_two_ranks_says_what_to_pass(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_without_group):
-        assert "2 ranks" in text
-        assert "group=" in text
-        assert "group.WORLD" in text
-        assert "amax_sync=False" in text
-
-
-def _prepared_before_init() -> tuple[str, int]:
+@on_ranks(2)
+def test_prepared_before_the_process_group_existed_and_without_a_group() -> None:
     model = nn.Linear(16, 16)
     with mock.patch("fp8dist.job.agreement.world_size", return_value=1):
         manager = fp8dist.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError) as caught, counted_collectives() as calls:
         manager.attach(optimizer=optimizer)
-    return str(caught.value), len(calls.names) + len(optimizer._optimizer_step_pre_hooks)
+    assert "2 ranks and no group" in str(caught.value)
+    assert len(calls.names) + len(optimizer._optimizer_step_pre_hooks) == 0
 
 
-def test_prepared_before_the_process_group_existed_and_without_a_group(two_ranks: RankPool) -> None:
-    for text, traces in two_ranks.run(_prepared_before_init):
-        assert "2 ranks and no group" in text
-        assert traces == 0
-
-
-def _mesh_without_names() -> str:
+@on_ranks(2)
+def test_a_mesh_of_two_axes_without_names_is_refused() -> None:
     model = nn.Linear(16, 16)
     with pytest.raises(ConfigurationError) as caught:
         fp8dist.prepare(model, group=init_device_mesh("cpu", (1, 2)))
     assert type(model) is nn.Linear
     manager = fp8dist.prepare(model, group=init_device_mesh("cpu", (2,)))  # One axis needs no name.
     manager.attach()
-    return str(caught.value)
+    assert "mesh_dim_names" in str(caught.value)
 
 
-def test_a_mesh_of_two_axes_without_names_is_refused(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_mesh_without_names):
-        assert "mesh_dim_names" in text
-
-
-def _step_without_attach() -> str:
+@on_ranks(2)
+def test_step_without_attach_is_refused() -> None:
     model = nn.Linear(16, 16)
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     with pytest.raises(ConfigurationError) as caught, counted_collectives() as calls:
         manager.step()
     assert calls.names == []
-    return str(caught.value)
-
-
-def test_step_without_attach_is_refused(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_step_without_attach):
-        assert "attach()" in text
-
-
-# At a sync -------------------------------------------------------------------------------------------
+    assert "attach()" in str(caught.value)
 
 
 def _amax(step: int, rank: int, slot: tuple[str, str]) -> float:
@@ -415,7 +380,7 @@ def test_a_damaged_scale_is_found_at_the_next_sync(three_ranks: RankPool, kind: 
     assert table[2].index("'a:input'") == table[1].index("name")
 
 
-def test_the_values_of_a_damaged_scale_are_told(three_ranks: RankPool) -> None:
+def test_the_values_of_damaged_scales_are_told_and_all_slots_named(three_ranks: RankPool) -> None:
     result = three_ranks.run(_damaged_run, "scale", "same_step", "raise", 1, None)[0]
     right = max(_amax(step, rank, A) for step in range(DAMAGED_BEFORE) for rank in range(3))
     scale = float32(448.0 / right)
@@ -425,9 +390,6 @@ def test_the_values_of_a_damaged_scale_are_told(three_ranks: RankPool) -> None:
     assert text == report.summary()
     for part in ("a:input", "rank 1 ", f"{2 * scale!r} against {scale!r}"):
         assert part in text
-
-
-def test_two_damaged_slots_are_both_named(three_ranks: RankPool) -> None:
     for result in three_ranks.run(_damaged_run, "both", "same_step", "raise", 1, None):
         ((_, report, _),) = result["errors"]
         assert [(f.name, re.findall(r"(\w+): rank 1: ", f.detail)) for f in report.findings] == [
@@ -460,7 +422,8 @@ def test_damage_to_a_slot_that_does_not_run_then(three_ranks: RankPool, policy: 
             assert without(result["states"][step], "saturated") == without(results[0]["states"][step], "saturated")
 
 
-def _many_damaged() -> Any:
+@on_ranks(3)
+def test_many_damaged_slots_are_all_named() -> None:
     model = nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=2), group=dist.group.WORLD)
     for place in range(40):
@@ -471,22 +434,12 @@ def _many_damaged() -> Any:
             manager.slot(f"m{place:02d}", "input").scale.add_(1)
     for slot in manager.slots:
         manager.slot(*slot).record(torch.ones(1))
-    try:
+    with pytest.raises(DivergenceError) as caught:
         manager.step()
-    except DivergenceError as error:
-        return error.report
-    return None
-
-
-def test_many_damaged_slots_are_all_named(three_ranks: RankPool) -> None:
-    for report in three_ranks.run(_many_damaged):
-        names = [f.name for f in report.findings]
-        assert names == [f"m{place:02d}:input" for place in range(5, 36)]
-        assert [f.detail.startswith("scale: rank 2: ") for f in report.findings] == [True] * 16 + [False] * 15
-        assert {f.ranks for f in report.findings} == {(2,)}
-
-
-# A rank at another step --------------------------------------------------------------------------------
+    findings = caught.value.report.findings
+    assert [f.name for f in findings] == [f"m{place:02d}:input" for place in range(5, 36)]
+    assert [f.detail.startswith("scale: rank 2: ") for f in findings] == [True] * 16 + [False] * 15
+    assert {f.ranks for f in findings} == {(2,)}
 
 
 def _one_step_ahead(update: str, policy: str, odd: int) -> dict[str, Any]:
@@ -544,7 +497,8 @@ def test_a_rank_one_step_ahead(three_ranks: RankPool, update: str, policy: str, 
     assert results[odd]["before"] != results[2]["before"]
 
 
-def _damaged_manifest() -> Any:
+@on_ranks(3)
+def test_a_manifest_word_that_differs_masks_the_commit() -> None:
     """Damage the word in rank 1's memory, which cannot happen through the API."""
     model, manager = _manager("same_step", "raise")
     _record(manager, 0)
@@ -554,29 +508,21 @@ def _damaged_manifest() -> Any:
     if dist.get_rank() == 1:
         word[0] += 1
     _record(manager, 1)
-    try:
+    with pytest.raises(DivergenceError) as caught:
         manager.step()
-    except DivergenceError as error:
-        if dist.get_rank() == 1:
-            word[0] -= 1
-        unchanged = state_of(manager) == before
-        _record(manager, 2)
-        manager.step()
-        assert model is not None
-        return error.report, unchanged, state_of(manager)
-    return None
+    assert _names(caught.value.report) == [("manifest", "manifest", (1,), 0)]
+    if dist.get_rank() == 1:
+        word[0] -= 1
+    assert state_of(manager) == before
+    _record(manager, 2)
+    manager.step()
+    same_on_all_ranks(state_of(manager))
+    assert model is not None
 
 
-def test_a_manifest_word_that_differs_masks_the_commit(three_ranks: RankPool) -> None:
-    results = three_ranks.run(_damaged_manifest)
-    for report, unchanged, state in results:
-        assert _names(report) == [("manifest", "manifest", (1,), 0)]
-        assert unchanged
-        assert state == results[0][2]
-
-
-def _healthy(update: str) -> Any:
-    model, manager = _manager(update, "raise")
+@on_ranks(3)
+def test_nothing_is_reported_of_healthy_ranks() -> None:
+    model, manager = _manager("next_step", "raise")
     events: list[Any] = []
     manager.on_event(events.append)
     for step in range(4):
@@ -585,37 +531,29 @@ def _healthy(update: str) -> Any:
             manager.step()
         assert calls.names == ["all_reduce"]
     assert model is not None
-    return events
+    assert events == []
 
 
-def test_nothing_is_reported_of_healthy_ranks(three_ranks: RankPool) -> None:
-    assert three_ranks.run(_healthy, "next_step") == [[], [], []]
-
-
-def _only_warned() -> Any:
-    import logging
-
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fp8dist")
-    logger.addHandler(handler)
-    try:
+@on_ranks(3)
+def test_a_warning_comes_from_one_rank_of_the_majority() -> None:
+    with captured_log() as log:
         _damaged_run("scale", "same_step", "warn", 1, None)
-    finally:
-        logger.removeHandler(handler)
-    return [line for line in lines if "differs" in line]
+    lines = [text for _, text in log if "differs" in text]
+    assert len(lines) == (dist.get_rank() == 0)
+    assert all("a:input" in line and "FP8 state differs between ranks" in line for line in lines)
 
 
-def test_a_warning_comes_from_one_rank_of_the_majority(three_ranks: RankPool) -> None:
-    lines = three_ranks.run(_only_warned)
-    assert [len(of_rank) for of_rank in lines] == [1, 0, 0]
-    assert "a:input" in lines[0][0]
-    assert "FP8 state differs between ranks" in lines[0][0]
+def _late_verdict(self: Any, outcome: Any, *_: Any) -> None:
+    """A verdict that is not available when the step ends, as on CUDA."""
+    self.immediate, self.evidence, self.cold_writes = False, None, 0
+    self._outcome, self._asked = outcome, [False, False]
+    self._event = mock.Mock()
 
 
-def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
-    """Return (findings of the check after it, True if a second check is clean). Reads verdicts late, as on a GPU."""
+@pytest.mark.parametrize(("update", "on_gpu"), [("next_step", False), ("same_step", True)])
+@on_ranks(3)
+def test_a_check_acts_on_what_the_last_sync_proved(update: str, on_gpu: bool) -> None:
+    """Without another boundary nothing else would act on it. No trace of the damage remains for a later check."""
     torch.manual_seed(0)
     model = nn.Linear(16, 16)
     manager = fp8dist.prepare(
@@ -634,22 +572,8 @@ def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
     manager.on_event(lambda event: seen.append(event.report))
     mock.patch.stopall()
     report = manager.check(policy="warn")
-    return _names(report) if report.findings else [_names(r) for r in seen], not manager.check().diverged
-
-
-def _late_verdict(self: Any, outcome: Any, *_: Any) -> None:
-    """A verdict that is not available when the step ends, as on CUDA."""
-    self.immediate, self.evidence, self.cold_writes = False, None, 0
-    self._outcome, self._asked = outcome, [False, False]
-    self._event = mock.Mock()
-
-
-@pytest.mark.parametrize(("update", "on_gpu"), [("next_step", False), ("same_step", True)])
-def test_a_check_acts_on_what_the_last_sync_proved(three_ranks: RankPool, update: str, on_gpu: bool) -> None:
-    """Without another boundary nothing else would act on it. No trace of the damage remains for a later check."""
-    for found, clean_afterwards in three_ranks.run(_damaged_before_the_last_step, update, on_gpu):
-        assert found == [("scale", ":weight", (1,), 0)]
-        assert clean_afterwards
+    assert (_names(report) if report.findings else [_names(r) for r in seen]) == [("scale", ":weight", (1,), 0)]
+    assert not manager.check().diverged
 
 
 def test_errors_are_one_family() -> None:

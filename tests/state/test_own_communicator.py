@@ -24,7 +24,7 @@ import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, StateManager, SyncError
 from fp8dist.state.groups import SyncGroup
 from tests.support.collectives import counted_collectives
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net, state_bits
 
 SOON = timedelta(seconds=3)
@@ -48,9 +48,6 @@ def _train(model: nn.Module, manager: StateManager, steps: int = 2) -> list[str]
             model(batch(dist.get_rank(), step)[0]).square().mean().backward()
             manager.step()
     return calls.names
-
-
-# Ranks that do not do the same -------------------------------------------------------------------
 
 
 def _apart(how: str) -> str:
@@ -101,7 +98,8 @@ def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
         assert "check(): rank 1" in text
 
 
-def _join() -> list[str]:
+@on_ranks(2)
+def test_joining_without_the_manager_is_refused() -> None:
     """A Join context that has ended is no mistake, nor is one of an evaluation. Return the errors."""
     net, manager = _prepared(dist.group.WORLD)
     ddp = DistributedDataParallel(net)
@@ -118,13 +116,8 @@ def _join() -> list[str]:
                 _train(ddp, manager, 1)
         except ConfigurationError as error:
             errors.append(str(error))
-    return errors
-
-
-def test_joining_without_the_manager_is_refused(two_ranks: RankPool) -> None:
-    for errors in two_ranks.run(_join):
-        assert len(errors) == 2
-        assert all("use Join([ddp, manager])" in error for error in errors)
+    assert len(errors) == 2
+    assert all("use Join([ddp, manager])" in error for error in errors)
 
 
 def _alone_on_a_mesh() -> str:
@@ -143,7 +136,9 @@ def test_a_check_on_a_mesh_alone_communicates_nothing(four_ranks: RankPool) -> N
     assert "fp8dist.check() was not reached by all ranks within 1 s" in four_ranks.run(_alone_on_a_mesh)[1]
 
 
-def _again() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_checks_are_numbered_anew_after_one_that_some_ranks_did_not_make() -> None:
     """A check that one rank made alone is forgotten."""
     net, manager = _prepared(dist.group.WORLD)
     manager.attach(net)
@@ -158,12 +153,8 @@ def _again() -> None:
         assert not fp8dist.check(net, group=dist.group.WORLD).diverged
 
 
-@pytest.mark.slow
-def test_checks_are_numbered_anew_after_one_that_some_ranks_did_not_make(two_ranks: RankPool) -> None:
-    two_ranks.run(_again)
-
-
-def _join_is_kept() -> None:
+@on_ranks(2)
+def test_steps_after_a_join_context_whose_object_is_kept() -> None:
     net, manager = _prepared(dist.group.WORLD)
     ddp = DistributedDataParallel(net)
     manager.attach(ddp)
@@ -173,14 +164,9 @@ def _join_is_kept() -> None:
     _train(ddp, manager, 1)  # ``context`` still holds the hooks of the context that has ended.
 
 
-def test_steps_after_a_join_context_whose_object_is_kept(two_ranks: RankPool) -> None:
-    two_ranks.run(_join_is_kept)
-
-
-# The communicator ----------------------------------------------------------------------------------
-
-
-def _life(share: bool) -> None:
+@pytest.mark.parametrize("share", [False, True])
+@on_ranks(2)
+def test_the_life_of_a_communicator(share: bool) -> None:
     """A communicator comes with attach(), and goes with detach() or with the manager. The next attach() has another."""
     gc.collect()
     before = len(_world.pg_map)
@@ -211,11 +197,6 @@ def _life(share: bool) -> None:
     assert len(_world.pg_map) == before
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_the_life_of_a_communicator(two_ranks: RankPool, share: bool) -> None:
-    two_ranks.run(_life, share)
-
-
 def _made(kind: str) -> tuple[list[int], float, dict[str, bytes], list[str]]:
     """Ranks with different numbers of groups. Return (ranks, time-out in s, state, collectives of a step)."""
     rank = dist.get_rank()
@@ -244,17 +225,14 @@ def test_groups_of_all_kinds(four_ranks: RankPool, kind: str) -> None:
         assert names == ["all_reduce"]
 
 
-def _named() -> None:
+@on_ranks(2)
+def test_groups_of_torch_keep_their_names() -> None:
     """Managers that only some ranks have do not change the names of torch's groups."""
     own = SyncGroup(dist.new_group([0, 1]))
     own.make_own("fp8dist/test/1", torch.device("cpu"))
     if dist.get_rank() == 0:
         own.drop_own()
     dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1], use_local_synchronization=True))
-
-
-def test_groups_of_torch_keep_their_names(two_ranks: RankPool) -> None:
-    two_ranks.run(_named)
 
 
 def _busy() -> float:
@@ -276,7 +254,9 @@ def test_a_manager_with_a_sync_under_way_goes_at_once(two_ranks: RankPool) -> No
     assert max(two_ranks.run(_busy)) < 2
 
 
-def _forked() -> int:
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@on_ranks(2)
+def test_a_forked_child_detaches() -> None:
     """Detach in a forked child, whose communicator has no threads. Return its exit status."""
     net, manager = _prepared(dist.group.WORLD)
     manager.attach(net)
@@ -288,31 +268,22 @@ def _forked() -> int:
         os._exit(7)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _train(net, manager, 1)
-    return status
+    assert status == 7
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_detaches(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_forked) == [7, 7]
-
-
-def _captured() -> int:
-    """Return the number of communicators that are left after a detach, if a graph may use one."""
+@on_ranks(2)
+def test_what_a_graph_may_use_is_not_destroyed() -> None:
     before = len(_world.pg_map)
     net, manager = _prepared(dist.group.WORLD)
     manager.attach(net)
     manager._syncs[0].graphed = True
     manager.detach()
     assert _group(manager).process_group is dist.group.WORLD
-    return len(_world.pg_map) - before
+    assert len(_world.pg_map) - before == 1
 
 
-def test_what_a_graph_may_use_is_not_destroyed(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_captured) == [1, 1]
-
-
-def _without() -> list[bool]:
-    """Return which managers have no communicator of their own."""
+@on_ranks(2)
+def test_none_is_made_where_no_step_communicates() -> None:
     found = []
     for recipe, options in (
         (fp8dist.RowwiseScaling(), {}),
@@ -324,11 +295,7 @@ def _without() -> list[bool]:
         manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, **options)
         manager.attach(net)
         found.append(_group(manager).process_group is dist.group.WORLD)
-    return found
-
-
-def test_none_is_made_where_no_step_communicates(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_without) == [[True, False, True, True]] * 2
+    assert found == [True, False, True, True]
 
 
 def _anew() -> None:
@@ -356,7 +323,8 @@ def test_groups_that_are_destroyed_and_made_again() -> None:
         pool.close()
 
 
-def _split() -> None:
+@on_ranks(2)
+def test_a_part_of_a_bound_job_is_split_from_its_group() -> None:
     """A job whose default group is bound to a device, as with NCCL: a subgroup is split from the given one."""
     halves = [dist.new_group([rank]) for rank in range(2)]
     both, mine = dist.new_group([0, 1]), halves[dist.get_rank()]
@@ -378,16 +346,9 @@ def _split() -> None:
     assert group.process_group is both
 
 
-def test_a_part_of_a_bound_job_is_split_from_its_group(two_ranks: RankPool) -> None:
-    two_ranks.run(_split)
-
-
-def _unsplittable() -> None:
+@on_ranks(2)
+def test_a_backend_that_makes_no_partial_groups_keeps_the_given_one() -> None:
     group = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
     with mock.patch.object(dist, "get_backend", return_value="mpi"):
         group.make_own("name", torch.device("cpu"))
     assert group.process_group is dist.group.WORLD
-
-
-def test_a_backend_that_makes_no_partial_groups_keeps_the_given_one(two_ranks: RankPool) -> None:
-    two_ranks.run(_unsplittable)

@@ -173,9 +173,6 @@ def test_many_random_lives(part: int, recipe: dict[str, Any], life: list[tuple[s
     _live(recipe, life)
 
 
-# What the random lives rarely say clearly ---------------------------------------------------------------
-
-
 def _manager(**recipe: Any) -> tuple[nn.Module, StateManager]:
     model = nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(**recipe))

@@ -127,9 +127,6 @@ def test_rank_is_zero_without_distributed(trained: tuple[nn.Module, StateManager
     assert os.listdir(tmp_path) == ["0"]
 
 
-# Writing is atomic ---------------------------------------------------------------------------------------
-
-
 def test_a_failed_write_leaves_the_old_file(
     trained: tuple[nn.Module, StateManager], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,9 +182,6 @@ def test_a_reader_never_sees_half_a_file(
     assert new == [saved.read_bytes()] != [old]
     assert written[0].parent == saved.parent
     assert written[0] != saved
-
-
-# Damage ------------------------------------------------------------------------------------------------
 
 
 def _header_length(content: bytes) -> int:
@@ -284,9 +278,6 @@ def test_no_pickle(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with safe_open(saved, "pt") as file:
         json.loads(file.metadata()["header"])
     assert model is not None
-
-
-# What does not fit ------------------------------------------------------------------------------------
 
 
 def _rewritten(manager: StateManager, path: Path, **changes: Any) -> Path:
@@ -455,9 +446,6 @@ def test_a_model_without_slots_can_be_saved_and_loaded(tmp_path: Path) -> None:
     manager.load(tmp_path / "empty")
     assert manager.steps == 1
     assert manager.slots == ()
-
-
-# State that not all ranks share ---------------------------------------------------------------------
 
 
 def _own_states(kind: str, folder: str) -> Any:

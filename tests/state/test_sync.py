@@ -18,7 +18,7 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from tests.support.collectives import counted_collectives
 from tests.support.oracle import Oracle, Rules, amax_of, float32
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import bits, state_of
 
 Slot = tuple[str, str]
@@ -44,9 +44,6 @@ def _foreign_manager(update: str, **settings: Any) -> tuple[nn.Module, StateMana
     for (fqn, role), format in FOREIGN.items():
         manager.register(fqn, role, format)
     return model, manager
-
-
-# Recorded tensors ------------------------------------------------------------------------------------
 
 
 def _record_plan(plan: list[list[dict[Slot, list[list[int]]]]], update: str) -> list[Any]:
@@ -156,9 +153,6 @@ def _random_plan(seed: int, world_size: int, steps: int) -> list[list[dict[Slot,
 def test_random_amaxes_give_the_oracles_state(three_ranks: RankPool, update: str) -> None:
     plan = _random_plan(("same_step", "next_step").index(update), 3, 40)
     assert three_ranks.run(_record_plan, plan, update) == [_expected(plan)] * 3
-
-
-# Real modules ----------------------------------------------------------------------------------------
 
 
 class _Branches(nn.Module):
@@ -282,9 +276,6 @@ def test_zero_initialised_projection_with_tiny_gradients(two_ranks: RankPool) ->
         assert result["gradients"][0] > 0
 
 
-# Collectives -----------------------------------------------------------------------------------------
-
-
 def _count_collectives(update: str, amax_sync: bool, folder: str) -> dict[str, Any]:
     counts: dict[str, Any] = {}
 
@@ -375,10 +366,7 @@ def test_unsynced_state_is_each_ranks_own(two_ranks: RankPool) -> None:
 def _several_arenas(update: str) -> dict[str, Any]:
     rank = dist.get_rank()
     pair_01, pair_12, only_0, only_2 = (dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0], [2]))
-    mine = {
-        "layers.[pq]": only_2 if rank == 2 else pair_01,
-        "layers.r": only_0 if rank == 0 else pair_12,
-    }
+    mine = {"layers.[pq]": only_2 if rank == 2 else pair_01, "layers.r": only_0 if rank == 0 else pair_12}
     model = _Branches()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=3, update=update), group=dist.group.WORLD, groups=mine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -420,10 +408,9 @@ def test_several_arenas_sync_with_their_own_groups(three_ranks: RankPool) -> Non
         assert result["calls"] == [sorted(("all_reduce", sizes[name]) for name in names)] * 3
 
 
-# When state shows a step -----------------------------------------------------------------------------
-
-
-def _views_after_step(update: str) -> dict[str, Any]:
+@UPDATES
+@on_ranks(2)
+def test_views_change_when_the_timing_says_so(update: str) -> None:
     model, manager = _foreign_manager(update)
     manager.attach()
     scale, amax = manager.slot(*A).scale, manager.slot(*A).amax
@@ -432,16 +419,11 @@ def _views_after_step(update: str) -> dict[str, Any]:
     before_read = (scale.item(), amax.item())
     history = manager.slot(*A).amax_history.tolist()
     assert model is not None
-    return {"before": before_read, "history": history, "after": (scale.item(), amax.item())}
-
-
-@UPDATES
-def test_views_change_when_the_timing_says_so(two_ranks: RankPool, update: str) -> None:
     done = (float32(448.0 / 4.0), 4.0)
-    for result in two_ranks.run(_views_after_step, update):
-        assert result["before"] == (done if update == "same_step" else (1.0, 0.0))
-        assert result["history"] == [0.0, 0.0, 4.0]
-        assert result["after"] == done
+    result = {"before": before_read, "history": history, "after": (scale.item(), amax.item())}
+    assert result["before"] == (done if update == "same_step" else (1.0, 0.0))
+    assert result["history"] == [0.0, 0.0, 4.0]
+    assert result["after"] == done
 
 
 def _rank_zero_alone(folder: str) -> dict[str, Any]:
@@ -510,18 +492,15 @@ def test_evaluation_leaves_no_trace(two_ranks: RankPool) -> None:
     assert plain[0] == plain[1]
 
 
-def _nothing_to_sync() -> Any:
+@on_ranks(2)
+def test_a_model_without_slots_still_steps() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     manager.attach()
     with counted_collectives() as calls:
         manager.step()
         manager.step()
-    return manager.slots, list(zip(calls.names, calls.sizes)), manager.steps
-
-
-def test_a_model_without_slots_still_steps(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_nothing_to_sync) == [((), [("all_reduce", 32)] * 2, 2)] * 2
+    assert (manager.slots, list(zip(calls.names, calls.sizes)), manager.steps) == ((), [("all_reduce", 32)] * 2, 2)
 
 
 def test_the_oracle_itself() -> None:

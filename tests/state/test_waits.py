@@ -17,7 +17,7 @@ from fp8dist import DelayedScaling
 from fp8dist.state.waits import KEPT, Moment, Waits, clock_of
 from tests.support.collectives import counted_collectives
 from tests.support.graphs import EmulatedGraph
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, fp8_count, make_net, parameter_bits, state_bits
 
 
@@ -176,8 +176,8 @@ def test_the_others_wait_for_a_late_rank(two_ranks: RankPool, update: str, group
     assert sum(waiting) <= host * 1.01 + 1  # The same waits, by the same clock, without the last.
 
 
-def _calibrated_copied_off() -> list[int]:
-    """Return the number of reported steps: none for a calibration or without FP8, and a copy starts anew."""
+@on_ranks(2)
+def test_only_steps_of_training_count() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
     manager.attach(net)
@@ -194,14 +194,11 @@ def _calibrated_copied_off() -> list[int]:
     without = fp8dist.prepare(off, group=dist.group.WORLD, enabled=False)
     without.attach(off)
     without.step()
-    return [*counts, len(without.take_waits())]
+    assert [*counts, len(without.take_waits())] == [0, 0, 2, 0]
 
 
-def test_only_steps_of_training_count(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_calibrated_copied_off) == [[0, 0, 2, 0]] * 2
-
-
-def _captured() -> list[int]:
+@on_ranks(2)
+def test_steps_in_a_graph_are_left_out() -> None:
     """A capture and its replays add no steps; eager steps do."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD)
@@ -225,11 +222,7 @@ def _captured() -> list[int]:
         manager.poll()
     counts.append(len(fp8dist.take_waits(manager)))
     step()
-    return [*counts, len(fp8dist.take_waits(manager))]
-
-
-def test_steps_in_a_graph_are_left_out(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_captured) == [[0, 0, 1]] * 2
+    assert [*counts, len(fp8dist.take_waits(manager))] == [0, 0, 1]
 
 
 def _asks(often: bool) -> Any:

@@ -5,7 +5,7 @@ the requested GPU, specialised for these arguments. Nothing is executed, so unto
 
 Must run in a process without TRITON_INTERPRET, so tests request a report from a separate process::
 
-    report = compiled("tests.kernels.compiled.casts")     # a module with a function ``launch()``
+    report = compiled("tests.kernels.compiled.casts")     # its function ``launch()``; another: "…casts:name"
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Compiled:
 
 
 def compiled(module: str, capability: int = 90, timeout: float = 230.0) -> list[Compiled]:
-    """Return the kernels that ``launch()`` of ``module`` launches, compiled for a capability (90: Hopper, 100:
-    Blackwell)."""
+    """Return the kernels that ``launch()`` of ``module`` launches, or ``name()`` of "module:name", compiled for a
+    capability (90: Hopper, 100: Blackwell)."""
     if "TRITON" in os.environ and capability != HOPPER:
         # Triton 3.6 puts 40 bytes of a product on the stack of a consumer GPU; no other GPU is promised with it.
         pytest.skip("the oldest Triton is tested for Hopper only")
@@ -165,11 +165,7 @@ def _tool(name: str, flag: str, cubin: bytes) -> str:
         file.flush()
         path = os.environ["PATH"] + os.pathsep + str(binary.parent)
         return subprocess.run(
-            [str(binary), flag, file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PATH": path},
+            [str(binary), flag, file.name], capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
         ).stdout
 
 
@@ -181,7 +177,8 @@ def _main() -> None:
     assert triton.__version__ == wanted, f"Triton is {triton.__version__}, expected {wanted}"
     compiler = Compiler(int(capability))
     with compiler.installed():
-        importlib.import_module(module).launch(compiler)
+        name, _, function = module.partition(":")
+        getattr(importlib.import_module(name), function or "launch")(compiler)
     Path(answer).write_text(json.dumps([asdict(one) for one in compiler.kernels]))
 
 

@@ -3,8 +3,8 @@
     python forwarder.py DEVICE PID=ADDRESS…
 
 creates a TUN device of that name in the network namespace of each process, and forwards IPv4 packets between them. It
-reads commands from stdin ("latency SECONDS", "plug ADDRESS", "unplug ADDRESS"), answers each with "done", and exits at
-the end of stdin. It replaces the kernel's ``tc netem`` where that is missing.
+reads the latency in seconds from stdin, answers each line with "done", and exits at the end of stdin. It replaces the
+kernel's ``tc netem`` where that is missing.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ def make_device(pid: int, name: str) -> int:
 
 def carry(devices: dict[bytes, int]) -> None:
     """Forward packets to the device of their destination, after the latency."""
-    address_of = {descriptor: address for address, descriptor in devices.items()}
-    unplugged: set[bytes] = set()
     latency = 0.0
     under_way: deque[tuple[float, int, bytes]] = deque()  # (due time, destination, packet); all have the same delay
     commands = sys.stdin.fileno()
@@ -64,7 +62,7 @@ def carry(devices: dict[bytes, int]) -> None:
         timeout = None
         if under_way:
             timeout = max(0.0, under_way[0][0] - time.monotonic() - SPIN)
-        ready, _, _ = select.select([commands, *address_of], [], [], timeout)
+        ready, _, _ = select.select([commands, *devices.values()], [], [], timeout)
         now = time.monotonic()
         for descriptor in ready:
             if descriptor == commands:
@@ -73,20 +71,14 @@ def carry(devices: dict[bytes, int]) -> None:
                     return
                 *lines, pending = (pending + text).split(b"\n")
                 for line in lines:
-                    verb, value = line.decode().split()
-                    if verb == "latency":
-                        latency = float(value)
-                    elif verb == "unplug":
-                        unplugged.add(socket.inet_aton(value))
-                    else:
-                        unplugged.discard(socket.inet_aton(value))
+                    latency = float(line)
                     print("done", flush=True)
                 continue
             with contextlib.suppress(BlockingIOError, OSError):  # Nothing left to read, or the device is down.
                 while True:
                     packet = os.read(descriptor, 65536)
                     to = packet[DESTINATION]
-                    if to in devices and to not in unplugged and address_of[descriptor] not in unplugged:
+                    if to in devices:
                         under_way.append((now + latency, devices[to], packet))
         while under_way and under_way[0][0] <= time.monotonic():
             _, to_descriptor, packet = under_way.popleft()

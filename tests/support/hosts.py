@@ -285,27 +285,20 @@ class Lab:
         self._heard("up")
 
     def _heard(self, expected: str) -> None:
-        assert self._forwarder is not None
+        assert self._forwarder is not None, "this lab has no forwarder"
         assert self._forwarder.stdout is not None
         answer = self._forwarder.stdout.readline().strip()
         assert answer == expected, f"the forwarder said {answer!r}"
 
-    def _tell(self, *words: str) -> None:
+    def set_latency(self, seconds: float) -> None:
+        """Set the one-way latency of packets between hosts, in addition to the machine's own. Only if ``delayed``."""
         assert self._forwarder is not None, "this lab has no forwarder"
-        assert self._forwarder.stdin is not None
-        print(*words, file=self._forwarder.stdin, flush=True)
+        print(seconds, file=self._forwarder.stdin, flush=True)
         self._heard("done")
 
-    def set_latency(self, seconds: float) -> None:
-        """Set the one-way latency of packets between hosts, in addition to the machine's own."""
-        self._tell("latency", str(seconds))
-
     def plug(self, host: Host, connected: bool) -> None:
-        """Plug a host's cable in or out."""
-        if self._delayed:
-            self._tell("plug" if connected else "unplug", host.address)
-        else:
-            self._switch.wire("ip", "link", "set", f"port{host.index}", "up" if connected else "down")
+        """Plug a host's cable in or out. Not if ``delayed``."""
+        self._switch.wire("ip", "link", "set", f"port{host.index}", "up" if connected else "down")
 
     def _end_forwarder(self) -> None:
         assert self._forwarder is not None

@@ -30,9 +30,6 @@ scenario, add = SCENARIOS.scenario, SCENARIOS.add
 SOON = timedelta(seconds=4)
 
 
-# What is prepared and attached ------------------------------------------------------------------------------
-
-
 class InPart(nn.Module):
     """Only ``proj`` can be in FP8."""
 
@@ -93,8 +90,6 @@ def prepared_after_run(case: Case) -> None:
 def attach_part(case: Case) -> None:
     case.build().manager.attach(case.called.up, optimizer=case.optimizer)
 
-
-# Ranks that do not do the same ----------------------------------------------------------------------------------
 
 ALL: dict[str, Any] = {"ranks": 2, "everywhere": True}
 MISMATCH: dict[str, Any] = {**ALL, "errors": ("ManifestMismatchError",)}
@@ -233,8 +228,6 @@ for _layout, _name in itertools.product(("plain", "ddp", "hsdp"), OTHERS):
     _program = _unequal(_layout, **OTHERS[_name])
     add(f"ranks start with other weights, {_layout}, {_name}", _program, RAISED, *UNEQUAL, **DIVERGED)
 
-
-# Orders ---------------------------------------------------------------------------------------------------------
 
 BEFORE = (("prepare", "attach"), ("materialise", "load"), ("wrap", "materialise"))
 """(a, b): a must come before b. DDP and FSDP1 materialise what they wrap on their own."""

@@ -32,9 +32,6 @@ def every(n: int, call: Callable[[], Any]) -> Callable[[], None]:
     return lambda: call() if next(count) % n == 0 else None
 
 
-# No boundary comes -----------------------------------------------------------------------------------------
-
-
 def _recreated(layout: str = "one", recipe: Any = None, steps: int = 3, compiled: bool = False) -> Any:
     """After ``steps`` steps there is a new optimizer, which is not attached."""
 
@@ -118,9 +115,6 @@ def one_rank_recreates(case: Case) -> None:
         case.expect(case.rank == 0 or case.manager.steps == 3, "rank 1 went on")
 
 
-# Several optimizers ----------------------------------------------------------------------------------------
-
-
 def _unequal(often: int) -> Callable[[Case], None]:
     """Of two optimizers, the second steps after so many steps of the first."""
 
@@ -161,9 +155,6 @@ def swapped_optimizers(case: Case) -> None:
 def extra_parameters(case: Case) -> None:
     more = nn.Parameter(torch.ones(3))
     case.attached(make=lambda net: adamw([*net.parameters(), more])).train().judge(STEPS)
-
-
-# What is no optimizer with hooks -------------------------------------------------------------------------------
 
 
 class Duck:
@@ -232,9 +223,6 @@ def shard_after_attach(case: Case) -> None:
     case.attached().layout = "fsdp2"
     case.called = case.wrap(case.called)
     case.train(optimizer=adamw(case.called))
-
-
-# Steps of other kinds -------------------------------------------------------------------------------------------
 
 
 @scenario("optimizer in backward, not attached, no manager.step()", RAISED, "AdamW", *REMEDY)
@@ -445,9 +433,6 @@ def evaluated_only(case: Case) -> None:
     case.output("after loading", train=False)
 
 
-# Loss scaling ------------------------------------------------------------------------------------------------
-
-
 def _scaler() -> Any:
     return torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
 
@@ -488,9 +473,6 @@ LATE, EARLY = "the GradScaler is made after attach", "GradScaler.update() before
 add("another GradScaler is passed", _scaled(lambda used: _scaler()), NOT_SILENT, "scaler")
 add(LATE, _scaled(lambda used: None, late=True), frozenset({RIGHT, WARNED}), "scaler=")
 add(EARLY, _scaled(lambda used: used, update_first=True), NOT_SILENT | {"foreign"}, "scaler")
-
-
-# Modules that change -----------------------------------------------------------------------------------------
 
 
 @scenario("a copy is trained", SAID, "attach")

@@ -159,8 +159,6 @@ for _layout in ("fsdp1", "fsdp2", "gather", "tp"):
     add(f"EMA in swapped_weights(), {_layout}", _swapped(_layout), RIGHT, ranks=2)
 
 
-# Other recipes ----------------------------------------------------------------------------------------------
-
 NEXT_STEP = DelayedScaling(update="next_step")
 
 
@@ -195,9 +193,6 @@ def tied(case: Case) -> None:
     case.measure("first", net[0](x), x @ net[0].weight.detach().t())
 
 
-# Other dtypes ------------------------------------------------------------------------------------------------
-
-
 def _converted(dtype: torch.dtype) -> Callable[[Case], None]:
     """After ``attach``. Optimizers with state would keep it in the former dtype."""
 
@@ -225,16 +220,10 @@ def converted_and_loaded(case: Case) -> None:
     case.output("eval", train=False).output()
 
 
-# FP8 states --------------------------------------------------------------------------------------------------
-
-
 @scenario("FP8 state of a model with other modules", RAISED, "up|down|slot")
 def state_of_other_modules(case: Case) -> None:
     other = case.build(net=nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))).manager.state_dict()
     case.attached().manager.load_state_dict(other)
-
-
-# Weights loaded under master copies ------------------------------------------------------------------------
 
 
 class Masters(torch.optim.SGD):

@@ -55,9 +55,6 @@ USUAL_TIMEOUT = timedelta(seconds=20)
 PACKAGE = str(Path(fp8dist.__file__).parent)
 
 
-# The float32 reference: plain torch --------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """Two Linears, 32 → 64 → 32."""
 
@@ -123,8 +120,6 @@ def reference_losses(ranks: int, steps: int) -> tuple[float, float]:
     return first, float(loss_of(plain(weights, x), y).detach())
 
 
-# Layouts -----------------------------------------------------------------------------------------------
-
 LAYOUTS = ("one", "ddp", "fsdp1", "fsdp2", "gather", "tp")
 """``gather``: FSDP2 with fp8_all_gather."""
 
@@ -172,9 +167,6 @@ def load(called: nn.Module, state: Mapping[str, Tensor]) -> None:
     model.load_state_dict(parts)
 
 
-# A program and what is seen of it ------------------------------------------------------------------------
-
-
 def adamw(called: nn.Module | Any, lr: float = LR, **options: Any) -> torch.optim.AdamW:
     """Return AdamW for a module's parameters or for parameters."""
     return torch.optim.AdamW(called.parameters() if isinstance(called, nn.Module) else called, lr=lr, **options)
@@ -210,8 +202,6 @@ class Case:
     def __init__(self, rank: int, ranks: int, group: Any, mesh: DeviceMesh | None, seen: Seen) -> None:
         self.rank, self.ranks, self.group, self.mesh, self.seen = rank, ranks, group, mesh, seen
         self.layout, self.index = "one", 0
-
-    # Building ------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, *args: Any, **options: Any) -> StateManager:
         if self.ranks > 1:
@@ -266,8 +256,6 @@ class Case:
         self.called = torch.compile(self.called, backend="eager")
         return self
 
-    # Running -------------------------------------------------------------------------------------
-
     def batch(self, index: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the next batch, or another. Ranks of tensor parallelism share the same data."""
         return batch(0 if self.layout == "tp" else self.rank, self.index if index is None else index)
@@ -303,8 +291,6 @@ class Case:
     def snapshot(self) -> list[bytes]:
         """Return this rank's parameters, exactly."""
         return [bits(_local(p)) for p in self.called.parameters()]
-
-    # Judging -------------------------------------------------------------------------------------
 
     def flaw(self, text: str) -> None:
         self.seen.flaws.append(text)
@@ -357,9 +343,6 @@ class Case:
 def _local(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-# Running a scenario -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -58,9 +58,6 @@ def assert_sum_of_tokens(actual: Tensor, gradient: Tensor) -> None:
     assert_affine(actual[None], torch.ones(1, rows.shape[0]), rows.t())
 
 
-# Who communicates ---------------------------------------------------------------------------------------
-
-
 @dataclass
 class Reductions:
     """Integer MAX all-reduces in order: (ranks, bytes)."""
@@ -87,9 +84,6 @@ def watched_reductions() -> Iterator[Reductions]:
 
     with mock.patch.object(dist, "all_reduce", all_reduce):
         yield reductions
-
-
-# FP8 training in plain torch ----------------------------------------------------------------------------
 
 
 class _Product(torch.autograd.Function):
@@ -147,9 +141,6 @@ def make_plain(model: nn.Module, names: Sequence[str]) -> dict[str, PlainFP8Line
         layers[name] = PlainFP8Linear(model.get_submodule(name))  # type: ignore[arg-type]
         setattr(model.get_submodule(parent), child, layers[name])
     return layers
-
-
-# Two blocks -----------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

@@ -16,11 +16,15 @@ import torch.distributed.checkpoint._fsspec_filesystem
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.flop_counter
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 
 import launch.train_gpt.train
 import tests.support.lab.job
 
 __all__ = ["launch", "numpy", "pytest", "tests", "torch"]
+
+install_importhook(get_config())  # An assertion that fails on a rank shows its values, as in pytest's own process.
 
 gc.collect()
 gc.freeze()  # Otherwise a rank's first garbage collection would copy the memory of all modules.

@@ -38,9 +38,6 @@ from tests.support.scenarios import Scenarios
 SCENARIOS = Scenarios()
 
 
-# Schedulers, accumulation, closures --------------------------------------------------------------
-
-
 def zero_at(*steps: int) -> Callable[[Optimizer], LambdaLR]:
     """A step with lr 0 changes nothing: it is not a boundary, and its amaxes count for the next step."""
     return lambda optimizer: LambdaLR(optimizer, lambda step: 0.0 if step in steps else 1.0)
@@ -182,9 +179,6 @@ SCENARIOS.table(
     }
 )
 
-
-# GradScaler --------------------------------------------------------------------------------------
-
 SCALED: dict[str, Callable[[Any], Optimizer]] = {
     "unfused": lambda p: SGD(p, lr=0.1, foreach=False),
     "fused": lambda p: AdamW(p, lr=0.01, fused=True),
@@ -283,9 +277,6 @@ def compiled() -> None:
     state_is_right(trial.manager, STEPS)
 
 
-# Precision, recipes ------------------------------------------------------------------------------
-
-
 def starts_high(trial: Trial) -> None:
     trial.attach(trial.optimizer)
     trial.manager.set_precision("*", "high", steps=2)
@@ -338,9 +329,6 @@ def inference_only(recipe: str) -> None:
         with mode():
             trial.net(batch(index)[0])
     trial.right(0)
-
-
-# Without FP8 -------------------------------------------------------------------------------------
 
 
 def mistakes(trial: Trial, optimizer: Optimizer) -> None:

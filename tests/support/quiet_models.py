@@ -36,9 +36,6 @@ from tests.support.training import bits
 SCENARIOS = Scenarios()
 
 
-# Several models ----------------------------------------------------------------------------------
-
-
 @SCENARIOS.program
 def an_unrelated_plain_model_trains_beside_it() -> None:
     other = mlp()
@@ -155,9 +152,6 @@ def copy_trained_on_its_own(copied: str) -> None:
     assert weight_bits(twin) == weight_bits(trial.net)
 
 
-# Averages ----------------------------------------------------------------------------------------
-
-
 @SCENARIOS.variants(made=["before attach", "after attach"], kind=["ema", "swa"])
 def averaged_model(made: str, kind: str) -> None:
     """A deep copy holds an average of the weights, updated after each step, and is evaluated."""
@@ -266,9 +260,6 @@ def average_through_functional_call() -> None:
             output = torch.func.functional_call(trial.net, average, batch(0)[0])
         trial.compare(output, batch(0)[0], average)
     trial.right(STEPS)
-
-
-# Low-rank adapters, frozen parts -----------------------------------------------------------------
 
 
 class Adapted(nn.Module):

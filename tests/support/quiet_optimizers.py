@@ -24,25 +24,10 @@ from torch.optim import SGD, Adagrad, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
-from tests.support.quiet import (
-    PLAIN,
-    STEPS,
-    Loop,
-    Trial,
-    attached,
-    batch,
-    boundary,
-    mlp,
-    nothing,
-    state_is_right,
-    take,
-)
+from tests.support.quiet import PLAIN, STEPS, Loop, Trial, attached, batch, boundary, mlp, nothing, state_is_right, take
 from tests.support.scenarios import Scenarios
 
 SCENARIOS = Scenarios()
-
-
-# Optimizers of other kinds -----------------------------------------------------------------------
 
 
 class Sam(Optimizer):
@@ -356,9 +341,6 @@ def master_copies_in_float32(attached: bool, masters: str) -> None:
     trial.right(STEPS)
 
 
-# Several optimizers ------------------------------------------------------------------------------
-
-
 def by_dimension(of_weights: Callable[..., Optimizer], lr: float = 0.01) -> Callable[[Trial], list[Optimizer]]:
     """Return a function that makes an optimizer of the weights, and AdamW for the biases."""
 
@@ -460,9 +442,6 @@ def what_is_not_fp8_is_stepped_more_often() -> None:
             take(often)
         take(main)
     trial.right(STEPS)
-
-
-# Optimizers' states ------------------------------------------------------------------------------
 
 
 @SCENARIOS.variants(attached=["after", "before"])

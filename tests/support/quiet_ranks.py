@@ -12,11 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
@@ -26,17 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fp8dist
 from fp8dist import DelayedScaling
 from tests.support.pages import ROOT, blocks
-from tests.support.quiet import (
-    HISTORY,
-    Loop,
-    Trial,
-    batch,
-    fp8_bits,
-    mlp,
-    state_is_right,
-    take,
-    weight_bits,
-)
+from tests.support.quiet import HISTORY, Loop, Trial, batch, fp8_bits, mlp, state_is_right, take, weight_bits
 from tests.support.scenarios import Scenarios
 
 SCENARIOS = Scenarios(ranks=2)
@@ -63,9 +49,6 @@ def in_ddp(update: str = "same_step", **parts: Any) -> Loop:
 
 def me() -> int:
     return dist.get_rank()
-
-
-# DDP ---------------------------------------------------------------------------------------------
 
 
 def attach_hook(trial: Trial) -> None:
@@ -186,9 +169,6 @@ def local_sgd(attached: str) -> Any:
     return fp8_bits(trial.manager)
 
 
-# FSDP2 ---------------------------------------------------------------------------------------------
-
-
 def whole_weights(net: nn.Module) -> dict[str, Tensor]:
     """Return the weights by the plain net's names. COLLECTIVE."""
     found = {}
@@ -276,9 +256,6 @@ def fsdp2_optimizer_state_is_read(gather: bool, where: str) -> Any:
     trial.accurate()
     assert trial.manager.steps == before + STEPS
     return fp8_bits(trial.manager)
-
-
-# What the ranks start with -------------------------------------------------------------------------
 
 
 def own(*parameters: Tensor) -> None:
@@ -394,9 +371,6 @@ def weights_are_inference_tensors() -> Any:
         net = mlp()
     fp8dist.prepare(net, group=dist.group.WORLD).attach()
     return None
-
-
-# Pages -------------------------------------------------------------------------------------------
 
 
 @SCENARIOS.variants(which=["docs/quickstart.md", "docs/ddp.md", "docs/fsdp2.md"])

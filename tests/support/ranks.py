@@ -2,13 +2,16 @@
 
 ``RankPool.run(function, *args)`` calls ``function(*args)`` on every rank and returns the results in rank
 order. ``function`` must be a module-level function. If a rank fails, dies or the time is up, the error contains each
-rank's traceback, or exit status and last words, and the pool restarts for the next test.
+rank's traceback, or exit status and last words, and the pool restarts for the next test. ``on_ranks`` makes a function
+whose assertions hold on each rank a test.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -137,6 +140,30 @@ class RankPool:
                 lines.append(f"--- rank {rank}: {where}\n{written}")
         self.close()
         raise RanksFailed("\n".join(lines))
+
+
+POOLS = {2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}
+"""The fixture of the pool with so many ranks."""
+
+
+def on_ranks(count: int, timeout: float = 90.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test that each of ``count`` ranks of a pool runs, with the arguments of the test. It must return
+    nothing: what it asserts holds on each rank."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function)
+        pool = inspect.Parameter(POOLS[count], inspect.Parameter.KEYWORD_ONLY)
+
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            arguments[pool.name].run(function, *(arguments[name] for name in own.parameters), timeout=timeout)
+
+        test.__signature__ = own.replace(parameters=[*own.parameters.values(), pool])  # type: ignore[attr-defined]
+        test.on_rank = function  # type: ignore[attr-defined]
+        function.__qualname__ += ".on_rank"  # Where ``serve`` finds it.
+        return test
+
+    return decorate
 
 
 def threads_of(pid: int) -> int:

@@ -1,9 +1,6 @@
 """Nets, batches and digests of the reference runs, and the canary: a digest of this machine's arithmetic.
 
-    python -m tests.support.reference_nets FILE
-
-writes the canary's digest. The canary is plain torch: neither this file nor its process may import fp8dist. So no
-change in fp8dist can change the canary.
+The canary is plain torch: neither this file nor its process may import fp8dist. So no change in fp8dist can change it.
 
 Weights and batches are small integers over powers of two, so they are the same on every machine. They use no random
 normal numbers, logarithms or cosines.
@@ -14,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -105,9 +101,6 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return 16 * nn.functional.mse_loss(output, target)
 
 
-# Digests --------------------------------------------------------------------------------------------------
-
-
 def digest(items: Iterable[tuple[str, Any]]) -> str:
     """Return the SHA-256 of names and values: of tensors dtype, shape and every bit, of floats every bit."""
     taken = hashlib.sha256()
@@ -121,14 +114,6 @@ def digest(items: Iterable[tuple[str, Any]]) -> str:
             content = (value.hex() if isinstance(value, float) else str(value)).encode()
         taken.update(b"%s\n%s\n%d\n" % (name.encode(), what, len(content)) + content)
     return taken.hexdigest()
-
-
-def digest_of_losses(losses: Sequence[float]) -> str:
-    """Return one digest of all losses, in order."""
-    return digest((str(i), loss) for i, loss in enumerate(losses))
-
-
-# The canary -----------------------------------------------------------------------------------------------
 
 
 def canary() -> str:
@@ -149,7 +134,7 @@ def _trained(name: str, optimizer_name: str) -> list[tuple[str, str]]:
         losses.append(float(loss.detach()))
     assert all(map(math.isfinite, losses)), losses
     return [
-        (f"{name} {optimizer_name} losses", digest_of_losses(losses)),
+        (f"{name} {optimizer_name} losses", digest((str(i), loss) for i, loss in enumerate(losses))),
         (f"{name} {optimizer_name} parameters", digest(net.named_parameters())),
     ]
 
@@ -184,8 +169,9 @@ def _in_fp8(x: Tensor) -> Tensor:
     return (x * scale).to(torch.float8_e4m3fn).float() * scale.reciprocal()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the canary's digest."""
     torch.set_num_threads(1)
     found = canary()
     assert "fp8dist" not in sys.modules
-    Path(sys.argv[1]).write_text(found)
+    print(found)

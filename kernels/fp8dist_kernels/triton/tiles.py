@@ -89,7 +89,7 @@ def _measured(problem: Problem, device: torch.device) -> Entry | None:
 def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """Return the allowed tiles for ``problem`` on a GPU of this compute capability, the best for large problems first.
 
-    ``tests/kernels/test_compiled_matmuls.py`` compiles each tile for all its uses and checks that no register spills.
+    ``tests/kernels/test_compiled.py`` compiles each tile for all its uses and checks that no register spills.
     """
     if capability[0] == _HOPPER:
         return (*_large_for_hopper(problem), _SQUARE, _LOW, _SMALL)

@@ -86,9 +86,6 @@ def test_a_role_shows_its_worst_slot() -> None:
     assert by_role([]) == {}
 
 
-# All exporters -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_importing_the_library_imports_no_tool() -> None:
     program = f"import sys, fp8dist, fp8dist.exporters; print([name for name in {TOOLS} if name in sys.modules])"

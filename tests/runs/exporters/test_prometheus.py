@@ -171,9 +171,6 @@ def test_scrapes_during_writes_are_whole(endpoint: Prometheus) -> None:
     assert losses[-1] > 0
 
 
-# The textfile -----------------------------------------------------------------------------------------
-
-
 def test_the_textfile_stays_after_the_end(tmp_path: Path) -> None:
     path = tmp_path / "made" / "run.prom"
     play(PrometheusTextfile(path, labels={"run": 3}), FIRST, RESUMED, END)  # type: ignore[dict-item]

@@ -36,9 +36,6 @@ def promtool(*arguments: str | Path, cwd: Path) -> str:
     return run(str(found("promtool")), *arguments, cwd=cwd)
 
 
-# promtool ---------------------------------------------------------------------------------------------
-
-
 def test_metrics_follow_the_conventions(tmp_path: Path) -> None:
     path = tmp_path / "run.prom"
     exporter = PrometheusTextfile(path, slots=10)
@@ -116,9 +113,6 @@ def test_every_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
     assert "SUCCESS" in promtool("test", "rules", "tests.yml", cwd=tmp_path)
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     assert {alert for alert, _, fires, _ in CASES.values() if fires} == {rule["alert"] for rule in rules}
-
-
-# A server ---------------------------------------------------------------------------------------------
 
 
 class Server:

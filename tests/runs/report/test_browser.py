@@ -15,10 +15,7 @@ from tests.runs.report.test_page import hostile
 from tests.support.browser import needs_chromium, opened_browser
 from tests.support.runs import made_run
 
-pytestmark = [
-    pytest.mark.long,
-    needs_chromium,
-]
+pytestmark = [pytest.mark.long, needs_chromium]
 
 PLOTS = 14
 """Three heat maps, three plots of a slot, loss, norm, events, holders, waits, states, precision, both losses."""

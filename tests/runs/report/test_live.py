@@ -198,24 +198,14 @@ SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
         ([], {"proven": 8, "checked": 5}, True, "proven to step 8, checked to step 5"),
         ([{"step": 4, "kind": "checked"}], {}, True, "checked to step 4 (not recorded what)"),
         ([CHECKED], {"proven": 8}, True, "proven to step 8, checked to step 4 (6 parameters of 1.2 MB, 9 slots)"),
-        (
-            [CHECKED | SHARDS],
-            {"proven": 8},
-            True,
-            "parameters not verifiable, 9 slots equal to step 4",
-        ),
+        ([CHECKED | SHARDS], {"proven": 8}, True, "parameters not verifiable, 9 slots equal to step 4"),
         (
             [CHECKED | {"partial": {"parameter": "6 of 7 parameters"}}],
             {},
             True,
             "6 parameters of 1.2 MB, 9 slots equal to step 4, compared only 6 of 7 parameters",
         ),
-        (
-            [CHECKED | {"nonfinite": ["a"]}],
-            {},
-            False,
-            "NOT FINITE after step 4: 6 parameters of 1.2 MB, 9 slots equal",
-        ),
+        ([CHECKED | {"nonfinite": ["a"]}], {}, False, "NOT FINITE after step 4: 6 parameters of 1.2 MB, 9 slots equal"),
         (
             [CHECKED | {"compared": 7, "unverified": [], "nonfinite": 7}],
             {},

@@ -85,12 +85,7 @@ class Checkpoints:
         return Loaded(int(run["step"]), fp8, run.get("guard"))
 
     def save(
-        self,
-        step: int,
-        module: nn.Module,
-        optimizer: Optimizer,
-        manager: StateManager | None,
-        guard: str | None = None,
+        self, step: int, module: nn.Module, optimizer: Optimizer, manager: StateManager | None, guard: str | None = None
     ) -> None:
         """Save the state after this step. COLLECTIVE.
 

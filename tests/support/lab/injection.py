@@ -23,15 +23,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels import ops
 from fp8dist_kernels.taps import listener_of, tap_on
-from tests.support.lab.flags import (
-    BAD_DEVICE,
-    HIDDEN_STATE,
-    NAN_SAMPLE,
-    NONDETERMINISM,
-    PRODUCT,
-    SLOW,
-    Fault,
-)
+from tests.support.lab.flags import BAD_DEVICE, HIDDEN_STATE, NAN_SAMPLE, NONDETERMINISM, PRODUCT, SLOW, Fault
 from tests.support.lab.options import Options
 from tests.support.lab.ranks import Ranks
 

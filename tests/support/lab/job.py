@@ -100,8 +100,6 @@ class Job(Training):
         """True if there is FP8 state, which counts the steps and sends events."""
         return self.manager is not None and self.manager.settings.enabled
 
-    # Building ------------------------------------------------------------------------------------
-
     def make_parallel(self) -> Measured:
         made = parallel_of(self.options, self.ranks)
         self.checkpoints.gathered_in = made.gathered_in
@@ -169,8 +167,6 @@ class Job(Training):
             precision=options.precision,
             exporters=exporters,
         )
-
-    # Training ------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """Calibrate, train, validate, and return the contents of ``summary.json``. COLLECTIVE."""
@@ -296,8 +292,6 @@ class Job(Training):
                 with self.parallel.thrown_away(self.module):
                     self.backward(*self.batch(step, 0, CALIBRATION))
         self.optimizer.zero_grad(set_to_none=True)
-
-    # Results -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def validation_loss(self) -> float:

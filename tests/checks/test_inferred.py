@@ -1,0 +1,133 @@
+"""Copies that nobody declared: ranks keep them equal while all of them train them. Only a warning if they part."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist.checks import inferred
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+
+WIDTH = 16
+
+
+class Net(nn.Module):
+    """A Linear that DDP keeps equal, and a norm, an adapter and experts that DDP ignores, with equal seeds on all
+    ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)  # As LoRA.
+        nn.init.zeros_(self.up.weight)
+        self.expert = nn.Linear(WIDTH, WIDTH)
+        own = [name for name, _ in self.named_parameters() if not name.startswith("body")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, own)
+
+    def forward(self, x: Tensor, experts: float) -> Tensor:
+        y = self.body(x)
+        return self.norm(y + self.up(self.down(x))) + experts * self.expert(y)
+
+
+ALL = ("norm.weight", "norm.bias", "down.weight", "up.weight", "expert.weight", "expert.bias")
+
+
+def _train(
+    damaged: str = "",
+    at: int = 4,
+    reduced: tuple[str, ...] = ALL,
+    tokens: tuple[int, int] = (1, 1),
+    every: int = 1,
+    fails: bool = False,
+) -> Any:
+    """Train eight steps. Return the warnings, the bytes by way, and the bytes of the all-reduces of the last step.
+
+    Args:
+        damaged: a parameter to which the last rank adds something in step ``at``.
+        reduced: the parameters whose gradients the loop averages over the ranks.
+        tokens: the first step in which the experts of rank 0 have tokens, and that of the others.
+        fails: rank 1 cannot read its tensors in the second check.
+    """
+    model, rank = Net(), dist.get_rank()
+    options: Any = {"group": dist.group.WORLD, "amax_sync": True, "check_every": every, "skip": ["down", "up"]}
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), **options)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    looked: list[int] = []
+
+    def unreadable(*of: Any) -> Any:
+        looked.append(1)
+        if fails and rank == 1 and len(looked) == 2:
+            raise RuntimeError("out of memory")
+        return digests(*of)
+
+    digests = inferred._digests
+    with captured_log(logging.WARNING) as log, mock.patch.object(inferred, "_digests", unreadable):
+        manager.attach(ddp, optimizer=optimizer)
+        for step in range(1, 9):
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+            ddp(x, float(step >= tokens[min(rank, 1)])).square().mean().backward()
+            for name, parameter in model.named_parameters():
+                if name in reduced:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+                if name == damaged and step == at and rank == dist.get_world_size() - 1:
+                    parameter.data.view(-1)[3] += 0.5
+            with counted_collectives() as calls:
+                optimizer.step()
+            optimizer.zero_grad()
+    by = manager.check().compared_by
+    return [text for _, text in log], dict(by), [n for n, c in zip(calls.sizes, calls.names) if c == "all_reduce"]
+
+
+def test_a_copy_that_parts_is_warned_of_once_and_the_last_check_counts_the_rest(three_ranks: RankPool) -> None:
+    """The check of step n compares what step n - 1 has left, before its own step ends."""
+    (texts, by, sizes), *others = three_ranks.run(_train, "norm.bias")
+    assert texts == [
+        "fp8dist: step 3: no longer equal on all ranks, although all had gradients for it and kept it equal until now: "
+        "norm.bias. Ranks 2 differ. If these are copies, say so, and checks raise: prepare(axes=…)"
+    ]
+    assert [texts for texts, *_ in others] == [[], []]
+    # up.weight is a constant in the first check, and down.weight has no gradient then.
+    left = WIDTH + 2 * 4 * WIDTH + WIDTH * WIDTH + WIDTH
+    assert by["inferred"] == 4 * left
+    assert by["not compared"] == 4 * WIDTH
+    assert 8 * (1 + 3 * 5) in sizes  # One flag, and three numbers for each of five parameters.
+
+
+QUIET: dict[str, dict[str, Any]] = {
+    "all is well": {},
+    "parted in the first step": {"reduced": tuple(name for name in ALL if name != "norm.weight")},
+    "experts and adapters of each rank": {"reduced": ("norm.weight", "norm.bias")},
+    "alike without tokens, and then rank 0 has some": {"reduced": ALL[:4], "tokens": (5, 9)},
+    "one rank never had tokens": {"reduced": ALL[:4], "tokens": (1, 9)},
+    "parted after one check": {"damaged": "norm.bias", "at": 3},
+    "no checks": {"damaged": "norm.bias", "every": 0},
+}
+
+
+@pytest.mark.parametrize("program", QUIET)
+def test_what_may_part_is_silent(two_ranks: RankPool, program: str) -> None:
+    assert [texts for texts, *_ in two_ranks.run(_trains, QUIET[program])] == [[], []]
+
+
+def _trains(options: dict[str, Any]) -> Any:
+    return _train(**options)
+
+
+def test_a_rank_that_cannot_read_ends_it_on_all_ranks(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_trains, {"damaged": "norm.bias", "at": 6, "fails": True})
+    assert first[0] == []
+    assert second[0] == ["fp8dist: rank 1: cannot look for copies, and no longer does: out of memory"]
+    assert "inferred" not in first[1]
