@@ -632,6 +632,8 @@ class Comparison:
             inventory.add_arena(sync)
         if self.module is not None:
             inventory.add_module(self.module, self.scope)
+        elif any(checker.state.job.called is not None for checker in self.checkers):
+            inventory.add_gone(self.scope)
         if self.module is not None and self.scope.coherence is not None:
             inventory.add_inside(self.module, self.scope.coherence, self.step)
         if self.module is not None and self.scope.compute:

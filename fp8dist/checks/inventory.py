@@ -42,6 +42,7 @@ Store = Callable[[Tensor], None] | None
 """Writes a repaired value back to where it came from; None: the tensor is a view of that memory."""
 
 _ALONE = Excuse("that are shared with no other rank")
+_GONE = Excuse("can be found: the module that attach() was given is gone. Keep it, or call attach() with another one")
 
 
 @dataclass(frozen=True)
@@ -334,6 +335,12 @@ class Inventory:
         self._add_buffers(module, scope.buffers)
         for optimizer in scope.optimizers:
             self._add_optimizer(module, optimizer)
+
+    def add_gone(self, scope: Scope) -> None:
+        """Note that nothing of a module is compared, because it no longer exists."""
+        for kind in sorted(scope.kinds - {"scale", "history"}):
+            self._counted[kind] = (0, 0)
+            self._skip(kind, _GONE, 0)
 
     def add_inside(self, module: nn.Module, asked: Asked, step: int) -> None:
         """Compare tensors of this rank with one another. For the arguments see ``inside_of``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,35 @@ def test_the_command_line_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFix
         save_file({}, path)
     assert main(["check", *paths]) == USAGE
     assert "nothing to compare" in capsys.readouterr().err
+
+
+def _without_wrapper(again: bool) -> Any:
+    model = make_net()
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    manager.attach(DistributedDataParallel(model))  # Nobody keeps it.
+    gc.collect()
+    if again:
+        wrapper = DistributedDataParallel(model)
+        manager.attach(wrapper)
+    with torch.no_grad():
+        model.first.weight[3, 5] += dist.get_rank()
+    with captured_log() as log:
+        reports = [manager.check(policy="warn", buffers=True), manager.check(parameters=False)]
+    parameters = [(f.kind, f.name, f.index) for f in reports[0].findings]
+    return (
+        parameters,
+        reports[0].consistent,
+        dict(reports[0].unverified),
+        reports[1].consistent,
+        [text for _, text in log],
+    )
+
+
+def test_a_wrapper_that_is_gone_is_not_taken_for_equal_parameters(two_ranks: RankPool) -> None:
+    gone = "can be found: the module that attach() was given is gone. Keep it, or call attach() with another one"
+    for rank, found in enumerate(two_ranks.run(_without_wrapper, False)):
+        unverified = {"buffer": f"0 buffers {gone}", "parameter": f"0 parameters {gone}"}
+        logged = [f"fp8dist: no parameters are compared: 0 parameters {gone}"] if rank == 0 else []
+        assert found == ([], False, unverified, True, logged)
+    for parameters, consistent, unverified, state, _ in two_ranks.run(_without_wrapper, True):
+        assert (parameters, consistent, unverified, state) == ([("parameter", "first.weight", (3, 5))], False, {}, True)

@@ -90,6 +90,7 @@ class Job:
     manager: Any = None
     seen: list[tuple[int, Any]] = field(default_factory=list)
     watched: nn.Module | None = None
+    called: nn.Module | None = None
     equal_buffers: bool = True
     """False: a forward changes buffers, so that after a step they differ between healthy ranks."""
     values: Callable[[], Mapping[str, Any]] | None = None
@@ -130,6 +131,7 @@ class Job:
         return model if ddp is None or not dist.is_initialized() else DistributedDataParallel(model, **ddp)
 
     def attach(self, called: Any, *optimizers: Any, **options: Any) -> None:
+        self.called = called  # For the check at the end.
         if self.manager is not None:
             self.manager.attach(called, optimizer=list(optimizers) or None, **options)
 
