@@ -73,10 +73,20 @@ def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank")
 
 def from_senders(findings: Iterable[Finding], senders: Sequence[Sender]) -> list[Finding]:
     """Return the findings with the step, the last good step, and hosts, devices and mesh coordinates of their ranks.
-    ``senders``: all ranks that took part."""
+    Says of parameters that DDP does not reduce them. ``senders``: all ranks that took part."""
     step, everyone = max(sender.step for sender in senders), [sender.participant for sender in senders]
     last_good = [sender.last_good for sender in senders]
-    return [replace(f, step=step, last_good_step=_last_good_step(f, last_good)).located(everyone) for f in findings]
+    late = {name for sender in senders for name in sender.late}
+    located = []
+    for f in findings:
+        of_late = f.kind in ("parameter", "gradient") and f.name in late
+        detail = "; ".join(filter(None, [_LATE, f.detail])) if of_late else f.detail
+        last = _last_good_step(f, last_good)
+        located.append(replace(f, step=step, last_good_step=last, detail=detail).located(everyone))
+    return located
+
+
+_LATE = "DDP was made before this parameter, and does not reduce its gradient"
 
 
 def _last_good_step(finding: Finding, last_good: Sequence[Mapping[str, int | None]]) -> int | None:

@@ -26,7 +26,7 @@ from fp8dist.checks.contents import ArenaContent, Content, Digester, Field, Key,
 from fp8dist.checks.differences import ravel
 from fp8dist.checks.finite import not_finite
 from fp8dist.checks.likeness import likeness
-from fp8dist.checks.replication import Excuse, Home, Membership, Replication
+from fp8dist.checks.replication import Excuse, Home, Membership, Replication, late_for_ddp
 from fp8dist.checks.report import DivergenceReport, Sender, this_rank
 from fp8dist.common.divergence import COHERENCE, Finding
 from fp8dist.common.text import plural
@@ -111,6 +111,7 @@ class Holdings:
         pending: named axes along which tensors were not compared before.
         inside: what was compared inside this rank; None: nothing.
         ways: see ``DivergenceReport.compared_by``.
+        late: see ``Sender``.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -124,6 +125,7 @@ class Holdings:
     pending: tuple[str, ...] = ()
     inside: Inside | None = None
     ways: Mapping[str, int] = field(default_factory=dict)
+    late: tuple[str, ...] = ()
 
     @property
     def layout(self) -> tuple[str, ...]:
@@ -184,7 +186,7 @@ class Holdings:
         """
         device = self._device(group.device)
         good = {kind: self.last_good.get(kind) for kind in self.compared} if last_good else {}
-        gathered = group.gather((Sender(this_rank(device, self.coords), self.step, good), value))
+        gathered = group.gather((Sender(this_rank(device, self.coords), self.step, good, self.late), value))
         return {of.participant.rank: theirs for of, theirs in gathered}, [of for of, _ in gathered]
 
 
@@ -229,6 +231,7 @@ class Inventory:
         self._still_pending: tuple[str, ...] = ()
         self._inside: Inside | None = None
         self._ways: Counter[str] = Counter()
+        self._late: tuple[str, ...] = ()
 
     def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
         """Return all that was collected. For the arguments see ``Holdings``."""
@@ -260,6 +263,7 @@ class Inventory:
                 nonfinite=self._nonfinite,
             ),
             memberships=self._replication.memberships,
+            late=self._late,
             computed=self._computed,
             pending=self._still_pending,
             inside=self._inside,
@@ -330,6 +334,7 @@ class Inventory:
         values that are not finite, except before training."""
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
+            self._late = tuple(self._replication.names[id(parameter)] for parameter in late_for_ddp(module))
         if not self._at_start:
             self._nonfinite += not_finite_in(module, scope)
         self._add_buffers(module, scope.buffers)

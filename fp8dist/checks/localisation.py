@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -80,7 +80,8 @@ def localise_set(
     common = sorted(keys)
     if len(layouts) > 1:
         findings, common = _compare_layouts(group, common, layouts)
-    found, differing = localise_things(s, digests, common, everything)
+    late = {name for sender in senders for name in sender.late}
+    found, differing = localise_things(s, digests, common, everything, late=late)
     findings += found
     if not findings:
         detail = "the sum of the digests differed, but the digests of all tensors and slots are equal"
@@ -90,7 +91,12 @@ def localise_set(
 
 
 def localise_things(
-    s: ReplicaSet, digests: Tensor, common: Sequence[Key], everything: bool = False, kind: str = "parameter"
+    s: ReplicaSet,
+    digests: Tensor,
+    common: Sequence[Key],
+    everything: bool = False,
+    kind: str = "parameter",
+    late: Collection[str] = (),
 ) -> tuple[list[Finding], list[Differing]]:
     """Find what differs among the things that all ranks of a set hold. COLLECTIVE over its group.
 
@@ -98,12 +104,13 @@ def localise_things(
         digests, everything: see ``localise_set``.
         common: the keys of these things.
         kind: of the finding that counts the things that are not named.
+        late: names of parameters that DDP does not reduce. They explain the others, and come first.
 
     Returns:
         The findings, without steps, hosts and mesh coordinates; and the differing things.
     """
     group, place = s.group, {key: i for i, key in enumerate(s.keys)}
-    ordered = sorted(common, key=_as_people_count)
+    ordered = sorted(common, key=lambda key: (key.name not in late, _as_people_count(key)))
     at_most = len(ordered) if everything else _at_most(group.size)
     differing, more = _differing_things(group, [place[key] for key in ordered], ordered, digests, at_most)
     findings = list(chain.from_iterable(_explain(group, s, differing)))

@@ -34,14 +34,14 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel import megatron
 from fp8dist.parallel.partitioned import is_partitioned
-from fp8dist.parallel.torch_internals import fsdp1_ignored, fsdp1_modules, fsdp1_replicas
+from fp8dist.parallel.torch_internals import fsdp1_ignored, fsdp1_modules, fsdp1_replicas, reduced_by_ddp
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor
 from fp8dist.state.slots import clean_fqn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters", "is_plain", "zero_groups"]
+__all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters", "is_plain", "late_for_ddp", "zero_groups"]
 
 ANCHOR = "all ranks that check"
 """Label of the anchor's home."""
@@ -437,6 +437,16 @@ def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
     """Return the DDP module that keeps a parameter equal on its ranks, by id of the parameter, of those in
     ``module``."""
     return {id(t): ddp for ddp, t, ignored in _seen_by_ddp(module) if isinstance(t, nn.Parameter) and not ignored}
+
+
+def late_for_ddp(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the trainable parameters in DDP modules that these do not reduce, because they were made before them."""
+    for ddp in (part for part in module.modules() if isinstance(part, DistributedDataParallel)):
+        known = reduced_by_ddp(ddp)
+        for name, parameter in ddp.module.named_parameters():
+            ignored = name in ddp.parameters_to_ignore or not parameter.requires_grad
+            if known and not ignored and id(parameter) not in known:
+                yield parameter
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -71,11 +71,13 @@ class DivergenceReport(Divergence):
 
 class Sender(NamedTuple):
     """A rank that takes part in a comparison. ``step``: of its check. ``last_good``: the newest step at which all ranks
-    were equal, by each kind that it compares; None: never."""
+    were equal, by each kind that it compares; None: never. ``late``: names of parameters that DDP does not reduce,
+    because it was made before them."""
 
     participant: Participant
     step: int
     last_good: Mapping[str, int | None]
+    late: tuple[str, ...] = ()
 
 
 def this_rank(device: torch.device, coords: dict[str, int] | None) -> Participant:

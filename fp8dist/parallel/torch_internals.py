@@ -32,6 +32,7 @@ __all__ = [
     "has_fsdp2_hook",
     "missing_fsdp1_mark",
     "missing_fsdp2_hook",
+    "reduced_by_ddp",
     "refusal",
     "require_checkable",
     "require_known_ddp",
@@ -283,6 +284,11 @@ def _missing_ignored(wrapper: nn.Module) -> str | None:
 
 
 # DDP ---------------------------------------------------------------------------------------------
+
+
+def reduced_by_ddp(wrapper: Any) -> set[int]:
+    """Return the ids of the parameters that a DDP module knows, since it was made. Empty: not known."""
+    return {id(parameter) for parameter in getattr(wrapper, "_module_parameters", ())}
 
 
 def require_known_ddp(wrapper: Any, what: str, instead: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport
@@ -205,3 +206,41 @@ def test_the_reference_sends_one_block_of_a_large_tensor() -> None:
     assert (finding.index, finding.ranks) == ((700_000,), (1,))
     assert len(sent) == 2
     assert max(sent) < 2000 if rank else block < max(sent) < block + 2000
+
+
+class _Stack(nn.Module):
+    """Twenty blocks and a head, more than are explained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(20))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def _with_a_later_head() -> tuple[list[str], list[str], str]:
+    torch.manual_seed(0)
+    model = _Stack()
+    wrapper = DistributedDataParallel(model)
+    model.head = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    wrapper(x).square().sum().backward()  # Its bucket waits for the old head: DDP reduces nothing.
+    optimizer.step()
+    report = fp8dist.check(wrapper, step=1, policy="warn")
+    late = [finding.name for finding in report.findings if "DDP was made before this parameter" in finding.detail]
+    return [finding.name for finding in report.findings], late, str(report)
+
+
+def test_a_parameter_that_came_after_ddp_explains_the_others(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_with_a_later_head)
+    assert first == second
+    names, late, text = first
+    assert names[:2] == late == ["head.bias", "head.weight"]
+    assert names[2:4] == ["blocks.0.bias", "blocks.0.weight"]
+    assert "and does not reduce its gradient" in " ".join(text.split())
