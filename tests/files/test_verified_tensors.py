@@ -426,6 +426,23 @@ def test_a_tied_tensor_may_come_under_both_names(exports: dict[str, Path]) -> No
     assert (report.consistent, report.step, report.compared) == (True, 1, {"parameter": len(tensors)})
 
 
+def test_a_tied_weight_in_fp8_may_come_twice_with_its_scales(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    net[1].weight = net[0].weight
+    manager = fp8dist.prepare(net, fp8dist.CurrentScaling(), skip=None)
+    fp8dist.export(manager, tmp_path / "out")
+    tensors = read(tmp_path / "out")
+    assert set(tensors) == {"0.weight", "0.weight_scale"}
+    tensors |= {name.replace("0", "1"): tensor.clone() for name, tensor in tensors.items()}
+    assert fp8dist.verify(tensors, tmp_path / "out").consistent
+    tensors["1.weight_scale"] *= 2
+    (finding,) = fp8dist.verify(tensors, tmp_path / "out").findings
+    assert (finding.name, finding.value, finding.expected) == (
+        "1.weight_scale",
+        *map(float, (tensors["1.weight_scale"], tensors["0.weight_scale"])),
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
