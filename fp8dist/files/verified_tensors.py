@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.common.divergence import Finding, Participant
 from fp8dist.common.names import check_keywords
-from fp8dist.common.text import dtype_name, first_few
+from fp8dist.common.text import dtype_name, first_few, printable
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.certificate_reading import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
 from fp8dist.files.served import ServedTensors, served_model
@@ -96,16 +96,16 @@ def compared(tensors: Any, path: str | os.PathLike[str], merged: Any) -> tuple[T
     """Return (comparison of all tensors, certificate, its path). For the arguments and errors see ``verify``."""
     certificate, value, file = _certified(path)
     known = certificate.tensors
-    names = _merged(merged)
+    _require_names(merged)
     comparison = TensorComparison(known, value, certificate.tied, copies=not isinstance(tensors, Mapping))
     for name, tensor in _named(tensors, known):
-        for part, rows in _parts(name, tensor, names, known, comparison):
+        for part, rows in _parts(name, tensor, merged, known, comparison):
             try:
                 local = rows.detach().cpu()
                 as_bytes(local)  # Fails for sparse tensors, and for tensors whose memory was freed.
             except Exception as error:
                 text = str(error).partition("\n")[0] or type(error).__name__
-                comparison.fault(part, f"cannot be read: {text}")
+                comparison.fault(part, f"cannot be read: {printable(text)}")
             else:
                 comparison.add(part, local)
                 del local
@@ -210,7 +210,7 @@ def _named(tensors: Any, listed: Mapping[str, Certified]) -> Iterator[tuple[str,
     except CheckpointError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        text = printable(f"{type(error).__name__}: {error}".partition("\n")[0])
         raise CheckpointError(f"verify(): the iterator of tensors failed after {count}: {text}") from error
 
 
@@ -220,19 +220,19 @@ def _text_of(item: Any) -> str:
     return f"{type(item).__name__} {item!r:.40}" if isinstance(item, (str, int, float)) else type(item).__name__
 
 
-def _merged(merged: Any) -> dict[str, tuple[str, ...]]:
-    names = {name: tuple(parts) for name, parts in merged.items()} if isinstance(merged, Mapping) else {}
-    if not isinstance(merged, Mapping) or any(isinstance(parts, str) for parts in merged.values()):
+def _require_names(merged: Any) -> None:
+    """Raise ConfigurationError unless ``merged`` maps names to sequences of names."""
+    lists = list(merged.values()) if isinstance(merged, Mapping) else [None]
+    if not all(isinstance(parts, (tuple, list)) and all(isinstance(part, str) for part in parts) for parts in lists):
         raise ConfigurationError(
             'merged must map a served name to several, such as {"qkv_proj": ("q_proj", "k_proj", "v_proj")}'
         )
-    return names
 
 
 def _parts(
     name: str,
     tensor: Any,
-    merged: Mapping[str, tuple[str, ...]],
+    merged: Mapping[str, Sequence[str]],
     listed: Mapping[str, Certified],
     comparison: TensorComparison,
 ) -> Iterable[tuple[str, Tensor]]:

@@ -469,13 +469,15 @@ def test_what_is_no_stream_of_tensors_is_one_sentence(
 
 def test_wrong_arguments(exports: dict[str, Path], tmp_path: Path) -> None:
     folder: Any = exports["tensor"] / "first"
-    wrong: Any = {"qkv_proj": "q_proj"}
-    with pytest.raises(fp8dist.ConfigurationError, match="merged must map a served name to several"):
-        fp8dist.verify({}, folder, merged=wrong)
+    wrong: Any
+    for wrong in ({"qkv_proj": 3}, {"qkv_proj": (1, 2)}, ["qkv_proj"], {"qkv_proj": "q_proj"}):
+        with pytest.raises(fp8dist.ConfigurationError, match="merged must map a served name to several"):
+            fp8dist.verify({}, folder, merged=wrong)
     with pytest.raises(fp8dist.ConfigurationError, match="certificate must be a path, got dict"):
         fp8dist.verify({}, wrong)
-    with pytest.raises(fp8dist.CheckpointError, match="certificate"):
-        fp8dist.verify({}, tmp_path)
+    for path in (tmp_path, "", "a\0b", b"none"):
+        with pytest.raises(fp8dist.CheckpointError):
+            fp8dist.verify({}, path)
 
 
 def test_reference_files_that_were_changed_are_no_reference(exports: dict[str, Path], tmp_path: Path) -> None:
