@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fp8dist
 from fp8dist.cli.main import main
@@ -385,7 +386,23 @@ FINDINGS: list[tuple[str, Callable[[Tensors], Any], dict[str, str]]] = [
     ("dtype", _changed(BIAS, torch.ones(192).half()), {BIAS: "is float16[192], expected float32[192]"}),
     ("no tensor", _changed(BIAS, [1.0]), {BIAS: "is of type list, expected a tensor"}),
     ("meta", _changed(BIAS, torch.ones(192, device="meta")), {BIAS: "cannot be read: Cannot copy out of meta tensor"}),
+    (
+        "wrapped, as a DTensor",
+        _changed(BIAS, TwoTensor(torch.ones(192), torch.ones(192))),
+        {BIAS: "is a TwoTensor, expected the whole tensor itself"},
+    ),
     ("freed", _changed(BIAS, _freed()), {BIAS: "cannot be read: setStorage"}),
+    (
+        "sparse parts",
+        lambda t: {
+            **{n: x for n, x in t.items() if not re.search(r"[qkv]_proj\.bias", n)},
+            "layers.0.qkv_proj.bias": torch.ones(512).to_sparse(),
+        },
+        {
+            "layers.0.qkv_proj.bias": "cannot be read",
+            **{f"layers.0.{part}.bias": "is missing" for part in MERGED["qkv_proj"]},
+        },
+    ),
     ("sparse", _changed(BIAS, torch.ones(192).to_sparse()), {BIAS: "cannot be read: "}),
     (
         "merged rows",
