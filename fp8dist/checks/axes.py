@@ -190,6 +190,10 @@ class Adopted:
             self._memory[self._key(axis)] = found
             if group.rank == min(group.ranks):
                 self._log(axis, group.size, found, list(mine))
+                # Ranks that hold other names may have what the pattern means.
+                unused = [of for of in self.axes.distinct if not fnmatch.filter(names, of)] if found.equal else []
+                if unused:
+                    logger.warning("fp8dist: axis %s: distinct=%s matches no parameter", axis, first_few(unused))
 
     def require_copies(self, names: Collection[str]) -> None:
         """Raise ConfigurationError if on no axis both names of an entry of ``copies`` are held. ``names``: of this

@@ -68,7 +68,7 @@ class Inside:
     unread: tuple[str, ...] = ()
 
 
-class _Pair(NamedTuple):
+class _Fit(NamedTuple):
     """A tensor, and what it must be. ``wanted`` returns that, with the tensor's shape and dtype. ``rule``: as text."""
 
     name: str
@@ -118,7 +118,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 _OF_RANKS = ("hosts", "mesh_coords", "local_ranks", "devices")
 
 
-def _findings(pairs: Sequence[_Pair], module: nn.Module, step: int) -> Iterator[Finding]:
+def _findings(pairs: Sequence[_Fit], module: nn.Module, step: int) -> Iterator[Finding]:
     """Yield a finding for each pair that differs. NaNs count as equal."""
     flags = [_differs(pair.tensor, pair.wanted()).any() for pair in pairs]
     by_device: dict[torch.device, list[int]] = {}
@@ -151,7 +151,7 @@ def _differs(tensor: Tensor, wanted: Tensor) -> Tensor:
     return ((tensor != wanted) | (tensor.signbit() != wanted.signbit())) & ~(tensor.isnan() & wanted.isnan())
 
 
-def _place_of(pair: _Pair, first: int, module: nn.Module) -> tuple[str, tuple[int, ...]]:
+def _place_of(pair: _Fit, first: int, module: nn.Module) -> tuple[str, tuple[int, ...]]:
     """Return name and index of the parameter that has element ``first`` of a flat tensor in its memory."""
     address = pair.tensor.data_ptr() + first * pair.tensor.element_size()
     for name, parameter in module.named_parameters():
@@ -168,7 +168,7 @@ class _Masters:
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        self.pairs: list[_Pair] = []
+        self.pairs: list[_Fit] = []
         self._names = {id(one): clean_fqn(name) for name, one in module.named_parameters()}
         self._read: set[int] = set()
         engines = [part.optimizer for part in module.modules() if has_base(part, "DeepSpeedEngine")]
@@ -201,7 +201,7 @@ class _Masters:
         if plain and master.dtype == torch.float32 and weight.numel() == master.numel() > 0:
             self._read.add(known)
             rule = f"not its master weight ({of}) in {dtype_name(weight.dtype)}"
-            self.pairs.append(_Pair(name, weight, lambda: master.to(weight).view(weight.shape), rule))
+            self.pairs.append(_Fit(name, weight, lambda: master.to(weight).view(weight.shape), rule))
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -226,15 +226,15 @@ def _chain(optimizers: Iterable[Any]) -> Iterator[Any]:
         yield from _chain(inner)
 
 
-def _gathered(module: nn.Module) -> Iterator[_Pair]:
+def _gathered(module: nn.Module) -> Iterator[_Fit]:
     """Yield this rank's part of each weight that FSDP2 keeps gathered, and the shard that it must be."""
     names = {id(one): clean_fqn(name) for name, one in module.named_parameters()}
     for whole, part, shard in fsdp2_gathered(module):
         if type(part) is type(shard) is Tensor and part.shape == shard.shape and part.numel():
-            yield _Pair(names.get(id(whole), ""), part, partial(shard.to, part), "gathered before its shard changed")
+            yield _Fit(names.get(id(whole), ""), part, partial(shard.to, part), "gathered before its shard changed")
 
 
-def _casts(module: nn.Module) -> Iterator[_Pair]:
+def _casts(module: nn.Module) -> Iterator[_Fit]:
     """Yield the FP8 casts that modules keep, and the casts that their weights give now."""
     for part in fp8_parts(module):
         casts = part.slots.kept_casts(part.stored)
@@ -243,7 +243,7 @@ def _casts(module: nn.Module) -> Iterator[_Pair]:
             rule = "cast to FP8 before the weight changed: other code has written to it, see refresh_weights()"
             for name in ("rows", "columns", "rows_inv_scale", "columns_inv_scale"):
                 if (tensor := getattr(kept, name)).numel():
-                    yield _Pair(f"{part.fqn} ({name})", tensor, partial(getattr, again, name), rule)
+                    yield _Fit(f"{part.fqn} ({name})", tensor, partial(getattr, again, name), rule)
 
 
 def ties_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:

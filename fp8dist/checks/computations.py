@@ -215,7 +215,7 @@ class ComputedContent(Content):
         super().__init__([Key(c.name(device) + suffix, KIND, (), "") for c in computations], device)
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[tuple[str, str], int]:
         """See ``Content``. Empty: results have no size before they are computed."""
         return {}
 

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -141,12 +140,9 @@ class Content(ABC):
         """Return the tensors of the thing at ``index`` in ``keys``, as views of its memory: a repair writes to them."""
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of the things by kind. Kinds of unknown size are left out."""
-        sizes: Counter[str] = Counter()
-        for key in self.keys:
-            sizes[key.kind] += math.prod(key.shape) * getattr(torch, key.dtype).itemsize
-        return dict(sizes)
+    def sizes(self) -> dict[tuple[str, str], int]:
+        """Bytes of the things by kind and name, of which one name may stand for all. Unknown sizes are left out."""
+        return {(key.kind, key.name): math.prod(key.shape) * getattr(torch, key.dtype).itemsize for key in self.keys}
 
     @property
     def seeds(self) -> Tensor:
@@ -207,9 +203,9 @@ class ArenaContent(Content):
         self._arena = arena
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[tuple[str, str], int]:
         """See ``Content``."""
-        return {"slot": sum(part.nbytes for part in self._columns())}
+        return {("slot", key.name): sum(part.nbytes for part in self._columns()) for key in self.keys[:1]}
 
     def _columns(self) -> list[Tensor]:
         """Return all arrays that are compared, as bits: int32[slots, …] each."""

@@ -150,15 +150,16 @@ class Holdings:
 
     @property
     def compared(self) -> dict[str, int]:
-        """Number of compared things by kind."""
-        return dict(sorted(Counter(key.kind for s in self.all_sets for key in s.keys).items()))
+        """Number of compared things by kind. One that has copies along several axes counts once."""
+        return dict(sorted(Counter(kind for kind, _ in {key[1::-1] for s in self.all_sets for key in s.keys}).items()))
 
     @property
     def compared_bytes(self) -> dict[str, int]:
         """Bytes of compared things by kind, where they are known."""
+        contents = [content for s in self.all_sets for content in s.contents]
         sizes: Counter[str] = Counter()
-        for content in (content for s in self.all_sets for content in s.contents):
-            sizes.update(content.sizes)
+        for (kind, _), size in {of: size for content in contents for of, size in content.sizes.items()}.items():
+            sizes[kind] += size
         return dict(sorted(sizes.items()))
 
     def evidence(self, finding: Finding) -> dict[str, Any] | None:

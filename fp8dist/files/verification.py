@@ -25,6 +25,9 @@ __all__ = ["TensorComparison", "sha256_of"]
 _Look = tuple[str | None, tuple[int, ...], str]
 """Dtype, shape and SHA-256 of a tensor: all but its name."""
 
+_SUFFIXES = ("_scale", "_scale_inv")
+"""What the name of a weight's scales has after that of the weight."""
+
 _MOST_KEPT = 8
 """Differing tensors that are kept until the scales of a weight, or the weight of scales, has come as well."""
 
@@ -111,12 +114,15 @@ class TensorComparison:
         else:
             self._note(expected._replace(name=name), digest, tensor)
         for weight, scale in _weights_and_scales(name):
-            if {weight, scale} <= self._equal | self._differing.keys():
+            if all(each in self._equal or each in self._differing for each in (weight, scale)):
                 self._compare_values(weight, scale)
 
     def _known_as(self, name: str) -> str:
-        """Return the name that the reference has for a served tensor."""
-        return name if name in self._certified else str(self._tied.get(name))
+        """Return the reference's name for a served tensor. Scales of a tied weight are those of its owner."""
+        for suffix in ("", *_SUFFIXES) if name not in self._certified else ():
+            if name.endswith(suffix) and (owner := self._tied.get(name.removesuffix(suffix))) is not None:
+                return f"{owner}{suffix}"
+        return name
 
     def _note(self, expected: Certified, digest: str, tensor: Tensor) -> None:
         value = self._value(self._known_as(expected.name))
@@ -124,7 +130,8 @@ class TensorComparison:
         if value is not None:
             leaves = (self._digester.leaves(each) for each in (tensor, value))
             first = first_difference(tensor, value, *leaves)
-            if _weights_and_scales(expected.name):
+            of_fp8 = expected.dtype == ("F8_E4M3" if expected.name.endswith(".weight") else "F32")
+            if of_fp8 and _weights_and_scales(expected.name):
                 if len(self._kept) == _MOST_KEPT:
                     del self._kept[next(iter(self._kept))]
                 self._kept[expected.name] = _Pair(tensor.clone() if self._copies else tensor, value)
@@ -132,11 +139,10 @@ class TensorComparison:
 
     def _compare_values(self, weight: str, scale: str) -> None:
         """Compare the values of a weight, of which all tensors have come. Does nothing if some are not known."""
-        pairs = [self._pair(name) for name in (weight, scale)] if not {weight, scale} <= self._equal else []
-        if None in pairs or not pairs:
+        if weight in self._equal and scale in self._equal:
             return
-        weights, scales = (pair for pair in pairs if pair is not None)
-        if not have_values(weights.served, scales.served):
+        weights, scales = self._pair(weight), self._pair(scale)
+        if weights is None or scales is None or not have_values(weights.served, scales.served):
             return
         found = compare_values(weights.served, scales.served, weights.expected, scales.expected)
         if not found.differing and scale in self._differing:
@@ -151,7 +157,7 @@ class TensorComparison:
     def _pair(self, name: str) -> _Pair | None:
         if name in self._differing:
             return self._kept.pop(name, None)
-        value = self._value(name)
+        value = self._value(self._known_as(name))
         return None if value is None else _Pair(value, value)
 
     def finish(self) -> tuple[list[Finding], list[Certified]]:
@@ -198,9 +204,9 @@ def _look(certified: Certified) -> _Look:
 
 def _weights_and_scales(name: str) -> list[tuple[str, str]]:
     """Return the pairs (weight, its scales) in which an exported tensor may be."""
-    module, _, kind = name.rpartition(".")
-    scales = ("weight_scale", "weight_scale_inv")
-    return [(f"{module}.weight", f"{module}.{scale}") for scale in scales if kind in ("weight", scale)]
+    weights = {suffix: name.removesuffix(suffix) for suffix in _SUFFIXES}
+    pairs = [(weight, f"{weight}{suffix}") for suffix, weight in weights.items() if weight.endswith(".weight")]
+    return [pair for pair in pairs if name in pair]
 
 
 def _one_sided(strangers: Mapping[str, _Look], missing: Iterable[Certified]) -> list[Finding]:

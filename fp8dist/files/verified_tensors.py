@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.common.divergence import Finding, Participant
 from fp8dist.common.names import check_keywords
-from fp8dist.common.text import dtype_name, first_few
+from fp8dist.common.text import dtype_name, first_few, printable
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.certificate_reading import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
+from fp8dist.files.safetensor_files import dtype_text
 from fp8dist.files.served import ServedTensors, served_model
 from fp8dist.files.verification import TensorComparison, sha256_of
 from fp8dist_kernels.reference.content import as_bytes
@@ -96,21 +97,15 @@ def compared(tensors: Any, path: str | os.PathLike[str], merged: Any) -> tuple[T
     """Return (comparison of all tensors, certificate, its path). For the arguments and errors see ``verify``."""
     certificate, value, file = _certified(path)
     known = certificate.tensors
-    names = _merged(merged)
+    _require_names(merged)
     comparison = TensorComparison(known, value, certificate.tied, copies=not isinstance(tensors, Mapping))
     for name, tensor in _named(tensors, known):
-        for part, rows in _parts(name, tensor, names, known, comparison):
-            try:
-                local = rows.detach().cpu()
-                as_bytes(local)  # Fails for sparse tensors, and for tensors whose memory was freed.
-            except Exception as error:
-                text = str(error).partition("\n")[0] or type(error).__name__
-                comparison.fault(part, f"cannot be read: {text}")
-            else:
-                comparison.add(part, local)
-                del local
-            del rows
-        del tensor  # The iterator may free it before it makes the next one.
+        local = _local(name, tensor, comparison)
+        if local is not None:
+            for part, rows in _parts(name, local, merged, known, comparison):
+                comparison.add(part, rows)
+                del rows
+        del tensor, local  # The iterator may free it before it makes the next one.
     return comparison, certificate, file
 
 
@@ -177,7 +172,8 @@ def _certified(path: str | os.PathLike[str]) -> tuple[Certificate, Callable[[str
             tensor = tensors[name]
         except (KeyError, CheckpointError):
             return None
-        return tensor if sha256_of(tensor) == certificate.tensors[name].sha256 else None
+        found = Certified(name, dtype_text(tensor.dtype), tuple(tensor.shape), sha256_of(tensor))
+        return tensor if found == certificate.tensors[name] else None
 
     return certificate, value, file
 
@@ -210,7 +206,7 @@ def _named(tensors: Any, listed: Mapping[str, Certified]) -> Iterator[tuple[str,
     except CheckpointError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        text = printable(f"{type(error).__name__}: {error}".partition("\n")[0])
         raise CheckpointError(f"verify(): the iterator of tensors failed after {count}: {text}") from error
 
 
@@ -220,30 +216,41 @@ def _text_of(item: Any) -> str:
     return f"{type(item).__name__} {item!r:.40}" if isinstance(item, (str, int, float)) else type(item).__name__
 
 
-def _merged(merged: Any) -> dict[str, tuple[str, ...]]:
-    names = {name: tuple(parts) for name, parts in merged.items()} if isinstance(merged, Mapping) else {}
-    if not isinstance(merged, Mapping) or any(isinstance(parts, str) for parts in merged.values()):
+def _local(name: str, tensor: Any, comparison: TensorComparison) -> Tensor | None:
+    """Return a tensor on the CPU. None, after a finding about it: it is none, or cannot be read."""
+    if not isinstance(tensor, Tensor):
+        comparison.fault(name, f"is of type {type(tensor).__name__}, expected a tensor")
+    elif is_traceable_wrapper_subclass(tensor):
+        whole = "the whole tensor itself (of a DTensor: full_tensor())"
+        comparison.fault(name, f"is a {type(tensor).__name__}, expected {whole}")
+    else:
+        try:
+            local = tensor.detach().cpu()
+            as_bytes(local)  # Fails for sparse tensors, and for tensors whose memory was freed.
+            return local
+        except Exception as error:
+            text = str(error).partition("\n")[0] or type(error).__name__
+            comparison.fault(name, f"cannot be read: {printable(text)}")
+    return None
+
+
+def _require_names(merged: Any) -> None:
+    """Raise ConfigurationError unless ``merged`` maps names to sequences of names."""
+    lists = list(merged.values()) if isinstance(merged, Mapping) else [None]
+    if not all(isinstance(parts, (tuple, list)) and all(isinstance(part, str) for part in parts) for parts in lists):
         raise ConfigurationError(
             'merged must map a served name to several, such as {"qkv_proj": ("q_proj", "k_proj", "v_proj")}'
         )
-    return names
 
 
 def _parts(
     name: str,
-    tensor: Any,
-    merged: Mapping[str, tuple[str, ...]],
+    tensor: Tensor,
+    merged: Mapping[str, Sequence[str]],
     listed: Mapping[str, Certified],
     comparison: TensorComparison,
 ) -> Iterable[tuple[str, Tensor]]:
     """Return a tensor under its name; a merged one as its parts, under theirs; nothing if this is a fault."""
-    if not isinstance(tensor, Tensor):
-        comparison.fault(name, f"is of type {type(tensor).__name__}, expected a tensor")
-        return []
-    if is_traceable_wrapper_subclass(tensor):
-        whole = "the whole tensor itself (of a DTensor: full_tensor())"
-        comparison.fault(name, f"is a {type(tensor).__name__}, expected {whole}")
-        return []
     words = name.split(".")
     for place, parts in ((words.index(word), parts) for word, parts in merged.items() if word in words):
         names = [".".join([*words[:place], part, *words[place + 1 :]]) for part in parts]

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist.checks import inferred
+from fp8dist.state.groups import SyncGroup
 from tests.support.collectives import counted_collectives
+from tests.support.large_world import SIZE, world
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 
@@ -124,6 +126,19 @@ def test_what_may_part_is_silent(two_ranks: RankPool, program: str) -> None:
 
 def _trains(options: dict[str, Any]) -> Any:
     return _train(**options)
+
+
+def _messages(rank: int, size: int) -> list[tuple[str, int]]:
+    with world(rank, size), counted_collectives() as calls:
+        model = Net()
+        looks = inferred.Inferred(SyncGroup(dist.group.WORLD), ALL)  # type: ignore[arg-type]
+        for _ in range(3):
+            looks.look(model, 1)
+    return list(zip(calls.names, calls.sizes))
+
+
+def test_16_384_ranks_send_the_same_messages_as_two() -> None:
+    assert _messages(SIZE - 1, SIZE) == _messages(1, 2) == [("all_reduce", 8 * (1 + 3 * len(ALL)))] * 3
 
 
 def test_a_rank_that_cannot_read_ends_it_on_all_ranks(two_ranks: RankPool) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fp8dist
 from fp8dist.cli.main import main
@@ -385,7 +386,23 @@ FINDINGS: list[tuple[str, Callable[[Tensors], Any], dict[str, str]]] = [
     ("dtype", _changed(BIAS, torch.ones(192).half()), {BIAS: "is float16[192], expected float32[192]"}),
     ("no tensor", _changed(BIAS, [1.0]), {BIAS: "is of type list, expected a tensor"}),
     ("meta", _changed(BIAS, torch.ones(192, device="meta")), {BIAS: "cannot be read: Cannot copy out of meta tensor"}),
+    (
+        "wrapped, as a DTensor",
+        _changed(BIAS, TwoTensor(torch.ones(192), torch.ones(192))),
+        {BIAS: "is a TwoTensor, expected the whole tensor itself"},
+    ),
     ("freed", _changed(BIAS, _freed()), {BIAS: "cannot be read: setStorage"}),
+    (
+        "sparse parts",
+        lambda t: {
+            **{n: x for n, x in t.items() if not re.search(r"[qkv]_proj\.bias", n)},
+            "layers.0.qkv_proj.bias": torch.ones(512).to_sparse(),
+        },
+        {
+            "layers.0.qkv_proj.bias": "cannot be read",
+            **{f"layers.0.{part}.bias": "is missing" for part in MERGED["qkv_proj"]},
+        },
+    ),
     ("sparse", _changed(BIAS, torch.ones(192).to_sparse()), {BIAS: "cannot be read: "}),
     (
         "merged rows",
@@ -426,6 +443,23 @@ def test_a_tied_tensor_may_come_under_both_names(exports: dict[str, Path]) -> No
     assert (report.consistent, report.step, report.compared) == (True, 1, {"parameter": len(tensors)})
 
 
+def test_a_tied_weight_in_fp8_may_come_twice_with_its_scales(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    net[1].weight = net[0].weight
+    manager = fp8dist.prepare(net, fp8dist.CurrentScaling(), skip=None)
+    fp8dist.export(manager, tmp_path / "out")
+    tensors = read(tmp_path / "out")
+    assert set(tensors) == {"0.weight", "0.weight_scale"}
+    tensors |= {name.replace("0", "1"): tensor.clone() for name, tensor in tensors.items()}
+    assert fp8dist.verify(tensors, tmp_path / "out").consistent
+    tensors["1.weight_scale"] *= 2
+    (finding,) = fp8dist.verify(tensors, tmp_path / "out").findings
+    assert (finding.name, finding.value, finding.expected) == (
+        "1.weight_scale",
+        *map(float, (tensors["1.weight_scale"], tensors["0.weight_scale"])),
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -452,13 +486,15 @@ def test_what_is_no_stream_of_tensors_is_one_sentence(
 
 def test_wrong_arguments(exports: dict[str, Path], tmp_path: Path) -> None:
     folder: Any = exports["tensor"] / "first"
-    wrong: Any = {"qkv_proj": "q_proj"}
-    with pytest.raises(fp8dist.ConfigurationError, match="merged must map a served name to several"):
-        fp8dist.verify({}, folder, merged=wrong)
+    wrong: Any
+    for wrong in ({"qkv_proj": 3}, {"qkv_proj": (1, 2)}, ["qkv_proj"], {"qkv_proj": "q_proj"}):
+        with pytest.raises(fp8dist.ConfigurationError, match="merged must map a served name to several"):
+            fp8dist.verify({}, folder, merged=wrong)
     with pytest.raises(fp8dist.ConfigurationError, match="certificate must be a path, got dict"):
         fp8dist.verify({}, wrong)
-    with pytest.raises(fp8dist.CheckpointError, match="certificate"):
-        fp8dist.verify({}, tmp_path)
+    for path in (tmp_path, "", "a\0b", b"none"):
+        with pytest.raises(fp8dist.CheckpointError):
+            fp8dist.verify({}, path)
 
 
 def test_reference_files_that_were_changed_are_no_reference(exports: dict[str, Path], tmp_path: Path) -> None:
