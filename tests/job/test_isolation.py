@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 import fp8dist
 from fp8dist import DelayedScaling, Event, Slot, StateManager
 from fp8dist.errors import ConfigurationError
+from tests.support.counted import no_garbage
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import bits, state_of
 
@@ -471,10 +472,10 @@ def test_nonfinite_amaxes_are_told(two_ranks: RankPool, update: str) -> None:
     assert two_ranks.run(_nonfinite_events, update) == [(told, 2.0)] * 2
 
 
-def _alive_after_deleting() -> list[str]:
-    gc.collect()
-    gc.disable()
-    try:
+@on_ranks(2)
+def test_a_dead_model_takes_its_state_along_without_the_garbage_collector() -> None:
+    """GPU memory must not wait for the garbage collector to find a cycle."""
+    with no_garbage():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
         manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
@@ -485,14 +486,7 @@ def _alive_after_deleting() -> list[str]:
         watched = {"model": weakref.ref(model), "manager": weakref.ref(manager)}
         watched["arena"] = weakref.ref(manager._syncs[0].arena)
         del model, manager, optimizer
-        return [name for name, reference in watched.items() if reference() is not None]
-    finally:
-        gc.enable()
-
-
-def test_a_dead_model_takes_its_state_along_without_the_garbage_collector(two_ranks: RankPool) -> None:
-    """GPU memory must not wait for the garbage collector to find a cycle."""
-    assert two_ranks.run(_alive_after_deleting) == [[], []]
+        assert [name for name, reference in watched.items() if reference() is not None] == []
 
 
 def test_a_manager_does_not_keep_a_destroyed_process_group_alive(tmp_path: Path) -> None:
