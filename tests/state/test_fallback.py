@@ -311,7 +311,7 @@ def test_an_outlier_on_one_rank_sends_the_module_back_on_all(two_ranks: RankPool
 
 @on_ranks(2)
 def test_ranks_with_other_limits_are_told() -> None:
-    net: Net = make_net()  # A manager does not keep its model.
+    net = make_net()  # A manager does not keep its model.
     manager = fp8dist.prepare(net, group=dist.group.WORLD, fallback=Fallback(steps=10 + dist.get_rank()))
     with pytest.raises(ManifestMismatchError, match=r"(?s)settings\.fallback.*'steps': 10"):
         manager.attach()
