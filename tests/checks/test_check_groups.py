@@ -190,18 +190,16 @@ def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(vie
 @on_ranks(4, timeout=60)
 def test_a_tensor_replicated_over_two_axes_is_checked_over_either(axis: str, pair: tuple[int, int]) -> None:
     """A DTensor replicated on all four ranks, checked over the pairs of one mesh axis, or over the diagonals."""
-    damaged = 3
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Module()
     model.weight = nn.Parameter(DTensor.from_local(torch.arange(8.0), mesh, [Replicate(), Replicate()]))
-    if dist.get_rank() == damaged:
+    if dist.get_rank() == 3:
         _nudge(model.weight, 5)
     diagonals = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     group = mesh.get_group(axis) if axis else diagonals[dist.get_rank() in (1, 2)]
     with captured_log():
         report = fp8dist.check(model, group=group, policy="warn")
-    rank = dist.get_rank()
-    assert _names(report) == ([("parameter", "weight", pair, None, (5,))] if rank in pair else [])
+    assert _names(report) == ([("parameter", "weight", pair, None, (5,))] if dist.get_rank() in pair else [])
     assert report.compared == {"parameter": 1}
 
 
@@ -551,9 +549,8 @@ def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(pickled: bool) ->
         with captured_log():
             report = fp8dist.check(model, group=world, optimizer=optimizer, step=3, policy="warn")
         seen += [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
-    found = seen
-    assert {(ranks, step, good) for _, ranks, step, good in found} == {((2,), 3, 1)}
-    assert {kind for kind, *_ in found} == {"optimizer", "layout"}
+    assert {(ranks, step, good) for _, ranks, step, good in seen} == {((2,), 3, 1)}
+    assert {kind for kind, *_ in seen} == {"optimizer", "layout"}
 
 
 @on_ranks(4, timeout=60)

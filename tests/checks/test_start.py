@@ -62,12 +62,11 @@ def test_it_is_one_collective_at_attach_and_none_in_a_step(layout: str, count: i
         with counted_collectives() as calls:
             optimizer.step()
         assert calls.names == ([] if layout == "switched off" else ["all_reduce"])
-    rank = dist.get_rank()
     name, size = counts["raise"][0]
     assert name == "all_reduce"
     assert size <= SMALL
     assert counts["raise"][count:] == counts[None]
-    if rank == 0:
+    if dist.get_rank() == 0:
         (text,) = logged
         why = "over 4 ranks: 6 parameters that are DTensors without a Replicate axis"
         begin = f"attach() compared {what}over 4 ranks in " if what else f"attach() had nothing to compare {why}"
@@ -137,8 +136,7 @@ def test_warn_logs_once_and_none_compares_nothing() -> None:
         seen[str(start)] = len(log), events, fp8dist.describe(manager)["attached"]
     with pytest.raises(ConfigurationError, match="start must be"):
         manager.attach(start="repair")  # type: ignore[arg-type]
-    rank = dist.get_rank()
-    assert seen["warn"] == (int(rank == 0), [("diverged", 1)], True)
+    assert seen["warn"] == (int(dist.get_rank() == 0), [("diverged", 1)], True)
     assert seen["None"] == (0, [], True)
 
 

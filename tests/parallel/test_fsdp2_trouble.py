@@ -237,7 +237,6 @@ def test_gradients_in_high_precision_are_right() -> None:
 
 @on_ranks(2)
 def test_casts_are_reused_under_tensor_parallelism() -> None:
-    microbatches = 3
     counts = []
     for tensor_parallel in (True, False):
         mesh = mesh_of((2,), ("tp",))
@@ -257,7 +256,7 @@ def test_casts_are_reused_under_tensor_parallelism() -> None:
                 return original(x, request)
 
             caster.cast = counting  # type: ignore[method-assign]
-        for index in range(microbatches):
+        for index in range(3):
             model(batch(0, index)[0]).sum().backward()
         counts.append(casts)
     assert (counts[0], counts[1]) == (2, 2)
