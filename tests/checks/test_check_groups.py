@@ -317,7 +317,8 @@ def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for()
     assert [(f.kind, f.name, f.ranks, f.detail) for f in report.findings] == found
 
 
-def _two_ddps() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_two_ddps_over_other_groups_are_not_mixed_up() -> None:
     """Two modules, each in a DDP over different pairs."""
     rank = dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -330,14 +331,9 @@ def _two_ddps() -> Any:
         if rank == 3:
             _nudge(second.module.last.bias, 2)
         report = fp8dist.check(model, policy="warn")
-    return _names(clean), _names(report), repr(report.findings)
-
-
-def test_two_ddps_over_other_groups_are_not_mixed_up(four_ranks: RankPool) -> None:
-    for clean, found, text in (results := four_ranks.run(_two_ddps, timeout=HANG)):
-        assert clean == []
-        assert found == [("parameter", "second.last.bias", (1, 3), None, (2,))]
-        assert text == results[0][2]
+    assert _names(clean) == []
+    assert _names(report) == [("parameter", "second.last.bias", (1, 3), None, (2,))]
+    same_on_all_ranks(repr(report.findings))
 
 
 @pytest.mark.parametrize("odd", [0, 2])
