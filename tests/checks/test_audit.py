@@ -27,7 +27,7 @@ from fp8dist.state.groups import local_part
 from tests.support.audited import bad_casts, bad_products
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.parallel import mesh_of
+from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net, parameter_bits, state_bits
 
@@ -209,28 +209,26 @@ def test_a_fault_that_does_not_repeat_is_transient(world: int, two_ranks: RankPo
     assert sum(logged > 0 for _, logged in results) == 1
 
 
-def _raises(policy: str) -> Any:
-    trained = Trained(check_policy=policy)
-    steps = 0
-    with captured_log() as log, bad_products() if dist.get_rank() == 1 else contextlib.nullcontext():
-        try:
-            for index in range(SITES_OF_NET):
-                trained.step(index)
-                steps += 1
-        except DivergenceError as error:
-            return steps, str(error), [f.ranks for f in error.report.findings], len(log)
-    return steps, None, None, len(log)
-
-
 @pytest.mark.parametrize("policy", ["raise", "repair"])
-def test_the_policy_ends_the_job_on_all_ranks_with_one_message(policy: str, three_ranks: RankPool) -> None:
-    results = three_ranks.run(_raises, policy)
-    assert len({result[:2] for result in results}) == 1
-    for steps, text, ranks, _ in results:
-        assert steps < SITES_OF_NET
-        assert set(ranks) == {(1,)}
-        assert text.startswith("repeated results differ between ranks: audit '")
-    assert sum(logged for *_, logged in results) == 1
+@on_ranks(3)
+def test_the_policy_ends_the_job_on_all_ranks_with_one_message(policy: str) -> None:
+    trained = Trained(check_policy=policy)
+    done: list[int] = []
+
+    def train() -> None:
+        for index in range(SITES_OF_NET):
+            trained.step(index)
+            done.append(index)
+
+    fault = bad_products() if dist.get_rank() == 1 else contextlib.nullcontext()
+    text = "^repeated results differ between ranks: audit '"
+    with captured_log() as log, fault, pytest.raises(DivergenceError, match=text) as caught:
+        train()
+    assert {f.ranks for f in caught.value.report.findings} == {(1,)}
+    same_on_all_ranks((done, str(caught.value)))
+    said = [0] * 3
+    dist.all_gather_object(said, len(log))
+    assert sum(said) == 1
 
 
 TRIALS, WIDE = 200, 256
@@ -307,27 +305,20 @@ def test_audits_change_no_bit(layout: str, recipe: str, two_ranks: RankPool) -> 
     assert all(not reports for *_, reports in with_audits)
 
 
-def _collectives(audit_bytes: int) -> Any:
-    trained = Trained(audit_every=4, audit_bytes=audit_bytes)
-    steps = []
+@on_ranks(2)
+def test_an_audit_is_three_collectives() -> None:
+    trained = Trained(audit_every=4, audit_bytes=1 << 26)
     for index in range(12):
-        with counted_collectives() as calls:
+        with counted_collectives() as counted:
             trained.step(index)
-        steps.append([(name, size) for name, size in zip(calls.names, calls.sizes) if name != "all_reduce"])
-    return steps
-
-
-def test_an_audit_is_three_collectives(two_ranks: RankPool) -> None:
-    (first, second) = two_ranks.run(_collectives, 1 << 26)
-    for rank, steps in enumerate((first, second)):
-        for index, calls in enumerate(steps):
-            if (index + 1) % 4:
-                assert calls == []
-                continue
-            (gather, sizes), (exchange, received), (digests, of_digests) = calls
-            assert (gather, exchange, digests) == ("all_gather", "all_to_all_single", "all_gather")
-            assert (sizes, of_digests) == (16, 32)
-            assert received == 0 or 1_000 < received < 20_000, rank
+        calls = [(name, size) for name, size in zip(counted.names, counted.sizes) if name != "all_reduce"]
+        if (index + 1) % 4:
+            assert calls == []
+            continue
+        (gather, sizes), (exchange, received), (digests, of_digests) = calls
+        assert (gather, exchange, digests) == ("all_gather", "all_to_all_single", "all_gather")
+        assert (sizes, of_digests) == (16, 32)
+        assert received == 0 or 1_000 < received < 20_000
 
 
 def _without_the_module() -> Any:
@@ -393,8 +384,11 @@ def test_a_rank_that_is_gone_is_named() -> None:
     assert "Missing of 2 ranks: rank 1 (" in text
 
 
-def _unlike(which: int) -> Any:
-    """Three ranks, of which one is unlike the others, and one is faulty."""
+@pytest.mark.parametrize(("which", "found"), [(2, set()), (0, {(1, 2)})])
+@on_ranks(3)
+def test_only_ranks_that_are_alike_audit_each_other(which: int, found: set[tuple[int, ...]]) -> None:
+    """Of three ranks, one is unlike the others, and one is faulty. A faulty rank that is alone repeats its own fault,
+    so it is not found."""
     trained = Trained()
     audits = trained.manager._cycle.audits
     assert audits is not None
@@ -402,13 +396,7 @@ def _unlike(which: int) -> Any:
     with captured_log(), bad_products() if dist.get_rank() == 2 else contextlib.nullcontext():
         for index in range(SITES_OF_NET):
             trained.step(index)
-    return {f.ranks for report in trained.reports for f in report.findings}
-
-
-def test_only_ranks_that_are_alike_audit_each_other(three_ranks: RankPool) -> None:
-    """A faulty rank that is alone repeats its own fault, so it is not found."""
-    assert three_ranks.run(_unlike, 2) == [set()] * 3
-    assert three_ranks.run(_unlike, 0) == [{(1, 2)}] * 3
+    assert {f.ranks for report in trained.reports for f in report.findings} == found
 
 
 def _until_it_raises(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:

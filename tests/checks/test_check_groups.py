@@ -190,18 +190,16 @@ def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(vie
 @on_ranks(4, timeout=60)
 def test_a_tensor_replicated_over_two_axes_is_checked_over_either(axis: str, pair: tuple[int, int]) -> None:
     """A DTensor replicated on all four ranks, checked over the pairs of one mesh axis, or over the diagonals."""
-    damaged = 3
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Module()
     model.weight = nn.Parameter(DTensor.from_local(torch.arange(8.0), mesh, [Replicate(), Replicate()]))
-    if dist.get_rank() == damaged:
+    if dist.get_rank() == 3:
         _nudge(model.weight, 5)
     diagonals = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     group = mesh.get_group(axis) if axis else diagonals[dist.get_rank() in (1, 2)]
     with captured_log():
         report = fp8dist.check(model, group=group, policy="warn")
-    rank = dist.get_rank()
-    assert _names(report) == ([("parameter", "weight", pair, None, (5,))] if rank in pair else [])
+    assert _names(report) == ([("parameter", "weight", pair, None, (5,))] if dist.get_rank() in pair else [])
     assert report.compared == {"parameter": 1}
 
 
@@ -319,7 +317,8 @@ def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for()
     assert [(f.kind, f.name, f.ranks, f.detail) for f in report.findings] == found
 
 
-def _two_ddps() -> Any:
+@on_ranks(4, timeout=HANG)
+def test_two_ddps_over_other_groups_are_not_mixed_up() -> None:
     """Two modules, each in a DDP over different pairs."""
     rank = dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -332,14 +331,9 @@ def _two_ddps() -> Any:
         if rank == 3:
             _nudge(second.module.last.bias, 2)
         report = fp8dist.check(model, policy="warn")
-    return _names(clean), _names(report), repr(report.findings)
-
-
-def test_two_ddps_over_other_groups_are_not_mixed_up(four_ranks: RankPool) -> None:
-    for clean, found, text in (results := four_ranks.run(_two_ddps, timeout=HANG)):
-        assert clean == []
-        assert found == [("parameter", "second.last.bias", (1, 3), None, (2,))]
-        assert text == results[0][2]
+    assert _names(clean) == []
+    assert _names(report) == [("parameter", "second.last.bias", (1, 3), None, (2,))]
+    same_on_all_ranks(repr(report.findings))
 
 
 @pytest.mark.parametrize("odd", [0, 2])
@@ -551,9 +545,8 @@ def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(pickled: bool) ->
         with captured_log():
             report = fp8dist.check(model, group=world, optimizer=optimizer, step=3, policy="warn")
         seen += [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
-    found = seen
-    assert {(ranks, step, good) for _, ranks, step, good in found} == {((2,), 3, 1)}
-    assert {kind for kind, *_ in found} == {"optimizer", "layout"}
+    assert {(ranks, step, good) for _, ranks, step, good in seen} == {((2,), 3, 1)}
+    assert {kind for kind, *_ in seen} == {"optimizer", "layout"}
 
 
 @on_ranks(4, timeout=60)

@@ -40,7 +40,6 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass() -> None:
     with captured_log() as log:
         reports = [off.attach().check(), off.check()]
         reports += [fp8dist.check(never_attached), fp8dist.check(never_attached)]
-    rank = dist.get_rank()
     said = {
         "plain": _refused(lambda: fp8dist.check(nn.Linear(4, 4))),
         "no parameters": _refused(lambda: fp8dist.check(nn.ReLU(), group=dist.group.WORLD)),
@@ -65,7 +64,7 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass() -> None:
     assert "parameters" not in said["state alone"].split(":")[0]
     assert "9 slots that this rank shares with no other" in said["module"]
     assert said["switched off"] == [(False, {})] * 4
-    assert said["logged"] == (2 if rank == 0 else 0)
+    assert said["logged"] == (2 if dist.get_rank() == 0 else 0)
 
 
 def _some_ranks() -> Any:

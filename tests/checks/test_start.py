@@ -62,12 +62,11 @@ def test_it_is_one_collective_at_attach_and_none_in_a_step(layout: str, count: i
         with counted_collectives() as calls:
             optimizer.step()
         assert calls.names == ([] if layout == "switched off" else ["all_reduce"])
-    rank = dist.get_rank()
     name, size = counts["raise"][0]
     assert name == "all_reduce"
     assert size <= SMALL
     assert counts["raise"][count:] == counts[None]
-    if rank == 0:
+    if dist.get_rank() == 0:
         (text,) = logged
         why = "over 4 ranks: 6 parameters that are DTensors without a Replicate axis"
         begin = f"attach() compared {what}over 4 ranks in " if what else f"attach() had nothing to compare {why}"
@@ -137,8 +136,7 @@ def test_warn_logs_once_and_none_compares_nothing() -> None:
         seen[str(start)] = len(log), events, fp8dist.describe(manager)["attached"]
     with pytest.raises(ConfigurationError, match="start must be"):
         manager.attach(start="repair")  # type: ignore[arg-type]
-    rank = dist.get_rank()
-    assert seen["warn"] == (int(rank == 0), [("diverged", 1)], True)
+    assert seen["warn"] == (int(dist.get_rank() == 0), [("diverged", 1)], True)
     assert seen["None"] == (0, [], True)
 
 
@@ -160,8 +158,20 @@ def test_buffers_are_compared_but_no_statistics() -> None:
     assert found == [[("buffer", "table", (1,), (0,))], []]
 
 
-def _resumed(loaded_by: tuple[int, ...], odd: int | None, trained: bool) -> Any:
-    """Attach after loaded FP8 state, with a buffer that each rank has of its own."""
+@pytest.mark.parametrize(
+    ("loaded_by", "odd", "trained", "found"),
+    [
+        ((0, 1), 1, False, [("parameter", "first.weight")]),  # One rank has forgotten to load the weights.
+        ((0, 1), None, False, []),
+        ((1,), None, False, [("step", "step")]),
+        ((0, 1), 1, True, []),  # Local SGD: in between each rank trains on its own.
+    ],
+)
+@on_ranks(2)
+def test_a_resumed_plain_model_is_compared(
+    loaded_by: tuple[int, ...], odd: int | None, trained: bool, found: list[Any]
+) -> None:
+    """At attach after loaded FP8 state, with a buffer that each rank has of its own."""
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     manager.attach(boundary="manual")
@@ -173,6 +183,7 @@ def _resumed(loaded_by: tuple[int, ...], odd: int | None, trained: bool) -> Any:
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     if dist.get_rank() in loaded_by:
         manager.load_state_dict(state)
+    seen: list[Any] = []
     with captured_log():
         if trained:
             manager.attach(boundary="manual")
@@ -182,23 +193,8 @@ def _resumed(loaded_by: tuple[int, ...], odd: int | None, trained: bool) -> Any:
         try:
             manager.attach(boundary="manual")
         except DivergenceError as error:
-            return [(f.kind, f.name) for f in error.report.findings if f.name != "position"]
-    return []
-
-
-@pytest.mark.parametrize(
-    ("loaded_by", "odd", "trained", "found"),
-    [
-        ((0, 1), 1, False, [("parameter", "first.weight")]),  # One rank has forgotten to load the weights.
-        ((0, 1), None, False, []),
-        ((1,), None, False, [("step", "step")]),
-        ((0, 1), 1, True, []),  # Local SGD: in between each rank trains on its own.
-    ],
-)
-def test_a_resumed_plain_model_is_compared(
-    two_ranks: RankPool, loaded_by: tuple[int, ...], odd: int | None, trained: bool, found: list[Any]
-) -> None:
-    assert two_ranks.run(_resumed, loaded_by, odd, trained) == [found] * 2
+            seen = [(f.kind, f.name) for f in error.report.findings if f.name != "position"]
+    assert seen == found
 
 
 @on_ranks(4, timeout=30)

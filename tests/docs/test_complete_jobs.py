@@ -23,7 +23,7 @@ from fp8dist.cli.main import main
 from tests.support import forked
 from tests.support.pages import blocks, pages
 
-SAVED, KILLED, LAST = 6, 9, 12
+SAVED, KILLED, LAST = 5, 9, 10
 """Steps: the first save; the one that ends with SIGKILL; the last save. The recorder watches one after the kill."""
 
 

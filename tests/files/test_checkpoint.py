@@ -116,14 +116,13 @@ def _whole(parameter: Tensor) -> Tensor:
 @on_ranks(2)
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, update: str, late: bool) -> None:
     """14 steps, or 7, a checkpoint, new objects and 7 more: losses, weights and FP8 state bit for bit."""
-    folder = str(tmp_path)
     straight = _Job(update=update)
     expected = straight.train(0, 14)
     first = _Job(update=update)
     losses = first.train(0, 7)
-    first.save(folder)
+    first.save(tmp_path)
     del first
-    second = _Job(folder, update, late=late)
+    second = _Job(tmp_path, update, late=late)
     assert second.manager.steps == 7
     losses += second.train(7, 14)
     assert (losses, second.seen()) == (expected, straight.seen())
@@ -132,17 +131,16 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, update: str, late: bool) 
 @pytest.mark.timeout(120)
 @on_ranks(2)
 def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     job = _Job()
     job.train(0, 5)
     before = job.seen()
     # A separate group: collectives of the saving thread must not mix with those of training.
     group = dist.new_group(backend="gloo")
-    future = dcp.async_save(job.whole(), checkpoint_id=folder, process_group=group)
+    future = dcp.async_save(job.whole(), checkpoint_id=tmp_path, process_group=group)
     job.train(5, 9)
     assert job.seen() != before
     cast(Future[Any], future).result()
-    assert _Job(folder).seen() == before
+    assert _Job(tmp_path).seen() == before
 
 
 def _continued(source: str | None, target: str, layout: str, steps: int) -> tuple[Any, Any]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import BlockScaling, ConfigurationError, DelayedScaling
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import on_ranks
 from tests.support.serving import NATIVE, RECIPES, Multiplied, served, spread, watched_products
 from tests.support.sharded_experts import Job, Routed, build, routed_batch, step
 from tests.support.training import bits
@@ -171,15 +172,6 @@ def test_a_weight_that_a_hook_renames_is_missed() -> None:
         fp8dist.exported(manager)
 
 
-def _sharded(job: Job) -> Any:
-    _, called, manager, optimizer = build(job)
-    for index in range(2):
-        step(job, called, optimizer, index)
-    format = "block" if isinstance(job.recipe, BlockScaling) else "compressed-tensors"
-    tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, called, format=format)}
-    return _of_experts(tensors), _multiplied(called, routed_batch(0, 9, job.experts))
-
-
 SHARDED = {
     "high": Job(inner=INNER, fp8_all_gather=False, experts=3),
     "rows, high": Job(inner=INNER, fp8_all_gather=False, dim=1),
@@ -192,9 +184,14 @@ SHARDED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", SHARDED.values(), ids=SHARDED)
-def test_sharded_experts_are_exported_whole(two_ranks: RankPool, job: Job) -> None:
-    outcomes = two_ranks.run(_sharded, job)
-    for exported, multiplied in outcomes:
-        assert exported == multiplied
-        assert exported == outcomes[0][0]
-        assert len(exported) == 3 * job.experts
+@on_ranks(2)
+def test_sharded_experts_are_exported_whole(job: Job) -> None:
+    _, called, manager, optimizer = build(job)
+    for index in range(2):
+        step(job, called, optimizer, index)
+    format = "block" if isinstance(job.recipe, BlockScaling) else "compressed-tensors"
+    tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, called, format=format)}
+    exported = _of_experts(tensors)
+    assert exported == _multiplied(called, routed_batch(0, 9, job.experts))
+    same_on_all_ranks(exported)
+    assert len(exported) == 3 * job.experts

@@ -354,11 +354,10 @@ def test_parts_of_which_one_has_outgrown_the_scale() -> None:
 @pytest.mark.parametrize(("recipe", "gather"), [("delayed", False), ("delayed", True), ("block", False)])
 @on_ranks(4)
 def test_fsdp2_and_tensor_parallelism_together(recipe: str, gather: bool, bf16: bool) -> None:
-    fp8_all_gather = gather
     torch.manual_seed(0)
     model = Mlp((256, 512, 256, 512))
     mesh = mesh_of((2, 2), ("dp", "tp"))
-    manager = fp8dist.prepare(model, RECIPES[recipe], group=mesh, fp8_all_gather=fp8_all_gather)
+    manager = fp8dist.prepare(model, RECIPES[recipe], group=mesh, fp8_all_gather=gather)
     plan = {f"layers.{i}": [ColwiseParallel, RowwiseParallel][i % 2]() for i in range(4)}
     parallelize_module(model, mesh["tp"], plan)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
@@ -396,15 +395,14 @@ def test_layouts_that_are_refused() -> None:
 
 @on_ranks(2)
 def test_all_ranks_hear_of_a_failure_of_the_writing_one(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     model, manager = _prepared("delayed", "fsdp2")
     called = fully_shard(model)
     assert isinstance(called, FSDPModule)
     manager.attach(called, optimizer=torch.optim.SGD(called.parameters(), lr=0.01))
-    Path(folder, "out").mkdir(exist_ok=True)
-    Path(folder, "out", "something").touch()
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "something").touch()
     with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
-        fp8dist.export(manager, Path(folder, "out"))
+        fp8dist.export(manager, tmp_path / "out")
     with counted_collectives() as calls:
         list(fp8dist.exported(manager, called))
     same_on_all_ranks(calls.names)
@@ -415,7 +413,6 @@ def test_all_ranks_hear_of_a_failure_of_the_writing_one(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_disk_that_is_full_in_the_middle(tmp_path: Path, parallel: str) -> None:
     """All ranks raise the one error, none waits, and the next export works."""
-    folder = str(tmp_path)
     model, manager = _prepared("delayed", parallel)
     called = shard(model)
     manager.attach(called, optimizer=torch.optim.SGD(called.parameters(), lr=0.01))
@@ -430,14 +427,14 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path: Path, parallel: str) -> Non
         mock.patch.object(export_files.Folder, "write", write),
         pytest.raises(ConfigurationError, match=r"^model-00001 cannot be written: No space left on device$"),
     ):
-        fp8dist.export(manager, Path(folder, "out"), called)
+        fp8dist.export(manager, tmp_path / "out", called)
     assert len(written) == (5 if dist.get_rank() == 0 else 0)
     dist.barrier()
-    assert list(Path(folder).iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
     dist.barrier()
-    fp8dist.export(manager, Path(folder, "out"), called)
+    fp8dist.export(manager, tmp_path / "out", called)
     dist.barrier()
-    assert tensor_bits(read(Path(folder, "out"))) == tensor_bits(dict(fp8dist.exported(manager, called)))
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(manager, called)))
 
 
 def _only_the_first(folder: str) -> None:

@@ -47,18 +47,10 @@ def test_going_back_to_fewer_ranks_is_refused_with_an_fp8_all_gather(four_ranks:
     assert four_ranks.run(_back_to_fewer_ranks, False) == ["trained"] * 4
 
 
-def _beside_a_ddp() -> str:
+@on_ranks(2)
+def test_the_ddp_of_another_model_says_nothing_about_this_one() -> None:
     """The DDP wraps a teacher; the prepared model is local to this rank."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     student = make_net()
     manager = fp8dist.prepare(student, group=alone)  # type: ignore[arg-type]
-    whole = nn.ModuleDict({"teacher": DistributedDataParallel(make_net()), "student": student})
-    try:
-        manager.attach(whole)
-    except ConfigurationError as error:
-        return str(error)
-    return "attached"
-
-
-def test_the_ddp_of_another_model_says_nothing_about_this_one(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_beside_a_ddp) == ["attached"] * 2
+    manager.attach(nn.ModuleDict({"teacher": DistributedDataParallel(make_net()), "student": student}))

@@ -19,6 +19,8 @@ from torch.nn.utils import parametrize
 import fp8dist
 from fp8dist import DelayedScaling, Event, Slot, StateManager
 from fp8dist.errors import ConfigurationError
+from tests.support.counted import no_garbage
+from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import bits, state_of
 
@@ -182,53 +184,38 @@ def test_a_copy_of_a_part_does_not_pretend() -> None:
     assert manager.slot("0", "input").amax == 0
 
 
-def _copied_in_flight(update: str) -> Any:
-    rank = dist.get_rank()
+@UPDATES
+@on_ranks(2)
+def test_a_copy_in_mid_flight_syncs_only_once_attached(update: str) -> None:
     model = _model()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager.attach(optimizer=optimizer)
-    data = _data(10 + rank, 4)
+    data = _data(10 + dist.get_rank(), 4)
     model(data[0]).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     twin = copy.deepcopy(model)  # Under next_step a sync is pending now.
     twins = fp8dist.get_manager(twin)
-    at_copy = (state_of(twins), state_of(manager))
+    at_copy = state_of(twins)
+    assert state_of(manager) == at_copy
+    assert at_copy["0", "input"]["counters"] == [1, 0]
     with pytest.raises(ConfigurationError, match=r"attach\(\) first"):
         twins.step()
     twin(data[1]).sum().backward()  # Unsynced until attached, and without the original's hooks.
     with pytest.raises(ConfigurationError, match=r"attach\(\) first"):
         twins.step()
-    steps_before = (manager.steps, twins.steps)
+    assert (manager.steps, twins.steps) == (1, 1)
     twins.reset()
     twins.load_state_dict(manager.state_dict())
     for parameter in twin.parameters():
         parameter.grad = None
     _train(model, manager, data[2:])
-    middle = state_of(twins)
+    assert state_of(twins) == at_copy
     _train(twin, twins, data[2:])
-    return (
-        at_copy,
-        steps_before,
-        middle,
-        state_of(manager),
-        state_of(twins),
-        [bits(p) for p in twin.parameters()] == [bits(p) for p in model.parameters()],
-    )
-
-
-@UPDATES
-def test_a_copy_in_mid_flight_syncs_only_once_attached(two_ranks: RankPool, update: str) -> None:
-    results = two_ranks.run(_copied_in_flight, update)
-    for at_copy, steps, middle, mine, twins, equal_parameters in results:
-        assert at_copy[0] == at_copy[1] == results[0][0][0]
-        assert steps == (1, 1)
-        assert at_copy[0]["0", "input"]["counters"] == [1, 0]
-        assert middle == at_copy[0]
-        assert mine == twins == results[0][3]
-        assert mine != middle
-        assert equal_parameters
+    assert state_of(manager) == state_of(twins) != at_copy
+    assert [bits(p) for p in twin.parameters()] == [bits(p) for p in model.parameters()]
+    same_on_all_ranks((at_copy, state_of(manager)))
 
 
 @UPDATES
@@ -441,7 +428,9 @@ def test_a_tied_weights_other_name_is_taken() -> None:
         manager.register("b", "weight", "e4m3")
 
 
-def _nonfinite_events(update: str) -> Any:
+@UPDATES
+@on_ranks(2)
+def test_nonfinite_amaxes_are_told(update: str) -> None:
     model = nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=2, update=update), group=dist.group.WORLD)
     manager.register("a", "input", "e4m3")
@@ -450,31 +439,24 @@ def _nonfinite_events(update: str) -> Any:
     events: list[Event] = []
     manager.on_event(events.append)
     told = []
-    for step in range(4):
-        value = [1.0, float("nan") if dist.get_rank() else 1.0, float("-inf"), 2.0][step]
-        manager.slot("b", "weight").record(torch.tensor([value]))
-        manager.slot("a", "input").record(torch.ones(1))
+    for value in (1.0, float("nan") if dist.get_rank() else 1.0, float("-inf"), 2.0, None):
+        if value is not None:
+            manager.slot("b", "weight").record(torch.tensor([value]))
+            manager.slot("a", "input").record(torch.ones(1))
         manager.step()
         told.append([(e.kind, e.step, e.slots) for e in events])
-    manager.step()
-    told.append([(e.kind, e.step, e.slots) for e in events])
-    return told, manager.metrics()["fp8/nonfinite_amaxes"]
-
-
-@UPDATES
-def test_nonfinite_amaxes_are_told(two_ranks: RankPool, update: str) -> None:
     slots = (Slot("b", "weight"),)
     second, third = ("nonfinite", 2, slots), ("nonfinite", 3, slots)
     at_once = [[], [second], [second, third], [second, third], [second, third]]
     one_later = [[], [], [second], [second, third], [second, third]]
-    told = at_once if update == "same_step" else one_later
-    assert two_ranks.run(_nonfinite_events, update) == [(told, 2.0)] * 2
+    assert told == (at_once if update == "same_step" else one_later)
+    assert manager.metrics()["fp8/nonfinite_amaxes"] == 2.0
 
 
-def _alive_after_deleting() -> list[str]:
-    gc.collect()
-    gc.disable()
-    try:
+@on_ranks(2)
+def test_a_dead_model_takes_its_state_along_without_the_garbage_collector() -> None:
+    """GPU memory must not wait for the garbage collector to find a cycle."""
+    with no_garbage():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
         manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
@@ -485,14 +467,7 @@ def _alive_after_deleting() -> list[str]:
         watched = {"model": weakref.ref(model), "manager": weakref.ref(manager)}
         watched["arena"] = weakref.ref(manager._syncs[0].arena)
         del model, manager, optimizer
-        return [name for name, reference in watched.items() if reference() is not None]
-    finally:
-        gc.enable()
-
-
-def test_a_dead_model_takes_its_state_along_without_the_garbage_collector(two_ranks: RankPool) -> None:
-    """GPU memory must not wait for the garbage collector to find a cycle."""
-    assert two_ranks.run(_alive_after_deleting) == [[], []]
+        assert [name for name, reference in watched.items() if reference() is not None] == []
 
 
 def test_a_manager_does_not_keep_a_destroyed_process_group_alive(tmp_path: Path) -> None:

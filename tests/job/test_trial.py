@@ -17,7 +17,7 @@ from fp8dist_kernels import ops
 from fp8dist_kernels.multipliers import Machine
 from fp8dist_kernels.reference import torch_matmuls
 from tests.support.libtorch import Stand
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 
 
 @pytest.fixture
@@ -164,16 +164,10 @@ def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         why_not_triton.cache_clear()
 
 
-def _attached_to_a_group_of_gpus() -> str:
+@on_ranks(2)
+def test_a_group_without_a_backend_for_the_models_device() -> None:
     group = dist.new_group(backend="cuda:gloo")
     model = nn.Sequential(nn.Linear(32, 32))
-    try:
+    text = "^the FP8 state is on cpu, but its group has backends for cuda only: move the model, or "
+    with pytest.raises(ConfigurationError, match=text):
         fp8dist.prepare(model, group=group).attach(model)  # type: ignore[arg-type]
-    except ConfigurationError as error:
-        return str(error)
-    return "attached"
-
-
-def test_a_group_without_a_backend_for_the_models_device(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_attached_to_a_group_of_gpus):
-        assert text.startswith("the FP8 state is on cpu, but its group has backends for cuda only: move the model, or ")

@@ -212,13 +212,12 @@ def test_one_rank_is_as_without_fsdp2(recipe: Recipe) -> None:
 @pytest.mark.parametrize("fp8_all_gather", [True, False])
 @on_ranks(2)
 def test_no_cast_of_a_weight_is_kept_for_backward(fp8_all_gather: bool) -> None:
-    reshard = True
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 192, bias=False), nn.ReLU(), nn.Linear(192, 64, bias=False))
     manager = fp8dist.prepare(
         model, DelayedScaling(history_len=2), group=dist.group.WORLD, fp8_all_gather=fp8_all_gather
     )
-    called = shard(model, reshard)
+    called = shard(model, True)
     manager.attach(called, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     sizes: dict[str, int] = {"weight": 0, "other": 0}
 

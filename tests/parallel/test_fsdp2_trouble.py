@@ -68,17 +68,6 @@ def test_an_expert_of_one_rank_leaves_no_rank_alone(trouble: str) -> None:
     assert all(map(torch.isfinite, torch.tensor(losses)))
 
 
-def _before_attach() -> str:
-    model = seeded("net")
-    manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=True)
-    shard(model)
-    try:
-        model(batch(0, 0)[0])
-    except ConfigurationError as error:
-        return str(error)
-    return f"no error of {manager}"
-
-
 @pytest.mark.parametrize("wraps", [True, False])
 @on_ranks(2)
 def test_a_gather_needs_fsdp2(wraps: bool) -> None:
@@ -91,9 +80,14 @@ def test_a_gather_needs_fsdp2(wraps: bool) -> None:
     )
 
 
-def test_a_forward_before_attach_is_refused(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_before_attach):
-        assert "attach() must come before the first forward" in text
+@on_ranks(2)
+def test_a_forward_before_attach_is_refused() -> None:
+    model = seeded("net")
+    manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=True)
+    shard(model)
+    with pytest.raises(ConfigurationError, match=r"attach\(\) must come before the first forward"):
+        model(batch(0, 0)[0])
+    assert manager.steps == 0
 
 
 class Two(nn.Module):
@@ -243,7 +237,6 @@ def test_gradients_in_high_precision_are_right() -> None:
 
 @on_ranks(2)
 def test_casts_are_reused_under_tensor_parallelism() -> None:
-    microbatches = 3
     counts = []
     for tensor_parallel in (True, False):
         mesh = mesh_of((2,), ("tp",))
@@ -263,7 +256,7 @@ def test_casts_are_reused_under_tensor_parallelism() -> None:
                 return original(x, request)
 
             caster.cast = counting  # type: ignore[method-assign]
-        for index in range(microbatches):
+        for index in range(3):
             model(batch(0, index)[0]).sum().backward()
         counts.append(casts)
     assert (counts[0], counts[1]) == (2, 2)

@@ -271,23 +271,15 @@ def test_training_goes_on_as_without(three_ranks: RankPool, what: str) -> None:
     assert three_ranks.run(_trained, what, True) == three_ranks.run(_trained, what, False)
 
 
-def _without_fsdp2(kind: str) -> str:
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+@on_ranks(2)
+def test_without_fsdp2_it_is_an_error(kind: str) -> None:
     model = Net()
     manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=True)
-    called: nn.Module = model
-    if kind == "ddp":
-        called = nn.parallel.DistributedDataParallel(model)
-    try:
+    called = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
+    text = r"call fully_shard\(\) before attach\(\), or leave fp8_all_gather out"
+    with pytest.raises(ConfigurationError, match=text):
         manager.attach(called)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("kind", ["plain", "ddp"])
-def test_without_fsdp2_it_is_an_error(two_ranks: RankPool, kind: str) -> None:
-    for message in two_ranks.run(_without_fsdp2, kind):
-        assert "call fully_shard() before attach(), or leave fp8_all_gather out" in message
 
 
 def test_settings_that_cannot_be() -> None:

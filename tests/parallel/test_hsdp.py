@@ -157,8 +157,7 @@ def test_calibration_and_high_precision(fp8_all_gather: bool) -> None:
         high = built.backward(1)
     built.optimizer.zero_grad()
     model = make_blocks()
-    rank = dist.get_rank()
-    x, target = tokens(rank // 2, 1)
+    x, target = tokens(dist.get_rank() // 2, 1)
     exact = float(loss_of(model(x), target).detach())
     assert high == pytest.approx(exact, rel=2e-2 if fp8_all_gather else 1e-5)
 

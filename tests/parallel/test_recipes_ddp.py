@@ -90,13 +90,12 @@ def test_each_recipe_under_ddp(two_ranks: RankPool, name: str) -> None:
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
 @on_ranks(2)
 def test_check_every_where_no_step_communicates(recipe: Recipe) -> None:
-    damaged = 1
     settings = {"check_every": 2, "check_policy": "raise"}
     run, found = Running(Job("ddp", optimizer="sgd", recipe=recipe, settings=settings)), []
     for step in range(6):
         loss = run.loss()
         loss.backward()
-        if step == 3 and dist.get_rank() == damaged:
+        if step == 3 and dist.get_rank() == 1:
             with torch.no_grad():
                 next(run.model.parameters()).view(-1)[3] += 0.5
         try:
@@ -164,25 +163,23 @@ def test_a_rank_with_other_recipes_is_named(other: str, odd: int) -> None:
     assert ("against rank(s) 2 " if odd else "against rank(s) 1, 2 ") in text
 
 
-def _alone_to_high_precision(name: str) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
+@pytest.mark.parametrize(("name", "found_in"), [("current, one delayed", 2), ("current", 4)])
+@on_ranks(2)
+def test_a_rank_that_alone_changes_precision_is_found(name: str, found_in: int) -> None:
+    """At the next sync; by the next check if steps have no sync."""
     recipe, overrides, _ = RECIPES[name]
     run = Running(Job("ddp", recipe=recipe, overrides=overrides))
-    for step in range(4):
-        if step == 2 and dist.get_rank() == 1:
-            run.manager.set_precision("last", "high")
-        try:
-            with captured_log():
-                run.step()
-        except DivergenceError as error:
-            return step, [(finding.kind, finding.ranks) for finding in error.report.findings]
+    report, step = None, 0
     with captured_log():
-        report = run.manager.check(policy="warn")
-    return 4, [(finding.kind, finding.ranks) for finding in report.findings]
-
-
-@pytest.mark.parametrize(("name", "step"), [("current, one delayed", 2), ("current", 4)])
-def test_a_rank_that_alone_changes_precision_is_found(two_ranks: RankPool, name: str, step: int) -> None:
-    """At the next sync; by the next check if steps have no sync."""
-    for at, findings in two_ranks.run(_alone_to_high_precision, name):
-        assert at == step
-        assert {kind for kind, _ in findings} == {"manifest"}
+        for step in range(4):
+            if step == 2 and dist.get_rank() == 1:
+                run.manager.set_precision("last", "high")
+            try:
+                run.step()
+            except DivergenceError as error:
+                report = error.report
+                break
+        else:
+            report, step = run.manager.check(policy="warn"), 4
+    assert report is not None
+    assert (step, {finding.kind for finding in report.findings}) == (found_in, {"manifest"})

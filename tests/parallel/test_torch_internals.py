@@ -186,22 +186,19 @@ def test_what_fsdp1_leaves_of_a_linear_is_not_prepared(orig: bool) -> None:
     assert plain == ""
 
 
-def _ignored_unknown() -> tuple[list[str], str]:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_a_check_is_refused_where_fsdp1_does_not_tell_what_it_ignores() -> None:
     net = _net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     wrapped = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
     del wrapped._ignored_params
     with captured_log() as log:
         manager.attach(wrapped)
-        return [text for _, text in log], _refused(lambda: fp8dist.check(wrapped))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_check_is_refused_where_fsdp1_does_not_tell_what_it_ignores(two_ranks: RankPool) -> None:
-    for warned, refused in two_ranks.run(_ignored_unknown):
-        (text,) = warned
-        assert "no FullyShardedDataParallel._ignored_params" in text
-        assert refused.startswith("check() under FSDP1: torch ")
+        refused = _refused(lambda: fp8dist.check(wrapped))
+    ((_, text),) = log
+    assert "no FullyShardedDataParallel._ignored_params" in text
+    assert refused.startswith("check() under FSDP1: torch ")
 
 
 def test_a_plain_model_is_not_warned_of_any_torch() -> None:
@@ -237,13 +234,10 @@ def test_gradients_that_wait_for_the_all_reduce_of_hsdp_are_not_mixed_in() -> No
     assert reduced == ""
 
 
-def _replayed_without(name: str) -> str:
+@pytest.mark.parametrize("name", ["_get_ddp_logging_data", "_use_python_reducer"])
+@on_ranks(2)
+def test_a_replay_is_refused_where_ddp_does_not_tell_how_it_reduces(name: str) -> None:
     wrapper = DistributedDataParallel(_net())
     with _without(DistributedDataParallel, name):
-        return _refused(lambda: fp8dist.replay(wrapper, lambda x: wrapper(x).sum().backward(), torch.ones(4, 32)))
-
-
-@pytest.mark.parametrize("name", ["_get_ddp_logging_data", "_use_python_reducer"])
-def test_a_replay_is_refused_where_ddp_does_not_tell_how_it_reduces(two_ranks: RankPool, name: str) -> None:
-    for told in two_ranks.run(_replayed_without, name):
-        assert told.startswith(f"replay(): torch {torch.__version__} has no DistributedDataParallel.{name}")
+        told = _refused(lambda: fp8dist.replay(wrapper, lambda x: wrapper(x).sum().backward(), torch.ones(4, 32)))
+    assert told.startswith(f"replay(): torch {torch.__version__} has no DistributedDataParallel.{name}")

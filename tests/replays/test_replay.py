@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _trained(options: dict[str, Any], replays: bool) -> Any:
-    """Train six steps. With replays: one in the middle of an accumulation, and one that a spike of the loss starts.
+    """Train five steps. With replays: one in the middle of an accumulation, and one that a spike of the loss starts.
 
     Return everything at the end, what the first replay found and left, and what ``replay_on`` reported.
     """
@@ -64,8 +64,8 @@ def _trained(options: dict[str, Any], replays: bool) -> Any:
     found: list[Any] = []
 
     def inside(step: int) -> None:
-        guard.observe(99.0 if step == 4 else 1.0)
-        if step != 2 or not replays:
+        guard.observe(99.0 if step == 3 else 1.0)
+        if step != 1 or not replays:
             return
         gradients = [parameter.grad for parameter in training.model.parameters()]
         before = training.everything()
@@ -74,7 +74,7 @@ def _trained(options: dict[str, Any], replays: bool) -> Any:
         found.append((report, _changed(before, training.everything()), same))
 
     with captured_log():
-        training.train(6, inside)
+        training.train(5, inside)
     replayed = [(event.step, event.replay[:3], event.replay.report.sentence) for event in events if event.replay]
     return training.everything(), found, replayed
 
@@ -97,7 +97,7 @@ def test_training_goes_on_as_if_there_had_been_no_replay(kind: str, two_ranks: R
         assert changed == []
         assert same_gradients
         ((step, place, sentence),) = replayed
-        assert (step, place) == (5, ("spike", 5, microbatch))
+        assert (step, place) == (4, ("spike", 4, microbatch))
         assert sentence.startswith("reproducible: ")
         assert _changed(expected, after) == []
         assert none == [[], []]
@@ -319,29 +319,23 @@ def test_a_wrong_gradient_of_a_parameter_is_named(kind: str, three_ranks: RankPo
         assert sentence.startswith("rank 1 differs from rank 2 on the same data, first in the model's own forward, ")
 
 
-def _with_autotuning() -> fp8dist.ReplayReport:
+@on_ranks(2)
+def test_ranks_are_not_compared_if_one_may_choose_other_kernels() -> None:
     net, reasons = _Folded(), ["autotuning"] if dist.get_rank() == 1 else []
     with mock.patch.object(model_replay, "unsteady_settings", return_value=reasons):
-        return fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
+        report = fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
+    assert report.reproducible
+    assert report.sentence.endswith("are the same in two runs, bit for bit, and finite")
+    assert report.skipped == ("ranks with each other: autotuning",)
 
 
-def test_ranks_are_not_compared_if_one_may_choose_other_kernels(two_ranks: RankPool) -> None:
-    for report in two_ranks.run(_with_autotuning):
-        assert report.reproducible
-        assert report.sentence.endswith("are the same in two runs, bit for bit, and finite")
-        assert report.skipped == ("ranks with each other: autotuning",)
-
-
-def _with_another_setting() -> fp8dist.ReplayReport:
+@on_ranks(2)
+def test_a_setting_of_one_rank_alone_is_named() -> None:
     net = _Folded()
     also = {"MKL_CBWR": "COMPATIBLE"} if dist.get_rank() == 1 else {}
     with mock.patch.dict(os.environ, also):
-        return fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
-
-
-def test_a_setting_of_one_rank_alone_is_named(two_ranks: RankPool) -> None:
-    for report in two_ranks.run(_with_another_setting):
-        assert report.sentence.endswith("; the ranks are not alike: MKL_CBWR=COMPATIBLE on rank 1)")
+        report = fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
+    assert report.sentence.endswith("; the ranks are not alike: MKL_CBWR=COMPATIBLE on rank 1)")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2, plain"])

@@ -33,7 +33,8 @@ from fp8dist.runs.run_header import peaks_of
 from tests.support.collectives import counted_collectives
 from tests.support.forked import context
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net
 
 SLOTS = 9
@@ -333,12 +334,14 @@ def test_a_call_that_is_refused_leaves_an_earlier_run_as_it_is(
     Recorder(tmp_path, resume_after=6).close()  # The lock is released.
 
 
-def _refusals(folder: str) -> list[str]:
+@on_ranks(2)
+def test_what_one_rank_cannot_write_is_refused_on_all(tmp_path: Path) -> None:
+    """A rank that raises alone leaves the others in their next collective."""
     mesh = init_device_mesh("cpu", (2,))
     part = DTensor.from_local(torch.ones(()), mesh, [Partial()])  # A read would be 1, this rank's part of 2.
     same = DTensor.from_local(part.full_tensor(), mesh, [Replicate()])
     said = []
-    with Recorder(folder) as recorder:
+    with Recorder(tmp_path) as recorder:
         for number in (part, torch.tensor(1j), torch.ones((), device="meta")):
             with pytest.raises(ConfigurationError) as caught:
                 recorder.log(1, grad_norm=number)
@@ -349,26 +352,17 @@ def _refusals(folder: str) -> list[str]:
                 recorder.event("mine", step, **fields)  # type: ignore[arg-type]
             said.append(str(caught.value))
         recorder.log(1, grad_norm=same, mine=10**400)
-    return said
-
-
-def test_what_one_rank_cannot_write_is_refused_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
-    """A rank that raises alone leaves the others in their next collective."""
-    said, others = two_ranks.run(_refusals, str(tmp_path))
-    assert said == others
+    same_on_all_ranks(said)
     assert "log grad_norm.full_tensor()" in said[0]
     assert not any("\n" in text for text in said)
     (line,) = read(tmp_path, "metrics")
     assert (line["grad_norm"], line["mine"]) == (2.0, "Infinity")
 
 
-def test_what_ended_a_run_is_recorded(tmp_path: Path) -> None:
+def test_what_ended_a_run_is_recorded_and_a_recorder_that_is_dropped_releases_the_lock(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), Recorder(tmp_path):
         raise ZeroDivisionError
     assert read(tmp_path, "events")[-1]["error"] == "ZeroDivisionError"
-
-
-def test_a_recorder_that_is_dropped_releases_the_lock(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     del recorder
     gc.collect()
@@ -513,9 +507,11 @@ def test_collectives_are_the_watchs_and_no_others(two_ranks: RankPool, tmp_path:
         assert all(ms >= 0 for ms in line["sync_wait_ms"])
 
 
-def _slow_rank(folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_slow_rank_shows_in_the_waits_of_the_others(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    net, manager, recorder, optimizer = recorded(folder, prepared=in_world(), every=4)
+    net, manager, recorder, optimizer = recorded(tmp_path, prepared=in_world(), every=4)
     for _ in range(4):
         net(batch(rank, 0)[0]).sum().backward()
         time.sleep(0.05 * rank)
@@ -523,31 +519,26 @@ def _slow_rank(folder: str) -> None:
     taken = fp8dist.take_waits(manager)  # Its reader loses nothing to the recorder.
     assert len(taken) == 4
     recorder.close()
-
-
-@pytest.mark.slow
-def test_a_slow_rank_shows_in_the_waits_of_the_others(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_slow_rank, str(tmp_path))
+    dist.barrier()
     (line,) = read(tmp_path, "ranks")
     fast, slow = line["sync_wait_ms"]
     assert fast > slow + 25
 
 
-def _checked(folder: str, ddp: bool) -> tuple[int | None, int | None, dict[str, float]]:
-    with captured_log():
-        manager = train(Path(folder), 6, prepared=in_world(check_every=2), ddp=ddp)
-    return manager.verified.proven_step, manager.verified.checked_step, manager.metrics()
-
-
 @pytest.mark.parametrize("ddp", [True, False])
-def test_proven_and_checked_steps(two_ranks: RankPool, ddp: bool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_proven_and_checked_steps(ddp: bool, tmp_path: Path) -> None:
     """Without DDP no parameter is known to be replicated: then no step is checked, and the events say why."""
-    for proven, checked, metrics in two_ranks.run(_checked, str(tmp_path), ddp):
-        assert (proven, checked) == (6, 4 if ddp else None)  # The check after step 6 would come in the next step.
-        assert (metrics["fp8/proven_step"], metrics["fp8/checked_step"]) == (6.0, 4.0 if ddp else 0.0)
-        assert (metrics["fp8/compared_parameters"], metrics["fp8/compared_slots"]) == (6.0 if ddp else 0.0, SLOTS)
-        sizes = 4 * sum(parameter.numel() for parameter in make_net().parameters()) if ddp else 0
-        assert metrics["fp8/compared_bytes"] > sizes
+    with captured_log():
+        manager = train(tmp_path, 6, prepared=in_world(check_every=2), ddp=ddp)
+    metrics = manager.metrics()
+    # The check after step 6 would come in the next step.
+    assert (manager.verified.proven_step, manager.verified.checked_step) == (6, 4 if ddp else None)
+    assert (metrics["fp8/proven_step"], metrics["fp8/checked_step"]) == (6.0, 4.0 if ddp else 0.0)
+    assert (metrics["fp8/compared_parameters"], metrics["fp8/compared_slots"]) == (6.0 if ddp else 0.0, SLOTS)
+    sizes = 4 * sum(parameter.numel() for parameter in make_net().parameters()) if ddp else 0
+    assert metrics["fp8/compared_bytes"] > sizes
+    dist.barrier()
     events = [event for event in read(tmp_path, "events") if event["kind"] == "checked"]
     assert [event["step"] for event in events] == [2, 4]
     kinds = {"parameter": 6, "slot": SLOTS} if ddp else {"slot": SLOTS}
@@ -558,21 +549,19 @@ def test_proven_and_checked_steps(two_ranks: RankPool, ddp: bool, tmp_path: Path
         assert event["compared_bytes"].get("parameter", 0) == sizes
 
 
-def test_a_check_is_recorded_when_it_ends(two_ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_check_is_recorded_when_it_ends(tmp_path: Path) -> None:
     """Not with the next line of the log: a job may save its checkpoint in between, and be killed."""
-    two_ranks.run(_checked_and_saved, str(tmp_path))
-    assert kinds(tmp_path) == ["start", "checked", "saved", "checked", "end"]
-    assert [event["step"] for event in read(tmp_path, "events")] == [0, 1, 1, 1, 1]
-
-
-def _checked_and_saved(folder: str) -> None:
-    net, manager, recorder, optimizer = recorded(folder, ddp=True, prepared=in_world())
+    net, manager, recorder, optimizer = recorded(tmp_path, ddp=True, prepared=in_world())
     step_of(net, optimizer, 0, dist.get_rank())
     recorder.log(1, loss=0.0)
     manager.check()
     recorder.event("saved", 1, path="here")
     manager.check()
     recorder.close()
+    dist.barrier()
+    assert kinds(tmp_path) == ["start", "checked", "saved", "checked", "end"]
+    assert [event["step"] for event in read(tmp_path, "events")] == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -633,56 +622,48 @@ def test_a_step_that_the_scaler_skips_leaves_the_numbers_of_the_one_before(
     assert {step: got["loss"] for _, (step, got, _) in sink.numbers() if "loss" in got} == logged
 
 
-def _damaged(folder: str) -> int | None:
+@on_ranks(2)
+def test_a_divergence_is_recorded_with_its_report(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    net, manager, recorder, optimizer = recorded(folder, prepared=in_world(check_policy="warn"), every=2)
+    net, manager, recorder, optimizer = recorded(tmp_path, prepared=in_world(check_policy="warn"), every=2)
     with recorder, captured_log():
         for step in range(1, 5):
             net(batch(rank, 0)[0]).sum().backward()
             if step == 3 and rank == 1:
                 manager.slot("first", "input").set_scale(3.0)
             if step == 4:
-                proven = manager.verified.proven_step
+                assert manager.verified.proven_step == 2
             optimizer.step()
             recorder.log(step, loss=1.0)
-    return proven
-
-
-def test_a_divergence_is_recorded_with_its_report(two_ranks: RankPool, tmp_path: Path) -> None:
-    assert two_ranks.run(_damaged, str(tmp_path)) == [2, 2]
+    dist.barrier()
     (event,) = [line for line in read(tmp_path, "events") if line["kind"] == "diverged"]
     assert event["step"] == 3
     assert event["report"]["findings"][0]["name"] == "first:input"
     assert read(tmp_path, "metrics")[-1]["proven"] == 4
 
 
-def _unshared(folder: str) -> bool:
-    net, _, recorder, optimizer = recorded(folder, prepared=in_world(amax_sync=False), every=1)
+@on_ranks(2)
+def test_one_rank_writes_also_without_shared_state(tmp_path: Path) -> None:
+    net, _, recorder, optimizer = recorded(tmp_path, prepared=in_world(amax_sync=False), every=1)
     with recorder:
         step_of(net, optimizer, 0)
         recorder.log(1, loss=1.0)
-    return recorder.writes
-
-
-def test_one_rank_writes_also_without_shared_state(two_ranks: RankPool, tmp_path: Path) -> None:
-    assert two_ranks.run(_unshared, str(tmp_path)) == [True, False]
+    assert recorder.writes == (dist.get_rank() == 0)
+    dist.barrier()
     assert len(read(tmp_path, "scales")) == SLOTS
     assert read(tmp_path, "ranks")[0]["ranks"] == [0]
 
 
-def _in_two_groups(folder: str) -> list[int]:
+@on_ranks(2)
+def test_each_group_has_its_own_collective_and_the_ranks_are_merged(tmp_path: Path) -> None:
     rank = dist.get_rank()
     alone = [dist.new_group([member]) for member in range(2)][rank]
-    net, _, recorder, optimizer = recorded(folder, prepared=in_world(groups={"branch": alone}), every=2)
+    net, _, recorder, optimizer = recorded(tmp_path, prepared=in_world(groups={"branch": alone}), every=2)
     with counted_collectives() as calls, recorder:
         for step in range(2):
             step_of(net, optimizer, step, rank)
-    return calls.sizes
-
-
-def test_each_group_has_its_own_collective_and_the_ranks_are_merged(two_ranks: RankPool, tmp_path: Path) -> None:
-    for sizes in two_ranks.run(_in_two_groups, str(tmp_path)):
-        assert sorted(sizes) == sorted([4 * (8 + 6)] * 2 + [8 * (3 * 6 + 2 * 2)])  # The other group has one rank.
+    assert sorted(calls.sizes) == sorted([4 * (8 + 6)] * 2 + [8 * (3 * 6 + 2 * 2)])  # The other group has one rank.
+    dist.barrier()
     (line,) = read(tmp_path, "ranks")
     assert line["ranks"] == [0, 1]
     held = {line["slot"]: line["amax_rank"] for line in read(tmp_path, "scales")}
