@@ -123,17 +123,9 @@ _OF_RANKS = ("hosts", "mesh_coords", "local_ranks", "devices")
 def _findings(pairs: Sequence[_Pair], module: nn.Module, step: int) -> Iterator[Finding]:
     """Yield a finding for each pair that differs. NaNs count as equal."""
     flags = [_differs(pair.tensor, pair.wanted()).any() for pair in pairs]
-    by_device: dict[torch.device, list[int]] = {}
-    for place, flag in enumerate(flags):
-        by_device.setdefault(flag.device, []).append(place)
-    bad = {
-        place
-        for places in by_device.values()  # One wait for each device.
-        for place, flag in zip(places, torch.stack([flags[place] for place in places]).tolist())
-        if flag
-    }
-    for place in sorted(bad):
-        pair, wanted = pairs[place], pairs[place].wanted()
+    together = torch.stack([flag.to(flags[0].device) for flag in flags]) if flags else torch.empty(0)  # One wait.
+    for pair in (pair for pair, differs in zip(pairs, together.tolist()) if differs):
+        wanted = pair.wanted()
         places = _differs(pair.tensor, wanted).reshape(-1).nonzero().view(-1)
         first, shape = int(places[0]), tuple(pair.tensor.shape)
         name, index = _place_of(pair, first, module) if pair.name == "" else (pair.name, unravel(first, shape))
@@ -267,7 +259,7 @@ def _casts(module: nn.Module) -> Iterator[_Pair]:
         if place not in last:
             last.clear()
             last[place] = again()
-        return getattr(last[place], name)  # type: ignore[no-any-return]
+        return getattr(last[place], name)
 
     for place, part in enumerate(fp8_parts(module)):
         casts = part.slots.kept_casts(part.stored)
