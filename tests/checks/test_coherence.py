@@ -497,6 +497,20 @@ def test_a_model_that_is_not_prepared_remembers_its_ties_too() -> None:
         fp8dist.check(model, coherence=True)
 
 
+@pytest.mark.parametrize("attached", [True, False])
+def test_ties_of_each_of_two_prepared_models_are_remembered(attached: bool) -> None:
+    pair = nn.ModuleList([Tied(), Tied()])
+    for model in pair:
+        manager = fp8dist.prepare(model, fp8dist.CurrentScaling())
+        if attached:
+            manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    fp8dist.check(pair, coherence=True)
+    _untie(pair[1])
+    with captured_log():
+        (finding,) = fp8dist.check(pair, coherence=True, policy="warn").findings
+    assert finding.name == "1.head.weight"
+
+
 def test_a_configuration_says_what_is_tied() -> None:
     model = Tied(config=True)
     assert fp8dist.check(nn.Sequential(model), coherence=True).findings == ()

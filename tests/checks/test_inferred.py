@@ -94,6 +94,7 @@ def _train(
             with counted_collectives() as calls:
                 optimizer.step()
             optimizer.zero_grad()
+    assert "inferred" not in manager.check(parameters=False).compared_by
     by = manager.check().compared_by
     return [text for _, text in log], dict(by), [n for n, c in zip(calls.sizes, calls.names) if c == "all_reduce"]
 
@@ -110,6 +111,7 @@ def test_a_copy_that_parts_is_warned_of_once_and_the_last_check_counts_the_rest(
     left = WIDTH + 2 * 4 * WIDTH + WIDTH * WIDTH + WIDTH
     assert by["inferred"] == 4 * left
     assert by["not compared"] == 4 * WIDTH
+    assert list(by) == ["copies", "inferred", "not compared"]
     assert 8 * (1 + 3 * 5) in sizes  # One flag, and three numbers for each of five parameters.
 
 
