@@ -32,6 +32,9 @@ __all__ = ["Asked", "Inside", "inside_of", "merged", "optimizers_in", "stale_wei
 _MOST = 16
 """The most findings of one rank. The rest is counted."""
 
+_AT_ONCE = 1 << 24
+"""Elements that are compared at once: DeepSpeed keeps all weights in one tensor, and a comparison makes copies."""
+
 _SHARDS = (("shard_float16_groups", "shard_fp32_from_float16_groups"), ("float16_groups", "fp32_from_float16_groups"))
 """Attributes of Megatron's optimizers: lists of lists of weights, or of this rank's parts of them, and of masters."""
 
@@ -71,7 +74,8 @@ class Inside:
 
 
 class _Pair(NamedTuple):
-    """A tensor, and what it must be. ``wanted`` returns that, with the tensor's shape and dtype. ``rule``: as text."""
+    """A tensor, and what it must be. ``wanted`` returns that, with as many elements, before its conversion to the
+    tensor's dtype. ``rule``: as text."""
 
     name: str
     tensor: Tensor
@@ -122,27 +126,34 @@ _OF_RANKS = ("hosts", "mesh_coords", "local_ranks", "devices")
 
 def _findings(pairs: Sequence[_Pair], module: nn.Module, step: int) -> Iterator[Finding]:
     """Yield a finding for each pair that differs. NaNs count as equal."""
-    flags = [_differs(pair.tensor, pair.wanted()).any() for pair in pairs]
+    flags = [torch.stack([differs.any() for differs in _differences(pair)]).any() for pair in pairs]
     together = torch.stack([flag.to(flags[0].device) for flag in flags]) if flags else torch.empty(0)  # One wait.
     for pair in (pair for pair, differs in zip(pairs, together.tolist()) if differs):
-        wanted = pair.wanted()
-        places = _differs(pair.tensor, wanted).reshape(-1).nonzero().view(-1)
-        first, shape = int(places[0]), tuple(pair.tensor.shape)
-        name, index = _place_of(pair, first, module) if pair.name == "" else (pair.name, unravel(first, shape))
-        value, expected = (x.reshape(-1)[first].to(torch.float64).item() for x in (pair.tensor, wanted))
+        count, first, passed = 0, 0, 0
+        for differs in _differences(pair):
+            here = int(differs.sum())
+            if here and not count:
+                first = passed + int(differs.nonzero()[0])
+            count, passed = count + here, passed + differs.numel()
+        name, index = pair.name, unravel(first, tuple(pair.tensor.shape))
+        if not name:
+            name, index = _place_of(pair, first, module)
+        both = pair.tensor, pair.wanted()
+        value, expected = (x.reshape(-1)[first].to(pair.tensor.dtype).to(torch.float64).item() for x in both)
         at = f" at [{', '.join(map(str, index))}]" if index else ""
-        detail = (
-            f"{pair.rule}: {word_for(value)} against {word_for(expected)}{at}, {len(places)} of {wanted.numel()} "
-            "elements"
-        )
+        detail = f"{pair.rule}: {word_for(value)} against {word_for(expected)}{at}, {count} of {passed} elements"
         yield Finding(step, COHERENCE, name, (own_rank(),), None, detail=detail)
 
 
-def _differs(tensor: Tensor, wanted: Tensor) -> Tensor:
-    """Return bool: where the bits differ, and not both are NaN."""
-    if tensor.element_size() == 1:
-        return tensor.view(torch.uint8) != wanted.view(torch.uint8)
-    return ((tensor != wanted) | (tensor.signbit() != wanted.signbit())) & ~(tensor.isnan() & wanted.isnan())
+def _differences(pair: _Pair) -> Iterator[Tensor]:
+    """Yield bools for one piece of the flat tensor after the other: where the bits differ, and not both are NaN."""
+    pieces = (one.reshape(-1).split(_AT_ONCE) for one in (pair.tensor, pair.wanted()))
+    for tensor, wanted in ((one, other.to(one)) for one, other in zip(*pieces)):
+        if tensor.element_size() == 1:
+            yield tensor.view(torch.uint8) != wanted.view(torch.uint8)
+        else:
+            both_nan = tensor.isnan() & wanted.isnan()
+            yield ((tensor != wanted) | (tensor.signbit() != wanted.signbit())) & ~both_nan
 
 
 def _place_of(pair: _Pair, first: int, module: nn.Module) -> tuple[str, tuple[int, ...]]:
@@ -193,7 +204,7 @@ class _Masters:
         if plain and master.dtype == torch.float32 and weight.numel() == master.numel() > 0:
             self._read.add(known)
             rule = f"not its master weight ({of}) in {dtype_name(weight.dtype)}"
-            self.pairs.append(_Pair(name, weight, lambda: master.to(weight).view(weight.shape), rule))
+            self.pairs.append(_Pair(name, weight, partial(_itself, master), rule))
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -248,7 +259,7 @@ def _gathered(module: nn.Module) -> Iterator[_Pair]:
     names = {id(one): clean_fqn(name) for name, one in module.named_parameters()}
     for whole, part, shard in fsdp2_gathered(module):
         if type(part) is type(shard) is Tensor and part.shape == shard.shape and part.numel():
-            yield _Pair(names.get(id(whole), ""), part, partial(shard.to, part), "gathered before its shard changed")
+            yield _Pair(names.get(id(whole), ""), part, partial(_itself, shard), "gathered before its shard changed")
 
 
 def _casts(module: nn.Module) -> Iterator[_Pair]:
@@ -315,6 +326,10 @@ def _embeddings(part: Any) -> tuple[Any, Any]:
             # Not those of a wrapper, such as PEFT's for modules that it trains as copies.
             return ends[0]._parameters.get("weight"), ends[1]._parameters.get("weight")
     return None, None
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
-from fp8dist.checks.coherence import stale_weights
+from fp8dist.checks import coherence
+from fp8dist.checks.coherence import Asked, inside_of, stale_weights
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.parts import fp8_parts
 from tests.support.collectives import counted_collectives
@@ -248,6 +250,28 @@ def test_wrappers_with_odd_attributes_do_not_end_training() -> None:
         model[2].bias.add_(1)
     with captured_log(), pytest.raises(fp8dist.DivergenceError, match=r"coherence of '2.bias'"):
         _step(model, optimizer)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that is made, not as a view."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        if isinstance(out, Tensor) and out._base is None and not func.is_view:
+            self.made = max(self.made, out.numel())
+        return out
+
+
+def test_large_weights_are_compared_in_pieces() -> None:
+    weight = nn.Parameter(torch.zeros(50, 20, dtype=BF16))
+    weight.main_param = torch.zeros(1000)  # type: ignore[attr-defined]
+    weight.main_param[[450, 451, 999]] = 1  # type: ignore[attr-defined]
+    with mock.patch.object(coherence, "_AT_ONCE", 100), _Largest() as largest, captured_log():
+        (finding,) = inside_of(nn.ParameterList([weight]), Asked(), 1).findings
+    assert finding.detail.endswith("in bfloat16: 0.0 against 1.0 at [22, 10], 3 of 1000 elements")
+    assert largest.made == 100
 
 
 @pytest.mark.parametrize(("value", "master", "differs"), [(torch.nan, torch.nan, 0), (0.0, -0.0, 1), (-0.0, -1e-45, 0)])
@@ -584,9 +608,9 @@ def _cost() -> Any:
     optimizer = Masters(model)
     fp8dist.check(model, group=dist.group.WORLD)
     counts = []
-    for coherence in (False, True):
+    for asked in (False, True):
         with counted_collectives() as calls:
-            fp8dist.check(model, group=dist.group.WORLD, coherence=coherence, optimizer=optimizer)
+            fp8dist.check(model, group=dist.group.WORLD, coherence=asked, optimizer=optimizer)
         counts.append((calls.names, calls.sizes))
     return counts
 
