@@ -7,6 +7,7 @@ result is the sync's *verdict*. A *check* compares everything else on request: F
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -22,7 +23,7 @@ from torch import nn
 from fp8dist.checks.audit import Audits
 from fp8dist.checks.axes import Adopted, Axes, Memory, log_equal
 from fp8dist.checks.checked import Checked
-from fp8dist.checks.coherence import Asked, inside_of, ties_of
+from fp8dist.checks.coherence import Asked, inside_of, optimizers_in, ties_of
 from fp8dist.checks.contents import ArenaContent, on_device, values_near
 from fp8dist.checks.headers import localise
 from fp8dist.checks.inferred import Inferred
@@ -177,7 +178,9 @@ class Checker:
                 weak reference.
         """
         self.watch(whole)
-        self._optimizers = [weakref.ref(one) for one in Asked().also(optimizer).optimizers]
+        for one in optimizers_in(Asked().also(optimizer).optimizers):
+            with contextlib.suppress(TypeError):  # A class with __slots__ may take no weak references.
+                self._optimizers.append(weakref.ref(one))
         self._ties = ties_of(whole)
 
     @property

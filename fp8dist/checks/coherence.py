@@ -8,6 +8,7 @@ masters that are stored as the remainder of a weight.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +21,19 @@ from torch import Tensor, nn
 from fp8dist.checks.differences import unravel
 from fp8dist.common.divergence import COHERENCE, MORE, Finding, word_for
 from fp8dist.common.text import dtype_name
+from fp8dist.modules.casters import Cast
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.torch_internals import fsdp2_gathered
 from fp8dist.state.groups import has_base, is_dtensor, local_part, own_rank
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Asked", "Inside", "inside_of", "merged", "stale_weights", "ties_of"]
+__all__ = ["Asked", "Inside", "inside_of", "merged", "optimizers_in", "stale_weights", "ties_of"]
 
 _MOST = 16
 """The most findings of one rank. The rest is counted."""
+
+_AT_ONCE = 1 << 24
+"""Elements that are compared at once: DeepSpeed keeps all weights in one tensor, and a comparison makes copies."""
 
 _SHARDS = (("shard_float16_groups", "shard_fp32_from_float16_groups"), ("float16_groups", "fp32_from_float16_groups"))
 """Attributes of Megatron's optimizers: lists of lists of weights, or of this rank's parts of them, and of masters."""
@@ -69,7 +74,8 @@ class Inside:
 
 
 class _Fit(NamedTuple):
-    """A tensor, and what it must be. ``wanted`` returns that, with the tensor's shape and dtype. ``rule``: as text."""
+    """A tensor, and what it must be. ``wanted`` returns that, with as many elements, before its conversion to the
+    tensor's dtype. ``rule``: as text."""
 
     name: str
     tensor: Tensor
@@ -120,35 +126,34 @@ _OF_RANKS = ("hosts", "mesh_coords", "local_ranks", "devices")
 
 def _findings(pairs: Sequence[_Fit], module: nn.Module, step: int) -> Iterator[Finding]:
     """Yield a finding for each pair that differs. NaNs count as equal."""
-    flags = [_differs(pair.tensor, pair.wanted()).any() for pair in pairs]
-    by_device: dict[torch.device, list[int]] = {}
-    for place, flag in enumerate(flags):
-        by_device.setdefault(flag.device, []).append(place)
-    bad = {
-        place
-        for places in by_device.values()  # One wait for each device.
-        for place, flag in zip(places, torch.stack([flags[place] for place in places]).tolist())
-        if flag
-    }
-    for place in sorted(bad):
-        pair, wanted = pairs[place], pairs[place].wanted()
-        places = _differs(pair.tensor, wanted).reshape(-1).nonzero().view(-1)
-        first, shape = int(places[0]), tuple(pair.tensor.shape)
-        name, index = _place_of(pair, first, module) if pair.name == "" else (pair.name, unravel(first, shape))
-        value, expected = (x.reshape(-1)[first].to(torch.float64).item() for x in (pair.tensor, wanted))
+    flags = [torch.stack([differs.any() for differs in _differences(pair)]).any() for pair in pairs]
+    together = torch.stack([flag.to(flags[0].device) for flag in flags]) if flags else torch.empty(0)  # One wait.
+    for pair in (pair for pair, differs in zip(pairs, together.tolist()) if differs):
+        count, first, passed = 0, 0, 0
+        for differs in _differences(pair):
+            here = int(differs.sum())
+            if here and not count:
+                first = passed + int(differs.nonzero()[0])
+            count, passed = count + here, passed + differs.numel()
+        name, index = pair.name, unravel(first, tuple(pair.tensor.shape))
+        if not name:
+            name, index = _place_of(pair, first, module)
+        both = pair.tensor, pair.wanted()
+        value, expected = (x.reshape(-1)[first].to(pair.tensor.dtype).to(torch.float64).item() for x in both)
         at = f" at [{', '.join(map(str, index))}]" if index else ""
-        detail = (
-            f"{pair.rule}: {word_for(value)} against {word_for(expected)}{at}, {len(places)} of {wanted.numel()} "
-            "elements"
-        )
+        detail = f"{pair.rule}: {word_for(value)} against {word_for(expected)}{at}, {count} of {passed} elements"
         yield Finding(step, COHERENCE, name, (own_rank(),), None, detail=detail)
 
 
-def _differs(tensor: Tensor, wanted: Tensor) -> Tensor:
-    """Return bool: where the bits differ, and not both are NaN."""
-    if tensor.element_size() == 1:
-        return tensor.view(torch.uint8) != wanted.view(torch.uint8)
-    return ((tensor != wanted) | (tensor.signbit() != wanted.signbit())) & ~(tensor.isnan() & wanted.isnan())
+def _differences(pair: _Fit) -> Iterator[Tensor]:
+    """Yield bools for one piece of the flat tensor after the other: where the bits differ, and not both are NaN."""
+    pieces = (one.reshape(-1).split(_AT_ONCE) for one in (pair.tensor, pair.wanted()))
+    for tensor, wanted in ((one, other.to(one)) for one, other in zip(*pieces)):
+        if tensor.element_size() == 1:
+            yield tensor.view(torch.uint8) != wanted.view(torch.uint8)
+        else:
+            both_nan = tensor.isnan() & wanted.isnan()
+            yield ((tensor != wanted) | (tensor.signbit() != wanted.signbit())) & ~both_nan
 
 
 def _place_of(pair: _Fit, first: int, module: nn.Module) -> tuple[str, tuple[int, ...]]:
@@ -171,25 +176,23 @@ class _Masters:
         self.pairs: list[_Fit] = []
         self._names = {id(one): clean_fqn(name) for name, one in module.named_parameters()}
         self._read: set[int] = set()
-        engines = [part.optimizer for part in module.modules() if has_base(part, "DeepSpeedEngine")]
-        self._optimizers = list({id(one): one for one in _chain([*optimizers, *engines])}.values())
+        engines = [part for part in module.modules() if has_base(part, "DeepSpeedEngine")]
+        self._optimizers = optimizers_in([*optimizers, *engines])
         for parameter in module.parameters():
             if not getattr(parameter, "main_param_sharded", False):
                 self._add(parameter, getattr(parameter, "main_param", None), "main_param")
         for optimizer in self._optimizers:
             of = type(optimizer).__name__
             for weights, masters in _SHARDS:
-                for weight_group, master_group in zip(getattr(optimizer, weights, ()), getattr(optimizer, masters, ())):
+                for weight_group, master_group in zip(_items(optimizer, weights), _items(optimizer, masters)):
                     for weight, master in zip(weight_group, master_group):
                         self._add(weight, master, of)
             for parts, masters in _PARTITIONS:
-                groups = getattr(optimizer, "real_dp_process_group", ())
-                for own, master, group in zip(getattr(optimizer, parts, ()), getattr(optimizer, masters, ()), groups):
+                groups = _items(optimizer, "real_dp_process_group")
+                for own, master, group in zip(_items(optimizer, parts), _items(optimizer, masters), groups):
                     self._add(own[dist.get_rank(group)], master, of)
-            state = getattr(optimizer, "state", None)
-            for parameter, values in state.items() if isinstance(state, Mapping) else ():
-                # Transformer Engine's FusedAdam.
-                self._add(parameter, values.get("master_param") if isinstance(values, Mapping) else None, of)
+            for parameter, master in _in_state(optimizer):
+                self._add(parameter, master, of)
 
     def _add(self, weight: Any, master: Any, of: str) -> None:
         """Add a pair, unless the master is known, or no rule says what the weight must be."""
@@ -201,29 +204,54 @@ class _Masters:
         if plain and master.dtype == torch.float32 and weight.numel() == master.numel() > 0:
             self._read.add(known)
             rule = f"not its master weight ({of}) in {dtype_name(weight.dtype)}"
-            self.pairs.append(_Fit(name, weight, lambda: master.to(weight).view(weight.shape), rule))
+            self.pairs.append(_Fit(name, weight, partial(_itself, master), rule))
 
     @property
     def unread(self) -> tuple[str, ...]:
         """How many tensors of each optimizer may be masters that no rule can read."""
         texts = []
         for optimizer in self._optimizers:
-            groups = getattr(optimizer, "param_groups", None)
-            if groups is None or hasattr(optimizer, "optimizer"):
+            if _get(optimizer, "optimizer") is not None:
                 continue
-            held = [one for group in groups for one in group["params"]]
-            count = sum(id(one) not in self._names and id(one) not in self._read for one in held)
-            if count:
+            held = [one for group in _items(optimizer, "param_groups") for one in group["params"]]
+            known = self._names.keys() | self._read
+            count = sum(id(one) not in known for one in held)
+            if count := count or sum(id(master) not in known for _, master in _in_state(optimizer)):
                 texts.append(f"{count} tensors of {type(optimizer).__name__} that are not the model's parameters")
         return tuple(texts)
 
 
-def _chain(optimizers: Iterable[Any]) -> Iterator[Any]:
-    """Yield optimizers, and those inside them."""
-    for one in optimizers:
-        yield one
-        inner = [*getattr(one, "chained_optimizers", ()), *([one.optimizer] if hasattr(one, "optimizer") else [])]
-        yield from _chain(inner)
+def _in_state(optimizer: Any) -> list[tuple[Any, Tensor]]:
+    """Return (parameter, master) for the masters that Transformer Engine's FusedAdam has in its state."""
+    state = _get(optimizer, "state")
+    held = state.items() if isinstance(state, Mapping) else ()
+    found = [(of, values.get("master_param")) for of, values in held if isinstance(values, Mapping)]
+    return [(of, master) for of, master in found if isinstance(master, Tensor)]
+
+
+def optimizers_in(given: Iterable[Any]) -> list[Any]:
+    """Return optimizers, and those inside them, each once."""
+    found: dict[int, Any] = {}
+    left = list(given)
+    while left:
+        one = left.pop(0)
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            left += [*_items(one, "chained_optimizers"), _get(one, "optimizer")]
+    return list(found.values())
+
+
+def _get(of: Any, name: str) -> Any:
+    """Return an attribute; None if it cannot be read: other code's properties may raise anything."""
+    with contextlib.suppress(Exception):
+        return getattr(of, name)
+    return None
+
+
+def _items(of: Any, name: str) -> list[Any]:
+    """Return what is in an attribute; nothing if it is no list or tuple."""
+    value = _get(of, name)
+    return list(value) if isinstance(value, Sequence) else []
 
 
 def _gathered(module: nn.Module) -> Iterator[_Fit]:
@@ -231,19 +259,27 @@ def _gathered(module: nn.Module) -> Iterator[_Fit]:
     names = {id(one): clean_fqn(name) for name, one in module.named_parameters()}
     for whole, part, shard in fsdp2_gathered(module):
         if type(part) is type(shard) is Tensor and part.shape == shard.shape and part.numel():
-            yield _Fit(names.get(id(whole), ""), part, partial(shard.to, part), "gathered before its shard changed")
+            yield _Fit(names.get(id(whole), ""), part, partial(_itself, shard), "gathered before its shard changed")
 
 
 def _casts(module: nn.Module) -> Iterator[_Fit]:
     """Yield the FP8 casts that modules keep, and the casts that their weights give now."""
-    for part in fp8_parts(module):
+    last: dict[int, Cast] = {}  # The cast of one weight at a time, by its place: those of all need much memory.
+
+    def cast_again(place: int, again: Callable[[], Cast], name: str) -> Tensor:
+        if place not in last:
+            last.clear()
+            last[place] = again()
+        return getattr(last[place], name)
+
+    for place, part in enumerate(fp8_parts(module)):
         casts = part.slots.kept_casts(part.stored)
         if casts is not None:
             kept, again = casts
             rule = "cast to FP8 before the weight changed: other code has written to it, see refresh_weights()"
             for name in ("rows", "columns", "rows_inv_scale", "columns_inv_scale"):
                 if (tensor := getattr(kept, name)).numel():
-                    yield _Fit(f"{part.fqn} ({name})", tensor, partial(getattr, again, name), rule)
+                    yield _Fit(f"{part.fqn} ({name})", tensor, partial(cast_again, place, again, name), rule)
 
 
 def ties_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -257,25 +293,43 @@ def ties_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 def _untied(module: nn.Module, ties: Sequence[Sequence[str]], step: int) -> Iterator[Finding]:
     """Yield a finding for each name that was tied to another one, and now names another tensor; and for a model of
     Transformers whose configuration says that its embeddings are tied, and they are not."""
-    named = {clean_fqn(name): one for name, one in module.named_parameters(remove_duplicate=False)}
+    named: dict[str, list[Tensor]] = {}  # Without the components of wrappers, several may have the same name.
+    for name, one in module.named_parameters(remove_duplicate=False):
+        named.setdefault(clean_fqn(name), []).append(one)
     for kept, *others in ties:
         for name in others:
-            if kept in named and name in named and not _is_same(named[kept], named[name]):
+            if kept in named and name in named and not any(_is_same(a, b) for a in named[kept] for b in named[name]):
                 detail = f"no longer tied to '{kept}', as at attach: another tensor"
                 yield Finding(step, COHERENCE, name, (own_rank(),), None, detail=detail)
-    names = {id(one): name for name, one in named.items()}
+    names = {id(one): name for name, several in named.items() for one in several}
     seen = {name for of in ties for name in of}
     for part in module.modules():
-        if getattr(getattr(part, "config", None), "tie_word_embeddings", False):
-            ends = [getattr(part, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-            first, other = (getattr(end, "weight", None) for end in ends)
-            head = names.get(id(other))
-            if head is None or head in seen or not isinstance(first, Tensor) or is_dtensor(first):
-                continue
-            seen.add(head)
-            if not _is_same(first, other):
-                detail = f"not tied to '{names.get(id(first))}' as config.tie_word_embeddings says: another tensor"
-                yield Finding(step, COHERENCE, head, (own_rank(),), None, detail=detail)
+        first, other = _embeddings(part)
+        head = names.get(id(other))
+        if head is None or head in seen or not isinstance(first, Tensor) or is_dtensor(first):
+            continue
+        seen.add(head)
+        if not _is_same(first, other):
+            detail = f"not tied to '{names.get(id(first))}' as config.tie_word_embeddings says: another tensor"
+            yield Finding(step, COHERENCE, head, (own_rank(),), None, detail=detail)
+
+
+def _embeddings(part: Any) -> tuple[Any, Any]:
+    """Return the weights of a model's embeddings, the input's and the output's, if it is one of Transformers whose
+    configuration says that they are tied; else None for both."""
+    with contextlib.suppress(Exception):  # Many models have no embeddings, and raise if they are asked for them.
+        config = part.config
+        if hasattr(config, "get_text_config"):  # That of a model of images and text decides, as in Transformers.
+            config = config.get_text_config(decoder=True)
+        if config.tie_word_embeddings:
+            ends = part.get_input_embeddings(), part.get_output_embeddings()
+            # Not those of a wrapper, such as PEFT's for modules that it trains as copies.
+            return ends[0]._parameters.get("weight"), ends[1]._parameters.get("weight")
+    return None, None
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _is_same(a: Any, b: Any) -> bool:

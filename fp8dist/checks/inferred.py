@@ -60,7 +60,8 @@ class Inferred:
         digests: dict[str, int] = {}
         trained: set[str] = set()
         try:
-            held = {name: one for name, one in _plain(module).items() if name in self._looks}
+            plain = {name: one for name, one in _plain(module).items() if name in self._looks}
+            held = {name: one for name, one in plain.items() if one.requires_grad or name in self._adopted}
             digests = _digests(held)
             trained = _trained({name: one for name, one in held.items() if name not in self._adopted})
             failed = False
@@ -74,9 +75,11 @@ class Inferred:
             names, self._looks = [], {}
         for place, name in enumerate(names):
             highest, inverse, idle = most[3 * place : 3 * place + 3]
-            if highest != ~inverse or not highest:  # No digest: no rank has such a parameter.
+            if highest != ~inverse:
                 del self._looks[name]
                 parted += [name] if name in self._adopted else []
+            elif not highest:  # No digest: no rank has such a parameter, or has it any longer.
+                del self._looks[name]
             elif idle:
                 self._looks[name] += 1
                 self._adopted |= {name} if self._looks[name] >= _LOOKS else set()
@@ -99,9 +102,9 @@ class Inferred:
 
 
 def _plain(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trainable parameters that are plain tensors with at least one dimension, by name."""
+    """Return the parameters that are plain tensors with at least one dimension, by name."""
     named = ((clean_fqn(name), one) for name, one in module.named_parameters())
-    return {name: one for name, one in named if type(one) is nn.Parameter and one.ndim and one.requires_grad}
+    return {name: one for name, one in named if type(one) is nn.Parameter and one.ndim}
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -115,10 +118,13 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def _trained(parameters: Mapping[str, Tensor]) -> set[str]:
     """Return the names of parameters whose gradient has an element that is not zero, and whose elements are not all the
     same: zeros may be equal on ranks that have nothing to do with one another. Waits for the device."""
-    held = {name: gradient for name, one in parameters.items() if (gradient := gradient_of(one)) is not None}
-    flags = [
-        gradient.any() & (one.min() != one.max())
-        for name, gradient in held.items()
-        if (one := parameters[name].detach()).numel()
-    ]
-    return {name for name, flag in zip(held, torch.stack(flags).tolist()) if flag} if flags else set()
+    flags = {
+        name: gradient.any() & (one != one.reshape(-1)[0]).any()
+        for name, one in parameters.items()
+        if one.numel() and (gradient := gradient_of(one)) is not None
+    }
+    if not flags:
+        return set()
+    device = next(iter(flags.values())).device
+    together = torch.stack([flag.to(device) for flag in flags.values()])  # One wait, not one for each.
+    return {name for name, flag in zip(flags, together.tolist()) if flag}

@@ -36,7 +36,16 @@ from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of", "not_finite_in", "plain_tensors"]
+__all__ = [
+    "Holdings",
+    "Inventory",
+    "ReplicaSet",
+    "Scope",
+    "likeness_of",
+    "not_finite_in",
+    "order_of_ways",
+    "plain_tensors",
+]
 
 Store = Callable[[Tensor], None] | None
 """Writes a repaired value back to where it came from; None: the tensor is a view of that memory."""
@@ -268,7 +277,7 @@ class Inventory:
             computed=self._computed,
             pending=self._still_pending,
             inside=self._inside,
-            ways={way: self._ways[way] for way in sorted(self._ways, key=_order_of_ways) if self._ways[way]},
+            ways={way: self._ways[way] for way in sorted(self._ways, key=order_of_ways) if self._ways[way]},
         )
 
     def adopt(self, module: nn.Module) -> None:
@@ -487,9 +496,9 @@ class Inventory:
         self._skipped[kind, excuse.reason] += count
 
 
-def _order_of_ways(way: str) -> tuple[int, str]:
+def order_of_ways(way: str) -> tuple[int, str]:
     """Return a key that sorts the names of ways: copies first, what is not compared last."""
-    return {"copies": 0, "inside the rank": 2, "not compared": 3}.get(way, 1), way
+    return {"copies": 0, "inferred": 2, "inside the rank": 3, "at rest": 4, "not compared": 5}.get(way, 1), way
 
 
 def _all_names(module: nn.Module) -> frozenset[str]:

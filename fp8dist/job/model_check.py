@@ -28,6 +28,7 @@ from fp8dist.state.accord import meet
 from fp8dist.state.groups import GroupLike, SyncGroup, world_size
 from fp8dist.state.roll_call import enrol
 from fp8dist.state.settings import Policy, report_dir
+from fp8dist.state.slots import clean_fqn
 
 __all__ = ["check"]
 
@@ -43,7 +44,7 @@ ALONG_AXES = "_fp8dist_along_axes"
 """Attribute of a checked module that holds what the first comparison along each axis found."""
 
 TIES = "_fp8dist_ties"
-"""Attribute of a checked module that is not prepared: which names were tied in the first check of coherence."""
+"""Attribute of a checked module that was not attached: which names were tied in the first check of coherence."""
 
 REPAIRS = "_fp8dist_repairs"
 """Attribute of a checked module that is not prepared: which tensors the last checks repaired."""
@@ -149,9 +150,19 @@ def check(
 
 
 def _asked(module: nn.Module, optimizer: Any) -> Asked:
-    """Return what a check of coherence compares. A model that is not prepared remembers which names were tied."""
-    known = [Internals(manager).cycle.checker.asked for manager in managers_in(module)]
-    return (known[0] if known else Asked(ties=module.__dict__.setdefault(TIES, ties_of(module)))).also(optimizer)
+    """Return what a check of coherence compares. A model remembers which names were tied, unless ``attach`` was given
+    it, and knows that."""
+    checkers = [Internals(manager).cycle.checker for manager in managers_in(module)]
+    names = _named(module)
+    # The names of a part, or of a model around the attached one, mean other parameters.
+    known = [of.asked.ties for of in checkers if (whole := of.state.job.whole) is not None and _named(whole) == names]
+    ties = next(filter(None, known), None) or module.__dict__.setdefault(TIES, ties_of(module))
+    return Asked([one for of in checkers for one in of.asked.optimizers], ties).also(optimizer)
+
+
+def _named(module: nn.Module) -> dict[str, int]:
+    """Return the id of each parameter by its name without the components of wrappers."""
+    return {clean_fqn(name): id(one) for name, one in module.named_parameters(remove_duplicate=False)}
 
 
 def _device_of(module: nn.Module) -> torch.device:

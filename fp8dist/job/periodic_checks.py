@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from fp8dist.checks.at_rest import AtRest
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.checker import Checker
-from fp8dist.checks.inventory import Scope
+from fp8dist.checks.inventory import Scope, order_of_ways
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.checks.values import compare_values
 from fp8dist.job.weight_scales import WeightScales
@@ -82,12 +83,11 @@ class PeriodicChecks:
         job, enabled = self._state.job, self._state.settings.enabled
         done = max(int(sync.arena.step) for sync in self._state.syncs) if enabled else job.boundaries - in_step
         report = self._checker.check(done, done + in_step, scope, policy, max_repairs)
-        inferred = 0 if self._checker.inferred is None else self._checker.inferred.size
-        also = {way: size for way, size in (("at rest", self._at_rest.size), ("inferred", inferred)) if size}
-        if also:
-            rest = max(report.compared_by.get("not compared", 0) - inferred, 0)
-            by = {way: rest if way == "not compared" else size for way, size in report.compared_by.items()}
-            report = replace(report, compared_by={**also, **by})
+        inferred = self._checker.inferred.size if self._checker.inferred is not None and scope.parameters else 0
+        also = {"at rest": self._at_rest.size, "inferred": inferred}
+        if any(also.values()):
+            by = Counter(report.compared_by) + Counter(also) - Counter({"not compared": inferred})
+            report = replace(report, compared_by={way: by[way] for way in sorted(by, key=order_of_ways)})
         if scope.parameters and report.compared and not report.diverged:
             self._checker.last = Checked.of(job.step if enabled else done, report)
             if self._checker.last.verified:

@@ -11,7 +11,7 @@ A LinearSlots owns helpers for one job each: a caster (``casters.py``), the poli
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -326,12 +326,12 @@ class LinearSlots:
             inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
             self.policy.report_cast(inv_scale, request.state, in_eval=not limits.written)
         if key is not None:
-            self.cache.keep(cast, owner, key, request.record is not False, limits)
+            self.cache.keep(cast, owner, key, request.record is not False, (limits, weight.shape, weight.stride()))
         return cast
 
-    def kept_casts(self, stored: Sequence[Tensor]) -> tuple[Cast, Cast] | None:
-        """Return the cached cast of the weight, and the cast that the weight gives now. Local; records nothing. None:
-        no cast that a forward would use is cached, or the weight is computed from others.
+    def kept_casts(self, stored: Sequence[Tensor]) -> tuple[Cast, Callable[[], Cast]] | None:
+        """Return the cached cast of the weight, and a function that returns the cast that the weight gives now. Local;
+        records nothing. None: no cast that a forward would use is cached, or the weight is computed from others.
 
         Args:
             stored: the parameters that store the weight.
@@ -344,9 +344,14 @@ class LinearSlots:
         if cast is None:
             return None
         state, made = self.states(weight.device)[1], (bool(cast.rows.numel()), bool(cast.columns.numel()))
-        nowhere = None if self.grouped else torch.empty_like(state.scale)
-        request = Request(state, Role.WEIGHT, *made, False, self.cache.limits, place=nowhere, tapped=False)
-        return cast, self._cast_weight(weight, request)
+        limits, shape, stride = self.cache.how
+
+        def again() -> Cast:
+            nowhere = None if self.grouped else torch.empty_like(state.scale)
+            request = Request(state, Role.WEIGHT, *made, False, limits, place=nowhere, tapped=False)
+            return self._cast_weight(weight.detach().as_strided(shape, stride), request)
+
+        return cast, again
 
     def _gathered_cast(self, weight: FP8Weight, state: SlotViews, limits: Outgrown) -> Cast:
         """Return the weight as it was gathered in FP8."""

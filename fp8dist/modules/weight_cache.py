@@ -17,15 +17,20 @@ __all__ = ["WeightCache"]
 Key = tuple[int, int, int]
 """(generation of the job's casts, address of the weight, version of the parameter): equal while a cast is valid."""
 
+How = tuple[Outgrown, tuple[int, ...], tuple[int, ...]]
+"""How a cast was made: its limits, and shape and strides of the weight, which may be stored transposed."""
+
 
 class WeightCache:
-    """Keeps the last cast of one weight, and returns it while the weight stays the same."""
+    """Keeps the last cast of one weight, and returns it while the weight stays the same.
+
+    ``how``: how the kept cast was made.
+    """
 
     def __init__(self, job: JobState) -> None:
         self._job = job
         self._kept: tuple[Cast, weakref.ref[Tensor], Key, bool] | None = None  # (cast, owner, key, recorded)
-        self.limits = Outgrown(None)
-        """With which the kept cast was made."""
+        self.how: How = (Outgrown(None), (), ())
 
     @property
     def empty(self) -> bool:
@@ -75,6 +80,6 @@ class WeightCache:
         cast, kept_owner, kept_key, recorded = self._kept
         return cast if kept_owner() is owner and kept_key == key and (recorded or not record) else None
 
-    def keep(self, cast: Cast, owner: Tensor, key: Key, recorded: bool, limits: Outgrown) -> None:
-        """Keep a cast in place of the last one. See ``find``. ``limits``: with which it was made."""
-        self._kept, self.limits = (cast, weakref.ref(owner), key, recorded), limits
+    def keep(self, cast: Cast, owner: Tensor, key: Key, recorded: bool, how: How) -> None:
+        """Keep a cast in place of the last one. See ``find``."""
+        self._kept, self.how = (cast, weakref.ref(owner), key, recorded), how

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,11 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
-from fp8dist.checks.coherence import stale_weights
+from fp8dist.checks import coherence
+from fp8dist.checks.coherence import Asked, inside_of, stale_weights
+from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.parts import fp8_parts
 from tests.support.collectives import counted_collectives
+from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 
@@ -206,6 +212,68 @@ def test_what_no_rule_can_read_is_named() -> None:
     assert report.skipped[-1] == "4 tensors of Masters that are not the model's parameters"
 
 
+def test_remainders_are_named_although_the_optimizer_holds_the_model_s_own_parameters() -> None:
+    model = _mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for weight in model.parameters():
+        optimizer.state[weight] = {"master_param": torch.zeros(weight.shape, dtype=torch.int16)}
+    report = fp8dist.check(model, coherence=True, optimizer=optimizer)
+    assert report.skipped[-1] == "4 tensors of SGD that are not the model's parameters"
+
+
+class _Odd:
+    """A wrapper of an optimizer whose attributes cannot be read, and that takes no weak reference."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        raise RuntimeError("no state yet")
+
+    param_groups = chained_optimizers = state
+
+
+def test_wrappers_with_odd_attributes_do_not_end_training() -> None:
+    model = _mlp()
+    manager = fp8dist.prepare(model, fp8dist.CurrentScaling(), check_every=1)
+    optimizer = Masters(model)
+    optimizer.float16_groups = optimizer.fp32_from_float16_groups = None  # type: ignore[attr-defined]
+    odd = _Odd(optimizer)
+    manager.attach(model, optimizer=odd)
+    optimizer.chained_optimizers = [odd]  # type: ignore[attr-defined]
+    for _ in range(3):
+        _step(model, optimizer)
+    with torch.no_grad():
+        model[2].bias.add_(1)
+    with captured_log(), pytest.raises(fp8dist.DivergenceError, match=r"coherence of '2.bias'"):
+        _step(model, optimizer)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that is made, not as a view."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        if isinstance(out, Tensor) and out._base is None and not func.is_view:
+            self.made = max(self.made, out.numel())
+        return out
+
+
+def test_large_weights_are_compared_in_pieces() -> None:
+    weight = nn.Parameter(torch.zeros(50, 20, dtype=BF16))
+    weight.main_param = torch.zeros(1000)  # type: ignore[attr-defined]
+    weight.main_param[[450, 451, 999]] = 1  # type: ignore[attr-defined]
+    with mock.patch.object(coherence, "_AT_ONCE", 100), _Largest() as largest, captured_log():
+        (finding,) = inside_of(nn.ParameterList([weight]), Asked(), 1).findings
+    assert finding.detail.endswith("in bfloat16: 0.0 against 1.0 at [22, 10], 3 of 1000 elements")
+    assert largest.made == 100
+
+
 @pytest.mark.parametrize(("value", "master", "differs"), [(torch.nan, torch.nan, 0), (0.0, -0.0, 1), (-0.0, -1e-45, 0)])
 def test_bits_count_but_not_those_of_nan(value: float, master: float, differs: int) -> None:
     weight = nn.Parameter(torch.full((3,), value, dtype=BF16))
@@ -340,6 +408,40 @@ def test_casts_that_are_kept_for_a_step_fit_their_weights(name: str) -> None:
     assert " at [3, 4], 1 of " in finding.detail
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_casts_of_experts_that_are_stored_transposed_fit_their_weights(name: str) -> None:
+    model = Mixture(Experts(transposed=True))
+    manager = fp8dist.prepare(model, RECIPES[name])
+    manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    model(rows(16, 32, 1), *routes(16, 2, range(4), 1)).sum().backward()
+    assert manager.check(coherence=True).compared_by["inside the rank"] > 0
+    experts: Any = model.experts
+    experts.down_proj.data[1].mul_(0.3)
+    with captured_log():
+        found = [finding.name for finding in manager.check(coherence=True, policy="warn").findings]
+    assert found[0].startswith("experts.down")
+
+
+def test_a_cast_is_freed_before_the_next_weight_is_cast() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    manager = fp8dist.prepare(model, fp8dist.CurrentScaling())
+    manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.randn(16, 16)).sum().backward()
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+    cast_weight = LinearSlots._cast_weight
+
+    def counted(*of: Any) -> Any:
+        cast = cast_weight(*of)
+        made.append(weakref.ref(cast.rows))
+        alive.append(sum(one() is not None for one in made))
+        return cast
+
+    with mock.patch.object(LinearSlots, "_cast_weight", counted):
+        manager.check(coherence=True)
+    assert alive == [1] * 5
+
+
 # FSDP2's gathered weights ------------------------------------------------------------------------
 
 
@@ -419,6 +521,20 @@ def test_a_model_that_is_not_prepared_remembers_its_ties_too() -> None:
         fp8dist.check(model, coherence=True)
 
 
+@pytest.mark.parametrize("attached", [True, False])
+def test_ties_of_each_of_two_prepared_models_are_remembered(attached: bool) -> None:
+    pair = nn.ModuleList([Tied(), Tied()])
+    for model in pair:
+        manager = fp8dist.prepare(model, fp8dist.CurrentScaling())
+        if attached:
+            manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    fp8dist.check(pair, coherence=True)
+    _untie(pair[1])
+    with captured_log():
+        (finding,) = fp8dist.check(pair, coherence=True, policy="warn").findings
+    assert finding.name == "1.head.weight"
+
+
 def test_a_configuration_says_what_is_tied() -> None:
     model = Tied(config=True)
     assert fp8dist.check(nn.Sequential(model), coherence=True).findings == ()
@@ -429,6 +545,35 @@ def test_a_configuration_says_what_is_tied() -> None:
     assert _found(report) == [("coherence", "0.head.weight", (0,), says)]
     model.config = SimpleNamespace(tie_word_embeddings=False)
     assert fp8dist.check(nn.Sequential(model), coherence=True).findings == ()
+
+
+@pytest.mark.parametrize("why", ["the text's", "no embeddings", "a wrapper's", "cannot be read"])
+def test_a_configuration_that_does_not_tie_is_silent(why: str) -> None:
+    """Models of Transformers say that embeddings are tied unless told otherwise."""
+    model = Tied(config=True)
+    _untie(model)
+    if why == "the text's":
+        text = SimpleNamespace(tie_word_embeddings=False)
+        model.config.get_text_config = lambda decoder: text  # type: ignore[attr-defined]
+    if why == "no embeddings":
+        model.get_input_embeddings = mock.Mock(side_effect=NotImplementedError)  # type: ignore[method-assign]
+    if why == "a wrapper's":
+        kept = nn.Module()
+        kept.copy = model.head
+        object.__setattr__(kept, "weight", model.head.weight)
+        model.get_output_embeddings = lambda: kept  # type: ignore[method-assign]
+    if why == "cannot be read":
+        unreadable = {"config": property(mock.Mock(side_effect=RuntimeError))}
+        model.__class__ = type("Unreadable", (Tied,), unreadable)
+    assert fp8dist.check(model, coherence=True).findings == ()
+
+
+def test_ties_of_names_that_wrappers_make_alike() -> None:
+    model = nn.Module()
+    model.module, model.head = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.weight = model.head.weight
+    for _ in range(2):
+        assert fp8dist.check(model, coherence=True).findings == ()
 
 
 def _wrapped_ties(how: str) -> Any:
@@ -463,9 +608,9 @@ def _cost() -> Any:
     optimizer = Masters(model)
     fp8dist.check(model, group=dist.group.WORLD)
     counts = []
-    for coherence in (False, True):
+    for asked in (False, True):
         with counted_collectives() as calls:
-            fp8dist.check(model, group=dist.group.WORLD, coherence=coherence, optimizer=optimizer)
+            fp8dist.check(model, group=dist.group.WORLD, coherence=asked, optimizer=optimizer)
         counts.append((calls.names, calls.sizes))
     return counts
 

@@ -52,6 +52,7 @@ def _train(
     tokens: tuple[int, int] = (1, 1),
     every: int = 1,
     fails: bool = False,
+    changes: str = "",
 ) -> Any:
     """Train eight steps. Return the warnings, the bytes by way, and the bytes of the all-reduces of the last step.
 
@@ -60,6 +61,8 @@ def _train(
         reduced: the parameters whose gradients the loop averages over the ranks.
         tokens: the first step in which the experts of rank 0 have tokens, and that of the others.
         fails: rank 1 cannot read its tensors in the second check.
+        changes: what all ranks do to the norm before step 4: "freeze" it, or "wrap" it, after which its parameters have
+            other names.
     """
     model, rank = Net(), dist.get_rank()
     options: Any = {"group": dist.group.WORLD, "amax_sync": True, "check_every": every, "skip": ["down", "up"]}
@@ -78,10 +81,14 @@ def _train(
     with captured_log(logging.WARNING) as log, mock.patch.object(inferred, "_digests", unreadable):
         manager.attach(ddp, optimizer=optimizer)
         for step in range(1, 9):
+            if step == 4 and changes == "freeze":
+                model.norm.requires_grad_(False)
+            if step == 4 and changes == "wrap":
+                model.norm = nn.Sequential(model.norm)  # type: ignore[assignment]
             x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
             ddp(x, float(step >= tokens[min(rank, 1)])).square().mean().backward()
             for name, parameter in model.named_parameters():
-                if name in reduced:
+                if name in reduced and parameter.grad is not None:
                     dist.all_reduce(parameter.grad)
                     parameter.grad /= dist.get_world_size()
                 if name == damaged and step == at and rank == dist.get_world_size() - 1:
@@ -89,6 +96,7 @@ def _train(
             with counted_collectives() as calls:
                 optimizer.step()
             optimizer.zero_grad()
+    assert "inferred" not in manager.check(parameters=False).compared_by
     by = manager.check().compared_by
     return [text for _, text in log], dict(by), [n for n, c in zip(calls.sizes, calls.names) if c == "all_reduce"]
 
@@ -105,6 +113,7 @@ def test_a_copy_that_parts_is_warned_of_once_and_the_last_check_counts_the_rest(
     left = WIDTH + 2 * 4 * WIDTH + WIDTH * WIDTH + WIDTH
     assert by["inferred"] == 4 * left
     assert by["not compared"] == 4 * WIDTH
+    assert list(by) == ["copies", "inferred", "not compared"]
     assert 8 * (1 + 3 * 5) in sizes  # One flag, and three numbers for each of five parameters.
 
 
@@ -115,6 +124,8 @@ QUIET: dict[str, dict[str, Any]] = {
     "alike without tokens, and then rank 0 has some": {"reduced": ALL[:4], "tokens": (5, 9)},
     "one rank never had tokens": {"reduced": ALL[:4], "tokens": (1, 9)},
     "parted after one check": {"damaged": "norm.bias", "at": 3},
+    "frozen after it was adopted": {"changes": "freeze"},
+    "renamed after it was adopted": {"changes": "wrap", "reduced": (*ALL, "norm.0.weight", "norm.0.bias")},
     "no checks": {"damaged": "norm.bias", "every": 0},
 }
 
@@ -122,6 +133,28 @@ QUIET: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("program", QUIET)
 def test_what_may_part_is_silent(two_ranks: RankPool, program: str) -> None:
     assert [texts for texts, *_ in two_ranks.run(_trains, QUIET[program])] == [[], []]
+
+
+def test_a_frozen_copy_that_parts_is_warned_of(two_ranks: RankPool) -> None:
+    (texts, _, _), _ = two_ranks.run(_trains, {"changes": "freeze", "damaged": "norm.bias", "at": 6})
+    assert [text.partition(" no longer")[0] for text in texts] == ["fp8dist: step 5:"]
+
+
+def test_which_parameters_are_trained() -> None:
+    values = {
+        "empty": torch.zeros(0),
+        "complex": torch.tensor([1j, 2]),
+        "constant": torch.ones(2),
+        "no gradient": torch.arange(2.0),
+        "sparse": torch.arange(2.0),
+    }
+    parameters = {name: nn.Parameter(value) for name, value in values.items()}
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    parameters["no gradient"].grad = None
+    parameters["sparse"].grad = torch.ones(2).to_sparse()
+    assert inferred._trained(parameters) == {"complex", "sparse"}
+    assert inferred._trained({}) == set()
 
 
 def _trains(options: dict[str, Any]) -> Any:
