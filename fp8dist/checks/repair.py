@@ -18,7 +18,7 @@ from fp8dist.checks.findings import Differing
 from fp8dist.checks.inventory import Holdings, ReplicaSet
 from fp8dist.checks.protocol import Compared, check_replicas
 from fp8dist.checks.report import DivergenceReport, split
-from fp8dist.common.divergence import MORE
+from fp8dist.common.divergence import COHERENCE, MORE
 from fp8dist.common.text import first_few
 from fp8dist.state.groups import SyncGroup
 from fp8dist_kernels.reference.content import as_bytes
@@ -98,8 +98,10 @@ def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared)
     report = compared.report
     # A thing without a majority along one axis may have one along another, as a replica.
     known = {(f.kind, f.name) for f in report.findings if f.reference_rank is not None}
-    unknown = any(f.reference_rank is None and (f.kind, f.name) not in known for f in report.findings)
-    if unknown or any(f.kind in _BEYOND_REPAIR for f in report.findings):
+    # A weight that is not its master may be the odd copy: then its repair mends both. The new check says.
+    of_values = [f for f in report.findings if f.kind != COHERENCE]
+    unknown = any(f.reference_rank is None and (f.kind, f.name) not in known for f in of_values)
+    if unknown or not of_values or any(f.kind in _BEYOND_REPAIR for f in report.findings):
         why = "not all findings have a majority to copy values from"
         if any(f.kind == KIND for f in report.findings):
             why = "a copy does not repair a device that computes otherwise"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -28,6 +29,8 @@ from fp8dist.state.slots import Slot
 from fp8dist_kernels.graphs import compiled_any
 
 __all__ = ["StepCycle"]
+
+logger = logging.getLogger("fp8dist")
 
 
 class StepCycle:
@@ -242,7 +245,11 @@ class StepCycle:
     def stale_weights(self) -> list[str]:
         """Return the names of weights that are not what the optimizers' master weights say. Local."""
         whole = self.job.whole
-        return [] if whole is None else stale_weights(whole, self.checker.asked.optimizers)
+        try:
+            return [] if whole is None else stale_weights(whole, self.checker.asked.optimizers)
+        except Exception as error:  # Such as a lack of memory: it must not keep this rank from its step.
+            logger.warning("fp8dist: cannot compare the loaded weights with the optimizer's: %s", error)
+            return []
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Handle the start of any optimizer's step in the process. Local."""

@@ -305,7 +305,7 @@ class StateManager(FormerNames, JoinedManager):
                 copies nothing, and raises. None: as given to ``prepare``, by default any number. From the third repair
                 on the report says that the cause persists. Pass the same on all ranks.
             coherence: also compare tensors of each rank with one another, see ``fp8dist.check``; with attached
-                optimizers, too. Checks of ``check_every`` always do.
+                optimizers, too. Checks of ``check_every`` always do, but when they run no FP8 cast is kept any longer.
 
         Returns:
             A report with the same findings on all ranks.

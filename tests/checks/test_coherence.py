@@ -361,6 +361,39 @@ def test_a_load_that_masters_undo_is_named_before_the_step(also: str) -> None:
         )
 
 
+def test_a_load_that_cannot_be_compared_does_not_stop_the_step() -> None:
+    model, _, optimizer = _job()
+    _step(model, optimizer)
+    model.load_state_dict(model.state_dict())
+    no_memory = mock.patch.object(coherence._Masters, "__init__", side_effect=RuntimeError("out of memory"))
+    with captured_log() as log, no_memory:
+        _step(model, optimizer)
+    assert [text for _, text in log] == [
+        "fp8dist: cannot compare the loaded weights with the optimizer's: out of memory"
+    ]
+
+
+def _repaired() -> Any:
+    """An element of a weight changes on the last rank, which has its master; and then in the masters of all ranks."""
+    model = _mlp()
+    Masters(model)
+    whole = DistributedDataParallel(model)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model[2].weight.data[1, 2] = 3.0
+    with captured_log():
+        report = fp8dist.check(whole, coherence=True, policy="repair")
+        model[2].weight.main_param.data[1, 2] = 3.0  # type: ignore[union-attr]
+        with pytest.raises(fp8dist.DivergenceError, match="nothing was copied"):
+            fp8dist.check(whole, coherence=True, policy="repair")
+    return report.repaired, sorted({f.kind for f in report.findings})
+
+
+def test_an_odd_weight_with_a_master_is_still_repaired(three_ranks: RankPool) -> None:
+    for repaired, kinds in three_ranks.run(_repaired):
+        assert repaired == ("parameter '2.weight' on rank 2, from rank 0",)
+        assert kinds == ["coherence", "parameter"]
+
+
 # FP8 casts ---------------------------------------------------------------------------------------
 
 RECIPES = {
