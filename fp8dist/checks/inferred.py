@@ -96,7 +96,7 @@ class Inferred:
         _, odd = split(sides_of({rank: tuple(of[name] for name in parted) for rank, of in by_rank.items()}))
         logger.warning(
             "fp8dist: step %d: no longer equal on all ranks, although all had gradients for it and kept it equal until "
-            "now: %s. Ranks %s differ. If these are copies, say so, and checks raise: prepare(axes=…)",
+            "now: %s (odd ranks: %s). If these are copies, say so, and checks raise: prepare(axes=…)",
             *(step, first_few(parted, 8), ranks_text(sorted(rank for side in odd for rank in side))),
         )
 

@@ -106,7 +106,7 @@ def test_a_copy_that_parts_is_warned_of_once_and_the_last_check_counts_the_rest(
     (texts, by, sizes), *others = three_ranks.run(_train, "norm.bias")
     assert texts == [
         "fp8dist: step 3: no longer equal on all ranks, although all had gradients for it and kept it equal until now: "
-        "norm.bias. Ranks 2 differ. If these are copies, say so, and checks raise: prepare(axes=…)"
+        "norm.bias (odd ranks: 2). If these are copies, say so, and checks raise: prepare(axes=…)"
     ]
     assert [texts for texts, *_ in others] == [[], []]
     # up.weight is a constant in the first check, and down.weight has no gradient then.
