@@ -57,7 +57,8 @@ _GONE = Excuse("can be found: the module that attach() was given is gone. Keep i
 @dataclass(frozen=True)
 class Scope:
     """What a check compares. ``state``: FP8 state. ``compute``: results of casts and products with known operands,
-    which each rank computes for the check. ``coherence``: tensors of one rank with one another."""
+    which each rank computes for the check. ``coherence``: tensors of one rank with one another. ``also``: bytes of this
+    rank that are compared outside the check, by way."""
 
     parameters: bool = True
     gradients: bool = False
@@ -66,6 +67,7 @@ class Scope:
     state: bool = True
     compute: bool = False
     coherence: Asked | None = None
+    also: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def kinds(self) -> set[str]:
@@ -138,9 +140,12 @@ class Holdings:
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """Labels of the sets other than the anchor's, which must be equal on all ranks: they decide on collectives."""
+        """Labels of the sets other than the anchor's, and of what else must be equal on all ranks: they decide on
+        collectives, and whether there is anything to compare."""
         first = (f"axis {axis}, compared for the first time" for axis in self.pending)
-        return (*(m.label for m in self.memberships), *(() if self.computed is None else (plural(KIND),)), *first)
+        computed = () if self.computed is None else (plural(KIND),)
+        inside = (COHERENCE,) if self.inside is not None and self.inside.suffices else ()
+        return (*(m.label for m in self.memberships), *computed, *inside, *first)
 
     @property
     def inside_findings(self) -> list[Finding]:
@@ -342,6 +347,7 @@ class Inventory:
     def add_module(self, module: nn.Module, scope: Scope) -> None:
         """Add the tensors of a module, and of the optimizers in ``scope``, that ``scope`` selects. Also looks for
         values that are not finite, except before training."""
+        self._ways.update(scope.also)
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
             self._late = tuple(self._replication.names[id(parameter)] for parameter in late_for_ddp(module))
