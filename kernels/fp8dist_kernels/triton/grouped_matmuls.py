@@ -61,7 +61,7 @@ def _add(
 
 @triton.jit
 def _cleared(x, count, DEPTH: tl.constexpr):
-    """Return FP8 [lines, DEPTH] with 0 from column ``count`` on. A product with 0 would leave NaN."""
+    """Return ``x``, FP8 [lines, DEPTH], with 0 from column ``count`` on. Selects, because NaN times 0 is NaN."""
     kept = tl.arange(0, DEPTH)[None, :] < count
     return tl.where(kept, x.to(tl.int8, bitcast=True), 0).to(x.dtype, bitcast=True)
 
@@ -94,7 +94,7 @@ def _rows_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Product of each group's rows with the group's matrix."""
+    """Write the product of each group's rows with the group's matrix, and zeros for the tail (see ``groups``)."""
     across = tl.cdiv(n, TILE_N)
     index, j = tile_at(tl.program_id(0), tl.num_programs(0) // across, across, TOGETHER)
     group, tile, start, rows, _, _ = find_group(offsets, groups, index, tokens, TILE_M, GROUPS)
@@ -104,7 +104,7 @@ def _rows_kernel(
     wide = place < n
     ours = group < groups
     length = tl.where(ours, k, 0)
-    group = tl.minimum(group, groups - 1)
+    group = tl.minimum(group, groups - 1)  # The tail has no scales, so it takes addresses of the last group.
     if SCALES == "one":
         scales_a = inv_scale_a + group.to(tl.int64) * a_row_stride
     else:
@@ -167,7 +167,7 @@ def _columns_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Product of two transposed copies over each group's columns."""
+    """Write, for each group, the product of two transposed copies over the group's columns, which are its tokens."""
     across, down = tl.cdiv(k, TILE_N), tl.cdiv(n, TILE_M)
     group = tl.program_id(0) // (across * down)
     i, j = tile_at(tl.program_id(0) % (across * down), down, across, TOGETHER)

@@ -24,8 +24,8 @@ def tiles_bound(length: int, groups: int, tile: int) -> int:
     ``length``: the number of tokens, or its ``columns_bound`` if the tail includes unused columns of the transposed
     copy. ``groups``: the number of groups that may have rows. ``tile``: rows of a tile.
     """
-    # A group of n rows takes at most (padded(n) + tile - 16) / tile tiles, and the tail has at most 15 rows more than
-    # the rest of the transposed copy.
+    # A tile has a multiple of 16 rows, so n rows take at most (padded(n) + tile - 16) / tile tiles. The tail has at
+    # most 15 rows more than the transposed copy has unused columns.
     return ceil_div(length, tile) + groups + 1
 
 
