@@ -57,6 +57,7 @@ _VOCABULARY: Mapping[str, object] = MappingProxyType(
 _WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128})
 
 Key = tuple[str, tuple[int, ...] | None]
+"""(name of a value in the index, offsets of a piece of it; None if it is not a tensor)."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
 
 
 def _checked_piece(folder: str, place: dict[str, Any], files: dict[str, FileSlice]) -> FileSlice:
+    """Return the bytes at a place in the index. ``files``: by path, files that earlier calls opened; grows."""
     name = place.get("relative_path")
     offset, length = sizes((place.get("offset"), place.get("length")))
     if place.get("transform_descriptors"):

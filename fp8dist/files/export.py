@@ -129,7 +129,7 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
     inner = _unwrapped(model)
     _require_readable(inner)
     cycle.state.settle()
-    reshard(fsdp2_modules(inner))
+    reshard(fsdp2_modules(inner))  # The parameters that are read below must be the shards.
     if cycle.scales.sharded is not None:
         cycle.scales.sharded.fit_scales()
     modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
@@ -307,6 +307,7 @@ def _require_all(
 
 
 def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigurationError if experts share a weight with another module."""
     for name, owner in tied.items():
         if name.rpartition(".")[0] in mixtures or owner.rpartition(".")[0] in mixtures:
             raise ConfigurationError(
@@ -366,7 +367,7 @@ def _of_linear(
 ) -> ExportPart:
     """Return the tensors of a Linear in FP8: the weight, its scales, and the scale of inputs if it is fixed."""
     slots = linear.fp8_slots
-    state, input_state = slots.states(stored.device)[1::-1]
+    state, input_state = slots.states(stored.device)[1::-1]  # Of weight and input, which come in the other order.
     require_e4m3(name, state.format.name)
     grid, shape = grids[name]
     strategy = strategy_of(format, grid, shape)
@@ -391,6 +392,7 @@ def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> Ex
 
 
 def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, tuple[Grid, torch.Size]]) -> str:
+    """Return the error about a weight whose scales the format cannot hold. It names formats that hold all weights."""
     grid, shape = grids[name]
     fitting = [each for each in FORMATS if all(strategy_of(each, *known) for known in grids.values())]
     instead = f"formats that fit: {', '.join(fitting)}" if fitting else "no format fits"
@@ -430,6 +432,7 @@ def write_folder(
         raise ConfigurationError(f"the model's config cannot be written as JSON: {error}") from None
 
     def agree(failure: str) -> None:
+        """Raise on all ranks if any of them has a failure. COLLECTIVE if ``gather`` is given."""
         failures = [text for text in ([failure] if gather is None else gather(failure)) if text]
         if failures:
             raise ConfigurationError(failures[0])
@@ -455,6 +458,7 @@ def write_folder(
 
 
 def _failure_of(act: Callable[[], None]) -> str:
+    """Run ``act``. Return why it failed, as text; "" if it did not."""
     try:
         act()
     except ConfigurationError as error:

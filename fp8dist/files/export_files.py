@@ -172,6 +172,7 @@ class Folder:
 
 
 def _shards(tensors: Sequence[ExportedTensor], shard_bytes: int) -> Iterator[list[ExportedTensor]]:
+    """Yield the tensors of each file, in order."""
     shard: list[ExportedTensor] = []
     size = 0
     for tensor in tensors:

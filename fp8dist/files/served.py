@@ -126,6 +126,13 @@ def _weight_map(path: str, files: Mapping[str, str]) -> dict[str, str]:
 def _faults(
     places: Mapping[str, str], headers: Mapping[str, SafetensorsHeader], files: Mapping[str, str]
 ) -> Iterator[Finding]:
+    """Yield findings about files and tensors that only the index or only the folder has, or that are in another file.
+
+    Args:
+        places: the file of each tensor, by the index.
+        headers: by name, the files that the index names and the folder has.
+        files: paths of all safetensors files in the folder, by name.
+    """
     for name in sorted(set(places.values()) - files.keys()):
         yield mismatch("file", name, f"is missing, with {sum(home == name for home in places.values())} tensors")
     for name in sorted(files.keys() - headers.keys()):

@@ -155,6 +155,7 @@ class TensorComparison:
             self._rounded.add(scale)
 
     def _pair(self, name: str) -> _Pair | None:
+        """Return a tensor that was added, with the expected one. None: the values are not known, or no longer kept."""
         if name in self._differing:
             return self._kept.pop(name, None)
         value = self._value(self._known_as(name))
@@ -174,6 +175,7 @@ class TensorComparison:
         return sorted(findings, key=lambda finding: finding.name), listed
 
     def _is_copy(self, certified: Certified, looks: Mapping[str, _Look]) -> bool:
+        """True if a tensor may be missing: it is tied, and has the bytes of its owner."""
         owner = str(self._tied.get(certified.name))
         return owner not in self._tied and looks.get(owner) == _look(certified)
 
