@@ -70,6 +70,7 @@ class Archive:
         self._require_whole()
 
     def _require_whole(self) -> None:
+        """Raise CheckpointError unless all records are uncompressed and have the right checksum."""
         if sum(info.file_size for info in self._records.values()) > self._file.length:
             raise CheckpointError("has records that are larger than the file")
         for name, info in self._records.items():

@@ -158,6 +158,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _require_readable(model: nn.Module) -> None:
+    """Raise ConfigurationError if an export has no place for a weight as the model stores it."""
     if fsdp1_modules(model):
         raise ConfigurationError(
             "FSDP1 keeps weights in flat parameters, which export() does not read: export a checkpoint with fp8dist "
@@ -349,6 +350,7 @@ def _in_fp8(linear: FP8Linear) -> bool:
 
 
 def _require_one_precision(name: str, owner: str, in_fp8: Set[str]) -> None:
+    """Raise ConfigurationError if only one of two modules with the same weight is in FP8."""
     users = [each.removesuffix(".weight") for each in (name, owner)]
     if len(in_fp8 & set(users)) == 1:
         fp8, high = sorted(users, key=lambda user: user not in in_fp8)

@@ -206,6 +206,7 @@ def _joined(local: Tensor, like: Any, placements: list[Any], shape: torch.Size |
 
 
 def _dtensor(local: Tensor, like: Any, placements: list[Any], shape: torch.Size | tuple[int, ...]) -> Any:
+    """Return a DTensor of ``shape`` with this rank's part ``local``, on the mesh of ``like``. Local."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()

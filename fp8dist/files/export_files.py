@@ -1,9 +1,9 @@
 """The folder of an exported model: sharded safetensors, their index, config.json, and the certificate.
 
 Files are written tensor by tensor into ``NAME.partial``, a folder beside ``NAME``; index, config and certificate last.
-It is renamed to ``NAME`` at the very end, so a folder of this name is complete. A second export to ``NAME`` removes the
-partial folder of the first one, which then fails. It never writes into the second one's folder, because it opens files
-relative to its own folder, not by path.
+The folder is renamed to ``NAME`` at the very end, so a folder of this name is complete. A second export to ``NAME``
+removes the partial folder of the first one, which then fails. The first one never writes into the second one's folder,
+because it opens files relative to its own folder, not by path.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def destination(path: str | os.PathLike[str]) -> Path:
 
 
 class Folder:
-    """A folder that is being written: ``begin``, ``write`` for each tensor, ``finish``, and always ``close``.
+    """A folder that is being written: ``begin``, ``write`` for each tensor, ``finish``, and always ``close``. These
+    calls raise OSError if something cannot be written.
 
     Args:
         path: the folder to make.
@@ -157,6 +158,7 @@ class Folder:
         return open(name, "wb", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=self._handle))
 
     def _open_next(self) -> None:
+        """Close the current file, and begin the next one with its header."""
         self._close_file()
         shard = next(self._files)
         self._number += 1

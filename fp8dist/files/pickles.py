@@ -45,6 +45,9 @@ class Record:
 class Unpickler:
     """Reads one pickle from a file of ``size`` bytes.
 
+    A pickle is a program for a stack machine (``pickletools`` describes it). ``_OPERATIONS`` maps its opcodes to the
+    methods here.
+
     Args:
         file: positioned at the pickle.
         vocabulary: the globals that the pickle may name: {"module.name": a value, or a Builder}. A Builder is called

@@ -131,6 +131,7 @@ def _rows(path: str, lines: Iterator[dict[str, Any]]) -> Iterator[TraceRow]:
 
 
 def _checked(kind: Any, line: Mapping[str, Any], fields: Mapping[str, Callable[[Any], bool]], name: str) -> Any:
+    """Return a ``kind`` of the line's fields. Raise CheckpointError if one is missing, or fails its check."""
     for field, fits in fields.items():
         if field not in line or not fits(line[field]):
             raise CheckpointError(f"is damaged: a {name} has a malformed {field}")

@@ -75,6 +75,7 @@ class _Grid(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, scale: Tensor, part: slice) -> _Grid:
+        """Return these rows of a weight. ``part``: at most 128 rows, from a multiple of 128 on."""
         rows, columns = weight.shape
         if scale.numel() == 1:
             scales = scale.reshape(1, 1).double()

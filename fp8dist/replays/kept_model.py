@@ -66,6 +66,7 @@ class KeptModel:
         self._clear()
 
     def _clear(self) -> None:
+        """Put back all that is kept but the gradients, and drop the gradients that the model has."""
         for module, mode in self._modes:
             module.training = mode
         self._put_back_tensors()
@@ -89,6 +90,7 @@ class KeptModel:
 
     @torch.no_grad()
     def _put_back_tensors(self) -> None:
+        """Put back which parameters and buffers the modules have, their memory, and the values of buffers."""
         for registry, tensors in self._registries:
             registry.clear()  # Drops tensors that a run has registered.
             registry.update(tensors)

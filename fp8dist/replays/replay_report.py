@@ -72,6 +72,7 @@ class ReplayFinding:
 
     @property
     def _element(self) -> str:
+        """The first element that differs, as the end of a sentence; "" if it is not known."""
         if self.index is None:
             return ""
         ulp = "" if self.ulp is None else f", {self.ulp} ULP"
@@ -102,7 +103,7 @@ class ReplayReport:
 
     @property
     def reproducible(self) -> bool:
-        """True if equal data gave equal results: on each rank twice, and on the next rank."""
+        """True if equal data gave equal results: on each rank twice, and, if not ``skipped``, on the next rank."""
         return all(finding.kind == "nonfinite" for finding in self.findings)
 
     @property
@@ -215,6 +216,7 @@ def _order(finding: ReplayFinding) -> tuple[int, tuple[int, ...]]:
 
 
 def _unsteady(result: RankResult) -> ReplayFinding:
+    """Return the finding about a rank whose two runs differ."""
     assert result.unsteady is not None
     index, place = result.unsteady
     detail = (

@@ -165,6 +165,7 @@ class _Replays:
     # Events --------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
+        """Note an event of the manager, with the microbatch and the rank of its cause if they are known. Local."""
         assert self._manager is not None
         cause = event.cause
         if event.kind == "jump" and cause is None and "jump" in self._events:
@@ -305,6 +306,7 @@ class _Replays:
         return self._ranks.mesh or self._ranks.process_group
 
     def _notify(self, replayed: Replayed) -> None:
+        """Log the report on one rank, and call the callbacks on all."""
         event = Event("replayed", self._now(replayed.step), replay=replayed)
         self._warn(
             f"after a {replayed.trigger!r}, microbatch {replayed.microbatch} of step {replayed.step} was replayed: "

@@ -84,6 +84,7 @@ def register_flops() -> None:
 def _multiply(
     name: str, a: Tensor, *rest: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
 ) -> Tensor:
+    """Call function ``name`` of the backend, and notify the tap, if there is one."""
     if name == "matmul_grouped":
         multiply = functools.partial(_matmul_grouped, backend)
     else:

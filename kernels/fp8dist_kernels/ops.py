@@ -345,6 +345,7 @@ def _quantize_blocks_fake(
             return x.new_empty(0, dtype=torch.float32)
         if height > 1:
             return x.new_empty((*experts, down, across), dtype=torch.float32)
+        # Scales of 1 x 128 blocks are a transposed view, as products want them.
         return x.new_empty((*experts, across, down), dtype=torch.float32).mT
 
     *experts, tokens, features = x.shape

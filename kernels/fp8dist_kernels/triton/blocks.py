@@ -381,6 +381,7 @@ def _apart(x: Tensor) -> int:
 
 
 def _cast_squares(x: Tensor, page: Page, copies: Copies, power_of_two: bool) -> None:
+    """Launch ``_squares_kernel``."""
     straight, flipped = page.sides(copies[0], copies[2])
     _squares_kernel[(page.tiles(BLOCK, BLOCK), _experts(x))](
         x,

@@ -337,6 +337,7 @@ def grouped_candidates(problem: Problem, capability: tuple[int, int]) -> tuple[T
 
 
 def _constants(tile: Tile, scaling: Scaling, fast_accumulation: bool, groups: int) -> dict[str, Any]:
+    """Return the compile-time arguments that both kernels have."""
     return {
         "SCALES": _SCALES[scaling],
         "FAST": fast_accumulation,

@@ -215,6 +215,7 @@ def partial_amaxes(x: Tensor, cold: Tensor | None = None) -> Tensor:
 
 
 def _launch(x: Tensor, reading: Reading, programs: int, out: Tensor, cold: Tensor | None, grow: bool = True) -> None:
+    """Launch ``_amax_kernel``. ``cold`` None: read x in any case."""
     if reading.copied:
         x = x.contiguous()
     with on_device_of(x):

@@ -219,6 +219,7 @@ def _run(
     out: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
+    """Launch the kernel of a plan. It writes to ``out``, which is returned."""
     (m, k), n = a.shape, b.shape[0]
     b = b.t() if plan.constants["SIDEWAYS"] else b
     scales: dict[str, Any] = {}
