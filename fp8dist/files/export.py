@@ -99,7 +99,7 @@ class Export:
             with torch.no_grad():
                 values = part.read()
             yield from zip(part.tensors, values, strict=True)
-            del values
+            del values  # Before the next part is read.
 
     def quantization_config(self, powers_of_two: bool = False) -> dict[str, Any]:
         """Return the value of ``quantization_config`` in config.json. ``powers_of_two``: all scales of weights are."""
@@ -425,7 +425,8 @@ def write_folder(
         origin: see ``certificate_of``.
 
     Raises:
-        ConfigurationError: on all ranks, if the folder exists or cannot be written. Nothing then remains of the export.
+        ConfigurationError: on all ranks, if the folder exists or cannot be written, or ``config`` is not JSON. Nothing
+            then remains of the export.
     """
 
     try:

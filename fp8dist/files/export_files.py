@@ -80,7 +80,7 @@ class Folder:
         """Make the partial folder.
 
         Raises:
-            ConfigurationError: the folder exists and is not empty.
+            ConfigurationError: the folder exists and is not empty, or ``NAME.partial`` exists and is not of an export.
         """
         if self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
             raise ConfigurationError(f"{self._path} exists: export to a new folder")
@@ -93,7 +93,11 @@ class Folder:
         self._handle = os.open(self._partial, os.O_RDONLY)
 
     def write(self, tensor: ExportedTensor, value: Tensor) -> None:
-        """Write the next tensor: any strides, any device."""
+        """Write the next tensor: any strides, any device.
+
+        Raises:
+            ConfigurationError: another export to this folder has begun.
+        """
         if not self._left:
             self._open_next()
         expected = self._left.pop(0)

@@ -206,6 +206,7 @@ def _state(content: Mapping[Any, Any], load: _Load) -> Gemms:
     recipe = _attributes(content.get("recipe"))
     fp8_max, gradient_max = _maxima(recipe, variables)
     given = recipe.get("margin")
+    # Implausible numbers count as not given.
     margin = given if type(given) is int and -64 <= given <= 64 else None
     return [
         {
@@ -330,6 +331,6 @@ def _maxima(recipe: Mapping[Any, Any], variables: Mapping[Any, Any]) -> tuple[fl
 
 
 def _maximum(value: object) -> float | None:
-    if not isinstance(value, (int, float)) or not 1 < value < 1e6:
+    if not isinstance(value, (int, float)) or not 1 < value < 1e6:  # FP8 formats go up to 57344.
         return None
     return float(value)

@@ -91,11 +91,12 @@ def mismatch(kind: str, name: str, detail: str, **fields: Any) -> Finding:
 
 
 def served_model(path: str) -> Served:
-    """List the tensors of a folder by its index, without reading their bytes.
+    """List the tensors of a folder by its index, without reading their bytes. A folder without an index may have one
+    file, model.safetensors.
 
     Raises:
-        CheckpointError: the folder has no index or no config.json, or a file cannot be read. The message names the
-            file.
+        CheckpointError: config.json is missing, or both the index and model.safetensors; a file cannot be read; or two
+            files have a tensor of the same name. The message names the file.
     """
     config = os.path.join(path, CONFIG)
     content = json_object(read_text(config), config)

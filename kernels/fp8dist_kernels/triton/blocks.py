@@ -266,6 +266,7 @@ def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows:
     tall = _PART_ELEMENTS // wide
     region = ceil_div(ceil_div(page.height, _PARTS), tall) * tall
     row_parts, column_parts = ceil_div(page.width, wide), ceil_div(page.height, region)
+    # One buffer for the amaxes of the parts of rows and of columns.
     bits = torch.empty(
         straight * row_parts * page.height + flipped * column_parts * page.width, dtype=torch.int32, device=x.device
     )

@@ -35,6 +35,7 @@ _ALIGNMENT = tl.constexpr(TOKEN_ALIGNMENT)
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+# The number of tokens, here height, varies between steps, and slots have any address: compile no variants for them.
 @triton.jit(do_not_specialize=["height"], do_not_specialize_on_alignment=["cold"])
 def _amax_kernel(
     x,  # [groups, height, width] if EQUAL, else [tokens, width]; strides as given

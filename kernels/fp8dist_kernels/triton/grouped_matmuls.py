@@ -66,6 +66,7 @@ def _cleared(x, count, DEPTH: tl.constexpr):
     return tl.where(kept, x.to(tl.int8, bitcast=True), 0).to(x.dtype, bitcast=True)
 
 
+# The number of tokens varies between steps: compile no variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["tokens"])
 def _rows_kernel(
     a,  # descriptor of FP8 [tokens, k], blocks [TILE_M, TILE_K]

@@ -108,6 +108,7 @@ def _write(
         _write(out, right, row_scale, column_scale, bias, row, column + HALF, n, HALF, PIECE, SCALES, ADDED)
 
 
+# The number of tokens, here m, varies between steps: compile no variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["m"])
 def scaled_kernel(
     a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
