@@ -352,10 +352,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``reference.casts.quantize``.
 
-    One launch, except that another one measures x before it with ``outgrown``, and, if the slot is cold, with
-    ``just_in_time``. ``cold`` is read on the device, so for a slot that is not cold this launch is made, and does
-    nothing. With ``scratch`` but no ``outgrown`` there is one launch, whose programs measure x together if the slot is
-    cold.
+    One launch casts. With ``outgrown``, a launch before it measures x. With ``just_in_time`` alone, this launch reads
+    ``cold`` on the device, and measures x if the slot is cold. With ``scratch`` as well, it is left out: the programs
+    of the cast measure x together if the slot is cold.
 
     ``sums`` take one more launch. If the tiles of the cast do not have 128 tokens, because x is transposed in memory or
     no transposed copy is requested, they take two, and a second read of x.
