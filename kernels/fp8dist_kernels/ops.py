@@ -448,13 +448,15 @@ measure = torch.ops.fp8dist.measure.default
 matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
 of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``. ``b`` may be a transposed
-view of contiguous memory. It is copied if the device's products need k last in memory: see ``reads_sideways``."""
+view of contiguous memory. It is copied if the device's products need k last in memory: see ``reads_sideways``. n and k
+are multiples of 16. Raises ValueError for operands or scales that do not fit, ``multipliers.ProductError`` if torch has
+to compute the product and cannot."""
 
 matmul_into = torch.ops.fp8dist.matmul_into.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, total[m, n], …)``: add ``a @ b.T`` to ``total``, which has any float
 dtype and strides. The product is computed and added in float32, and the sum is rounded once. Triton's kernel of the
 product adds, if TMA can write to ``total``; otherwise the addition is a second kernel. A tap gets the product as from a
-``matmul``. Raises ValueError if ``total`` has another shape."""
+``matmul``. Errors as there, and ValueError if ``total`` has another shape."""
 
 launch = torch.ops.fp8dist.launch.default
 """``(arrays, hold, …)``: see ``launch`` in ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""
