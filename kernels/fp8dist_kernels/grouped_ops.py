@@ -236,5 +236,5 @@ shapes of the scales and the errors. ``multipliers.ProductError`` if torch's own
 matmul_grouped_columns = torch.ops.fp8dist.matmul_grouped_columns.default
 """``(a[n, columns], b[k, columns], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [E, n, k]``: for each expert,
 ``a @ b.T`` over the expert's columns, dequantised. ``a`` and ``b`` are transposed copies of grouped casts, so a column
-is a token. 0 for an expert without rows. ``reference/grouped_matmuls.py`` gives the shapes of the scales and the errors.
-"""
+is a token. 0 for an expert without rows. ``reference/grouped_matmuls.py`` gives the shapes of the scales, and the
+errors."""
