@@ -97,7 +97,8 @@ def open_trace(path: str) -> tuple[Head, Iterator[TraceRow]]:
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file, except the last one, with which their number and checksum are verified."""
+    """Yield the lines of a file but the last, which has their number and checksum. Raise CheckpointError if these do
+    not match."""
     checksum, places = hashlib.sha256(), -1  # The head is not a place.
     file = io.BufferedReader(FileSlice.of(path), 1 << 20)
     while line := file.readline(_LONGEST_LINE):

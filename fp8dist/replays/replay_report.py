@@ -265,8 +265,8 @@ def _nonfinite(results: Sequence[RankResult], ranks: int) -> list[ReplayFinding]
 def _differing(everyone: Sequence[RankResult], odd: Set[int]) -> list[ReplayFinding]:
     """Return findings from the pairs of neighbours (a rank and its ``next``) that differ on one batch.
 
-    A rank that differs from both its neighbours is blamed, if one of these neighbours agrees with its own other
-    neighbour. Pairs without a blamed rank give a finding without a reference.
+    A rank is blamed if it differs from both its neighbours, and one of them agrees with its neighbour on the other
+    side. Pairs without a blamed rank give a finding without a reference.
 
     Args:
         odd: ranks that are not deterministic. Their pairs are left out, because such a rank differs from any other.

@@ -3,9 +3,9 @@
 A leaf is the sum of a block's words, each times two 8-byte keys, which are the same in all blocks: see
 ``reference.content``. To load keys rarely, a program keeps those of one tile of a block (2048 words, 8 per thread) in
 registers, and reads this tile in all blocks of a *strip*. ``_TILES`` programs read a strip, one for each tile of a
-block. Strips consist of whole blocks at 16-byte-aligned addresses. The rest, which is the bytes behind a tensor's last
-whole block and tensors at other addresses, is divided into *shares*, one per program, and read tile by tile with masks,
-together with its keys.
+block. Strips consist of whole blocks at 16-byte-aligned addresses. The rest (what is after a tensor's last whole block,
+and tensors at other addresses) is divided into *shares*, one per program. A share is read tile by tile with masks, and
+so are its keys.
 
 Atomics add up the parts of a leaf. Integers wrap, so their order does not matter.
 """
