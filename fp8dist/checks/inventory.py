@@ -303,7 +303,10 @@ class Inventory:
 
     def _pending(self, module: nn.Module) -> list[str]:
         """Return the axes along which the tensors of a module were not compared before."""
-        return [] if self._replication.adopted is None else self._replication.adopted.pending(_all_names(module))
+        if self._replication.adopted is None:
+            return []
+        buffers = {clean_fqn(name) for name, _ in module.named_buffers()}  # Along an axis they may be the only copies.
+        return self._replication.adopted.pending(_all_names(module) | buffers)
 
     def await_axes(self, module: nn.Module) -> None:
         """Note which axes wait for their first comparison, for ranks to agree on. ``add_module`` does so, too."""
@@ -431,16 +434,20 @@ class Inventory:
             for p, parameter in enumerate(group["params"]):
                 name = self._replication.names.get(id(parameter), f"group{g}.{p}")
                 homes = [zero] if zero is not None else self._replication.of_parameter(parameter)
+                # Asked for without a count, too: ranks must agree on the sets, whatever their state is.
+                counting = homes if zero is not None else self._replication.of_count(parameter)
                 if id(parameter) in self._replication.masters:
                     self._add(name, "optimizer", parameter, homes, ".main_param")
                 state = optimizer.state.get(parameter) or {}
                 for key, value in sorted(state.items()):
-                    if isinstance(value, Tensor):
-                        self._add(name, "optimizer", value, homes, f".{key}")
-                    elif isinstance(value, (bool, int, float)):
-                        number = torch.tensor(value, dtype=torch.float64, device="cpu")
+                    store: Store = None
+                    if isinstance(value, (bool, int, float)):
                         store = partial(_write, state, key, type(value))
-                        self._add(name, "optimizer", number, homes, f".{key}", store)
+                        value = torch.tensor(value, dtype=torch.float64, device="cpu")
+                    if isinstance(value, Tensor):
+                        # Equal counts do not show that the moments beside them are: these must stay "not verified".
+                        of, counts = (counting, counting is homes) if key == "step" else (homes, True)
+                        self._add(name, "optimizer", value, of, f".{key}", store, counts)
 
     def _add(
         self,

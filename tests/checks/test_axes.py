@@ -508,6 +508,26 @@ def test_buffers_without_plain_bytes_are_left_out(two_ranks: RankPool) -> None:
     assert two_ranks.run(_odd_buffers) == [{"parameter": 9}] * 2
 
 
+def _only_buffers() -> list[Any]:
+    """Shards of a weight, and a buffer that the ranks hold alike until rank 1 changes it, checked three times."""
+    model, axes = nn.Linear(4, 4, bias=False), {"tp": dist.group.WORLD}
+    nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model.register_buffer("scale", torch.ones(4))
+    found = []
+    for step in range(3):
+        if step and dist.get_rank() == 1:
+            model.scale[2] += 1
+        with captured_log():
+            report = fp8dist.check(model, axes=axes, buffers=True, step=step, policy="warn")
+        found.append([(f.kind, f.name, f.ranks) for f in report.findings])
+    return found
+
+
+def test_buffers_are_compared_along_an_axis_without_other_copies(two_ranks: RankPool) -> None:
+    differs = [("buffer", "scale", (0, 1))]
+    assert two_ranks.run(_only_buffers) == [[[], differs, differs]] * 2
+
+
 def _repairs(tied: bool) -> Any:
     """Three replicas of one rank, which has a copy along an axis on a fourth rank; or a tied weight of three ranks."""
     rank, world = dist.get_rank(), dist.group.WORLD
