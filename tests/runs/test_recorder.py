@@ -25,6 +25,7 @@ from fp8dist import DelayedScaling, Fallback, Recorder, SlotStatistics
 from fp8dist.common.numbers import from_json
 from fp8dist.errors import ConfigurationError, UnknownArgumentError
 from fp8dist.runs import run_files
+from fp8dist.runs.report.checkpoints import GOOD, saved_checkpoints
 from fp8dist.runs.report.facts import verdict
 from fp8dist.runs.report.folder import RunFolder
 from fp8dist.runs.report.live import LiveRun
@@ -640,6 +641,32 @@ def test_a_divergence_is_recorded_with_its_report(tmp_path: Path) -> None:
     assert event["step"] == 3
     assert event["report"]["findings"][0]["name"] == "first:input"
     assert read(tmp_path, "metrics")[-1]["proven"] == 4
+
+
+@on_ranks(2)
+def test_checks_of_a_run_without_fp8_are_recorded(tmp_path: Path) -> None:
+    """By a call, and the error that ends the run without one."""
+    net = DistributedDataParallel(make_net())
+    recorder = Recorder(tmp_path)
+
+    def run() -> None:
+        with recorder:
+            recorder.log_check(1, fp8dist.check(net, step=1))
+            recorder.event("saved", 1, path="step-1")
+            if dist.get_rank() == 1:
+                next(net.parameters()).data.view(-1)[0] += 1
+            recorder.log_check(2, fp8dist.check(net, step=2, policy="warn"))
+            fp8dist.check(net, step=3)
+
+    with captured_log(), pytest.raises(fp8dist.DivergenceError):
+        run()
+    dist.barrier()
+    assert kinds(tmp_path) == ["start", "checked", "saved", "diverged", "diverged", "end"]
+    checked, *found = [line for line in read(tmp_path, "events") if line["kind"] in ("checked", "diverged")]
+    assert checked["compared"] == {"parameter": sum(1 for _ in net.parameters())}
+    assert [(line["step"], line["report"]["findings"][0]["last_good_step"]) for line in found] == [(2, 1), (3, 1)]
+    (saved,) = saved_checkpoints(read_run(tmp_path))
+    assert saved.state == GOOD
 
 
 @on_ranks(2)
