@@ -254,15 +254,15 @@ def test_another_recipe_derives_scales_from_the_window(
         assert scale(manager, role) == scale_for(max(module.of(0, role).seen), 0, largest, **recipe)
 
 
-def test_scales_without_a_window() -> None:
+@pytest.mark.parametrize("format", ["HYBRID", "E4M3"])
+def test_scales_without_a_window(format: str) -> None:
     """The new scales follow from the amax that the old scale implies."""
-    module = Module(margin=2)
+    module = Module(margin=2, format=format)
     for role in ROLES:
         module.of(0, role).scale = module.of(0, role).fp8_max / 4 / 0.5
     manager, report = imported(module)
     assert len(report.converted) == 3
-    for role in ROLES:
-        assert scale(manager, role) == module.of(0, role).fp8_max / 0.5
+    assert [scale(manager, role) for role in ROLES] == [448 / 0.5, 448 / 0.5, 57344 / 0.5]
 
 
 def test_names_as_they_are() -> None:
