@@ -77,10 +77,8 @@ FALLING = [11 * math.exp(-i / 100) + 2 + noise for i, noise in enumerate(noisy(0
         pytest.param({"factor": 1.0}, [*noisy(2.5, 0.02, 200), 2.55, 3.0], [202], id="only the noise counts"),
         pytest.param({"factor": 1.3}, FALLING, [], id="a falling loss"),
         pytest.param({"window": 20}, [1.0] * 20 + [5.0, 1.0] * 30, [*range(21, 80, 2)], id="spikes leave the bar"),
-        pytest.param(
-            {}, [*[1.0] * 100, *noisy(5.0, 0.1, 200), 11.0, 1.0], [*range(101, 111), 301],
-            id="a new level, accepted after min_history spikes in a row",
-        ),
+        pytest.param({}, [*[1.0] * 100, *noisy(5.0, 0.1, 200), 11.0, 1.0], [*range(101, 111), 301],
+                     id="a new level, accepted after min_history spikes in a row"),
         pytest.param({}, [NAN, 2.0, INF, -INF, 2.0], [1, 3, 4], id="non-finite losses from the first"),
         pytest.param({}, [*[2.0] * 20, *[NAN] * 200, 2.1, 5.0], [*range(21, 221), 222], id="NaN is no new level"),
         *(
