@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import io
 import itertools
 import os
@@ -9,15 +11,11 @@ import pickle
 import random
 import socket
 import struct
-import subprocess
-import sys
 import tarfile
-import textwrap
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,11 +39,11 @@ from fp8dist.files import failures, slices, values
 from fp8dist.files.dcp import tiles
 from fp8dist.files.entries import SavedEntry, Source
 from fp8dist.files.sources import open_source
+from tests.support import forked
 from tests.support.pickles import HOSTILE, LEGACY_HEAD, Call
 from tests.support.ranks import on_ranks
 from tests.support.states import saved_of
 
-ROOT = Path(__file__).resolve().parents[2]
 TENSORS = {
     "a": torch.arange(12.0).reshape(3, 4),
     "bf16": torch.linspace(-1, 1, 6).bfloat16(),
@@ -110,7 +108,7 @@ def _save_state(path: Path, value: Any) -> Path:
     return path
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the warnings of DCP (no process group) and of tracing."""
     with warnings.catch_warnings():
@@ -752,55 +750,43 @@ def test_there_is_no_tensor_of_an_object() -> None:
         values.plain_tensor(object())
 
 
+def _read_and_tell_memory(words: list[str]) -> int:
+    """Read a checkpoint. Print by how many bytes the memory without mapped pages grew, and how many tensors hold the
+    number in their names."""
+
+    def anonymous() -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition("RssAnon:")[2].split()[0]) * 1024
+
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: return freed memory to the system at once.
+    before, peak, right = anonymous(), 0, 0
+    with contextlib.suppress(CheckpointError):
+        source = open_source(words[0])
+        for index, entry in enumerate(source.entries):
+            tensor = source.read(index)
+            right += float(tensor[-1]) == float(entry.name[1:])
+            peak = max(peak, anonymous() - before)
+    print(peak, right)
+    return 0
+
+
 @pytest.mark.slow
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors", "DCP", "claims two terabytes"])
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, kind: str) -> None:
     """Reading 10 tensors of 10 MB takes the memory of one, without mapped pages."""
-    tensors = {f"t{i}": torch.full((10 << 18,), float(i)) for i in range(10)}
-    _save(tmp_path / "zip", tensors, legacy=False)
-    _save(tmp_path / "legacy", tensors, legacy=True)
-    save_file(tensors, tmp_path / "safetensors")
-    _dcp(tmp_path / "dcp", tensors)
-    _save(tmp_path / "hostile", {"a": torch.ones(4)})  # Altered below to claim two terabytes.
-    with zipfile.ZipFile(tmp_path / "hostile") as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
-        pickled = archive.read(name)
-    claimed = pickled.replace(b"K\x04", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))
-    _rezip(tmp_path / "hostile", {"data.pkl": claimed})
-    # A fork reads each checkpoint, so that all start with the same memory, after one import of torch.
-    program = """
-        import os, sys
-        from pathlib import Path
-        from fp8dist.errors import CheckpointError
-        from fp8dist.files.sources import open_source
-
-        def anonymous() -> int:
-            text = Path("/proc/self/status").read_text()
-            return int(text.partition("RssAnon:")[2].split()[0]) * 1024
-
-        for path in sys.argv[1:]:
-            if child := os.fork():
-                os.waitpid(child, 0)
-                continue
-            before, peak, read = anonymous(), 0, 0
-            try:
-                source = open_source(path)
-                for index in range(len(source.entries)):
-                    tensor = source.read(index)
-                    read += float(tensor[-1]) == float(source.entries[index].name[1:])
-                    peak = max(peak, anonymous() - before)
-            except CheckpointError:
-                pass
-            print(peak, read, flush=True)
-            os._exit(0)
-    """
-    kinds = ["zip", "legacy", "safetensors", "dcp", "hostile"]
-    command = [sys.executable, "-c", textwrap.dedent(program), *(str(tmp_path / kind) for kind in kinds)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # Return freed memory to the system at once.
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    for kind, line in zip(kinds, done.stdout.splitlines(), strict=True):
-        peak, read = map(int, line.split())
-        assert read == (0 if kind == "hostile" else 10), kind
-        assert peak < 2 * 10 * 2**20, kind
+    path, hostile = tmp_path / "saved", kind.startswith("claims")
+    if hostile:
+        with zipfile.ZipFile(_save(path, {"a": torch.ones(4)})) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+            pickled = archive.read(name)
+        _rezip(path, {"data.pkl": pickled.replace(b"K\x04", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))})
+    else:
+        {**FILES, **DCP}[kind](path, {f"t{i}": torch.full((10 << 18,), float(i)) for i in range(10)})
+    done = forked.run([str(path)], None, {}, main=_read_and_tell_memory)
+    assert done.returncode == 0, done.stderr
+    peak, right = map(int, done.stdout.split())
+    assert right == (0 if hostile else 10)
+    assert peak < 2 * 10 * 2**20
 
 
 def test_many_sources_at_once(tmp_path: Path) -> None:
