@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8dist.errors import ConfigurationError, Fp8DistError
 from fp8dist.exact.modes import arithmetic
 from fp8dist.exact.outputs import judge_outputs
-from fp8dist.exact.parameters import to_residues
+from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.placement import Part
 from fp8dist.exact.reference import Reference, outputs_of, read_reference, stored
 from fp8dist.exact.shards import judge_parameters, swapped

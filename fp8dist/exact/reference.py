@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.exact.field import P, canonical
+from fp8dist.exact.field import P, reduced
 from fp8dist.exact.modes import arithmetic
-from fp8dist.exact.parameters import to_residues
+from fp8dist.exact.conversion import to_residues
 from fp8dist.state.groups import local_part
 from fp8dist.state.slots import clean_fqn
 
@@ -91,11 +91,13 @@ def record(
 def outputs_of(
     models: Sequence[nn.Module], rename: Callable[[str], str] = lambda name: name
 ) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect the output of every call of every module within the block: by module, in the order in which they first
-    end, the first tensor of each output (of a DTensor this rank's part)."""
+    """Collect the outputs of all modules within the block: by module, in the order in which they first end, the first
+    tensor of the output of each call (of a DTensor this rank's part). Repeated forwards of checkpoints do not count."""
     outputs: dict[str, list[Tensor]] = {}
 
     def keep(name: str, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # A backward runs, and a checkpoint in it.
+            return
         first = next((each for each in _flat(output) if isinstance(each, Tensor)), None)
         if first is not None and first.is_floating_point() and not _is_shape(local_part(first)):
             outputs.setdefault(name, []).append(local_part(first).detach().clone())
@@ -116,7 +118,7 @@ def outputs_of(
 
 def stored(tensor: Tensor) -> Tensor:
     """Return residues as they are sent and written: canonical, int32, on the CPU, in memory of their own."""
-    return canonical(tensor.detach()).to("cpu", torch.int32).contiguous().clone()
+    return reduced(tensor.detach()).to("cpu", torch.int32).contiguous().clone()
 
 
 def _flat(output: Any) -> list[Any]:
