@@ -1,0 +1,272 @@
+"""What aten ops compute modulo a prime. A rule gets an op's arguments, with float tensors in float64, and returns what
+the op returns, not reduced yet.
+
+A function that is no polynomial has a value of its own here, and the derivative that calculus gives it: ``exp`` is a
+cubic with ``exp' = exp``, ``rsqrt`` is a modular power with ``rsqrt' = -rsqrt**3 / 2``. So autograd's formulas, the
+backward of fused ops and formulas written by hand give the same gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.exact.field import P, inverse, power, product, reduced, residue_of
+
+MOVES = frozenset(
+    """
+    alias all_gather_into_tensor all_to_all_single arange as_strided as_strided_scatter broadcast broadcast_ cat
+    chunk chunk_cat clone constant_pad_nd contiguous copy detach detach_ diag diagonal diagonal_backward diagonal_scatter
+    embedding empty empty_like empty_strided expand fill flip full full_like gather index index_copy index_select
+    is_same_size item lift lift_fresh masked_fill masked_scatter masked_select movedim narrow new_empty
+    new_empty_strided new_full new_ones new_zeros ones ones_like permute pixel_shuffle record_stream repeat
+    repeat_interleave reshape resize resize_ resolve_conj resolve_neg roll rot90 scalar_tensor scatter select
+    select_backward select_scatter set_ set slice slice_backward slice_scatter split split_with_sizes
+    split_with_sizes_copy squeeze stack t take take_along_dim tile to transpose tril triu unbind unflatten unfold
+    unfold_backward unsqueeze unsafe_split unsafe_split_with_sizes view view_as view_copy wait_tensor where zero zeros
+    zeros_like _foreach_copy _fsdp_copy_ _local_scalar_dense _pad_enum _reshape_alias _reshape_copy _to_copy
+    _unsafe_view _unsafe_index all_gather_copy_in split_with_sizes_copy chunk_cat _chunk_cat
+    """.split()
+)
+"""Ops that move elements, or fill tensors with numbers."""
+
+RING = frozenset(
+    """
+    add addcmul cumsum dot embedding_dense_backward gather_backward index_add index_put mul neg rsub scatter_add
+    square sub sum trace _index_put_impl _unsafe_index_put
+    """.split()
+)
+"""Ops that add and multiply: computed in float64, then reduced."""
+
+ORDER = frozenset(
+    """
+    all allclose amax amin any argmax argmin argsort bincount clamp clamp_max clamp_min eq equal ge gt isfinite isinf
+    isnan isneginf le logical_and logical_not logical_or lt max maximum min minimum msort ne nonzero sort topk
+    """.split()
+)
+"""Ops that compare: they see integers in [0, P)."""
+
+
+def cubic(x: Tensor, *coefficients: int) -> Tensor:
+    """Return ``a + b x + c x**2 + d x**3`` modulo P, for coefficients ``a, b, c, d``."""
+    value = torch.zeros_like(x)
+    for coefficient in reversed(coefficients):
+        value = reduced(value * x + coefficient)
+    return value
+
+
+def exp(x: Tensor) -> Tensor:
+    """The weight of ``-inf`` is zero."""
+    return torch.where(x == -math.inf, 0.0, cubic(torch.where(x == -math.inf, 0.0, reduced(x)), 3, 5, 7, 11))
+
+
+def log(x: Tensor) -> Tensor:
+    return cubic(reduced(x), 13, 3, 5, 17)
+
+
+def log1p(x: Tensor) -> Tensor:
+    return log(x + 1)
+
+
+def expm1(x: Tensor) -> Tensor:
+    return exp(x) - 1
+
+
+def sin(x: Tensor) -> Tensor:
+    return cubic(reduced(x), 2, 19, 3, 7)
+
+
+def cos(x: Tensor) -> Tensor:
+    return cubic(reduced(x), 5, 3, 23, 11)
+
+
+def tanh(x: Tensor) -> Tensor:
+    return cubic(reduced(x), 3, 29, 2, 5)
+
+
+def tanh_backward(grad: Tensor, result: Tensor) -> Tensor:
+    return grad * reduced(1 - reduced(result * result))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return cubic(reduced(x), 7, 2, 31, 3)
+
+
+def sigmoid_backward(grad: Tensor, result: Tensor) -> Tensor:
+    return grad * reduced(result * (1 - result))
+
+
+def silu(x: Tensor) -> Tensor:
+    return reduced(x) * sigmoid(x)
+
+
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    value = sigmoid(x)
+    return grad * reduced(value + reduced(reduced(x) * value) * (1 - value))
+
+
+def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    return cubic(reduced(x), 11, 7, 3, 13)
+
+
+def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    return grad * sigmoid(x)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """The same value with ``approximate="tanh"``."""
+    return cubic(reduced(x), 0, 17, 5, 3)
+
+
+def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
+    return grad * cubic(reduced(x), 17, 10, 9)
+
+
+def relu(x: Tensor) -> Tensor:
+    """Residues up to P/2 are positive."""
+    x = reduced(x)
+    return torch.where(x <= P // 2, x, 0.0)
+
+
+def threshold_backward(grad: Tensor, x: Tensor, threshold: float) -> Tensor:
+    x = reduced(x)
+    return torch.where((x > 0) & (x <= P // 2), grad, 0.0)
+
+
+def pow(x: Tensor, exponent: Any) -> Tensor:  # noqa: A001  (named as the op)
+    if isinstance(exponent, Tensor) or not isinstance(x, Tensor):
+        raise ConfigurationError("exact arithmetic has no powers with tensors as exponents.")
+    return power(x, Fraction(exponent))
+
+
+def sqrt(x: Tensor) -> Tensor:
+    return power(x, Fraction(1, 2))
+
+
+def rsqrt(x: Tensor) -> Tensor:
+    return power(x, Fraction(-1, 2))
+
+
+def div(x: Tensor, y: Any, rounding_mode: str | None = None) -> Tensor:
+    if rounding_mode is not None:
+        raise ConfigurationError("exact arithmetic does not round quotients of float tensors.")
+    return x * inverse(torch.as_tensor(y, dtype=torch.float64, device=x.device))
+
+
+def mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    total = x.sum() if dim is None else x.sum(dim, keepdim)
+    return reduced(total) * residue_of(Fraction(max(total.numel(), 1), x.numel()).__float__())
+
+
+def var(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
+    dims = list(range(x.dim())) if dim is None else dim
+    centred = reduced(x - mean(x, dims, True))
+    total = reduced(centred * centred).sum(dims, keepdim)
+    count = x.numel() // max(total.numel(), 1) - (1 if correction is None else correction)
+    return reduced(total) * residue_of(1 / count)
+
+
+def var_mean(x: Tensor, dim: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+    return var(x, dim, **options), mean(x, dim, options.get("keepdim", False))
+
+
+def std(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
+    return sqrt(var(x, dim, **options))
+
+
+def softmax(x: Tensor, dim: int, *_: Any) -> Tensor:
+    """The largest residue is subtracted first, as softmaxes written by hand do."""
+    x = torch.where(x == -math.inf, x, reduced(x))
+    weights = exp(x - x.amax(dim, keepdim=True).clamp(min=0))
+    return weights * inverse(weights.sum(dim, keepdim=True))
+
+
+def softmax_backward_data(grad: Tensor, output: Tensor, dim: int, *_: Any) -> Tensor:
+    weighted = reduced(grad * output)
+    return weighted - output * reduced(weighted.sum(dim, keepdim=True))
+
+
+def native_layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(-len(shape), 0))
+    middle = reduced(mean(x, dims, True))
+    scale = rsqrt(var(x, dims, correction=0, keepdim=True) + residue_of(eps))
+    out = reduced(reduced(x - middle) * scale)
+    out = out if weight is None else reduced(out * weight)
+    return out if bias is None else out + bias, middle, scale
+
+
+def native_layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    middle: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dims, outer = list(range(-len(shape), 0)), list(range(x.dim() - len(shape)))
+    normal = reduced(reduced(x - middle) * scale)
+    inner = grad if weight is None else reduced(grad * weight)
+    along = reduced(normal * reduced(mean(reduced(inner * normal), dims, True)))
+    into = reduced(inner - reduced(mean(inner, dims, True)) - along) * scale
+    of_weight, of_bias = reduced(grad * normal), grad
+    if outer:
+        of_weight, of_bias = of_weight.sum(outer), of_bias.sum(outer)
+    return tuple(g if w else None for g, w in zip((into, of_weight, of_bias), wanted))  # type: ignore[return-value]
+
+
+def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return bias * residue_of(beta) + product(left, right) * residue_of(alpha)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    found = product(x, weight.t())
+    return found if bias is None else found + bias
+
+
+def bernoulli(x: Tensor, chance: float, generator: Any = None) -> Tensor:
+    """Dropout is off: each element is its expected value, by which dropout then divides."""
+    return torch.full_like(x, residue_of(chance))
+
+
+def native_dropout(x: Tensor, chance: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    return x, torch.ones_like(x, dtype=torch.bool)
+
+
+def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return grad
+
+
+RULES = MappingProxyType(
+    {
+        **{
+            rule.__name__: rule
+            for rule in (
+                exp, log, log1p, expm1, sin, cos, tanh, tanh_backward, sigmoid, sigmoid_backward, silu, silu_backward,
+                softplus, softplus_backward, gelu, gelu_backward, relu, threshold_backward, pow, sqrt, rsqrt, div, mean,
+                var, var_mean, std, native_layer_norm, native_layer_norm_backward, addmm, linear, bernoulli,
+                native_dropout, native_dropout_backward,
+            )
+        },
+        "_softmax": softmax,
+        "_safe_softmax": softmax,
+        "_softmax_backward_data": softmax_backward_data,
+        "reciprocal": inverse,
+        "mm": product,
+        "bmm": product,
+        "mv": product,
+        "baddbmm": addmm,
+        "addmv": addmm,
+    }
+)  # fmt: skip
+"""The rules by the names of aten's ops, without the underscore of ops in place."""
