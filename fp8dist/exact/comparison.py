@@ -127,7 +127,8 @@ def _on_rank_0(judge: Callable[[Sequence[Any]], ExactReport], mine: Any) -> Exac
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return a DTensor gathered, any other tensor as it is, to be sent. COLLECTIVE over the mesh of a DTensor."""
-    return stored(tensor.detach().full_tensor() if is_dtensor(tensor) else tensor)
+    tensor = tensor.detach().double()  # Summands of a gradient may be sums of residues, which float32 cannot add.
+    return stored(tensor.full_tensor() if is_dtensor(tensor) else tensor)
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:

@@ -118,7 +118,7 @@ def outputs_of(
 
 def stored(tensor: Tensor) -> Tensor:
     """Return residues as they are sent and written: canonical, int32, on the CPU, in memory of their own."""
-    return reduced(tensor.detach()).to("cpu", torch.int32).contiguous().clone()
+    return reduced(tensor.detach().double()).to("cpu", torch.int32).contiguous().clone()
 
 
 def _flat(output: Any) -> list[Any]:

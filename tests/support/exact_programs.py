@@ -45,7 +45,7 @@ def ddp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) -> Pr
     if "pairs" in faults:
         pairs = [dist.new_group([rank, rank + 1]) for rank in range(0, dist.get_world_size(), 2)]
         group = pairs[dist.get_rank() // 2]
-    model = DistributedDataParallel(plain, group, init_sync="other weights" not in faults)
+    model = DistributedDataParallel(plain, process_group=group, init_sync="other weights" not in faults)
     if "summed" in faults:
         model.register_comm_hook(None, _summing)
     mine = own(shards, 0) if "read twice" in faults and dist.get_rank() == 1 else own(shards)
@@ -317,6 +317,7 @@ def pipeline(
         scale_grads="scaled gradients" in faults,
     )
     tokens, targets = (torch.cat(each) for each in zip(*shards))
+    group = dist.new_group([0, ranks - 1])
 
     def step() -> None:
         arguments = (tokens,) if 0 in numbers else ()
@@ -324,14 +325,8 @@ def pipeline(
         runner.step(*arguments, **({"target": targets, "losses": []} if last else {}))
         if kind.tied:
             ends = [m.embed.weight for m in models if m.embed] + [m.head.weight for m in models if m.head]
-            group = _ends()
             for _ in range(0 if "tie alone" in faults else 2 if "tie twice" in faults else 1):
                 for weight in ends:
                     dist.all_reduce(weight.grad, group=group)
 
     return models, step
-
-
-def _ends() -> dist.ProcessGroup | None:
-    group = dist.new_group([0, dist.get_world_size() - 1])
-    return group
