@@ -34,6 +34,8 @@ class Kind:
     checkpointed: bool = False
     written_out: bool = False
     """Attention as products and a softmax, not scaled_dot_product_attention."""
+    experts: int = 0
+    """In place of an MLP, so many of them and a router, whose softmax weighs them."""
 
     @property
     def width(self) -> int:
@@ -93,6 +95,20 @@ class MLP(nn.Module):
         return self.down(hidden if self.gate is None else hidden * self.gate(x))
 
 
+class Mixture(nn.Module):
+    """Experts, all of which see every token. ``experts``: those of this rank, under expert parallelism."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.router = nn.Linear(kind.width, kind.experts, bias=False)
+        self.experts = nn.ModuleDict({str(place): MLP(kind) for place in range(kind.experts)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        outputs = [expert(x) * weights[..., int(place), None] for place, expert in self.experts.items()]
+        return torch.stack(outputs).sum(0)
+
+
 def norm_of(kind: Kind) -> nn.Module:
     return nn.RMSNorm(kind.width, eps=1e-5) if kind.norm == "rms" else nn.LayerNorm(kind.width)
 
@@ -102,7 +118,8 @@ class Layer(nn.Module):
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
-        self.norm1, self.attention, self.norm2, self.mlp = norm_of(kind), Attention(kind), norm_of(kind), MLP(kind)
+        self.norm1, self.attention, self.norm2 = norm_of(kind), Attention(kind), norm_of(kind)
+        self.mlp = Mixture(kind) if kind.experts else MLP(kind)
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:

@@ -279,6 +279,26 @@ def hand_sp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) -
     return hand_tp(kind, shards, faults, sequence=True)
 
 
+def expert_parallel(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) -> Program:
+    """Experts are spread over the ranks, which all see every token."""
+    model = Transformer(kind)
+    for layer in model.layers.values():
+        for place in list(layer.mlp.experts):
+            if int(place) * dist.get_world_size() // kind.experts != dist.get_rank():
+                del layer.mlp.experts[place]
+        layer.mlp.register_forward_pre_hook(lambda _, args: _Reduced.apply(*args, False, True))
+        layer.mlp.register_forward_hook(lambda *args: _Reduced.apply(args[-1], True, False))
+
+    def step() -> None:
+        for tokens, targets in shards:
+            loss_of(model(tokens), targets, count(shards)).backward()
+        for place, layer in model.layers.items():
+            if place != "0" or "router alone" not in faults:
+                dist.all_reduce(layer.mlp.router.weight.grad)
+
+    return model, step
+
+
 def stage_of(kind: Kind, stage: int, stages: int) -> Transformer:
     """Return a stage of a pipeline: a part of the layers, whose names stay."""
     model = Transformer(kind)
