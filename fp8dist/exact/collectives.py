@@ -18,17 +18,14 @@ from torch.utils._pytree import tree_map
 from fp8dist.errors import ConfigurationError
 from fp8dist.exact.field import P, reduced, residue_of
 
-_REDUCING = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base")
-_REDUCING_COALESCED = ("reduce_scatter_tensor_coalesced",)
-
 
 @contextlib.contextmanager
 def averages_as_sums() -> Iterator[None]:
     """Replace AVG and PREMUL_SUM in what Python asks of process groups. DDP's reducer, in C++, asks for sums."""
     with contextlib.ExitStack() as stack:
         if dist.is_available():
-            for name in (*_REDUCING, *_REDUCING_COALESCED):
-                if hasattr(dist.ProcessGroup, name):
+            for name in dir(dist.ProcessGroup):
+                if "reduce" in name and not name.startswith("__"):
                     original = getattr(dist.ProcessGroup, name)
                     stack.enter_context(mock.patch.object(dist.ProcessGroup, name, _summing(name, original)))
         yield
@@ -42,7 +39,8 @@ def _summing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if options is None:
             return original(group, *args, **kwargs)
         operation = options.reduceOp
-        factor = _factor(str(operation.op), getattr(operation, "factor", None), group.size(), name)
+        scaled = operation == dist.ReduceOp.PREMUL_SUM
+        factor = _factor(str(operation.op), operation.factor if scaled else None, group.size(), name)
         inputs = _multiplied(args[inputs_at], factor, group.size(), in_place=not inputs_at)
         options.reduceOp = dist.ReduceOp.SUM if factor is not None else operation
         return original(group, *args[:inputs_at], inputs, *args[inputs_at + 1 :], **kwargs)
@@ -79,11 +77,11 @@ def _multiplied(inputs: Any, factor: float | None, size: int, in_place: bool) ->
     def multiply(tensor: Any) -> Any:
         if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
             return tensor
-        if tensor.dtype not in (torch.float32, torch.float64) or tensor.dtype == torch.float32 and size * P > 2**24:
+        if size * P > (2**24 if tensor.dtype == torch.float32 else 2**53):
             raise ConfigurationError(
                 f"a sum over {size} ranks in {tensor.dtype} is not exact: use float32 with up to 16 ranks, or float64."
             )
         found = reduced(reduced(tensor.detach().double()) * (1 if factor is None else factor)).to(tensor.dtype)
-        return tensor.detach().copy_(found) and tensor if in_place else found
+        return tensor.detach().copy_(found) if in_place else found
 
     return tree_map(multiply, inputs)

@@ -146,6 +146,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def power(values: Tensor, exponent: Fraction) -> Tensor:
     """Return ``values ** exponent`` modulo ``P``, for exponents whose denominator is a power of two. ``0 ** -1`` is 0.
+    What is no integer gives ``nan``.
 
     Raises:
         ConfigurationError: another denominator.
@@ -157,9 +158,10 @@ def power(values: Tensor, exponent: Fraction) -> Tensor:
         return torch.ones_like(values)
     numerator *= pow(ROOT, denominator.bit_length() - 1, P - 1)
     logs, powers = _tables(values.device)
-    index = reduced(values).long()
+    values = reduced(values)
+    index = torch.where(values == values.floor(), values, 0.0).long()
     found = powers[torch.remainder(logs[index] * (numerator % (P - 1)), P - 1)]
-    return torch.where(index == 0, 0.0, found)
+    return torch.where(index == 0, torch.where(values == 0, 0.0, math.nan), found)
 
 
 def inverse(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.exact.collectives import averages_as_sums, functional
@@ -88,7 +88,7 @@ def _call(func: Any, args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
         return _move(func, base, args, kwargs)
     out = kwargs.pop("out", args[0] if name.endswith("_") else None)
     quotient = floats or base in ("div", "mean") or any(isinstance(a, float) for a in args)
-    if not quotient or kwargs.get("rounding_mode") and not floats:
+    if not quotient or (kwargs.get("rounding_mode") and not floats):
         return func(*args, **kwargs, **({} if out is None or name.endswith("_") else {"out": out}))
     if base in ORDER:
         compute: Callable[..., Any] = getattr(torch.ops.aten, base)
@@ -111,6 +111,8 @@ def _move(func: Any, base: str, args: Any, kwargs: Any) -> Any:
     if base in ("full", "full_like", "fill", "masked_fill", "new_full", "scalar_tensor", "where", "constant_pad_nd"):
         args, kwargs = tree_map(lambda x: residue_of(x) if isinstance(x, float) else x, (args, kwargs))
     result = func(*args, **kwargs)
+    if "empty" in base and result.is_floating_point():
+        return result.zero_()  # Pipelines run modules on memory that nothing was written to, to see shapes.
     if base == "lift_fresh" and result.is_floating_point() and not are_residues(result.double()):
         numbers = [residue_of(number) for number in result.flatten().tolist()]
         result = torch.tensor(numbers, dtype=result.dtype, device=result.device).reshape(result.shape)

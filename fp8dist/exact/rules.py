@@ -21,35 +21,186 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.exact.field import P, inverse, power, product, reduced, residue_of
 
 MOVES = frozenset(
-    """
-    alias all_gather_into_tensor all_to_all_single arange as_strided as_strided_scatter broadcast broadcast_ cat
-    chunk chunk_cat clone constant_pad_nd contiguous copy detach detach_ diag diagonal diagonal_backward diagonal_scatter
-    embedding empty empty_like empty_strided expand fill flip full full_like gather index index_copy index_select
-    is_same_size item lift lift_fresh masked_fill masked_scatter masked_select movedim narrow new_empty
-    new_empty_strided new_full new_ones new_zeros ones ones_like permute pixel_shuffle record_stream repeat
-    repeat_interleave reshape resize resize_ resolve_conj resolve_neg roll rot90 scalar_tensor scatter select
-    select_backward select_scatter set_ set slice slice_backward slice_scatter split split_with_sizes
-    split_with_sizes_copy squeeze stack t take take_along_dim tile to transpose tril triu unbind unflatten unfold
-    unfold_backward unsqueeze unsafe_split unsafe_split_with_sizes view view_as view_copy wait_tensor where zero zeros
-    zeros_like _foreach_copy _fsdp_copy_ _local_scalar_dense _pad_enum _reshape_alias _reshape_copy _to_copy
-    _unsafe_view _unsafe_index all_gather_copy_in split_with_sizes_copy chunk_cat _chunk_cat
-    """.split()
+    [
+        "alias",
+        "all_gather_into_tensor",
+        "all_to_all_single",
+        "arange",
+        "as_strided",
+        "as_strided_scatter",
+        "broadcast",
+        "broadcast_",
+        "cat",
+        "chunk",
+        "chunk_cat",
+        "clone",
+        "constant_pad_nd",
+        "contiguous",
+        "copy",
+        "detach",
+        "detach_",
+        "diag",
+        "diagonal",
+        "diagonal_backward",
+        "diagonal_scatter",
+        "embedding",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand",
+        "fill",
+        "flip",
+        "full",
+        "full_like",
+        "gather",
+        "index",
+        "index_copy",
+        "index_select",
+        "is_same_size",
+        "item",
+        "lift",
+        "lift_fresh",
+        "masked_fill",
+        "masked_scatter",
+        "masked_select",
+        "movedim",
+        "narrow",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "permute",
+        "pixel_shuffle",
+        "record_stream",
+        "repeat",
+        "repeat_interleave",
+        "reshape",
+        "resize",
+        "resize_",
+        "resolve_conj",
+        "resolve_neg",
+        "roll",
+        "rot90",
+        "scalar_tensor",
+        "scatter",
+        "select",
+        "select_backward",
+        "select_scatter",
+        "set_",
+        "set",
+        "slice",
+        "slice_backward",
+        "slice_scatter",
+        "split",
+        "split_with_sizes",
+        "split_with_sizes_copy",
+        "squeeze",
+        "stack",
+        "t",
+        "take",
+        "take_along_dim",
+        "tile",
+        "to",
+        "transpose",
+        "tril",
+        "triu",
+        "unbind",
+        "unflatten",
+        "unfold",
+        "unfold_backward",
+        "unsqueeze",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+        "view",
+        "view_as",
+        "view_copy",
+        "wait_tensor",
+        "where",
+        "zero",
+        "zeros",
+        "zeros_like",
+        "_foreach_copy",
+        "_fsdp_copy_",
+        "_local_scalar_dense",
+        "_pad_enum",
+        "_reshape_alias",
+        "_reshape_copy",
+        "_to_copy",
+        "_unsafe_view",
+        "_unsafe_index",
+        "all_gather_copy_in",
+        "split_with_sizes_copy",
+        "chunk_cat",
+        "_chunk_cat",
+    ]
 )
 """Ops that move elements, or fill tensors with numbers."""
 
 RING = frozenset(
-    """
-    add addcmul cumsum dot embedding_dense_backward gather_backward index_add index_put mul neg rsub scatter_add
-    square sub sum trace _index_put_impl _unsafe_index_put
-    """.split()
+    [
+        "add",
+        "addcmul",
+        "cumsum",
+        "dot",
+        "embedding_dense_backward",
+        "gather_backward",
+        "index_add",
+        "index_put",
+        "mul",
+        "neg",
+        "rsub",
+        "scatter_add",
+        "square",
+        "sub",
+        "sum",
+        "trace",
+        "_index_put_impl",
+        "_unsafe_index_put",
+    ]
 )
 """Ops that add and multiply: computed in float64, then reduced."""
 
 ORDER = frozenset(
-    """
-    all allclose amax amin any argmax argmin argsort bincount clamp clamp_max clamp_min eq equal ge gt isfinite isinf
-    isnan isneginf le logical_and logical_not logical_or lt max maximum min minimum msort ne nonzero sort topk
-    """.split()
+    [
+        "all",
+        "allclose",
+        "amax",
+        "amin",
+        "any",
+        "argmax",
+        "argmin",
+        "argsort",
+        "bincount",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "eq",
+        "equal",
+        "ge",
+        "gt",
+        "isfinite",
+        "isinf",
+        "isnan",
+        "isneginf",
+        "le",
+        "logical_and",
+        "logical_not",
+        "logical_or",
+        "lt",
+        "max",
+        "maximum",
+        "min",
+        "minimum",
+        "msort",
+        "ne",
+        "nonzero",
+        "remainder",
+        "sort",
+        "topk",
+    ]
 )
 """Ops that compare: they see integers in [0, P)."""
 
@@ -140,7 +291,7 @@ def threshold_backward(grad: Tensor, x: Tensor, threshold: float) -> Tensor:
     return torch.where((x > 0) & (x <= P // 2), grad, 0.0)
 
 
-def pow(x: Tensor, exponent: Any) -> Tensor:  # noqa: A001  (named as the op)
+def pow(x: Tensor, exponent: Any) -> Tensor:
     if isinstance(exponent, Tensor) or not isinstance(x, Tensor):
         raise ConfigurationError("exact arithmetic has no powers with tensors as exponents.")
     return power(x, Fraction(exponent))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -37,10 +38,12 @@ def nll_loss(
 ) -> Tensor:
     """``torch.nn.functional.nll_loss``."""
     dim = 1 if logs.dim() > 1 else 0
+    target = _like(target, logs)
     kept = target != ignore_index
     classes = torch.where(kept, target, 0)
     weights = kept.to(logs.dtype) if weight is None else kept * weight[classes]
-    losses = -logs.gather(dim, classes.unsqueeze(dim)).squeeze(dim) * weights
+    numbers = _like(_along(torch.arange(logs.shape[dim], device=logs.device), logs, dim), logs)
+    losses = -(logs * (numbers == classes.unsqueeze(dim))).sum(dim) * weights  # No gather: the classes may be sharded.
     return _joined(losses, weights, reduction)
 
 
@@ -57,6 +60,7 @@ def cross_entropy(
     """``torch.nn.functional.cross_entropy``, of classes or of probabilities."""
     dim = 1 if x.dim() > 1 else 0
     logs = log_softmax(x, dim)
+    target = _like(target, x)
     if target.is_floating_point():
         target = target * (1 - label_smoothing) + label_smoothing / x.shape[dim]
         losses = -(logs * target if weight is None else logs * target * _along(weight, x, dim)).sum(dim)
@@ -68,6 +72,13 @@ def cross_entropy(
     weights = kept if weight is None else kept * weight[torch.where(target != ignore_index, target, 0)]
     smooth = -(logs if weight is None else logs * _along(weight, x, dim)).sum(dim) * kept
     return loss * (1 - label_smoothing) + _joined(smooth, weights, reduction) * (label_smoothing / x.shape[dim])
+
+
+def _like(target: Tensor, x: Tensor) -> Tensor:
+    """Return the target as a replicated DTensor if ``x`` is a DTensor, as ``loss_parallel`` does."""
+    if isinstance(x, DTensor) and not isinstance(target, DTensor):
+        return DTensor.from_local(target, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
+    return target
 
 
 def _along(weight: Tensor, x: Tensor, dim: int) -> Tensor:
