@@ -30,28 +30,45 @@ def judge_outputs(
         reference: for each module, in the order in which they end, the output of each call: canonical residues.
         ranks: the same of each rank, int32.
     """
-    summand = ""  # The last output that is a sum over ranks.
+    before: tuple[str, str] | None = None  # The last module whose output is a summand, and the sum.
     for module, calls in reference.items():
         holders = {rank: each[module] for rank, each in enumerate(ranks) if each.get(module)}
         rows = _Rows(calls)
-        wrong = {rank: next((x for x in outputs if x not in rows), None) for rank, outputs in holders.items()}
-        wrong = {rank: output for rank, output in wrong.items() if output is not None}
+        wrong = {rank: found for rank, outputs in holders.items() if (found := _wrong(outputs, rows)) is not None}
         if not wrong:
-            summand = "" if holders else summand
+            before = None if holders else before
             continue
         together = _summed(rows, {rank: holders[rank] for rank in wrong})
         if together:
-            summand = f"{module} is {' + '.join(f'1 x rank {rank}' for rank in together)}"
+            before = module, " + ".join(f"1 x rank {rank}" for rank in together)
             continue
         rank, output = next(iter(wrong.items()))
-        factor = _factor(output, calls)
-        if factor is not None:
-            return ExactFinding("output", (module,), f"the output of {module} is {Factor(factor)} on rank {rank}")
-        if summand:
-            text = f"{module}: the first wrong output. Before it, the reference's output of {summand}: the sum over these ranks is missing, or comes twice"
-        else:
-            text = f"{module}: the first wrong output, on rank {rank}. All outputs before it are the reference's"
+        text = _difference(output.long(), calls)
+        if text is not None:
+            return ExactFinding("output", (module,), f"{module}: the output on rank {rank} is {text}")
+        if before is not None:
+            text = f"{before[0]}: its output in the reference is {before[1]}, and {module} after it is wrong: their sum is missing, or wrong"
+            return ExactFinding("output", (before[0], module), text)
+        text = f"{module}: the first wrong output, on rank {rank}. All outputs before it are the reference's"
         return ExactFinding("output", (module,), text)
+    return None
+
+
+def _wrong(outputs: Sequence[Tensor], rows: _Rows) -> Tensor | None:
+    """Return the last output that is no part of the reference's; None if all are. A pipeline runs a stage once before
+    its step, to learn shapes: that the first output alone is wrong is no fault."""
+    wrong = [place for place, output in enumerate(outputs) if output not in rows]
+    return outputs[wrong[-1]] if wrong and (wrong != [0] or len(outputs) == 1) else None
+
+
+def _difference(output: Tensor, calls: Sequence[Tensor]) -> str | None:
+    for call in calls:
+        if call.shape == output.shape:
+            factor, difference = solve([call], output), (output - call) % P
+            if factor is not None:
+                return str(Factor(factor[0]))
+            if call.dim() > 1 and bool((difference == difference.flatten(0, -2)[0]).all()):
+                return "the reference's plus the same vector in each row, as of a bias"
     return None
 
 
@@ -104,11 +121,3 @@ def _summed(rows: _Rows, holders: Mapping[int, Sequence[Tensor]]) -> tuple[int, 
     covered = {rank for ranks in found for rank in ranks}
     return found[0] if covered == set(holders) else None
 
-
-def _factor(output: Tensor, calls: Sequence[Tensor]) -> int | None:
-    for call in calls:
-        if call.numel() == output.numel():
-            factor = solve([call.flatten()], output.long().flatten())
-            if factor is not None:
-                return factor[0]
-    return None

@@ -92,8 +92,7 @@ def _uncovered(reference: Reference, parts: Sequence[Mapping[str, Part]]) -> lis
         elif None not in (dims := {part.dim for part in held.values()}) and is_distinct(whole, dim := dims.pop() or 0):
             places = {place for part in held.values() for place in part.places}
             if missing := [place for place in range(whole.shape[dim]) if place not in places]:
-                each = ", ".join(f"rank {rank} {part}" for rank, part in held.items())
-                text = f"no rank holds slices {runs_text(missing)} of dim {dim} of the parameter {name}: {each}"
+                text = f"no rank holds slices {runs_text(missing)} of dim {dim} of the parameter {name}: {_each(held)}"
                 findings.append(ExactFinding("parameter", (name,), text))
     return findings
 
@@ -108,14 +107,17 @@ def swapped(reference: Reference, parts: Sequence[Mapping[str, Part]]) -> ExactF
         held = {rank: part for rank, part in _held(reference, parts, name).items() if part.places}
         firsts = list(dict.fromkeys(part.places[0] for part in held.values()))
         if len(firsts) > 1 and is_distinct(whole, next(iter(held.values())).dim or 0):
-            each = ", ".join(f"rank {rank} {part}" for rank, part in held.items())
-            ordered[firsts == sorted(firsts)][name] = each
+            ordered[firsts == sorted(firsts)][name] = _each(held)
     odd = min(ordered.values(), key=len)
     if not odd or len(odd) == len(ordered[True]) == len(ordered[False]):
         return None
     name, each = next(iter(odd.items()))
     text = f"{first_few(list(odd))}: the parts lie on other ranks than those of most parameters ({name}: {each})"
     return ExactFinding("swapped", tuple(odd), text)
+
+
+def _each(held: Mapping[int, Part]) -> str:
+    return ", ".join(f"rank {rank} holds {part}" for rank, part in held.items())
 
 
 def _held(reference: Reference, parts: Sequence[Mapping[str, Part]], name: str) -> dict[int, Part]:

@@ -73,6 +73,7 @@ def judge_gradients(
     found: dict[str, list[Relation | None]] = {}
     known: list[Relation] = []
     compared = [name for name in order if name in held]
+    zero = {name for name in compared if not (shards[name].sum(0) % P).any()}
     for name in sorted(compared, key=lambda name: -shards[name][0].numel()):
         complete = shards[name].sum(0) % P
         without = tuple(holding.rank for holding in held[name] if holding.gradient is None)
@@ -83,7 +84,7 @@ def judge_gradients(
                 known += [each for each in relations[-1:] if each is not None and each not in known]
         if relations:
             found[name] = relations
-    return _report(compared, found)
+    return _report(compared, found, zero)
 
 
 def _parts(complete: Tensor, shards: Tensor, held: Sequence[Holding]) -> list[Sides]:
@@ -98,8 +99,11 @@ def _parts(complete: Tensor, shards: Tensor, held: Sequence[Holding]) -> list[Si
     ]
 
 
-def _report(compared: Sequence[str], found: Mapping[str, Sequence[Relation | None]]) -> ExactReport:
-    """Return the report: names with the same equation share a finding, and findings follow the backward."""
+def _report(
+    compared: Sequence[str], found: Mapping[str, Sequence[Relation | None]], zero: set[str]
+) -> ExactReport:
+    """Return the report: names with the same equation share a finding, and findings follow the backward. ``zero``: the
+    gradients that are zero, as those of a key's bias: every equation holds for them."""
     merged: dict[object, tuple[Sequence[Relation | None], list[str]]] = {}
     for name in compared:
         if name in found:
@@ -109,7 +113,7 @@ def _report(compared: Sequence[str], found: Mapping[str, Sequence[Relation | Non
         known = [each for each in relations if each is not None]
         if len(known) == len(relations):
             text = "; ".join({_key(each): str(each) for each in known}.values())
-            findings.append(ExactFinding(known[0].kind, tuple(names), _sentence(names, text, len(compared))))
+            findings.append(ExactFinding(known[0].kind, tuple(names), _sentence(names, text, len(zero.union(names)) == len(compared) > 1)))
         elif findings:
             downstream += names
         else:
@@ -119,8 +123,7 @@ def _report(compared: Sequence[str], found: Mapping[str, Sequence[Relation | Non
     return ExactReport(tuple(findings), tuple(downstream), len(compared))
 
 
-def _sentence(names: Sequence[str], text: str, compared: int) -> str:
-    every = len(names) == compared > 1
+def _sentence(names: Sequence[str], text: str, every: bool) -> str:
     subject, verb = ("every gradient", "is") if every else (first_few(names), "are" if len(names) > 1 else "is")
     return f"{subject} {verb} {text}" if text.endswith("of the reference") and ";" not in text else f"{subject}: {text}"
 

@@ -65,14 +65,28 @@ def test_after_summands_a_sum_is_missing() -> None:
     first, second = right()
     first["mlp"], second["mlp"] = list(residues(2, 3, 4, 8, seed=6)), list(residues(2, 3, 4, 8, seed=7))
     assert sentence(first, second) == (
-        "mlp: the first wrong output. Before it, the reference's output of out is 1 x rank 0 + 1 x rank 1: "
-        "the sum over these ranks is missing, or comes twice"
+        "out: its output in the reference is 1 x rank 0 + 1 x rank 1, and mlp after it is wrong: "
+        "their sum is missing, or wrong"
     )
 
 
 def test_an_output_times_a_factor() -> None:
     ranks = [each | {"mlp": [3 * call % P for call in REFERENCE["mlp"]]} for each in right()]
-    assert sentence(*ranks) == "the output of mlp is 3/1 of the reference on rank 0"
+    assert sentence(*ranks) == "mlp: the output on rank 0 is 3/1 of the reference"
+
+
+def test_an_output_with_a_bias_too_many() -> None:
+    bias = residues(8, seed=8)
+    ranks = [each | {"mlp": [(call + bias) % P for call in REFERENCE["mlp"]]} for each in right()]
+    assert sentence(*ranks) == (
+        "mlp: the output on rank 0 is the reference's plus the same vector in each row, as of a bias"
+    )
+
+
+def test_a_first_call_that_learns_shapes() -> None:
+    first, second = right()
+    second["mlp"] = [residues(3, 4, 8, seed=6), *REFERENCE["mlp"]]
+    assert judge_outputs(REFERENCE, [first, second]) is None
 
 
 def test_a_wrong_scalar() -> None:

@@ -66,7 +66,7 @@ def test_names_of_a_tie() -> None:
 def test_a_part_that_two_ranks_hold_and_one_that_none_holds() -> None:
     assert sentences(cut(0), cut(1) | {"up.weight": cut(0)["up.weight"]}) == [
         "no rank holds slices 4 to 7 of dim 0 of the parameter up.weight: "
-        "rank 0 0 to 3 of dim 0, rank 1 0 to 3 of dim 0"
+        "rank 0 holds 0 to 3 of dim 0, rank 1 holds 0 to 3 of dim 0"
     ]
 
 
@@ -103,7 +103,7 @@ def test_parts_on_other_ranks_than_those_of_most() -> None:
     assert found is not None
     assert found.sentence == (
         "up.weight: the parts lie on other ranks than those of most parameters "
-        "(up.weight: rank 0 4 to 7 of dim 0, rank 1 0 to 3 of dim 0)"
+        "(up.weight: rank 0 holds 4 to 7 of dim 0, rank 1 holds 0 to 3 of dim 0)"
     )
 
 

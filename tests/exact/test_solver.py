@@ -23,7 +23,7 @@ def residue(fraction: Fraction) -> int:
     return fraction.numerator * pow(fraction.denominator, -1, P) % P
 
 
-@pytest.mark.parametrize("text", ["0", "1", "-1", "2", "1/2", "5/6", "-3/7", "91/89", "-8170", "1/8170"])
+@pytest.mark.parametrize("text", ["0", "1", "-1", "2", "1/2", "5/6", "-3/7", "91/89", "-90/7", "1/128"])
 def test_a_residue_shows_its_fraction(text: str) -> None:
     assert small_fraction(residue(Fraction(text))) == Fraction(text)
     assert fraction_text(residue(Fraction(text))) == text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,24 @@ from torch.distributed.tensor import Replicate, Shard as Cut
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.exact import Kind, Shard, Transformer, count, loss_of, own
+from fp8dist.exact.comparison import compare
+from fp8dist.exact.reference import record
+from fp8dist.exact.verdict import ExactReport
+from tests.support.exact import Kind, Shard, Transformer, batch, count, loss_of, losses, own
 
 Program = tuple[nn.Module | Sequence[nn.Module], Callable[[], Any]]
+
+
+def report_of(
+    program: str, kind: Kind, shards: int, path: Path, faults: Collection[str] = (), **options: Any
+) -> ExactReport:
+    """Record one step on rank 0, run it by a program on all ranks, and return what ``compare`` finds."""
+    data = batch(kind, shards)
+    if dist.get_rank() == 0:
+        record(Transformer(kind), losses, data, path)
+    dist.barrier()
+    model, step = globals()[program](kind, data, faults, **options)
+    return compare(model, step, path)
 
 
 def divisor(shards: Sequence[Shard], mine: Sequence[Shard], faults: Collection[str]) -> float:
@@ -65,7 +81,7 @@ def ddp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) -> Pr
     return model, step
 
 
-def _summing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _summing(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  (DDP compares annotations)
     dist.all_reduce(bucket.buffer())
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -91,8 +107,6 @@ def fsdp2(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = (), mes
         for place, (tokens, targets) in enumerate(mine):
             last = place + 1 == len(mine)
             model.set_requires_gradient_sync(last)
-            if "not over replicas" in faults:
-                model.set_requires_all_reduce(False)
             loss_of(model(tokens), targets, by).backward()
 
     return model, step
@@ -101,7 +115,8 @@ def fsdp2(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = (), mes
 def hsdp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) -> Program:
     """FSDP2 within groups of two ranks, replicated over the groups."""
     shape = (dist.get_world_size() // 2, 2)
-    return fsdp2(kind, shards, faults, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return fsdp2(kind, shards, faults, mesh["shard"] if "shards alone" in faults else mesh)
 
 
 def dtensor_tp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) -> Program:
