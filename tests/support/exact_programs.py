@@ -352,7 +352,7 @@ def pipeline(
         scale_grads="scaled gradients" in faults,
     )
     tokens, targets = (torch.cat(each) for each in zip(*shards))
-    group = dist.new_group([0, ranks - 1])
+    group = dist.new_group(sorted({0, ranks - 1}))
 
     def step() -> None:
         arguments = (tokens,) if 0 in numbers else ()
