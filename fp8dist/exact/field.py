@@ -89,7 +89,7 @@ def residues(values: Tensor, weights: bool = False) -> Tensor:
 
     Integers are their own residues, masks become ``-inf``, and other values get a residue from their bits in float32:
     so each shard of a tensor becomes the shard of its residues. ``weights``: 0, 1 and -1 get such a residue too,
-    because zeros would stop gradients. A second call changes nothing.
+    because zeros would stop gradients. A second call changes nothing. Infinity and ``nan`` become ``nan``.
     """
     wide = values.double()
     bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0: -0.0 is zero.
@@ -100,7 +100,7 @@ def residues(values: Tensor, weights: bool = False) -> Tensor:
     if weights:
         kept &= wide.abs() > 1
     found = torch.where(kept, torch.remainder(wide, P), (bits % (P - 3) + 2).double())
-    return torch.where(wide <= MASKED, -math.inf, found)
+    return torch.where(wide.abs() < -MASKED, found, torch.where(wide <= MASKED, -math.inf, math.nan))
 
 
 def reduced(values: Tensor) -> Tensor:
@@ -167,3 +167,8 @@ def power(values: Tensor, exponent: Fraction) -> Tensor:
 def inverse(values: Tensor) -> Tensor:
     """Return what gives 1 when multiplied by ``values``; 0 for 0."""
     return power(values, Fraction(-1))
+
+
+def inverse_of(count: int) -> int:
+    """Return the inverse of an int; 0 for multiples of ``P``."""
+    return pow(count, -1, P) if count % P else 0

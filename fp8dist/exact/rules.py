@@ -18,191 +18,77 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.exact.field import P, inverse, power, product, reduced, residue_of
+from fp8dist.exact.field import P, are_residues, inverse, inverse_of, power, product, reduced, residue_of, residues
 
-MOVES = frozenset(
-    [
-        "alias",
-        "all_gather_into_tensor",
-        "all_to_all_single",
-        "arange",
-        "as_strided",
-        "as_strided_scatter",
-        "broadcast",
-        "broadcast_",
-        "cat",
-        "chunk",
-        "chunk_cat",
-        "clone",
-        "constant_pad_nd",
-        "contiguous",
-        "copy",
-        "detach",
-        "detach_",
-        "diag",
-        "diagonal",
-        "diagonal_backward",
-        "diagonal_scatter",
-        "embedding",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "expand",
-        "fill",
-        "flip",
-        "full",
-        "full_like",
-        "gather",
-        "index",
-        "index_copy",
-        "index_select",
-        "is_same_size",
-        "item",
-        "lift",
-        "lift_fresh",
-        "masked_fill",
-        "masked_scatter",
-        "masked_select",
-        "movedim",
-        "narrow",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "permute",
-        "pixel_shuffle",
-        "record_stream",
-        "repeat",
-        "repeat_interleave",
-        "reshape",
-        "resize",
-        "resize_",
-        "resolve_conj",
-        "resolve_neg",
-        "roll",
-        "rot90",
-        "scalar_tensor",
-        "scatter",
-        "select",
-        "select_backward",
-        "select_scatter",
-        "set_",
-        "set",
-        "slice",
-        "slice_backward",
-        "slice_scatter",
-        "split",
-        "split_with_sizes",
-        "split_with_sizes_copy",
-        "squeeze",
-        "stack",
-        "t",
-        "take",
-        "take_along_dim",
-        "tile",
-        "to",
-        "transpose",
-        "tril",
-        "triu",
-        "unbind",
-        "unflatten",
-        "unfold",
-        "unfold_backward",
-        "unsqueeze",
-        "unsafe_split",
-        "unsafe_split_with_sizes",
-        "view",
-        "view_as",
-        "view_copy",
-        "wait_tensor",
-        "where",
-        "zero",
-        "zeros",
-        "zeros_like",
-        "_foreach_copy",
-        "_fsdp_copy_",
-        "_local_scalar_dense",
-        "_pad_enum",
-        "_reshape_alias",
-        "_reshape_copy",
-        "_to_copy",
-        "_unsafe_view",
-        "_unsafe_index",
-        "all_gather_copy_in",
-        "split_with_sizes_copy",
-        "chunk_cat",
-        "_chunk_cat",
-    ]
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MOVES = _names(
+    """
+    _chunk_cat _conj _foreach_copy _fsdp_copy_ _local_scalar_dense _pad_enum _reshape_alias _reshape_copy _to_copy
+    _unsafe_index _unsafe_view alias all_gather_copy_in all_gather_into_tensor all_to_all_single arange as_strided
+    as_strided_scatter broadcast broadcast_ cat chunk chunk_cat clone constant_pad_nd contiguous copy detach detach_
+    diag diagonal diagonal_backward diagonal_scatter embedding empty empty_like empty_strided expand fill flip full
+    full_like gather index index_copy index_select is_same_size item lift lift_fresh masked_fill masked_scatter
+    masked_select movedim narrow new_empty new_empty_strided new_full new_ones new_zeros ones ones_like permute
+    pixel_shuffle record_stream repeat repeat_interleave reshape resize resize_ resolve_conj resolve_neg roll rot90
+    scalar_tensor scatter select select_backward select_scatter set set_ slice slice_backward slice_scatter split
+    split_with_sizes split_with_sizes_copy squeeze stack t take take_along_dim tile to transpose tril triu unbind
+    unflatten unfold unfold_backward unsafe_split unsafe_split_with_sizes unsqueeze view view_as view_as_complex
+    view_as_real view_copy wait_tensor where zero zeros zeros_like
+    """
 )
 """Ops that move elements, or fill tensors with numbers."""
 
-RING = frozenset(
-    [
-        "add",
-        "addcmul",
-        "cumsum",
-        "dot",
-        "embedding_dense_backward",
-        "gather_backward",
-        "index_add",
-        "index_put",
-        "mul",
-        "neg",
-        "rsub",
-        "scatter_add",
-        "square",
-        "sub",
-        "sum",
-        "trace",
-        "_index_put_impl",
-        "_unsafe_index_put",
-    ]
+FILLS = _names("constant_pad_nd fill full full_like masked_fill new_full scalar_tensor where")
+"""Ops that fill in numbers."""
+
+RING = _names(
+    """
+    _index_put_impl _unsafe_index_put add cumsum embedding_dense_backward index_add index_put neg rsub scatter_add
+    sub sum trace
+    """
 )
 """Ops that add and multiply: computed in float64, then reduced."""
 
-ORDER = frozenset(
-    [
-        "all",
-        "allclose",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "argsort",
-        "bincount",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "eq",
-        "equal",
-        "ge",
-        "gt",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "isneginf",
-        "le",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "lt",
-        "max",
-        "maximum",
-        "min",
-        "minimum",
-        "msort",
-        "ne",
-        "nonzero",
-        "remainder",
-        "sort",
-        "topk",
-    ]
+ORDER = _names(
+    """
+    all allclose amax amin any argmax argmin argsort bincount clamp clamp_max clamp_min eq equal ge gt isfinite
+    isinf isnan isneginf le logical_and logical_not logical_or lt max maximum min minimum msort ne nonzero remainder
+    sort topk
+    """
 )
 """Ops that compare: they see integers in [0, P)."""
+
+
+def mul(x: Tensor, y: Any) -> Tensor:
+    """Zero times ``-inf`` is zero: masks are made so."""
+    return torch.where((x == 0) | (torch.as_tensor(y) == 0), 0.0, x * y)
+
+
+def complex_mul(x: Any, y: Any) -> Tensor:
+    """Return the parts of a complex product, in a last dim of 2."""
+    (a, b), (c, d) = (_parts(x), _parts(y))
+    return torch.stack([reduced(a * c) - b * d, reduced(a * d) + b * c], -1)
+
+
+def _parts(x: Any) -> tuple[Tensor, Tensor]:
+    """Return the real and imaginary parts, in float64. A table of floats becomes residues."""
+    if not isinstance(x, Tensor) or not x.is_complex():
+        return torch.as_tensor(x, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    parts = torch.view_as_real(x.resolve_conj()).double()
+    parts = parts if are_residues(reduced(parts)) else residues(parts)
+    return parts[..., 0], parts[..., 1]
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    return reduced(x * y).sum()
 
 
 def cubic(x: Tensor, *coefficients: int) -> Tensor:
@@ -313,15 +199,16 @@ def div(x: Tensor, y: Any, rounding_mode: str | None = None) -> Tensor:
 
 def mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     total = x.sum() if dim is None else x.sum(dim, keepdim)
-    return reduced(total) * residue_of(Fraction(max(total.numel(), 1), x.numel()).__float__())
+    return reduced(total) * inverse_of(x.numel() // max(total.numel(), 1))
 
 
 def var(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
     dims = list(range(x.dim())) if dim is None else dim
-    centred = reduced(x - mean(x, dims, True))
+    centred = reduced(x - reduced(mean(x, dims, True)))
     total = reduced(centred * centred).sum(dims, keepdim)
-    count = x.numel() // max(total.numel(), 1) - (1 if correction is None else correction)
-    return reduced(total) * residue_of(1 / count)
+    return reduced(total) * inverse_of(
+        x.numel() // max(total.numel(), 1) - int(1 if correction is None else correction)
+    )
 
 
 def var_mean(x: Tensor, dim: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -403,10 +290,10 @@ RULES = MappingProxyType(
         **{
             rule.__name__: rule
             for rule in (
-                exp, log, log1p, expm1, sin, cos, tanh, tanh_backward, sigmoid, sigmoid_backward, silu, silu_backward,
-                softplus, softplus_backward, gelu, gelu_backward, relu, threshold_backward, pow, sqrt, rsqrt, div, mean,
-                var, var_mean, std, native_layer_norm, native_layer_norm_backward, addmm, linear, bernoulli,
-                native_dropout, native_dropout_backward,
+                mul, square, dot, exp, log, log1p, expm1, sin, cos, tanh, tanh_backward, sigmoid, sigmoid_backward,
+                silu, silu_backward, softplus, softplus_backward, gelu, gelu_backward, relu, threshold_backward,
+                pow, sqrt, rsqrt, div, mean, var, var_mean, std, native_layer_norm, native_layer_norm_backward,
+                addmm, linear, bernoulli, native_dropout, native_dropout_backward,
             )
         },
         "_softmax": softmax,

@@ -20,7 +20,7 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return total if keepdim else total.squeeze(dim)
 
 
-def log_softmax(x: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
+def log_softmax(x: Tensor, dim: Any, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``x - logsumexp(x)``, as vocabulary-parallel losses written by hand do."""
     x = x if dtype is None else x.to(dtype)
     shifted = x - x.detach().amax(dim, keepdim=True)
@@ -106,15 +106,9 @@ def mse_loss(
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:
-    """``scaled_dot_product_attention`` by its plain ops, without dropout."""
-    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    """``scaled_dot_product_attention`` by its plain ops."""
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*args, **{**kwargs, **({"dropout_p": 0.0} if len(args) < 5 else {})})
-
-
-def no_dropout(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return the input."""
-    return x
+        return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 SURROGATES = MappingProxyType(
@@ -128,8 +122,6 @@ SURROGATES = MappingProxyType(
         torch.logsumexp: logsumexp,
         Tensor.logsumexp: logsumexp,
         F.scaled_dot_product_attention: attention,
-        F.dropout: no_dropout,
-        torch.dropout: no_dropout,
     }
 )
 """What replaces a function of torch."""
