@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8dist.errors import ConfigurationError, Fp8DistError
+from fp8dist.errors import Fp8DistError
+from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.modes import arithmetic
 from fp8dist.exact.outputs import judge_outputs
-from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.placement import Part
 from fp8dist.exact.reference import Reference, outputs_of, read_reference, stored
 from fp8dist.exact.shards import judge_parameters, swapped
-from fp8dist.exact.verdict import ExactFinding, ExactReport, Holding, judge_gradients
+from fp8dist.exact.verdict import ExactReport, Holding, judge_gradients
 from fp8dist.state.groups import is_dtensor, own_rank, world_size
 from fp8dist.state.slots import clean_fqn
 
@@ -36,7 +36,8 @@ def compare(
     step: Callable[[], Any],
     path: str | os.PathLike[str],
     *,
-    rename: Callable[[str], str] | None = None,
+    rename: Callable[[str], str] = lambda name: name,
+    surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> ExactReport:
     """Run one step of a parallel job modulo P, and compare it with the reference. COLLECTIVE: all ranks of the job.
 
@@ -49,7 +50,8 @@ def compare(
             the reference; without the optimizer.
         path: of the file that ``record`` wrote. Rank 0 reads it.
         rename: from a name of a parameter or module in ``model`` to its name in the reference, for stages whose names
-            have other prefixes. Prefixes of DDP, ``torch.compile`` and checkpoint wrappers are removed before.
+            have other prefixes. Prefixes of DDP and of checkpoint wrappers are removed before.
+        surrogates: as of ``arithmetic``.
 
     Returns:
         The report, the same on all ranks. ``str(report)`` is the verdict in sentences.
@@ -59,10 +61,9 @@ def compare(
         CheckpointError: the file cannot be read.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
-    translate = rename or (lambda name: name)
     for each in models:
         to_residues(each)
-    named = {translate(clean_fqn(name)): parameter for each in models for name, parameter in each.named_parameters()}
+    named = {rename(clean_fqn(name)): parameter for each in models for name, parameter in each.named_parameters()}
     reference: list[Reference] = []  # On rank 0 alone.
     parts: list[Mapping[str, Part]] = []
 
@@ -80,16 +81,14 @@ def compare(
         return report
     for parameter in named.values():
         parameter.grad = None
-    with outputs_of(models, translate) as outputs, arithmetic():
+    with outputs_of(models, rename) as outputs, arithmetic(surrogates):
         step()
     gradients = {name: _gradient(parameter) for name, parameter in named.items() if parameter.requires_grad}
     sent = {name: [stored(each) for each in calls] for name, calls in outputs.items()}
     return _on_rank_0(judge_computed, _Computed(gradients, sent))
 
 
-def _judge(
-    reference: Reference, parts: Sequence[Mapping[str, Part]], computed: Sequence[_Computed]
-) -> ExactReport:
+def _judge(reference: Reference, parts: Sequence[Mapping[str, Part]], computed: Sequence[_Computed]) -> ExactReport:
     held: dict[str, list[Holding]] = {}
     for rank, (mine, places) in enumerate(zip(computed, parts, strict=True)):
         for name, gradient in mine.gradients.items():

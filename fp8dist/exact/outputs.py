@@ -47,8 +47,8 @@ def judge_outputs(
         if text is not None:
             return ExactFinding("output", (module,), f"{module}: the output on rank {rank} is {text}")
         if before is not None:
-            text = f"{before[0]}: its output in the reference is {before[1]}, and {module} after it is wrong: their sum is missing, or wrong"
-            return ExactFinding("output", (before[0], module), text)
+            text = f"{before[0]}: its output in the reference is {before[1]}, and {module} after it is wrong"
+            return ExactFinding("output", (before[0], module), f"{text}: their sum is missing, or wrong")
         text = f"{module}: the first wrong output, on rank {rank}. All outputs before it are the reference's"
         return ExactFinding("output", (module,), text)
     return None
@@ -90,8 +90,8 @@ class _Rows:
         if any(mine <= self._chunk(start, width) for start in range(0, whole, width)):
             return True
         columns = _rows(_columns(output))  # Of a fused q, k and v, a rank has columns from several places.
-        alike = [_columns(call) for call in self._calls if call.dim() and call.numel() // whole == output.numel() // width]
-        return any(columns <= _rows(call) for call in alike)
+        alike = [call for call in self._calls if call.dim() and call.numel() // whole == output.numel() // width]
+        return any(columns <= _rows(_columns(call)) for call in alike)
 
     def _chunk(self, start: int, width: int) -> set[bytes]:
         if (start, width) not in self._known:
@@ -120,4 +120,3 @@ def _summed(rows: _Rows, holders: Mapping[int, Sequence[Tensor]]) -> tuple[int, 
                 found.append(ranks)
     covered = {rank for ranks in found for rank in ranks}
     return found[0] if covered == set(holders) else None
-

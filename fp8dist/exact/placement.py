@@ -57,9 +57,9 @@ def part_of(local: Tensor, whole: Tensor, dim: int, others: Sequence[Part] = ())
     return None
 
 
-def is_distinct(whole: Tensor, dim: int) -> bool:
-    """True if no two slices along ``dim`` are equal, so that values show which part a rank holds."""
-    return len(_places(whole, dim)) == whole.shape[dim]
+def is_distinct(whole: Tensor, dim: int | None) -> bool:
+    """True if no two slices along ``dim`` are equal, so that values show which part a rank holds. None: not cut."""
+    return dim is None or len(_places(whole, dim)) == whole.shape[dim]
 
 
 def _chunks(size: int, whole: int, others: Sequence[Part]) -> list[Part]:

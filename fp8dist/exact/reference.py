@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.field import P, reduced
 from fp8dist.exact.modes import arithmetic
-from fp8dist.exact.conversion import to_residues
 from fp8dist.state.groups import local_part
 from fp8dist.state.slots import clean_fqn
 
@@ -40,7 +41,12 @@ class Reference(NamedTuple):
 
 
 def record(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Sequence[Tensor]], shards: Any, path: str | os.PathLike[str]
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Sequence[Tensor]],
+    shards: Any,
+    path: str | os.PathLike[str],
+    *,
+    surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> None:
     """Compute one step in this process modulo P, and write the reference that ``compare`` reads. Local.
 
@@ -51,6 +57,7 @@ def record(
             the step: each is divided by what the whole step is divided by, such as its number of tokens.
         shards: the batch, in any form that ``loss`` takes.
         path: of the file to write, safetensors.
+        surrogates: as of ``arithmetic``.
 
     Raises:
         ConfigurationError: ``loss`` returns something else than scalars, or reaches no parameter.
@@ -63,12 +70,12 @@ def record(
     parameters = {name: stored(parameter).long() for name, parameter in named.items()}
     order: dict[str, None] = {}
     hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))  # type: ignore[misc]
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
         for name, parameter in named.items()
         if parameter.requires_grad
     ]
     gradients: list[dict[str, Tensor]] = []
-    with outputs_of([model]) as outputs, arithmetic():
+    with outputs_of([model]) as outputs, arithmetic(surrogates):
         losses = list(loss(model, shards))
         if not losses or any(not isinstance(each, Tensor) or each.numel() != 1 for each in losses):
             raise ConfigurationError(f"loss must return a list with a scalar tensor for each shard, got {losses!r}")
@@ -95,7 +102,7 @@ def outputs_of(
     tensor of the output of each call (of a DTensor this rank's part). Repeated forwards of checkpoints do not count."""
     outputs: dict[str, list[Tensor]] = {}
 
-    def keep(name: str, output: Any) -> None:
+    def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # A backward runs, and a checkpoint in it.
             return
         first = next((each for each in _flat(output) if isinstance(each, Tensor)), None)
@@ -103,9 +110,7 @@ def outputs_of(
             outputs.setdefault(name, []).append(local_part(first).detach().clone())
 
     hooks = [
-        module.register_forward_hook(
-            lambda *args, name=rename(clean_fqn(name)): keep(name, args[-1]), always_call=False
-        )
+        module.register_forward_hook(partial(keep, rename(clean_fqn(name))))
         for model in models
         for name, module in model.named_modules()
     ]
@@ -163,9 +168,6 @@ def read_reference(path: str | os.PathLike[str]) -> Reference:
     return Reference(
         {name.removeprefix("parameter/"): each for name, each in tensors.items() if name.startswith("parameter/")},
         {name: tensors[f"shards/{name}"] for name in index["order"]},
-        {
-            name: [tensors[f"output/{call}/{name}"] for call in range(count)]
-            for name, count in index["outputs"].items()
-        },
+        {name: [tensors[f"output/{call}/{name}"] for call in range(count)] for name, count in index["outputs"].items()},
         index["ties"],
     )

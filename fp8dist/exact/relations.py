@@ -224,4 +224,3 @@ def _sentence(coefficients: Sequence[int]) -> str:
     shown = [fraction_text(each) for each in coefficients]
     listed = f"{', '.join(shown[:-1])} and {shown[-1]} of the shards' contributions"
     return f"{listed}: the loss is divided by local tokens" if kind == "local tokens" else listed
-

@@ -31,7 +31,7 @@ def judge_parameters(
         known = {name: (local.long(), _named(reference, name, rank)) for name, local in parameters.items()}
         dims = {name: _dim(name, *tensors, rank) for name, tensors in known.items()}
         # Parts that values show come first: they decide where values show none.
-        for name in sorted(known, key=lambda name: (dims[name] is not None) and not is_distinct(known[name][1], dims[name])):
+        for name in sorted(known, key=lambda name: not is_distinct(known[name][1], dims[name])):
             local, whole = known[name]
             mine[name], text = _placed(local, whole, dims[name], _of_kin(name, mine))
             if text is not None:

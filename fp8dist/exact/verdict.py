@@ -99,9 +99,7 @@ def _parts(complete: Tensor, shards: Tensor, held: Sequence[Holding]) -> list[Si
     ]
 
 
-def _report(
-    compared: Sequence[str], found: Mapping[str, Sequence[Relation | None]], zero: set[str]
-) -> ExactReport:
+def _report(compared: Sequence[str], found: Mapping[str, Sequence[Relation | None]], zero: set[str]) -> ExactReport:
     """Return the report: names with the same equation share a finding, and findings follow the backward. ``zero``: the
     gradients that are zero, as those of a key's bias: every equation holds for them."""
     merged: dict[object, tuple[Sequence[Relation | None], list[str]]] = {}
@@ -113,7 +111,8 @@ def _report(
         known = [each for each in relations if each is not None]
         if len(known) == len(relations):
             text = "; ".join({_key(each): str(each) for each in known}.values())
-            findings.append(ExactFinding(known[0].kind, tuple(names), _sentence(names, text, len(zero.union(names)) == len(compared) > 1)))
+            every = len(zero.union(names)) == len(compared) > 1
+            findings.append(ExactFinding(known[0].kind, tuple(names), _sentence(names, text, every)))
         elif findings:
             downstream += names
         else:
@@ -125,7 +124,8 @@ def _report(
 
 def _sentence(names: Sequence[str], text: str, every: bool) -> str:
     subject, verb = ("every gradient", "is") if every else (first_few(names), "are" if len(names) > 1 else "is")
-    return f"{subject} {verb} {text}" if text.endswith("of the reference") and ";" not in text else f"{subject}: {text}"
+    factor = text.endswith("of the reference") and ";" not in text
+    return f"{subject} {verb} {text}" if factor else f"{subject}: {text}"
 
 
 def _key(relation: Relation | None) -> object:

@@ -31,10 +31,7 @@ def programs(ranks: int) -> dict[str, dict[str, Any]]:
         "hand_tp": {"program": "hand_tp", "shards": 2},
         "hand_sp": {"program": "hand_sp", "shards": 2},
         "expert_parallel": {"program": "expert_parallel", "shards": 2, "fixed": {"experts": 2 * ranks}},
-        **{
-            schedule: pipelined(schedule, 1, ranks)
-            for schedule in ("ScheduleGPipe", "Schedule1F1B")
-        },
+        **{schedule: pipelined(schedule, 1, ranks) for schedule in ("ScheduleGPipe", "Schedule1F1B")},
     }
     if ranks > 1:
         found["tied pipeline"] = {

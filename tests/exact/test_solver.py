@@ -85,7 +85,9 @@ def test_equal_slices_follow_the_other_parts_of_the_rank() -> None:
 def test_the_cut_dim_follows_from_the_shapes() -> None:
     assert cut_dim((4, 6), (8, 6)) == 0
     assert cut_dim((8, 3), (8, 6)) == 1
-    assert [cut_dim(*shapes) for shapes in [((8, 6), (8, 6)), ((4, 3), (8, 6)), ((9, 6), (8, 6)), ((8,), (8, 6))]] == [None] * 4
+    assert [cut_dim(*shapes) for shapes in [((8, 6), (8, 6)), ((4, 3), (8, 6)), ((9, 6), (8, 6)), ((8,), (8, 6))]] == [
+        None
+    ] * 4
 
 
 def test_slices_in_other_places() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,8 +147,7 @@ class Transformer(nn.Module):
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: tokens, [batch, sequence], or the output of the stage before. Returns logits, or this stage's output.
-        """
+        """``x``: tokens, [batch, sequence], or the output of the stage before. Returns logits, or a stage's output."""
         if self.embed is not None:
             x = self.embed(x)
         for layer in self.layers.values():

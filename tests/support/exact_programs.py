@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.tensor import Replicate, Shard as Cut
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,7 +81,7 @@ def ddp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) -> Pr
     return model, step
 
 
-def _summing(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  (DDP compares annotations)
+def _summing(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations.
     dist.all_reduce(bucket.buffer())
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -91,7 +91,6 @@ def _summing(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, AN
 def fsdp2(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = (), mesh: Any = None) -> Program:
     """FSDP2, which reduces after the last microbatch."""
     model = Transformer(kind)
-    assert model.embed is not None and model.norm is not None
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     ignored = {model.layers["0"].norm2.weight} if "ignored" in faults else set()
     for layer in model.layers.values():
@@ -240,16 +239,15 @@ def _cut(whole: Tensor, dim: int, rank: int | None = None) -> Tensor:
     return whole.chunk(dist.get_world_size(), dim)[dist.get_rank() if rank is None else rank].clone()
 
 
-def hand_tp(
-    kind: Kind, shards: Sequence[Shard], faults: Collection[str] = (), sequence: bool = False
-) -> Program:
+def hand_tp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = (), sequence: bool = False) -> Program:
     """Tensor parallelism written by hand, with plain tensors. Faults are planted in layer 0.
 
     Args:
         sequence: norms and residuals see a part of the sequence each (sequence parallelism).
     """
     model = Transformer(kind)
-    assert model.embed is not None and model.norm is not None
+    assert model.embed is not None
+    assert model.norm is not None
     for place, layer in model.layers.items():
         planted = faults if place == "0" else ()
         columns = [layer.attention.q, layer.attention.k, layer.attention.v, layer.mlp.up, layer.mlp.gate]
