@@ -45,8 +45,8 @@ def residue_of(number: float) -> float:
     Raises:
         ConfigurationError: ``nan``, plus infinity, or a denominator that is divisible by ``P``.
     """
-    if isinstance(number, int):
-        return number % P
+    if isinstance(number, int) or (number.is_integer() and abs(number) < 2**53):
+        return int(number) % P
     if math.isnan(number) or number >= -MASKED:
         raise ConfigurationError(f"{number} has no value in exact arithmetic.")
     if number <= MASKED:
@@ -87,19 +87,20 @@ def _between(number: int) -> int:
 def residues(values: Tensor, weights: bool = False) -> Tensor:
     """Return the residues of a float tensor, in float64, element by element.
 
-    Integers are their own residues, masks become ``-inf``, and other values get a residue from their bits in float32:
-    so each shard of a tensor becomes the shard of its residues. ``weights``: 0, 1 and -1 get such a residue too,
+    Integers are their own residues, masks become ``-inf``, and other values get a residue from their bits in float32,
+    that of ``-x`` being minus that of ``x``: so each shard of a tensor becomes the shard of its residues. ``weights``: 0, 1 and -1 get such a residue too,
     because zeros would stop gradients. A second call changes nothing. Infinity and ``nan`` become ``nan``.
     """
     wide = values.double()
-    bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0: -0.0 is zero.
+    bits = values.float().abs().view(torch.int32).long()
     for factor, shift in ((0x9E3779B1, 15), (0x85EBCA77, 13)):
         bits = bits * factor & 0xFFFFFFFF
         bits = bits ^ bits >> shift
     kept = (wide == wide.floor()) & (wide.abs() < 2**53)
     if weights:
         kept &= wide.abs() > 1
-    found = torch.where(kept, torch.remainder(wide, P), (bits % (P - 3) + 2).double())
+    hashed = (bits % (P - 3) + 2).double()
+    found = torch.where(kept, reduced(wide), torch.where(wide < 0, P - hashed, hashed))
     return torch.where(wide.abs() < -MASKED, found, torch.where(wide <= MASKED, -math.inf, math.nan))
 
 

@@ -40,7 +40,7 @@ def arithmetic(surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | Non
         ConfigurationError: in the block: an op has no rule, or casts to less than float32. The message names the op
             and the module.
     """
-    with averages_as_sums(), ModularOps(), ModularFunctions(dict(SURROGATES) | dict(surrogates or {})):
+    with averages_as_sums(), ModularOps(), ModularFunctions({**SURROGATES, **(surrogates or {})}):
         yield
 
 
@@ -81,7 +81,7 @@ class ModularOps(TorchDispatchMode):
         if "c10d" in space:
             return collective(func, args, kwargs)
         base = name.removesuffix("_")
-        if name in MOVES or base in MOVES:
+        if base in MOVES:
             return _move(func, base, args, kwargs)
         return _compute(func, base, args, kwargs)
 
@@ -178,9 +178,11 @@ def _canonical(leaf: Any) -> Any:
 
 
 def _reduced(values: Tensor) -> Tensor:
-    """Return values modulo P; ``-inf`` stays."""
+    """Return values modulo P; ``-inf`` stays, and what is too large to be exact becomes ``nan``."""
     found = reduced(values)
-    return torch.where(values == -math.inf, values, found) if bool(found.isnan().any()) else found
+    if values.numel() and not all(bool(bound.abs() < 2**53) for bound in values.aminmax()):
+        found = torch.where(values.abs() < 2**53, found, torch.where(values == -math.inf, values, math.nan))
+    return found
 
 
 def _advice(base: str) -> str:

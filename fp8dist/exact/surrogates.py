@@ -3,6 +3,7 @@ do not have (``exp(a - b) = exp(a) / exp(b)``), or several kernels compute them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -111,7 +112,7 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-SURROGATES = MappingProxyType(
+SURROGATES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
         F.cross_entropy: cross_entropy,
         F.nll_loss: nll_loss,
