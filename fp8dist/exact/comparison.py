@@ -14,7 +14,7 @@ from fp8dist.errors import Fp8DistError
 from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.modes import arithmetic
 from fp8dist.exact.outputs import judge_outputs
-from fp8dist.exact.placement import Part
+from fp8dist.exact.placement import HeldPart
 from fp8dist.exact.reference import Reference, outputs_of, read_reference, stored
 from fp8dist.exact.shards import judge_parameters, swapped
 from fp8dist.exact.verdict import ExactReport, Holding, judge_gradients
@@ -65,7 +65,7 @@ def compare(
         to_residues(each)
     named = {rename(clean_fqn(name)): parameter for each in models for name, parameter in each.named_parameters()}
     reference: list[Reference] = []  # On rank 0 alone.
-    parts: list[Mapping[str, Part]] = []
+    parts: list[Mapping[str, HeldPart]] = []
 
     def judge_held(held: Sequence[Mapping[str, Tensor]]) -> ExactReport:
         reference.append(read_reference(path))
@@ -88,7 +88,7 @@ def compare(
     return _on_rank_0(judge_computed, _Computed(gradients, sent))
 
 
-def _judge(reference: Reference, parts: Sequence[Mapping[str, Part]], computed: Sequence[_Computed]) -> ExactReport:
+def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], computed: Sequence[_Computed]) -> ExactReport:
     held: dict[str, list[Holding]] = {}
     for rank, (mine, places) in enumerate(zip(computed, parts, strict=True)):
         for name, gradient in mine.gradients.items():

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["WHOLE", "Part", "cut_dim", "displaced", "is_distinct", "part_of", "runs_text"]
+__all__ = ["WHOLE", "HeldPart", "cut_dim", "displaced", "is_distinct", "part_of", "runs_text"]
 
 
-class Part(NamedTuple):
+class HeldPart(NamedTuple):
     """A part of a whole tensor: the slices ``places`` along ``dim``. The whole tensor has no dim: None."""
 
     dim: int | None
@@ -25,7 +25,7 @@ class Part(NamedTuple):
         return "all" if self.dim is None else f"{runs_text(self.places)} of dim {self.dim}"
 
 
-WHOLE = Part(None)
+WHOLE = HeldPart(None)
 
 
 def cut_dim(local: Sequence[int], whole: Sequence[int]) -> int | None:
@@ -36,7 +36,7 @@ def cut_dim(local: Sequence[int], whole: Sequence[int]) -> int | None:
     return cut[0] if len(cut) == 1 and local[cut[0]] < whole[cut[0]] else None
 
 
-def part_of(local: Tensor, whole: Tensor, dim: int, others: Sequence[Part] = ()) -> Part | None:
+def part_of(local: Tensor, whole: Tensor, dim: int, others: Sequence[HeldPart] = ()) -> HeldPart | None:
     """Return the part of ``whole`` that ``local`` is, cut along ``dim``; None if it has slices that ``whole`` has not.
 
     Args:
@@ -46,14 +46,14 @@ def part_of(local: Tensor, whole: Tensor, dim: int, others: Sequence[Part] = ())
     known = _places(whole, dim)
     found = [known.get(key, []) for key in _keys(local, dim)]
     if all(len(places) == 1 for places in found):
-        return Part(dim, tuple(places[0] for places in found))
+        return HeldPart(dim, tuple(places[0] for places in found))
     if not all(found):
         return None
     sizes = local.shape[dim], whole.shape[dim]
     for part in [*others, *_chunks(*sizes, others)]:
         same = len(part.places) == sizes[0] and max(part.places, default=-1) < sizes[1]
         if same and bool((whole.index_select(dim, torch.tensor(part.places)) == local).all()):
-            return Part(dim, part.places)
+            return HeldPart(dim, part.places)
     return None
 
 
@@ -62,14 +62,14 @@ def is_distinct(whole: Tensor, dim: int | None) -> bool:
     return dim is None or len(_places(whole, dim)) == whole.shape[dim]
 
 
-def _chunks(size: int, whole: int, others: Sequence[Part]) -> list[Part]:
+def _chunks(size: int, whole: int, others: Sequence[HeldPart]) -> list[HeldPart]:
     """Return the contiguous parts of this size, the one that a rank's other parts suggest first."""
-    chunks = [Part(0, tuple(range(start, start + size))) for start in range(0, whole - size + 1, max(size, 1))]
+    chunks = [HeldPart(0, tuple(range(start, start + size))) for start in range(0, whole - size + 1, max(size, 1))]
     firsts = [part.places[0] // len(part.places) for part in others if part.places]
     return sorted(chunks, key=lambda chunk: chunk.places[0] // size != (firsts[0] if firsts else 0))
 
 
-def displaced(tensor: Tensor, whole: Tensor, part: Part) -> str | None:
+def displaced(tensor: Tensor, whole: Tensor, part: HeldPart) -> str | None:
     """Return which slices of ``whole`` stand in ``tensor`` where other slices belong, as text; None if ``tensor`` has
     slices that ``whole`` has not. ``part``: the part of ``whole`` that ``tensor`` should be."""
     for dim in range(tensor.dim()) if part.dim is None else [part.dim]:

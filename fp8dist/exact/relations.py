@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8dist.common.text import ranks_text
 from fp8dist.exact.field import P
-from fp8dist.exact.placement import Part, displaced
+from fp8dist.exact.placement import HeldPart, displaced
 from fp8dist.exact.solver import combined, fraction_text, small_fraction, solve
 
 __all__ = ["Factor", "Moved", "OfRanks", "OfShards", "Relation", "Sides", "Without", "explain"]
@@ -26,7 +26,7 @@ class Sides(NamedTuple):
     whole: Tensor
     shards: Sequence[Tensor]
     ranks: Mapping[int, Tensor]
-    part: Part
+    part: HeldPart
     complete: Tensor
 
     @property

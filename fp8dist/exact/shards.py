@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8dist.common.names import did_you_mean
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.exact.placement import WHOLE, Part, cut_dim, displaced, is_distinct, part_of, runs_text
+from fp8dist.exact.placement import WHOLE, HeldPart, cut_dim, displaced, is_distinct, part_of, runs_text
 from fp8dist.exact.reference import Reference
 from fp8dist.exact.verdict import ExactFinding
 
@@ -18,16 +18,16 @@ __all__ = ["judge_parameters", "swapped"]
 
 def judge_parameters(
     reference: Reference, held: Sequence[Mapping[str, Tensor]]
-) -> tuple[list[ExactFinding], list[dict[str, Part]]]:
+) -> tuple[list[ExactFinding], list[dict[str, HeldPart]]]:
     """Return what is wrong with the parameters that each rank holds, and for each rank the part that each is. Local.
 
     Raises:
         ConfigurationError: a parameter has a name or a shape that the reference has not.
     """
     wrong: dict[str, list[str]] = {}
-    parts: list[dict[str, Part]] = []
+    parts: list[dict[str, HeldPart]] = []
     for rank, parameters in enumerate(held):
-        mine: dict[str, Part] = {}
+        mine: dict[str, HeldPart] = {}
         known = {name: (local.long(), _named(reference, name, rank)) for name, local in parameters.items()}
         dims = {name: _dim(name, *tensors, rank) for name, tensors in known.items()}
         # Parts that values show come first: they decide where values show none.
@@ -66,7 +66,7 @@ def _dim(name: str, local: Tensor, whole: Tensor, rank: int) -> int | None:
     return dim
 
 
-def _placed(local: Tensor, whole: Tensor, dim: int | None, others: Sequence[Part]) -> tuple[Part, str | None]:
+def _placed(local: Tensor, whole: Tensor, dim: int | None, others: Sequence[HeldPart]) -> tuple[HeldPart, str | None]:
     """Return the part that a rank holds, and what is wrong with its values."""
     if dim is not None:
         part = part_of(local, whole, dim, others)
@@ -76,13 +76,13 @@ def _placed(local: Tensor, whole: Tensor, dim: int | None, others: Sequence[Part
     return WHOLE, text if different else None
 
 
-def _of_kin(name: str, parts: Mapping[str, Part]) -> list[Part]:
+def _of_kin(name: str, parts: Mapping[str, HeldPart]) -> list[HeldPart]:
     """Return a rank's parts of other tensors, those of the same module first."""
     module = name.rpartition(".")[0]
     return [part for other, part in sorted(parts.items(), key=lambda each: each[0].rpartition(".")[0] != module)]
 
 
-def _uncovered(reference: Reference, parts: Sequence[Mapping[str, Part]]) -> list[ExactFinding]:
+def _uncovered(reference: Reference, parts: Sequence[Mapping[str, HeldPart]]) -> list[ExactFinding]:
     """Return the parameters of which ranks hold no part, or not all."""
     findings = []
     for name, whole in reference.parameters.items():
@@ -97,7 +97,7 @@ def _uncovered(reference: Reference, parts: Sequence[Mapping[str, Part]]) -> lis
     return findings
 
 
-def swapped(reference: Reference, parts: Sequence[Mapping[str, Part]]) -> ExactFinding | None:
+def swapped(reference: Reference, parts: Sequence[Mapping[str, HeldPart]]) -> ExactFinding | None:
     """Return the parameters whose parts lie on the ranks in another order than those of most others, if any do. Local.
 
     This is no fault by itself: a program is right if its gradients are.
@@ -116,11 +116,11 @@ def swapped(reference: Reference, parts: Sequence[Mapping[str, Part]]) -> ExactF
     return ExactFinding("swapped", tuple(odd), text)
 
 
-def _each(held: Mapping[int, Part]) -> str:
+def _each(held: Mapping[int, HeldPart]) -> str:
     return ", ".join(f"rank {rank} holds {part}" for rank, part in held.items())
 
 
-def _held(reference: Reference, parts: Sequence[Mapping[str, Part]], name: str) -> dict[int, Part]:
+def _held(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], name: str) -> dict[int, HeldPart]:
     """Return what each rank holds of a parameter, by any of its names."""
     names = [name, *(other for other, first in reference.ties.items() if first == name)]
     return {rank: mine[each] for rank, mine in enumerate(parts) for each in names if each in mine}

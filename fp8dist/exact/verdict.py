@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8dist.common.text import first_few
 from fp8dist.exact.field import P
-from fp8dist.exact.placement import Part
+from fp8dist.exact.placement import HeldPart
 from fp8dist.exact.relations import Factor, Moved, Relation, Sides, Without, explain
 
 __all__ = ["ExactFinding", "ExactReport", "Holding", "judge_gradients"]
@@ -56,7 +56,7 @@ class Holding:
     """What one rank holds of a parameter. ``gradient``: canonical residues, int64; None: it got none."""
 
     rank: int
-    part: Part
+    part: HeldPart
     gradient: Tensor | None
 
 
@@ -89,7 +89,7 @@ def judge_gradients(
 
 def _parts(complete: Tensor, shards: Tensor, held: Sequence[Holding]) -> list[Sides]:
     """Return what is compared, for each part of the tensor that ranks hold."""
-    ranks: dict[Part, dict[int, Tensor]] = {}
+    ranks: dict[HeldPart, dict[int, Tensor]] = {}
     for holding in held:
         assert holding.gradient is not None
         ranks.setdefault(holding.part, {})[holding.rank] = holding.gradient

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.exact.placement import Part
+from fp8dist.exact.placement import HeldPart
 from fp8dist.exact.reference import Reference
 from fp8dist.exact.shards import judge_parameters, swapped
 from tests.exact.test_solver import residues
@@ -44,10 +44,10 @@ def test_parts_of_two_ranks() -> None:
     findings, parts = judge_parameters(reference(), [cut(0), cut(1)])
     assert not findings
     assert parts[1] == {
-        "embed.weight": Part(None),
-        "up.weight": Part(0, (4, 5, 6, 7)),
-        "up.bias": Part(0, (4, 5, 6, 7)),  # As the weight of its module: zeros do not show it.
-        "down.weight": Part(1, (4, 5, 6, 7)),
+        "embed.weight": HeldPart(None),
+        "up.weight": HeldPart(0, (4, 5, 6, 7)),
+        "up.bias": HeldPart(0, (4, 5, 6, 7)),  # As the weight of its module: zeros do not show it.
+        "down.weight": HeldPart(1, (4, 5, 6, 7)),
     }
     assert swapped(reference(), parts) is None
 

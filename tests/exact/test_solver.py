@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.exact.field import P
-from fp8dist.exact.placement import Part, cut_dim, displaced, part_of
+from fp8dist.exact.placement import HeldPart, cut_dim, displaced, part_of
 from fp8dist.exact.solver import combined, fraction_text, small_fraction, solve
 
 
@@ -67,19 +67,19 @@ def test_zeros_are_no_evidence_and_need_no_coefficient() -> None:
 def test_a_part_is_found_by_its_values() -> None:
     whole = residues(12, 6)
     fused = torch.tensor([0, 1, 4, 5, 8, 9])  # As in a fused q, k and v of two ranks.
-    assert part_of(whole[fused], whole, 0) == Part(0, tuple(fused.tolist()))
-    assert part_of(whole[:, 3:], whole, 1) == Part(1, (3, 4, 5))
+    assert part_of(whole[fused], whole, 0) == HeldPart(0, tuple(fused.tolist()))
+    assert part_of(whole[:, 3:], whole, 1) == HeldPart(1, (3, 4, 5))
     assert part_of(residues(6, 6, seed=3), whole, 0) is None
-    assert bool((Part(1, (3, 4, 5)).of(whole) == whole[:, 3:]).all())
-    assert Part(None).of(whole) is whole
+    assert bool((HeldPart(1, (3, 4, 5)).of(whole) == whole[:, 3:]).all())
+    assert HeldPart(None).of(whole) is whole
 
 
 def test_equal_slices_follow_the_other_parts_of_the_rank() -> None:
     zeros = torch.zeros(12, dtype=torch.int64)
-    fused = Part(0, (2, 3, 6, 7, 10, 11))
+    fused = HeldPart(0, (2, 3, 6, 7, 10, 11))
     assert part_of(zeros[:6], zeros, 0, [fused]) == fused
-    assert part_of(zeros[:4], zeros, 0, [fused]) == Part(0, (0, 1, 2, 3))
-    assert part_of(zeros[:4], zeros, 0, [Part(1, (2, 3))]) == Part(0, (4, 5, 6, 7))
+    assert part_of(zeros[:4], zeros, 0, [fused]) == HeldPart(0, (0, 1, 2, 3))
+    assert part_of(zeros[:4], zeros, 0, [HeldPart(1, (2, 3))]) == HeldPart(0, (4, 5, 6, 7))
 
 
 def test_the_cut_dim_follows_from_the_shapes() -> None:
@@ -93,12 +93,12 @@ def test_the_cut_dim_follows_from_the_shapes() -> None:
 def test_slices_in_other_places() -> None:
     whole = residues(8, 4)
     swapped = whole[torch.tensor([0, 1, 6, 7, 4, 5, 2, 3])]
-    assert displaced(swapped, whole, Part(None)) == (
+    assert displaced(swapped, whole, HeldPart(None)) == (
         "in place of slices 2 to 3, 6 to 7 of dim 0 are the reference's slices 6 to 7, 2 to 3"
     )
-    assert displaced(whole[4:], whole, Part(0, (0, 1, 2, 3))) == (
+    assert displaced(whole[4:], whole, HeldPart(0, (0, 1, 2, 3))) == (
         "in place of slices 0 to 3 of dim 0 are the reference's slices 4 to 7"
     )
-    assert displaced(whole, whole, Part(None)) is None
-    assert displaced(residues(8, 4, seed=5), whole, Part(None)) is None
-    assert displaced(whole * 0, whole, Part(None)) is None
+    assert displaced(whole, whole, HeldPart(None)) is None
+    assert displaced(residues(8, 4, seed=5), whole, HeldPart(None)) is None
+    assert displaced(whole * 0, whole, HeldPart(None)) is None

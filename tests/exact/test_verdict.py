@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fp8dist.exact.field import P
-from fp8dist.exact.placement import Part
+from fp8dist.exact.placement import HeldPart
 from fp8dist.exact.solver import combined
 from fp8dist.exact.verdict import ExactReport, Holding, judge_gradients
 from tests.exact.test_solver import residue, residues
 
 NAMES = ["head", "norm", "first"]  # In the order of the backward.
 SHAPES = {"head": (6, 4), "norm": (4,), "first": (4, 4)}
-WHOLE = Part(None)
+WHOLE = HeldPart(None)
 
 
 def shards_of(count: int) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ def test_swapped_rows() -> None:
 
 def test_swapped_parts_of_two_ranks() -> None:
     shards = shards_of(2)
-    whole, parts = weighted(shards["head"], "1", "1"), [Part(0, (0, 1, 2)), Part(0, (3, 4, 5))]
+    whole, parts = weighted(shards["head"], "1", "1"), [HeldPart(0, (0, 1, 2)), HeldPart(0, (3, 4, 5))]
     right = [Holding(rank, parts[rank], parts[rank].of(whole)) for rank in range(2)]
     swapped = [Holding(rank, parts[rank], parts[1 - rank].of(whole)) for rank in range(2)]
     assert judge_gradients(["head"], shards, {"head": right}).equal
@@ -141,7 +141,7 @@ def test_swapped_parts_of_two_ranks() -> None:
 
 def test_parts_with_one_equation_share_a_sentence() -> None:
     shards = shards_of(2)
-    whole, parts = weighted(shards["head"], "3", "3"), [Part(1, (0, 1)), Part(1, (2, 3))]
+    whole, parts = weighted(shards["head"], "3", "3"), [HeldPart(1, (0, 1)), HeldPart(1, (2, 3))]
     held = [Holding(rank, parts[rank], parts[rank].of(whole)) for rank in range(2)]
     assert str(judge_gradients(["head"], shards, {"head": held})) == "head is 3/1 of the reference"
 
