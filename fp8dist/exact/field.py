@@ -87,9 +87,10 @@ def _between(number: int) -> int:
 def residues(values: Tensor, weights: bool = False) -> Tensor:
     """Return the residues of a float tensor, in float64, element by element.
 
-    Integers are their own residues, masks become ``-inf``, and other values get a residue from their bits in float32,
-    that of ``-x`` being minus that of ``x``: so each shard of a tensor becomes the shard of its residues. ``weights``: 0, 1 and -1 get such a residue too,
-    because zeros would stop gradients. A second call changes nothing. Infinity and ``nan`` become ``nan``.
+    Integers are their own residues, and masks become ``-inf``. Other values get a residue from their bits in float32,
+    that of ``-x`` being minus that of ``x``. So each shard of a tensor becomes the shard of its residues. ``weights``:
+    0, 1 and -1 get such a residue too, because zeros would stop gradients. A second call changes nothing. Infinity
+    and ``nan`` become ``nan``.
     """
     wide = values.double()
     bits = values.float().abs().view(torch.int32).long()
