@@ -180,7 +180,7 @@ def threshold_backward(grad: Tensor, x: Tensor, threshold: float) -> Tensor:
 
 def pow(x: Tensor, exponent: Any) -> Tensor:
     if isinstance(exponent, Tensor) or not isinstance(x, Tensor):
-        raise ConfigurationError("exact arithmetic has no powers with tensors as exponents.")
+        raise ConfigurationError("exact arithmetic cannot compute with tensors as exponents.")
     return power(x, Fraction(exponent).limit_denominator(64))
 
 
@@ -194,7 +194,7 @@ def rsqrt(x: Tensor) -> Tensor:
 
 def div(x: Tensor, y: Any, rounding_mode: str | None = None) -> Tensor:
     if rounding_mode is not None:
-        raise ConfigurationError("exact arithmetic does not round quotients of float tensors.")
+        raise ConfigurationError("exact arithmetic cannot compute with quotients that are rounded.")
     return x * inverse(torch.as_tensor(y, dtype=torch.float64, device=x.device))
 
 

@@ -74,6 +74,7 @@ GROUPS = (
         "See [DDP](ddp.md), [FSDP2](fsdp2.md) and [tensor parallelism](tensor-parallel.md).",
         ("parallel/", "job/joining", "modules/tensor_parallel.py", "modules/fp8_weight.py", "state/groups.py"),
     ),
+    Group("Change what runs in exact arithmetic", "See [its page](design/exact.md).", ("exact/",)),
     Group("Change a replay or a check", "See [replays](replays.md) and [checks](healthy.md).", ("replays/", "checks/")),
     Group(
         "Change a recorder, watch or guard", "See [Record a run](watching.md).", ("runs/", "state/watch", "state/stat")

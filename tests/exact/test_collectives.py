@@ -18,7 +18,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.exact import arithmetic, collectives, to_residues
 from fp8dist.exact.field import P, reduced
 from tests.exact.test_modes import decoder, gradients
-from tests.support.exact import Decoder
+from tests.support.decoder import Decoder
 from tests.support.ranks import on_ranks
 
 THIRD = pow(3, -1, P)
@@ -46,7 +46,7 @@ def test_averages_are_sums_of_thirds() -> None:
         dist.reduce_scatter(scaled, list(scattered.chunk(3)), op=dist._make_nccl_premul_sum(1 / 6))
         work = dist.all_reduce(late := values(rank), async_op=True)
         work.wait()
-        with pytest.raises(ConfigurationError, match="PRODUCT has no value"):
+        with pytest.raises(ConfigurationError, match="cannot compute with PRODUCT"):
             dist.all_reduce(values(rank), op=dist.ReduceOp.PRODUCT)
     own = slice(2 * rank, 2 * rank + 2)
     assert torch.equal(reduced(summed), total.float())
@@ -62,7 +62,7 @@ def test_averages_are_sums_of_thirds() -> None:
 def test_sums_of_more_ranks_than_float32_holds_are_refused() -> None:
     collectives._require_exact([torch.ones(2)], 16)
     collectives._require_exact([torch.ones(2).double(), torch.ones(2, dtype=torch.int64)], 17)
-    with pytest.raises(ConfigurationError, match="over 17 ranks is not exact"):
+    with pytest.raises(ConfigurationError, match="over 17 ranks"):
         collectives._require_exact([[torch.ones(2)]], 17)
 
 

@@ -15,7 +15,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.exact import arithmetic, to_residues
 from fp8dist.exact.field import P, are_residues, reduced
-from tests.support.exact import Decoder
+from tests.support.decoder import Decoder
 
 
 def gradients(model: nn.Module, tokens: Tensor, scale: float = 1.0, **options: Any) -> list[Tensor]:
@@ -146,7 +146,7 @@ def test_casts_to_less_than_float32_are_refused() -> None:
         gradients(model, torch.randint(0, 36, (2, 8)))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigurationError, match="bfloat16 cannot hold"):
         gradients(decoder(), torch.randint(0, 36, (2, 8)))
-    with pytest.raises(ConfigurationError, match=r"^weight is torch\.bfloat16"):
+    with pytest.raises(ConfigurationError, match=r"weight in torch\.bfloat16"):
         to_residues(nn.Linear(4, 4).bfloat16())
 
 
@@ -154,10 +154,10 @@ def test_casts_to_less_than_float32_are_refused() -> None:
     ("function", "words"),
     [
         (lambda x: x * torch.randn(8), r"randn.* has no rule"),
-        (lambda x: x + math.inf, "inf has no value"),
-        (lambda x: x + torch.full((8,), math.nan), "nan has no value"),
-        (lambda x: x / 2 // 3, "floor_divide.* no rule|does not round"),
-        (lambda x: x**0.3, "no power 3/10"),
+        (lambda x: x + math.inf, "with inf"),
+        (lambda x: x + torch.full((8,), math.nan), "with nan"),
+        (lambda x: x / 2 // 3, "floor_divide.* no rule|that are rounded"),
+        (lambda x: x**0.3, "powers of 3/10"),
     ],
 )
 def test_what_has_no_residue_is_refused(function: Any, words: str) -> None:
