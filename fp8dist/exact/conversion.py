@@ -27,6 +27,6 @@ def to_residues(model: nn.Module) -> None:
             if local.is_floating_point():
                 if local.dtype not in (torch.float32, torch.float64):
                     raise ConfigurationError(
-                        f"exact arithmetic cannot compute with {name} in {local.dtype}: convert it to float32 or float64."
+                        f"exact arithmetic cannot compute with {name} in {local.dtype}: use float32 or float64."
                     )
                 local.copy_(residues(local, weights))
