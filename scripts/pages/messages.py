@@ -51,8 +51,7 @@ class Group(NamedTuple):
 GROUPS = (
     Group(
         "Take another file, or load it differently",
-        "`CheckpointError`. A damaged file has further messages, which begin with its path or with `FP8 state`: take "
-        "another copy.",
+        "`CheckpointError`. Other messages begin with a path or `FP8 state`: the file is damaged, take another copy.",
         (),
         ("CheckpointError",),
     ),
