@@ -36,7 +36,9 @@ def _summing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         options = next((a for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None)
         if options is None:
-            raise ConfigurationError(f"{name} is called without options: exact arithmetic cannot read its reduction.")
+            raise ConfigurationError(
+                f"exact arithmetic cannot compute with {name} without options, which say how to reduce."
+            )
         operation = options.reduceOp
         scale = operation.factor if operation == dist.ReduceOp.PREMUL_SUM else None
         factor = _factor(str(operation.op), scale, group.size(), name)
@@ -70,7 +72,7 @@ def collective(func: Any, args: Any, kwargs: Any) -> Any:
 def _require_exact(args: Any, size: int) -> None:
     if size * P > 2**24 and any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in tree_leaves(args)):
         raise ConfigurationError(
-            f"a sum of float32 tensors over {size} ranks is not exact: use up to 16 ranks, or a model in float64."
+            f"exact arithmetic cannot compute with float32 over {size} ranks: use up to 16, or a model in float64."
         )
 
 
@@ -80,7 +82,9 @@ def _factor(operation: str, scale: Any, size: int, name: str) -> float | None:
     if operation in ("MAX", "MIN"):
         return None
     if operation not in ("SUM", "AVG", "PREMUL_SUM"):
-        raise ConfigurationError(f"{name} with {operation} has no value in exact arithmetic: use SUM, AVG, MAX or MIN.")
+        raise ConfigurationError(
+            f"exact arithmetic cannot compute with {operation} in {name}: use SUM, AVG, MAX or MIN."
+        )
     return residue_of({"SUM": 1, "AVG": 1 / size, "PREMUL_SUM": scale}[operation])
 
 

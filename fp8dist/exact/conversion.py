@@ -26,5 +26,7 @@ def to_residues(model: nn.Module) -> None:
             local = torch.view_as_real(local) if local.is_complex() else local
             if local.is_floating_point():
                 if local.dtype not in (torch.float32, torch.float64):
-                    raise ConfigurationError(f"{name} is {local.dtype}: exact arithmetic needs float32 or float64.")
+                    raise ConfigurationError(
+                        f"exact arithmetic cannot compute with {name} in {local.dtype}: use float32 or float64."
+                    )
                 local.copy_(residues(local, weights))

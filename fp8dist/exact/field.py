@@ -48,7 +48,7 @@ def residue_of(number: float) -> float:
     if isinstance(number, int) or (number.is_integer() and abs(number) < 2**53):
         return int(number) % P
     if math.isnan(number) or number >= -MASKED:
-        raise ConfigurationError(f"{number} has no value in exact arithmetic.")
+        raise ConfigurationError(f"exact arithmetic cannot compute with {number}.")
     if number <= MASKED:
         return -math.inf
     sign = -1 if number < 0 else 1
@@ -56,7 +56,9 @@ def residue_of(number: float) -> float:
         fraction = _simple(abs(number), 2**roots)
         if fraction is not None:
             if fraction.denominator % P == 0:
-                raise ConfigurationError(f"{number} has no value in exact arithmetic: {P} divides its denominator.")
+                raise ConfigurationError(
+                    f"exact arithmetic cannot compute with {number}, whose denominator {P} divides."
+                )
             value = fraction.numerator * pow(fraction.denominator, -1, P)
             return sign * pow(value, ROOT**roots, P) % P
     return sign * _between(zlib.crc32(struct.pack("<d", abs(number)))) % P
@@ -87,9 +89,10 @@ def _between(number: int) -> int:
 def residues(values: Tensor, weights: bool = False) -> Tensor:
     """Return the residues of a float tensor, in float64, element by element.
 
-    Integers are their own residues, masks become ``-inf``, and other values get a residue from their bits in float32,
-    that of ``-x`` being minus that of ``x``: so each shard of a tensor becomes the shard of its residues. ``weights``: 0, 1 and -1 get such a residue too,
-    because zeros would stop gradients. A second call changes nothing. Infinity and ``nan`` become ``nan``.
+    Integers are their own residues, and masks become ``-inf``. Other values get a residue from their bits in float32,
+    that of ``-x`` being minus that of ``x``. So each shard of a tensor becomes the shard of its residues. ``weights``:
+    0, 1 and -1 get such a residue too, because zeros would stop gradients. A second call changes nothing. Infinity
+    and ``nan`` become ``nan``.
     """
     wide = values.double()
     bits = values.float().abs().view(torch.int32).long()
@@ -154,7 +157,7 @@ def power(values: Tensor, exponent: Fraction) -> Tensor:
     """
     numerator, denominator = exponent.numerator, exponent.denominator
     if denominator & (denominator - 1):
-        raise ConfigurationError(f"exact arithmetic has no power {exponent}.")
+        raise ConfigurationError(f"exact arithmetic cannot compute with powers of {exponent}.")
     if not numerator:
         return torch.ones_like(values)
     numerator *= pow(ROOT, denominator.bit_length() - 1, P - 1)

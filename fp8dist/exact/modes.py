@@ -76,14 +76,17 @@ class ModularOps(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(type(leaf) not in (Tensor, nn.Parameter, nn.Buffer) for leaf in leaves):
             return NotImplemented  # DTensors unwrap themselves, and their local tensors come here.
-        _require_wide(func, [leaf.dtype for leaf in leaves] + [kwargs.get("dtype")])
-        space, _, name = func._schema.name.partition("::")
-        if "c10d" in space:
-            return collective(func, args, kwargs)
-        base = name.removesuffix("_")
-        if base in MOVES:
-            return _move(func, base, args, kwargs)
-        return _compute(func, base, args, kwargs)
+        with torch._C.DisableTorchFunction():  # In backward the other mode would see each call of a rule.
+            return _call(func, args, kwargs, [leaf.dtype for leaf in leaves])
+
+
+def _call(func: Any, args: Any, kwargs: Any, dtypes: list[torch.dtype]) -> Any:
+    _require_wide(func, [*dtypes, kwargs.get("dtype")])
+    space, _, name = func._schema.name.partition("::")
+    if "c10d" in space:
+        return collective(func, args, kwargs)
+    base = name.removesuffix("_")
+    return (_move if base in MOVES else _compute)(func, base, args, kwargs)
 
 
 def _require_wide(func: Any, dtypes: list[torch.dtype | None]) -> None:
@@ -186,9 +189,11 @@ def _reduced(values: Tensor) -> Tensor:
 
 
 def _advice(base: str) -> str:
-    if "foreach" in base or base in ("lerp", "addcdiv", "addcmul", "_fused_adamw", "_fused_adam"):
+    if "norm" in base:
+        return ". Do not clip gradients"
+    if "foreach" in base or base in ("lerp", "addcdiv", "addcmul"):
         return ". The optimizer that it has is SGD with foreach=False"
-    return ". Do not clip gradients" if "norm" in base else ". Give `surrogates` for the function that calls it"
+    return ". Give `surrogates` for the function that calls it"
 
 
 def _refusal(func: Any, why: str) -> ConfigurationError:

@@ -27,18 +27,18 @@ def _names(text: str) -> frozenset[str]:
 
 MOVES = _names(
     """
-    _chunk_cat _efficientzerotensor randint randint_like _conj _foreach_copy _fsdp_copy_ _fw_primal _has_same_storage_numel _local_scalar_dense _make_dual
-    _new_zeros_with_same_feature_meta _reshape_alias _reshape_copy _to_copy _unpack_dual _unsafe_index _unsafe_view
-    alias all_gather_copy_in all_gather_into_tensor all_to_all_single arange as_strided as_strided_scatter cat chunk
-    chunk_cat clone constant_pad_nd contiguous copy detach diag diagonal diagonal_backward diagonal_scatter
-    embedding empty empty_like empty_strided expand eye fill flip full full_like gather index index_copy index_select
-    is_same_size item lift lift_fresh masked_fill masked_scatter masked_select movedim narrow new_empty
-    new_empty_strided new_full new_ones new_zeros ones ones_like permute pixel_shuffle record_stream repeat
-    repeat_interleave reshape resize resolve_conj resolve_neg roll rot90 scalar_tensor scatter select
-    select_backward select_scatter set set_ slice slice_backward slice_scatter split split_with_sizes
-    split_with_sizes_copy squeeze stack t take take_along_dim tile to transpose tril triu unbind unflatten unfold
-    unfold_backward unsafe_split unsafe_split_with_sizes unsqueeze view view_as view_as_complex view_as_real
-    view_copy wait_tensor where zero zeros zeros_like
+    _chunk_cat _conj _efficientzerotensor _foreach_copy _fsdp_copy_ _fw_primal _has_same_storage_numel
+    _local_scalar_dense _make_dual _new_zeros_with_same_feature_meta _reshape_alias _reshape_copy _to_copy
+    _unpack_dual _unsafe_index _unsafe_view alias all_gather_copy_in all_gather_into_tensor all_to_all_single arange
+    as_strided as_strided_scatter cat chunk chunk_cat clone constant_pad_nd contiguous copy detach diag diagonal
+    diagonal_backward diagonal_scatter embedding empty empty_like empty_strided expand eye fill flip full full_like
+    gather index index_copy index_select is_same_size item lift lift_fresh masked_fill masked_scatter masked_select
+    movedim narrow new_empty new_empty_strided new_full new_ones new_zeros ones ones_like permute pixel_shuffle
+    randint randint_like record_stream repeat repeat_interleave reshape resize resolve_conj resolve_neg roll rot90
+    scalar_tensor scatter select select_backward select_scatter set set_ slice slice_backward slice_scatter split
+    split_with_sizes split_with_sizes_copy squeeze stack t take take_along_dim tile to transpose tril triu unbind
+    unflatten unfold unfold_backward unsafe_split unsafe_split_with_sizes unsqueeze view view_as view_as_complex
+    view_as_real view_copy wait_tensor where zero zeros zeros_like
     """
 )
 """Ops that move elements, or fill tensors with numbers."""
@@ -180,8 +180,8 @@ def threshold_backward(grad: Tensor, x: Tensor, threshold: float) -> Tensor:
 
 def pow(x: Tensor, exponent: Any) -> Tensor:
     if isinstance(exponent, Tensor) or not isinstance(x, Tensor):
-        raise ConfigurationError("exact arithmetic has no powers with tensors as exponents.")
-    return power(x, Fraction(exponent))
+        raise ConfigurationError("exact arithmetic cannot compute with tensors as exponents.")
+    return power(x, Fraction(exponent).limit_denominator(64))
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def rsqrt(x: Tensor) -> Tensor:
 
 def div(x: Tensor, y: Any, rounding_mode: str | None = None) -> Tensor:
     if rounding_mode is not None:
-        raise ConfigurationError("exact arithmetic does not round quotients of float tensors.")
+        raise ConfigurationError("exact arithmetic cannot compute with quotients that are rounded.")
     return x * inverse(torch.as_tensor(y, dtype=torch.float64, device=x.device))
 
 

@@ -60,7 +60,7 @@ def test_other_numbers_get_a_residue_from_their_bits_and_some_are_refused() -> N
     assert residue_of(math.pi) == residue_of(math.pi) != residue_of(math.e)
     assert residue_of(-math.pi) == P - residue_of(math.pi)
     for number in (math.nan, math.inf, 1e31, 1 / P):
-        with pytest.raises(ConfigurationError, match="no value in exact arithmetic"):
+        with pytest.raises(ConfigurationError, match="cannot compute with"):
             residue_of(number)
 
 
@@ -97,7 +97,7 @@ def test_powers_of_zero_and_of_no_residue() -> None:
     found = power(torch.tensor([0.0, 0.5, math.nan], dtype=torch.float64), Fraction(-1))
     assert found[0] == 0
     assert found[1:].isnan().all()
-    with pytest.raises(ConfigurationError, match="no power 1/3"):
+    with pytest.raises(ConfigurationError, match="powers of 1/3"):
         power(found, Fraction(1, 3))
 
 
