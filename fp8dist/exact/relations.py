@@ -13,7 +13,7 @@ from fp8dist.exact.field import P
 from fp8dist.exact.placement import HeldPart, displaced
 from fp8dist.exact.solver import combined, fraction_text, small_fraction, solve
 
-__all__ = ["Factor", "Moved", "OfRanks", "OfShards", "Relation", "Sides", "Without", "explain"]
+__all__ = ["Factor", "OfRanks", "OfShards", "Relation", "Remark", "Sides", "explain", "on"]
 
 
 class Sides(NamedTuple):
@@ -112,40 +112,25 @@ class OfShards:
         if len(self.classes) == 1:
             return _sentence(self.coefficients[0])
         each = zip(self.classes, self.coefficients)
-        return "; ".join(f"{_on(ranks)}: {_sentence(coefficients)}" for ranks, coefficients in each)
+        return "; ".join(f"{on(ranks)}: {_sentence(coefficients)}" for ranks, coefficients in each)
 
 
 @dataclass(frozen=True)
-class Moved:
-    """The gradient has the reference's slices in other places. ``where``: "rows 0 to 3 are the reference's rows …"."""
+class Remark:
+    """What is no equation: slices in other places ("moved"), or "no gradient" on some ranks."""
 
-    where: str
-    kind = "moved"
+    kind: str
+    text: str
 
     def holds(self, sides: Sides) -> bool:
-        """False: each tensor has its own places."""
+        """False: it is about one tensor."""
         return False
 
     def __str__(self) -> str:
-        return self.where
+        return self.text
 
 
-@dataclass(frozen=True)
-class Without:
-    """Some ranks have no gradient, where the reference has one."""
-
-    ranks: tuple[int, ...]
-    kind = "no gradient"
-
-    def holds(self, sides: Sides) -> bool:
-        """False: these sides have gradients."""
-        return False
-
-    def __str__(self) -> str:
-        return f"no gradient on {_on(self.ranks)}"
-
-
-Relation = Factor | OfRanks | OfShards | Moved | Without
+Relation = Factor | OfRanks | OfShards | Remark
 
 
 def explain(sides: Sides, known: Iterable[Relation] = ()) -> Relation | None:
@@ -180,7 +165,7 @@ def _explanations(sides: Sides) -> Iterator[Relation]:
         yield of_ranks
     moved = [(ranks, displaced(sides.ranks[ranks[0]], sides.complete, sides.part)) for ranks in classes]
     if any(text for _, text in moved):
-        yield Moved("; ".join(f"{_on(ranks)}: {text}" for ranks, text in moved if text))
+        yield Remark("moved", "; ".join(f"{on(ranks)}: {text}" for ranks, text in moved if text))
 
 
 def _coefficients(shards: Sequence[Tensor], tensor: Tensor) -> list[int] | None:
@@ -194,7 +179,8 @@ def _coefficients(shards: Sequence[Tensor], tensor: Tensor) -> list[int] | None:
     return next((each for each in simple if bool((combined(each, shards) == tensor).all())), None)
 
 
-def _on(ranks: Sequence[int]) -> str:
+def on(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0, 1"."""
     return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8dist.common.text import first_few
 from fp8dist.exact.field import P
 from fp8dist.exact.placement import HeldPart
-from fp8dist.exact.relations import Factor, Moved, Relation, Sides, Without, explain
+from fp8dist.exact.relations import Factor, Relation, Remark, Sides, explain, on
 
 __all__ = ["ExactFinding", "ExactReport", "Holding", "judge_gradients"]
 
@@ -70,25 +70,22 @@ def judge_gradients(
         shards: for each parameter the shards' contributions: canonical residues, int64, a shard per row.
         held: for each parameter what the ranks hold.
     """
+    compared = [name for name in order if name in held]
     found: dict[str, list[Relation | None]] = {}
     known: list[Relation] = []
-    compared = [name for name in order if name in held]
-    zero = {name for name in compared if not (shards[name].sum(0) % P).any()}
-    for name in sorted(compared, key=lambda name: -shards[name][0].numel()):
-        complete = shards[name].sum(0) % P
-        without = tuple(holding.rank for holding in held[name] if holding.gradient is None)
-        relations: list[Relation | None] = [Without(without)] if without and complete.any() else []
-        for sides in [] if without else _parts(complete, shards[name], held[name]):
-            if not sides.equal:
-                relations.append(explain(sides, known))
-                known += [each for each in relations[-1:] if each is not None and each not in known]
-        if relations:
-            found[name] = relations
-    return _report(compared, found, zero)
+    for name in sorted(compared, key=lambda name: -shards[name].numel()):
+        without = [holding.rank for holding in held[name] if holding.gradient is None]
+        sides = [] if without else [each for each in _parts(shards[name], held[name]) if not each.equal]
+        found[name] = [explain(each, known) for each in sides]
+        if without and (shards[name].sum(0) % P).any():
+            found[name] = [Remark("no gradient", f"no gradient on {on(without)}")]
+        known += [each for each in found[name] if each is not None and each not in known]
+    return _report(compared, found, {name for name in compared if not (shards[name].sum(0) % P).any()})
 
 
-def _parts(complete: Tensor, shards: Tensor, held: Sequence[Holding]) -> list[Sides]:
+def _parts(shards: Tensor, held: Sequence[Holding]) -> list[Sides]:
     """Return what is compared, for each part of the tensor that ranks hold."""
+    complete = shards.sum(0) % P
     ranks: dict[HeldPart, dict[int, Tensor]] = {}
     for holding in held:
         assert holding.gradient is not None
@@ -104,7 +101,7 @@ def _report(compared: Sequence[str], found: Mapping[str, Sequence[Relation | Non
     gradients that are zero, as those of a key's bias: every equation holds for them."""
     merged: dict[object, tuple[Sequence[Relation | None], list[str]]] = {}
     for name in compared:
-        if name in found:
+        if found[name]:
             merged.setdefault(tuple(dict.fromkeys(map(_key, found[name]))), (found[name], []))[1].append(name)
     findings, downstream = [], []
     for relations, names in merged.values():
@@ -130,6 +127,6 @@ def _sentence(names: Sequence[str], text: str, every: bool) -> str:
 
 def _key(relation: Relation | None) -> object:
     """Return what names with one finding have in common: the coefficients, not the ranks."""
-    if relation is None or isinstance(relation, Moved | Without):
+    if relation is None or isinstance(relation, Remark):
         return relation
     return relation.kind, relation.factor if isinstance(relation, Factor) else relation.coefficients
