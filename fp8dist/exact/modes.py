@@ -104,9 +104,8 @@ def _move(func: Any, base: str, args: Any, kwargs: Any) -> Any:
         return result
     if "empty" in base:
         return result.zero_()  # Pipelines run modules on memory that nothing was written to, to see shapes.
-    if base == "lift_fresh" and not are_residues(result.double()):
-        numbers = [residue_of(number) for number in result.flatten().tolist()]
-        return torch.tensor(numbers, dtype=result.dtype, device=result.device).reshape(result.shape)
+    if base == "lift_fresh" and not result.dim():  # A number. Tables become residues at first use.
+        return torch.full_like(result, residue_of(result.item()))
     source = args[1] if base == "copy" else args[0] if base == "_to_copy" else result
     return result if source.is_floating_point() else result.copy_(reduced(source.double()))
 

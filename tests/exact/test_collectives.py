@@ -101,6 +101,7 @@ def wrapped(how: str) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["DDP", "FSDP2", "HSDP"])
 @on_ranks(4)
 def test_data_parallel_gradients_are_those_of_one_process(how: str) -> None:

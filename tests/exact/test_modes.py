@@ -37,6 +37,7 @@ def decoder(**options: Any) -> Decoder:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_shards_add_up_exactly(dtype: torch.dtype) -> None:
     model = decoder().to(dtype)
@@ -63,12 +64,14 @@ def test_masks_of_all_kinds_give_weight_zero(attention: str) -> None:
     assert all(map(torch.equal, gradients(decoder(attention=attention), tokens), expected))
 
 
-def test_modules_that_a_checkpoint_runs_again_compute_the_same() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_modules_that_a_checkpoint_runs_again_compute_the_same(reentrant: bool) -> None:
     """In backward, functions must still be replaced."""
     model, tokens = decoder(), torch.randint(0, 36, (2, 8))
     expected = gradients(model, tokens)
     for block in model.blocks:
-        block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=reentrant)  # type: ignore[method-assign]
     assert all(map(torch.equal, gradients(model, tokens), expected))
 
 
@@ -182,6 +185,7 @@ def test_numbers_and_integer_tensors_are_residues() -> None:
         assert (count * 0.5)[0] * 2 == 3
         assert count.float().tolist() == [3, P - 1, pow(2, 40, P)]
         assert torch.tensor([0.1, -0.1]).sum() == 0
+        assert torch.tensor(0.1).expand(2).sum() * 5 == 1
         assert torch.full((2,), 0.1).add_(0.9).tolist() == [1, 1]
         assert (x - 1)[0] == P - 1
         assert torch.add(x, x, alpha=-0.5).tolist() == [x / 2 for x in (0, P + 1, P - 1)]
