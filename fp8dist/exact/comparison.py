@@ -47,7 +47,7 @@ def compare(
         model: this rank's model, wrapped and sharded as in the job; for pipelines its stage or stages. Parameters
             become residues, so it is of no further use.
         step: forward and backward of one step, with accumulation or a pipeline's schedule as in the job, on the data of
-            the reference; without the optimizer.
+            the reference; without clipping and without the optimizer.
         path: of the file that ``record`` wrote. Rank 0 reads it.
         rename: from a name of a parameter or module in ``model`` to its name in the reference, for stages whose names
             have other prefixes. Prefixes of DDP and of checkpoint wrappers are removed before.
@@ -83,7 +83,7 @@ def compare(
         parameter.grad = None
     with outputs_of(models, rename) as outputs, arithmetic(surrogates):
         step()
-    gradients = {name: _gradient(parameter) for name, parameter in named.items() if parameter.requires_grad}
+    gradients = {name: _gradient(parameter) for name, parameter in named.items()}
     sent = {name: [stored(each) for each in calls] for name, calls in outputs.items()}
     return _on_rank_0(judge_computed, _Computed(gradients, sent))
 
@@ -94,7 +94,9 @@ def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], comput
         for name, gradient in mine.gradients.items():
             holding = Holding(rank, places[name], None if gradient is None else gradient.long())
             held.setdefault(reference.ties.get(name, name), []).append(holding)
-    report = judge_gradients(list(reference.shards), reference.shards, held)
+    strays = [name for name, each in held.items() if name not in reference.shards and any(map(_has_gradient, each))]
+    none = {name: torch.zeros_like(reference.parameters[name])[None] for name in strays}  # Not trained there.
+    report = judge_gradients([*reference.shards, *strays], reference.shards | none, held)
     if report.equal or report.findings[0].kind != "unexplained":
         return report
     # No equation explains the gradient that is wrong first: look for wrong parts, and for a fault in the forward.
@@ -103,6 +105,10 @@ def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], comput
         return report
     downstream = [name for finding in report.findings for name in finding.names] + list(report.downstream)
     return ExactReport((culprit,), tuple(name for name in reference.shards if name in downstream), report.compared)
+
+
+def _has_gradient(holding: Holding) -> bool:
+    return holding.gradient is not None and bool(holding.gradient.any())
 
 
 def _on_rank_0(judge: Callable[[Sequence[Any]], ExactReport], mine: Any) -> ExactReport:

@@ -71,6 +71,17 @@ def test_accumulation_in_one_process_is_equal(tmp_path: Path) -> None:
     assert str(report) == "every gradient: shard 0 is missing, shard 2 is missing"
 
 
+def test_what_is_frozen_on_one_side_alone_is_named(tmp_path: Path) -> None:
+    exact.record(small(), of_rows, ROWS, tmp_path / "reference")
+    model = small().requires_grad_()
+    report = exact.compare(model, lambda: model(ROWS).sum().backward(), tmp_path / "reference")
+    assert str(report).startswith("0.weight: not the reference's")
+    model = small()
+    model[2].bias.requires_grad_(False)
+    report = exact.compare(model, lambda: model(ROWS).sum().backward(), tmp_path / "reference")
+    assert str(report) == "2.bias: no gradient on rank 0"
+
+
 def test_a_function_translates_names(tmp_path: Path) -> None:
     exact.record(small(), of_rows, ROWS, tmp_path / "reference")
     first, second = small()[:2], small()[2:]
