@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,9 @@ def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], comput
     # No equation explains the gradient that is wrong first: look for wrong parts, and for a fault in the forward.
     culprit = swapped(reference, parts) or judge_outputs(reference.outputs, [each.outputs for each in computed])
     if culprit is None:
-        return report
+        first = report.findings[0]
+        text = f"{first.sentence}. All outputs of modules are right: the fault is in backward"
+        return replace(report, findings=(replace(first, sentence=text), *report.findings[1:]))
     downstream = [name for finding in report.findings for name in finding.names] + list(report.downstream)
     return ExactReport((culprit,), tuple(name for name in reference.shards if name in downstream), report.compared)
 

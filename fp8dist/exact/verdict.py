@@ -113,7 +113,11 @@ def _report(compared: Sequence[str], found: Mapping[str, Sequence[Relation | Non
         elif findings:
             downstream += names
         else:
+            before = compared[compared.index(names[0]) - 1] if names[0] != compared[0] else None
             text = f"{names[0]}: not the reference's, and no equation explains it"
+            text += (
+                f". Gradients that backward computes before it are right, the last of them {before}" if before else ""
+            )
             findings.append(ExactFinding("unexplained", (names[0],), text))
             downstream += names[1:]
     return ExactReport(tuple(findings), tuple(downstream), len(compared))

@@ -54,7 +54,7 @@ BUGS = [
     Bug("ddp", "read twice", "shards", "", "shard 0 is counted 2 times, shard 1 is missing"),
     # Collectives of tensor parallelism.
     Bug("hand_tp", "no backward sum", "ranks", "layers.0.norm1.weight", MISSING),
-    Bug("hand_sp", "no backward sum", "unexplained", "layers.0.norm1.weight", "no equation explains it"),
+    Bug("hand_sp", "no backward sum", "unexplained", "layers.0.norm1.weight", "All outputs of modules are right"),
     Bug("hand_tp", "double backward", "factor", "layers.0.mlp.down.weight", "are 2/1 of the reference"),
     Bug("hand_tp", "early bias", "output", "layers.0.mlp.down", "plus the same vector in each row, as of a bias"),
     Bug("hand_tp", "no forward sum", "output", "layers.0.mlp.down", "the first wrong output"),

@@ -149,7 +149,10 @@ def test_parts_with_one_equation_share_a_sentence() -> None:
 def test_the_earliest_in_backward_is_the_culprit() -> None:
     shards = shards_of(2)
     report = judged(shards, {name: list(residues(2, *SHAPES[name], seed=7)) for name in ("first", "norm")})
-    assert str(report) == ("norm: not the reference's, and no equation explains it\ndownstream, 1 more differ: first")
+    assert str(report) == (
+        "norm: not the reference's, and no equation explains it. Gradients that backward computes "
+        "before it are right, the last of them head\ndownstream, 1 more differ: first"
+    )
     assert (report.findings[0].names, report.downstream) == (("norm",), ("first",))
 
 
