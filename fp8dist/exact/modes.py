@@ -85,7 +85,7 @@ def _call(func: Any, args: Any, kwargs: Any, dtypes: list[torch.dtype]) -> Any:
     space, _, name = func._schema.name.partition("::")
     if "c10d" in space:
         return collective(func, args, kwargs)
-    base = name.removesuffix("_")
+    base = name.removesuffix("_") if space in ("aten", "fsdp") else func._schema.name
     return (_move if base in MOVES else _compute)(func, base, args, kwargs)
 
 
@@ -97,6 +97,8 @@ def _require_wide(func: Any, dtypes: list[torch.dtype | None]) -> None:
 
 def _move(func: Any, base: str, args: Any, kwargs: Any) -> Any:
     """Call an op that moves elements. Numbers that it fills in become residues."""
+    if "reduce" in kwargs:
+        raise _refusal(func, "exact arithmetic has no rule for it with reduce")
     if base in FILLS:
         args, kwargs = tree_map(lambda x: residue_of(x) if isinstance(x, float) else x, (args, kwargs))
     result = func(*args, **kwargs)
@@ -152,7 +154,11 @@ def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, sc
     for convert in ordered, True:
         if convert:
             wide, options = tree_map(_canonical, (wide, options))
-        result = tree_map(lambda x: _reduced(x) if _is_float(x) else x, rule(*wide, **options))
+        try:
+            result = rule(*wide, **options)
+        except TypeError as error:
+            raise _refusal(func, "exact arithmetic has no rule for these arguments") from error
+        result = tree_map(lambda x: _reduced(x) if _is_float(x) else x, result)
         parts = [x for x in tree_leaves(result) if _is_float(x)]
         if all(are_residues(x if not convert else torch.where(x == -math.inf, 0.0, x)) for x in parts):
             return result
@@ -188,7 +194,7 @@ def _reduced(values: Tensor) -> Tensor:
 
 
 def _advice(base: str) -> str:
-    if "norm" in base:
+    if base in ("norm", "linalg_vector_norm", "_foreach_norm"):
         return ". Do not clip gradients"
     if "foreach" in base or base in ("lerp", "addcdiv", "addcmul"):
         return ". The optimizer that it has is SGD with foreach=False"

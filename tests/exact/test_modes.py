@@ -157,6 +157,8 @@ def test_casts_to_less_than_float32_are_refused() -> None:
     ("function", "words"),
     [
         (lambda x: x * torch.randn(8), r"randn.* has no rule"),
+        (torch.bernoulli, "no rule for these arguments"),
+        (lambda x: F.batch_norm(x.expand(2, 8), x, x, training=True), "batch_norm.* Give `surrogates`"),
         (lambda x: x + math.inf, "with inf"),
         (lambda x: x + torch.full((8,), math.nan), "with nan"),
         (lambda x: x / 2 // 3, "floor_divide.* no rule|that are rounded"),
