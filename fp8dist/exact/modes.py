@@ -122,7 +122,7 @@ def _compute(func: Any, base: str, args: Any, kwargs: Any) -> Any:
             return result
     in_place = func._schema.name.endswith("_")
     out = kwargs.get("out", args[0] if in_place else None)
-    kwargs = {key: value for key, value in kwargs.items() if key not in ("out", "dtype")}
+    options = {key: value for key, value in kwargs.items() if key not in ("out", "dtype")}
     if any(x.is_complex() for x in floats):
         rule: Callable[..., Any] | None = complex_mul if base == "mul" else None
     elif base in ORDER or base in RING:
@@ -131,9 +131,10 @@ def _compute(func: Any, base: str, args: Any, kwargs: Any) -> Any:
         rule = RULES.get(base)
     if rule is None:
         raise _refusal(func, f"exact arithmetic has no rule for it{_advice(base)}")
-    result = _computed(func, rule, args, kwargs, scalars=base in RING or base in ("mul", "div"), ordered=base in ORDER)
-    kinds = {x.dtype.to_real() for x in [x for x in floats if x.dim()] or floats}
-    kind = torch.float64 if torch.float64 in kinds else torch.float32 if kinds else torch.get_default_dtype()
+    result = _computed(func, rule, args, options, scalars=base in RING or base in ("mul", "div"), ordered=base in ORDER)
+    asked = kwargs.get("dtype")
+    kinds = {asked} if asked is not None else {x.dtype.to_real() for x in [x for x in floats if x.dim()] or floats}
+    kind = torch.float64 if torch.float64 in kinds else next(iter(kinds), torch.get_default_dtype())
     result = tree_map(lambda x: x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() else x, result)
     if rule is complex_mul:
         result = torch.view_as_complex(result)
@@ -145,7 +146,7 @@ def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, sc
     needs residues; others are tried first with what there is. Arguments that are none become some: sums over ranks,
     masks, float tables that are plain attributes of modules."""
     names = [argument.name for argument in func._schema.arguments]
-    kept = ("index", "indices", "mask")
+    kept = ("index", "indices", "mask", "offs")
     wide = tuple(
         argument if name in kept else tree_map(lambda x: _wide(x, scalars), argument)
         for name, argument in zip(names, args)

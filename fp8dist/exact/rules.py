@@ -56,7 +56,7 @@ RING = _names(
 
 ORDER = _names(
     """
-    all allclose amax amin any argmax argmin argsort bincount clamp clamp_max clamp_min eq equal ge gt isfinite
+    all allclose histc amax amin any argmax argmin argsort bincount clamp clamp_max clamp_min eq equal ge gt isfinite
     isinf isnan isneginf le logical_and logical_not logical_or lt max maximum min minimum msort ne nonzero remainder
     sort topk
     """
@@ -292,6 +292,22 @@ def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: 
     return bias * residue_of(beta) + product(left, right) * residue_of(alpha)
 
 
+def grouped_mm(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: Any = None
+) -> Tensor:
+    """Products of groups: of rows by a matrix each, or of ranges of the dim that is summed. Rows in no group are 0."""
+    if offs is None:
+        return product(left, right)
+    ends = offs.tolist()
+    ranges = [slice(start, end) for start, end in zip([0, *ends], ends)]
+    if left.dim() == right.dim():
+        return torch.stack([product(left[:, part], right[part]) for part in ranges])
+    if left.dim() == 3:
+        return grouped_mm(right.mT, left.mT, offs).mT
+    found = torch.cat([product(left[part], matrix) for part, matrix in zip(ranges, right)])
+    return torch.nn.functional.pad(found, (0, 0, 0, len(left) - len(found)))
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     found = product(x, weight.t())
     return found if bias is None else found + bias
@@ -321,6 +337,7 @@ RULES = MappingProxyType(
                 addmm, linear, bernoulli, native_dropout, native_dropout_backward,
             )
         },
+        "_grouped_mm": grouped_mm,
         "_fused_rms_norm": fused_rms_norm,
         "_fused_rms_norm_backward": fused_rms_norm_backward,
         "_softmax": softmax,

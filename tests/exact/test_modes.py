@@ -191,6 +191,8 @@ def test_numbers_and_integer_tensors_are_residues() -> None:
         assert torch.full((2,), 0.1).add_(0.9).tolist() == [1, 1]
         assert (x - 1)[0] == P - 1
         assert torch.add(x, x, alpha=-0.5).tolist() == [x / 2 for x in (0, P + 1, P - 1)]
+        assert torch.tensor([2.0, 3.0]).cumsum(0, dtype=torch.int32).tolist() == [2, 5]
+        assert x.sum(dtype=torch.float64).dtype == torch.float64
         assert (count // 2).tolist() == [1, -1, 2**39]
 
 

@@ -188,3 +188,15 @@ def test_overlaps_add_up() -> None:
         with pytest.raises(ConfigurationError, match="no rule for it with reduce"):
             numbers(4).scatter_(0, torch.tensor([0, 0]), numbers(2), reduce="multiply")
     assert grad[1] == reduced(cotangent[0, 1] + cotangent[1, 0])
+
+
+def test_grouped_products_are_those_of_each_group() -> None:
+    x, weights = numbers(8, 16, dtype=torch.float32).requires_grad_(), numbers(3, 16, 16).float().requires_grad_()
+    cotangent = numbers(8, 16, dtype=torch.float32)
+    cotangent[7:] = 0  # A row of padding.
+    with arithmetic():
+        grouped = F.grouped_mm(x, weights, offs=torch.tensor([2, 2, 7], dtype=torch.int32))
+        by_hand = torch.cat([x[:2] @ weights[0], x[2:7] @ weights[2], torch.zeros(1, 16)])
+        grads = [torch.autograd.grad(y, (x, weights), cotangent) for y in (grouped, by_hand)]
+    assert torch.equal(grouped, by_hand)
+    assert all(map(torch.equal, *grads))
