@@ -85,7 +85,7 @@ def _call(func: Any, args: Any, kwargs: Any, dtypes: list[torch.dtype]) -> Any:
     space, _, name = func._schema.name.partition("::")
     if "c10d" in space:
         return collective(func, args, kwargs)
-    base = name.removesuffix("_")
+    base = name.removesuffix("_") if space in ("aten", "fsdp") else func._schema.name
     return (_move if base in MOVES else _compute)(func, base, args, kwargs)
 
 
@@ -97,6 +97,8 @@ def _require_wide(func: Any, dtypes: list[torch.dtype | None]) -> None:
 
 def _move(func: Any, base: str, args: Any, kwargs: Any) -> Any:
     """Call an op that moves elements. Numbers that it fills in become residues."""
+    if "reduce" in kwargs:
+        raise _refusal(func, "exact arithmetic has no rule for it with reduce")
     if base in FILLS:
         args, kwargs = tree_map(lambda x: residue_of(x) if isinstance(x, float) else x, (args, kwargs))
     result = func(*args, **kwargs)
@@ -120,7 +122,7 @@ def _compute(func: Any, base: str, args: Any, kwargs: Any) -> Any:
             return result
     in_place = func._schema.name.endswith("_")
     out = kwargs.get("out", args[0] if in_place else None)
-    kwargs = {key: value for key, value in kwargs.items() if key not in ("out", "dtype")}
+    options = {key: value for key, value in kwargs.items() if key not in ("out", "dtype")}
     if any(x.is_complex() for x in floats):
         rule: Callable[..., Any] | None = complex_mul if base == "mul" else None
     elif base in ORDER or base in RING:
@@ -129,9 +131,10 @@ def _compute(func: Any, base: str, args: Any, kwargs: Any) -> Any:
         rule = RULES.get(base)
     if rule is None:
         raise _refusal(func, f"exact arithmetic has no rule for it{_advice(base)}")
-    result = _computed(func, rule, args, kwargs, scalars=base in RING or base in ("mul", "div"), ordered=base in ORDER)
-    kinds = {x.dtype.to_real() for x in [x for x in floats if x.dim()] or floats}
-    kind = torch.float64 if torch.float64 in kinds else torch.float32 if kinds else torch.get_default_dtype()
+    result = _computed(func, rule, args, options, scalars=base in RING or base in ("mul", "div"), ordered=base in ORDER)
+    asked = kwargs.get("dtype")
+    kinds = {asked} if asked is not None else {x.dtype.to_real() for x in [x for x in floats if x.dim()] or floats}
+    kind = torch.float64 if torch.float64 in kinds else next(iter(kinds), torch.get_default_dtype())
     result = tree_map(lambda x: x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() else x, result)
     if rule is complex_mul:
         result = torch.view_as_complex(result)
@@ -143,7 +146,7 @@ def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, sc
     needs residues; others are tried first with what there is. Arguments that are none become some: sums over ranks,
     masks, float tables that are plain attributes of modules."""
     names = [argument.name for argument in func._schema.arguments]
-    kept = ("index", "indices", "mask")
+    kept = ("index", "indices", "mask", "offs")
     wide = tuple(
         argument if name in kept else tree_map(lambda x: _wide(x, scalars), argument)
         for name, argument in zip(names, args)
@@ -152,7 +155,11 @@ def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, sc
     for convert in ordered, True:
         if convert:
             wide, options = tree_map(_canonical, (wide, options))
-        result = tree_map(lambda x: _reduced(x) if _is_float(x) else x, rule(*wide, **options))
+        try:
+            result = rule(*wide, **options)
+        except TypeError as error:
+            raise _refusal(func, "exact arithmetic has no rule for these arguments") from error
+        result = tree_map(lambda x: _reduced(x) if _is_float(x) else x, result)
         parts = [x for x in tree_leaves(result) if _is_float(x)]
         if all(are_residues(x if not convert else torch.where(x == -math.inf, 0.0, x)) for x in parts):
             return result
@@ -188,7 +195,7 @@ def _reduced(values: Tensor) -> Tensor:
 
 
 def _advice(base: str) -> str:
-    if "norm" in base:
+    if base in ("norm", "linalg_vector_norm", "_foreach_norm"):
         return ". Do not clip gradients"
     if "foreach" in base or base in ("lerp", "addcdiv", "addcmul"):
         return ". The optimizer that it has is SGD with foreach=False"

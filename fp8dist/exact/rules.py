@@ -37,8 +37,8 @@ MOVES = _names(
     randint randint_like record_stream repeat repeat_interleave reshape resize resolve_conj resolve_neg roll rot90
     scalar_tensor scatter select select_backward select_scatter set set_ slice slice_backward slice_scatter split
     split_with_sizes split_with_sizes_copy squeeze stack t take take_along_dim tile to transpose tril triu unbind
-    unflatten unfold unfold_backward unsafe_split unsafe_split_with_sizes unsqueeze view view_as view_as_complex
-    view_as_real view_copy wait_tensor where zero zeros zeros_like
+    unflatten unfold unsafe_split unsafe_split_with_sizes unsqueeze view view_as view_as_complex view_as_real
+    view_copy wait_tensor where zero zeros zeros_like
     """
 )
 """Ops that move elements, or fill tensors with numbers."""
@@ -49,14 +49,14 @@ FILLS = _names("constant_pad_nd fill full full_like masked_fill new_full scalar_
 RING = _names(
     """
     _index_put_impl _unsafe_index_put add cumsum embedding_dense_backward index_add index_put neg rsub scatter_add
-    sub sum trace
+    sub sum trace unfold_backward
     """
 )
 """Ops that add and multiply: computed in float64, then reduced."""
 
 ORDER = _names(
     """
-    all allclose amax amin any argmax argmin argsort bincount clamp clamp_max clamp_min eq equal ge gt isfinite
+    all allclose histc amax amin any argmax argmin argsort bincount clamp clamp_max clamp_min eq equal ge gt isfinite
     isinf isnan isneginf le logical_and logical_not logical_or lt max maximum min minimum msort ne nonzero remainder
     sort topk
     """
@@ -252,20 +252,60 @@ def native_layer_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dims, outer = list(range(-len(shape), 0)), list(range(x.dim() - len(shape)))
-    normal = reduced(reduced(x - middle) * scale)
+) -> list[Tensor | None]:
+    into, of_weight = fused_rms_norm_backward(grad, x - middle, shape, scale, weight, wanted)
+    if into is not None:  # The mean's part.
+        into = into - reduced(mean(into, list(range(-len(shape), 0)), True))
+    return [into, of_weight, _summed(grad, shape) if wanted[2] else None]
+
+
+def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    x, dims = reduced(x), list(range(-len(shape), 0))
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    scale = rsqrt(mean(reduced(x * x), dims, True) + residue_of(eps))
+    out = reduced(x * scale)
+    return out if weight is None else out * weight, scale
+
+
+def fused_rms_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    scale: Tensor,
+    weight: Tensor | None,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    normal = reduced(reduced(x) * scale)
     inner = grad if weight is None else reduced(grad * weight)
-    along = reduced(normal * reduced(mean(reduced(inner * normal), dims, True)))
-    into = reduced(inner - reduced(mean(inner, dims, True)) - along) * scale
-    of_weight, of_bias = reduced(grad * normal), grad
-    if outer:
-        of_weight, of_bias = of_weight.sum(outer), of_bias.sum(outer)
-    return tuple(g if w else None for g, w in zip((into, of_weight, of_bias), wanted))  # type: ignore[return-value]
+    along = reduced(mean(reduced(inner * normal), list(range(-len(shape), 0)), True))
+    into = reduced(reduced(inner - reduced(normal * along)) * scale)
+    return [into if wanted[0] else None, _summed(reduced(grad * normal), shape) if wanted[1] else None]
+
+
+def _summed(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the gradient of a weight of this shape."""
+    outer = list(range(grad.dim() - len(shape)))
+    return grad.sum(outer) if outer else grad
 
 
 def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return bias * residue_of(beta) + product(left, right) * residue_of(alpha)
+
+
+def grouped_mm(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: Any = None
+) -> Tensor:
+    """Products of groups: of rows by a matrix each, or of ranges of the dim that is summed. Rows in no group are 0."""
+    if offs is None:
+        return product(left, right)
+    ends = offs.tolist()
+    ranges = [slice(start, end) for start, end in zip([0, *ends], ends)]
+    if left.dim() == right.dim():
+        return torch.stack([product(left[:, part], right[part]) for part in ranges])
+    if left.dim() == 3:
+        return grouped_mm(right.mT, left.mT, offs).mT
+    found = torch.cat([product(left[part], matrix) for part, matrix in zip(ranges, right)])
+    return torch.nn.functional.pad(found, (0, 0, 0, len(left) - len(found)))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -297,6 +337,9 @@ RULES = MappingProxyType(
                 addmm, linear, bernoulli, native_dropout, native_dropout_backward,
             )
         },
+        "_grouped_mm": grouped_mm,
+        "_fused_rms_norm": fused_rms_norm,
+        "_fused_rms_norm_backward": fused_rms_norm_backward,
         "_softmax": softmax,
         "_safe_softmax": softmax,
         "_softmax_backward_data": softmax_backward_data,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.exact import arithmetic, collectives, to_residues
 from fp8dist.exact.field import P, reduced
-from tests.exact.test_modes import decoder, gradients
-from tests.support.decoder import Decoder
 from tests.support.ranks import on_ranks
 
 THIRD = pow(3, -1, P)
@@ -88,32 +87,32 @@ def test_partial_dtensors_become_whole() -> None:
     assert torch.equal(found, reduced((values(0) + values(1)).double() * pow(2, -1, P)).float())
 
 
-def wrapped(how: str) -> Any:
-    model: Decoder = decoder()
-    if how == "DDP":
-        return DistributedDataParallel(model, bucket_cap_mb=0.01)
-    mesh = init_device_mesh("cpu", (2, 2) if how == "HSDP" else (1, 4), mesh_dim_names=("replicate", "shard"))
-    mesh = mesh if how == "HSDP" else mesh["shard"]
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    to_residues(model)  # A second time, of shards: it changes nothing.
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["DDP", "FSDP2", "HSDP"])
-@on_ranks(4)
-def test_data_parallel_gradients_are_those_of_one_process(how: str) -> None:
-    tokens = torch.randint(0, 36, (8, 8), generator=torch.Generator().manual_seed(5))
-    expected = gradients(decoder(), tokens)[1:]
-    model = wrapped(how)
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_a_loss_of_sharded_classes_is_that_of_whole_ones() -> None:
+    """torch's own loss_parallel takes exp(a - b) for exp(a) / exp(b)."""
+    mesh = init_device_mesh("cpu", (2,))
+    logits = torch.stack([values(row) for row in range(4)]).requires_grad_()
+    target = torch.tensor([0, 5, -100, 3])
+    sharded = distribute_tensor(logits.detach(), mesh, [Shard(1)]).requires_grad_()
     with arithmetic():
-        logits = model(tokens[2 * rank : 2 * rank + 2])[:, :-1]
-        torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), tokens[2 * rank : 2 * rank + 2, 1:].flatten()
-        ).backward()
-    for parameter, grad in zip(model.parameters(), expected):
-        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        assert torch.equal(reduced(found), grad)
+        whole = F.cross_entropy(logits, target)
+        whole.backward()
+        with loss_parallel():
+            loss = F.cross_entropy(sharded, target)
+            loss.backward()
+    assert torch.equal(reduced(loss.full_tensor()), whole)
+    assert torch.equal(reduced(sharded.grad.full_tensor()), logits.grad)
+
+
+@on_ranks(2)
+def test_shards_of_a_model_become_the_shards_of_its_residues() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(1)
+    whole = nn.Linear(6, 4)
+    sharded = copy.deepcopy(whole)
+    fully_shard(sharded, mesh=mesh)
+    to_residues(whole)
+    for _ in range(2):
+        to_residues(sharded)
+        assert torch.equal(sharded.weight.full_tensor(), whole.weight)
+        assert torch.equal(sharded.bias.full_tensor(), whole.bias)

@@ -157,6 +157,8 @@ def test_casts_to_less_than_float32_are_refused() -> None:
     ("function", "words"),
     [
         (lambda x: x * torch.randn(8), r"randn.* has no rule"),
+        (torch.bernoulli, "no rule for these arguments"),
+        (lambda x: F.batch_norm(x.expand(2, 8), x, x, training=True), "batch_norm.* Give `surrogates`"),
         (lambda x: x + math.inf, "with inf"),
         (lambda x: x + torch.full((8,), math.nan), "with nan"),
         (lambda x: x / 2 // 3, "floor_divide.* no rule|that are rounded"),
@@ -189,6 +191,8 @@ def test_numbers_and_integer_tensors_are_residues() -> None:
         assert torch.full((2,), 0.1).add_(0.9).tolist() == [1, 1]
         assert (x - 1)[0] == P - 1
         assert torch.add(x, x, alpha=-0.5).tolist() == [x / 2 for x in (0, P + 1, P - 1)]
+        assert torch.tensor([2.0, 3.0]).cumsum(0, dtype=torch.int32).tolist() == [2, 5]
+        assert x.sum(dtype=torch.float64).dtype == torch.float64
         assert (count // 2).tolist() == [1, -1, 2**39]
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fp8dist.exact import arithmetic
+from fp8dist.errors import ConfigurationError
+from fp8dist.exact import arithmetic, rules
 from fp8dist.exact.field import P, reduced
 
 Function = Callable[[Tensor], Tensor]
@@ -164,3 +165,38 @@ def test_complex_products_rotate() -> None:
         assert torch.equal(out, by_hand)
         cotangent = numbers(2, 3, 2, dtype=torch.float32)
         assert torch.equal(*(torch.autograd.grad(y, x, cotangent)[0] for y in (out, by_hand)))
+
+
+def test_the_fused_rms_norm_of_gpus_is_that_of_cpus() -> None:
+    x, weight, cotangent = numbers(4, 6).requires_grad_(), numbers(6).requires_grad_(), numbers(4, 6)
+    with arithmetic():
+        expected = F.rms_norm(x, (6,), weight, 1e-6)
+        grads = torch.autograd.grad(expected, (x, weight), cotangent)
+    out, scale = rules.fused_rms_norm(x.detach(), (6,), weight.detach(), 1e-6)
+    found = rules.fused_rms_norm_backward(cotangent, x.detach(), (6,), scale, weight.detach(), (True, True))
+    assert torch.equal(reduced(out), expected)
+    assert all(torch.equal(reduced(a), b) for a, b in zip(found, grads))
+    assert rules.fused_rms_norm_backward(cotangent, x, (6,), scale, None, (False, False)) == [None, None]
+
+
+def test_overlaps_add_up() -> None:
+    """The backward of unfold adds where windows overlap; scatter with reduce is refused."""
+    x = numbers(6).requires_grad_()
+    cotangent = numbers(5, 2)
+    with arithmetic():
+        (grad,) = torch.autograd.grad(x.unfold(0, 2, 1), x, cotangent)
+        with pytest.raises(ConfigurationError, match="no rule for it with reduce"):
+            numbers(4).scatter_(0, torch.tensor([0, 0]), numbers(2), reduce="multiply")
+    assert grad[1] == reduced(cotangent[0, 1] + cotangent[1, 0])
+
+
+def test_grouped_products_are_those_of_each_group() -> None:
+    x, weights = numbers(8, 16, dtype=torch.float32).requires_grad_(), numbers(3, 16, 16).float().requires_grad_()
+    cotangent = numbers(8, 16, dtype=torch.float32)
+    cotangent[7:] = 0  # A row of padding.
+    with arithmetic():
+        grouped = F.grouped_mm(x, weights, offs=torch.tensor([2, 2, 7], dtype=torch.int32))
+        by_hand = torch.cat([x[:2] @ weights[0], x[2:7] @ weights[2], torch.zeros(1, 16)])
+        grads = [torch.autograd.grad(y, (x, weights), cotangent) for y in (grouped, by_hand)]
+    assert torch.equal(grouped, by_hand)
+    assert all(map(torch.equal, *grads))
