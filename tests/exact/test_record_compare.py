@@ -87,6 +87,18 @@ def test_reentrant_checkpoints_add_to_a_gradient_twice(tmp_path: Path) -> None:
     assert all(bool((each == shards[name]).all()) for name, each in read_reference(tmp_path / "twice").shards.items())
 
 
+def test_a_tie_that_is_broken_in_the_job(tmp_path: Path) -> None:
+    shards = batch(KIND, 1)
+    exact.record(Transformer(KIND), losses, shards, tmp_path / "reference")
+    model = Transformer(KIND)
+    assert model.head is not None
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    report = exact.compare(model, lambda: losses(model, shards)[0].backward(), tmp_path / "reference")
+    assert str(report) == (
+        "embed.weight: the reference is 1 x rank 0 + 1 x rank 0 (head.weight): the sum over these ranks is missing"
+    )
+
+
 def test_what_is_frozen_on_one_side_alone_is_named(tmp_path: Path) -> None:
     exact.record(small(), of_rows, ROWS, tmp_path / "reference")
     model = small().requires_grad_()
