@@ -93,8 +93,9 @@ def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], comput
     held: dict[str, list[Holding]] = {}
     for rank, (mine, places) in enumerate(zip(computed, parts, strict=True)):
         for name, gradient in mine.gradients.items():
-            holding = Holding(rank, places[name], None if gradient is None else gradient.long())
-            held.setdefault(reference.ties.get(name, name), []).append(holding)
+            copies = held.setdefault(reference.ties.get(name, name), [])
+            label = f"{rank} ({name})" if any(copy.rank == rank for copy in copies) else rank
+            copies.append(Holding(label, places[name], None if gradient is None else gradient.long()))
     strays = [name for name, each in held.items() if name not in reference.shards and any(map(_has_gradient, each))]
     none = {name: torch.zeros_like(reference.parameters[name])[None] for name in strays}  # Not trained there.
     report = judge_gradients([*reference.shards, *strays], reference.shards | none, held)

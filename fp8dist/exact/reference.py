@@ -27,7 +27,7 @@ _FORMAT = "fp8dist.exact 1"
 
 
 class Reference(NamedTuple):
-    """What one process computed. All tensors are canonical residues, int64, on the CPU.
+    """What one process computed. All tensors are canonical residues on the CPU: int32 in the file, int64 when read.
 
     ``parameters``: by name. ``shards``: by name of a parameter that is trained, each data shard's contribution to its
     gradient, a shard per row; in the order of the backward. ``outputs``: by module, in the order in which they end, the
@@ -67,31 +67,38 @@ def record(
     names = {id(parameter): name for name, parameter in named.items()}
     every = model.named_parameters(remove_duplicate=False)
     ties = {clean_fqn(name): names[id(each)] for name, each in every if names[id(each)] != clean_fqn(name)}
-    parameters = {name: stored(parameter).long() for name, parameter in named.items()}
-    order: dict[str, None] = {}
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
-        for name, parameter in named.items()
-        if parameter.requires_grad
-    ]
-    gradients: list[dict[str, Tensor]] = []
+    parameters = {name: stored(parameter) for name, parameter in named.items()}
     with outputs_of([model]) as outputs, arithmetic(surrogates):
         losses = list(loss(model, shards))
         if not losses or any(not isinstance(each, Tensor) or each.numel() != 1 for each in losses):
             raise ConfigurationError(f"loss must return a list with a scalar tensor for each shard, got {losses!r}")
-        for place, each in enumerate(losses):
-            for parameter in named.values():
-                parameter.grad = None
-            each.backward(retain_graph=place + 1 < len(losses))
-            gradients.append({name: each.grad for name, each in named.items() if each.grad is not None})
-    for hook in hooks:
-        hook.remove()
-    if not order:
+        gradients = _gradients(losses, {name: each for name, each in named.items() if each.requires_grad})
+    if not any(gradients.values()):
         raise ConfigurationError("the backward of loss(model, shards) reaches no parameter of the model")
-    trained = [*order, *(name for name, each in named.items() if each.requires_grad and name not in order)]
-    zero = {name: torch.zeros_like(named[name]) for name in trained}
-    shares = {name: torch.stack([stored(each.get(name, zero[name])) for each in gradients]) for name in trained}
+    shares = {
+        name: torch.stack([stored(each.get(shard, torch.zeros_like(named[name]))) for shard in range(len(losses))])
+        for name, each in gradients.items()
+    }
     _write(Reference(parameters, shares, {name: list(map(stored, each)) for name, each in outputs.items()}, ties), path)
+
+
+def _gradients(losses: Sequence[Tensor], trained: Mapping[str, nn.Parameter]) -> dict[str, dict[int, Tensor]]:
+    """Return for each parameter, in the order of the backward, its gradient of each loss that reaches it."""
+    found: dict[str, dict[int, Tensor]] = {}
+    for parameter in trained.values():
+        parameter.grad = None
+    for shard, loss in enumerate(losses):
+
+        def take(name: str, parameter: Tensor, shard: int = shard) -> None:
+            assert parameter.grad is not None
+            found.setdefault(name, {})[shard] = parameter.grad  # The last of several, with checkpoints of the old kind.
+
+        hooks = [each.register_post_accumulate_grad_hook(partial(take, name)) for name, each in trained.items()]
+        loss.backward(retain_graph=shard + 1 < len(losses))
+        for hook, parameter in zip(hooks, trained.values()):
+            hook.remove()
+            parameter.grad = None
+    return found | {name: {} for name in trained if name not in found}
 
 
 @contextmanager
@@ -138,7 +145,7 @@ def _is_shape(tensor: Tensor) -> bool:
 
 
 def _write(reference: Reference, path: str | os.PathLike[str]) -> None:
-    tensors = {f"parameter/{name}": tensor.int() for name, tensor in reference.parameters.items()}
+    tensors = {f"parameter/{name}": tensor for name, tensor in reference.parameters.items()}
     tensors |= {f"shards/{name}": tensor for name, tensor in reference.shards.items()}
     for name, calls in reference.outputs.items():
         tensors |= {f"output/{call}/{name}": tensor for call, tensor in enumerate(calls)}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fp8dist.common.text import ranks_text
+from fp8dist.common.text import first_few
 from fp8dist.exact.field import P
 from fp8dist.exact.placement import HeldPart, displaced
 from fp8dist.exact.solver import combined, fraction_text, small_fraction, solve
@@ -25,7 +25,7 @@ class Sides(NamedTuple):
 
     whole: Tensor
     shards: Sequence[Tensor]
-    ranks: Mapping[int, Tensor]
+    ranks: Mapping[int | str, Tensor]
     part: HeldPart
     complete: Tensor
 
@@ -34,9 +34,9 @@ class Sides(NamedTuple):
         """True if every rank has the reference's gradient."""
         return all(bool((tensor == self.whole).all()) for tensor in self.ranks.values())
 
-    def classes(self) -> list[tuple[int, ...]]:
+    def classes(self) -> list[tuple[int | str, ...]]:
         """Return the ranks, sorted into those with equal gradients, in the order of the first rank of each."""
-        found: list[list[int]] = []
+        found: list[list[int | str]] = []
         for rank, tensor in self.ranks.items():
             alike = next((ranks for ranks in found if bool((self.ranks[ranks[0]] == tensor).all())), None)
             found.append([rank]) if alike is None else alike.append(rank)
@@ -65,7 +65,7 @@ class OfRanks:
     """The reference is a sum of ``coefficients``, residues, times the gradients of classes of ranks."""
 
     coefficients: tuple[int, ...]
-    classes: tuple[tuple[int, ...], ...]
+    classes: tuple[tuple[int | str, ...], ...]
     kind = "ranks"
 
     def holds(self, sides: Sides) -> bool:
@@ -78,7 +78,7 @@ class OfRanks:
 
     def __str__(self) -> str:
         terms = [f"{fraction_text(c)} x rank {ranks[0]}" for c, ranks in zip(self.coefficients, self.classes)]
-        alike = [f"rank {r[0]} stands for ranks {ranks_text(r)}" for r in self.classes if len(r) > 1]
+        alike = [f"rank {r[0]} stands for ranks {first_few(r, 8)}" for r in self.classes if len(r) > 1]
         missing = {1: "sum", pow(len(self.classes), -1, P): "mean"}
         what = missing.get(self.coefficients[0]) if len(set(self.coefficients)) == 1 else "weighted sum"
         return (
@@ -92,7 +92,7 @@ class OfShards:
     """The gradient of a class of ranks is a sum of coefficients, residues, times the shards' contributions."""
 
     coefficients: tuple[tuple[int, ...], ...]
-    classes: tuple[tuple[int, ...], ...]
+    classes: tuple[tuple[int | str, ...], ...]
 
     @property
     def kind(self) -> str:
@@ -179,9 +179,9 @@ def _coefficients(shards: Sequence[Tensor], tensor: Tensor) -> list[int] | None:
     return next((each for each in simple if bool((combined(each, shards) == tensor).all())), None)
 
 
-def on(ranks: Sequence[int]) -> str:
+def on(ranks: Sequence[int | str]) -> str:
     """Return "rank 3", or "ranks 0, 1"."""
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {first_few(ranks, 8)}"
 
 
 def _kind_of(coefficients: Sequence[int]) -> str:

@@ -53,9 +53,10 @@ class ExactReport:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds of a parameter. ``gradient``: canonical residues, int64; None: it got none."""
+    """What one rank holds of a parameter. ``rank``: with the name, if the rank holds a tie's weight twice.
+    ``gradient``: canonical residues, int64; None: it got none."""
 
-    rank: int
+    rank: int | str
     part: HeldPart
     gradient: Tensor | None
 
@@ -86,7 +87,7 @@ def judge_gradients(
 def _parts(shards: Tensor, held: Sequence[Holding]) -> list[Sides]:
     """Return what is compared, for each part of the tensor that ranks hold."""
     complete = shards.sum(0) % P
-    ranks: dict[HeldPart, dict[int, Tensor]] = {}
+    ranks: dict[HeldPart, dict[int | str, Tensor]] = {}
     for holding in held:
         assert holding.gradient is not None
         ranks.setdefault(holding.part, {})[holding.rank] = holding.gradient

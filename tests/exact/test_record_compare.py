@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8dist import exact
 from fp8dist.errors import CheckpointError, ConfigurationError
@@ -69,6 +70,33 @@ def test_accumulation_in_one_process_is_equal(tmp_path: Path) -> None:
     report = exact.compare(left_out, lambda: of_rows(left_out, ROWS[1:])[0].backward(), tmp_path / "reference")
     assert report.findings[0].kind == "shards"
     assert str(report) == "every gradient: shard 0 is missing, shard 2 is missing"
+
+
+def test_reentrant_checkpoints_add_to_a_gradient_twice(tmp_path: Path) -> None:
+    def loss(model: nn.Module, rows: Tensor) -> list[Tensor]:
+        once = checkpoint(model, rows.requires_grad_(), use_reentrant=True)
+        return [model(torch.cat([once, once[:, :1]], 1)).sum()]
+
+    def plain(model: nn.Module, rows: Tensor) -> list[Tensor]:
+        once = model(rows)
+        return [model(torch.cat([once, once[:, :1]], 1)).sum()]
+
+    exact.record(small(), plain, ROWS, tmp_path / "plain")
+    exact.record(small(), loss, ROWS.clone(), tmp_path / "twice")
+    shards = read_reference(tmp_path / "plain").shards
+    assert all(bool((each == shards[name]).all()) for name, each in read_reference(tmp_path / "twice").shards.items())
+
+
+def test_a_tie_that_is_broken_in_the_job(tmp_path: Path) -> None:
+    shards = batch(KIND, 1)
+    exact.record(Transformer(KIND), losses, shards, tmp_path / "reference")
+    model = Transformer(KIND)
+    assert model.head is not None
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    report = exact.compare(model, lambda: losses(model, shards)[0].backward(), tmp_path / "reference")
+    assert str(report) == (
+        "embed.weight: the reference is 1 x rank 0 + 1 x rank 0 (head.weight): the sum over these ranks is missing"
+    )
 
 
 def test_what_is_frozen_on_one_side_alone_is_named(tmp_path: Path) -> None:
