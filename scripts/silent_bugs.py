@@ -48,7 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     if publish:
         results_files.publish("silent_bugs", results)
-    print(pages.of_bugs(results), pages.of_bugs(results, afterwards=True), pages.of_counts(results), sep="\n")
+    print(
+        pages.of_bugs(results),
+        pages.of_bugs(results, afterwards=True),
+        pages.of_counts(results),
+        pages.of_alike(results),
+        sep="\n",
+    )
     first, second = pages.counts(results)
     print(first, f"{second} drawn afterwards", sep="\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from scripts.benchmarks.markdown import table
 from tests.silent_bugs.bugs import BUGS
 from tests.silent_bugs.outcomes import ARGUMENT, DEFAULT, NOT_VISIBLE, PROGRAMS, TOOL
 
-__all__ = ["counts", "front", "of_bugs", "of_counts", "parts_of"]
+__all__ = ["counts", "front", "of_alike", "of_bugs", "of_counts", "parts_of"]
 
 Results = dict[str, Any]
 
@@ -24,6 +25,7 @@ def parts_of(root: Path) -> Mapping[str, Callable[[], str]]:
         "silent-bugs": partial(of_bugs, results),
         "silent-bugs-afterwards": partial(of_bugs, results, afterwards=True),
         "silent-counts": partial(of_counts, results),
+        "silent-alike": partial(of_alike, results),
     }
 
 
@@ -62,6 +64,33 @@ def of_counts(results: Results) -> str:
             ways = [_found(some, way) for way in (DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE)]
             rows.append([f"{of}: {text}", str(len(some)), *map(str, ways)])
     return table(["", "bugs", DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE], rows)
+
+
+def of_alike(results: Results) -> str:
+    """Return the table of what sees the bugs that are alike on all ranks."""
+    rows = []
+    for of, afterwards in (("the forty", False), ("the ten", True)):
+        some = [row for row in _rows(results, afterwards) if PROGRAMS[row["name"]].alike]
+        counted = Counter(map(_seen_by, some))
+        rows.append([of, str(len(some)), *(str(counted[way]) for way in _SEEN_BY)])
+    return table(["", "alike on all ranks", *_SEEN_BY], rows)
+
+
+def _seen_by(row: Results) -> str:
+    """Return what sees a bug that no comparison of replicas can see."""
+    if row["way"] == DEFAULT:
+        return "coherence"
+    return (
+        "values"
+        if "values" in row["watch"]
+        else row["watch"]
+        if row["watch"] in _SEEN_BY
+        else _OTHERS[not row["watch"]]
+    )
+
+
+_OTHERS = ("other tools", NOT_VISIBLE)
+_SEEN_BY = ("coherence", "values", "exact", *_OTHERS)
 
 
 def of_bugs(results: Results, afterwards: bool = False) -> str:
