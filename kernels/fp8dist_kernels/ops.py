@@ -361,7 +361,7 @@ def _quantize_mx_fake(
     (tokens, features), scale = x.shape, torch.float8_e8m0fnu
     down, across = -(-tokens // MX_BLOCK), -(-features // MX_BLOCK)
     return (
-        x.new_empty((tokens, features) if rows else (0,), dtype=dtype),
+        x.new_empty((tokens, across * MX_BLOCK) if rows else (0,), dtype=dtype),
         x.new_empty((tokens, across) if rows else (0,), dtype=scale),
         x.new_empty((features, down * MX_BLOCK) if columns else (0,), dtype=dtype),
         x.new_empty((features, down) if columns else (0,), dtype=scale),
@@ -449,7 +449,7 @@ a GPU in one launch. ``reference/blocks.py`` gives the shapes of the scales."""
 
 quantize_mx = torch.ops.fp8dist.quantize_mx.default
 """``(x[tokens, features], dtype, round_up=…, …) -> (rows, inv_scale, columns, inv_scale)``: cast to MX, with one E8M0
-scale per 1 x 32 block of each copy. ``columns`` is padded to a multiple of 32 tokens. See ``reference/mx.py``."""
+scale per 1 x 32 block of each copy. Rows of both copies are padded to whole blocks. See ``reference/mx.py``."""
 
 add_up = torch.ops.fp8dist.add_up.default
 """``(x[tokens, features], dtype) -> [features]``: sums of columns, in an order that is the same on all backends. See

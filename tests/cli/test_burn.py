@@ -33,7 +33,7 @@ def test_all_recipes_and_gemms_are_burned() -> None:
     found = computations_on(CPU)
     names = [one.name(CPU) for one in found]
     assert len(set(names)) == len(found) == 34
-    for recipe in ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling"):
+    for recipe in ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling", "MXFP8Scaling"):
         assert sum(recipe in name for name in names) == 3
     products = [one for one in found if isinstance(one, ProductOf)]
     assert {one.gemm for one in products} == {"fprop", "dgrad", "wgrad"}

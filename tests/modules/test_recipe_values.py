@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StateManager
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling, StateManager
 from fp8dist_kernels import ops
 from tests.support import fp8_oracle
 from tests.support.casting import hard_values
@@ -30,9 +30,11 @@ RECIPES = [
     for format in ("hybrid", "e4m3")
     for power in (False, True)
 ]
+MX = (MXFP8Scaling(), MXFP8Scaling(scale_rounding="up"))
+RECIPES += MX
 
-ONE_OF_TWO = [RECIPES[i] for i in range(len(RECIPES)) if i % 4 in (0, 3)]
-"""Each kind in each format, one of them with powers of two."""
+ONE_OF_TWO = [*(RECIPES[i] for i in range(4 * len(KINDS)) if i % 4 in (0, 3)), *MX]
+"""Each kind in each format, one of them with powers of two; MX with both roundings."""
 
 SHAPES = [  # (tokens, in_features, out_features, dtype)
     (131, 272, 144, torch.float32),
@@ -105,7 +107,8 @@ def oracle(
     recipe: Recipe, x: Tensor, weight: Tensor, grad: Tensor, scales: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Operand, Operand]]:
     tensors = (numbers(x), numbers(weight), numbers(grad))
-    return fp8_oracle.operands(*tensors, recipe.by, recipe.format, recipe.power_of_two, scales)
+    by: Any = f"mx {recipe.scale_rounding}" if isinstance(recipe, MXFP8Scaling) else recipe.by
+    return fp8_oracle.operands(*tensors, by, recipe.format, recipe.power_of_two, scales)
 
 
 def test_the_oracle_knows_the_formats() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.reference.blocks import blocks_along
 
-__all__ = ["MX_BLOCK", "exponents", "mx_padded", "quantize_mx"]
+__all__ = ["MX_BLOCK", "exponents", "quantize_mx"]
 
 _MAGNITUDE, _MANTISSA, _MANTISSA_OF_MAX = 0x7FFFFFFF, 0x7FFFFF, 0x600000
 """Bits of float32. The largest numbers of E4M3 and E5M2 both have the mantissa 1.75."""
@@ -31,7 +31,7 @@ Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def quantize_mx(x: Tensor, dtype: torch.dtype, *, round_up: bool, rows: bool, columns: bool) -> Copies:
-    """Cast with one E8M0 scale for each block of 1 x 32 of each copy. The last block of a row may be smaller.
+    """Cast with one E8M0 scale for each block of 1 x 32 of each copy.
 
     Args:
         x: [tokens, features], any float dtype, any strides.
@@ -41,21 +41,16 @@ def quantize_mx(x: Tensor, dtype: torch.dtype, *, round_up: bool, rows: bool, co
         columns: write the transposed copy, with blocks along tokens.
 
     Returns:
-        (row-major fp8 [tokens, features], its inv_scale E8M0 [tokens, ceil(features / 32)],
-        transposed fp8 [features, tokens rounded up to 32 with zeros, or NaN in a NaN block], its inv_scale E8M0
-        [features, ceil(tokens / 32)]), all contiguous. Empty tensors for a copy that was not requested.
+        (row-major fp8 [tokens, features], its inv_scale E8M0 [tokens, ceil(features / 32)], transposed fp8
+        [features, tokens], its inv_scale E8M0 [features, ceil(tokens / 32)]), all contiguous. Rows of both copies are
+        padded to whole blocks, as cuBLASLt wants them, with zeros (a NaN block with NaN). Empty tensors for a copy that
+        was not requested.
     """
     nothing = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float8_e8m0fnu)
     return (
-        *(_cast(x, x.shape[1], dtype, round_up) if rows else nothing),
-        *(_cast(x.t(), mx_padded(x.shape[0]), dtype, round_up) if columns else nothing),
+        *(_cast(x, dtype, round_up) if rows else nothing),
+        *(_cast(x.t(), dtype, round_up) if columns else nothing),
     )
-
-
-def mx_padded(tokens: int) -> int:
-    """Return ``tokens`` rounded up to whole blocks: the row length of the transposed copy. cuBLASLt multiplies whole
-    blocks only."""
-    return blocks_along(tokens, MX_BLOCK) * MX_BLOCK
 
 
 def exponents(amax_bits: Tensor, dtype: torch.dtype, round_up: bool) -> Tensor:
@@ -68,17 +63,15 @@ def exponents(amax_bits: Tensor, dtype: torch.dtype, round_up: bool) -> Tensor:
     return torch.where(field == _NAN, _NAN, byte.clamp(0, _MOST))
 
 
-def _cast(lines: Tensor, length: int, dtype: torch.dtype, round_up: bool) -> tuple[Tensor, Tensor]:
-    """Return (FP8 [lines, length], E8M0 [lines, blocks]) of [lines, width], filled with zeros up to ``length``."""
+def _cast(lines: Tensor, dtype: torch.dtype, round_up: bool) -> tuple[Tensor, Tensor]:
+    """Return (FP8 [lines, 32 blocks], E8M0 [lines, blocks]) of [lines, width]."""
     count, width = lines.shape
-    blocks = blocks_along(length, MX_BLOCK)
+    blocks = blocks_along(width, MX_BLOCK)
     x = torch.zeros(count, blocks * MX_BLOCK, device=lines.device)
     x[:, :width] = lines
     x = x.view(count, blocks, MX_BLOCK)
     byte = exponents((x.view(torch.int32) & _MAGNITUDE).amax(2), dtype, round_up)
     scale = torch.where(byte == _NAN, torch.nan, ((_MOST - byte) << 23).view(torch.float32))
     limit = torch.finfo(dtype).max
-    fp8 = (
-        (x * scale[:, :, None]).clamp_(-limit, limit).view(count, blocks * MX_BLOCK)[:, :length].to(dtype).contiguous()
-    )
+    fp8 = (x * scale[:, :, None]).clamp_(-limit, limit).view(count, blocks * MX_BLOCK).to(dtype)
     return fp8, byte.to(torch.uint8).view(torch.float8_e8m0fnu)

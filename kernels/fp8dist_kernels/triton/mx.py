@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8dist_kernels.reference.matmuls import aligned
-from fp8dist_kernels.reference.mx import MX_BLOCK, Copies, mx_padded
+from fp8dist_kernels.reference.mx import MX_BLOCK, Copies
 from fp8dist_kernels.triton.launching import ceil_div, on_device_of
 from fp8dist_kernels.triton.magnitude import magnitude_bits
 from fp8dist_kernels.triton.products import tile_at
@@ -34,11 +34,10 @@ _NAMES: Mapping[torch.dtype, str] = MappingProxyType({torch.float8_e4m3fn: "e4m3
 @triton.jit
 def _mx_kernel(
     x,  # [lines, width], strides as given
-    out,  # fp8 [lines, length]
+    out,  # fp8 [lines, blocks * BLOCK]
     inv_scale,  # uint8 [lines, blocks], E8M0
     lines,
     width,
-    length,
     blocks,
     line_stride,
     element_stride,
@@ -51,6 +50,7 @@ def _mx_kernel(
 ):
     """Cast [TALL, WIDE] elements with a scale for each BLOCK elements of a line."""
     COUNT: tl.constexpr = WIDE // BLOCK
+    length = blocks * BLOCK
     across = tl.cdiv(length, WIDE)
     line = (tl.program_id(0) // across).to(INDEX) * TALL + tl.arange(0, TALL)
     first = (tl.program_id(0) % across).to(INDEX) * WIDE
@@ -149,13 +149,15 @@ def quantize_mx(x: Tensor, dtype: torch.dtype, *, round_up: bool, rows: bool, co
     nothing = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float8_e8m0fnu)
     with on_device_of(x):
         return (
-            *(_cast(x, x.shape[1], dtype, round_up) if rows else nothing),
-            *(_cast(x.t(), mx_padded(x.shape[0]), dtype, round_up) if columns else nothing),
+            *(_cast(x, dtype, round_up) if rows else nothing),
+            *(_cast(x.t(), dtype, round_up) if columns else nothing),
         )
 
 
-def _cast(x: Tensor, length: int, dtype: torch.dtype, round_up: bool) -> tuple[Tensor, Tensor]:
-    (lines, width), blocks = x.shape, ceil_div(length, MX_BLOCK)
+def _cast(x: Tensor, dtype: torch.dtype, round_up: bool) -> tuple[Tensor, Tensor]:
+    lines, width = x.shape
+    blocks = ceil_div(width, MX_BLOCK)
+    length = blocks * MX_BLOCK
     out = torch.empty(lines, length, dtype=dtype, device=x.device)
     inv_scale = torch.empty(lines, blocks, dtype=torch.uint8, device=x.device)
     programs = ceil_div(lines, _LINES) * ceil_div(length, _LENGTH)
@@ -167,7 +169,6 @@ def _cast(x: Tensor, length: int, dtype: torch.dtype, round_up: bool) -> tuple[T
             inv_scale,
             lines,
             width,
-            length,
             blocks,
             *x.stride(),
             OF_MAX=8 if dtype == torch.float8_e4m3fn else 15,
