@@ -231,14 +231,12 @@ class MXFP8Scaling(Recipe):
     Blocks lie along the dim that the GEMM sums over. So inputs, weights and gradients are cast twice, each copy from
     the tensor in high precision. Blackwell's tensor cores apply these scales; other devices emulate them. Under
     tensor parallelism a block is the part of it on this rank; a cut at a multiple of 32 cuts none. A block with an Inf
-    or a NaN becomes NaN.
+    or a NaN becomes NaN. The two roundings differ for amaxes with a mantissa above 1.75, in about one block of five.
 
     Args:
-        scale_rounding: ``"down"``: the largest power of two in the block's amax, divided by 256, E4M3's (as the
-            specification says, and torchao's default). Elements between 448 and 512 times the scale saturate.
-            ``"up"``: ``amax / 448``, rounded up to a power of two (as cuBLAS and TransformerEngine do). Nothing
-            saturates; blocks whose amax has a mantissa above 1.75, about one in five, get twice the scale, with which
-            small elements are lost sooner.
+        scale_rounding: ``"down"``: ``amax / 256``, rounded down to a power of two, as the specification says: elements
+            above 448 scales saturate. ``"up"``: ``amax / 448``, rounded up, as cuBLAS and TransformerEngine do: nothing
+            saturates, small elements are lost sooner.
         high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
     """
 

@@ -135,7 +135,7 @@ def test_what_is_refused_says_so(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
     manager = fp8dist.prepare(net, MXFP8Scaling())
     for format in ("block", "compressed-tensors", "compressed-tensors-channel"):
-        with pytest.raises(ConfigurationError, match="one scale for each 1 x 32 elements of its weight .*, finer than"):
+        with pytest.raises(ConfigurationError, match="one scale for each 1 x 32 elements of its weight"):
             fp8dist.export(manager, tmp_path / "out", format=format)
     linear = nn.Linear(64, 32)
     with pytest.raises(ConfigurationError, match=r"fprop: torch does not multiply .* MX: not a Blackwell GPU"):

@@ -340,7 +340,7 @@ def test_the_bound_of_products_is_sharp_enough_to_see_a_wrong_scale(recipe: Reci
         for which in (2, 3):
             mutated = [t.clone() for t in gemm[:4]]
             scale = mutated[which]
-            scale[(0,) * scale.ndim] *= 2
+            scale[(0,) * scale.ndim] = 2 * scale[(0,) * scale.ndim].float()  # MX has E8M0.
             lines = expected[name][which - 2].block[0]
             wrong = broken(*mutated) if which == 2 else broken(*mutated).T
             assert wrong[:lines].all(), (name, which)
