@@ -102,6 +102,20 @@ def test_each_copy_is_cast_from_the_tensor_itself() -> None:
     assert not columns[:, 40:].float().any()
 
 
+def test_a_part_cut_at_a_multiple_of_32_has_the_bytes_of_the_whole() -> None:
+    """As under tensor parallelism, of 2, 3 and 4 ranks."""
+    x, options = hard_values(96, 384), {"round_up": False, "rows": True, "columns": True}
+    whole = plain.quantize_mx(x, E4M3, **options)
+    for ranks, dim in itertools.product((2, 3, 4), (0, 1)):
+        if x.shape[dim] // ranks % 32:
+            continue
+        casts = [plain.quantize_mx(part, E4M3, **options) for part in x.chunk(ranks, dim)]
+        for index, parts in enumerate(zip(*casts)):
+            along = dim if index < 2 else 1 - dim
+            joined = torch.cat([part.view(torch.uint8) for part in parts], along)
+            assert torch.equal(joined, whole[index].view(torch.uint8)), (ranks, dim, index)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_triton_casts_as_the_twin(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)

@@ -244,12 +244,16 @@ def cast_bound(x: Exact, operand: Operand) -> Exact:
     Rounding ``t`` to the nearest FP8 number adds ``|r| <= max(e |t|, q / 2)``: ``e = 2**-(mantissa bits + 1)`` where
     numbers are normal, half of their distance ``q`` where they are subnormal. Nothing saturates but by float32's
     rounding, since ``s <= max / amax (1 + u)``: then ``|r| <= 2 u |t|``, which is less. The operand stands for
-    ``(t + r) inv``, so it is off by at most ``3 u |x| + (1 + 3 u) max(e |x|, inv q / 2)``.
+    ``(t + r) inv``, so it is off by at most ``3 u |x| + (1 + 3 u) max(e |x|, inv q / 2)``. With MX rounded down, ``s``
+    is a power of two up to ``512 / amax``: elements beyond ``max inv`` lose what is beyond.
     """
     e, q = operand.format.unit_roundoff, operand.format.smallest
     inv = operand.spread(operand.inv_scale)
     assert (inv >= 2.0**-126).all(), "inv is to have float32's relative precision"
-    return 3 * U * np.abs(x) + (1 + 3 * U) * np.maximum(e * np.abs(x), inv * q / 2)
+    rounding = 3 * U * np.abs(x) + (1 + 3 * U) * np.maximum(e * np.abs(x), inv * q / 2)
+    if operand.block != (1, 32):
+        return rounding
+    return np.maximum(rounding, np.abs(x) - operand.format.max * inv)
 
 
 def product_bound(a: Exact, b: Exact, operands: tuple[Operand, Operand], dtype: torch.dtype) -> Exact:

@@ -102,7 +102,7 @@ def _dequantised(fp8, byte, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["m"])
-def _mx_product_kernel(
+def _mx_scaled_kernel(
     a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
     b,  # descriptor of FP8 [n, k], blocks [TILE_N, TILE_K]
     inv_scale_a,  # uint8 [m, k / BLOCK], E8M0
@@ -191,7 +191,7 @@ def multiply_mx(
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     scales = [scale.contiguous().view(torch.uint8) for scale in (inv_scale_a, inv_scale_b)]
     with on_device_of(a):
-        _mx_product_kernel[(ceil_div(m, _ROWS) * ceil_div(n, _COLUMNS),)](
+        _mx_scaled_kernel[(ceil_div(m, _ROWS) * ceil_div(n, _COLUMNS),)](
             TensorDescriptor(aligned(a), [m, k], [k, 1], [_ROWS, _DEPTH]),
             TensorDescriptor(aligned(b), [n, k], [k, 1], [_COLUMNS, _DEPTH]),
             *scales,
@@ -208,7 +208,7 @@ def multiply_mx(
             BLOCK=MX_BLOCK,
             GROUP=_GROUP,
             BIASED=bias is not None,
-            NATIVE=isinstance(_mx_product_kernel, triton.JITFunction),  # The interpreter has no such product.
+            NATIVE=isinstance(_mx_scaled_kernel, triton.JITFunction),  # The interpreter has no such product.
             num_warps=8,
             num_stages=3,
         )
