@@ -35,6 +35,7 @@ __all__ = [
     "quantize_blocks",
     "quantize_grouped",
     "quantize_grouped_lines",
+    "quantize_mx",
     "quantize_rowwise",
     "transpose",
 ]
@@ -85,6 +86,7 @@ def _directly(op: torch._ops.OpOverload, compiled: Callable[..., Any] | None = N
 quantize = _directly(ops.quantize, traced.quantize)
 quantize_rowwise = _directly(ops.quantize_rowwise, traced.quantize_rowwise)
 quantize_blocks = _directly(ops.quantize_blocks)
+quantize_mx = _directly(ops.quantize_mx)
 add_up = _directly(ops.add_up)
 transpose = _directly(ops.transpose)
 observe = _directly(ops.observe, traced.observe)

@@ -51,6 +51,9 @@ _LEAST, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)  # Compute capabilities. _
 _CUBLASLT_WITH_SCALES = (12, 9)
 """Since this version, cuBLASLt takes scales per row and per block, on Hopper."""
 
+_CUBLASLT_WITH_MX = (12, 8)
+"""Since this version, cuBLASLt takes E8M0 scales of 1 x 32 blocks, on Blackwell."""
+
 _CUTLASS_WITH_FLOAT32 = (2, 15)
 """torch's pull request 187569 of June 2026 lets its CUTLASS kernels return float32, and float16 without a bias. Which
 release has the change first was not verified. 2.15 was cut after the change."""
@@ -123,6 +126,14 @@ def _blocks_on_old_cuda(product: Product, machine: Machine) -> bool:
     return product.scaling.in_blocks and machine.cuda < _CUBLASLT_WITH_SCALES
 
 
+def _mx_elsewhere(product: Product, machine: Machine) -> bool:
+    return product.scaling is Scaling.MX and (machine.capability is None or machine.capability[0] != _BLACKWELL[0])
+
+
+def _mx_on_old_cuda(product: Product, machine: Machine) -> bool:
+    return product.scaling is Scaling.MX and machine.cuda < _CUBLASLT_WITH_MX
+
+
 def _other_bias(product: Product, machine: Machine) -> bool:
     if product.bias is None:
         return False
@@ -159,6 +170,8 @@ ROWS: tuple[Row, ...] = (
     Row("blocks: k below one block", _single_block, Detour.SCALES_OF_ROWS),
     Row("blocks: not a Hopper GPU", _blocks_elsewhere, None),
     Row("blocks: torch built with CUDA before 12.9", _blocks_on_old_cuda, None),
+    Row("MX: not a Blackwell GPU", _mx_elsewhere, None),
+    Row("MX: torch built with CUDA before 12.8", _mx_on_old_cuda, None),
     Row("scales of rows, CUTLASS: b in E5M2", _cutlass_operand, Detour.SCALES_AFTER),
     Row("a bias of another dtype than the result, or in float32", _other_bias, Detour.BIAS_AFTER),
     Row("scales of rows, CUTLASS: a result that it cannot write", _cutlass_result, Detour.SCALES_AFTER),

@@ -80,13 +80,8 @@ def _seen_by(row: Results) -> str:
     """Return what sees a bug that no comparison of replicas can see."""
     if row["way"] == DEFAULT:
         return "coherence"
-    return (
-        "values"
-        if "values" in row["watch"]
-        else row["watch"]
-        if row["watch"] in _SEEN_BY
-        else _OTHERS[not row["watch"]]
-    )
+    watch = row["watch"]
+    return "values" if "values" in watch else watch if watch in _SEEN_BY else _OTHERS[not watch]
 
 
 _OTHERS = ("other tools", NOT_VISIBLE)

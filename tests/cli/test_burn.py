@@ -21,15 +21,15 @@ from tests.support.torchrun import torchrun
 
 CPU = torch.device("cpu")
 OUT, IN, TOKENS = 384, 256, 256
-FPROPS = 6
-"""Products of inputs: with a scale per tensor, row and block, and each of them with exact sums."""
+FPROPS = 8
+"""Products of inputs: with a scale per tensor, row, block and MX block, and each of them with exact sums."""
 
 
 def test_all_recipes_and_gemms_are_burned() -> None:
     found = computations_on(CPU)
     names = [one.name(CPU) for one in found]
-    assert len(set(names)) == len(found) == 34
-    for recipe in ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling"):
+    assert len(set(names)) == len(found) == 43
+    for recipe in ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling", "MXFP8Scaling"):
         assert sum(recipe in name for name in names) == 3
     products = [one for one in found if isinstance(one, ProductOf)]
     assert {one.gemm for one in products} == {"fprop", "dgrad", "wgrad"}
@@ -42,8 +42,8 @@ def test_a_sound_device_has_nothing_wrong() -> None:
     burned = burn(CPU, 0.05)
     assert (burned.wrong, burned.differences) == (0, [])
     assert burned.seconds >= 0.05
-    assert burned.repetitions % 34 == 0 < burned.repetitions
-    text = f"{burned.repetitions:,} casts and products of 34 kinds in {burned.seconds:.1f} s"
+    assert burned.repetitions % 43 == 0 < burned.repetitions
+    text = f"{burned.repetitions:,} casts and products of 43 kinds in {burned.seconds:.1f} s"
     assert burned.summary.startswith(text)
     assert burned.summary.endswith(" per s, none wrong")
 
@@ -139,7 +139,7 @@ def test_ranks_are_compared() -> None:
     good = burned_across_ranks(CPU)
     with bad:
         report = burned_across_ranks(CPU)
-    assert dict(good.compared) == {"computation": 34}
+    assert dict(good.compared) == {"computation": 43}
     assert good.consistent
     assert [(f.name.split()[0], f.ranks, f.reference_rank) for f in report.findings] == [("fprop", (2,), 0)] * FPROPS
 
@@ -150,4 +150,4 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     seen = {line["name"]: line for line in json.loads(done.stdout)["observations"]}
     assert seen["burn on cpu"]["outcome"] == "ok"
-    assert seen["burn, all ranks"]["detail"] == "consistent (34 computations)"
+    assert seen["burn, all ranks"]["detail"] == "consistent (43 computations)"

@@ -26,6 +26,7 @@ from fp8dist import (
     DelayedScaling,
     Event,
     Fallback,
+    MXFP8Scaling,
     Observation,
     Recipe,
     RowwiseScaling,
@@ -93,7 +94,11 @@ def test_every_third_step_all_slots() -> None:
         assert 0 <= slot.underflow <= 1
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "recipe",
+    [CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling(scale_rounding="up")],
+    ids=lambda r: type(r).__name__,
+)
 def test_recipes_without_state_are_watched_as_well(recipe: Recipe) -> None:
     """A scale of current scaling makes the amax the largest value: no doubling is left, up to the scale's rounding."""
     seen, manager, _ = trained(recipe)

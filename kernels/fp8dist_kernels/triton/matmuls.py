@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8dist_kernels.reference.matmuls import Scaling, aligned, column_major, product_of_nothing, scaling_of
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, on_device_of, processors
+from fp8dist_kernels.triton.mx import multiply_mx
 from fp8dist_kernels.triton.products import block_scaled_kernel, scaled_kernel, wide_block_scaled_kernel
 from fp8dist_kernels.triton.tables import Tile
 from fp8dist_kernels.triton.tiles import Problem, tile_for
@@ -71,6 +72,8 @@ def multiply(
     require_pair(a, b)
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
+    if scaling is Scaling.MX:
+        return multiply_mx(a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
     dtypes, added = (a.dtype, b.dtype, out_dtype), "nothing" if bias is None else "bias"
     sideways = not b.is_contiguous()
     plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, added, out_dtype, sideways, a.device)
@@ -92,11 +95,12 @@ def multiply_into(
     The bits are those of ``total.add_(multiply(…))``, because the tile is the same. These two operations run instead
     where TMA cannot write to ``total`` (it is not contiguous, not aligned, or of another dtype), and with scales of
     128 x 128 blocks: a wide tile has no registers left for the addition, and no gradient of weights has such scales.
+    With MX, too: its kernel has a result of its own.
     """
     if a.numel() == 0 or b.numel() == 0:
         return
     writable = total.is_contiguous() and aligned(total) is total and total.dtype in _TOTALS
-    if scaling is Scaling.BLOCKWISE or not writable:
+    if scaling in (Scaling.BLOCKWISE, Scaling.MX) or not writable:
         total.add_(multiply(scaling, a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation, None))
         return
     require_pair(a, b)
