@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8dist_kernels.reference import blocks as plain
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along, require_block
 from fp8dist_kernels.reference.casts import padded
-from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of
+from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of, scale_strides
 from fp8dist_kernels.triton.magnitude import magnitude_bits, tile_bits
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
@@ -352,8 +352,8 @@ def _cast_lines(
         flipped_inverse,
         _apart(x),
         *page.lying,
-        *_strides(straight_inverse),
-        *_strides(flipped_inverse),
+        *scale_strides(straight_inverse),
+        *scale_strides(flipped_inverse),
         *parts,
         FP8_MAX=torch.finfo(straight.dtype).max,
         POWER_OF_TWO=power_of_two,
@@ -365,11 +365,6 @@ def _cast_lines(
         INDEX=page.offset_type(BLOCK, BLOCK),
         num_warps=_WARPS_OF_HALF,
     )
-
-
-def _strides(scales: Tensor) -> tuple[int, int]:
-    """Return the strides from line to line and from block to block; zeros for a copy that is not requested."""
-    return (scales.stride(-2), scales.stride(-1)) if scales.ndim > 1 else (0, 0)
 
 
 def _experts(x: Tensor) -> int:

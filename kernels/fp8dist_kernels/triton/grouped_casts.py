@@ -19,7 +19,7 @@ from fp8dist_kernels.reference.grouped_casts import require_slots
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, require_groups
 from fp8dist_kernels.triton.blocks import write_flipped, write_straight
 from fp8dist_kernels.triton.groups import find_group, tiles_bound
-from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of
+from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of, scale_strides
 from fp8dist_kernels.triton.magnitude import grow, magnitude_bits, newest, tile_bits
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
@@ -378,16 +378,11 @@ def quantize_grouped_lines(
         if programs := tiles * 2 * (common["STRAIGHT"] + common["FLIPPED"]):
             _lines_kernel[(programs,)](
                 x, row_major, transposed, offsets, row_bits, column_bits, of_rows, of_columns, groups,
-                *page.lying[:4], page.flipped_width, *_strides(of_rows), *_strides(of_columns),
+                *page.lying[:4], page.flipped_width, *scale_strides(of_rows), *scale_strides(of_columns),
                 FP8_MAX=torch.finfo(dtype).max, POWER_OF_TWO=power_of_two, PARTS=int(not in_blocks), num_warps=_WARPS,
                 **common,
             )  # fmt: skip
     return row_major, of_rows, transposed, of_columns
-
-
-def _strides(scales: Tensor) -> tuple[int, int]:
-    """Return the strides from line to line and from block to block; zeros for a copy that is not requested."""
-    return (scales.stride(-2), scales.stride(-1)) if scales.ndim > 1 else (0, 0)
 
 
 def _page_of(x: Tensor, offsets: Tensor | None) -> Page:

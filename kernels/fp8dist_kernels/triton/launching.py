@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-__all__ = ["PLANS", "ceil_div", "ceil_power_of_two", "on_device_of", "processors"]
+__all__ = ["PLANS", "ceil_div", "ceil_power_of_two", "on_device_of", "processors", "scale_strides"]
 
 PLANS = 512
 """Plans that each cached function keeps. More than a model has kinds of tensors; limited, because batches of ever new
@@ -44,3 +44,9 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)  # type: ignore[no-untyped-call, unused-ignore]
     return _HERE
+
+
+def scale_strides(scales: Tensor) -> tuple[int, int]:
+    """Return the strides of scales from line to line and from block to block; zeros for a copy that is not requested.
+    Local."""
+    return (scales.stride(-2), scales.stride(-1)) if scales.ndim > 1 else (0, 0)
