@@ -112,6 +112,19 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def clamp(x: Tensor, min: Any = None, max: Any = None, **options: Any) -> Tensor:
+    """Return ``x``, if a number caps floats: residues have no size, and all gradients would be zero. Zeros, such as a
+    count's, still become ``min`` if it is the only bound."""
+    if isinstance(max, (int, float)) and x.is_floating_point() and not options:
+        return x * 1
+    return torch.clamp(x, min, max, **options)
+
+
+def clamp_max(x: Tensor, max: Any) -> Tensor:
+    """As ``clamp``."""
+    return clamp(x, None, max)
+
+
 SURROGATES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
         F.cross_entropy: cross_entropy,
@@ -123,6 +136,8 @@ SURROGATES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         torch.logsumexp: logsumexp,
         Tensor.logsumexp: logsumexp,
         F.scaled_dot_product_attention: attention,
+        **dict.fromkeys((torch.clamp, torch.clip, Tensor.clamp, Tensor.clip), clamp),
+        **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), clamp_max),
     }
 )
 """What replaces a function of torch."""
