@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fp8dist.errors import ConfigurationError
+
 
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """Return ``m + log(sum(exp(x - m)))``, ``m`` being the maximum."""
@@ -89,6 +91,8 @@ def _along(weight: Tensor, x: Tensor, dim: int) -> Tensor:
 def _joined(losses: Tensor, weights: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
+    if reduction == "mean" and type(weights) is Tensor and not weights.is_meta and not weights.any():
+        raise ConfigurationError("the mean loss of no targets is nan: divide a sum by the targets of the whole step.")
     return losses.sum() if reduction == "sum" else losses.sum() / weights.sum()
 
 
