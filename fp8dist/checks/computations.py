@@ -18,6 +18,7 @@ from fp8dist.modules.main_grad import fuses
 from fp8dist.modules.parts import Part
 from fp8dist.parallel.wrappers import multiplied_shape
 from fp8dist.state.recipe import GEMMS, Recipe
+from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
@@ -122,16 +123,17 @@ def linear_computations(
     out, features = (min(size, LARGEST) for size in shape)
     x, w, grad = (recipe.format_of(role).name for role in Role)
     lines, squares = SCALINGS[recipe.by]
-    along = blocks_along(tokens, ALIGNMENT) * ALIGNMENT  # Tokens of a transposed copy, which casts pad.
+    alignment = MX_BLOCK if recipe.by == "mx" else ALIGNMENT  # Casts pad the contracted dim.
+    along, of_k, of_n = (blocks_along(size, alignment) * alignment for size in (tokens, features, out))
     how: list[dict[str, Any]] = [
         {"gemm": gemm, "fast_accumulation": gemm in recipe.fast_accumulation, "backend": backend} for gemm in GEMMS
     ]
     fprop, dgrad, wgrad = how
     of_wgrad = torch.float32 if into else weight_dtype
     products = (
-        ProductOf(m=tokens, n=out, k=features, formats=(x, w), dtype=dtype, scaling=squares, bias=bias, **fprop),
+        ProductOf(m=tokens, n=out, k=of_k, formats=(x, w), dtype=dtype, scaling=squares, bias=bias, **fprop),
         ProductOf(
-            m=tokens, n=features, k=out, formats=(grad, w), dtype=dtype, scaling=squares, sideways=sideways, **dgrad
+            m=tokens, n=features, k=of_n, formats=(grad, w), dtype=dtype, scaling=squares, sideways=sideways, **dgrad
         ),
         ProductOf(m=out, n=features, k=along, formats=(grad, x), dtype=of_wgrad, scaling=lines, into=into, **wgrad),
     )

@@ -23,9 +23,9 @@ from fp8dist.state import overwrites
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Precision
-from fp8dist.state.recipe import Gemm, Recipe
+from fp8dist.state.recipe import Gemm, MXFP8Scaling, Recipe
 from fp8dist.state.slots import SlotSpec
-from fp8dist_kernels import BLOCK, direct, grouped_ops, ops
+from fp8dist_kernels import BLOCK, MX_BLOCK, direct, grouped_ops, ops
 from fp8dist_kernels.formats import FORMATS, Role
 from fp8dist_kernels.multipliers import Product
 from fp8dist_kernels.reference.blocks import blocks_along
@@ -49,7 +49,12 @@ _SEEDS: Mapping[str, int] = MappingProxyType({name: i for i, name in enumerate(_
 
 _OF_BLOCKS = (Scaling.BLOCKWISE_1D, Scaling.BLOCKWISE)
 SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
-    {"tensor": (Scaling.TENSORWISE,) * 2, "row": (Scaling.ROWWISE,) * 2, "block": _OF_BLOCKS}
+    {
+        "tensor": (Scaling.TENSORWISE,) * 2,
+        "row": (Scaling.ROWWISE,) * 2,
+        "block": _OF_BLOCKS,
+        "mx": (Scaling.MX,) * 2,
+    }
 )
 """(scaling of wgrad, scaling of fprop and dgrad) by the part of a tensor that has a scale of its own. They differ for
 blocks, because a weight has square blocks, and only fprop and dgrad have a weight as operand."""
@@ -187,7 +192,7 @@ class ProductOf(NamedTuple):
         return Product(self.scaling, self.m, self.n, self.k, *self.dtypes, self.dtype, bias, self.into)
 
     def _inverse_scales(self, device: torch.device) -> list[Tensor]:
-        """Return the inverse scales of a and b, float32, with the shapes and strides that casts give them."""
+        """Return the inverse scales of a and b, with the dtype, shapes and strides that casts give them."""
         found = []
         for name, lines in (("inv_scale_a", self.m), ("inv_scale_b", self.n)):
             shape: tuple[int, ...] = ()
@@ -195,12 +200,16 @@ class ProductOf(NamedTuple):
             square = self.scaling is Scaling.BLOCKWISE and name == "inv_scale_b"
             if self.scaling is Scaling.ROWWISE:
                 shape = (lines, 1)
+            elif self.scaling is Scaling.MX:
+                shape = (lines, blocks_along(self.k, MX_BLOCK))
             elif self.scaling.in_blocks:
                 shape = (blocks_along(lines, BLOCK), along) if square else (along, lines)
             if self.exact:
                 scales = torch.ones(shape, dtype=torch.float32, device=device)
             else:
                 scales = inverse_scales(shape, _SEEDS[name], device)
+            if self.scaling is Scaling.MX:
+                scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
             found.append(scales.t() if self.scaling.in_blocks and not square else scales)
         return found
 
@@ -287,12 +296,16 @@ def ends_of(experts: int, device: torch.device) -> Tensor:
 def for_casts(recipe: Recipe) -> Recipe:
     """Return the recipe with all fields that do not matter for a cast at their defaults, so that casts which compute
     the same compare as equal."""
-    matter = {"format", "margin", "power_of_two"} & {field.name for field in dataclasses.fields(recipe)}  # type: ignore[arg-type]
+    fields = {field.name for field in dataclasses.fields(recipe)}  # type: ignore[arg-type]
+    matter = {"format", "margin", "power_of_two", "scale_rounding"} & fields
     return type(recipe)(**{name: getattr(recipe, name) for name in matter})
 
 
 def _described(recipe: Recipe) -> str:
     """Return what matters of a recipe for a cast, as text."""
-    extras = [" power_of_two"] if recipe.power_of_two else []
+    if isinstance(recipe, MXFP8Scaling):
+        extras = [f" scale_rounding={recipe.scale_rounding}"]
+    else:
+        extras = [" power_of_two"] if recipe.power_of_two else []
     extras += [f" margin={recipe.margin}"] if recipe.margin else []
     return f"{type(recipe).__name__} {recipe.format}{''.join(extras)}"

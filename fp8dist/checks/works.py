@@ -48,7 +48,7 @@ from fp8dist.checks.work_parts import (
     part_of_product,
 )
 from fp8dist.common.text import dtype_name
-from fp8dist_kernels import BLOCK, grouped_ops, ops
+from fp8dist_kernels import BLOCK, MX_BLOCK, grouped_ops, ops
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 
@@ -65,6 +65,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "quantize": ("x", "scale", "cold", "pending", "dtype"),
         "quantize_rowwise": ("x", "dtype"),
         "quantize_blocks": ("x", "dtype"),
+        "quantize_mx": ("x", "dtype"),
         "quantize_grouped": ("x", "offsets", "scale", "cold", "pending", "dtype"),
         "quantize_grouped_lines": ("x", "offsets", "dtype"),
         "matmul": (*_OPERANDS, "dtype"),
@@ -74,7 +75,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The positional arguments of each op."""
 
-_OPTIONS = ("rows", "columns", "power_of_two", "block", "in_blocks", "fast_accumulation", "backend")
+_OPTIONS = ("rows", "columns", "power_of_two", "block", "in_blocks", "round_up", "fast_accumulation", "backend")
 """The options of a call that its repetition gets as well. A bias is sent as a tensor. The options by which a cast chose
 its scale are not needed, because the scale is sent."""
 
@@ -232,7 +233,7 @@ def _lines_of_cast(results: Sequence[Tensor], header: Mapping[str, Any], first: 
         found = {"inv_scale": inv_scale}
     else:
         named, found = dict(zip(("rows", "rows_inv_scale", "columns", "columns_inv_scale"), results)), {}
-    height = options.get("block", (1, BLOCK))[0]
+    height, width = options.get("block", (1, MX_BLOCK if header["op"] == "quantize_mx" else BLOCK))
     for name, result in named.items():
         copy = name.partition("_")[0]
         if not options[copy]:
@@ -241,7 +242,7 @@ def _lines_of_cast(results: Sequence[Tensor], header: Mapping[str, Any], first: 
             found[name] = result
             continue
         along = -2 if copy == "columns" else dim  # Rows of the transposed copy are features of x.
-        unit = 1 if name == copy else height if along == -2 else BLOCK  # Lines of x for each line of the result.
+        unit = 1 if name == copy else height if along == -2 else width  # Lines of x for each line of the result.
         found[name] = result.narrow(along, first // unit, -(-end // unit) - first // unit)
     return found
 

@@ -31,7 +31,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "Format": 'give the format by its name: fp8dist.DelayedScaling(format="hybrid")',
         "Float8CurrentScaling": "it is fp8dist.CurrentScaling here",
         "Float8BlockScaling": "it is fp8dist.BlockScaling here",
-        **dict.fromkeys(("MXFP8BlockScaling", "NVFP4BlockScaling"), "it is not offered; see fp8dist.BlockScaling"),
+        "MXFP8BlockScaling": 'it is fp8dist.MXFP8Scaling(scale_rounding="up") here',
+        "NVFP4BlockScaling": "it is not offered; see fp8dist.MXFP8Scaling",
         # torchao.
         "convert_to_float8_training": _PREPARE,
         "Float8Linear": f"keep torch.nn.Linear and {_PREPARE}",

@@ -24,6 +24,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_names import require_distinct, require_names
 from fp8dist.files.export_tensors import ExportedTensor, Inputs, Scheme, Strategy
 from fp8dist.state.recipe import Recipe
+from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
 __all__ = [
@@ -71,7 +72,8 @@ class Grid(NamedTuple):
 def grid_by(recipe: Recipe, shape: Sequence[int]) -> Grid:
     """Return the parts of a weight of ``shape`` [out_features, in_features] that share a scale under a recipe."""
     rows, columns = shape
-    return {"tensor": Grid(rows, columns), "row": Grid(1, columns), "block": Grid(BLOCK, BLOCK)}[recipe.by]
+    grids = {"tensor": (rows, columns), "row": (1, columns), "block": (BLOCK, BLOCK), "mx": (1, MX_BLOCK)}
+    return Grid(*grids[recipe.by])
 
 
 def inputs_of(recipe: Recipe, cold: bool) -> Inputs:
@@ -187,5 +189,6 @@ def quantization_config(
 
 
 def _arguments(strategy: str, inputs: Inputs | Literal[False]) -> dict[str, Any]:
+    """Return the ``QuantizationArgs`` of compressed-tensors for inputs, or, with ``inputs`` False, for weights."""
     dynamic = inputs in ("tensor", "token")
     return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}

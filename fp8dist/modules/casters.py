@@ -1,4 +1,5 @@
-"""Casters convert tensors to FP8. There is one class per granularity of scales: by tensor, by row, by block.
+"""Casters convert tensors to FP8. There is one class per granularity of scales: by tensor, by row, by block, by MX
+block.
 
 A *slot* is the FP8 state of one tensor: its scale, its recorded amax, and a flag that it is *cold* (it has no scale
 yet). A tensor of a Linear has one slot. A tensor of a grouped product (the rows or weights of E experts) has one slot
@@ -20,8 +21,8 @@ from fp8dist.modules.outgrown import Outgrown, amax_of, shrunk, unfit_for
 from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Precision
-from fp8dist.state.recipe import GEMMS, Gemm, Recipe
-from fp8dist_kernels import direct, ops
+from fp8dist.state.recipe import GEMMS, Gemm, MXFP8Scaling, Recipe
+from fp8dist_kernels import MX_BLOCK, direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.reference.blocks import BLOCK
@@ -44,7 +45,7 @@ class Cast(NamedTuple):
         rows: the tensor, row-major.
         columns: its transpose, row-major.
         rows_inv_scale, columns_inv_scale: shaped as ``ops.matmul`` takes them: one element, one per row of the copy, or
-            one per block.
+            one per block. E8M0 for MX.
         amaxes: for experts' weights, float32[E], if the cast computed them. The cast does not record these: only
             experts that have rows may be recorded. All other casts record their amaxes themselves.
         shares: for experts' weights, the shares of saturated and of flushed elements, float32[E] each, if measured.
@@ -198,7 +199,7 @@ class Caster(ABC):
         """Record the shares of saturated and of flushed elements. For experts' weights, return them in the cast
         instead: only experts that have rows may be recorded."""
         state, offsets, rows = request.state, request.offsets, request.rows
-        inv_scale = cast.rows_inv_scale if rows else cast.columns_inv_scale
+        inv_scale = (cast.rows_inv_scale if rows else cast.columns_inv_scale).float()  # MX has E8M0.
         dtype, shares = state.format.dtype, (state.saturated, state.underflow)
         if not self.grouped:
             stored, backend = x if rows else x.t(), self.job.backend
@@ -353,9 +354,22 @@ class BlockCaster(Caster):
         return inv_scale.t()[block.clamp_(max=inv_scale.shape[1] - 1)]
 
 
+class MXCaster(Caster):
+    """Casts each 1 x 32 block of each copy with a power of two of its own amax. Of Linears only."""
+
+    def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
+        assert isinstance(self.recipe, MXFP8Scaling)
+        del how["power_of_two"]
+        round_up = self.recipe.scale_rounding == "up"
+        return Cast(*direct.quantize_mx(x, request.state.format.dtype, round_up=round_up, **how))
+
+    def _block(self, stored: Tensor, role: Role) -> list[int]:
+        return [1, MX_BLOCK]
+
+
 def caster_for(recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precision | None) -> Caster:
     """Return the caster of a recipe. See ``Caster`` for the arguments."""
-    casters: dict[str, type[Caster]] = {"tensor": TensorCaster, "row": RowCaster, "block": BlockCaster}
+    casters: dict[str, type[Caster]] = {"tensor": TensorCaster, "row": RowCaster, "block": BlockCaster, "mx": MXCaster}
     return casters[recipe.by](recipe, job, sync, precision)
 
 

@@ -26,12 +26,14 @@ __all__ = [
     "CurrentScaling",
     "DelayedScaling",
     "Gemm",
+    "MXFP8Scaling",
     "Recipe",
     "RowwiseScaling",
     "gemms_in_order",
     "require_recipe",
 ]
 
+By = Literal["tensor", "row", "block", "mx"]
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -40,11 +42,15 @@ class Recipe:
 
     ``delayed``: True if scales come from earlier steps. They are then state that ranks synchronise at every step.
     Otherwise each tensor is cast just in time, with scales from its own amaxes: nothing is kept, and only weights that
-    ranks share as FP8 bytes are synchronised. ``by``: the part of a tensor that has a scale of its own.
+    ranks share as FP8 bytes are synchronised. ``by``: the part of a tensor that has a scale of its own. ``gathers``:
+    FSDP2 can gather weights in FP8, because the cast for dgrad follows from the gathered rows. ``casts_experts``: there
+    are kernels for experts.
     """
 
     delayed: ClassVar[bool] = False
-    by: ClassVar[Literal["tensor", "row", "block"]] = "tensor"
+    by: ClassVar[By] = "tensor"
+    gathers: ClassVar[bool] = True
+    casts_experts: ClassVar[bool] = True
     # Defaults for recipes that are not delayed: their arenas keep only the newest amax.
     history_len: int = 1
     amax_algo: AmaxAlgorithm = "most_recent"
@@ -90,7 +96,8 @@ class Recipe:
         """
         values = dict(description)
         name = values.pop("recipe", None)
-        known = {recipe.__name__: recipe for recipe in (DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling)}
+        kinds = (DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling, MXFP8Scaling)
+        known = {recipe.__name__: recipe for recipe in kinds}
         if not isinstance(name, str) or name not in known:
             raise ConfigurationError(f"there is no recipe {name!r}; the recipes are {', '.join(known)}")
         recipe = known[name]
@@ -185,7 +192,8 @@ class RowwiseScaling(Recipe):
             others add them in float32 after every 128 elements: slower, and more precise.
     """
 
-    by: ClassVar[Literal["tensor", "row", "block"]] = "row"
+    by: ClassVar[By] = "row"
+    gathers: ClassVar[bool] = False
 
     format: Literal["hybrid", "e4m3"] = "e4m3"
     power_of_two: bool = False
@@ -208,11 +216,42 @@ class BlockScaling(Recipe):
         high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
     """
 
-    by: ClassVar[Literal["tensor", "row", "block"]] = "block"
+    by: ClassVar[By] = "block"
 
     format: Literal["hybrid", "e4m3"] = "e4m3"
     power_of_two: bool = False
     high_precision: tuple[Gemm, ...] = ()
+
+
+@check_fields
+@dataclass(frozen=True)
+class MXFP8Scaling(Recipe):
+    """MXFP8 of the OCP Microscaling Formats: E4M3 in blocks of 1 x 32, each with a power of two (E8M0) as its scale.
+
+    Blocks lie along the dim that the GEMM sums over. So inputs, weights and gradients are cast twice, each copy from
+    the tensor in high precision. Blackwell's tensor cores apply these scales; other devices emulate them. Under
+    tensor parallelism a block is the part of it on this rank; a cut at a multiple of 32 cuts none. A block with an Inf
+    or a NaN becomes NaN. The two roundings differ for amaxes with a mantissa above 1.75, in about one block of five.
+
+    Args:
+        scale_rounding: ``"down"``: ``amax / 256``, rounded down to a power of two, as the specification says: elements
+            above 448 scales saturate. ``"up"``: ``amax / 448``, rounded up, as cuBLAS and TransformerEngine do: nothing
+            saturates, small elements are lost sooner.
+        high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
+    """
+
+    by: ClassVar[By] = "mx"
+    gathers: ClassVar[bool] = False
+    casts_experts: ClassVar[bool] = False
+    format = "e4m3"
+    power_of_two = True
+
+    scale_rounding: Literal["down", "up"] = "down"
+    high_precision: tuple[Gemm, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_choice("scale_rounding", self.scale_rounding, ("down", "up"))
+        super().__post_init__()
 
 
 def gemms_in_order(name: str, value: object) -> tuple[Gemm, ...]:
@@ -240,6 +279,8 @@ _CALLED: Mapping[str, str] = MappingProxyType(
         "rowwise_with_gw_hp": 'RowwiseScaling(power_of_two=True, high_precision=("wgrad",))',
         "float8linearconfig": "CurrentScaling() or RowwiseScaling(power_of_two=True)",
         **dict.fromkeys(("block", "blockwise", "blockscaling", "float8blockscaling"), "BlockScaling()"),
+        **dict.fromkeys(("mx", "mxfp8", "mxfp8scaling", "mxlinearconfig"), "MXFP8Scaling()"),
+        "mxfp8blockscaling": 'MXFP8Scaling(scale_rounding="up")',
     }
 )
 """Names of recipes in TransformerEngine, in torchao and here, in lower case: the recipe of fp8dist to write instead."""

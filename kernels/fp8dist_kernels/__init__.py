@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["BACKENDS", "BLOCK", "GEMMS", "Gemm"]
+__all__ = ["BACKENDS", "BLOCK", "GEMMS", "MX_BLOCK", "Gemm"]
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 """Names of the implementations. "auto" casts with Triton on GPUs with FP8, else with torch (``backends.runs_fused``);
@@ -18,6 +18,9 @@ see ``ops.py`` for products."""
 
 BLOCK = 128
 """Block size of block scaling: 128 consecutive elements of a row share a scale; in square blocks, of 128 rows."""
+
+MX_BLOCK = 32
+"""Block size of MX: 32 consecutive elements of a row share a power of two."""
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")

@@ -47,9 +47,12 @@ ROW_MULTIPLE = 8
 """cuBLASLt wants rows that have a scale per 1 x 128 block in multiples of 8 (TransformerEngine's cublaslt_gemm.cu
 checks it: "Caller must pad")."""
 
-_LEAST, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
+_LEAST, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)  # Compute capabilities. _LEAST: the first with FP8.
 _CUBLASLT_WITH_SCALES = (12, 9)
 """Since this version, cuBLASLt takes scales per row and per block, on Hopper."""
+
+_CUBLASLT_WITH_MX = (12, 8)
+"""Since this version, cuBLASLt takes E8M0 scales of 1 x 32 blocks, on Blackwell."""
 
 _CUTLASS_WITH_FLOAT32 = (2, 15)
 """torch's pull request 187569 of June 2026 lets its CUTLASS kernels return float32, and float16 without a bias. Which
@@ -59,7 +62,7 @@ _CUBLASLT_WITH_LAYOUTS = (12, 8)
 """Since this version, cuBLASLt takes all layouts on Blackwell (issue 152150 of PyTorch). ``_scaled_gemm`` in
 ScaledBlas.cpp lets them pass there: "H100 only supports row-major x column-major"."""
 
-_MOST_GROUPS = 1023
+_MOST_GROUPS = 1023  # torch's kernel requires ``group_count < 1024``: it has a thread per group.
 
 
 class Machine(NamedTuple):
@@ -111,7 +114,7 @@ def _without_fp8(product: Product, machine: Machine) -> bool:
 
 
 def _single_block(product: Product, machine: Machine) -> bool:
-    # Neither libtorch's tests nor TransformerEngine ever multiply such a short block.
+    # Avoided as untested: neither torch's tests nor TransformerEngine multiply with such a short k.
     return product.scaling is Scaling.BLOCKWISE and product.k < BLOCK and machine.capability is not None
 
 
@@ -121,6 +124,14 @@ def _blocks_elsewhere(product: Product, machine: Machine) -> bool:
 
 def _blocks_on_old_cuda(product: Product, machine: Machine) -> bool:
     return product.scaling.in_blocks and machine.cuda < _CUBLASLT_WITH_SCALES
+
+
+def _mx_elsewhere(product: Product, machine: Machine) -> bool:
+    return product.scaling is Scaling.MX and (machine.capability is None or machine.capability[0] != _BLACKWELL[0])
+
+
+def _mx_on_old_cuda(product: Product, machine: Machine) -> bool:
+    return product.scaling is Scaling.MX and machine.cuda < _CUBLASLT_WITH_MX
 
 
 def _other_bias(product: Product, machine: Machine) -> bool:
@@ -159,6 +170,8 @@ ROWS: tuple[Row, ...] = (
     Row("blocks: k below one block", _single_block, Detour.SCALES_OF_ROWS),
     Row("blocks: not a Hopper GPU", _blocks_elsewhere, None),
     Row("blocks: torch built with CUDA before 12.9", _blocks_on_old_cuda, None),
+    Row("MX: not a Blackwell GPU", _mx_elsewhere, None),
+    Row("MX: torch built with CUDA before 12.8", _mx_on_old_cuda, None),
     Row("scales of rows, CUTLASS: b in E5M2", _cutlass_operand, Detour.SCALES_AFTER),
     Row("a bias of another dtype than the result, or in float32", _other_bias, Detour.BIAS_AFTER),
     Row("scales of rows, CUTLASS: a result that it cannot write", _cutlass_result, Detour.SCALES_AFTER),
@@ -166,7 +179,7 @@ ROWS: tuple[Row, ...] = (
     Row("a sum with what a buffer holds", _into_buffer, Detour.ADDED_AFTER),  # In ``ops.matmul_into``.
 )
 """Products that torch does not take as given. The first row that applies counts. A detour computes another product, to
-which fewer rows apply; at the end none does."""
+which fewer rows apply, and which may take a detour in turn."""
 
 
 @functools.lru_cache(512)
@@ -176,8 +189,8 @@ def row_of(product: Product, machine: Machine) -> Row | None:
 
 
 def reads_sideways(scaling: Scaling, machine: Machine) -> bool:
-    """True if products, torch's as well as Triton's, are given a ``b`` that lies in memory as [k, n]. If False, it must
-    be copied to [n, k] first.
+    """True if products, torch's as well as Triton's, may read a ``b`` [n, k] that lies in memory as [k, n]. If False,
+    it must be copied first, so that k is last in memory.
 
     Tensor cores of sm_100 read FP8 in either layout (tcgen05). Those of Hopper, Ada and consumer Blackwell need k last:
     Triton could read [k, n] there, but would transpose each tile in registers. With a scale per row, torch uses CUTLASS

@@ -4,6 +4,7 @@
 ``fp8dist::choose_scale``      record a given amax, and return the scale for a cast and its inverse
 ``fp8dist::quantize_rowwise``  cast with one scale per row
 ``fp8dist::quantize_blocks``   cast with one scale per block
+``fp8dist::quantize_mx``       cast to MX: one power of two per 1 x 32 block
 ``fp8dist::add_up``            add up columns: the gradient of a bias
 ``fp8dist::transpose``         transpose FP8 into contiguous memory
 ``fp8dist::observe``           record the amax only
@@ -13,11 +14,12 @@
 ``fp8dist::launch``            write an arena's state into the message of its collective
 ``fp8dist::commit``            update the arena from the collective's result
 
+A *slot* is the FP8 state of one tensor, an *arena* the slots of one recipe and one group of ranks (``arrays.py``).
 Casts and products take a ``tap``, whose listener gets their arguments and results, and the ``site`` of the call
 (``taps.py``).
 
-Each op mutates only the arguments that its schema marks. Whether a slot is cold, and whether ranks agree, is read from
-device memory inside the op: a flag on the host would be baked into compiled and captured graphs.
+No op communicates. Each mutates only the arguments that its schema marks. Whether a slot is cold, and whether ranks
+agree, is read from device memory inside the op: a flag on the host would be baked into compiled and captured graphs.
 
 ``backend``: "triton", "torch" (``torch._scaled_mm`` and eager operations), "reference" (float32 products), or "auto".
 On GPUs with FP8, "auto" casts with Triton. A product that torch takes (``multipliers.py``) is torch's, unless the
@@ -36,11 +38,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8dist_kernels import host_shares
+from fp8dist_kernels import MX_BLOCK, host_shares
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.multipliers import Product, machine_of, reads_sideways, row_of
-from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, torch_matmuls, update
+from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, mx, shares, torch_matmuls, update
 from fp8dist_kernels.reference.groups import columns_bound
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.taps import notify
@@ -61,6 +63,7 @@ __all__ = [
     "observe",
     "quantize",
     "quantize_blocks",
+    "quantize_mx",
     "quantize_rowwise",
     "register_flops",
     "require_backend",
@@ -86,6 +89,10 @@ _LIBRARY.define(
 _LIBRARY.define(
     "quantize_blocks(Tensor x, ScalarType dtype, *, int[2] block, bool power_of_two, bool rows, bool columns, "
     "str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "quantize_mx(Tensor x, ScalarType dtype, *, bool round_up, bool rows, bool columns, str backend='auto', "
+    "int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("add_up(Tensor x, ScalarType dtype, *, str backend='auto') -> Tensor")
 _LIBRARY.define("transpose(Tensor fp8, *, str backend='auto') -> Tensor")
@@ -155,6 +162,7 @@ def cast(
         options["block"] = tuple(options["block"])
     results = getattr(version_of_backend(backend, x.device, of), name)(x, *rest, **options)
     if tap is not None:
+        # Not ``sums`` and ``scratch``, which the cast only writes to: a listener that repeats it needs neither.
         shown = {key: value for key, value in options.items() if key not in ("sums", "scratch")}
         notify(tap, name, site, (x, *rest), {**shown, "backend": backend}, *results)
     return results
@@ -281,7 +289,8 @@ def implementer(backend: str, device: torch.device) -> str:
 
 
 def multiplier_name(product: Product, fast_accumulation: bool, backend: str, device: torch.device) -> str:
-    """Return what computes a product: "Triton", "torch._scaled_mm" or "reference"."""
+    """Return what computes a product: "Triton", "torch._scaled_mm" (also for torch's scaled_mm) or "reference". Raise
+    ValueError if ``backend`` is unknown or not available on ``device``."""
     multiply = _multiplier(product, fast_accumulation, backend, device)
     of_torch = torch_matmuls.multiply_directly, torch_matmuls.multiply_torch
     names = {**dict.fromkeys(of_torch, "torch._scaled_mm"), matmuls.multiply_reference: "reference"}
@@ -342,11 +351,25 @@ def _quantize_blocks_fake(
             return x.new_empty(0, dtype=torch.float32)
         if height > 1:
             return x.new_empty((*experts, down, across), dtype=torch.float32)
+        # Scales of 1 x 128 blocks are a transposed view, as products want them.
         return x.new_empty((*experts, across, down), dtype=torch.float32).mT
 
     *experts, tokens, features = x.shape
     row_major, transposed = copies_fake(x, dtype, rows, columns)
     return row_major, inverse(rows, tokens, features), transposed, inverse(columns, features, tokens)
+
+
+def _quantize_mx_fake(
+    x: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (tokens, features), scale = x.shape, torch.float8_e8m0fnu
+    down, across = -(-tokens // MX_BLOCK), -(-features // MX_BLOCK)
+    return (
+        x.new_empty((tokens, across * MX_BLOCK) if rows else (0,), dtype=dtype),
+        x.new_empty((tokens, across) if rows else (0,), dtype=scale),
+        x.new_empty((features, down * MX_BLOCK) if columns else (0,), dtype=dtype),
+        x.new_empty((features, down) if columns else (0,), dtype=scale),
+    )
 
 
 def _add_up_fake(x: Tensor, dtype: torch.dtype, **_: Any) -> Tensor:
@@ -378,6 +401,7 @@ _OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = MappingProxy
         "choose_scale": (_choose_scale, _choose_scale_fake),
         "quantize_rowwise": (functools.partial(cast, blocks, "quantize_rowwise"), _quantize_rowwise_fake),
         "quantize_blocks": (functools.partial(cast, blocks, "quantize_blocks"), _quantize_blocks_fake),
+        "quantize_mx": (functools.partial(cast, mx, "quantize_mx"), _quantize_mx_fake),
         "add_up": (functools.partial(cast, casts, "add_up"), _add_up_fake),
         "transpose": (functools.partial(cast, casts, "transpose"), _transpose_fake),
         "observe": (functools.partial(cast, magnitude, "observe"), _nothing_fake),
@@ -427,6 +451,10 @@ quantize_blocks = torch.ops.fp8dist.quantize_blocks.default
 one scale per block of each copy, from the block's own amax. The weights of experts [E, n, k] are cast as E matrices, on
 a GPU in one launch. ``reference/blocks.py`` gives the shapes of the scales."""
 
+quantize_mx = torch.ops.fp8dist.quantize_mx.default
+"""``(x[tokens, features], dtype, round_up=…, …) -> (rows, inv_scale, columns, inv_scale)``: cast to MX, with one E8M0
+scale per 1 x 32 block of each copy. Rows of both copies are padded to whole blocks. See ``reference/mx.py``."""
+
 add_up = torch.ops.fp8dist.add_up.default
 """``(x[tokens, features], dtype) -> [features]``: sums of columns, in an order that is the same on all backends. See
 ``reference/casts.py``. ``quantize`` gives the same sums."""
@@ -443,14 +471,16 @@ measure = torch.ops.fp8dist.measure.default
 
 matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
-of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``. ``b`` may be a transposed
-view of contiguous memory. It is copied if the device's products need k last in memory: see ``reads_sideways``."""
+and dtypes of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``. ``b`` may be a
+transposed view of contiguous memory. It is copied if the device's products need k last in memory: see
+``reads_sideways``. n and k are multiples of 16. Raises ValueError for operands or scales that do not fit,
+``multipliers.ProductError`` if torch has to compute the product and cannot."""
 
 matmul_into = torch.ops.fp8dist.matmul_into.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, total[m, n], …)``: add ``a @ b.T`` to ``total``, which has any float
 dtype and strides. The product is computed and added in float32, and the sum is rounded once. Triton's kernel of the
 product adds, if TMA can write to ``total``; otherwise the addition is a second kernel. A tap gets the product as from a
-``matmul``. Raises ValueError if ``total`` has another shape."""
+``matmul``. Errors as there, and ValueError if ``total`` has another shape."""
 
 launch = torch.ops.fp8dist.launch.default
 """``(arrays, hold, …)``: see ``launch`` in ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""

@@ -86,7 +86,8 @@ class Training:
         if gathers is None:
             possible = isinstance(self.parallel, FSDP2) and options.recipe in ("delayed", "current")
             gathers = possible and Settings.resolve(amax_sync=options.amax_sync).amax_sync
-        recipe = getattr(fp8dist, f"{options.recipe.capitalize()}Scaling")  # Such as DelayedScaling.
+        kind = options.recipe.upper() if options.recipe == "mxfp8" else options.recipe.capitalize()
+        recipe = getattr(fp8dist, f"{kind}Scaling")  # Such as DelayedScaling.
         return fp8dist.prepare(
             self.model,
             recipe(**({"update": options.update} if options.update else {})),
@@ -189,7 +190,8 @@ class Training:
         """
         last, every = step == self.options.last_step, self.options.check_every
         if self.manager is None and every and (last or step % every == 0):
-            fp8dist.check(self.module, step=step, policy=self.options.check_policy or "raise")
+            report = fp8dist.check(self.module, step=step, policy=self.options.check_policy or "raise")
+            self.recorder.log_check(step, report)
         elif self.manager is not None and self.manager.settings.check_every and last:
             self.manager.check(policy=self.manager.settings.check_policy)
 

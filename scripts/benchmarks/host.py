@@ -77,7 +77,7 @@ def without_launches(products: str = "torch") -> Iterator[Launched]:
     """
     from fp8dist_kernels import ops
     from fp8dist_kernels.reference import torch_matmuls
-    from fp8dist_kernels.triton import blocks, casts, magnitude, matmuls
+    from fp8dist_kernels.triton import blocks, casts, magnitude, matmuls, mx
 
     launched = Launched()
 
@@ -92,6 +92,7 @@ def without_launches(products: str = "torch") -> Iterator[Launched]:
         casts: ("_cast_kernel", "_sums_kernel", "_add_up_kernel", "_transpose_kernel"),
         magnitude: ("_amax_kernel",),
         blocks: ("_amax_kernel", "_lines_kernel", "_squares_kernel"),
+        mx: ("_mx_kernel", "_mx_scaled_kernel"),
         matmuls: ("scaled_kernel", "block_scaled_kernel", "wide_block_scaled_kernel"),
     }
     with ExitStack() as stack:

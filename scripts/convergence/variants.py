@@ -30,5 +30,6 @@ VARIANTS = MappingProxyType(
         "current": Variant("FP8, current", _fp8("current"), 0.5),
         "rowwise": Variant("FP8, row-wise", _fp8("rowwise"), 0.25),
         "block": Variant("FP8, block", _fp8("block"), 0.25),
+        "mxfp8": Variant("MXFP8", _fp8("mxfp8"), 0.25),
     }
 )

@@ -18,7 +18,13 @@ from launch.train_gpt.options import parser as job_parser
 from scripts.benchmarks.markdown import table
 from scripts.simulation.__main__ import parser as simulation_parser
 
-RECIPES = (fp8dist.DelayedScaling, fp8dist.CurrentScaling, fp8dist.RowwiseScaling, fp8dist.BlockScaling)
+RECIPES = (
+    fp8dist.DelayedScaling,
+    fp8dist.CurrentScaling,
+    fp8dist.RowwiseScaling,
+    fp8dist.BlockScaling,
+    fp8dist.MXFP8Scaling,
+)
 
 _DEFAULT = re.compile(r"\s*\(default: (?P<value>.*)\)$|^default: (?P<whole>.*)$")
 _CODE = re.compile(
@@ -93,8 +99,9 @@ def of_recipes() -> str:
     for name, defaults in fields.items():
         several = len(defaults) > 1
         default = "; ".join(_value(v) + (f" ({', '.join(of)})" if several else "") for v, of in defaults.items())
-        of_all = sum(map(len, defaults.values())) == len(RECIPES)
-        owners = "all" if of_all else ", ".join(of for each in defaults.values() for of in each)
+        having = [of for each in defaults.values() for of in each]
+        lacking = [f"`{recipe.__name__}`" for recipe in RECIPES if f"`{recipe.__name__}`" not in having]
+        owners = ", ".join(having) if len(lacking) > 1 else f"all but {lacking[0]}" if lacking else "all"
         rows.append([f"`{name}`", owners, default, meanings[name]])
     return table(["field", "recipes", "default", "meaning"], rows)
 

@@ -36,6 +36,7 @@ RECIPES = {
     "current": fp8dist.CurrentScaling(),
     "row": fp8dist.RowwiseScaling(),
     "block": fp8dist.BlockScaling(),
+    "mx": fp8dist.MXFP8Scaling(),
 }
 LINEARS = 3
 SITES_OF_NET = LINEARS * len(SITES)

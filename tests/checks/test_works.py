@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import fp8dist
 from fp8dist.checks.contents import Digester
 from fp8dist.checks.work_parts import part_of_lines
 from fp8dist.checks.works import Work, describe_work, digest_of, part_of_call, repeat_work, work_of_call
@@ -86,15 +87,16 @@ def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "mx"])
 @pytest.mark.parametrize("backend", ["auto", pytest.param("torch", marks=pytest.mark.long)])
 def test_what_was_recorded_repeats(name: str, backend: str) -> None:
     """Whole and in blocks: values of all sizes, NaN, infinities, ragged batches, no tokens, recomputation,
     accumulation, autocast, several calls. Each bit of a result counts."""
-    if backend == "torch" and name == "block":
+    if backend == "torch" and name in ("block", "mx"):
         return  # Refused on a CPU.
     chance = random.Random(name + backend)
-    heard = Heard(Blocks(True), RECIPES[name], backend=backend)
+    recipe = fp8dist.MXFP8Scaling(scale_rounding="up") if name == "mx" else RECIPES[name]
+    heard = Heard(Blocks(True), recipe, backend=backend)
     heard.step(torch.randn(150, WIDTH))
     heard.spoils = False
     for index, (several, odd) in enumerate((((16, 0), None), ((1, 150), torch.nan), ((150, 16), torch.inf))):

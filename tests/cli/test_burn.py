@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,19 +17,19 @@ from fp8dist.cli.burn import Burned, burn, burned_across_ranks, computations_on
 from fp8dist.cli.doctor import Probe
 from tests.support.answers import flipping
 from tests.support.ranks import on_ranks
+from tests.support.torchrun import torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 OUT, IN, TOKENS = 384, 256, 256
-FPROPS = 6
-"""Products of inputs: with a scale per tensor, row and block, and each of them with exact sums."""
+FPROPS = 8
+"""Products of inputs: with a scale per tensor, row, block and MX block, and each of them with exact sums."""
 
 
 def test_all_recipes_and_gemms_are_burned() -> None:
     found = computations_on(CPU)
     names = [one.name(CPU) for one in found]
-    assert len(set(names)) == len(found) == 34
-    for recipe in ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling"):
+    assert len(set(names)) == len(found) == 43
+    for recipe in ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling", "MXFP8Scaling"):
         assert sum(recipe in name for name in names) == 3
     products = [one for one in found if isinstance(one, ProductOf)]
     assert {one.gemm for one in products} == {"fprop", "dgrad", "wgrad"}
@@ -46,8 +42,8 @@ def test_a_sound_device_has_nothing_wrong() -> None:
     burned = burn(CPU, 0.05)
     assert (burned.wrong, burned.differences) == (0, [])
     assert burned.seconds >= 0.05
-    assert burned.repetitions % 34 == 0 < burned.repetitions
-    text = f"{burned.repetitions:,} casts and products of 34 kinds in {burned.seconds:.1f} s"
+    assert burned.repetitions % 43 == 0 < burned.repetitions
+    text = f"{burned.repetitions:,} casts and products of 43 kinds in {burned.seconds:.1f} s"
     assert burned.summary.startswith(text)
     assert burned.summary.endswith(" per s, none wrong")
 
@@ -143,32 +139,15 @@ def test_ranks_are_compared() -> None:
     good = burned_across_ranks(CPU)
     with bad:
         report = burned_across_ranks(CPU)
-    assert dict(good.compared) == {"computation": 34}
+    assert dict(good.compared) == {"computation": 43}
     assert good.consistent
     assert [(f.name.split()[0], f.ranks, f.reference_rank) for f in report.findings] == [("fprop", (2,), 0)] * FPROPS
 
 
 @pytest.mark.long
 def test_under_torchrun(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT}/kernels",
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "0",
-    }
-    done = subprocess.run(
-        [*command, "-m", "fp8dist", "doctor", "--burn", "0.3", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=environment,
-        cwd=tmp_path,
-    )
+    done = torchrun(2, "-m", "fp8dist", "doctor", "--burn", "0.3", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     seen = {line["name"]: line for line in json.loads(done.stdout)["observations"]}
     assert seen["burn on cpu"]["outcome"] == "ok"
-    assert seen["burn, all ranks"]["detail"] == "consistent (34 computations)"
+    assert seen["burn, all ranks"]["detail"] == "consistent (43 computations)"

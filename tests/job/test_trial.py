@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.job import trial
 from fp8dist_kernels import ops
@@ -45,18 +45,18 @@ def _attach(recipe: Any, dtype: torch.dtype = torch.bfloat16, backend: str = "to
 
 @pytest.mark.parametrize(
     "recipe",
-    [DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling()],
+    [DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling()],
     ids=lambda recipe: type(recipe).__name__,
 )
 def test_each_distinct_product_is_tried_once(recipe: Any, machine: Any) -> None:
     counts = []
     for layers in (1, 3):
-        stand = machine((9, 0))
+        stand = machine((10, 0) if recipe.by == "mx" else (9, 0))
         _attach(recipe, layers=layers)
         counts.append(len(stand.calls))
     # Transposed copies of 141 and of 144 tokens have rows of the same length: one wgrad less.
     assert counts[0] == counts[1] == 3 * len(trial.TOKENS) - 1
-    kinds = {"tensor": {"tensor"}, "row": {"row"}, "block": {"block", "row"}}
+    kinds = {"tensor": {"tensor"}, "row": {"row"}, "block": {"block", "row"}, "mx": {"mx"}}
     assert set(stand.calls) == kinds[recipe.by]
 
 

@@ -150,6 +150,22 @@ GROUPED_CASTS = {
 
 
 @DATA_CENTRE
+def test_mx(checked: Check, capability: int) -> None:
+    """Blackwell's tensor cores apply the scales; Hopper's multiply bfloat16, into which MX numbers fit."""
+    for kernel in checked("small:mx", capability, {"mx_kernel": 8, "mx_scaled_kernel": 2}, casts=True):
+        if kernel.kernel == "mx_scaled_kernel":
+            blocks = kernel.count(r"tcgen05\.mma\.[a-z0-9_:.]*mxf8f6f4[a-z0-9_:.]*block_scale", of="ptx")
+            assert (blocks > 0, kernel.count(r"HGMMA.*BF16") > 0) == (capability == 100, capability == 90), kernel.case
+            continue
+        assert kernel.registers <= REGISTERS, kernel.case
+        assert kernel.count(r"cvt\.rn\.satfinite\.e(4m3|5m2)x2\.f32", of="ptx") == 8, kernel.case
+        if "odd" not in kernel.case:
+            assert kernel.count(r"LDG\.E\.128") == 2, kernel.case
+            assert not kernel.count(r"LDG\.E\.(U8|U16|64)"), kernel.case
+            assert kernel.count(r"STG\.E\.128") == 1, kernel.case
+
+
+@DATA_CENTRE
 def test_grouped_casts(checked: Check, capability: int) -> None:
     for kernel in checked("grouped_casts", capability, GROUPED_CASTS[capability], casts=True):
         name = f"{kernel.kernel}, {kernel.case}"

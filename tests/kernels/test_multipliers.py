@@ -12,7 +12,13 @@ import torch
 from fp8dist_kernels import ops
 from fp8dist_kernels.multipliers import ROWS, Detour, Machine, Product, ProductError, machine_of, reads_sideways, row_of
 from fp8dist_kernels.reference import casts, torch_matmuls
-from fp8dist_kernels.reference.matmuls import Scaling, matmul_reference, multiply_reference, scaling_of
+from fp8dist_kernels.reference.matmuls import (
+    FLOAT32_SCALINGS,
+    Scaling,
+    matmul_reference,
+    multiply_reference,
+    scaling_of,
+)
 from fp8dist_kernels.reference.torch_matmuls import multiply_directly, multiply_torch
 from fp8dist_kernels.triton.matmuls import multiply as multiply_triton
 from tests.support.libtorch import CUBLAS, Stand
@@ -49,6 +55,13 @@ REFUSALS: dict[str, tuple[Product, Machine, str]] = {
     "blocks: torch built with CUDA before 12.9": (
         Product(Scaling.BLOCKWISE_1D, 16, 144, 272, E4M3, E4M3, FLOAT), Machine(HOPPER, OLD, V211),
         "requires cublasLt >= 12.9",
+    ),
+    "MX: not a Blackwell GPU": (
+        Product(Scaling.MX, 13, 144, 288, E4M3, E4M3, BF16), Machine(HOPPER, NEW, V211), CUBLAS,
+    ),
+    "MX: torch built with CUDA before 12.8": (
+        Product(Scaling.MX, 13, 144, 288, E4M3, E4M3, BF16), Machine(B200, (12, 6), V211),
+        "only supported for CUDA 12.8 and above",
     ),
     "scales of rows, CUTLASS: b in E5M2": (
         Product(Scaling.ROWWISE, 16, 144, 64, E4M3, E5M2, BF16), Machine(B200, NEW, V211), "Float8_e4m3fn to be true",
@@ -131,6 +144,21 @@ def test_what_libtorch_refuses_goes_elsewhere(name: str, on: Any, monkeypatch: p
         assert choose(easy, False, "torch", device) is multiply_directly
 
 
+@pytest.mark.parametrize("machine", [Machine(B200, NEW, V213), Machine(B200, OLD, V214)], ids=str)
+def test_torch_multiplies_mx_on_blackwell(machine: Machine, on: Any) -> None:
+    """With scales in the layout that it reads, and any bias."""
+    stand = on(machine)
+    for m, k, out, bias in (
+        (1, 32, BF16, None),
+        (13, 160, HALF, HALF),
+        (130, 288, FLOAT, FLOAT),
+        (40, 64, BF16, FLOAT),
+    ):
+        arguments = _given(Product(Scaling.MX, m, 144, k, E4M3, E4M3, out, bias))
+        assert torch.equal(multiply_torch(*arguments), _expected(arguments))
+    assert stand.calls == ["mx"] * 4
+
+
 def test_the_half_that_cutlass_writes_as_bfloat16(on: Any) -> None:
     """No refusal, but wrong numbers, up to torch 2.14: the stand-in asserts that nobody asks for them."""
     product = Product(Scaling.ROWWISE, 16, 144, 64, E4M3, E4M3, HALF)
@@ -151,7 +179,7 @@ def test_no_product_is_refused_that_torch_has(machine: Machine, on: Any) -> None
     outs = itertools.cycle(((BF16, None), (FLOAT, None), (HALF, None), (BF16, BF16), (FLOAT, FLOAT), (BF16, FLOAT),
                             (HALF, HALF), (HALF, BF16)))  # fmt: skip
     refused = set()
-    for scaling, k, m in itertools.product(Scaling, (16, 48, 112, 128, 272), TOKENS):
+    for scaling, k, m in itertools.product(FLOAT32_SCALINGS, (16, 48, 112, 128, 272), TOKENS):
         (out, bias), pair = next(outs), PAIRS[(m + k // 16) % 3]
         product = Product(scaling, m, 144, k, *pair, out, bias)
         arguments = _given(product)
@@ -191,7 +219,7 @@ def test_a_weight_lies_sideways(machine: Machine, on: Any, monkeypatch: pytest.M
     stand, turned, transpose = on(machine), [], casts.transpose
     monkeypatch.setattr(casts, "transpose", lambda fp8: turned.append(fp8) or transpose(fp8))
     ops._multiplier.cache_clear()
-    for scaling, pair in itertools.product(Scaling, PAIRS):
+    for scaling, pair in itertools.product(FLOAT32_SCALINGS, PAIRS):
         product = Product(scaling, 24, 144, 272, *pair, BF16)
         _, a, b, *scales = _given(product)[:5]
         sideways = b.t().contiguous().t()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.reference.matmuls import FLOAT32_SCALINGS, Scaling
 from fp8dist_kernels.triton import tables
 from fp8dist_kernels.triton.launching import processors
 from fp8dist_kernels.triton.tables import FORMAT, Entry, Tile, TileTable, bucket, file_name
@@ -52,7 +52,7 @@ def test_large_products_get_the_widest_tile() -> None:
     layers = ((4096, 6144), (4096, 28672), (14336, 4096), (8192, 8192))
     for tokens, (features, outputs), fast in itertools.product((4096, 8192, 32768), layers, (True, False)):
         for m, n, k in ((tokens, outputs, features), (tokens, features, outputs), (outputs, features, tokens)):
-            for scaling in Scaling:
+            for scaling in FLOAT32_SCALINGS:
                 tile = _of_hopper(m, n, k, scaling, fast)
                 assert (tile.rows, tile.columns) == (128, 128 if scaling is Scaling.BLOCKWISE_1D else 256)
 
@@ -68,7 +68,7 @@ def test_with_no_other_tile_the_busiest_program_reads_less() -> None:
     generator = random.Random(0)
     for _ in range(200):
         m, n, k = generator.randint(1, 9000), 16 * generator.randint(1, 900), 16 * generator.randint(1, 900)
-        for scaling in Scaling:
+        for scaling in FLOAT32_SCALINGS:
             problem = _problem(m, n, k, scaling, True)
             chosen = best_of(candidates(problem, HOPPER), problem, H200_PROCESSORS)
             assert _busiest(problem, chosen) == min(_busiest(problem, tile) for tile in candidates(problem, HOPPER))
@@ -83,7 +83,7 @@ def _busiest(problem: Problem, tile: Tile) -> int:
 
 def test_tiles_are_what_the_kernels_can_do() -> None:
     for capability in ((8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
-        for scaling, fast in itertools.product(Scaling, (True, False)):
+        for scaling, fast in itertools.product(FLOAT32_SCALINGS, (True, False)):
             chosen = candidates(_problem(4096, 4096, 4096, scaling, fast), capability)
             assert len(set(chosen)) == len(chosen) > 0
             for tile in chosen:
@@ -174,7 +174,7 @@ def test_an_entry_counts_for_its_own_problem_only(ship: Any) -> None:
 @pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])
 def test_block_scaled_products_have_one_speed(ship: Any, scaling: Scaling) -> None:
     ship(_file(_entry(scaling=scaling.value, fast_accumulation=False)))
-    problems = [_problem(4096, 4096, 4096, which, fast) for which in Scaling for fast in (True, False)]
+    problems = [_problem(4096, 4096, 4096, which, fast) for which in FLOAT32_SCALINGS for fast in (True, False)]
     assert [problem for problem in problems if faster_than_torch(problem, CPU)] == [
         _problem(4096, 4096, 4096, scaling, fast) for fast in (True, False)
     ]
@@ -251,7 +251,7 @@ def test_the_tuner_needs_a_gpu(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("scaling", Scaling)
+@pytest.mark.parametrize("scaling", FLOAT32_SCALINGS)
 def test_the_tuner_measures_tiles_near_the_best(scaling: Scaling) -> None:
     for m, n, k, fast in itertools.product((48, 4096, 28672), (144, 6144), (4096, 8192), (True, False)):
         problem = _problem(m, n, k, scaling, fast)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8dist.modules.overrides import High
 from fp8dist_kernels import direct, ops
 from tests.support.graphs import EmulatedGraph
@@ -166,6 +166,7 @@ LONG_CASES = {
     "one by one, selective": Case(model=blocks, parts=True, run=selective),
     "current, any size": Case(CurrentScaling(), **ANY_SIZE),
     "blocks, any size": Case(BlockScaling(), **ANY_SIZE),
+    "mx, any size": Case(MXFP8Scaling(), **ANY_SIZE),
     **{f"{run.func.__name__} on Triton": Case(run=run, backend="triton") for run in (checkpointed, selective)},  # type: ignore[attr-defined]
 }
 
@@ -277,6 +278,7 @@ RECIPES: dict[str, Recipe] = {
     "current": CurrentScaling(),
     "row": RowwiseScaling(format="hybrid"),
     "block": BlockScaling(),
+    "mx": MXFP8Scaling(),
 }
 
 

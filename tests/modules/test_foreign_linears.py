@@ -20,7 +20,13 @@ from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.ranks import on_ranks
 
 TOKENS, IN, OUT = 32, 48, 64
-RECIPES = [fp8dist.DelayedScaling(), fp8dist.CurrentScaling(), fp8dist.RowwiseScaling(), fp8dist.BlockScaling()]
+RECIPES = [
+    fp8dist.DelayedScaling(),
+    fp8dist.CurrentScaling(),
+    fp8dist.RowwiseScaling(),
+    fp8dist.BlockScaling(),
+    fp8dist.MXFP8Scaling(),
+]
 
 
 class Named(nn.Linear):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist_kernels.multipliers import machine_of
 from tests.support.devices import DEVICE, needs_gpu
@@ -34,6 +34,7 @@ RECIPES: dict[str, Recipe] = {
     "current": CurrentScaling(),
     "rowwise": RowwiseScaling(),
     "blocks": BlockScaling(),
+    "mx": MXFP8Scaling(),
 }
 FAST, SLOW = 2e-2, 5e-3
 """Error relative to the norm. With fast accumulation, tensor cores keep about 14 bits. Rounding to bf16 gives 2e-3."""

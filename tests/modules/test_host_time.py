@@ -21,7 +21,13 @@ from tests.support import interpreter  # noqa: F401 - Triton's interpreter stand
 from tests.support.counted import no_garbage
 from tests.support.experts import Experts
 
-RECIPES = (fp8dist.DelayedScaling(), fp8dist.CurrentScaling(), fp8dist.RowwiseScaling(), fp8dist.BlockScaling())
+RECIPES = (
+    fp8dist.DelayedScaling(),
+    fp8dist.CurrentScaling(),
+    fp8dist.RowwiseScaling(),
+    fp8dist.BlockScaling(),
+    fp8dist.MXFP8Scaling(),
+)
 
 
 def calls_per_layer(chain: Chain) -> Counter[str]:

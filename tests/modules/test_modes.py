@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StateManager
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling, StateManager
 from tests.support.linear import E4M3, NONE, amax, dequantised, inputs, linear, roles
 from tests.support.training import bits, gradient_bits, state_bits
 
@@ -197,7 +197,7 @@ def test_first_forward_in_inference_mode_then_training() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [DelayedScaling(update="next_step"), CurrentScaling(), RowwiseScaling(), BlockScaling()],
+    [DelayedScaling(update="next_step"), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling()],
     ids=lambda recipe: type(recipe).__name__,
 )
 def test_a_frozen_linear_made_in_inference_mode_is_one(recipe: Recipe) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StateManager
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling, StateManager
 from fp8dist_kernels import ops
 from tests.support import fp8_oracle
 from tests.support.casting import hard_values
@@ -30,9 +30,11 @@ RECIPES = [
     for format in ("hybrid", "e4m3")
     for power in (False, True)
 ]
+MX = (MXFP8Scaling(), MXFP8Scaling(scale_rounding="up"))
+RECIPES += MX
 
-ONE_OF_TWO = [RECIPES[i] for i in range(len(RECIPES)) if i % 4 in (0, 3)]
-"""Each kind in each format, one of them with powers of two."""
+ONE_OF_TWO = [*(RECIPES[i] for i in range(4 * len(KINDS)) if i % 4 in (0, 3)), *MX]
+"""Each kind in each format, one of them with powers of two; MX with both roundings."""
 
 SHAPES = [  # (tokens, in_features, out_features, dtype)
     (131, 272, 144, torch.float32),
@@ -105,7 +107,8 @@ def oracle(
     recipe: Recipe, x: Tensor, weight: Tensor, grad: Tensor, scales: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Operand, Operand]]:
     tensors = (numbers(x), numbers(weight), numbers(grad))
-    return fp8_oracle.operands(*tensors, recipe.by, recipe.format, recipe.power_of_two, scales)
+    by: Any = f"mx {recipe.scale_rounding}" if isinstance(recipe, MXFP8Scaling) else recipe.by
+    return fp8_oracle.operands(*tensors, by, recipe.format, recipe.power_of_two, scales)
 
 
 def test_the_oracle_knows_the_formats() -> None:
@@ -241,12 +244,16 @@ def cast_bound(x: Exact, operand: Operand) -> Exact:
     Rounding ``t`` to the nearest FP8 number adds ``|r| <= max(e |t|, q / 2)``: ``e = 2**-(mantissa bits + 1)`` where
     numbers are normal, half of their distance ``q`` where they are subnormal. Nothing saturates but by float32's
     rounding, since ``s <= max / amax (1 + u)``: then ``|r| <= 2 u |t|``, which is less. The operand stands for
-    ``(t + r) inv``, so it is off by at most ``3 u |x| + (1 + 3 u) max(e |x|, inv q / 2)``.
+    ``(t + r) inv``, so it is off by at most ``3 u |x| + (1 + 3 u) max(e |x|, inv q / 2)``. With MX rounded down, ``s``
+    is a power of two up to ``512 / amax``: elements beyond ``max inv`` lose what is beyond.
     """
     e, q = operand.format.unit_roundoff, operand.format.smallest
     inv = operand.spread(operand.inv_scale)
     assert (inv >= 2.0**-126).all(), "inv is to have float32's relative precision"
-    return 3 * U * np.abs(x) + (1 + 3 * U) * np.maximum(e * np.abs(x), inv * q / 2)
+    rounding = 3 * U * np.abs(x) + (1 + 3 * U) * np.maximum(e * np.abs(x), inv * q / 2)
+    if operand.block != (1, 32):
+        return rounding
+    return np.maximum(rounding, np.abs(x) - operand.format.max * inv)
 
 
 def product_bound(a: Exact, b: Exact, operands: tuple[Operand, Operand], dtype: torch.dtype) -> Exact:
@@ -337,7 +344,7 @@ def test_the_bound_of_products_is_sharp_enough_to_see_a_wrong_scale(recipe: Reci
         for which in (2, 3):
             mutated = [t.clone() for t in gemm[:4]]
             scale = mutated[which]
-            scale[(0,) * scale.ndim] *= 2
+            scale[(0,) * scale.ndim] = 2 * scale[(0,) * scale.ndim].float()  # MX has E8M0.
             lines = expected[name][which - 2].block[0]
             wrong = broken(*mutated) if which == 2 else broken(*mutated).T
             assert wrong[:lines].all(), (name, which)

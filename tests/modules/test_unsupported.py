@@ -16,7 +16,15 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fp8dist
-from fp8dist import BlockScaling, ConfigurationError, CurrentScaling, DelayedScaling, RowwiseScaling, StateManager
+from fp8dist import (
+    BlockScaling,
+    ConfigurationError,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    RowwiseScaling,
+    StateManager,
+)
 from tests.support.experts import Experts, Mixture
 from tests.support.parallel import mesh_of
 from tests.support.ranks import on_ranks
@@ -166,7 +174,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "gradient penalty of a sum": (lambda net: _penalty(net, False), "create_graph=True"),
     "hessian": (lambda net: torch.autograd.functional.hessian(lambda x: net(x).sum(), _x(1)), "create_graph=True"),
 }
-RECIPES = (DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling())
+RECIPES = (DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling())
 
 
 def _tensors(value: Any) -> list[Tensor]:

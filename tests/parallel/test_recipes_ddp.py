@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Recipe, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8dist.errors import DivergenceError, ManifestMismatchError
 from fp8dist.modules.overrides import High
 from tests.support.collectives import counted_collectives
@@ -32,6 +32,7 @@ RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | High], list[int]]] = {
     "current": (CurrentScaling(), {}, []),
     "rowwise": (RowwiseScaling(), {}, []),
     "block": (BlockScaling(), {}, []),
+    "mx": (MXFP8Scaling(), {}, []),
     "two delayed": (
         DelayedScaling(history_len=HISTORY),
         {"last": DelayedScaling(history_len=2, format="e4m3")},

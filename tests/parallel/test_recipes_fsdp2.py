@@ -17,7 +17,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Observation, Recipe, RowwiseScaling
+from fp8dist import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Fallback,
+    MXFP8Scaling,
+    Observation,
+    Recipe,
+    RowwiseScaling,
+)
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.runs.run_files import append_lines, slot_lines
@@ -37,6 +46,7 @@ RECIPES: dict[str, Recipe] = {
     "current, powers of two": CurrentScaling(power_of_two=True),
     "rowwise": RowwiseScaling(),
     "block": BlockScaling(),
+    "mx": MXFP8Scaling(),
 }
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, Recipe, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
 from tests.support import meshes
 from tests.support.collectives import counted_collectives
@@ -21,7 +21,9 @@ from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.slow]
 
-RECIPES: dict[str, Recipe] = {"current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
+RECIPES: dict[str, Recipe] = {
+    "current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling(), "mx": MXFP8Scaling()
+}  # fmt: skip
 
 
 def dequantised(x: Tensor, recipe: Recipe, gradient: bool, weight: bool) -> Tensor:
@@ -33,13 +35,13 @@ def dequantised(x: Tensor, recipe: Recipe, gradient: bool, weight: bool) -> Tens
     elif recipe.by == "row":
         amax = x.abs().amax(-1, keepdim=True).expand_as(x)
     else:
-        height = 128 if weight else 1
+        height, width = (1, 32) if recipe.by == "mx" else (128 if weight else 1, 128)
         amax = torch.empty_like(x)
         for row in range(0, x.shape[0], height):
-            for column in range(0, x.shape[1], 128):
-                block = slice(row, row + height), slice(column, column + 128)
+            for column in range(0, x.shape[1], width):
+                block = slice(row, row + height), slice(column, column + width)
                 amax[block] = x[block].abs().max()
-    scale = torch.tensor(limit) / amax
+    scale = torch.exp2(8 - amax.log2().floor()) if recipe.by == "mx" else torch.tensor(limit) / amax
     return (x * scale).clamp(-limit, limit).to(dtype).double() * torch.reciprocal(scale).double()
 
 
@@ -131,7 +133,7 @@ def test_cut_blocks_are_refused_by_all_ranks(two_ranks: RankPool, up: int) -> No
         assert "overrides" in text
 
 
-@pytest.mark.parametrize(("up", "name"), [(512, "block"), (160, "current"), (160, "rowwise")])
+@pytest.mark.parametrize(("up", "name"), [(512, "block"), (160, "current"), (160, "rowwise"), (160, "mx")])
 def test_what_is_not_cut_is_taken(two_ranks: RankPool, up: int, name: str) -> None:
     """A dim that is not split (``down``'s 64 outputs) may have any size."""
     assert two_ranks.run(_cut, up, RECIPES[name]) == [""] * 2

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_reduce
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from tests.silent_bugs.job import EXACT, Job, program
-from tests.silent_bugs.models import add_gradients, batch, pipeline, train
-from tests.support.by_hand import WIDTH, ByHand, add_up
+from tests.silent_bugs.job import Job, program
+from tests.silent_bugs.models import add_gradients, batch, mlp, mse, pipeline, schedule_of, stage_of, train
+from tests.support.by_hand import WIDTH, ByHand, add_up, whole_by_hand
 
 
-def _by_hand(job: Job, forgotten: str = "", times: float = 1.0) -> None:
+def _by_hand(job: Job, forgotten: str = "", times: int = 1) -> None:
     """Train a block with tensor and sequence parallelism. From the second step on the loop does not sum the gradient of
     ``forgotten``, and multiplies that of the last norm."""
+
+    data = [torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)) for step in range(4)]
+
+    def losses(model: ByHand, inputs: list[Tensor]) -> list[Tensor]:
+        return [(model(x) * torch.arange(WIDTH)).sum() for x in inputs]
+
+    def backward(model: ByHand, step: int) -> None:
+        losses(model, data[step : step + 1])[0].backward()
+        add_up(model, forgotten if step else "")
+        assert model.final_norm.weight.grad is not None
+        model.final_norm.weight.grad *= times if step else 1
+
+    exact = ByHand(dist.group.WORLD)
+    job.exact(lambda: whole_by_hand(job.size), losses, data[1:2], exact, lambda: backward(exact, 1))
     model = job.prepare(ByHand(dist.group.WORLD), ddp=None, axes={"tp": dist.group.WORLD}, enabled=False)
     optimizer = SGD(model.parameters(), lr=0.01)
     job.attach(model, optimizer, start=None)
     for step in range(4):
-        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
-        (model(x) * torch.arange(WIDTH)).sum().backward()
-        add_up(model, forgotten if step else "")
-        model.final_norm.weight.grad *= times if step else 1.0
+        backward(model, step)
         job.step(optimizer)
 
 
@@ -35,10 +50,10 @@ def norm_not_summed(job: Job) -> None:
     _by_hand(job, "final_norm.weight" if job.bug else "")
 
 
-@program("'final_norm.weight'", ranks=2, alike=True, unseen=EXACT)
+@program("final_norm.weight is 2/1 of the reference", ranks=2, alike=True)
 def norm_summed_twice(job: Job) -> None:
     """NVIDIA/Megatron-LM 1528, 2025. The gradient of the last norm is twice what it should be, on both ranks."""
-    _by_hand(job, times=2.0 if job.bug else 1.0)
+    _by_hand(job, times=2 if job.bug else 1)
 
 
 @program("'router.weight'", ranks=2)
@@ -104,15 +119,51 @@ def replicas_start_apart(job: Job) -> None:
     train(job, model, optimizer, steps=2)
 
 
-@program("weight|bias", ranks=4, alike=True, unseen=EXACT)
+@program("contributions", ranks=4, alike=True)
 def accumulated_gradients_scaled_again(job: Job) -> None:
     """pytorch/torchtitan 1733, 2025. Two stages of two replicas, three accumulation steps of two microbatches. The
     schedule divides what was accumulated so far, each time."""
-    called, optimizer, schedule = pipeline(job, scale_grads=job.bug)
-    for step in range(3):
-        for part in range(3):
-            x, y = batch(3 * step + part, job.rank % 2)
+
+    data = [batch(part, job.rank % 2) for part in range(9)]
+
+    def backward(called: nn.Module, schedule: ScheduleGPipe, step: int) -> None:
+        for x, y in data[3 * step : 3 * step + 3]:
             schedule.step(x) if job.rank < 2 else schedule.step(target=y)
         for parameter in called.parameters():
+            assert parameter.grad is not None
             parameter.grad /= 3 if job.bug else 6
+
+    def losses(model: nn.Module, shards: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        return [mse(model, x, y) / len(shards) for x, y in shards]
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    exact = DistributedDataParallel(stage_of(mlp(), mesh), process_group=mesh.get_group("dp"))
+    parts = [(x, y) for of in range(6) for x, y in zip(*(t.chunk(2) for t in batch(of // 2, of % 2)))]
+    job.exact(
+        mlp,
+        losses,
+        parts,
+        exact,
+        lambda: backward(exact, schedule_of(exact, mesh, job.bug), 0),
+        rename=lambda name: name if job.rank < 2 else name.replace("0.", "2.", 1),
+    )
+    called, optimizer, schedule = pipeline(job, scale_grads=job.bug)
+    for step in range(3):
+        backward(called, schedule, step)
+        job.step(optimizer)
+
+
+@program("weight|bias")
+def last_microbatch_not_summed(job: Job) -> None:
+    """modelscope/FunASR 3472, 2026. Of two microbatches the last should be synchronized, and with the bug the first
+    is: the gradients of the last are added to the mean, on each rank its own."""
+    called = job.prepare(mlp())
+    optimizer = SGD(called.parameters(), lr=0.1)
+    job.attach(called, optimizer)
+    for step in range(3):
+        for micro in range(2):
+            x, y = batch(2 * step + micro, job.rank)
+            synchronized = micro == (0 if job.bug else 1)
+            with contextlib.nullcontext() if synchronized else called.no_sync():
+                mse(called, x, y).backward()
         job.step(optimizer)

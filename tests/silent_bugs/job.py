@@ -38,9 +38,11 @@ TOOLS = (
     "fp8dist check",
     "fp8dist verify",
     "LossGuard",
+    "exact",
 )
 WATCHES = (*ARGUMENTS, *TOOLS)
-"""In the order in which they are tried."""
+"""In the order in which they are tried. A further tool is a name in ``TOOLS``, and a line in ``Job`` that runs it if it
+is ``on``, and raises ``FoundByTool``."""
 
 PLAIN = "plain PyTorch"
 """A watch that leaves fp8dist out."""
@@ -61,9 +63,6 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {}
-
-
-EXACT = "alike on all ranks; exact arithmetic would find it"
 
 
 def program(cause: str, *, ranks: int = 3, also: str = "", alike: bool | None = None, unseen: str = "") -> Any:
@@ -180,6 +179,32 @@ class Job:
     def served(self, checkpoint: Path, folder: Path) -> None:
         """State that a folder is served that a checkpoint was exported to, for ``fp8dist verify``."""
         self._command("fp8dist verify", "verify", checkpoint, folder)
+
+    def exact(
+        self,
+        whole: Callable[[], nn.Module],
+        losses: Callable[[Any, Any], list[Tensor]],
+        shards: Any,
+        called: nn.Module,
+        step: Callable[[], Any],
+        **options: Any,
+    ) -> None:
+        """State what one process computes, for ``fp8dist.exact``: ``losses(whole(), shards)``. ``called``: a model like
+        that of the job, which is of no further use. ``step``: forward and backward of the job with it."""
+        if "exact" not in self.on:
+            return
+        paths = [str(self.folder / "reference")]
+        if self.rank == 0:
+            fp8dist.exact.record(whole(), losses, shards, paths[0])
+        if dist.is_initialized():
+            dist.broadcast_object_list(paths)
+        report = fp8dist.exact.compare(called, step, paths[0], **options)
+        if not report.equal:
+            raise FoundByTool(str(report))
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Return a model in DDP, if there are several ranks."""
+        return DistributedDataParallel(model) if dist.is_initialized() else model
 
     def _command(self, watch: str, *words: Any) -> None:
         if watch not in self.on:

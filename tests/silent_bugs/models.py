@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.optim import SGD
 
 from tests.silent_bugs.job import Job
 from tests.support.quiet import batch, mlp
 
-__all__ = ["add_gradients", "batch", "mlp", "mse", "pipeline", "ragged", "train"]
+__all__ = ["add_gradients", "batch", "mlp", "mse", "pipeline", "ragged", "schedule_of", "stage_of", "train"]
 
 
 def mse(called: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -48,13 +48,23 @@ def add_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def pipeline(job: Job, scale_grads: bool = False) -> tuple[nn.Module, SGD, ScheduleGPipe]:
     """Return this rank's stage, its optimizer and its schedule: two stages, each on two ranks as replicas."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stage, whole = mesh.get_local_rank("pp"), mlp()
-    model = nn.Sequential(whole[0], whole[1]) if stage == 0 else nn.Sequential(whole[2])
-    called = job.prepare(model, ddp={"process_group": mesh.get_group("dp")}, group=mesh["dp"])
+    called = job.prepare(stage_of(mlp(), mesh), ddp={"process_group": mesh.get_group("dp")}, group=mesh["dp"])
     optimizer = SGD(called.parameters(), lr=0.1)
     job.attach(called, optimizer)
+    return called, optimizer, schedule_of(called, mesh, scale_grads)
+
+
+def stage_of(whole: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return this rank's stage of a model."""
+    first, activation, last = whole.children()
+    return nn.Sequential(last) if mesh.get_local_rank("pp") else nn.Sequential(first, activation)
+
+
+def schedule_of(called: nn.Module, mesh: DeviceMesh, scale_grads: bool) -> ScheduleGPipe:
+    """Return the schedule of a stage."""
+    stage = mesh.get_local_rank("pp")
     size, out = (32, 64) if stage == 0 else (64, 16)
     shapes = {"input_args": (torch.empty(8, size).requires_grad_(stage > 0),)}
     shapes["output_args"] = (torch.empty(8, out).requires_grad_(),)
     pipe = PipelineStage(called, stage, 2, torch.device("cpu"), group=mesh.get_group("pp"), **shapes)
-    return called, optimizer, ScheduleGPipe(pipe, n_microbatches=2, loss_fn=F.mse_loss, scale_grads=scale_grads)
+    return ScheduleGPipe(pipe, n_microbatches=2, loss_fn=F.mse_loss, scale_grads=scale_grads)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Event, Fallback, Recipe, StateManager
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Event, Fallback, MXFP8Scaling, Recipe, StateManager
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
@@ -71,7 +71,7 @@ def faint(x: Tensor) -> Tensor:
     return x
 
 
-RECIPES = [DelayedScaling(history_len=4), CurrentScaling(), BlockScaling()]
+RECIPES = [DelayedScaling(history_len=4), CurrentScaling(), BlockScaling(), MXFP8Scaling()]
 
 
 def test_a_saturated_share_beyond_the_limit() -> None:

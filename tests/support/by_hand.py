@@ -7,6 +7,7 @@ up over the ranks.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,6 +84,16 @@ class ByHand(nn.Module):
         out = _ScatterSum.apply(self.out(self.q_norm(heads).flatten(-2)), self.group) + self.out_bias
         routed = out * self.router(out).softmax(-1).amax(-1, keepdim=True) * self.gate(out).sigmoid()
         return self.final_norm(mine + routed)
+
+
+def whole_by_hand(size: int) -> ByHand:
+    """Return the block that ``size`` ranks share, on this rank alone. Local, if there is a process group."""
+    parts = [ByHand(SimpleNamespace(size=lambda: size, rank=lambda rank=rank: rank)) for rank in range(size)]
+    whole = ByHand(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    with torch.no_grad():
+        for name, dim in zip(SHARDS, (0, 1)):
+            whole.get_parameter(name).copy_(torch.cat([part.get_parameter(name) for part in parts], dim))
+    return whole
 
 
 def add_up(model: ByHand, forgotten: str = "") -> None:

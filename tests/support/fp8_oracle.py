@@ -14,10 +14,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["E4M3", "E5M2", "FP8", "Operand", "block_shape", "cast", "current_scale", "formats", "operands"]
+__all__ = ["E4M3", "E5M2", "FP8", "Operand", "block_shape", "cast", "current_scale", "formats", "mx_scale", "operands"]
 
 Array = npt.NDArray[np.float32]
-By = Literal["tensor", "row", "block"]
+By = Literal["tensor", "row", "block", "mx down", "mx up"]
 
 FLOAT32_MAX = np.float32((2.0 - 2.0**-23) * 2.0**127)
 SMALLEST_NORMAL = np.float32(2.0**-126)
@@ -99,6 +99,18 @@ def current_scale(amax: Array, format: FP8, power_of_two: bool, margin: int = 0)
     return np.where((amax > 0) & np.isfinite(amax), scale, np.float32(1)).astype(np.float32)
 
 
+def mx_scale(amax: Array, format: FP8, up: bool) -> Array:
+    """Return 1 / X of MX blocks, float32, elementwise. X is 2**(floor(log2(amax)) - emax), with the exponent of the
+    format's largest number for emax, at least 2**-127 (OCP Microscaling Formats 1.0, sections 5.4.1 and 6.3). ``up``: X
+    is the smallest power of two of which ``max`` reaches ``amax``. NaN where ``amax`` is Inf or NaN."""
+    finite = np.isfinite(amax)
+    wide = np.where(finite, amax, 1).astype(np.float64)
+    exponent = np.frexp(wide)[1] - 1 - (np.frexp(format.max)[1] - 1)
+    exponent += up & (wide > np.ldexp(format.max, exponent))
+    exponent = np.where(wide > 0, np.maximum(exponent, -127), -127)
+    return np.where(finite, np.ldexp(1.0, -exponent), np.nan).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Operand:
     """A matrix [lines, contracted] in FP8, with one inverse scale per block of ``block`` elements."""
@@ -122,7 +134,9 @@ def _spread(of_blocks: Array, block: tuple[int, int], shape: tuple[int, ...]) ->
     return of_blocks[down][:, across]
 
 
-def cast(x: Array, format: FP8, block: tuple[int, int], power_of_two: bool, scale: Array | None = None) -> Operand:
+def cast(
+    x: Array, format: FP8, block: tuple[int, int], power_of_two: bool, scale: Array | None = None, by: By = "block"
+) -> Operand:
     """Cast a matrix to FP8. ``scale``: float32, one per block; None: computed from the blocks' own amaxes."""
     lines, width = x.shape
     grid = (-(-lines // block[0]), -(-width // block[1]))
@@ -131,7 +145,8 @@ def cast(x: Array, format: FP8, block: tuple[int, int], power_of_two: bool, scal
         for i, j in np.ndindex(grid):
             part = x[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
             amax[i, j] = np.abs(part).max()  # NaN propagates.
-        scale = current_scale(amax, format, power_of_two)
+        mx = by.startswith("mx")
+        scale = mx_scale(amax, format, by == "mx up") if mx else current_scale(amax, format, power_of_two)
     each = _spread(np.broadcast_to(scale, grid), block, x.shape)
     with np.errstate(all="ignore"):
         scaled = x * each
@@ -144,6 +159,8 @@ def block_shape(by: By, weight: bool, shape: tuple[int, ...]) -> tuple[int, int]
     """Return the shape of the blocks of a matrix [lines, contracted] that have their own scale."""
     if by == "tensor":
         return shape[0], shape[1]
+    if by.startswith("mx"):
+        return 1, 32
     if by == "row":
         return 1, shape[1]
     return (128 if weight else 1), 128
@@ -168,7 +185,7 @@ def operands(
 
     def operand(role: str, matrix: Array) -> Operand:
         block = block_shape(by, role == "weight", matrix.shape)
-        return cast(matrix, by_role[role], block, power_of_two, None if scales is None else scales[role])
+        return cast(matrix, by_role[role], block, power_of_two, None if scales is None else scales[role], by)
 
     return {
         "fprop": (operand("input", x), operand("weight", weight)),

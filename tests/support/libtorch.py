@@ -6,7 +6,8 @@ Sources, read in PyTorch's repository: aten/src/ATen/native/cuda/ScaledBlas.cpp 
 that of 2.10 and later; the tests of that pull request's parent expect it. cuBLASLt's own refusals are known by the
 asserts of TransformerEngine's cublaslt_gemm.cu, and reach the user as CUBLAS_STATUS_NOT_SUPPORTED. So are layouts
 (``nvte_is_non_tn_fp8_gemm_supported``: from 10.0 on, but not 12.x), of which libtorch itself refuses some on Hopper
-(``_scaled_gemm``), and CUTLASS all but one (``check_inputs``).
+(``_scaled_gemm``), and CUTLASS all but one (``check_inputs``). Scales of MX are those of ``_scaled_mxfp8_mxfp8``, and
+of ``scaled_gemm`` in CUDABlas.cpp; their layout is that of cuBLAS's documentation, "1D block scaling factors layout".
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Stand:
         recipe_b: list[int], _b: Any, bias: Tensor | None, out_dtype: torch.dtype, *_: Any, **__: Any,
     ) -> Tensor:  # fmt: skip
         (m, k), n, lines = a.shape, b.shape[1], [functional.ScalingType.BlockWise1x128.value]
+        if recipe_a == recipe_b == [functional.ScalingType.BlockWise1x32.value]:
+            return self._mx(a, b, *scale_a, *scale_b, (_a, _b), bias, out_dtype)
         assert recipe_a == lines
         self._check("block", m, n, k, a, b, bias, out_dtype)
         self.calls.append("block")
@@ -60,6 +63,17 @@ class Stand:
             assert of_b.shape == ((k + 511) // 512 * 4, (n + 127) // 128)
             right = b.double() * of_b.double().repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :n]
         return self._rounded(left @ right, bias, out_dtype)
+
+    def _mx(
+        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, swizzles: Any, bias: Tensor | None, out: Any
+    ) -> Tensor:
+        (m, k), n = a.shape, b.shape[1]
+        assert swizzles == ([functional.SwizzleType.SWIZZLE_32_4_4.value],) * 2
+        self._check("mx", m, n, k, a, b, bias, out)
+        self.calls.append("mx")
+        left = a.double() * _swizzled(scale_a, m, k // 32).repeat_interleave(32, 1)
+        right = b.double() * _swizzled(scale_b, n, k // 32).repeat_interleave(32, 1).t()
+        return self._rounded(left @ right, bias, out)
 
     def _rounded(self, exact: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         return (exact if bias is None else exact + bias.double()).float().to(out_dtype)  # type: ignore[arg-type]
@@ -83,6 +97,13 @@ class Stand:
                 raise NotImplementedError("DeepSeek style (1x128, 128x128) scaling only supported in CUDA for SM90")
             if self.cuda < (12, 9):
                 raise NotImplementedError("DeepSeek style (1x128, 128x128) scaling requires cublasLt >= 12.9")
+        if kind == "mx":  # cuBLASLt's documentation: block scales of 32 are for compute capability 10.0 and above.
+            if self.cuda < (12, 8):
+                raise RuntimeError(
+                    "scaled_gemm with `torch.float8_e8m0fnu` scales is only supported for CUDA 12.8 and above"
+                )
+            if self.capability < (10, 0):
+                raise RuntimeError(CUBLAS)
         cutlass = kind == "row" and (self.capability[0] != 9 or self.cuda < (12, 9))
         if b.stride(0) != 1:
             if self.capability[0] == 9 and not cutlass:
@@ -111,3 +132,12 @@ class Stand:
                 raise RuntimeError("Expected b.dtype() == at::kFloat8_e4m3fn to be true, but got false.")
         if kind == "block" and m % 8:
             raise RuntimeError(CUBLAS)
+
+
+def _swizzled(scales: Tensor, lines: int, blocks: int) -> Tensor:
+    """Return scales [lines, blocks], float64, read from the layout of cuBLAS."""
+    across = (blocks + 3) // 4
+    assert scales.shape == ((lines + 127) // 128 * across * 512,)
+    line, block = torch.arange(lines)[:, None], torch.arange(blocks)[None, :]
+    tile = line // 128 * across + block // 4
+    return scales.double()[tile * 512 + line % 32 * 16 + line % 128 // 32 * 4 + block % 4]

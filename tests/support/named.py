@@ -165,7 +165,13 @@ def known_calls() -> frozenset[str]:
 @functools.cache
 def known_classes() -> frozenset[str]:
     """Names of classes that pages may use without a module."""
-    foreign = ("Float8CurrentScaling", "Float8BlockScaling", "ChildFailedError", "DistBackendError")
+    foreign = (
+        "Float8CurrentScaling",
+        "Float8BlockScaling",
+        "MXFP8BlockScaling",
+        "ChildFailedError",
+        "DistBackendError",
+    )
     return frozenset({*dir(builtins), *dir(fp8dist), *dir(fp8dist.errors), *foreign})
 
 

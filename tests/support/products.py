@@ -31,8 +31,9 @@ class Product:
 
     def exact(self, magnitudes: bool = False) -> Tensor:
         """Return [m, n] in float64, on the CPU. With ``magnitudes``: the product of |a| and |b|, without bias."""
-        a = _spread(self.a, self.inv_scale_a, 1)
-        b = _spread(self.b, self.inv_scale_b, 128 if self.scaling is Scaling.BLOCKWISE else 1)
+        wide = 32 if self.scaling is Scaling.MX else 128
+        a = _spread(self.a, self.inv_scale_a, 1, wide)
+        b = _spread(self.b, self.inv_scale_b, 128 if self.scaling is Scaling.BLOCKWISE else 1, wide)
         if magnitudes:
             return a.abs() @ b.abs().T
         return a @ b.T if self.bias is None else a @ b.T + self.bias.cpu().double()
@@ -46,6 +47,7 @@ def shapes_of_scales(m: int, n: int, k: int, scaling: Scaling) -> tuple[tuple[in
         Scaling.ROWWISE: ((m, 1), (n, 1)),
         Scaling.BLOCKWISE: ((m, blocks), ((n + 127) // 128, blocks)),
         Scaling.BLOCKWISE_1D: ((m, blocks), (n, blocks)),
+        Scaling.MX: ((m, k // 32), (n, k // 32)),
     }[scaling]
 
 
@@ -58,6 +60,7 @@ def small_integers(
     a = torch.randint(-2, 3, (m, k), generator=generator).float().to(pair[0])
     b = torch.randint(-2, 3, (n, k), generator=generator).float().to(pair[1])
     scales = (2.0 ** torch.randint(-2, 2, shape, generator=generator) for shape in shapes_of_scales(m, n, k, scaling))
+    scales = (scale.to(torch.float8_e8m0fnu) if scaling is Scaling.MX else scale for scale in scales)
     bias = torch.randint(-8, 9, (n,), generator=generator).float() if biased else None
     return _on_device(a, b, *scales, scaling, bias)
 
@@ -81,12 +84,12 @@ def _on_device(
     return Product(a, b, inv_scale_a, inv_scale_b, scaling, bias if bias is None else bias.to(DEVICE))
 
 
-def _spread(fp8: Tensor, inv_scale: Tensor, tall: int) -> Tensor:
+def _spread(fp8: Tensor, inv_scale: Tensor, tall: int, wide: int) -> Tensor:
     """Expand the scales to elements, by index."""
     rows, columns = fp8.shape
     numbers = fp8.cpu().double()
     scales = inv_scale.cpu().double()
     if scales.ndim == 0:
         return numbers * scales
-    down, across = torch.arange(rows) // tall, torch.arange(columns) // 128
+    down, across = torch.arange(rows) // tall, torch.arange(columns) // wide
     return numbers * scales[down][:, across if scales.shape[1] > 1 else torch.zeros_like(across)]

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR
 from torch.optim.optimizer import Optimizer
 
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 from tests.support.quiet import (
     HISTORY,
     PLAIN,
@@ -306,7 +306,12 @@ def high_precision_before_attach() -> None:
     trial.right(STEPS)
 
 
-RECIPES = {"current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
+RECIPES = {
+    "current": CurrentScaling(),
+    "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
+    "mx": MXFP8Scaling(scale_rounding="up"),
+}
 PARTLY: dict[str, Any] = {"ran": lambda fqn, role: False}
 
 SCENARIOS.table(

@@ -11,12 +11,13 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fp8dist_kernels import BLOCK
+from fp8dist_kernels import BLOCK, MX_BLOCK
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.casts import dequantize
 
 __all__ = [
     "ALIGNMENT",
+    "FLOAT32_SCALINGS",
     "Scaling",
     "aligned",
     "column_major",
@@ -35,17 +36,24 @@ _SHAPES_KEPT = 512  # More kinds of products than a model has.
 
 
 class Scaling(Enum):
-    """Granularity of the scales, for a [m, k] and b [n, k]. Follows from the shapes of the inverse scales."""
+    """Granularity of the scales, for a [m, k] and b [n, k]. Follows from the dtype (E8M0 for MX, else
+    float32) and the shapes of the inverse scales."""
 
     TENSORWISE = "tensorwise"  # one each: any shape with one element
     ROWWISE = "rowwise"  # a [m, 1], b [n, 1]
     BLOCKWISE = "blockwise"  # a [m, ceil(k / 128)] (1 x 128), b [ceil(n / 128), ceil(k / 128)] (128 x 128)
     BLOCKWISE_1D = "blockwise_1d"  # a [m, ceil(k / 128)], b [n, ceil(k / 128)] (1 x 128 both)
+    MX = "mx"  # a [m, k / 32], b [n, k / 32] (1 x 32 both)
 
     @property
     def in_blocks(self) -> bool:
-        """True if scales change along the contracted dim. Products are then accumulated in float32 after each block."""
+        """True if float32 scales change along the contracted dim. Products are then accumulated in float32 after each
+        block. (Powers of two of MX blocks are applied by the tensor cores.)"""
         return self in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D)
+
+
+FLOAT32_SCALINGS = tuple(scaling for scaling in Scaling if scaling is not Scaling.MX)
+"""The kinds whose inverse scales are float32."""
 
 
 def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, bias: Tensor | None = None) -> Scaling:
@@ -60,13 +68,18 @@ def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, b
         raise ValueError("FP8 operands must be contiguous with the contracted dim last; b may be transposed")
     if bias is not None and (bias.shape != b.shape[:1] or not bias.is_floating_point()):
         raise ValueError(f"bias must be floating point [{b.shape[0]}], got {bias.dtype} {tuple(bias.shape)}")
-    if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:
-        raise ValueError(f"inverse scales must be float32, got {inv_scale_a.dtype} and {inv_scale_b.dtype}")
-    return _scaling_of(a.shape, b.shape, inv_scale_a.shape, inv_scale_b.shape)
+    mx = inv_scale_a.dtype == inv_scale_b.dtype == torch.float8_e8m0fnu
+    if not mx and (inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32):
+        raise ValueError(
+            f"inverse scales must be float32, or E8M0 for MX, got {inv_scale_a.dtype} and {inv_scale_b.dtype}"
+        )
+    return _scaling_of(a.shape, b.shape, inv_scale_a.shape, inv_scale_b.shape, mx)
 
 
 @functools.lru_cache(_SHAPES_KEPT)
-def _scaling_of(shape_a: torch.Size, shape_b: torch.Size, scales_a: torch.Size, scales_b: torch.Size) -> Scaling:
+def _scaling_of(
+    shape_a: torch.Size, shape_b: torch.Size, scales_a: torch.Size, scales_b: torch.Size, mx: bool
+) -> Scaling:
     """Do the part of ``scaling_of`` that depends on shapes alone."""
     if shape_a[1] != shape_b[1]:
         raise ValueError(f"a {tuple(shape_a)} and b {tuple(shape_b)} must have the same last dim, which is contracted")
@@ -74,6 +87,14 @@ def _scaling_of(shape_a: torch.Size, shape_b: torch.Size, scales_a: torch.Size, 
         raise ValueError(
             f"FP8 matmul needs k and n in multiples of {ALIGNMENT}, got a {tuple(shape_a)}, b {tuple(shape_b)}"
         )
+    if mx:
+        expected = tuple((shape[0], shape[1] // MX_BLOCK) for shape in (shape_a, shape_b))
+        if shape_a[1] % MX_BLOCK or (scales_a, scales_b) != expected:
+            raise ValueError(
+                f"MX products need k in multiples of {MX_BLOCK} and a scale for each, got a {tuple(shape_a)}, b "
+                f"{tuple(shape_b)} with scales {tuple(scales_a)} and {tuple(scales_b)}"
+            )
+        return Scaling.MX
     if scales_a.numel() == 1 and scales_b.numel() == 1:
         return Scaling.TENSORWISE
     (m, k), n = shape_a, shape_b[0]
@@ -117,6 +138,8 @@ def multiply_reference(
     bias: Tensor | None,
 ) -> Tensor:
     """Do ``matmul_reference`` for arguments that ``scaling_of`` has checked. Ignores ``fast_accumulation``."""
+    if scaling is Scaling.MX:
+        inv_scale_a, inv_scale_b = (x.float().repeat_interleave(MX_BLOCK, 1) for x in (inv_scale_a, inv_scale_b))
     if scaling.in_blocks:
         inv_scale_a = inv_scale_a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
         inv_scale_b = inv_scale_b.repeat_interleave(BLOCK, 1)[:, : b.shape[1]]

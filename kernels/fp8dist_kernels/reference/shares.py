@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.formats import FORMATS
 from fp8dist_kernels.reference.blocks import BLOCK_SHAPES, blocks_along
 from fp8dist_kernels.reference.magnitude import record_amax
@@ -40,8 +41,8 @@ def measure(
         inv_scale: float32, any strides: one element, or one for each block of ``x``.
         dtype: the dtype of the cast: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         saturated, underflow: 0-d float32, may be views. -1: not measured yet.
-        block: (0, 0) for one scale; (1, features), (1, 128) or (128, 128) for scales of the row-major copies of
-            ``quantize_rowwise`` and ``quantize_blocks``.
+        block: (0, 0) for one scale; (1, features), (1, 128), (128, 128) or (1, 32) for scales of the row-major copies
+            of ``quantize_rowwise``, ``quantize_blocks`` and ``quantize_mx``.
 
     Raises:
         ValueError: any other block, or ``inv_scale`` of another shape or dtype.
@@ -77,8 +78,10 @@ def limits(dtype: torch.dtype) -> tuple[float, float]:
 def require_scales(x: Tensor, inv_scale: Tensor, block: tuple[int, int]) -> None:
     """Raise ValueError unless ``block`` is supported and ``inv_scale`` fits it. ``x`` must not be empty."""
     tokens, features = x.shape
-    if block not in (WHOLE, (1, features), *BLOCK_SHAPES):
-        raise ValueError(f"blocks of {block[0]}x{block[1]}; expected 0x0 (one scale), 1x{features}, 1x128 or 128x128")
+    if block not in (WHOLE, (1, features), *BLOCK_SHAPES, (1, MX_BLOCK)):
+        raise ValueError(
+            f"blocks of {block[0]}x{block[1]}; expected 0x0 (one scale), 1x{features}, 1x128, 128x128 or 1x{MX_BLOCK}"
+        )
     if block == WHOLE:
         expected: tuple[int, ...] = ()
         fits = inv_scale.numel() == 1

@@ -10,7 +10,7 @@ from fp8dist_kernels import BLOCK
 from fp8dist_kernels.multipliers import ROW_MULTIPLE, Detour, Product, machine_of, refused, row_of
 from fp8dist_kernels.reference.matmuls import Scaling, column_major, product_of_nothing, scaling_of
 
-__all__ = ["block_scales_for_torch", "matmul_torch", "multiply_directly", "multiply_torch"]
+__all__ = ["block_scales_for_torch", "matmul_torch", "multiply_directly", "multiply_torch", "mx_scales_for_torch"]
 
 
 def matmul_torch(
@@ -100,6 +100,12 @@ def multiply_directly(
     if 0 in a.shape or 0 in b.shape:  # Not numel(), which is a call for each.
         return product_of_nothing(a, b, out_dtype, bias)
     try:
+        if scaling is Scaling.MX:
+            blocks, swizzle = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
+            scale_a, scale_b = mx_scales_for_torch(inv_scale_a), mx_scales_for_torch(inv_scale_b)
+            return functional.scaled_mm(
+                a, b.t(), scale_a, blocks, scale_b, blocks, swizzle, swizzle, bias=bias, output_dtype=out_dtype
+            )
         if scaling.in_blocks:
             lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
             of_b = lines if scaling is Scaling.BLOCKWISE_1D else squares
@@ -141,3 +147,20 @@ def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor, scaling: Sc
     scale_b = inv_scale_b.new_zeros(inv_scale_b.shape[0], -(-blocks // 4) * 4)
     scale_b[:, :blocks] = inv_scale_b
     return scale_a, scale_b.t()
+
+
+def mx_scales_for_torch(inv_scale: Tensor) -> Tensor:
+    """Return E8M0 scales [lines, blocks] in the order of cuBLASLt's "1D block scaling factors layout".
+
+    It has tiles of 128 lines x 4 blocks, row by row. A tile is 32 rows of 16 bytes: line ``32 j + i`` of the tile is at
+    row i, bytes ``4 j`` to ``4 j + 3``.
+
+    Returns:
+        E8M0, one dim: lines rounded up to 128, times blocks rounded up to 4, filled with bytes of 0.
+    """
+    lines, blocks = inv_scale.shape
+    down, across = -(-lines // 128), -(-blocks // 4)
+    whole = torch.zeros(down * 128, across * 4, dtype=torch.uint8, device=inv_scale.device)
+    whole[:lines, :blocks] = inv_scale.view(torch.uint8)
+    tiles = whole.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)

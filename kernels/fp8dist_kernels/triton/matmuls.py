@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8dist_kernels.reference.matmuls import Scaling, aligned, column_major, product_of_nothing, scaling_of
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, on_device_of, processors
+from fp8dist_kernels.triton.mx import multiply_mx
 from fp8dist_kernels.triton.products import block_scaled_kernel, scaled_kernel, wide_block_scaled_kernel
 from fp8dist_kernels.triton.tables import Tile
 from fp8dist_kernels.triton.tiles import Problem, tile_for
@@ -71,6 +72,8 @@ def multiply(
     require_pair(a, b)
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
+    if scaling is Scaling.MX:
+        return multiply_mx(a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
     dtypes, added = (a.dtype, b.dtype, out_dtype), "nothing" if bias is None else "bias"
     sideways = not b.is_contiguous()
     plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, added, out_dtype, sideways, a.device)
@@ -92,11 +95,12 @@ def multiply_into(
     The bits are those of ``total.add_(multiply(…))``, because the tile is the same. These two operations run instead
     where TMA cannot write to ``total`` (it is not contiguous, not aligned, or of another dtype), and with scales of
     128 x 128 blocks: a wide tile has no registers left for the addition, and no gradient of weights has such scales.
+    With MX, too: its kernel has a result of its own.
     """
     if a.numel() == 0 or b.numel() == 0:
         return
     writable = total.is_contiguous() and aligned(total) is total and total.dtype in _TOTALS
-    if scaling is Scaling.BLOCKWISE or not writable:
+    if scaling in (Scaling.BLOCKWISE, Scaling.MX) or not writable:
         total.add_(multiply(scaling, a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation, None))
         return
     require_pair(a, b)
@@ -156,8 +160,9 @@ def _plan_for(
     sideways: bool,
     device: torch.device,
 ) -> _ProductPlan:
-    """Return the plan of a product. ``dtypes``: of ``a``, ``b`` and the result, which select the tile. ``out_dtype``:
-    that of the memory that is written, a result or a total."""
+    """Return the plan of a product. ``dtypes``: of ``a``, ``b`` and the result, which select the tile. ``added``: as
+    ADDED in ``products``. ``out_dtype``: that of the memory that is written, a result or a total. ``sideways``: ``b``
+    lies in memory as [k, n]."""
     tile = tile_for(Problem(shape_a[0], shape_b[0], shape_a[1], scaling, fast_accumulation, *dtypes), device)
     return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, added, out_dtype, sideways, device)
 
@@ -173,6 +178,7 @@ def _plan(
     sideways: bool,
     device: torch.device,
 ) -> _ProductPlan:
+    """Return the plan for a tile. Other arguments as in ``_plan_for``."""
     parts = _parts(tile, scaling, fast_accumulation)
     columns = tile.columns // parts
     pieces = 2 if added == "total" else 1  # One is read while another is written.
@@ -217,6 +223,7 @@ def _run(
     out: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
+    """Launch the kernel of a plan. It writes to ``out``, which is returned."""
     (m, k), n = a.shape, b.shape[0]
     b = b.t() if plan.constants["SIDEWAYS"] else b
     scales: dict[str, Any] = {}

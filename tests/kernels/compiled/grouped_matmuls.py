@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
-from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.reference.matmuls import FLOAT32_SCALINGS, Scaling
 from fp8dist_kernels.triton.grouped_matmuls import grouped_candidates, matmul_grouped, matmul_grouped_columns
 from fp8dist_kernels.triton.tables import Tile
 from fp8dist_kernels.triton.tiles import Problem
@@ -24,7 +24,7 @@ def launch(compiler: Compiler) -> None:
 
     Tiles below 128 x 128 need no more registers than that one. They are launched for one scale per expert only.
     """
-    for scaling, fast in product(Scaling, (True, False)):
+    for scaling, fast in product(FLOAT32_SCALINGS, (True, False)):
         if scaling.in_blocks and fast:
             continue  # The same kernel.
         for tile in _tiles(compiler, scaling, fast):

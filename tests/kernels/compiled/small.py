@@ -12,6 +12,7 @@ from fp8dist_kernels.triton.blocks import quantize_blocks, quantize_rowwise
 from fp8dist_kernels.triton.casts import quantize
 from fp8dist_kernels.triton.content import many_leaves
 from fp8dist_kernels.triton.magnitude import observe
+from fp8dist_kernels.triton.mx import multiply_mx, quantize_mx
 from fp8dist_kernels.triton.scaled_grouped import clear_tail
 from fp8dist_kernels.triton.shares import measure
 from tests.support.ahead_of_time import HOPPER, Compiler
@@ -130,3 +131,20 @@ def update(compiler: Compiler) -> None:
     _both(compiler, 1024, 0, False, "max")
     _both(compiler, 1024, 5, True, "most_recent")
     _both(compiler, 1_000_000, 0, False, "max")
+
+
+def mx(compiler: Compiler) -> None:
+    x, both = torch.empty(8192, 4096, dtype=torch.bfloat16), {"rows": True, "columns": True}
+    for name, given, dtype, up in (
+        ("bf16", x, E4M3, False),
+        ("bf16 transposed up", x.t(), E5M2, True),
+        ("f32 odd", torch.empty(1000, 1001), E4M3, True),
+        ("far", torch.empty((1 << 19) + 128, 4096, dtype=torch.bfloat16), E4M3, False),  # More than 2**31 elements.
+    ):
+        with compiler.naming(name):
+            quantize_mx(given, dtype, round_up=up, **both)
+    a, b = torch.empty(8191, 4096, dtype=E4M3), torch.empty(1024, 4096, dtype=E4M3)
+    scales = [torch.empty(lines, 128, dtype=torch.float8_e8m0fnu) for lines in (8191, 1024)]
+    for out_dtype, bias in ((torch.bfloat16, torch.empty(1024, dtype=torch.bfloat16)), (torch.float32, None)):
+        with compiler.naming(f"product {str(out_dtype).removeprefix('torch.')}"):
+            multiply_mx(a, b, *scales, out_dtype, bias)

@@ -148,7 +148,7 @@ class Options(example.Options):
         return (
             self.parallel in ("fsdp2", "hsdp")
             and self.precision == "fp8"
-            and "rowwise" not in self.recipes
+            and not self.recipes & {"rowwise", "mxfp8"}
             and ("block" not in self.recipes or whole_blocks)
         )
 
@@ -203,8 +203,12 @@ def _top_k(given: int | None, experts: int) -> int:
 def _require_consistent_recipes(options: Options) -> None:
     if "delayed" not in options.recipes and (idle := _given(options, FOR_DELAYED)):
         raise BadInput(f"{idle[0]} is for delayed scaling, got {', '.join(sorted(options.recipes))}")
-    if options.fast_gemms is not None and options.recipes == {"block"}:
-        raise BadInput("--fast-gemms is for delayed, current and rowwise scaling, got block")
+    if options.fast_gemms is not None and options.recipes <= {"block", "mxfp8"}:
+        raise BadInput(f"--fast-gemms is for delayed, current and rowwise scaling, got {', '.join(options.recipes)}")
+    if "mxfp8" in options.recipes and (options.power_of_two or options.format):
+        raise BadInput("--power-of-two and --format are not for mxfp8, whose scales and formats are fixed")
+    if options.recipe == "mxfp8" and options.experts:
+        raise BadInput("--recipe mxfp8 is not for --experts")
     patterns = [override.pattern for override in options.override]
     for pattern in patterns:
         if patterns.count(pattern) > 1:
