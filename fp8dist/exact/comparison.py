@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError, Fp8DistError
 from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.modes import arithmetic
@@ -18,7 +19,7 @@ from fp8dist.exact.outputs import judge_outputs
 from fp8dist.exact.placement import HeldPart
 from fp8dist.exact.reference import Reference, outputs_of, read_reference, stored
 from fp8dist.exact.shards import judge_parameters, swapped
-from fp8dist.exact.verdict import ExactReport, Holding, judge_gradients
+from fp8dist.exact.verdict import ExactFinding, ExactReport, Holding, judge_gradients
 from fp8dist.state.accord import Accord
 from fp8dist.state.groups import SyncGroup, is_dtensor, own_rank, world_size
 from fp8dist.state.slots import clean_fqn
@@ -105,7 +106,9 @@ def _converted(models: Sequence[nn.Module], renames: Sequence[Callable[[str], st
         to_residues(model)
         for name, parameter in model.named_parameters():
             if (renamed := rename(clean_fqn(name))) in named:
-                raise ConfigurationError(f"two parameters have the name {renamed!r}: pass a rename= for each model")
+                raise ConfigurationError(
+                    f"exact arithmetic cannot compute with two parameters named {renamed!r}: pass rename= for each"
+                )
             named[renamed] = parameter
     return named
 
@@ -122,6 +125,9 @@ def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], comput
     report = judge_gradients([*reference.shards, *strays], reference.shards | none, held)
     if report.equal or report.findings[0].kind != "unexplained":
         return report
+    if report.findings[0].names[0] in strays:
+        text = f"{first_few(strays)}: trained in the job, and frozen in the reference"
+        return replace(report, findings=(ExactFinding("unexplained", tuple(strays), text),), downstream=())
     # No equation explains the gradient that is wrong first: look for wrong parts, and for a fault in the forward.
     culprit = swapped(reference, parts) or judge_outputs(reference.outputs, [each.outputs for each in computed])
     if culprit is None:

@@ -82,7 +82,7 @@ def record(
         for name, each in gradients.items()
     }
     if not any(bool((each.sum(0) % P).any()) for each in shares.values()):
-        raise ConfigurationError("every gradient is zero in the reference, so nothing could be proven")
+        raise ConfigurationError("the backward of loss(model, shards) gives zero for every parameter")
     _write(Reference(parameters, shares, {name: list(map(stored, each)) for name, each in outputs.items()}, ties), path)
 
 

@@ -92,7 +92,10 @@ def _joined(losses: Tensor, weights: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     if reduction == "mean" and type(weights) is Tensor and not weights.is_meta and not weights.any():
-        raise ConfigurationError("the mean loss of no targets is nan: divide a sum by the targets of the whole step.")
+        raise ConfigurationError(
+            "exact arithmetic cannot compute with the mean loss of no targets, which is nan: divide a sum by the "
+            "targets of the whole step."
+        )
     return losses.sum() if reduction == "sum" else losses.sum() / weights.sum()
 
 

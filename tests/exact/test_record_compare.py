@@ -105,7 +105,7 @@ def test_what_is_frozen_on_one_side_alone_is_named(tmp_path: Path) -> None:
     exact.record(small(), of_rows, ROWS, tmp_path / "reference")
     model = small().requires_grad_()
     report = exact.compare(model, lambda: model(ROWS).sum().backward(), tmp_path / "reference")
-    assert str(report).startswith("0.weight: not the reference's")
+    assert str(report) == "0.weight, 0.bias: trained in the job, and frozen in the reference"
     model = small()
     model[2].bias.requires_grad_(False)
     report = exact.compare(model, lambda: model(ROWS).sum().backward(), tmp_path / "reference")
@@ -141,7 +141,7 @@ def test_stages_with_the_same_names(tmp_path: Path) -> None:
         stages[1]["linear"](nn.functional.gelu(stages[0]["linear"](ROWS))).sum().backward()
 
     path = tmp_path / "reference"
-    with pytest.raises(ConfigurationError, match=r"two parameters have the name 'linear.weight': pass a rename= for"):
+    with pytest.raises(ConfigurationError, match=r"two parameters named 'linear.weight': pass rename= for each"):
         exact.compare(stages, step, path)
     renames = [lambda name: name.replace("linear", "0"), lambda name: name.replace("linear", "2")]
     assert exact.compare(stages, step, path, rename=renames).equal
@@ -180,7 +180,7 @@ def test_a_user_adds_a_surrogate(tmp_path: Path) -> None:
         (lambda model, rows: None, "must return a list .* got None"),
         (lambda model, rows: [model[0](rows).sum().requires_grad_()], "reaches no parameter"),
         (lambda model, rows: [model[0](rows).sum()], "reaches no parameter"),
-        (lambda model, rows: [model(rows).sum() * 0], "every gradient is zero in the reference"),
+        (lambda model, rows: [model(rows).sum() * 0], "gives zero for every parameter"),
         (lambda model, rows: [cross_entropy(model(rows), torch.full((3,), -100))], "the mean loss of no targets"),
     ],
 )
