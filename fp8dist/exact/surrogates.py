@@ -127,11 +127,6 @@ def clamp(x: Tensor, min: Any = None, max: Any = None, **options: Any) -> Tensor
     return torch.clamp(x, min, max, **options)
 
 
-def clamp_max(x: Tensor, max: Any) -> Tensor:
-    """As ``clamp``."""
-    return clamp(x, None, max)
-
-
 SURROGATES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
         F.cross_entropy: cross_entropy,
@@ -144,7 +139,7 @@ SURROGATES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         Tensor.logsumexp: logsumexp,
         F.scaled_dot_product_attention: attention,
         **dict.fromkeys((torch.clamp, torch.clip, Tensor.clamp, Tensor.clip), clamp),
-        **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), clamp_max),
+        **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), lambda x, max: clamp(x, None, max)),
     }
 )
 """What replaces a function of torch."""

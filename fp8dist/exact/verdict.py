@@ -30,8 +30,7 @@ class ExactReport:
     """What ``compare`` returns, the same on all ranks.
 
     ``findings``: the culprit first. ``downstream``: further gradients that differ and that no equation explains.
-    ``compared``: the number of gradients. ``untested``: those that are zero in the reference, as a key's bias has: few
-    faults change them.
+    ``compared``: the number of gradients. ``untested``: those that are zero in the reference.
     """
 
     findings: tuple[ExactFinding, ...]

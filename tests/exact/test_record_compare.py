@@ -147,6 +147,16 @@ def test_stages_with_the_same_names(tmp_path: Path) -> None:
     assert exact.compare(stages, step, path, rename=renames).equal
 
 
+def test_wrong_targets_are_no_fault_of_a_module(tmp_path: Path) -> None:
+    def loss(model: nn.Module, targets: Tensor) -> list[Tensor]:
+        return [cross_entropy(model(ROWS), targets)]
+
+    exact.record(small(), loss, torch.tensor([0, 1, 2]), tmp_path / "reference")
+    model = small()
+    report = exact.compare(model, lambda: loss(model, torch.tensor([1, 1, 0]))[0].backward(), tmp_path / "reference")
+    assert report.findings[0].sentence.endswith("the fault is in the loss, in its targets, or in backward")
+
+
 def test_gradients_that_are_zero_prove_nothing(tmp_path: Path) -> None:
     def loss(model: nn.Module, rows: Tensor) -> list[Tensor]:
         return [model(rows).sum() - model[2].bias.sum() * len(rows), rows.sum() * 0]  # The second shard has no target.
