@@ -13,10 +13,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.exact.field import P, reduced, residue_of
+from fp8dist.exact.field import P, reduced, residue_of, residues
 
 
 @contextlib.contextmanager
@@ -92,7 +93,9 @@ def _multiplied(inputs: Any, factor: float | None, in_place: bool) -> Any:
     def multiply(tensor: Any) -> Any:
         if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
             return tensor
-        found = reduced(reduced(tensor.detach().double()) * (1 if factor is None else factor)).to(tensor.dtype)
+        found = residues(tensor.detach())  # With MAX and MIN, of masked scores too.
+        found = (found if factor is None else reduced(found * factor)).to(tensor.dtype)
         return tensor.detach().copy_(found) if in_place else found
 
-    return tree_map(multiply, inputs)
+    with _disable_current_modes():
+        return tree_map(multiply, inputs)

@@ -5,24 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8dist.errors import Fp8DistError
+from fp8dist.common.text import first_few
+from fp8dist.errors import ConfigurationError, Fp8DistError
 from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.modes import arithmetic
 from fp8dist.exact.outputs import judge_outputs
 from fp8dist.exact.placement import HeldPart
 from fp8dist.exact.reference import Reference, outputs_of, read_reference, stored
 from fp8dist.exact.shards import judge_parameters, swapped
-from fp8dist.exact.verdict import ExactReport, Holding, judge_gradients
-from fp8dist.state.groups import is_dtensor, own_rank, world_size
+from fp8dist.exact.verdict import ExactFinding, ExactReport, Holding, judge_gradients
+from fp8dist.state.accord import Accord
+from fp8dist.state.groups import SyncGroup, is_dtensor, own_rank, world_size
 from fp8dist.state.slots import clean_fqn
 
 __all__ = ["compare"]
+
+T = TypeVar("T")
 
 
 class _Computed(NamedTuple):
@@ -37,7 +41,7 @@ def compare(
     step: Callable[[], Any],
     path: str | os.PathLike[str],
     *,
-    rename: Callable[[str], str] = lambda name: name,
+    rename: Callable[[str], str] | Sequence[Callable[[str], str]] = lambda name: name,
     surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> ExactReport:
     """Run one step of a parallel job modulo P, and compare it with the reference. COLLECTIVE: all ranks of the job.
@@ -51,20 +55,26 @@ def compare(
             the reference; without clipping and without the optimizer.
         path: of the file that ``record`` wrote. Rank 0 reads it.
         rename: from a name of a parameter or module in ``model`` to its name in the reference, for stages whose names
-            have other prefixes. Prefixes of DDP and of checkpoint wrappers are removed before.
+            have other prefixes; or such a function for each model. Prefixes of DDP and of checkpoint wrappers are
+            removed before.
         surrogates: as of ``arithmetic``.
 
     Returns:
         The report, the same on all ranks. ``str(report)`` is the verdict in sentences.
 
     Raises:
-        ConfigurationError: a parameter has a name or a shape that the reference has not.
+        ConfigurationError: a parameter has a name or a shape that the reference has not; or another rank failed: the
+            message says where. A rank whose ``step`` fails raises at once, and those that wait for it in a collective
+            of the step wait as in the job.
         CheckpointError: the file cannot be read.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
-    for each in models:
-        to_residues(each)
-    named = {rename(clean_fqn(name)): parameter for each in models for name, parameter in each.named_parameters()}
+    renames = [rename] * len(models) if callable(rename) else list(rename)
+    accord = None
+    if world_size() > 1:
+        world = SyncGroup(dist.distributed_c10d._get_default_group())
+        accord = Accord(world, "exact.compare()", world.timeout)
+    named = _on_all_ranks(accord, "the conversion of the model", lambda: _converted(models, renames))
     reference: list[Reference] = []  # On rank 0 alone.
     parts: list[Mapping[str, HeldPart]] = []
 
@@ -82,11 +92,25 @@ def compare(
         return report
     for parameter in named.values():
         parameter.grad = None
-    with outputs_of(models, rename) as outputs, arithmetic(surrogates):
-        step()
+    with outputs_of(models, renames) as outputs, arithmetic(surrogates):
+        _on_all_ranks(accord, "step", step)
     gradients = {name: _gradient(parameter) for name, parameter in named.items()}
     sent = {name: [stored(each) for each in calls] for name, calls in outputs.items()}
     return _on_rank_0(judge_computed, _Computed(gradients, sent))
+
+
+def _converted(models: Sequence[nn.Module], renames: Sequence[Callable[[str], str]]) -> dict[str, nn.Parameter]:
+    """Turn models into residues, and return their parameters by the names of the reference."""
+    named: dict[str, nn.Parameter] = {}
+    for model, rename in zip(models, renames, strict=True):
+        to_residues(model)
+        for name, parameter in model.named_parameters():
+            if (renamed := rename(clean_fqn(name))) in named:
+                raise ConfigurationError(
+                    f"exact arithmetic cannot compute with two parameters named {renamed!r}: pass rename= for each"
+                )
+            named[renamed] = parameter
+    return named
 
 
 def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], computed: Sequence[_Computed]) -> ExactReport:
@@ -101,11 +125,16 @@ def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], comput
     report = judge_gradients([*reference.shards, *strays], reference.shards | none, held)
     if report.equal or report.findings[0].kind != "unexplained":
         return report
+    if report.findings[0].names[0] in strays:
+        text = f"{first_few(strays)}: trained in the job, and frozen in the reference"
+        return replace(report, findings=(ExactFinding("unexplained", tuple(strays), text),), downstream=())
     # No equation explains the gradient that is wrong first: look for wrong parts, and for a fault in the forward.
     culprit = swapped(reference, parts) or judge_outputs(reference.outputs, [each.outputs for each in computed])
     if culprit is None:
         first = report.findings[0]
-        text = f"{first.sentence}. All outputs of modules are right: the fault is in backward"
+        start = first.names[0] == next((name for name in reference.shards if name in held), None)
+        where = "in the loss, in its targets, or in backward" if start else "in backward"
+        text = f"{first.sentence}. All outputs of modules are right: the fault is {where}"
         return replace(report, findings=(replace(first, sentence=text), *report.findings[1:]))
     downstream = [name for finding in report.findings for name in finding.names] + list(report.downstream)
     return ExactReport((culprit,), tuple(name for name in reference.shards if name in downstream), report.compared)
@@ -113,6 +142,23 @@ def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], comput
 
 def _has_gradient(holding: Holding) -> bool:
     return holding.gradient is not None and bool(holding.gradient.any())
+
+
+def _on_all_ranks(accord: Accord | None, what: str, make: Callable[[], T]) -> T:
+    """Return what ``make`` returns, as soon as it has on all ranks. COLLECTIVE, through the store: a rank that fails
+    does not wait for others, which may wait for it."""
+    failure = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    text = None if failure is None else f"{what} failed on rank {own_rank()}: {type(failure).__name__}: {failure}"
+    outcome = text if accord is None else accord.reach(text)
+    if failure is not None:
+        raise failure
+    if outcome is not None:
+        raise ConfigurationError(outcome)
+    return made
 
 
 def _on_rank_0(judge: Callable[[Sequence[Any]], ExactReport], mine: Any) -> ExactReport:
@@ -125,11 +171,11 @@ def _on_rank_0(judge: Callable[[Sequence[Any]], ExactReport], mine: Any) -> Exac
     if own_rank() == 0:
         try:
             box = [judge(gathered)]
-        except Fp8DistError as error:
-            box = [error]
+        except Exception as error:
+            box = [error if isinstance(error, Fp8DistError) else RuntimeError(f"{type(error).__name__}: {error}")]
     if world_size() > 1:
         dist.broadcast_object_list(box)
-    if isinstance(box[0], Fp8DistError):
+    if isinstance(box[0], Exception):
         raise box[0]
     return box[0]
 

@@ -30,30 +30,36 @@ ROOT = (P + 1) // 4
 CHUNK = 2**14
 """Length of sums of products. With residues in [-P/2, P/2] they stay below 2**53, where float64 is exact."""
 
-MASKED = -1e30
+MASKED = -1e9
 """Numbers up to this one are minus infinity."""
 
+FILLED = -1e4
+"""Numbers up to this one are minus infinity where they are filled in, or multiply a mask of ones and zeros."""
 
-@functools.lru_cache(4096)
+_INFINITE = 1e30
+"""Numbers from this one on are refused."""
+
+
+@functools.lru_cache(2**18)
 def residue_of(number: float) -> float:
     """Return the residue of a Python number; ``-inf`` if it is a mask's.
 
-    A float stands for the simplest number that rounds to it: a fraction (``1/n`` with ``n`` up to 2**25), a decimal
-    literal of up to 8 digits, or a root or fourth root of a fraction. Other floats get a residue from their bits: the
-    same on each rank, but then products of such numbers are not the residues of the products.
+    A float stands for the simplest number that rounds to it (``fraction_of``), or for the root or fourth root of a
+    fraction. Other floats get a residue from their bits in float32: the same on each rank, but then products of such
+    numbers are not the residues of the products.
 
     Raises:
         ConfigurationError: ``nan``, plus infinity, or a denominator that is divisible by ``P``.
     """
-    if isinstance(number, int) or (number.is_integer() and abs(number) < 2**53):
+    if isinstance(number, int) or (MASKED < number < 2**53 and number.is_integer()):
         return int(number) % P
-    if math.isnan(number) or number >= -MASKED:
+    if math.isnan(number) or number >= _INFINITE:
         raise ConfigurationError(f"exact arithmetic cannot compute with {number}.")
     if number <= MASKED:
         return -math.inf
     sign = -1 if number < 0 else 1
     for roots in range(3):
-        fraction = _simple(abs(number), 2**roots)
+        fraction = fraction_of(abs(number), 2**roots)
         if fraction is not None:
             if fraction.denominator % P == 0:
                 raise ConfigurationError(
@@ -61,24 +67,47 @@ def residue_of(number: float) -> float:
                 )
             value = fraction.numerator * pow(fraction.denominator, -1, P)
             return sign * pow(value, ROOT**roots, P) % P
-    return sign * _between(zlib.crc32(struct.pack("<d", abs(number)))) % P
+    return sign * _between(zlib.crc32(struct.pack("<f", abs(number)))) % P
 
 
-def _simple(number: float, power: int) -> Fraction | None:
-    """Return the simple fraction that ``number ** power`` is, but for rounding to float64 or to float32."""
-    exact = Fraction(number) ** power
-    narrow = struct.unpack("f", struct.pack("f", number))[0] == number if number < 1e30 else False
-    if power == 1:
-        text = f"{number:.6g}" if narrow else repr(number)
-        if len(text.partition("e")[0].replace(".", "").strip("0")) <= 8 and _near(Fraction(text), exact, narrow):
-            return Fraction(text)
-    found = exact.limit_denominator(2**11 if narrow else 2**25)
-    small = found.numerator * found.denominator <= (2**16 if narrow else 2**32)
-    return found if small and _near(found, exact, narrow) else None
+def fraction_of(number: float, power: int = 1) -> Fraction | None:
+    """Return the simple fraction that ``number ** power`` is, but for rounding; None if there is none.
+
+    ``number``: positive. If float32 holds it, it may have been rounded to float32: then the fraction a/b has a product
+    a b of at most 2**16, otherwise of at most 2**32. At most one such fraction is so near. Else it is what the number
+    is exactly, if it has few bits, or a decimal of up to 5 or 8 digits.
+    """
+    narrow = struct.unpack("f", struct.pack("f", number))[0] == number
+    most, precision, bits, digits = (2**16, 22, 14, 5) if narrow else (2**32, 49, 43, 8)
+    exact = Fraction(number)
+    found = _convergent(exact**power, most, precision)
+    if found is not None or power > 1:
+        return found
+    if exact.numerator < 2**bits:
+        return exact
+    text = f"{number:.{digits}g}"
+    return Fraction(text) if _near(*Fraction(text).as_integer_ratio(), exact, precision) else None
 
 
-def _near(fraction: Fraction, exact: Fraction, narrow: bool) -> bool:
-    return abs(fraction - exact) <= exact * Fraction(1, 2 ** (22 if narrow else 49))
+def _convergent(exact: Fraction, most: int, precision: int) -> Fraction | None:
+    """Return the first convergent of the continued fraction that is near: a fraction a/b that is nearer than 1/(2 b**2)
+    is one (Legendre)."""
+    above, below = exact.as_integer_ratio()
+    a, b, a_before, b_before = 1, 0, 0, 1
+    while below:
+        quotient, rest = divmod(above, below)
+        above, below = below, rest
+        a, b, a_before, b_before = quotient * a + a_before, quotient * b + b_before, a, b
+        if a * b > most:
+            return None
+        if a and _near(a, b, exact, precision):
+            return Fraction(a, b)
+    return None
+
+
+def _near(a: int, b: int, exact: Fraction, precision: int) -> bool:
+    """True if a/b differs from ``exact`` by at most 2**-precision of it."""
+    return abs(a * exact.denominator - exact.numerator * b) << precision <= exact.numerator * b
 
 
 def _between(number: int) -> int:
@@ -87,28 +116,36 @@ def _between(number: int) -> int:
 
 
 def residues(values: Tensor, weights: bool = False) -> Tensor:
-    """Return the residues of a float tensor, in float64, element by element.
+    """Return the residues of a float tensor, in float64, element by element: that of ``residue_of``.
 
-    Integers are their own residues, and masks become ``-inf``. Other values get a residue from their bits in float32,
-    that of ``-x`` being minus that of ``x``. So each shard of a tensor becomes the shard of its residues. ``weights``:
-    0, 1 and -1 get such a residue too, because zeros would stop gradients. A second call changes nothing. Infinity
-    and ``nan`` become ``nan``.
+    So each shard of a tensor becomes the shard of its residues. ``weights``: all but integers get a residue from their
+    bits in float32, that of ``-x`` being minus that of ``x``. So do 0, 1 and -1, because zeros would stop gradients. A
+    second call changes nothing. Infinity and ``nan`` become ``nan``.
     """
     wide = values.double()
-    bits = values.float().abs().view(torch.int32).long()
-    for factor, shift in ((0x9E3779B1, 15), (0x85EBCA77, 13)):
-        bits = bits * factor & 0xFFFFFFFF
-        bits = bits ^ bits >> shift
-    kept = (wide == wide.floor()) & (wide.abs() < 2**53)
+    masked, kept = wide <= MASKED, (wide == wide.floor()) & (wide.abs() < 2**53)
+    found = torch.where(kept, reduced(wide), math.nan)
     if weights:
+        bits = values.float().abs().view(torch.int32).long()
+        for factor, shift in ((0x9E3779B1, 15), (0x85EBCA77, 13)):
+            bits = bits * factor & 0xFFFFFFFF
+            bits = bits ^ bits >> shift
+        hashed = (bits % (P - 3) + 2).double()
         kept &= wide.abs() > 1
-    hashed = (bits % (P - 3) + 2).double()
-    found = torch.where(kept, reduced(wide), torch.where(wide < 0, P - hashed, hashed))
-    return torch.where(wide.abs() < -MASKED, found, torch.where(wide <= MASKED, -math.inf, math.nan))
+        found = torch.where(kept, found, torch.where(wide < 0, P - hashed, hashed))
+    elif (others := ~kept & ~masked & (wide < _INFINITE)).any():
+        distinct, places = wide[others].unique(return_inverse=True)
+        found[others] = torch.tensor(list(map(residue_of, distinct.tolist()))).to(found)[places]
+    return torch.where(masked, -math.inf, torch.where(wide < _INFINITE, found, math.nan))
+
+
+def are_numbers(values: Tensor) -> bool:
+    """Return True if all elements of a float64 tensor are integers and no masks: residues, or sums of them."""
+    return not values.numel() or (bool((values == values.floor()).all()) and bool(values.amin() > MASKED))
 
 
 def reduced(values: Tensor) -> Tensor:
-    """Return integers below 2**53 modulo ``P``. ``-inf`` stays."""
+    """Return integers below 2**53 modulo ``P``, and ``nan`` for ``-inf``."""
     return torch.remainder(values, P)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.exact.collectives import averages_as_sums, collective
-from fp8dist.exact.field import P, are_residues, reduced, residue_of, residues
-from fp8dist.exact.rules import FILLS, MOVES, ORDER, RING, RULES, complex_mul
+from fp8dist.exact.field import FILLED, P, are_numbers, are_residues, reduced, residue_of, residues
+from fp8dist.exact.rules import FILLS, MOVES, ORDER, RING, RULES, complex_mul, mask_mul, mul
 from fp8dist.exact.surrogates import SURROGATES
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -40,7 +41,11 @@ def arithmetic(surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | Non
         ConfigurationError: in the block: an op has no rule, or casts to less than float32. The message names the op
             and the module.
     """
-    with averages_as_sums(), ModularOps(), ModularFunctions({**SURROGATES, **(surrogates or {})}):
+    with contextlib.ExitStack() as stack:
+        if not any(isinstance(mode, ModularOps) for mode in _get_current_dispatch_mode_stack()):
+            stack.enter_context(averages_as_sums())
+            stack.enter_context(ModularOps())
+        stack.enter_context(ModularFunctions({**SURROGATES, **(surrogates or {})}))
         yield
 
 
@@ -100,16 +105,33 @@ def _move(func: Any, base: str, args: Any, kwargs: Any) -> Any:
     if "reduce" in kwargs:
         raise _refusal(func, "exact arithmetic has no rule for it with reduce")
     if base in FILLS:
-        args, kwargs = tree_map(lambda x: residue_of(x) if isinstance(x, float) else x, (args, kwargs))
+        target = args[0].dtype if isinstance(args[0], Tensor) else kwargs.get("dtype")
+        wide = base == "where" or (target is not None and target.is_floating_point)
+        args, kwargs = tree_map(lambda x: _filled(x, wide), (args, kwargs))
     result = func(*args, **kwargs)
     if not (isinstance(result, Tensor) and result.is_floating_point()):
         return result
     if "empty" in base:
         return result.zero_()  # Pipelines run modules on memory that nothing was written to, to see shapes.
     if base == "lift_fresh" and not result.dim():  # A number. Tables become residues at first use.
-        return torch.full_like(result, residue_of(result.item()))
+        return torch.full_like(result, _filled(result.item(), True))
     source = args[1] if base == "copy" else args[0] if base == "_to_copy" else result
     return result if source.is_floating_point() else result.copy_(reduced(source.double()))
+
+
+def _caps(func: Any, base: str, args: Any, kwargs: Any) -> bool:
+    """True for a clamp to a largest number, which a surrogate should have replaced: all residues would be that one."""
+    given = dict(zip([argument.name for argument in func._schema.arguments], args)) | kwargs
+    return base in ("clamp", "clamp_max") and isinstance(given.get("max"), (int, float))
+
+
+def _filled(leaf: Any, wide: bool) -> Any:
+    """Return a number that an op fills in as a residue, or as a mask. ``wide``: into floats."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.dim() and leaf.item() <= FILLED:
+        return torch.full_like(leaf, -math.inf)
+    if not isinstance(leaf, float) and not (wide and type(leaf) is int and leaf <= FILLED):
+        return leaf
+    return -math.inf if leaf <= FILLED else residue_of(leaf)
 
 
 def _compute(func: Any, base: str, args: Any, kwargs: Any) -> Any:
@@ -129,7 +151,9 @@ def _compute(func: Any, base: str, args: Any, kwargs: Any) -> Any:
         rule = getattr(torch.ops.aten, base)
     else:
         rule = RULES.get(base)
-    if rule is None:
+    if rule is mul and type(args[1]) in (int, float) and args[1] <= FILLED:
+        rule = mask_mul
+    if rule is None or (floats and _caps(func, base, args, kwargs)):
         raise _refusal(func, f"exact arithmetic has no rule for it{_advice(base)}")
     result = _computed(func, rule, args, options, scalars=base in RING or base in ("mul", "div"), ordered=base in ORDER)
     asked = kwargs.get("dtype")
@@ -146,6 +170,8 @@ def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, sc
     needs residues; others are tried first with what there is. Arguments that are none become some: sums over ranks,
     masks, float tables that are plain attributes of modules."""
     names = [argument.name for argument in func._schema.arguments]
+    stripped = func._schema.arguments[len(args) :]  # Of arguments that are their defaults, torch drops the last.
+    args = (*args, *(each.default_value for each in takewhile(lambda each: _is_stripped(each, kwargs), stripped)))
     kept = ("index", "indices", "mask", "offs")
     wide = tuple(
         argument if name in kept else tree_map(lambda x: _wide(x, scalars), argument)
@@ -159,6 +185,8 @@ def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, sc
             result = rule(*wide, **options)
         except TypeError as error:
             raise _refusal(func, "exact arithmetic has no rule for these arguments") from error
+        except ConfigurationError as error:
+            raise _refusal(func, str(error).removesuffix(".")) from None
         result = tree_map(lambda x: _reduced(x) if _is_float(x) else x, result)
         parts = [x for x in tree_leaves(result) if _is_float(x)]
         if all(are_residues(x if not convert else torch.where(x == -math.inf, 0.0, x)) for x in parts):
@@ -166,13 +194,18 @@ def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, sc
     raise _refusal(func, "its result is no residue")
 
 
+def _is_stripped(argument: Any, kwargs: Mapping[str, Any]) -> bool:
+    return argument.has_default_value() and not argument.kwarg_only and argument.name not in kwargs
+
+
 def _wide(leaf: Any, scalars: bool) -> Any:
-    """Return a tensor in float64; a number, or a float tensor without dims, as a residue."""
+    """Return a tensor in float64, its fractions as residues; a number as a residue."""
     if isinstance(leaf, Tensor):
-        if leaf.is_floating_point() and not leaf.dim() and not leaf.is_cuda and not float(leaf.item()).is_integer():
-            return torch.tensor(residue_of(leaf.item()), dtype=torch.float64)  # Such as 1/n that DDP multiplies by.
-        if leaf.is_floating_point() or leaf.is_complex():
-            return leaf.double() if leaf.is_floating_point() else leaf
+        if leaf.is_complex():
+            return leaf
+        if leaf.is_floating_point():
+            wide = leaf.double()
+            return wide if are_numbers(wide) else residues(wide)
         return reduced(leaf.double()) if scalars and leaf.dtype != torch.bool else leaf
     number = isinstance(leaf, float) or (isinstance(leaf, int) and abs(leaf) >= P)
     return residue_of(leaf) if scalars and number else leaf
@@ -216,6 +249,6 @@ def _place() -> str:
             modules.append(module)
         frame = frame.f_back
     if not modules:
-        return " (in backward, or outside of modules)"
+        return " (in backward)" if torch._C._current_graph_task_id() != -1 else " (outside of modules)"
     name = next((name for name, module in modules[-1].named_modules() if module is modules[0]), "")
     return f" in {name or 'the model'} ({type(modules[0]).__name__})"

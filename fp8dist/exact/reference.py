@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,7 +60,8 @@ def record(
         surrogates: as of ``arithmetic``.
 
     Raises:
-        ConfigurationError: ``loss`` returns something else than scalars, or reaches no parameter.
+        ConfigurationError: ``loss`` returns something else than scalars, or reaches no parameter, or all gradients are
+            zero.
     """
     to_residues(model)
     named = {clean_fqn(name): parameter for name, parameter in model.named_parameters()}
@@ -68,10 +69,11 @@ def record(
     every = model.named_parameters(remove_duplicate=False)
     ties = {clean_fqn(name): names[id(each)] for name, each in every if names[id(each)] != clean_fqn(name)}
     parameters = {name: stored(parameter) for name, parameter in named.items()}
-    with outputs_of([model]) as outputs, arithmetic(surrogates):
-        losses = list(loss(model, shards))
+    with outputs_of([model], [str]) as outputs, arithmetic(surrogates):
+        returned = loss(model, shards)
+        losses = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, Tensor) else []
         if not losses or any(not isinstance(each, Tensor) or each.numel() != 1 for each in losses):
-            raise ConfigurationError(f"loss must return a list with a scalar tensor for each shard, got {losses!r}")
+            raise ConfigurationError(f"loss must return a list with a scalar tensor for each shard, got {returned!r}")
         gradients = _gradients(losses, {name: each for name, each in named.items() if each.requires_grad})
     if not any(gradients.values()):
         raise ConfigurationError("the backward of loss(model, shards) reaches no parameter of the model")
@@ -79,6 +81,8 @@ def record(
         name: torch.stack([stored(each.get(shard, torch.zeros_like(named[name]))) for shard in range(len(losses))])
         for name, each in gradients.items()
     }
+    if not any(bool((each.sum(0) % P).any()) for each in shares.values()):
+        raise ConfigurationError("the backward of loss(model, shards) gives zero for every parameter")
     _write(Reference(parameters, shares, {name: list(map(stored, each)) for name, each in outputs.items()}, ties), path)
 
 
@@ -94,7 +98,8 @@ def _gradients(losses: Sequence[Tensor], trained: Mapping[str, nn.Parameter]) ->
             found.setdefault(name, {})[shard] = parameter.grad  # The last of several, with checkpoints of the old kind.
 
         hooks = [each.register_post_accumulate_grad_hook(partial(take, name)) for name, each in trained.items()]
-        loss.backward(retain_graph=shard + 1 < len(losses))
+        if loss.requires_grad:  # Not that of a shard without targets.
+            loss.backward(retain_graph=shard + 1 < len(losses))
         for hook, parameter in zip(hooks, trained.values()):
             hook.remove()
             parameter.grad = None
@@ -103,7 +108,7 @@ def _gradients(losses: Sequence[Tensor], trained: Mapping[str, nn.Parameter]) ->
 
 @contextmanager
 def outputs_of(
-    models: Sequence[nn.Module], rename: Callable[[str], str] = lambda name: name
+    models: Sequence[nn.Module], renames: Sequence[Callable[[str], str]]
 ) -> Iterator[dict[str, list[Tensor]]]:
     """Collect the outputs of all modules within the block: by module, in the order in which they first end, the first
     tensor of the output of each call (of a DTensor this rank's part). Repeated forwards of checkpoints do not count."""
@@ -118,7 +123,7 @@ def outputs_of(
 
     hooks = [
         module.register_forward_hook(partial(keep, rename(clean_fqn(name))))
-        for model in models
+        for model, rename in zip(models, renames)
         for name, module in model.named_modules()
     ]
     try:
@@ -170,11 +175,12 @@ def read_reference(path: str | os.PathLike[str]) -> Reference:
                 raise CheckpointError(f"{path}: not written by fp8dist.exact.record of this version")
             index = json.loads(metadata["index"])
             tensors = {name: file.get_tensor(name).long() for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    except (OSError, SafetensorError) as error:
+        outputs = index["outputs"].items()
+        return Reference(
+            {name.removeprefix("parameter/"): each for name, each in tensors.items() if name.startswith("parameter/")},
+            {name: tensors[f"shards/{name}"] for name in index["order"]},
+            {name: [tensors[f"output/{call}/{name}"] for call in range(count)] for name, count in outputs},
+            index["ties"],
+        )
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return Reference(
-        {name.removeprefix("parameter/"): each for name, each in tensors.items() if name.startswith("parameter/")},
-        {name: tensors[f"shards/{name}"] for name in index["order"]},
-        {name: [tensors[f"output/{call}/{name}"] for call in range(count)] for name, count in index["outputs"].items()},
-        index["ties"],
-    )

@@ -96,9 +96,10 @@ class OfShards:
 
     @property
     def kind(self) -> str:
-        """What the coefficients mean: "local tokens", "shards" if shards are missing or repeated, or "weights"."""
-        kinds = {_kind_of(coefficients) for coefficients in self.coefficients}
-        return kinds.pop() if len(kinds) == 1 else "shards" if kinds == {"shards", "equal"} else "weights"
+        """What the coefficients mean, but of ranks that are right: "factor", "local tokens", "shards" if shards are
+        missing or repeated, or "weights", also for several of them."""
+        kinds = {_kind_of(coefficients) for coefficients in self.coefficients} - {"equal"}
+        return kinds.pop() if len(kinds) == 1 else "weights"
 
     def holds(self, sides: Sides) -> bool:
         """True if the equation fits these tensors."""
@@ -187,7 +188,7 @@ def on(ranks: Sequence[int | str]) -> str:
 def _kind_of(coefficients: Sequence[int]) -> str:
     fractions = [small_fraction(each) for each in coefficients]
     if len(set(coefficients)) == 1:
-        return "equal"
+        return "equal" if coefficients[0] == 1 else "factor"
     if all(each is not None and each.denominator == 1 and 0 <= each <= len(coefficients) for each in fractions):
         return "shards"
     # Of T tokens a shard has t: in a mean of the S shards' means it counts T / (S t) times, so the inverses add up to
@@ -198,8 +199,8 @@ def _kind_of(coefficients: Sequence[int]) -> str:
 
 def _sentence(coefficients: Sequence[int]) -> str:
     kind = _kind_of(coefficients)
-    if kind == "equal":
-        return str(Factor(coefficients[0])) if coefficients[0] != 1 else "equals the reference"
+    if kind in ("equal", "factor"):
+        return str(Factor(coefficients[0])) if kind == "factor" else "equals the reference"
     if kind == "shards":
         missing = [shard for shard, times in enumerate(coefficients) if times == 0]
         repeated = [(shard, times) for shard, times in enumerate(coefficients) if times > 1]

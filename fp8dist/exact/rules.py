@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.exact.field import P, are_residues, inverse, inverse_of, power, product, reduced, residue_of, residues
+from fp8dist.exact.field import P, are_numbers, inverse, inverse_of, power, product, reduced, residue_of, residues
 
 
 def _names(text: str) -> frozenset[str]:
@@ -69,6 +69,11 @@ def mul(x: Tensor, y: Any) -> Tensor:
     return torch.where((x == 0) | (torch.as_tensor(y) == 0), 0.0, x * y)
 
 
+def mask_mul(x: Tensor, y: Any) -> Tensor:
+    """Return the product with a number of at most ``FILLED``: ones become minus infinity."""
+    return torch.where(x == 1, -math.inf, mul(x, y))
+
+
 def complex_mul(x: Any, y: Any) -> Tensor:
     """Return the parts of a complex product, in a last dim of 2."""
     (a, b), (c, d) = (_parts(x), _parts(y))
@@ -80,7 +85,7 @@ def _parts(x: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(x, Tensor) or not x.is_complex():
         return torch.as_tensor(x, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     parts = torch.view_as_real(x.resolve_conj()).double()
-    parts = parts if are_residues(reduced(parts)) else residues(parts)
+    parts = parts if are_numbers(parts) else residues(parts)
     return parts[..., 0], parts[..., 1]
 
 

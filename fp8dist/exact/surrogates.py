@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fp8dist.errors import ConfigurationError
+
 
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """Return ``m + log(sum(exp(x - m)))``, ``m`` being the maximum."""
@@ -89,6 +91,11 @@ def _along(weight: Tensor, x: Tensor, dim: int) -> Tensor:
 def _joined(losses: Tensor, weights: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
+    if reduction == "mean" and type(weights) is Tensor and not weights.is_meta and not weights.any():
+        raise ConfigurationError(
+            "exact arithmetic cannot compute with the mean loss of no targets, which is nan: divide a sum by the "
+            "targets of the whole step."
+        )
     return losses.sum() if reduction == "sum" else losses.sum() / weights.sum()
 
 
@@ -112,6 +119,14 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def clamp(x: Tensor, min: Any = None, max: Any = None, **options: Any) -> Tensor:
+    """Return ``x``, if a number caps floats: residues have no size, and all gradients would be zero. Zeros, such as a
+    count's, still become ``min`` if it is the only bound."""
+    if isinstance(max, (int, float)) and x.is_floating_point() and not options:
+        return x * 1
+    return torch.clamp(x, min, max, **options)
+
+
 SURROGATES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
         F.cross_entropy: cross_entropy,
@@ -123,6 +138,8 @@ SURROGATES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         torch.logsumexp: logsumexp,
         Tensor.logsumexp: logsumexp,
         F.scaled_dot_product_attention: attention,
+        **dict.fromkeys((torch.clamp, torch.clip, Tensor.clamp, Tensor.clip), clamp),
+        **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), lambda x, max: clamp(x, None, max)),
     }
 )
 """What replaces a function of torch."""

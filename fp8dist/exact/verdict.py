@@ -30,12 +30,13 @@ class ExactReport:
     """What ``compare`` returns, the same on all ranks.
 
     ``findings``: the culprit first. ``downstream``: further gradients that differ and that no equation explains.
-    ``compared``: the number of gradients.
+    ``compared``: the number of gradients. ``untested``: those that are zero in the reference.
     """
 
     findings: tuple[ExactFinding, ...]
     downstream: tuple[str, ...]
     compared: int
+    untested: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -43,9 +44,11 @@ class ExactReport:
         return not self.findings
 
     def __str__(self) -> str:
-        if self.equal:
-            return f"all {self.compared} gradients equal the reference"
         lines = [finding.sentence for finding in self.findings]
+        if self.equal:
+            lines.append(f"all {self.compared} gradients equal the reference")
+            if self.untested:
+                lines.append(f"not tested, because their gradients are zero: {first_few(self.untested)}")
         if self.downstream:
             lines.append(f"downstream, {len(self.downstream)} more differ: {first_few(self.downstream)}")
         return "\n".join(lines)
@@ -121,7 +124,7 @@ def _report(compared: Sequence[str], found: Mapping[str, Sequence[Relation | Non
             )
             findings.append(ExactFinding("unexplained", (names[0],), text))
             downstream += names[1:]
-    return ExactReport(tuple(findings), tuple(downstream), len(compared))
+    return ExactReport(tuple(findings), tuple(downstream), len(compared), tuple(x for x in compared if x in zero))
 
 
 def _sentence(names: Sequence[str], text: str, every: bool) -> str:

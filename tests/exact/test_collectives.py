@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ def test_averages_are_sums_of_thirds() -> None:
         functional = funcol.all_reduce(values(rank), "avg", dist.group.WORLD) + 0
         scaled = torch.empty(2)
         dist.reduce_scatter(scaled, list(scattered.chunk(3)), op=dist._make_nccl_premul_sum(1 / 6))
+        dist.all_reduce(hidden := torch.tensor([-math.inf, 1.0 * rank]), op=dist.ReduceOp.MAX)
         work = dist.all_reduce(late := values(rank), async_op=True)
         work.wait()
         with pytest.raises(ConfigurationError, match="cannot compute with PRODUCT"):
@@ -55,6 +57,7 @@ def test_averages_are_sums_of_thirds() -> None:
     assert torch.equal(reduced(part), average[own])
     assert torch.equal(reduced(2 * scaled.double()), average[own].double())
     assert torch.equal(scattered, values(rank))
+    assert hidden.tolist() == [-math.inf, 2]
     assert most.tolist() == [P - 1, 7, P - 7, 2, 3, P - 2]
 
 

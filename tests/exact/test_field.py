@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from fractions import Fraction
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.exact import field
-from fp8dist.exact.field import GENERATOR, P, power, product, residue_of, residues
+from fp8dist.exact.field import GENERATOR, P, fraction_of, power, product, residue_of, residues
 
 
 def fraction(numerator: int, denominator: int) -> int:
@@ -48,6 +49,20 @@ def test_a_float_stands_for_the_simplest_number_that_rounds_to_it(number: float,
     assert residue_of(number) == expected
 
 
+@pytest.mark.slow
+def test_the_inverse_of_each_count_is_recovered() -> None:
+    """Of up to 65,536 tokens, from float64 and from float32."""
+    for count in range(2, 2**16 + 1):
+        for number in (1 / count, struct.unpack("f", struct.pack("f", 1 / count))[0]):
+            assert fraction_of(number) == Fraction(1, count)
+
+
+@pytest.mark.parametrize("text", ["3/8192", "16383/16384", "1/131072", "8/9", "2/21", "851/500"])
+def test_what_has_few_bits_or_digits_is_that_fraction(text: str) -> None:
+    exact = Fraction(text)
+    assert fraction_of(float(exact)) == fraction_of(torch.tensor(float(exact)).item()) == exact
+
+
 @pytest.mark.parametrize("size", [2, 7, 8, 48, 96, 128])
 def test_roots_of_head_sizes_multiply_as_numbers_do(size: int) -> None:
     """Attention scales by 1/sqrt(d), or q and k by its root."""
@@ -75,7 +90,7 @@ def test_residues_of_a_tensor_are_found_element_by_element() -> None:
 
 
 def test_integers_and_masks_stay_except_zeros_of_weights() -> None:
-    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 5.0, -3.4e38, -math.inf, math.nan])
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 5.0, -1e9, -math.inf, math.nan])
     assert residues(values)[:7].tolist() == [0, 0, 1, P - 1, 5, -math.inf, -math.inf]
     assert residues(values)[7].isnan()
     weights = residues(values[:5], weights=True)

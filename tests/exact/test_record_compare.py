@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from fp8dist import exact
@@ -103,7 +105,7 @@ def test_what_is_frozen_on_one_side_alone_is_named(tmp_path: Path) -> None:
     exact.record(small(), of_rows, ROWS, tmp_path / "reference")
     model = small().requires_grad_()
     report = exact.compare(model, lambda: model(ROWS).sum().backward(), tmp_path / "reference")
-    assert str(report).startswith("0.weight: not the reference's")
+    assert str(report) == "0.weight, 0.bias: trained in the job, and frozen in the reference"
     model = small()
     model[2].bias.requires_grad_(False)
     report = exact.compare(model, lambda: model(ROWS).sum().backward(), tmp_path / "reference")
@@ -131,6 +133,41 @@ def test_a_function_translates_names(tmp_path: Path) -> None:
     assert exact.compare(models, step, tmp_path / "reference", rename=rename).equal
 
 
+def test_stages_with_the_same_names(tmp_path: Path) -> None:
+    exact.record(small(), of_rows, ROWS, tmp_path / "reference")
+    stages = [nn.ModuleDict({"linear": small()[0]}), nn.ModuleDict({"linear": small()[2]})]
+
+    def step() -> None:
+        stages[1]["linear"](nn.functional.gelu(stages[0]["linear"](ROWS))).sum().backward()
+
+    path = tmp_path / "reference"
+    with pytest.raises(ConfigurationError, match=r"two parameters named 'linear.weight': pass rename= for each"):
+        exact.compare(stages, step, path)
+    renames = [lambda name: name.replace("linear", "0"), lambda name: name.replace("linear", "2")]
+    assert exact.compare(stages, step, path, rename=renames).equal
+
+
+def test_wrong_targets_are_no_fault_of_a_module(tmp_path: Path) -> None:
+    def loss(model: nn.Module, targets: Tensor) -> list[Tensor]:
+        return [cross_entropy(model(ROWS), targets)]
+
+    exact.record(small(), loss, torch.tensor([0, 1, 2]), tmp_path / "reference")
+    model = small()
+    report = exact.compare(model, lambda: loss(model, torch.tensor([1, 1, 0]))[0].backward(), tmp_path / "reference")
+    assert report.findings[0].sentence.endswith("the fault is in the loss, in its targets, or in backward")
+
+
+def test_gradients_that_are_zero_prove_nothing(tmp_path: Path) -> None:
+    def loss(model: nn.Module, rows: Tensor) -> list[Tensor]:
+        return [model(rows).sum() - model[2].bias.sum() * len(rows), rows.sum() * 0]  # The second shard has no target.
+
+    exact.record(small(), loss, ROWS, tmp_path / "reference")
+    model = small()
+    report = exact.compare(model, lambda: loss(model, ROWS)[0].backward(), tmp_path / "reference")
+    assert report.equal
+    assert str(report).endswith("not tested, because their gradients are zero: 2.bias")
+
+
 def test_a_user_adds_a_surrogate(tmp_path: Path) -> None:
     def loss(model: nn.Module, rows: Tensor) -> list[Tensor]:
         return [torch.erfinv(model(rows)).sum()]
@@ -149,7 +186,12 @@ def test_a_user_adds_a_surrogate(tmp_path: Path) -> None:
     [
         (lambda model, rows: [], "must return a list with a scalar tensor for each shard"),
         (lambda model, rows: [model(rows)], "must return a list with a scalar tensor for each shard"),
+        (lambda model, rows: model(rows).sum(), "must return a list with a scalar tensor for each shard"),
+        (lambda model, rows: None, "must return a list .* got None"),
         (lambda model, rows: [model[0](rows).sum().requires_grad_()], "reaches no parameter"),
+        (lambda model, rows: [model[0](rows).sum()], "reaches no parameter"),
+        (lambda model, rows: [model(rows).sum() * 0], "gives zero for every parameter"),
+        (lambda model, rows: [cross_entropy(model(rows), torch.full((3,), -100))], "the mean loss of no targets"),
     ],
 )
 def test_losses_that_are_refused(loss, words: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -163,6 +205,12 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no tensors")
     with pytest.raises(CheckpointError, match="text: "):
         read_reference(tmp_path / "text")
+    exact.record(small(), of_rows, ROWS, tmp_path / "cut")
+    with safe_open(tmp_path / "cut", framework="pt") as file:
+        kept = {name: file.get_tensor(name) for name in list(file.keys())[1:]}
+        save_file(kept, tmp_path / "cut", file.metadata())
+    with pytest.raises(CheckpointError, match="cut: 'output/0/'"):
+        read_reference(tmp_path / "cut")
     save_file({"x": ROWS}, tmp_path / "other", {"format": "fp8dist.exact 1", "prime": "7"})
     with pytest.raises(CheckpointError, match="not written by"):
         read_reference(tmp_path / "other")
@@ -179,3 +227,21 @@ def test_all_ranks_raise_what_rank_0_finds(tmp_path: Path) -> None:
     stranger = nn.ModuleDict({"strange": nn.Linear(4, 6)}) if dist.get_rank() else small()
     with pytest.raises(ConfigurationError, match=r"no parameter 'strange.weight', which rank 1 holds"):
         exact.compare(stranger, lambda: None, tmp_path / "reference")
+    # Also what fails on rank 1 alone: the conversion, a name, the step.
+    last, model = dist.get_rank() == 1, small()
+
+    def end() -> None:
+        if last:
+            raise ValueError("data ended")
+
+    failures = [
+        ("the conversion of the model failed on rank 1: Conf.*bfloat16", ConfigurationError, model, [str]),
+        ("the conversion of the model failed on rank 1: KeyError: '0.weight'", KeyError, small(), {}.__getitem__),
+        ("step failed on rank 1: ValueError: data ended", ValueError, small(), str),
+    ]
+    if last:
+        model.bfloat16()
+    for text, error, each, rename in failures:
+        raised, words = (error, ".*") if last else (ConfigurationError, text)
+        with pytest.raises(raised, match=words):
+            exact.compare(each, end, tmp_path / "reference", rename=rename if last else str)

@@ -117,6 +117,13 @@ def test_one_rank_that_differs() -> None:
     assert report.findings[0].kind == "shards"
 
 
+def test_a_factor_on_one_rank() -> None:
+    shards = shards_of(2)
+    report = judged(shards, {"head": [weighted(shards["head"], "2", "2"), weighted(shards["head"], "1", "1")]})
+    assert str(report) == "head: rank 0: 2/1 of the reference; rank 1: equals the reference"
+    assert report.findings[0].kind == "factor"
+
+
 def test_swapped_rows() -> None:
     shards = shards_of(2)
     whole = weighted(shards["head"], "1", "1")
