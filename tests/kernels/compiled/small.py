@@ -14,6 +14,7 @@ from fp8dist_kernels.triton.content import many_leaves
 from fp8dist_kernels.triton.magnitude import observe
 from fp8dist_kernels.triton.scaled_grouped import clear_tail
 from fp8dist_kernels.triton.shares import measure
+from fp8dist_kernels.triton.wire import decode, encode
 from tests.support.ahead_of_time import HOPPER, Compiler
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -130,3 +131,14 @@ def update(compiler: Compiler) -> None:
     _both(compiler, 1024, 0, False, "max")
     _both(compiler, 1024, 5, True, "most_recent")
     _both(compiler, 1_000_000, 0, False, "max")
+
+
+def wire(compiler: Compiler) -> None:
+    """Launch them for a bucket of 25 MB on 8 ranks: a cast of all of it, the sum of a shard, and the last step."""
+    length, numel = 6400 * 128, 8 * 6400 * 128 - 100
+    for dtype in (torch.float32, torch.bfloat16):
+        bucket = torch.empty(numel, dtype=dtype)
+        with compiler.naming(f"{dtype}"):
+            messages = encode(bucket, 8, length)
+            decode(messages.unsqueeze(0), length, bucket[:length], 1 / 8)
+            decode(messages.unsqueeze(1), length, bucket)
