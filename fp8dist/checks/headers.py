@@ -23,6 +23,7 @@ from fp8dist.common.divergence import Finding, Participant
 from fp8dist.state.arena import SATURATED, Arena
 from fp8dist.state.arena_sync import ArenaSync, Evidence
 from fp8dist.state.groups import SyncGroup
+from fp8dist.state.received import Received
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 
 __all__ = ["Localisation", "localise"]
@@ -72,7 +73,11 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         majority, _ = split(sides)
         source = min(group.ranks) if majority is None else majority  # Without a majority any rank will do.
         reference = _from(source, group, sent), _from(source, group, sync.arena.counters[SATURATED])
-    for kind in sorted(set(differs) - {finding.kind for finding in findings}):
+    unexplained = set(differs) - {finding.kind for finding in findings}
+    if sync.received is not None and (of_gradients := _findings_of_gradients(sync.received, group)):
+        findings += of_gradients
+        unexplained.discard("scale")  # Their digests were added to that of the scales.
+    for kind in sorted(unexplained):
         detail = "the header differed, but the values that it was computed from are equal"
         findings.append(Finding(0, kind, kind, tuple(e.participant.rank for e in everyone), None, detail=detail))
     step = max(e.words[WORD_STEP] for e in everyone)
@@ -81,6 +86,18 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     good = step - 2 if step > 1 else None
     located = [replace(f, step=step, last_good_step=good).located(participants) for f in findings]
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
+
+
+def _findings_of_gradients(received: Received, group: SyncGroup) -> list[Finding]:
+    """Return which ranks have received other gradients than the others, by parameters. COLLECTIVE."""
+    gathered: list[dict[str, str]] = group.gather(received.texts())
+    received.forget()
+    found: list[Finding] = []
+    for name in sorted({name for theirs in gathered for name in theirs}):
+        values = {rank: theirs.get(name, "nothing") for rank, theirs in zip(group.ranks, gathered)}
+        if len(set(values.values())) > 1:
+            found += [replace(one, name=name) for one in findings_of_values("gradient", values)]
+    return found
 
 
 class _SentScales(Content):

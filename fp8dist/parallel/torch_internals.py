@@ -36,6 +36,7 @@ __all__ = [
     "refusal",
     "require_checkable",
     "require_known_ddp",
+    "set_reduce_scatter",
     "unknown",
     "warning",
 ]
@@ -53,6 +54,9 @@ _PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param")
 _DDP = ("_module_parameters", "_get_ddp_logging_data", "_delay_all_reduce_all_params", "_use_python_reducer")
 _REDUCER = ("prepare_for_backward", "_check_reducer_finalized", "_reset_state")
 """Of DDP's reducer."""
+
+_SETTERS = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
+"""Of an FSDPModule: public, but newer than FSDP2."""
 
 _EXPORT = ("export() under FSDP2", "export a checkpoint with fp8dist export")
 """What is refused, and what to do instead; see ``refusal``."""
@@ -120,6 +124,23 @@ def fsdp2_groups(module: nn.Module, what: str, instead: str) -> list[Any]:
     if missing is not None:
         raise refusal(what, missing, instead)
     return _groups(module._get_fsdp_state())  # type: ignore[operator]
+
+
+def set_reduce_scatter(module: nn.Module, comm: Any) -> None:
+    """Let an FSDP2 module reduce the gradients of its own parameters with ``comm``, an object as FSDP2's private class
+    ``ReduceScatter`` describes it. Reductions become sums, because torch 2.11 does not show other factors.
+
+    Raises:
+        ConfigurationError: torch has no such call; or it does not know which parameters of the module ``comm`` is for.
+    """
+    missing = [name for name in _SETTERS if not hasattr(module, name)]
+    if missing:
+        raise refusal("gradients in FP8 under FSDP2", f"FSDPModule.{missing[0]}", "leave them in high precision")
+    try:
+        module.set_custom_reduce_scatter(comm)  # type: ignore[operator]
+    except ValueError as error:
+        raise ConfigurationError(f"gradients in FP8: {error} Exclude this module") from error
+    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
 
 
 def fsdp2_gathered_dtypes(whole: nn.Module) -> dict[int, torch.dtype]:

@@ -1,0 +1,185 @@
+"""DDP's gradients in FP8: the communication hook, and the check that all ranks have received the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from fp8dist.common.patterns import matching
+from fp8dist.parallel.wire import Exchange, decode, travels_in_fp8
+from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.received import Received
+from fp8dist.state.roll_call import failing_by_name
+from fp8dist.state.slots import clean_fqn
+from fp8dist_kernels import BLOCK
+
+__all__ = ["GradientHook"]
+
+
+@dataclass
+class _Bucket:
+    """A bucket under way. ``parts``: its memory that travels in FP8; ``names``: of the parameters there. ``rest``: the
+    all-reduce of the other parameters, and its result. ``gathering``: the second collective, and its result."""
+
+    whole: Tensor
+    parts: list[Tensor]
+    names: tuple[str, ...]
+    future: torch.futures.Future[Tensor]
+    exchange: Exchange
+    rest: tuple[dist.Work, Tensor, list[Tensor]] | None
+    gathering: tuple[dist.Work, Tensor] | None = None
+
+
+class GradientHook:
+    """A DDP communication hook, ``run``, that adds up gradients in FP8 and leaves the same bits on all ranks.
+
+    A bucket has two collectives: shards go to their owners, and their sums, cast again, to all ranks. All collectives
+    start on autograd's thread, in the same order on all ranks. A collective that waited in a callback of another one
+    would deadlock on gloo as soon as several buckets are under way. So the second collective of a bucket starts in the
+    hook of the next one, and the last bucket's hook waits for all. Nothing is kept by a bucket's number: DDP makes
+    other buckets after its first backward.
+
+    Args:
+        model: has the names of the parameters.
+        exclude: patterns of names of parameters that travel as before.
+        syncs: of the manager; the one of DDP's ranks carries the digests.
+        ended: called when the last bucket is done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        exclude: str | Iterable[str],
+        syncs: Sequence[ArenaSync] = (),
+        ended: Callable[[], None] | None = None,
+    ) -> None:
+        self.received = Received()
+        self.group: dist.ProcessGroup | None = None
+        self._names = {id(one): clean_fqn(name) for name, one in model.named_parameters()}
+        chosen = matching("exclude", exclude, set(self._names.values()))
+        self._excluded = {one for one, name in self._names.items() if name in chosen}
+        self._syncs, self._ended = syncs, ended
+        self._under_way: list[_Bucket] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def run(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations as objects, or none.
+        """Start to reduce a bucket. COLLECTIVE. ``state``: the process group; None: the default one."""
+        group: Any = dist.group.WORLD if state is None else state
+        if self.group is None:
+            self._join(group)
+        if bucket.index() == 0:  # Of a backward that has failed, some may be left.
+            self._under_way.clear()
+        with self._failing_by_name(group):
+            future = self._start(group, bucket)
+            if bucket.is_last():
+                self._end()
+        if bucket.is_last() and self._ended is not None:
+            self._ended()
+        return future
+
+    def _join(self, group: dist.ProcessGroup) -> None:
+        """Let the sync of the same ranks carry the digests."""
+        self.group, ranks = group, sorted(dist.get_process_group_ranks(group))
+        for sync in self._syncs:
+            if sync.communicates and sync.group is not None and list(sync.group.ranks) == ranks:
+                sync.received = self.received
+                return
+
+    def _start(self, group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Any]:
+        whole = bucket.buffer()
+        parts, rest, names = self._divided(bucket)
+        if not travels_in_fp8(sum(part.numel() for part in parts), whole.dtype, group):
+            if self._under_way:
+                with self._beside(whole):
+                    self._gather()
+            return allreduce_hook(group, bucket)
+        with self._beside(whole):
+            flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+            blocks = -(-flat.numel() // BLOCK)
+            exchange = Exchange(flat, -(-blocks // group.size()) * BLOCK, group)
+            others = None
+            if rest:
+                mean = torch.cat(rest).div_(group.size())
+                work = dist.all_reduce(mean, group=group, async_op=True)
+                assert work is not None
+                others = work, mean, rest
+            self._gather()
+            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[whole.device] if whole.is_cuda else [])
+        self._under_way.append(_Bucket(whole, parts, names, future, exchange, others))
+        return future
+
+    def _gather(self) -> None:
+        """Add up the shards of earlier buckets, and start to gather the sums."""
+        for bucket in self._under_way:
+            if bucket.gathering is None:
+                bucket.gathering = bucket.exchange.gather_means()
+
+    def _end(self) -> None:
+        """Wait for all buckets, and write their gradients. Each rank decodes what it has received, its own shard too,
+        so that all ranks have the same bits."""
+        if self._under_way:
+            with self._beside(self._under_way[0].whole):
+                self._gather()
+                for bucket in self._under_way:
+                    self._finish(bucket)
+            self._under_way.clear()
+
+    def _finish(self, bucket: _Bucket) -> None:
+        assert bucket.gathering is not None
+        work, messages = bucket.gathering
+        work.wait()
+        self.received.add(bucket.names, messages)
+        flat = bucket.parts[0]
+        if len(bucket.parts) > 1:
+            flat = flat.new_empty(sum(part.numel() for part in bucket.parts))
+        decode(messages.unsqueeze(1), bucket.exchange.length, flat)
+        if len(bucket.parts) > 1:
+            _write_back(flat, bucket.parts)
+        if bucket.rest is not None:
+            work, mean, rest = bucket.rest
+            work.wait()
+            _write_back(mean, rest)
+        bucket.future.set_result(bucket.whole)
+
+    def _divided(self, bucket: Any) -> tuple[list[Tensor], list[Tensor], tuple[str, ...]]:
+        """Return the memory of the bucket that travels in FP8, the memory that does not, and the names of the
+        parameters that do."""
+        whole, parameters = bucket.buffer(), bucket.parameters()
+        names = tuple(self._names.get(id(one), "?") for one in parameters if id(one) not in self._excluded)
+        if len(names) == len(parameters):
+            return [whole], [], names
+        divided: tuple[list[Tensor], list[Tensor]] = [], []
+        first = 0
+        for parameter in parameters:  # They lie side by side.
+            divided[id(parameter) in self._excluded].append(whole[first : first + parameter.numel()])
+            first += parameter.numel()
+        return *divided, names
+
+    @contextlib.contextmanager
+    def _beside(self, whole: Tensor) -> Iterator[None]:
+        """Run the block on a stream of its own: backward must not wait for a collective."""
+        if not whole.is_cuda:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(whole.device)
+        self._stream.wait_stream(torch.cuda.current_stream(whole.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _failing_by_name(self, group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
+        ranks = dist.get_process_group_ranks(group)
+        return failing_by_name("fp8dist.ddp.comm_hook", lambda: "the exchange of gradients in FP8", ranks)
+
+
+def _write_back(flat: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy consecutive parts of ``flat`` to where they belong."""
+    for part, values in zip(parts, flat.split([part.numel() for part in parts])):
+        part.copy_(values)
