@@ -46,7 +46,9 @@ def comm_hook(
         ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager, gradients="fp8"))
 
     A bucket then has an all-to-all and an all-gather instead of DDP's all-reduce. Numbers are cast to E4M3 in blocks of
-    128, each with a scale from its own amax. A block with Inf or NaN gives NaN on all ranks.
+    128, each with a scale from its own amax. A block with Inf or NaN gives NaN on all ranks. If the state that is
+    registered is a DeviceMesh of DDP's ranks, with an axis of nodes and one of the ranks of a node, gradients travel in
+    bf16 within a node, and in FP8 between nodes.
 
     Args:
         manager: the manager of the model inside the DDP module. With ``gradients="fp8"`` also a model that was not
@@ -106,7 +108,7 @@ def check_gradients(hook: CommHook, policy: Literal["raise", "warn"] = "raise") 
     owner = getattr(hook, "__self__", None)
     if not isinstance(owner, GradientHook):
         raise ConfigurationError(f'check_gradients() expects what comm_hook(…, gradients="fp8") returns, got {hook!r}')
-    group = SyncGroup(dist.group.WORLD if owner.group is None else owner.group)  # type: ignore[arg-type]
+    group = owner.group or SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
     enrol()
     try:
         report = compare_values(owner.received.texts, group, False, 0, policy == "raise")

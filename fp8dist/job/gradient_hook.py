@@ -13,38 +13,41 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from fp8dist.common.patterns import matching
-from fp8dist.parallel.wire import Exchange, decode, travels_in_fp8
+from fp8dist.errors import ConfigurationError
+from fp8dist.parallel.wire import Phases, all_reduce, all_reduce_by_nodes, decode, travels_in_fp8
 from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.groups import SyncGroup
 from fp8dist.state.received import Received
 from fp8dist.state.roll_call import failing_by_name
 from fp8dist.state.slots import clean_fqn
-from fp8dist_kernels import BLOCK
 
 __all__ = ["GradientHook"]
 
+_OWNER = "fp8dist.ddp.comm_hook"
 
-@dataclass
+
+@dataclass(eq=False)
 class _Bucket:
     """A bucket under way. ``parts``: its memory that travels in FP8; ``names``: of the parameters there. ``rest``: the
-    all-reduce of the other parameters, and its result. ``gathering``: the second collective, and its result."""
+    all-reduce of the other parameters, its result, and their memory. ``work``: the collective under way."""
 
     whole: Tensor
     parts: list[Tensor]
     names: tuple[str, ...]
-    future: torch.futures.Future[Tensor]
-    exchange: Exchange
     rest: tuple[dist.Work, Tensor, list[Tensor]] | None
-    gathering: tuple[dist.Work, Tensor] | None = None
+    phases: Phases
+    work: dist.Work
+    future: torch.futures.Future[Tensor]
 
 
 class GradientHook:
     """A DDP communication hook, ``run``, that adds up gradients in FP8 and leaves the same bits on all ranks.
 
-    A bucket has two collectives: shards go to their owners, and their sums, cast again, to all ranks. All collectives
-    start on autograd's thread, in the same order on all ranks. A collective that waited in a callback of another one
-    would deadlock on gloo as soon as several buckets are under way. So the second collective of a bucket starts in the
-    hook of the next one, and the last bucket's hook waits for all. Nothing is kept by a bucket's number: DDP makes
-    other buckets after its first backward.
+    A bucket has two collectives, or four on a mesh: shards go to their owners, and their sums, cast again, to all
+    ranks. All collectives start on autograd's thread, in the same order on all ranks. A collective that waited in a
+    callback of another one would deadlock on gloo as soon as several buckets are under way. So each hook starts the
+    next collective of all earlier buckets, and the last bucket's hook waits for all. Nothing is kept by a bucket's
+    number: DDP makes other buckets after its first backward.
 
     Args:
         model: has the names of the parameters.
@@ -61,7 +64,8 @@ class GradientHook:
         ended: Callable[[], None] | None = None,
     ) -> None:
         self.received = Received()
-        self.group: dist.ProcessGroup | None = None
+        self.group: SyncGroup | None = None
+        self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._names = {id(one): clean_fqn(name) for name, one in model.named_parameters()}
         chosen = matching("exclude", exclude, set(self._names.values()))
         self._excluded = {one for one, name in self._names.items() if name in chosen}
@@ -70,76 +74,75 @@ class GradientHook:
         self._stream: torch.cuda.Stream | None = None
 
     def run(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations as objects, or none.
-        """Start to reduce a bucket. COLLECTIVE. ``state``: the process group; None: the default one."""
-        group: Any = dist.group.WORLD if state is None else state
-        if self.group is None:
-            self._join(group)
+        """Start to reduce a bucket. COLLECTIVE. ``state``: the process group; None: the default one. Or a DeviceMesh
+        of the same ranks, with an axis of nodes and an axis of ranks of a node."""
         if bucket.index() == 0:  # Of a backward that has failed, some may be left.
             self._under_way.clear()
-        with self._failing_by_name(group):
-            future = self._start(group, bucket)
-            if bucket.is_last():
-                self._end()
+            self._prepare(state)
+        assert self.group is not None
+        with failing_by_name(_OWNER, lambda: "the exchange of gradients in FP8", self.group.ranks):
+            future = self._start(self.group.process_group, bucket)
+            while bucket.is_last() and self._under_way:
+                self._advance()
         if bucket.is_last() and self._ended is not None:
             self._ended()
         return future
 
-    def _join(self, group: dist.ProcessGroup) -> None:
-        """Let the sync of the same ranks carry the digests."""
-        self.group, ranks = group, sorted(dist.get_process_group_ranks(group))
+    def _prepare(self, state: Any) -> None:
+        """Note DDP's ranks, and let the sync of the same ranks carry the digests."""
+        if self.group is None:
+            self.group = SyncGroup(dist.group.WORLD if state is None else state)  # type: ignore[arg-type]
+            mesh = self.group.mesh
+            if mesh is not None and mesh.ndim != 2:
+                raise ConfigurationError(f"{_OWNER}: a mesh of nodes and their ranks has 2 axes, got {mesh.ndim}")
+            self._levels = None if mesh is None else (mesh.get_group(1), mesh.get_group(0))
         for sync in self._syncs:
-            if sync.communicates and sync.group is not None and list(sync.group.ranks) == ranks:
+            if sync.received is self.received:
+                return
+            if sync.communicates and sync.group is not None and list(sync.group.ranks) == list(self.group.ranks):
                 sync.received = self.received
                 return
 
     def _start(self, group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Any]:
         whole = bucket.buffer()
         parts, rest, names = self._divided(bucket)
-        if not travels_in_fp8(sum(part.numel() for part in parts), whole.dtype, group):
-            if self._under_way:
-                with self._beside(whole):
-                    self._gather()
+        between = group if self._levels is None else self._levels[1]
+        if not travels_in_fp8(sum(part.numel() for part in parts), whole.dtype, between):
+            self._advance()
             return allreduce_hook(group, bucket)
         with self._beside(whole):
             flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-            blocks = -(-flat.numel() // BLOCK)
-            exchange = Exchange(flat, -(-blocks // group.size()) * BLOCK, group)
-            others = None
+            phases = all_reduce(flat, group) if self._levels is None else all_reduce_by_nodes(flat, *self._levels)
+            work, others = next(phases), None
             if rest:
                 mean = torch.cat(rest).div_(group.size())
-                work = dist.all_reduce(mean, group=group, async_op=True)
-                assert work is not None
-                others = work, mean, rest
-            self._gather()
+                of_rest = dist.all_reduce(mean, group=group, async_op=True)
+                assert of_rest is not None
+                others = of_rest, mean, rest
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[whole.device] if whole.is_cuda else [])
-        self._under_way.append(_Bucket(whole, parts, names, future, exchange, others))
+        self._advance()
+        self._under_way.append(_Bucket(whole, parts, names, others, phases, work, future))
         return future
 
-    def _gather(self) -> None:
-        """Add up the shards of earlier buckets, and start to gather the sums."""
-        for bucket in self._under_way:
-            if bucket.gathering is None:
-                bucket.gathering = bucket.exchange.gather_means()
+    def _advance(self) -> None:
+        """Wait for the collective of each bucket under way, and start its next one, or end it."""
+        for bucket in tuple(self._under_way):
+            with self._beside(bucket.whole):
+                bucket.work.wait()
+                try:
+                    bucket.work = next(bucket.phases)
+                except StopIteration as end:
+                    self._under_way.remove(bucket)
+                    self._finish(bucket, *end.value)
 
-    def _end(self) -> None:
-        """Wait for all buckets, and write their gradients. Each rank decodes what it has received, its own shard too,
-        so that all ranks have the same bits."""
-        if self._under_way:
-            with self._beside(self._under_way[0].whole):
-                self._gather()
-                for bucket in self._under_way:
-                    self._finish(bucket)
-            self._under_way.clear()
-
-    def _finish(self, bucket: _Bucket) -> None:
-        assert bucket.gathering is not None
-        work, messages = bucket.gathering
-        work.wait()
+    def _finish(self, bucket: _Bucket, messages: Tensor, length: int) -> None:
+        """Write the gradients of a bucket. Each rank decodes what it has received, its own shard too, so that all ranks
+        have the same bits."""
         self.received.add(bucket.names, messages)
         flat = bucket.parts[0]
         if len(bucket.parts) > 1:
             flat = flat.new_empty(sum(part.numel() for part in bucket.parts))
-        decode(messages.unsqueeze(1), bucket.exchange.length, flat)
+        decode(messages.unsqueeze(1), length, flat)
         if len(bucket.parts) > 1:
             _write_back(flat, bucket.parts)
         if bucket.rest is not None:
@@ -173,10 +176,6 @@ class GradientHook:
         self._stream.wait_stream(torch.cuda.current_stream(whole.device))
         with torch.cuda.stream(self._stream):
             yield
-
-    def _failing_by_name(self, group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
-        ranks = dist.get_process_group_ranks(group)
-        return failing_by_name("fp8dist.ddp.comm_hook", lambda: "the exchange of gradients in FP8", ranks)
 
 
 def _write_back(flat: Tensor, parts: Sequence[Tensor]) -> None:

@@ -3,6 +3,7 @@ in float32. DDP then gathers the sums, cast again; FSDP2 keeps its own. See docs
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -10,10 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.ops import version_of_backend
 from fp8dist_kernels.reference import wire
 
-__all__ = ["LEAST", "MOST_RANKS", "Exchange", "FP8ReduceScatter", "decode", "encode", "travels_in_fp8"]
+__all__ = [
+    "LEAST",
+    "MOST_RANKS",
+    "FP8ReduceScatter",
+    "Phases",
+    "all_reduce",
+    "all_reduce_by_nodes",
+    "decode",
+    "travels_in_fp8",
+]
+
+Phases = Generator[dist.Work, None, tuple[Tensor, int]]
+"""What yields collectives, and returns messages and their length."""
 
 LEAST = 1 << 16
 """Fewest numbers that travel in FP8. Of fewer, the time does not depend on the bytes."""
@@ -40,7 +54,8 @@ def travels_in_fp8(numbers: int, dtype: torch.dtype, group: dist.ProcessGroup) -
     if group.size() > MOST_RANKS:
         raise ConfigurationError(
             f"gradients in FP8 travel from each rank to each other one, which is slower than an all-reduce in bf16 "
-            f"above {MOST_RANKS} ranks: this group has {group.size()}. Leave gradients in FP8 out"
+            f"above {MOST_RANKS} ranks: this group has {group.size()}. Leave gradients in FP8 out, or register DDP's "
+            "hook with a DeviceMesh of nodes and GPUs as its state"
         )
     return True
 
@@ -56,35 +71,48 @@ def decode(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> N
     version_of_backend("auto", out.device, wire).decode(messages, length, out, factor)
 
 
-class Exchange:
-    """Shards of a flat tensor on their way to the ranks that add them up. COLLECTIVE over ``group``: an all-to-all.
+def all_reduce(flat: Tensor, group: dist.ProcessGroup, ranks: int | None = None) -> Phases:
+    """Start to add up a flat tensor over the ranks of a group. COLLECTIVE: an all-to-all, then an all-gather.
+
+    Yields each collective when it has started. The caller waits for it, and goes on.
 
     Args:
-        flat: [n], contiguous; rank i of the group adds up flat[i * length : (i + 1) * length].
+        flat: [n], contiguous.
+        ranks: by what the sum is divided. None: the size of the group.
+
+    Returns:
+        The mean as messages, uint8[parts, bytes], and the ``length`` of a part, for ``decode``.
     """
+    count = group.size()
+    length = -(-flat.numel() // (count * BLOCK)) * BLOCK
+    sent = encode(flat, count, length)
+    received = torch.empty_like(sent)
+    yield dist.all_to_all_single(received, sent, group=group, async_op=True)
+    mean = torch.empty(length, device=flat.device)
+    decode(received.unsqueeze(0), length, mean, 1.0 / (ranks or count))
+    mine = encode(mean, 1, length)
+    messages = mine.new_empty(count, mine.shape[1])
+    yield _all_gather(messages, mine, group=group, async_op=True)
+    return messages, length
 
-    def __init__(self, flat: Tensor, length: int, group: dist.ProcessGroup) -> None:
-        self.length, self._group = length, group
-        self._sent = encode(flat, group.size(), length)
-        self._received = torch.empty_like(self._sent)
-        self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
 
-    def add_up(self, out: Tensor, factor: float) -> None:
-        """Wait for the shards, and write ``factor`` times their sum to ``out``, [length] or shorter. Local."""
-        self._work.wait()
-        decode(self._received.unsqueeze(0), self.length, out, factor)
+def all_reduce_by_nodes(flat: Tensor, within: dist.ProcessGroup, between: dist.ProcessGroup) -> Phases:
+    """The same over a mesh: in bf16 within a node, and in FP8 between nodes, of each rank's part. COLLECTIVE: a
+    reduce-scatter and an all-gather within, and those of ``all_reduce`` between.
 
-    def gather_means(self) -> tuple[dist.Work, Tensor]:
-        """Wait for the shards, and start to gather their means, cast again. COLLECTIVE: an all-gather.
-
-        Returns:
-            The all-gather, and its result: a message for each rank, uint8[ranks, bytes].
-        """
-        mean = torch.empty(self.length, device=self._received.device)
-        self.add_up(mean, 1.0 / self._group.size())
-        mine = encode(mean, 1, self.length)
-        messages = mine.new_empty(self._group.size(), mine.shape[1])
-        return _all_gather(messages, mine, group=self._group, async_op=True), messages
+    Args:
+        within: the ranks of this node. ``between``: those that have this rank's place in their nodes.
+    """
+    ranks = within.size() * between.size()
+    length = -(-flat.numel() // (ranks * BLOCK)) * BLOCK
+    sent = flat.new_zeros(ranks * length, dtype=torch.bfloat16)
+    sent[: flat.numel()] = flat
+    part = sent.new_empty(between.size() * length)
+    yield _reduce_scatter(part, sent, group=within, async_op=True)
+    messages, length = yield from all_reduce(part, between, ranks)
+    everyone = messages.new_empty(within.size() * len(messages), messages.shape[1])
+    yield _all_gather(everyone, messages, group=within, async_op=True)
+    return everyone, length
 
 
 class FP8ReduceScatter:
@@ -103,7 +131,10 @@ class FP8ReduceScatter:
         if not travels_in_fp8(input_tensor.numel(), input_tensor.dtype, group):
             return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         factor = _factor_of(op, group)
-        Exchange(input_tensor, output_tensor.numel(), group).add_up(output_tensor, factor)
+        sent = encode(input_tensor, group.size(), output_tensor.numel())
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        decode(received.unsqueeze(0), output_tensor.numel(), output_tensor, factor)
         return None
 
 

@@ -185,7 +185,7 @@ class ArenaSync:
         group. Local."""
         if self.lookout is not None:
             self.lookout.close()
-        self.group, self.lookout = group, None
+        self.group, self.lookout, self.received = group, None, None
         if group is not None and self.communicates and waits_on_the_device(self.arena.device):
             self.lookout = Lookout(self.owner, group, place)
 

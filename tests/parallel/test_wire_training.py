@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,7 @@ from fp8dist.errors import ConfigurationError
 from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
 from tests.parallel.test_wire import everything_in_fp8
+from tests.support.collectives import counted_collectives
 from tests.support.lab.mixture import MixtureGPT
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, bits, make_net
@@ -232,6 +234,32 @@ def test_after_a_backward_that_failed() -> None:
             ddp.zero_grad()
             _backward(ddp, 1)
             assert _same_on_all_ranks(model.first.weight.grad)
+    fp8dist.ddp.check_gradients(hook)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
+@on_ranks(4)
+def test_nodes(shape: tuple[int, int]) -> None:
+    """On a mesh bf16 travels within nodes; FP8 between them, or nothing if there is one. All ranks have the same
+    bits."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu"))
+    found = []
+    for in_fp8 in (False, True):
+        model = make_net()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
+        if in_fp8:
+            hook = fp8dist.ddp.comm_hook(model, gradients="fp8", exclude="last.bias")
+            ddp.register_comm_hook(mesh, hook)
+        with everything_in_fp8(), counted_collectives() as calls:
+            several(ddp)
+        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+    expected, got = found
+    if shape[0] == 1:
+        assert "all_to_all_single" not in calls.names
+        assert torch.allclose(expected, got)
+    else:
+        assert 0 < float((got - expected).norm()) <= NORM * float(expected.norm())
+    assert _same_on_all_ranks(got)
     fp8dist.ddp.check_gradients(hook)
 
 
