@@ -94,7 +94,7 @@ class GradientHook:
             self.group = SyncGroup(dist.group.WORLD if state is None else state)  # type: ignore[arg-type]
             mesh = self.group.mesh
             if mesh is not None and mesh.ndim != 2:
-                raise ConfigurationError(f"{_OWNER}: a mesh of nodes and their ranks has 2 axes, got {mesh.ndim}")
+                raise ConfigurationError(f"a mesh of nodes and their ranks has 2 axes, got {mesh.ndim}")
             self._levels = None if mesh is None else (mesh.get_group(1), mesh.get_group(0))
         for sync in self._syncs:
             if sync.received is self.received:
