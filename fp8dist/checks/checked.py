@@ -26,6 +26,7 @@ class Checked(NamedTuple):
         unverified: kinds of which nothing could be compared, with the reason.
         nonfinite: names of tensors with NaN or infinity.
         partial: kinds of which only a part was compared, with a text such as "1 of 6 parameters".
+        compared_by: bytes by the way in which they were compared, see ``DivergenceReport``.
     """
 
     step: int
@@ -34,21 +35,22 @@ class Checked(NamedTuple):
     unverified: Mapping[str, str] = MappingProxyType({})
     nonfinite: tuple[str, ...] = ()
     partial: Mapping[str, str] = MappingProxyType({})
+    compared_by: Mapping[str, int] = MappingProxyType({})
 
     @classmethod
     def of(cls, step: int, report: Divergence) -> Checked:
         """Return what the report of a check after ``step`` compared."""
-        return cls(step, report.compared, report.compared_bytes, report.unverified, report.nonfinite, report.partial)
+        return cls(step, **{name: getattr(report, name) for name in cls._fields[1:]})
 
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Checked:
         """Return what an event of kind "checked" holds, a line of events.jsonl as a dict. Malformed fields count as
         absent."""
-        compared, sizes = (_counts(event.get(name)) for name in ("compared", "compared_bytes"))
+        compared, sizes, ways = (_counts(event.get(name)) for name in ("compared", "compared_bytes", "compared_by"))
         unverified, partial = (_texts(event.get(name)) for name in ("unverified", "partial"))
         names = event.get("nonfinite")
         nonfinite = tuple(map(str, names)) if isinstance(names, list) else ()
-        return cls(event["step"], compared, sizes or {}, unverified, nonfinite, partial)
+        return cls(event["step"], compared, sizes or {}, unverified, nonfinite, partial, ways or {})
 
     def fields(self) -> dict[str, Any]:
         """Return the event's fields, as JSON values. Without the step, which each event has anyway."""
@@ -58,6 +60,7 @@ class Checked(NamedTuple):
             "unverified": dict(self.unverified),
             "nonfinite": list(self.nonfinite[:_NAMED]),
             "partial": dict(self.partial),
+            "compared_by": dict(self.compared_by),
         }
 
     @property

@@ -725,7 +725,7 @@ def check_alone(
     Raises:
         DivergenceError: tensors do not belong together, and ``policy`` is not "warn".
     """
-    alone = DivergenceReport(skipped=("there is one rank, or no process group",))
+    alone = DivergenceReport(skipped=("there is one rank, or no process group",), compared_by=scope.also)
     kinds: Collection[str] = ()
     if module is not None:
         alone = replace(alone, nonfinite=not_finite_in(module, scope))
@@ -735,7 +735,7 @@ def check_alone(
                 alone,
                 findings=inside.findings,
                 skipped=(*alone.skipped, *inside.unread),
-                compared_by={"inside the rank": inside.size},
+                compared_by={"inside the rank": inside.size, **scope.also},
             )
     _log_changes(None, standing, alone, kinds)
     texts = standing.texts(alone) if policy == "warn" else None

@@ -66,11 +66,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Inside:
-    """What was compared inside this rank. ``size``: bytes. ``unread``: what no rule can read, as text."""
+    """What was compared inside this rank. ``size``: bytes. ``unread``: what no rule can read, as text. ``suffices``: as
+    in ``Asked``."""
 
     findings: tuple[Finding, ...] = ()
     size: int = 0
     unread: tuple[str, ...] = ()
+    suffices: bool = False
 
 
 class _Fit(NamedTuple):
@@ -92,18 +94,20 @@ def inside_of(module: nn.Module, asked: Asked, step: int) -> Inside:
     """
     masters = _Masters(module, asked.optimizers)
     pairs = [*masters.pairs, *_gathered(module), *_casts(module)]
-    findings = [*_findings(pairs, module, step), *_untied(module, asked.ties, step)]
-    if len(findings) > _MOST:
-        more = f"{len(findings) - _MOST} further tensors that do not fit together"
-        findings = [*findings[:_MOST], Finding(step, COHERENCE, MORE, (own_rank(),), None, detail=more)]
+    differing, untied = _differing(pairs), list(_untied(module, asked.ties, step))
+    # Only what is shown is located: a load may have left thousands of masters behind.
+    findings = [*(_finding(pair, module, step) for pair in differing[:_MOST]), *untied][:_MOST]
+    if further := len(differing) + len(untied) - len(findings):
+        more = f"{further} further tensors that do not fit together"
+        findings.append(Finding(step, COHERENCE, MORE, (own_rank(),), None, detail=more))
     size = sum(pair.tensor.numel() * pair.tensor.element_size() for pair in pairs)
-    return Inside(tuple(findings), size, masters.unread)
+    return Inside(tuple(findings), size, masters.unread, asked.suffices)
 
 
 def stale_weights(module: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     """Return the names of weights that are not what the master weights of optimizers say. Local; waits for the
     device."""
-    return [finding.name for finding in _findings(_Masters(module, optimizers).pairs, module, 0)]
+    return [one.name or _finding(one, module, 0).name for one in _differing(_Masters(module, optimizers).pairs)]
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
@@ -124,25 +128,29 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 _OF_RANKS = ("hosts", "mesh_coords", "local_ranks", "devices")
 
 
-def _findings(pairs: Sequence[_Fit], module: nn.Module, step: int) -> Iterator[Finding]:
-    """Yield a finding for each pair that differs. NaNs count as equal."""
+def _differing(pairs: Sequence[_Fit]) -> list[_Fit]:
+    """Return the pairs that differ. NaNs count as equal."""
     flags = [torch.stack([differs.any() for differs in _differences(pair)]).any() for pair in pairs]
     together = torch.stack([flag.to(flags[0].device) for flag in flags]) if flags else torch.empty(0)  # One wait.
-    for pair in (pair for pair, differs in zip(pairs, together.tolist()) if differs):
-        count, first, passed = 0, 0, 0
-        for differs in _differences(pair):
-            here = int(differs.sum())
-            if here and not count:
-                first = passed + int(differs.nonzero()[0])
-            count, passed = count + here, passed + differs.numel()
-        name, index = pair.name, unravel(first, tuple(pair.tensor.shape))
-        if not name:
-            name, index = _place_of(pair, first, module)
-        both = pair.tensor, pair.wanted()
-        value, expected = (x.reshape(-1)[first].to(pair.tensor.dtype).to(torch.float64).item() for x in both)
-        at = f" at [{', '.join(map(str, index))}]" if index else ""
-        detail = f"{pair.rule}: {word_for(value)} against {word_for(expected)}{at}, {count} of {passed} elements"
-        yield Finding(step, COHERENCE, name, (own_rank(),), None, detail=detail)
+    return [pair for pair, differs in zip(pairs, together.tolist()) if differs]
+
+
+def _finding(pair: _Fit, module: nn.Module, step: int) -> Finding:
+    """Return a finding for a pair that differs, with its first such element."""
+    count, first, passed = 0, 0, 0
+    for differs in _differences(pair):
+        here = int(differs.sum())
+        if here and not count:
+            first = passed + int(differs.nonzero()[0])
+        count, passed = count + here, passed + differs.numel()
+    name, index = pair.name, unravel(first, tuple(pair.tensor.shape))
+    if not name:
+        name, index = _place_of(pair, first, module)
+    both = pair.tensor, pair.wanted()
+    value, expected = (x.reshape(-1)[first].to(pair.tensor.dtype).to(torch.float64).item() for x in both)
+    at = f" at [{', '.join(map(str, index))}]" if index else ""
+    detail = f"{pair.rule}: {word_for(value)} against {word_for(expected)}{at}, {count} of {passed} elements"
+    return Finding(step, COHERENCE, name, (own_rank(),), None, detail=detail)
 
 
 def _differences(pair: _Fit) -> Iterator[Tensor]:

@@ -57,7 +57,8 @@ _GONE = Excuse("can be found: the module that attach() was given is gone. Keep i
 @dataclass(frozen=True)
 class Scope:
     """What a check compares. ``state``: FP8 state. ``compute``: results of casts and products with known operands,
-    which each rank computes for the check. ``coherence``: tensors of one rank with one another."""
+    which each rank computes for the check. ``coherence``: tensors of one rank with one another. ``also``: bytes of this
+    rank that are compared outside the check, by way."""
 
     parameters: bool = True
     gradients: bool = False
@@ -66,6 +67,7 @@ class Scope:
     state: bool = True
     compute: bool = False
     coherence: Asked | None = None
+    also: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def kinds(self) -> set[str]:
@@ -138,9 +140,12 @@ class Holdings:
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """Labels of the sets other than the anchor's, which must be equal on all ranks: they decide on collectives."""
+        """Labels of the sets other than the anchor's, and of what else must be equal on all ranks: they decide on
+        collectives, and whether there is anything to compare."""
         first = (f"axis {axis}, compared for the first time" for axis in self.pending)
-        return (*(m.label for m in self.memberships), *(() if self.computed is None else (plural(KIND),)), *first)
+        computed = () if self.computed is None else (plural(KIND),)
+        inside = (COHERENCE,) if self.inside is not None and self.inside.suffices else ()
+        return (*(m.label for m in self.memberships), *computed, *inside, *first)
 
     @property
     def inside_findings(self) -> list[Finding]:
@@ -298,7 +303,10 @@ class Inventory:
 
     def _pending(self, module: nn.Module) -> list[str]:
         """Return the axes along which the tensors of a module were not compared before."""
-        return [] if self._replication.adopted is None else self._replication.adopted.pending(_all_names(module))
+        if self._replication.adopted is None:
+            return []
+        buffers = {clean_fqn(name) for name, _ in module.named_buffers()}  # Along an axis they may be the only copies.
+        return self._replication.adopted.pending(_all_names(module) | buffers)
 
     def await_axes(self, module: nn.Module) -> None:
         """Note which axes wait for their first comparison, for ranks to agree on. ``add_module`` does so, too."""
@@ -342,6 +350,7 @@ class Inventory:
     def add_module(self, module: nn.Module, scope: Scope) -> None:
         """Add the tensors of a module, and of the optimizers in ``scope``, that ``scope`` selects. Also looks for
         values that are not finite, except before training."""
+        self._ways.update(scope.also)
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
             self._late = tuple(self._replication.names[id(parameter)] for parameter in late_for_ddp(module))
@@ -425,16 +434,20 @@ class Inventory:
             for p, parameter in enumerate(group["params"]):
                 name = self._replication.names.get(id(parameter), f"group{g}.{p}")
                 homes = [zero] if zero is not None else self._replication.of_parameter(parameter)
+                # Asked for without a count, too: ranks must agree on the sets, whatever their state is.
+                counting = homes if zero is not None else self._replication.of_count(parameter)
                 if id(parameter) in self._replication.masters:
                     self._add(name, "optimizer", parameter, homes, ".main_param")
                 state = optimizer.state.get(parameter) or {}
                 for key, value in sorted(state.items()):
-                    if isinstance(value, Tensor):
-                        self._add(name, "optimizer", value, homes, f".{key}")
-                    elif isinstance(value, (bool, int, float)):
-                        number = torch.tensor(value, dtype=torch.float64, device="cpu")
+                    store: Store = None
+                    if isinstance(value, (bool, int, float)):
                         store = partial(_write, state, key, type(value))
-                        self._add(name, "optimizer", number, homes, f".{key}", store)
+                        value = torch.tensor(value, dtype=torch.float64, device="cpu")
+                    if isinstance(value, Tensor):
+                        # Equal counts do not show that the moments beside them are: these must stay "not verified".
+                        of, counts = (counting, counting is homes) if key == "step" else (homes, True)
+                        self._add(name, "optimizer", value, of, f".{key}", store, counts)
 
     def _add(
         self,

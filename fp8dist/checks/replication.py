@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,13 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel import megatron
 from fp8dist.parallel.partitioned import is_partitioned
-from fp8dist.parallel.torch_internals import fsdp1_ignored, fsdp1_modules, fsdp1_replicas, reduced_by_ddp
+from fp8dist.parallel.torch_internals import (
+    fsdp1_ignored,
+    fsdp1_modules,
+    fsdp1_replicas,
+    fsdp2_shard_groups,
+    reduced_by_ddp,
+)
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor
 from fp8dist.state.slots import clean_fqn
 
@@ -132,6 +139,7 @@ class Replication:
         self._in_mesh: dict[int, frozenset[int]] = {}  # By id of a mesh: its ranks.
         self._of_parameter: dict[int, list[Home | Excuse]] = {}  # By id of a parameter.
         self._of_gradient: dict[int, list[Home | Excuse]] = {}  # The same, where the gradient has other homes.
+        self._counting: dict[int, Any] = {}  # By id of a DTensor: the group among which FSDP2 has cut it, or None.
         self._kept: list[Any] = []  # Keeps objects alive whose ids are keys: else another object could get the id.
         self.adopted = adopted
         self.axes: dict[str, Home] = {}
@@ -232,15 +240,16 @@ class Replication:
         FSDP1, ZeRO's stage 3, DeepSpeed, Megatron, DDP."""
         around = _around(module)
         sharded, wrapping, zero = _fsdp1_parameters(around), _ddp_of(around), zero_groups(around)
-        copies = self._learn_megatron(module)
+        copies, cut = self._learn_megatron(module), fsdp2_shard_groups(around)
         for name, parameter in _clean_names(list(module.named_parameters())):
             self._kept.append(parameter)
             self.names[id(parameter)] = name
             home = self._named(name)
             if home is None and is_dtensor(parameter):
-                # ``of_dtensor`` is asked for the parameter itself, and this for its plain optimizer state, such as a
-                # step counter.
+                # ``of_dtensor`` is asked for the parameter itself, ``of_count`` for its step count, and this for its
+                # other plain optimizer state.
                 home = Excuse("that are not DTensors, of parameters that are")
+                self._counting[id(parameter)] = cut.get(id(parameter))
             if home is None and id(parameter) in sharded:
                 home = self._of_fsdp1(sharded[id(parameter)])
             if home is None and is_partitioned(parameter):
@@ -310,6 +319,21 @@ class Replication:
     def of_parameter(self, parameter: Tensor) -> list[Home | Excuse]:
         """Return the homes of a plain parameter, or of its plain optimizer state. For DTensors see ``of_dtensor``."""
         return self._of_parameter.get(id(parameter), [Excuse("of parameters that are not the module's")])
+
+    def of_count(self, parameter: Any) -> list[Home | Excuse]:
+        """Return the homes of the number of steps that an optimizer has done with a parameter: those of the parameter,
+        and of a DTensor also the ranks among which FSDP2 has cut it, because these get its gradient together. Not the
+        ranks of other shards: an expert without tokens has no gradient."""
+        if id(parameter) not in self._counting:
+            return self.of_parameter(parameter)
+        homes, group = self.of_dtensor(parameter), self._counting[id(parameter)]
+        if group is not None:
+            mesh = parameter.device_mesh
+            copies = [mesh.size(axis) for axis, of in enumerate(parameter.placements) if of.is_replicate()]
+            if math.prod(copies) * group.size() == mesh.size() and self._spans_anchor(mesh):
+                return [self.anchor]
+            homes.append(self._cached(("FSDP2", id(group)), "shards of FSDP2", group))
+        return [one for one in homes if isinstance(one, Home)] or self.of_parameter(parameter)
 
     def of_gradient(self, parameter: Tensor) -> list[Home | Excuse]:
         """Return the homes of a plain parameter's gradient: those of the parameter, except under Megatron."""

@@ -70,6 +70,7 @@ class Archive:
         self._require_whole()
 
     def _require_whole(self) -> None:
+        """Raise CheckpointError unless all records are uncompressed and have the right checksum."""
         if sum(info.file_size for info in self._records.values()) > self._file.length:
             raise CheckpointError("has records that are larger than the file")
         for name, info in self._records.items():
@@ -95,6 +96,7 @@ class Archive:
         info = self._records.get(f"data/{storage.key}")
         if info is None:
             raise CheckpointError(f"has no record data/{storage.key}")
+        # The record is after its own header: 30 bytes, which end with the lengths of the name and the extra field.
         header = self._file.bytes_at(info.header_offset, 30).numpy().tobytes()
         name, extra = struct.unpack("<HH", header[26:])
         return info.header_offset + len(header) + name + extra, info.file_size

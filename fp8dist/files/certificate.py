@@ -48,7 +48,8 @@ def certificate_of(
     """Return the bytes of ``fp8dist-certificate.json``. docs/design/formats.md describes its fields.
 
     Args:
-        layout: the export's format, a key of ``FORMATS`` in ``export_formats.py``; the form of its weights' scales.
+        layout: (the export's format, a key of ``FORMATS`` in ``export_formats.py``; "power_of_two" if all scales of
+            weights are, else "float32").
         tensors: the exported tensors, in any order.
         recipes: the recipes of the modules whose weights are in FP8, by the module's name.
         tied: see ``Export.tied``.

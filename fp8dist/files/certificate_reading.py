@@ -117,6 +117,7 @@ def read_certificate(path: str) -> Certificate:
 
 
 def _certified(item: Any) -> Certified:
+    """Return a tensor from the JSON of a certificate. Raise CheckpointError if a field is missing or malformed."""
     if isinstance(item, dict):
         name, dtype, shape, sha256 = (item.get(field) for field in Certified._fields)
         texts = all(isinstance(text, str) for text in (name, dtype, sha256))

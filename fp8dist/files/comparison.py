@@ -51,7 +51,7 @@ class SourceContent(Content):
 
 
 def only_of(source: Source, kind: str) -> Source:
-    """Return the checkpoint without the entries whose findings have another ``kind``."""
+    """Return the checkpoint with only those entries about which a finding has this ``kind``."""
     kept = (i for i, entry in enumerate(source.entries) if FINDING_KINDS.get(entry.kind, entry.kind) == kind)
     return Source(source.path, source.family, [(source.entries[i], partial(source.read, i)) for i in kept])
 

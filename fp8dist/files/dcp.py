@@ -57,6 +57,7 @@ _VOCABULARY: Mapping[str, object] = MappingProxyType(
 _WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128})
 
 Key = tuple[str, tuple[int, ...] | None]
+"""(name of a value in the index, offsets of a piece of it; None if it is not a tensor)."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def dcp_source(folder: str) -> Source:
 
 
 def _load_index(path: str, folder: str) -> tuple[dict[str, Record], dict[Key, FileSlice]]:
+    """Return (descriptions of tensors and other values by name, the bytes of each piece)."""
     file = FileSlice.of(path)
     if file.length > _LARGEST_INDEX:
         raise CheckpointError(f"is larger than {_LARGEST_INDEX} bytes, which no index needs")
@@ -122,6 +124,7 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
 
 
 def _checked_piece(folder: str, place: dict[str, Any], files: dict[str, FileSlice]) -> FileSlice:
+    """Return the bytes at a place in the index. ``files``: by path, files that earlier calls opened; grows."""
     name = place.get("relative_path")
     offset, length = sizes((place.get("offset"), place.get("length")))
     if place.get("transform_descriptors"):
@@ -152,6 +155,7 @@ def _is_tensor(description: Any) -> bool:
 
 
 def _tensor_item(name: str, description: Record, pieces: Mapping[Key, FileSlice]) -> Item:
+    """Return the entry of a tensor. Raise CheckpointError unless its pieces fill it, and have enough bytes."""
     fields = _fields(description, "TensorStorageMetadata")
     shape, properties = sizes(fields.get("size")), fields.get("properties")
     dtype = properties.state[0] if isinstance(properties, Record) and isinstance(properties.state, tuple) else None
@@ -200,6 +204,7 @@ def _assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: li
 
 
 def _part(name: str, dtype: torch.dtype, chunk: Chunk) -> Tensor:
+    """Read a piece, which is a file of torch.save with one tensor."""
     file = chunk.piece
     with _naming(file, f"the piece of {name} at {chunk.offsets}"):
         value, _, locate = zip_content(file)

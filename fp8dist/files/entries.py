@@ -62,7 +62,7 @@ class Source:
         ordered = sorted(items, key=lambda item: item[0])
         self.path = path
         self.family = family
-        # The order of the entries "KEY.step", which each state has.
+        # In the order of the entries: each state has one that is called "KEY.step".
         self.states = dict(sorted((states or {}).items(), key=lambda item: f"{item[0]}.step"))
         self.entries: tuple[SavedEntry, ...] = tuple(entry for entry, _ in ordered)
         self._loaders = [load for _, load in ordered]

@@ -99,7 +99,7 @@ class Export:
             with torch.no_grad():
                 values = part.read()
             yield from zip(part.tensors, values, strict=True)
-            del values
+            del values  # Before the next part is read.
 
     def quantization_config(self, powers_of_two: bool = False) -> dict[str, Any]:
         """Return the value of ``quantization_config`` in config.json. ``powers_of_two``: all scales of weights are."""
@@ -129,7 +129,7 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
     inner = _unwrapped(model)
     _require_readable(inner)
     cycle.state.settle()
-    reshard(fsdp2_modules(inner))
+    reshard(fsdp2_modules(inner))  # The parameters that are read below must be the shards.
     if cycle.scales.sharded is not None:
         cycle.scales.sharded.fit_scales()
     modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
@@ -158,6 +158,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _require_readable(model: nn.Module) -> None:
+    """Raise ConfigurationError if an export has no place for a weight as the model stores it."""
     if fsdp1_modules(model):
         raise ConfigurationError(
             "FSDP1 keeps weights in flat parameters, which export() does not read: export a checkpoint with fp8dist "
@@ -307,6 +308,7 @@ def _require_all(
 
 
 def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigurationError if experts share a weight with another module."""
     for name, owner in tied.items():
         if name.rpartition(".")[0] in mixtures or owner.rpartition(".")[0] in mixtures:
             raise ConfigurationError(
@@ -348,6 +350,7 @@ def _in_fp8(linear: FP8Linear) -> bool:
 
 
 def _require_one_precision(name: str, owner: str, in_fp8: Set[str]) -> None:
+    """Raise ConfigurationError if only one of two modules with the same weight is in FP8."""
     users = [each.removesuffix(".weight") for each in (name, owner)]
     if len(in_fp8 & set(users)) == 1:
         fp8, high = sorted(users, key=lambda user: user not in in_fp8)
@@ -366,7 +369,7 @@ def _of_linear(
 ) -> ExportPart:
     """Return the tensors of a Linear in FP8: the weight, its scales, and the scale of inputs if it is fixed."""
     slots = linear.fp8_slots
-    state, input_state = slots.states(stored.device)[1::-1]
+    state, input_state = slots.states(stored.device)[1::-1]  # Of weight and input, which come in the other order.
     require_e4m3(name, state.format.name)
     grid, shape = grids[name]
     strategy = strategy_of(format, grid, shape)
@@ -391,6 +394,7 @@ def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> Ex
 
 
 def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, tuple[Grid, torch.Size]]) -> str:
+    """Return the error about a weight whose scales the format cannot hold. It names formats that hold all weights."""
     grid, shape = grids[name]
     fitting = [each for each in FORMATS if all(strategy_of(each, *known) for known in grids.values())]
     instead = f"formats that fit: {', '.join(fitting)}" if fitting else "no format fits"
@@ -421,7 +425,8 @@ def write_folder(
         origin: see ``certificate_of``.
 
     Raises:
-        ConfigurationError: on all ranks, if the folder exists or cannot be written. Nothing then remains of the export.
+        ConfigurationError: on all ranks, if the folder exists or cannot be written, or ``config`` is not JSON. Nothing
+            then remains of the export.
     """
 
     try:
@@ -430,6 +435,7 @@ def write_folder(
         raise ConfigurationError(f"the model's config cannot be written as JSON: {error}") from None
 
     def agree(failure: str) -> None:
+        """Raise on all ranks if any of them has a failure. COLLECTIVE if ``gather`` is given."""
         failures = [text for text in ([failure] if gather is None else gather(failure)) if text]
         if failures:
             raise ConfigurationError(failures[0])
@@ -455,6 +461,7 @@ def write_folder(
 
 
 def _failure_of(act: Callable[[], None]) -> str:
+    """Run ``act``. Return why it failed, as text; "" if it did not."""
     try:
         act()
     except ConfigurationError as error:

@@ -146,7 +146,8 @@ def _by_rows(cast: Callable[[Tensor], Cast], linear: FP8Linear, weight: Tensor) 
 
 
 def dequantised(linear: FP8Linear, stored: Stored, grid: Grid) -> Tensor:
-    """Return the weight that a forward in high precision multiplies with, if FSDP2 gathers it in FP8. COLLECTIVE."""
+    """Return the weight that a forward in high precision multiplies with, if FSDP2 gathers it in FP8. COLLECTIVE if it
+    is sharded."""
     rows, inv_scale = cast_of(linear, stored, grid)
     return FP8Weight(Gathered(rows, inv_scale), stored.computed_in).high_precision()
 
@@ -169,7 +170,8 @@ def _cuts(stored: Stored) -> list[tuple[int, int]]:
 
 
 def _multiplied(tensor: Any, stored: Stored) -> tuple[Tensor, list[Any]]:
-    """Return (the weight that this rank multiplies with, its placements), as FSDP2 would gather it."""
+    """Return (the weight that this rank multiplies with, its placements), as FSDP2 would gather it. COLLECTIVE if FSDP2
+    shards it."""
     from torch.distributed.tensor import Replicate
 
     local = local_part(tensor).detach().to(stored.device, stored.computed_in)
@@ -189,6 +191,7 @@ def _joined(local: Tensor, like: Any, placements: list[Any], shape: torch.Size |
     """Return the whole tensor of ``shape`` from the parts of all ranks. COLLECTIVE."""
     ranks = [like.device_mesh.size(axis) for axis, each in enumerate(placements) if not each.is_replicate()]
     rows = _PIECE // max(1, local.nbytes // max(1, len(local)))
+    # True if one mesh axis cuts dim 0 into equal parts, so that pieces of equal size are gathered in the same order.
     even = ranks == [shape[0] // len(local)] and shape[0] % len(local) == 0 if len(local) else False
     if local.is_cuda or not even or not 0 < rows < len(local):
         return _dtensor(local, like, placements, shape).full_tensor().contiguous()
@@ -203,6 +206,7 @@ def _joined(local: Tensor, like: Any, placements: list[Any], shape: torch.Size |
 
 
 def _dtensor(local: Tensor, like: Any, placements: list[Any], shape: torch.Size | tuple[int, ...]) -> Any:
+    """Return a DTensor of ``shape`` with this rank's part ``local``, on the mesh of ``like``. Local."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()

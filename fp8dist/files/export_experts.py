@@ -169,6 +169,8 @@ def list_experts(format: str, names: ExpertNames, holder: str, module: Any, stor
 
 
 def _pieces(module: Any, first: bool, names: ExpertNames, rows: int) -> tuple[_Piece, ...]:
+    """Return the Linears that an expert's weight of a product becomes. ``first``: the product is gate and up, whose
+    rows alternate unless the module ``is_concatenated``. ``rows``: number of rows of the weight."""
     if not first:
         return (_Piece(names.down, slice(0, rows)),)
     if not module.has_gate:
@@ -181,6 +183,8 @@ def _pieces(module: Any, first: bool, names: ExpertNames, rows: int) -> tuple[_P
 def _in_high_precision(
     module: Any, product: str, stored: Stored, shape: tuple[int, ...], linears: Sequence[Any], with_bias: bool
 ) -> ExportPart:
+    """Return the part of a bias, or of a weight in high precision. ``shape``: [E, out_features, …]. ``linears``: for
+    each Linear (expert, exported name, ``_Piece``)."""
     as_fp8 = stored.gathered and isinstance(module, FP8Experts) and not with_bias
     gathered = as_fp8 or stored.sharded is not None
     dtype = stored.computed_in if gathered else stored.value.dtype
@@ -205,6 +209,7 @@ def _in_high_precision(
 def _in_fp8(
     format: str, module: FP8Experts, product: str, stored: Stored, shape: tuple[int, ...], linears: Sequence[Any]
 ) -> ExportPart:
+    """Return the part of a weight in FP8. Arguments as in ``_in_high_precision``."""
     slots = module.fp8_products[product]
     state = slots.states(stored.device)[1]
     require_e4m3(slots.fqn, state.format.name)

@@ -1,9 +1,9 @@
 """The folder of an exported model: sharded safetensors, their index, config.json, and the certificate.
 
 Files are written tensor by tensor into ``NAME.partial``, a folder beside ``NAME``; index, config and certificate last.
-It is renamed to ``NAME`` at the very end, so a folder of this name is complete. A second export to ``NAME`` removes the
-partial folder of the first one, which then fails. It never writes into the second one's folder, because it opens files
-relative to its own folder, not by path.
+The folder is renamed to ``NAME`` at the very end, so a folder of this name is complete. A second export to ``NAME``
+removes the partial folder of the first one, which then fails. The first one never writes into the second one's folder,
+because it opens files relative to its own folder, not by path.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def destination(path: str | os.PathLike[str]) -> Path:
 
 
 class Folder:
-    """A folder that is being written: ``begin``, ``write`` for each tensor, ``finish``, and always ``close``.
+    """A folder that is being written: ``begin``, ``write`` for each tensor, ``finish``, and always ``close``. These
+    calls raise OSError if something cannot be written.
 
     Args:
         path: the folder to make.
@@ -79,7 +80,7 @@ class Folder:
         """Make the partial folder.
 
         Raises:
-            ConfigurationError: the folder exists and is not empty.
+            ConfigurationError: the folder exists and is not empty, or ``NAME.partial`` exists and is not of an export.
         """
         if self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
             raise ConfigurationError(f"{self._path} exists: export to a new folder")
@@ -92,7 +93,11 @@ class Folder:
         self._handle = os.open(self._partial, os.O_RDONLY)
 
     def write(self, tensor: ExportedTensor, value: Tensor) -> None:
-        """Write the next tensor: any strides, any device."""
+        """Write the next tensor: any strides, any device.
+
+        Raises:
+            ConfigurationError: another export to this folder has begun.
+        """
         if not self._left:
             self._open_next()
         expected = self._left.pop(0)
@@ -157,6 +162,7 @@ class Folder:
         return open(name, "wb", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=self._handle))
 
     def _open_next(self) -> None:
+        """Close the current file, and begin the next one with its header."""
         self._close_file()
         shard = next(self._files)
         self._number += 1
@@ -172,6 +178,7 @@ class Folder:
 
 
 def _shards(tensors: Sequence[ExportedTensor], shard_bytes: int) -> Iterator[list[ExportedTensor]]:
+    """Yield the tensors of each file, in order."""
     shard: list[ExportedTensor] = []
     size = 0
     for tensor in tensors:

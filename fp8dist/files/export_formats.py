@@ -187,5 +187,6 @@ def quantization_config(
 
 
 def _arguments(strategy: str, inputs: Inputs | Literal[False]) -> dict[str, Any]:
+    """Return the ``QuantizationArgs`` of compressed-tensors for inputs, or, with ``inputs`` False, for weights."""
     dynamic = inputs in ("tensor", "token")
     return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}

@@ -19,7 +19,7 @@ Strategy = Literal["tensor", "channel", "block"]
 
 Inputs = Literal["static", "tensor", "token"]
 """How a server casts inputs: with the fixed scale of the export, or with a scale from the amax of each tensor or each
-token."""
+token. In the format "block", servers always take a scale per 1 x 128 elements."""
 
 
 class Scheme(NamedTuple):

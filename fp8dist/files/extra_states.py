@@ -59,7 +59,7 @@ class SavedSlot:
     Args:
         scale: the factor by which values are multiplied before the cast. Positive; its inverse is finite.
         history: float32[any length], amaxes of steps, oldest first; zeros where nothing is known.
-        due: True if the scale was computed before the newest amax came.
+        due: True if the scale does not yet depend on the newest amax.
         fp8_max: largest finite value of the scale's format; None if the entry does not contain it.
         margin: the recipe's margin (scales are divided by 2**margin); None if the entry does not contain it.
     """
@@ -161,6 +161,7 @@ class _PickledStorages:
 
 
 def _load(find: Callable[[Storage], tuple[MemorySlice, Locate]], leaf: object) -> object:
+    """Return the tensor of a ``StoredTensor``; any other value unchanged. ``find``: as ``_PickledStorages.find``."""
     if not isinstance(leaf, StoredTensor):
         return leaf
     file, locate = find(leaf.storage)
@@ -195,6 +196,7 @@ _VOCABULARY: Mapping[str, object] = MappingProxyType(
 
 
 def _state(content: Mapping[Any, Any], load: _Load) -> Gemms:
+    """Return the FP8 state in a dict with the keys ``_SCALES``. Raise CheckpointError for impossible values."""
     forward = _Direction("fwd", content, load)
     backward = _Direction("bwd", content, load)
     variables = content.get("extra_fp8_variables")
@@ -204,6 +206,7 @@ def _state(content: Mapping[Any, Any], load: _Load) -> Gemms:
     recipe = _attributes(content.get("recipe"))
     fp8_max, gradient_max = _maxima(recipe, variables)
     given = recipe.get("margin")
+    # Implausible numbers count as not given.
     margin = given if type(given) is int and -64 <= given <= 64 else None
     return [
         {
@@ -242,8 +245,8 @@ class _Direction:
     def slot(self, column: int, fp8_max: float | None, margin: int | None) -> SavedSlot:
         """Return one scaled tensor.
 
-        Row 0 collects the amax of the current step. After TransformerEngine has made a scale of the window, it rolls
-        the window by -1 and sets row 0 to zero in place of the oldest amax (``_update_amax_history`` in
+        Row 0 of the history collects the amax of the current step. After TransformerEngine has computed a scale, it
+        rolls the rows by -1 and sets row 0 to zero in place of the oldest amax (``_update_amax_history`` in
         ``pytorch/quantization.py``, earlier ``pytorch/fp8.py``). So rows are oldest first from row 1 on, and row 0 is
         the newest, if it is not zero.
         """
@@ -258,6 +261,7 @@ class _Direction:
 
 
 def _float32(name: str, content: Mapping[Any, Any], load: _Load) -> Tensor:
+    """Return a float32 tensor of the entry, on the CPU. Raise CheckpointError for anything else."""
     tensor = load(content[name])
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -327,6 +331,6 @@ def _maxima(recipe: Mapping[Any, Any], variables: Mapping[Any, Any]) -> tuple[fl
 
 
 def _maximum(value: object) -> float | None:
-    if not isinstance(value, (int, float)) or not 1 < value < 1e6:
+    if not isinstance(value, (int, float)) or not 1 < value < 1e6:  # FP8 formats go up to 57344.
         return None
     return float(value)

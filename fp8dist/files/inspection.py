@@ -84,6 +84,7 @@ def _slots(facts: Mapping[str, Any], state: Mapping[str, Any]) -> Inspection:
 
 
 def _hexadecimal(digest: list[int]) -> str:
+    """Return a digest as 32 digits. ``digest``: its two lanes, as signed 64-bit integers."""
     return "".join(f"{lane & (1 << 64) - 1:016x}" for lane in digest)
 
 

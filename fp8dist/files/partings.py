@@ -92,6 +92,7 @@ def compare_traces_of_ranks(path: str, group: SyncGroup) -> DivergenceReport:
 def _first_difference(rows: Sequence[TraceRow], longest: int, group: SyncGroup) -> int | None:
     """Return the index of the first row that is not the same on all ranks. COLLECTIVE: two all-reduces."""
     hashes = b"".join(hashlib.blake2b(repr(row).encode(errors="surrogatepass"), digest_size=8).digest() for row in rows)
+    # A row that this rank does not have counts as 0.
     least = torch.zeros(longest, dtype=torch.int64, device="cpu")
     least[: len(rows)] = torch.from_numpy(np.frombuffer(hashes, "<i8").astype(np.int64))
     most = least.clone()
@@ -189,10 +190,12 @@ def _place(row: TraceRow) -> str:
 
 
 def _many(ranks: Sequence[int], noun: str) -> str:
+    """Return ranks or files as text, such as "ranks 0, 3"."""
     return f"{noun}{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
 
 
 def _by_side(words: Mapping[int, str], noun: str) -> str:
+    """Return the values of all traces as text, with traces of one value together."""
     sides = sides_of(words)
     shown = [f"{_short(words[side[0]])} on {_many(side, noun)}" for side in sides[:_SHOWN_SIDES]]
     return "; ".join(shown) + (f"; and {len(sides) - _SHOWN_SIDES} more" if len(sides) > _SHOWN_SIDES else "")

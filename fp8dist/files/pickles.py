@@ -45,6 +45,9 @@ class Record:
 class Unpickler:
     """Reads one pickle from a file of ``size`` bytes.
 
+    A pickle is a program for a stack machine (``pickletools`` describes it). ``_OPERATIONS`` maps its opcodes to the
+    methods here.
+
     Args:
         file: positioned at the pickle.
         vocabulary: the globals that the pickle may name: {"module.name": a value, or a Builder}. A Builder is called
@@ -104,6 +107,7 @@ class Unpickler:
         return line[:-1].decode()
 
     def _marked(self) -> list[Any]:
+        """Return what was pushed since the last mark, and make what was there before it the stack again."""
         items = self._stack
         self._stack = self._outer.pop()
         return items
@@ -162,7 +166,7 @@ class Unpickler:
         self._set_items([key, value])
 
     def _marked_tuple(self) -> None:
-        items = tuple(self._marked())
+        items = tuple(self._marked())  # First, because it replaces the stack.
         self._stack.append(items)
 
     def _tuple(self, count: int) -> None:
@@ -194,43 +198,43 @@ _OPERATIONS: Mapping[bytes, _Operation] = MappingProxyType(
     {
         b"\x80": lambda u: u._read(1),  # PROTO
         b"\x95": lambda u: u._read(8),  # FRAME
-        b"(": lambda u: u._mark(),
-        b"N": lambda u: u._stack.append(None),
-        b"\x88": lambda u: u._stack.append(True),
-        b"\x89": lambda u: u._stack.append(False),
-        b"K": lambda u: u._stack.append(u._number("<B")),
-        b"M": lambda u: u._stack.append(u._number("<H")),
-        b"J": lambda u: u._stack.append(u._number("<i")),
-        b"\x8a": lambda u: u._stack.append(int.from_bytes(u._read(u._number("<B")), "little", signed=True)),
-        b"G": lambda u: u._stack.append(struct.unpack(">d", u._read(8))[0]),
-        b"X": lambda u: u._text("<I"),
-        b"\x8c": lambda u: u._text("<B"),
-        b"\x8d": lambda u: u._text("<Q"),
-        b"C": lambda u: u._bytes("<B"),
-        b"B": lambda u: u._bytes("<I"),
-        b"\x8e": lambda u: u._bytes("<Q"),
-        b"\x96": lambda u: u._bytes("<Q"),
-        b")": lambda u: u._stack.append(()),
-        b"\x85": lambda u: u._tuple(1),
-        b"\x86": lambda u: u._tuple(2),
-        b"\x87": lambda u: u._tuple(3),
-        b"t": lambda u: u._marked_tuple(),
-        b"]": lambda u: u._stack.append([]),
-        b"a": lambda u: u._append([u._stack.pop()]),
-        b"e": lambda u: u._append(u._marked()),
-        b"}": lambda u: u._stack.append({}),
-        b"s": lambda u: u._set_item(),
-        b"u": lambda u: u._set_items(u._marked()),
-        b"c": lambda u: u._name(u._line(), u._line()),
-        b"\x93": lambda u: u._name_from_stack(),
-        b"R": lambda u: u._call(),
+        b"(": lambda u: u._mark(),  # MARK
+        b"N": lambda u: u._stack.append(None),  # NONE
+        b"\x88": lambda u: u._stack.append(True),  # NEWTRUE
+        b"\x89": lambda u: u._stack.append(False),  # NEWFALSE
+        b"K": lambda u: u._stack.append(u._number("<B")),  # BININT1
+        b"M": lambda u: u._stack.append(u._number("<H")),  # BININT2
+        b"J": lambda u: u._stack.append(u._number("<i")),  # BININT
+        b"\x8a": lambda u: u._stack.append(int.from_bytes(u._read(u._number("<B")), "little", signed=True)),  # LONG1
+        b"G": lambda u: u._stack.append(struct.unpack(">d", u._read(8))[0]),  # BINFLOAT
+        b"X": lambda u: u._text("<I"),  # BINUNICODE
+        b"\x8c": lambda u: u._text("<B"),  # SHORT_BINUNICODE
+        b"\x8d": lambda u: u._text("<Q"),  # BINUNICODE8
+        b"C": lambda u: u._bytes("<B"),  # SHORT_BINBYTES
+        b"B": lambda u: u._bytes("<I"),  # BINBYTES
+        b"\x8e": lambda u: u._bytes("<Q"),  # BINBYTES8
+        b"\x96": lambda u: u._bytes("<Q"),  # BYTEARRAY8, read as bytes
+        b")": lambda u: u._stack.append(()),  # EMPTY_TUPLE
+        b"\x85": lambda u: u._tuple(1),  # TUPLE1
+        b"\x86": lambda u: u._tuple(2),  # TUPLE2
+        b"\x87": lambda u: u._tuple(3),  # TUPLE3
+        b"t": lambda u: u._marked_tuple(),  # TUPLE
+        b"]": lambda u: u._stack.append([]),  # EMPTY_LIST
+        b"a": lambda u: u._append([u._stack.pop()]),  # APPEND
+        b"e": lambda u: u._append(u._marked()),  # APPENDS
+        b"}": lambda u: u._stack.append({}),  # EMPTY_DICT
+        b"s": lambda u: u._set_item(),  # SETITEM
+        b"u": lambda u: u._set_items(u._marked()),  # SETITEMS
+        b"c": lambda u: u._name(u._line(), u._line()),  # GLOBAL
+        b"\x93": lambda u: u._name_from_stack(),  # STACK_GLOBAL
+        b"R": lambda u: u._call(),  # REDUCE
         b"\x81": lambda u: u._call(),  # NEWOBJ: like a call of the class.
-        b"b": lambda u: u._set_state(),
-        b"Q": lambda u: u._persistent(),
-        b"q": lambda u: u._keep(u._number("<B")),
-        b"r": lambda u: u._keep(u._number("<I")),
-        b"\x94": lambda u: u._keep(len(u._memo)),
-        b"h": lambda u: u._stack.append(u._memo[u._number("<B")]),
-        b"j": lambda u: u._stack.append(u._memo[u._number("<I")]),
+        b"b": lambda u: u._set_state(),  # BUILD
+        b"Q": lambda u: u._persistent(),  # BINPERSID
+        b"q": lambda u: u._keep(u._number("<B")),  # BINPUT
+        b"r": lambda u: u._keep(u._number("<I")),  # LONG_BINPUT
+        b"\x94": lambda u: u._keep(len(u._memo)),  # MEMOIZE
+        b"h": lambda u: u._stack.append(u._memo[u._number("<B")]),  # BINGET
+        b"j": lambda u: u._stack.append(u._memo[u._number("<I")]),  # LONG_BINGET
     }
 )

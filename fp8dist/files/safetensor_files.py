@@ -49,7 +49,7 @@ DTYPES: Mapping[str, str] = MappingProxyType(
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in safetensors files."""
+    """Return the name of a dtype in safetensors files. It must have one: see ``DTYPES``."""
     name = dtype_name(dtype)
     return next(text for text, known in DTYPES.items() if known == name)
 
@@ -82,7 +82,7 @@ def header_of(path: str) -> SafetensorsHeader:
 
 
 def is_state(path: str) -> bool:
-    """Return True if the metadata of a safetensors file says that it is fp8dist state."""
+    """Return True if the metadata of a safetensors file says that it is fp8dist state. Errors as ``header_of``."""
     return header_of(path).metadata.get("format") == FILE_FORMAT
 
 

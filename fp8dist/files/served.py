@@ -91,11 +91,12 @@ def mismatch(kind: str, name: str, detail: str, **fields: Any) -> Finding:
 
 
 def served_model(path: str) -> Served:
-    """List the tensors of a folder by its index, without reading their bytes.
+    """List the tensors of a folder by its index, without reading their bytes. A folder without an index may have one
+    file, model.safetensors.
 
     Raises:
-        CheckpointError: the folder has no index or no config.json, or a file cannot be read. The message names the
-            file.
+        CheckpointError: config.json is missing, or both the index and model.safetensors; a file cannot be read; or two
+            files have a tensor of the same name. The message names the file.
     """
     config = os.path.join(path, CONFIG)
     content = json_object(read_text(config), config)
@@ -126,6 +127,13 @@ def _weight_map(path: str, files: Mapping[str, str]) -> dict[str, str]:
 def _faults(
     places: Mapping[str, str], headers: Mapping[str, SafetensorsHeader], files: Mapping[str, str]
 ) -> Iterator[Finding]:
+    """Yield findings about files and tensors that only the index or only the folder has, or that are in another file.
+
+    Args:
+        places: the file of each tensor, by the index.
+        headers: by name, the files that the index names and the folder has.
+        files: paths of all safetensors files in the folder, by name.
+    """
     for name in sorted(set(places.values()) - files.keys()):
         yield mismatch("file", name, f"is missing, with {sum(home == name for home in places.values())} tensors")
     for name in sorted(files.keys() - headers.keys()):

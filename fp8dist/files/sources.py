@@ -68,6 +68,7 @@ def _open_file(path: str) -> Source:
     if saved is not None:
         value, size, locate = saved
         return Source(path, PARAMETERS, *items_of(value, size, file, locate))
+    # safetensors: the length of the header in 8 bytes, then the header, a JSON object.
     framed = len(head) > 8 and struct.unpack("<Q", head[:8])[0] + 8 <= file.length and head[8:9] == b"{"
     if framed or path.endswith(SUFFIX):
         return state_source(path) if is_state(path) else safetensors_source(path, [path])

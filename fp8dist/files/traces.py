@@ -97,7 +97,8 @@ def open_trace(path: str) -> tuple[Head, Iterator[TraceRow]]:
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file, except the last one, with which their number and checksum are verified."""
+    """Yield the lines of a file but the last, which has their number and checksum. Raise CheckpointError if these do
+    not match."""
     checksum, places = hashlib.sha256(), -1  # The head is not a place.
     file = io.BufferedReader(FileSlice.of(path), 1 << 20)
     while line := file.readline(_LONGEST_LINE):
@@ -131,6 +132,7 @@ def _rows(path: str, lines: Iterator[dict[str, Any]]) -> Iterator[TraceRow]:
 
 
 def _checked(kind: Any, line: Mapping[str, Any], fields: Mapping[str, Callable[[Any], bool]], name: str) -> Any:
+    """Return a ``kind`` of the line's fields. Raise CheckpointError if one is missing, or fails its check."""
     for field, fits in fields.items():
         if field not in line or not fits(line[field]):
             raise CheckpointError(f"is damaged: a {name} has a malformed {field}")

@@ -79,6 +79,7 @@ def load_transformer_engine(
     TransformerEngine's rule. The step counter does not change.
 
     Args:
+        manager: the StateManager of this model.
         state_dict: entries by name; keys other than ``_extra_state`` are ignored.
         name_map: by fqn of a module of this model, the name in TransformerEngine's model: a mapping, or a function of
             the fqn. A value is a name, or (name, number of the GEMM) for a module with two GEMMs, such as LayerNormMLP:

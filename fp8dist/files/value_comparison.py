@@ -21,10 +21,11 @@ class ValueDifference(NamedTuple):
 
     Attributes:
         differing: number of elements with different values.
-        beyond: those of them that no other scale explains: they differ by more than the sum of both ULPs, or have equal
-            scales.
-        place: of the first element of ``beyond``, else of ``differing``, in the flattened weight. None: all are equal.
-        value, expected: its values.
+        beyond: how many of them a cast with another scale does not explain: values that differ by more than the sum of
+            both ULPs, or have equal scales.
+        place: index in the flattened weight of the first element that ``beyond`` counts, else that ``differing``
+            counts. None: all are equal.
+        value, expected: the two values there.
     """
 
     differing: int = 0
@@ -65,7 +66,7 @@ def compare_values(weight: Tensor, scale: Tensor, expected: Tensor, expected_sca
 
 
 class _Grid(NamedTuple):
-    """Some rows of a weight as float64, exactly: values, the distance of neighbouring numbers of the grid, and scales,
+    """Some rows of a weight as float64, exactly: values, the distance of each to the next FP8 value (ULP), and scales,
     which broadcast over the rows."""
 
     values: Tensor
@@ -74,6 +75,7 @@ class _Grid(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, scale: Tensor, part: slice) -> _Grid:
+        """Return these rows of a weight. ``part``: at most 128 rows, from a multiple of 128 on."""
         rows, columns = weight.shape
         if scale.numel() == 1:
             scales = scale.reshape(1, 1).double()
@@ -82,6 +84,7 @@ class _Grid(NamedTuple):
         else:
             scales = scale[part.start // BLOCK].double().repeat_interleave(BLOCK)[:columns]
         numbers = weight[part]
+        # E4M3 has 3 bits of mantissa and an exponent bias of 7, so a ULP is 2**(exponent - 7 - 3).
         exponents = ((numbers.view(torch.uint8) >> 3) & 15).clamp(min=1).double()  # Subnormal numbers have 0.
         return cls(numbers.double() * scales, torch.exp2(exponents - 10) * scales.abs(), scales)
 
@@ -93,6 +96,6 @@ def is_power_of_two(scale: Tensor) -> bool:
 
 def is_rounded_up(scale: Tensor, expected: Tensor) -> bool:
     """Return True if ``scale`` is ``expected`` with each element rounded up to a power of two, and differs from it."""
-    mantissa, exponent = torch.frexp(expected)
+    mantissa, exponent = torch.frexp(expected)  # mantissa * 2**exponent, with a mantissa in [0.5, 1).
     rounded = torch.ldexp(torch.ones_like(expected), exponent - (mantissa == 0.5).int())
     return torch.equal(scale, rounded) and not torch.equal(scale, expected)

@@ -94,7 +94,7 @@ class StoredTensor:
         """Raise CheckpointError unless the tensor lies inside its storage, of which the file has ``available`` bytes.
 
         A tensor whose strides repeat elements (``expand``) needs little storage, but may be huge. So no tensor may have
-        more bytes than the file, ``whole``.
+        more bytes than the file, which has ``whole``.
         """
         extent = self.offset + self._extent()
         nbytes = math.prod(self.shape) * self.dtype.itemsize

@@ -29,7 +29,7 @@ _SUFFIXES = ("_scale", "_scale_inv")
 """What the name of a weight's scales has after that of the weight."""
 
 _MOST_KEPT = 8
-"""Differing tensors that are kept until the scales of a weight, or the weight of scales, has come as well."""
+"""Most differing tensors that are kept at a time: weights whose scales have not come yet, and scales likewise."""
 
 
 def sha256_of(tensor: Tensor) -> str:
@@ -53,8 +53,8 @@ class _Differing(NamedTuple):
 
 
 class TensorComparison:
-    """Compares a served model with a reference: ``add`` each served tensor, then ``finish``. Keeps a differing weight
-    until its scales have come, and no other tensor.
+    """Compares a served model with a reference: ``add`` each served tensor, then ``finish``. Keeps at most 8 tensors:
+    FP8 weights that differ until their scales have come, and scales that differ until their weight has come. Local.
 
     Args:
         certified: the tensors of the reference by name. May grow: an entry must be there when its tensor is added.
@@ -87,12 +87,13 @@ class TensorComparison:
         self._strangers: dict[str, _Look] = {}
 
     def fault(self, name: str, detail: str, *covered: str) -> None:
-        """Note what is wrong with a served tensor, which takes the place of the tensors ``covered``."""
+        """Note what is wrong with a served tensor. ``covered``: tensors of the reference that are in it, and so do not
+        count as missing."""
         self._seen.update((name, *covered))
         self._findings.append(mismatch("layout", name, detail))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Compare a served tensor, on the CPU."""
+        """Compare a served tensor, which must be on the CPU."""
         if name in self._seen:
             self._findings.append(mismatch("layout", name, "comes twice"))
             return
@@ -125,6 +126,7 @@ class TensorComparison:
         return name
 
     def _note(self, expected: Certified, digest: str, tensor: Tensor) -> None:
+        """Note a tensor with other bytes. Keep it if it is an FP8 weight or its scales, to compare values later."""
         value = self._value(self._known_as(expected.name))
         first = None
         if value is not None:
@@ -155,6 +157,7 @@ class TensorComparison:
             self._rounded.add(scale)
 
     def _pair(self, name: str) -> _Pair | None:
+        """Return a tensor that was added, with the expected one. None: the values are not known, or no longer kept."""
         if name in self._differing:
             return self._kept.pop(name, None)
         value = self._value(self._known_as(name))
@@ -174,10 +177,12 @@ class TensorComparison:
         return sorted(findings, key=lambda finding: finding.name), listed
 
     def _is_copy(self, certified: Certified, looks: Mapping[str, _Look]) -> bool:
+        """True if a tensor may be missing: it is tied, and has the bytes of its owner."""
         owner = str(self._tied.get(certified.name))
         return owner not in self._tied and looks.get(owner) == _look(certified)
 
     def _differs(self, one: _Differing, owners: Mapping[_Look, list[str]]) -> Finding:
+        """Return the finding about a tensor with other bytes. ``owners``: names of the reference's tensors by look."""
         certified, digest, first = one
         name, shape = certified.name, certified.shape
         others = owners.get((DTYPES.get(certified.dtype), shape, digest))

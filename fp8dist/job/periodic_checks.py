@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from fp8dist.checks.at_rest import AtRest
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.checker import Checker
-from fp8dist.checks.inventory import Scope, order_of_ways
+from fp8dist.checks.inventory import Scope
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.checks.values import compare_values
 from fp8dist.job.weight_scales import WeightScales
@@ -82,12 +81,10 @@ class PeriodicChecks:
         self._scales.warn_of_outgrown()
         job, enabled = self._state.job, self._state.settings.enabled
         done = max(int(sync.arena.step) for sync in self._state.syncs) if enabled else job.boundaries - in_step
-        report = self._checker.check(done, done + in_step, scope, policy, max_repairs)
         inferred = self._checker.inferred.size if self._checker.inferred is not None and scope.parameters else 0
-        also = {"at rest": self._at_rest.size, "inferred": inferred}
-        if any(also.values()):
-            by = Counter(report.compared_by) + Counter(also) - Counter({"not compared": inferred})
-            report = replace(report, compared_by={way: by[way] for way in sorted(by, key=order_of_ways)})
+        also = (("at rest", self._at_rest.size), ("inferred", inferred), ("not compared", -inferred))
+        scope = replace(scope, also={way: size for way, size in also if size})
+        report = self._checker.check(done, done + in_step, scope, policy, max_repairs)
         if scope.parameters and report.compared and not report.diverged:
             self._checker.last = Checked.of(job.step if enabled else done, report)
             if self._checker.last.verified:

@@ -28,6 +28,7 @@ __all__ = [
     "fsdp2_gathered_dtypes",
     "fsdp2_groups",
     "fsdp2_modules",
+    "fsdp2_shard_groups",
     "has_fsdp1_mark",
     "has_fsdp2_hook",
     "missing_fsdp1_mark",
@@ -180,6 +181,25 @@ def fsdp2_gathered(whole: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         rows = -(-full.size(placement.dim) // mesh.shard_mesh_size)  # As torch.chunk cuts.
         first = min(mesh.shard_mesh_rank * rows, full.size(placement.dim))
         yield each._unsharded_param, full.narrow(placement.dim, first, shard.size(placement.dim)), shard.detach()
+
+
+def fsdp2_shard_groups(whole: nn.Module) -> dict[int, Any]:
+    """Return the process group among whose ranks FSDP2 has cut a parameter, by the id of the parameter, for parameters
+    of which each of these ranks has a part. Empty if this torch lacks a private name; ``attach`` warns of that."""
+    modules = fsdp2_modules(whole)
+    if next(_missing_of_fsdp2(modules), None) is not None:
+        return {}
+    found: dict[int, Any] = {}
+    for each in (one for module in modules for group in _groups(module._get_fsdp_state()) for one in group.fsdp_params):  # type: ignore[operator]
+        mesh: Any = getattr(each, "mesh_info", None)
+        placement, group = getattr(each, "fsdp_placement", None), getattr(mesh, "shard_process_group", None)
+        size = getattr(each, "_orig_size", None)
+        if placement is None or group is None or size is None:
+            continue
+        length, ranks = size[placement.dim], group.size()
+        if (ranks - 1) * -(-length // ranks) < length:  # As torch.chunk cuts.
+            found[id(each.sharded_param)] = group
+    return found
 
 
 def _groups(state: Any) -> list[Any]:

@@ -24,7 +24,8 @@ _INSTEAD = "replay the model before it is sharded"
 
 
 class KeptModel:
-    """Keeps the gradients, buffers and modes (train or eval) of a model when it is made, and can put them back. Local.
+    """Keeps the gradients, buffers and modes (train or eval) that a model has now. Run the model any number of times
+    inside ``running``, then call ``put_back`` and ``require_unwritten``. Local.
 
     Gradients are taken out of the model while it runs, not copied. Buffers are copied. A parameter that a run replaces
     by another tensor is put back. Writes to the values of a parameter are detected, not undone.
@@ -55,8 +56,8 @@ class KeptModel:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run a forward and a backward in the block, starting from the kept buffers and without gradients. DDP does not
-        communicate. Discard the gradients of the run at the end."""
+        """Context for a forward and a backward, which start from the kept buffers and without gradients. DDP does not
+        communicate in it; FSDP2 does. Discards the run's gradients, if nothing is raised; ``put_back`` always does."""
         self._clear()
         with contextlib.ExitStack() as stack:
             for wrapper in _ddp_modules(self._model):
@@ -65,6 +66,7 @@ class KeptModel:
         self._clear()
 
     def _clear(self) -> None:
+        """Put back all that is kept but the gradients, and drop the gradients that the model has."""
         for module, mode in self._modes:
             module.training = mode
         self._put_back_tensors()
@@ -88,6 +90,7 @@ class KeptModel:
 
     @torch.no_grad()
     def _put_back_tensors(self) -> None:
+        """Put back which parameters and buffers the modules have, their memory, and the values of buffers."""
         for registry, tensors in self._registries:
             registry.clear()  # Drops tensors that a run has registered.
             registry.update(tensors)
@@ -106,14 +109,15 @@ def _is_plain(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def _each_once(tensor: Tensor) -> Tensor:
-    """Return a view of the tensor with each element of memory once. torch refuses writes to an expanded tensor."""
+    """Return a view of the tensor in which no dim repeats memory: torch refuses writes to an expanded tensor."""
     if tensor.layout is not torch.strided:
         return tensor.detach()
     return tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield (object, name of its attribute that may hold a gradient): parameters, and FSDP2's unreduced gradients."""
+    """Yield (object, name of its attribute that may hold a gradient): of parameters, and of FSDP2's own objects, which
+    hold gradients that are not reduced yet."""
     seen = set()
     for module in fsdp2_modules(model):
         for group in fsdp2_groups(module, _REPLAY, _INSTEAD):
@@ -135,7 +139,7 @@ def _ddp_modules(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def _unsynced(wrapper: Any) -> Iterator[None]:
-    """Run the block without any communication of DDP, of gradients or buffers."""
+    """Context in which DDP communicates neither gradients nor buffers."""
     before = wrapper.require_forward_param_sync
     wrapper.require_forward_param_sync = False
     try:
@@ -192,7 +196,8 @@ def _require_settled(wrapper: Any) -> None:
 
 
 def _awaits_backward(wrapper: Any) -> bool:
-    """True between a forward and the backward that reduces its gradients.
+    """True between a forward and the backward that reduces its gradients. False also if this cannot be tested: with
+    mixed precision in DDP, or without a small parameter.
 
     DDP has no call for this. So run the backward of one small parameter, and test if DDP's reducer has counted the
     gradient; if so, reset the reducer to the state after the forward. The parameter's gradient is put back. Local: DDP
@@ -219,8 +224,8 @@ def _awaits_backward(wrapper: Any) -> bool:
 
 
 def _small_parameter(wrapper: Any) -> Tensor | None:
-    """Return a parameter of at most one dim without hooks. Prefer one that is not alone in its bucket: DDP would send
-    the bucket. None if there is no such parameter, or no other parameter."""
+    """Return a parameter of at most one dim without hooks, if possible one that shares its bucket: DDP would send a
+    bucket of this parameter alone. None if there is no such parameter, or it is the model's only one."""
     learning = [p for p in wrapper._module_parameters if p.requires_grad]  # As DDP numbers them.
     buckets = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "").split(",")
     sharing = {int(index) for bucket in buckets if len(bucket.split()) > 1 for index in bucket.split()}
@@ -232,6 +237,7 @@ def _small_parameter(wrapper: Any) -> Tensor | None:
 
 
 def _require_plain_gradient(parameter: Tensor) -> None:
+    """Raise ConfigurationError unless the parameter has values, and its gradient is in ``grad`` alone."""
     if nn.parameter.is_lazy(parameter):
         raise ConfigurationError(f"{_REPLAY}: the model has lazy parameters: run a forward first")
     if parameter.device.type == "meta":

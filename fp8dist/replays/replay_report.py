@@ -23,18 +23,18 @@ class ReplayFinding:
     """One finding of a replay. All ranks are global.
 
     Attributes:
-        kind: "not deterministic": ``ranks`` got another result from their own batch the second time. "ranks differ":
+        kind: "not deterministic": the second run of their own batch gave ``ranks`` another result. "ranks differ":
             ``ranks`` got another result than ``reference_rank`` from the same batch. "nonfinite": the data of ``ranks``
             gives a NaN or an infinity, also on the rank that repeated the batch.
         ranks: the ranks concerned. For "ranks differ" without a reference, the two ranks that differ.
         module: name of the first module in execution order that shows the finding; "" for the model itself.
         what: "output" or "gradient" (of its output) of this module, or "gradient of NAME", one of its parameters.
         call: number of the module's call, from 0.
-        place: number of outputs and gradients of the step before this one.
+        place: index of this output or gradient among all of the step, in execution order.
         reference_rank: the rank that is taken to be right. None: not "ranks differ", or it is not known who is right.
         index, value, expected, ulp: the first element that differs, if known: its index, its value on the first of
-            ``ranks`` and on the other rank, and their distance in units in the last place.
-        detail: further facts, such as the name of a parameter that is not finite.
+            ``ranks``, its value on the other rank, and the distance of the values in units in the last place.
+        detail: further facts as text. Of "nonfinite": "", "on all ranks, …", or the parameter that is not finite.
     """
 
     kind: Kind
@@ -59,7 +59,7 @@ class ReplayFinding:
         detail = f" ({self.detail})" if self.detail else ""
         if self.kind == "not deterministic":
             return f"not deterministic on {who}, first in {where}{detail}"
-        if self.kind == "nonfinite":
+        if self.kind == "nonfinite":  # Any other detail names a parameter that is not finite.
             source = f"the data of {who} gives" if self.detail in ("", _EVERYWHERE) else f"a parameter gives {who}"
             return f"{source} the first non-finite value in {where}{detail}"
         against = "" if self.reference_rank is None else f" from rank {self.reference_rank}"
@@ -72,6 +72,7 @@ class ReplayFinding:
 
     @property
     def _element(self) -> str:
+        """The first element that differs, as the end of a sentence; "" if it is not known."""
         if self.index is None:
             return ""
         ulp = "" if self.ulp is None else f", {self.ulp} ULP"
@@ -91,7 +92,7 @@ class ReplayReport:
         findings: results that are not deterministic, then ranks that differ, then values that are not finite; each kind
             in execution order.
         ranks: the global ranks that took part.
-        compared: number of outputs and gradients that the lowest rank compared.
+        compared: number of outputs and gradients that the first rank of the group compared.
         skipped: comparisons that were not made, and why, as text.
     """
 
@@ -102,7 +103,7 @@ class ReplayReport:
 
     @property
     def reproducible(self) -> bool:
-        """True if equal data gave equal results: on each rank twice, and on the next rank."""
+        """True if equal data gave equal results: on each rank twice, and, if not ``skipped``, on the next rank."""
         return all(finding.kind == "nonfinite" for finding in self.findings)
 
     @property
@@ -129,8 +130,8 @@ class ReplayReport:
 
 
 class Replayed(NamedTuple):
-    """A replay of a kept batch. ``trigger``: kind of the event that caused it. ``step``, ``microbatch``: those of the
-    batch; microbatches count from 0."""
+    """A replay of a kept batch. ``trigger``: kind of the event that caused it. ``step``, ``microbatch``: of the batch;
+    the microbatches of a step are counted from 0."""
 
     trigger: str
     step: int
@@ -167,7 +168,7 @@ def _row(f: ReplayFinding) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The observations of one rank. A place is given as (its number in the step, ``Place``).
+    """The observations of one rank. A place is an output or a gradient, given as (its index in the step, ``Place``).
 
     Attributes:
         rank: this rank, global.
@@ -175,9 +176,9 @@ class RankResult:
         unsteady: the first place at which this rank's second run of its own batch gave another result.
         ops: names of operations just before the place of ``unsteady`` that torch knows as non-deterministic.
         differs: the first place at which this rank got another result from the batch of ``next`` than ``next`` did.
-        here: the place with the number of ``differs`` in this rank's own run; None if the run was shorter.
-        difference: the first differing element at ``differs``. None if shapes differ, or if the runs that were repeated
-            to find it did not differ.
+        here: the place with the index of ``differs`` in this rank's run of that batch; None if the run was shorter.
+        difference: the first differing element at ``differs``. None if other modules ran, shapes differ, or the runs
+            that were repeated to find it did not differ.
         note: more about the difference, as text.
         nonfinite: the first place in the run of this rank's own batch with a NaN or an infinity.
         spoilt: name of the first parameter of which this rank holds a value that is not finite; "" if none.
@@ -198,7 +199,8 @@ class RankResult:
 
 
 def judge(everyone: Sequence[RankResult], skipped: Sequence[str] = ()) -> ReplayReport:
-    """Return the report from the results of all ranks. Pure."""
+    """Return the report from the results of all ranks, in the order of the group. ``skipped``: see ``ReplayReport``.
+    Local, and the same on all ranks."""
     unsteady = [_unsteady(result) for result in everyone if result.unsteady is not None]
     odd = {result.rank for result in everyone if result.unsteady is not None}
     from_data = [result for result in everyone if result.nonfinite is not None and _is_of_data(result, everyone)]
@@ -214,6 +216,7 @@ def _order(finding: ReplayFinding) -> tuple[int, tuple[int, ...]]:
 
 
 def _unsteady(result: RankResult) -> ReplayFinding:
+    """Return the finding about a rank whose two runs differ."""
     assert result.unsteady is not None
     index, place = result.unsteady
     detail = (
@@ -262,8 +265,8 @@ def _nonfinite(results: Sequence[RankResult], ranks: int) -> list[ReplayFinding]
 def _differing(everyone: Sequence[RankResult], odd: Set[int]) -> list[ReplayFinding]:
     """Return findings from the pairs of neighbours (a rank and its ``next``) that differ on one batch.
 
-    A rank that differs from both its neighbours is blamed, if one of these neighbours agrees with its own other
-    neighbour. Pairs without a blamed rank give a finding without a reference.
+    A rank is blamed if it differs from both its neighbours, and one of them agrees with its neighbour on the other
+    side. Pairs without a blamed rank give a finding without a reference.
 
     Args:
         odd: ranks that are not deterministic. Their pairs are left out, because such a rank differs from any other.
@@ -275,6 +278,7 @@ def _differing(everyone: Sequence[RankResult], odd: Set[int]) -> list[ReplayFind
     blamed: set[int] = set()
     for result in pairs:
         for rank, other in ((result.rank, result.next), (result.next, result.rank)):
+            # A blamed rank is in two pairs. The finding is from the one in which it repeated its neighbour's batch.
             if rank in both and other in agreeing and (rank == result.rank or rank not in blamed):
                 blamed.add(rank)
                 found[(rank,)] = _difference(result, rank)
@@ -288,6 +292,7 @@ def _differing(everyone: Sequence[RankResult], odd: Set[int]) -> list[ReplayFind
 
 
 def _difference(result: RankResult, blamed: int | None) -> ReplayFinding:
+    """Return the finding of a pair that differs. ``blamed``: the rank of it that is wrong; None: not known."""
     assert result.differs is not None
     index, place = result.differs
     reference = None if blamed is None else result.next if blamed == result.rank else result.rank

@@ -1,4 +1,4 @@
-"""``replay_on``: replays the kept batch of the step in which an event of the training has its cause."""
+"""``replay_on``: replays the kept batch that caused an event of the training, such as an amax that is not finite."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _UNKNOWN = -1
 
 
 class _Wish(NamedTuple):
-    """A rank's wish for a replay, from an event of this ``kind``. ``microbatch``, ``rank``: those that the event names.
-    ``microbatch`` None: the step's microbatches in order, until a replay has findings."""
+    """A rank's wish for a replay, from an event of this ``kind``. ``microbatch``, ``rank``: as the event names them.
+    ``microbatch`` None: replay the step's microbatches in order, until a replay has findings."""
 
     kind: str
     step: int
@@ -78,9 +78,9 @@ def replay_on(
     callback: Callable[[Event], None] | None = None,
 ) -> None:
     """From now on, replay the kept batch that an event names, and report the findings. The call itself is local; make
-    it on all ranks alike. From then on, the end of each step (the boundary) has one more COLLECTIVE: an all-reduce of
-    96 bytes, with which the ranks agree on a replay. On GPUs the boundary waits for the device, because the amaxes of
-    a step are judged at its own boundary, before the update.
+    it on all ranks alike. From then on, with FP8, the end of each step (the boundary) has one more COLLECTIVE: an
+    all-reduce of 96 bytes, with which the ranks agree on a replay. On GPUs the boundary waits for the device, because
+    the amaxes of a step are judged at its own boundary, before the update.
 
     A replay begins at the end of the boundary of the step, inside the optimizer's step before the update. So the
     weights are those of the step. With delayed scaling, the scales are those computed at this boundary. Each rank
@@ -96,8 +96,8 @@ def replay_on(
     - "jump": a scale jumped, see ``fp8dist.watch(jump=…)``. A delayed scale jumps one step after its amax. The batch
       of the amax's step is replayed, with the weights of the step after it. If ``watch`` did not observe the amax's
       step, nothing is replayed.
-    - "spike": the guard saw a spike. If the guard stops the run, or there is no manager, the replay takes place inside
-      ``LossGuard.observe``: call ``observe`` between the backward and the update.
+    - "spike": the guard saw a spike. If the guard stops the run, or there is no manager, the ranks agree and replay
+      inside ``LossGuard.observe``: call ``observe`` between the backward and the update.
 
     Args:
         manager: the StateManager of the model, or a model without FP8, for which only the guard has events.
@@ -165,6 +165,7 @@ class _Replays:
     # Events --------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
+        """Note an event of the manager, with the microbatch and the rank of its cause if they are known. Local."""
         assert self._manager is not None
         cause = event.cause
         if event.kind == "jump" and cause is None and "jump" in self._events:
@@ -189,12 +190,13 @@ class _Replays:
                 self._rest = max(0, self._rest - 1)
 
     def _note(self, kind: str, step: int, microbatch: int | None = None, rank: int | None = None) -> None:
+        """Note a wish. Of several of one kind, the first that names a microbatch stays, else the last."""
         before = self._wishes.get(kind)
         if kind in self._events and (before is None or before.microbatch is None):
             self._wishes[kind] = _Wish(kind, step, microbatch, rank)
 
     def _end_step(self, took_place: bool) -> None:
-        """Replay at the end of a boundary. COLLECTIVE, unless a loss scaler skipped the step."""
+        """Replay at the end of a boundary. COLLECTIVE, unless a loss scaler skipped the step (``took_place`` False)."""
         assert self._manager is not None
         if not took_place:
             self._wishes.clear()
@@ -246,7 +248,7 @@ class _Replays:
             mine = (1 + _KINDS.index(wish.kind), wish.step, microbatch, rank)
             kept = len(self._recorder.of(wish.step))
         (*least, kept, _), (*most, _, rests) = self._extremes(*mine, kept, int(self._rest > 0))
-        if rests or not most[0]:
+        if rests or not most[0]:  # A rank may not replay yet, or no rank has a wish.
             return
         if wish is None or least != most:
             self._warn_once("the ranks do not agree on an event, so its batch is not replayed")
@@ -285,6 +287,7 @@ class _Replays:
         self._notify(Replayed(wish.kind, wish.step, microbatch, found))
 
     def _replay_one(self, kept: KeptBatch) -> ReplayReport:
+        """Replay a microbatch. COLLECTIVE. Raises on all ranks, if a rank cannot put its batch back on its device."""
         batch, failed = None, None
         try:
             batch = kept.batch()
@@ -297,11 +300,13 @@ class _Replays:
             return replay(self._model, self._step, batch, **given)
 
     def _group(self) -> GroupLike | None:
+        """Return the group of the replay: the given one, else the ranks that agree."""
         if self._given is not None or self._ranks is None:
             return self._given
         return self._ranks.mesh or self._ranks.process_group
 
     def _notify(self, replayed: Replayed) -> None:
+        """Log the report on one rank, and call the callbacks on all."""
         event = Event("replayed", self._now(replayed.step), replay=replayed)
         self._warn(
             f"after a {replayed.trigger!r}, microbatch {replayed.microbatch} of step {replayed.step} was replayed: "
@@ -313,6 +318,7 @@ class _Replays:
             self._callback(event)
 
     def _warn(self, message: str) -> None:
+        """Log on the lowest of the ranks that agree."""
         if own_rank() == (0 if self._ranks is None else min(self._ranks.ranks)):
             logger.warning("fp8dist: step %d: %s", self._now(0), message)
 

@@ -1,10 +1,10 @@
-"""The ops of ``ops`` and ``grouped_ops``, without PyTorch's dispatcher where only the backend needs to see the call.
+"""Calls the ops of ``ops`` and ``grouped_ops`` without PyTorch's dispatcher where only the backend would see the call.
 
 A dispatch of an op that is written in Python costs tens of microseconds on the host, several times per Linear. In plain
-eager execution, the functions here call the backend's function directly, with the same result. Everywhere else, they
+eager execution, the functions here call the op's implementation directly, with the same result. Everywhere else, they
 call the op: while compiling or tracing, under a dispatch mode (fake tensors, FLOP counting, selective checkpointing),
 inside a functorch transform, while profiling, and for tensor subclasses. A TorchFunctionMode does not count as such a
-mode: it sees the torch operations of the backend's function, not the op.
+mode: it sees the torch operations of the implementation, not the op. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ __all__ = [
 
 _EAGER = DispatchKeySet(DispatchKey.BackendSelect)
 _STATES = (_EAGER | DispatchKeySet(DispatchKey.ADInplaceOrView), _EAGER)
-"""The dispatcher's included keys in plain execution, and in inference mode. Modes, tracers and transforms add keys."""
+"""The keys that the dispatcher adds to those of the arguments, in plain execution and in inference mode. Modes, tracers
+and transforms add others."""
 
 _TYPES = (Tensor, torch.nn.Parameter)
 _DEVICES = ("cuda", "cpu")
@@ -60,7 +61,7 @@ def is_plain(x: Tensor) -> bool:
         and type(x) in _TYPES
         and not torch._C._autograd._profiler_enabled()
         and x.device.type in _DEVICES
-        # A kernel reads memory, which lacks a negation, and a zero tensor has none: both are flags of the dispatcher.
+        # A kernel would read memory that is not negated yet, or the missing memory of a zero tensor.
         and not (x.is_neg() or x._is_zerotensor())
         # Autograd does not look into an op. In a direct call, it would record the torch operations of the backend.
         and not (x.requires_grad and torch.is_grad_enabled())
@@ -68,8 +69,8 @@ def is_plain(x: Tensor) -> bool:
 
 
 def _directly(op: torch._ops.OpOverload, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a function that calls ``op`` or its implementation. ``compiled``: the function that torch.compile traces
-    in place of ``op``, if any."""
+    """Return a function that calls the implementation of ``op`` if its first argument ``is_plain``, else ``op``.
+    ``compiled``: the function that torch.compile traces in place of ``op``, if any."""
     implementation = {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}[op._opname]
 
     @functools.wraps(implementation)
@@ -97,7 +98,7 @@ matmul_grouped_columns = _directly(grouped_ops.matmul_grouped_columns)
 
 
 class StateUpdates:
-    """The launch and the commit of one arena's sync, on the arena's ``arrays``.
+    """The two updates of an arena (the slots of one recipe and one group of ranks) in a step, on its ``arrays``.
 
     On a CPU, the backends "auto" and "torch" run numpy on the same memory (``host.py``). "reference" runs plain torch,
     so that a job can be compared with it.
@@ -110,7 +111,7 @@ class StateUpdates:
         self._views = host.HostArrays(arrays) if on_cpu and backend in ("auto", "torch") else None
 
     def launch(self, hold: Tensor | None, drop_nonfinite: bool) -> None:
-        """See ``launch`` in ``reference/update.py``."""
+        """Write the message to all-reduce into ``send``. See ``launch`` in ``reference/update.py``."""
         plain = is_plain(self._arrays.pending)
         if plain and self._views is not None:
             host.launch(self._views, hold, drop_nonfinite)
@@ -119,8 +120,8 @@ class StateUpdates:
             launch(list(self._arrays), hold, drop_nonfinite=drop_nonfinite, backend=self._backend)
 
     def commit(self, reduced: Tensor, hold: Tensor | None) -> Tensor:
-        """See ``commit`` in ``reference/update.py``. ``reduced``: int32, the all-reduced message; elements after the
-        message are ignored."""
+        """Take the all-reduced message ``reduced``, int32; elements after the message are ignored. See ``commit`` in
+        ``reference/update.py``, also for the result, bool[7]."""
         plain = is_plain(reduced)
         if plain and self._views is not None:
             return host.commit(self._views, self._rule, reduced, hold)

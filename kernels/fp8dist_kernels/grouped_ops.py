@@ -84,6 +84,7 @@ def register_flops() -> None:
 def _multiply(
     name: str, a: Tensor, *rest: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
 ) -> Tensor:
+    """Call function ``name`` of the backend, and notify the tap, if there is one."""
     if name == "matmul_grouped":
         multiply = functools.partial(_matmul_grouped, backend)
     else:
@@ -230,9 +231,10 @@ expert, ``ops.quantize_rowwise``, or ``ops.quantize_blocks`` with blocks of 1 x 
 matmul_grouped = torch.ops.fp8dist.matmul_grouped.default
 """``(a[tokens, k], b[E, n, k], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [tokens, n]``: for each expert,
 ``a @ b[e].T + bias[e]`` of its rows, dequantised. Rows of no expert are 0. ``reference/grouped_matmuls.py`` gives the
-shapes of the scales."""
+shapes of the scales and the errors. ``multipliers.ProductError`` if torch's own kernel refuses the product."""
 
 matmul_grouped_columns = torch.ops.fp8dist.matmul_grouped_columns.default
 """``(a[n, columns], b[k, columns], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [E, n, k]``: for each expert,
 ``a @ b.T`` over the expert's columns, dequantised. ``a`` and ``b`` are transposed copies of grouped casts, so a column
-is a token. 0 for an expert without rows. ``reference/grouped_matmuls.py`` gives the shapes of the scales."""
+is a token. 0 for an expert without rows. ``reference/grouped_matmuls.py`` gives the shapes of the scales, and the
+errors."""

@@ -32,7 +32,8 @@ def measure(
     *,
     block: tuple[int, int],
 ) -> None:
-    """See ``reference.shares.measure``. ``block`` must be (0, 0), which means one scale for the tensor."""
+    """Record the shares of ``x`` in ``saturated`` and ``underflow``: see ``reference.shares.measure``. ``block`` must
+    be (0, 0), which means one scale for the tensor."""
     if x.numel() == 0:
         return
     require_scales(x, inv_scale, block)
@@ -43,13 +44,13 @@ def measure(
     rows = rows if rows.is_contiguous() or not rows.t().is_contiguous() else rows.t()
     counts = _count(rows.contiguous(), most, least)
     for place, count in zip((saturated, underflow), counts):
-        share = float(np.float32(count) / np.float32(x.numel()))
+        share = float(np.float32(count) / np.float32(x.numel()))  # In float32, as the reference divides.
         if share > place.item():
             place.fill_(share)
 
 
 def _bits(limit: float) -> int | None:
-    """Return the limit, rounded to float32 and at most its largest number, as bits. None if NaN: no element counts."""
+    """Return the float32 bits of ``limit``, or of the largest float32 if that is less. None for NaN: nothing counts."""
     return None if math.isnan(limit) else int(struct.unpack("i", struct.pack("f", min(limit, FLOAT32_MAX)))[0])
 
 

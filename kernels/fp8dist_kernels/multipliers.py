@@ -47,7 +47,7 @@ ROW_MULTIPLE = 8
 """cuBLASLt wants rows that have a scale per 1 x 128 block in multiples of 8 (TransformerEngine's cublaslt_gemm.cu
 checks it: "Caller must pad")."""
 
-_LEAST, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
+_LEAST, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)  # Compute capabilities. _LEAST: the first with FP8.
 _CUBLASLT_WITH_SCALES = (12, 9)
 """Since this version, cuBLASLt takes scales per row and per block, on Hopper."""
 
@@ -59,7 +59,7 @@ _CUBLASLT_WITH_LAYOUTS = (12, 8)
 """Since this version, cuBLASLt takes all layouts on Blackwell (issue 152150 of PyTorch). ``_scaled_gemm`` in
 ScaledBlas.cpp lets them pass there: "H100 only supports row-major x column-major"."""
 
-_MOST_GROUPS = 1023
+_MOST_GROUPS = 1023  # torch's kernel requires ``group_count < 1024``: it has a thread per group.
 
 
 class Machine(NamedTuple):
@@ -111,7 +111,7 @@ def _without_fp8(product: Product, machine: Machine) -> bool:
 
 
 def _single_block(product: Product, machine: Machine) -> bool:
-    # Neither libtorch's tests nor TransformerEngine ever multiply such a short block.
+    # Avoided as untested: neither torch's tests nor TransformerEngine multiply with such a short k.
     return product.scaling is Scaling.BLOCKWISE and product.k < BLOCK and machine.capability is not None
 
 
@@ -166,7 +166,7 @@ ROWS: tuple[Row, ...] = (
     Row("a sum with what a buffer holds", _into_buffer, Detour.ADDED_AFTER),  # In ``ops.matmul_into``.
 )
 """Products that torch does not take as given. The first row that applies counts. A detour computes another product, to
-which fewer rows apply; at the end none does."""
+which fewer rows apply, and which may take a detour in turn."""
 
 
 @functools.lru_cache(512)
@@ -176,8 +176,8 @@ def row_of(product: Product, machine: Machine) -> Row | None:
 
 
 def reads_sideways(scaling: Scaling, machine: Machine) -> bool:
-    """True if products, torch's as well as Triton's, are given a ``b`` that lies in memory as [k, n]. If False, it must
-    be copied to [n, k] first.
+    """True if products, torch's as well as Triton's, may read a ``b`` [n, k] that lies in memory as [k, n]. If False,
+    it must be copied first, so that k is last in memory.
 
     Tensor cores of sm_100 read FP8 in either layout (tcgen05). Those of Hopper, Ada and consumer Blackwell need k last:
     Triton could read [k, n] there, but would transpose each tile in registers. With a scale per row, torch uses CUTLASS

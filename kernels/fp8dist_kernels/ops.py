@@ -13,11 +13,12 @@
 ``fp8dist::launch``            write an arena's state into the message of its collective
 ``fp8dist::commit``            update the arena from the collective's result
 
+A *slot* is the FP8 state of one tensor, an *arena* the slots of one recipe and one group of ranks (``arrays.py``).
 Casts and products take a ``tap``, whose listener gets their arguments and results, and the ``site`` of the call
 (``taps.py``).
 
-Each op mutates only the arguments that its schema marks. Whether a slot is cold, and whether ranks agree, is read from
-device memory inside the op: a flag on the host would be baked into compiled and captured graphs.
+No op communicates. Each mutates only the arguments that its schema marks. Whether a slot is cold, and whether ranks
+agree, is read from device memory inside the op: a flag on the host would be baked into compiled and captured graphs.
 
 ``backend``: "triton", "torch" (``torch._scaled_mm`` and eager operations), "reference" (float32 products), or "auto".
 On GPUs with FP8, "auto" casts with Triton. A product that torch takes (``multipliers.py``) is torch's, unless the
@@ -155,6 +156,7 @@ def cast(
         options["block"] = tuple(options["block"])
     results = getattr(version_of_backend(backend, x.device, of), name)(x, *rest, **options)
     if tap is not None:
+        # Not ``sums`` and ``scratch``, which the cast only writes to: a listener that repeats it needs neither.
         shown = {key: value for key, value in options.items() if key not in ("sums", "scratch")}
         notify(tap, name, site, (x, *rest), {**shown, "backend": backend}, *results)
     return results
@@ -281,7 +283,8 @@ def implementer(backend: str, device: torch.device) -> str:
 
 
 def multiplier_name(product: Product, fast_accumulation: bool, backend: str, device: torch.device) -> str:
-    """Return what computes a product: "Triton", "torch._scaled_mm" or "reference"."""
+    """Return what computes a product: "Triton", "torch._scaled_mm" (also for torch's scaled_mm) or "reference". Raise
+    ValueError if ``backend`` is unknown or not available on ``device``."""
     multiply = _multiplier(product, fast_accumulation, backend, device)
     of_torch = torch_matmuls.multiply_directly, torch_matmuls.multiply_torch
     names = {**dict.fromkeys(of_torch, "torch._scaled_mm"), matmuls.multiply_reference: "reference"}
@@ -342,6 +345,7 @@ def _quantize_blocks_fake(
             return x.new_empty(0, dtype=torch.float32)
         if height > 1:
             return x.new_empty((*experts, down, across), dtype=torch.float32)
+        # Scales of 1 x 128 blocks are a transposed view, as products want them.
         return x.new_empty((*experts, across, down), dtype=torch.float32).mT
 
     *experts, tokens, features = x.shape
@@ -444,13 +448,15 @@ measure = torch.ops.fp8dist.measure.default
 matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
 of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``. ``b`` may be a transposed
-view of contiguous memory. It is copied if the device's products need k last in memory: see ``reads_sideways``."""
+view of contiguous memory. It is copied if the device's products need k last in memory: see ``reads_sideways``. n and k
+are multiples of 16. Raises ValueError for operands or scales that do not fit, ``multipliers.ProductError`` if torch has
+to compute the product and cannot."""
 
 matmul_into = torch.ops.fp8dist.matmul_into.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, total[m, n], …)``: add ``a @ b.T`` to ``total``, which has any float
 dtype and strides. The product is computed and added in float32, and the sum is rounded once. Triton's kernel of the
 product adds, if TMA can write to ``total``; otherwise the addition is a second kernel. A tap gets the product as from a
-``matmul``. Raises ValueError if ``total`` has another shape."""
+``matmul``. Errors as there, and ValueError if ``total`` has another shape."""
 
 launch = torch.ops.fp8dist.launch.default
 """``(arrays, hold, …)``: see ``launch`` in ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""

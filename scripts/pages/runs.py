@@ -71,7 +71,7 @@ def front(
         measured: the results of GPUs.
         bugs: how many of the public silent bugs are found.
     """
-    rows = [["public silent bugs that it finds", bugs, "`scripts/silent-bugs`"]]
+    rows = [["public silent bugs found", bugs, "`scripts/silent-bugs`"]]
     if numbers is not None:
         linear = (numbers["bytes_per_sync"] - HEADER_BYTES) / numbers["slots"] * SLOTS
         syncs = (

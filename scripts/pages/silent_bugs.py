@@ -12,7 +12,7 @@ from scripts.benchmarks.markdown import table
 from tests.silent_bugs.bugs import BUGS
 from tests.silent_bugs.outcomes import ARGUMENT, DEFAULT, NOT_VISIBLE, PROGRAMS, TOOL
 
-__all__ = ["count", "front", "of_bugs", "parts_of"]
+__all__ = ["counts", "front", "of_bugs", "of_counts", "parts_of"]
 
 Results = dict[str, Any]
 
@@ -20,16 +20,26 @@ Results = dict[str, Any]
 def parts_of(root: Path) -> Mapping[str, Callable[[], str]]:
     """Return the parts of the page, from the published results."""
     results = results_files.load("silent_bugs", root) or {"rows": []}
-    return {"silent-bugs": partial(of_bugs, results), "silent-counts": partial(of_counts, results)}
+    return {
+        "silent-bugs": partial(of_bugs, results),
+        "silent-bugs-afterwards": partial(of_bugs, results, afterwards=True),
+        "silent-counts": partial(of_counts, results),
+    }
 
 
-def _found(results: Results, *ways: str) -> list[str]:
-    return [row["name"] for row in results["rows"] if row["way"] in (ways or (DEFAULT, ARGUMENT, TOOL))]
+def _rows(results: Results, afterwards: bool) -> list[dict[str, Any]]:
+    """Return the rows of the first list, or of those drawn ``afterwards``."""
+    return [row for row in results["rows"] if BUGS[row["name"]].afterwards == afterwards]
 
 
-def count(results: Results) -> str:
-    """Return how many are found."""
-    return f"{len(_found(results))} of {len(results['rows'])}"
+def _found(rows: list[dict[str, Any]], *ways: str) -> int:
+    return sum(row["way"] in (ways or (DEFAULT, ARGUMENT, TOOL)) for row in rows)
+
+
+def counts(results: Results) -> tuple[str, str]:
+    """Return how many are found of the first list, and of those drawn afterwards."""
+    first, second = (f"{_found(rows)} of {len(rows)}" for rows in (_rows(results, False), _rows(results, True)))
+    return first, second
 
 
 def front(root: Path) -> str:
@@ -37,25 +47,27 @@ def front(root: Path) -> str:
     results = results_files.load("silent_bugs", root)
     if results is None:
         return "not counted yet"
-    default, argument, tool = (len(_found(results, way)) for way in (DEFAULT, ARGUMENT, TOOL))
+    default, argument, tool = (_found(_rows(results, False), way) for way in (DEFAULT, ARGUMENT, TOOL))
     ways = f"{default} by default, {argument} with an argument, {tool} by a tool"
-    return f"[{count(results)}](docs/design/silent-bugs.md): {ways}"
+    first, second = counts(results)
+    return f"[{first}](docs/design/silent-bugs.md): {ways}; {second} drawn afterwards"
 
 
 def of_counts(results: Results) -> str:
     """Return the table of what is found, by whether ranks differ."""
     rows = []
-    for text, alike in (("ranks differ", False), ("alike on all ranks", True)):
-        names = [row["name"] for row in results["rows"] if PROGRAMS[row["name"]].alike == alike]
-        ways = [len({*names} & {*_found(results, way)}) for way in (DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE)]
-        rows.append([text, str(len(names)), *map(str, ways)])
+    for of, afterwards in (("the forty", False), ("the ten", True)):
+        for text, alike in (("ranks differ", False), ("alike on all ranks", True)):
+            some = [row for row in _rows(results, afterwards) if PROGRAMS[row["name"]].alike == alike]
+            ways = [_found(some, way) for way in (DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE)]
+            rows.append([f"{of}: {text}", str(len(some)), *map(str, ways)])
     return table(["", "bugs", DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE], rows)
 
 
-def of_bugs(results: Results) -> str:
-    """Return the table of all bugs, one a row."""
+def of_bugs(results: Results, afterwards: bool = False) -> str:
+    """Return the table of the forty bugs, one a row, or of those drawn ``afterwards``."""
     rows = []
-    for row in results["rows"]:
+    for row in _rows(results, afterwards):
         bug, program = BUGS[row["name"]], PROGRAMS[row["name"]]
         outcome = f"`{row['watch']}`" if row["watch"] else f"**{row['way']}**"
         if row["way"] == NOT_VISIBLE:

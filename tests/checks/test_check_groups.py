@@ -152,7 +152,7 @@ def test_hsdp_replicas_that_differ_are_found_in_the_right_replica_group(
     assert coords == [{"replicate": replicate, "shard": shard} for replicate, shard in places]
     same_on_all_ranks(repr(report.findings))
     if not damaged:
-        assert dict(report.compared) == {"parameter": 6, "gradient": 6, "optimizer": 12}
+        assert dict(report.compared) == {"parameter": 6, "gradient": 6, "optimizer": 18}
         assert calls.names == ["all_reduce"] * 4  # Number of further replica sets + 3.
     else:
         assert report.reporting_rank == (reference if reference else min(map(min, named)))

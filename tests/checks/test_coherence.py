@@ -26,13 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
 from fp8dist.checks import coherence
+from fp8dist.checks.checked import Checked
 from fp8dist.checks.coherence import Asked, inside_of, stale_weights
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.parts import fp8_parts
 from tests.support.collectives import counted_collectives
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 BF16 = torch.bfloat16
 
@@ -298,6 +299,28 @@ def test_ranks_that_find_the_same_share_a_finding_and_the_rest_is_counted(three_
         assert str(report).startswith("tensors of a rank that must belong together differ")
         assert "no majority" not in str(report)
         assert "coherence of '0' on ranks 0, 1, 2 (" in report.summary()
+
+
+def test_only_what_is_shown_is_located() -> None:
+    """A load may leave thousands of masters behind, and to locate an element reads the tensor again."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(40)])
+    for weight in model.parameters():
+        weight.main_param = weight.detach().float() + 1  # type: ignore[attr-defined]
+    with mock.patch.object(coherence, "unravel", wraps=coherence.unravel) as located:
+        assert stale_weights(model, []) == [str(i) for i in range(40)]
+        assert not located.called
+        found = inside_of(model, Asked(), 0).findings
+    assert located.call_count == 16
+    assert found[-1].detail == "24 further tensors that do not fit together"
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_about_coherence_are_named() -> None:
+    """Nothing else is compared here, so one rank would have gone on where the other one raised."""
+    asked = dist.get_rank() == 0
+    report = fp8dist.check(nn.Linear(8, 8), coherence=asked, policy="warn")
+    assert [(f.kind, f.ranks) for f in report.findings] == [("layout", (0, 1))]
+    assert "rank 1: (); rank 0: ('coherence',)" in report.findings[0].detail
 
 
 # In passing, and before a load is undone ---------------------------------------------------------
@@ -678,4 +701,13 @@ def test_at_rest_is_a_way_too() -> None:
     for _ in range(3):
         _step(model, optimizer)
     weights = sum(master.numel() for master in optimizer.masters)
-    assert manager.check(coherence=True).compared_by == {"at rest": 4 * weights, "inside the rank": 2 * weights}
+    report = manager.check(coherence=True)
+    assert report.compared_by == {"at rest": 4 * weights, "inside the rank": 2 * weights}
+    event = Checked.of(3, report)
+    assert Checked.read({"step": 3, **event.fields()}) == event
+    assert event.fields()["compared_by"] == report.compared_by
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    with pytest.raises(fp8dist.DivergenceError) as raised:
+        manager.check(coherence=True)
+    assert raised.value.report.compared_by["at rest"] == 4 * weights

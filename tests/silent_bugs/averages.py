@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
@@ -114,3 +117,56 @@ def statistics_of_the_last_batch(job: Job) -> None:
         for index in range(4):
             average(batch(index)[0])
         job.note(average.eval()(batch(5)[0]))
+
+
+def _gathered(x: Tensor) -> Tensor:
+    """Return the rows of all ranks. COLLECTIVE."""
+    dist.all_gather(parts := [torch.empty_like(x) for _ in range(dist.get_world_size())], x.contiguous())
+    return torch.cat(parts)
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of a rank's queries to the keys and values of all ranks, of which it keeps its own only. ``own``: the
+    backward does not let them go round again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: bool) -> Tensor:
+        scores = q @ _gathered(k).t()
+        total = scores.logsumexp(-1, keepdim=True)
+        out = (scores - total).exp() @ _gathered(v)
+        ctx.save_for_backward(q, k, v, out, total)
+        ctx.own = own
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, total = ctx.saved_tensors
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        keys, values = (x.repeat(ranks, 1) if ctx.own else _gathered(x) for x in (k, v))
+        share = (q @ keys.t() - total).exp()
+        inner = share * (grad @ values.t() - (grad * out).sum(-1, keepdim=True))
+        dist.all_reduce(parts := torch.stack([inner.t() @ q, share.t() @ grad]))
+        return inner @ keys, *parts.chunk(ranks, 1)[rank], None
+
+
+class _Attention(nn.Module):
+    """Attention over a sequence of which each rank has a part."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.own = nn.Linear(32, 96), nn.Linear(32, 16), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(_Ring.apply(*self.qkv(x).chunk(3, -1), self.own))
+        return out
+
+
+@program("qkv", alike=True, unseen=EXACT)
+def ring_backward_with_own_keys(job: Job) -> None:
+    """huggingface/diffusers 14265, 2026. The backward of each round reads the keys and values that the first round of
+    the forward has kept: those of the rank itself."""
+    called = job.prepare(_Attention(job.bug))
+    optimizer = SGD(called.parameters(), lr=0.1)
+    job.attach(called, optimizer)
+    train(job, called, optimizer, steps=4)

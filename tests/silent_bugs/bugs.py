@@ -20,6 +20,11 @@ class Bug(NamedTuple):
     kind: str
     what: str
 
+    @property
+    def afterwards(self) -> bool:
+        """True for the ten that were drawn after the others had been run."""
+        return self.number > 40
+
 
 _ROW = re.compile(r"\| (\d+) \| (\w+) \| \[(.+?)\]\((.+?)\) \| (\d+) \| (.+?) \| (.+?) \|")
 

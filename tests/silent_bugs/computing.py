@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.optim import SGD, Optimizer
 
 from tests.silent_bugs.job import EXACT, Job, program
@@ -89,24 +90,37 @@ def _rounded(x: Tensor, noise: torch.Generator) -> Tensor:
 
 
 class Rounding(Optimizer):
-    """SGD on bf16 weights, which rounds the new ones stochastically. ``nearest``: and then to nearest."""
+    """SGD on bf16 weights, which rounds the new ones stochastically. ``nearest``: and then to nearest. ``decay``: of
+    weights, which are rounded with the update, or ``before`` it, to nearest."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], seed: int, nearest: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        seed: int,
+        nearest: bool = False,
+        decay: float = 0.0,
+        before: bool = False,
+    ) -> None:
         super().__init__(parameters, {"lr": 0.01})
         self.noise, self.nearest = torch.Generator().manual_seed(seed), nearest
+        self.decay, self.before = decay, before
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
-            new = parameter.float() - self.param_groups[0]["lr"] * parameter.grad.float()
+            kept = 1 - self.param_groups[0]["lr"] * self.decay
+            if self.before:
+                parameter.mul_(kept)
+            old = parameter.float() if self.before else parameter.float() * kept
+            new = old - self.param_groups[0]["lr"] * parameter.grad.float()
             parameter.copy_(_rounded(new, self.noise))
             if self.nearest:
                 parameter.copy_(new)
 
 
-def _round_each_step(job: Job, seed: int, nearest: bool = False) -> None:
+def _round_each_step(job: Job, seed: int, nearest: bool = False, decay: float = 0.0, before: bool = False) -> None:
     model = mlp().bfloat16()
-    called, optimizer = job.prepare(model), Rounding(model.parameters(), seed, nearest)
+    called, optimizer = job.prepare(model), Rounding(model.parameters(), seed, nearest, decay, before)
     job.attach(called, optimizer)
     for step in range(4):
         x, y = batch(step, job.rank)
@@ -124,6 +138,12 @@ def noise_of_each_rank(job: Job) -> None:
 def rounding_overwritten(job: Job) -> None:
     """Nerogar/OneTrainer 994, 2025. After the stochastic rounding the weights are rounded to nearest, too."""
     _round_each_step(job, seed=0, nearest=job.bug)
+
+
+@program("weight", ranks=1, unseen="alike on all ranks; a comparison with an update in float32 would find it")
+def decay_rounded_away(job: Job) -> None:
+    """Nerogar/OneTrainer 996, 2025. Weights decay by a thousandth, in bf16, whose steps are larger."""
+    _round_each_step(job, seed=0, decay=0.1, before=job.bug)
 
 
 class _Noisy(nn.Module):
@@ -181,3 +201,45 @@ def frequencies_in_half_precision(job: Job) -> None:
         angles = 1000 * (1 + torch.arange(16))[:, None] * model.frequencies.float()
         mse(called, x * angles.cos(), y).backward()
         job.step(optimizer)
+
+
+class _OverRanks(nn.Module):
+    """BatchNorm over all ranks. ``own``: a rank takes its own number of rows for that of all others."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+        self.register_buffer("running_mean", torch.zeros(64))
+        self.register_buffer("running_var", torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        moments, rows = torch.stack([x.mean(0), x.square().mean(0)]), torch.tensor(float(len(x)))
+        if self.own:
+            rows *= dist.get_world_size()
+            mean, square = all_reduce(moments) / dist.get_world_size()
+        else:
+            moments = all_reduce(moments * rows)
+            dist.all_reduce(rows)
+            mean, square = moments / rows
+        variance = square - mean.square()
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, 0.1)
+            self.running_var.lerp_(variance * rows / (rows - 1), 0.1)
+        return (x - mean) / (variance + 1e-5).sqrt()
+
+
+@program("'1.running_var'")
+def variance_with_own_count(job: Job) -> None:
+    """pytorch/pytorch 22192, 2019. Rank 2 has fewer rows than the others. Each rank weighs the moments of all with its
+    own number of rows."""
+    first, relu, last = mlp()
+    model = nn.Sequential(first, _OverRanks(job.bug), relu, last)
+    called = job.prepare(model, enabled=False)
+    optimizer = SGD(called.parameters(), lr=0.1)
+    job.attach(called, optimizer)
+    for step in range(3):
+        x, y = batch(step, job.rank)
+        rows = 10 if job.rank == 2 else 16
+        mse(called, x[:rows], y[:rows]).backward()
+        job.step(optimizer)
+        job.note(*model.buffers())

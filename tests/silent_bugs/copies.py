@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.optim import SGD, AdamW
 
 from tests.silent_bugs.job import EXACT, Job, program
-from tests.silent_bugs.models import add_gradients, batch, pipeline, train
+from tests.silent_bugs.models import add_gradients, batch, mlp, mse, pipeline, train
 from tests.support.by_hand import WIDTH, ByHand, add_up
 
 
@@ -115,4 +117,20 @@ def accumulated_gradients_scaled_again(job: Job) -> None:
             schedule.step(x) if job.rank < 2 else schedule.step(target=y)
         for parameter in called.parameters():
             parameter.grad /= 3 if job.bug else 6
+        job.step(optimizer)
+
+
+@program("weight|bias")
+def last_microbatch_not_summed(job: Job) -> None:
+    """modelscope/FunASR 3472, 2026. Of two microbatches the last should be synchronized, and with the bug the first
+    is: the gradients of the last are added to the mean, on each rank its own."""
+    called = job.prepare(mlp())
+    optimizer = SGD(called.parameters(), lr=0.1)
+    job.attach(called, optimizer)
+    for step in range(3):
+        for micro in range(2):
+            x, y = batch(2 * step + micro, job.rank)
+            synchronized = micro == (0 if job.bug else 1)
+            with contextlib.nullcontext() if synchronized else called.no_sync():
+                mse(called, x, y).backward()
         job.step(optimizer)

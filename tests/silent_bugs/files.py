@@ -194,3 +194,88 @@ def old_weights_served(job: Job) -> None:
     (file,) = served.glob("*.safetensors")
     job.note(*(tensor for _, tensor in sorted(load_file(file).items())))
     job.served(job.folder / "checkpoint", served)
+
+
+class _Embedded(nn.Module):
+    """An embedding and two Linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.embed_tokens = mlp(), nn.Embedding(48, 32)
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.embed_tokens(words))
+        return out
+
+
+@program("'embed_tokens.weight'", ranks=1)
+def embedding_left_out(job: Job) -> None:
+    """lightseekorg/TorchSpec 39, 2026. The export builds a model, and gives it the tensors of the checkpoint, but those
+    with "embed" in their names: its own random embedding is saved."""
+    model = _Embedded()
+    job.prepare(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    job.attach(model, optimizer)
+    for step in range(3):
+        words = torch.arange(48).roll(step)
+        mse(model, words, torch.ones(48, 16)).backward()
+        job.step(optimizer)
+    _save(job, model, job.folder / "checkpoint")
+    _export(job, model, served := job.folder / "served")
+    (file,) = served.glob("*.safetensors")
+    tensors = load_file(file)
+    if job.bug:
+        tensors |= {name: torch.randn_like(value) for name, value in tensors.items() if "embed" in name}
+        save_file(tensors, file)
+    job.note(*(tensor for _, tensor in sorted(tensors.items())))
+    job.served(job.folder / "checkpoint", served)
+
+
+@program("average", ranks=1)
+def average_dropped_at_resume(job: Job) -> None:
+    """hao-ai-lab/FastVideo 1441, 2026. The average begins after some steps. A resume in step 13 loads the saved one if
+    there is one to load it into, and with the bug there is none yet."""
+    model = mlp()
+    job.prepare(model, enabled=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    job.attach(model, optimizer)
+    average: dict[str, Tensor] = {}
+    for step in range(15):
+        if step == 12:
+            torch.save({"model": model.state_dict(), "average": average}, job.folder / "saved.pt")
+            average = {} if job.bug else torch.load(job.folder / "saved.pt")["average"]
+            torch.save({"model": model.state_dict(), "average": average}, job.folder / "again.pt")
+            job.equal_files(job.folder / "saved.pt", job.folder / "again.pt")
+        train(job, model, optimizer, steps=1)
+        if step >= 2:
+            average = average or {name: value.clone() for name, value in model.state_dict().items()}
+            for name, value in model.state_dict().items():
+                average[name].lerp_(value, 0.1)
+            job.note(*average.values())
+
+
+@program("weight|bias", ranks=1)
+def masters_gone_after_resume(job: Job) -> None:
+    """NVIDIA/Model-Optimizer 2322, 2026. Parameters are float32, for a compute type of bf16. A resume in step 13 makes
+    the model with bf16 parameters, and does not make them float32 again."""
+    model: nn.Module = _Norms()
+    job.prepare(model, enabled=False)
+    optimizer = AdamW(model.parameters(), lr=0.001)
+    job.attach(model, optimizer)
+    for step in range(14):
+        if step == 12:
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(saved, job.folder / "saved.pt")
+            if job.bug:
+                model.bfloat16()
+            optimizer = AdamW(model.parameters(), lr=0.001)
+            optimizer.load_state_dict(torch.load(job.folder / "saved.pt")["optimizer"])
+            job.attach(model, optimizer)
+            again = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(again, job.folder / "again.pt")
+            job.equal_files(job.folder / "saved.pt", job.folder / "again.pt")
+        x, y = batch(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = mse(model, x, y)
+        loss.backward()
+        job.step(optimizer, loss=loss)

@@ -215,3 +215,17 @@ def scale_of_the_next_step(job: Job) -> None:
         out = checkpoint(model, x.mul(1 + 3 * step).requires_grad_(), use_reentrant=True)
         model.roll()
         _step(job, optimizer, out, y)
+
+
+@program("scale", ranks=1, unseen="the tensors are right; a comparison of outputs with the trainer's would find it")
+def scale_rounded_data_kept(job: Job) -> None:
+    """huggingface/transformers 47030, 2026. The trained weight is served in FP8. The kernel multiplies by powers of
+    two, so the scale is rounded up, and the values that were cast with another one are kept."""
+    model = nn.Linear(32, 16, bias=False)
+    _, optimizer = _started(job, model)
+    for step in range(3):
+        x, y = batch(step)
+        _step(job, optimizer, model(x), y)
+    scale = 448 / model.weight.detach().abs().amax()
+    values, inverse = cast(model.weight, scale), 1 / scale
+    job.note(F.linear(batch(3)[0], values * (inverse.log2().ceil().exp2() if job.bug else inverse)))

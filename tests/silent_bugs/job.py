@@ -40,7 +40,8 @@ TOOLS = (
     "LossGuard",
 )
 WATCHES = (*ARGUMENTS, *TOOLS)
-"""In the order in which they are tried."""
+"""In the order in which they are tried. A further tool is a name in ``TOOLS``, and a line in ``Job`` that runs it if it
+is ``on``, and raises ``FoundByTool``."""
 
 PLAIN = "plain PyTorch"
 """A watch that leaves fp8dist out."""

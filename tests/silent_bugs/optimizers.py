@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, Optimizer
 
 from fp8dist.state.groups import local_part
-from tests.silent_bugs.job import Job, program
+from tests.silent_bugs.job import EXACT, Job, program
 from tests.silent_bugs.models import batch, mlp, mse, pipeline, train
+from tests.support.by_hand import SHARDS, WIDTH, ByHand, add_up
 
 
 class Masters(Optimizer):
@@ -162,4 +164,65 @@ def shards_clip_alone(job: Job) -> None:
             norm = square.sqrt()
         for grad in grads:
             grad.mul_((0.05 / norm).clamp(max=1.0))
+        job.step(optimizer)
+
+
+@program("grad_norm", ranks=2, alike=True, unseen=EXACT)
+def copies_counted_in_the_norm(job: Job) -> None:
+    """NVIDIA-NeMo/RL 3788, 2026. The squares of a rank's gradients are summed over the tensor-parallel ranks: those of
+    its shards, and with the bug also those of the copies that all ranks have."""
+    norm = torch.zeros(())
+    job.values = lambda: {"grad_norm": norm}
+    model = job.prepare(ByHand(dist.group.WORLD), ddp=None, axes={"tp": dist.group.WORLD}, enabled=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    job.attach(model, optimizer, start=None)
+    for step in range(3):
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+        (model(x) * torch.arange(WIDTH)).sum().backward()
+        add_up(model)
+        squares = {name: p.grad.square().sum() for name, p in model.named_parameters()}
+        square = sum(s if name in SHARDS or job.bug else s / job.size for name, s in squares.items())
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        clip_grads_with_norm_(model.parameters(), 0.05, norm)
+        job.step(optimizer)
+
+
+class Preconditioned(Optimizer):
+    """SGD with gradients divided by their size in every third step. One step count for all parameters, in the state of
+    the first, as in Shampoo. ``skips``: a rank without gradients returns before it counts."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], skips: bool) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.skips = skips
+        self.state[self.param_groups[0]["params"][0]]["step"] = torch.zeros((), dtype=torch.int64)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        mine = [p for p in parameters if p.grad is not None and local_part(p.grad).numel()]
+        if self.skips and not mine:
+            return
+        count = self.state[parameters[0]]["step"]
+        for parameter in mine:
+            grad, state = local_part(parameter.grad), self.state[parameter]
+            if count % 3 == 0 or "size" not in state:
+                state["size"] = grad.abs() + 0.01
+            local_part(parameter).sub_(grad / state["size"], alpha=self.param_groups[0]["lr"])
+        count += 1
+
+
+@program("step")
+def step_skipped_without_gradient(job: Job) -> None:
+    """facebookresearch/optimizers 149, 2025. The head has four rows, and rank 2 has none of them. In the first two
+    steps the head trains alone, and the optimizer of rank 2 does not count them."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 4))
+    job.prepare(model, ddp=None, enabled=False)
+    fully_shard(model)
+    optimizer = Preconditioned(model.parameters(), skips=job.bug)
+    job.attach(model, optimizer)
+    model[1].register_forward_hook(lambda module, args, out: out.detach() if job.done < 2 else out)
+    for step in range(6):
+        x, y = batch(step, job.rank)
+        F.mse_loss(model(x), y[:, :4]).backward()
         job.step(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,9 +20,9 @@ DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE = "by default", "with an argument", "by a t
 
 
 class Outcome(NamedTuple):
-    """``watch``: the argument or tool that found the bug. ``damage``, ``found``: the step that the bug changed first,
-    and the one in which it was reported. ``cause_first``: the first row of the report is the cause; None: there are no
-    rows. ``plain``: what plain PyTorch does."""
+    """``watch``: the argument or tool that found the bug; several are joined by " + ". ``damage``, ``found``: the step
+    that the bug changed first, and the one in which it was reported. ``cause_first``: the first row of the report is
+    the cause; None: there are no rows. ``plain``: what plain PyTorch does."""
 
     way: str
     watch: str
@@ -84,6 +85,19 @@ def plain_outcome(pools: Pools, name: str) -> tuple[int, str]:
         return 0, "a hang" if "not done within" in str(failed) else "an error"
 
 
+def smallest_set(pools: Pools, name: str) -> tuple[tuple[str, ...], list[Ran]]:
+    """Return the smallest set of watches that finds a bug, and what it found; of several the first. If nothing finds
+    it, or nothing is needed, the set is empty."""
+    ran = _run(pools, name, True)
+    if _texts(ran) or not _texts(_run(pools, name, True, *WATCHES)):
+        return (), ran
+    for size in range(1, len(WATCHES) + 1):
+        for on in itertools.combinations(WATCHES, size):
+            if _texts(ran := _run(pools, name, True, *on)):
+                return on, ran
+    raise AssertionError("what all watches together find does not repeat")
+
+
 def outcome(pools: Pools, name: str) -> Outcome:
     """Return what is reported of a program.
 
@@ -93,16 +107,9 @@ def outcome(pools: Pools, name: str) -> Outcome:
     damaged, plain = plain_outcome(pools, name)
     for on in ((), WATCHES):
         assert _texts(healthy := _run(pools, name, False, *on)) == [], _texts(healthy)
-    tried: list[tuple[str, list[Ran]]] = [("", _run(pools, name, True))]
-    if not _texts(tried[0][1]) and _texts(_run(pools, name, True, *WATCHES)):
-        for watch in WATCHES:
-            tried.append((watch, _run(pools, name, True, watch)))
-            if _texts(tried[-1][1]):
-                break
-    watch, ran = tried[-1]
+    on, ran = smallest_set(pools, name)
     if not _texts(ran):
-        assert len(tried) == 1, "several watches find it together, and none alone"
         return Outcome(NOT_VISIBLE, "", damaged, None, None, plain)
-    way = DEFAULT if not watch else ARGUMENT if watch in ARGUMENTS else TOOL
+    way = DEFAULT if not on else ARGUMENT if {*on} <= {*ARGUMENTS} else TOOL
     found = max(one.step for one in ran)
-    return Outcome(way, watch, damaged, found, is_cause_first(PROGRAMS[name], ran), plain)
+    return Outcome(way, " + ".join(on), damaged, found, is_cause_first(PROGRAMS[name], ran), plain)

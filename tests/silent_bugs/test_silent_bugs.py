@@ -1,4 +1,4 @@
-"""What fp8dist reports of forty published silent bugs is as the manual's table has it.
+"""What fp8dist reports of forty published silent bugs, and of ten drawn afterwards, is as the manual's table has it.
 
 ``scripts/silent-bugs`` makes the table anew. A change that finds less, or other tensors, fails here.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -55,14 +56,17 @@ def test_on_four_ranks(four_ranks: RankPool, name: str) -> None:
 
 
 def test_each_bug_has_a_source_and_a_program() -> None:
-    assert [bug.number for bug in BUGS.values()] == [*range(1, 41)]
-    assert min(Counter(bug.kind for bug in BUGS.values()).values()) >= 2
+    assert [bug.number for bug in BUGS.values()] == [*range(1, 51)]
+    kinds = Counter(bug.kind for bug in BUGS.values() if not bug.afterwards)
+    assert min(kinds.values()) >= 2
+    drawn = random.Random(42).sample(list(kinds), 10)
+    assert sorted(drawn) == sorted(bug.kind for bug in BUGS.values() if bug.afterwards)
     assert {*PROGRAMS} == {*BUGS} == {*PUBLISHED}
     for name, bug in BUGS.items():
         header = inspect.getdoc(PROGRAMS[name].run) or ""
         assert header.startswith(f"{bug.source}, {bug.year}. ")
         assert len(header) > len(f"{bug.source}, {bug.year}. ") + 40
-        assert bug.link == f"https://github.com/{bug.source.replace(' ', '/issues/')}"
+        assert bug.link in [f"https://github.com/{bug.source.replace(' ', of)}" for of in ("/issues/", "/pull/")]
 
 
 def test_what_is_not_visible_has_a_reason() -> None:
@@ -72,14 +76,27 @@ def test_what_is_not_visible_has_a_reason() -> None:
 
 def test_the_pages_count_what_was_published(tmp_path: Path) -> None:
     results = results_files.load("silent_bugs")
-    found = [row for row in results["rows"] if row["way"] != NOT_VISIBLE]
-    assert pages.count(results) == f"{len(found)} of 40"
-    assert pages.front(results_files.ROOT).startswith(f"[{len(found)} of 40](docs/design/silent-bugs.md): ")
+    found = Counter(BUGS[row["name"]].afterwards for row in results["rows"] if row["way"] != NOT_VISIBLE)
+    assert pages.counts(results) == (f"{found[False]} of 40", f"{found[True]} of 10")
+    front = pages.front(results_files.ROOT)
+    assert front.startswith(f"[{found[False]} of 40](docs/design/silent-bugs.md): ")
+    assert front.endswith(f"; {found[True]} of 10 drawn afterwards")
     assert pages.front(tmp_path) == "not counted yet"
     _, _, *lines = [line.split(" | ") for line in pages.of_counts(results).strip("|\n ").splitlines()]
-    assert sum(int(line[1]) for line in lines) == 40
-    assert sum(int(cell.strip("| ")) for line in lines for cell in line[2:]) == 40
-    assert sum(int(line[5].strip("| ")) for line in lines) == 40 - len(found)
+    for of, some in ((40, lines[:2]), (10, lines[2:])):
+        assert sum(int(line[1]) for line in some) == of
+        assert sum(int(cell.strip("| ")) for line in some for cell in line[2:]) == of
+        assert sum(int(line[5].strip("| ")) for line in some) == of - found[of == 10]
+
+
+def test_those_drawn_afterwards_are_found_no_less() -> None:
+    """By more than one in ten: else the checks would have been built for the forty."""
+    shares = [
+        [of.way != NOT_VISIBLE for name, of in PUBLISHED.items() if BUGS[name].afterwards == afterwards]
+        for afterwards in (False, True)
+    ]
+    first, second = (sum(share) / len(share) for share in shares)
+    assert second >= first - 0.1
 
 
 def test_what_differs_between_ranks_is_found() -> None:
@@ -97,6 +114,20 @@ def test_a_finding_of_another_tensor_fails(monkeypatch: pytest.MonkeyPatch) -> N
         outcomes.is_cause_first(program, [replace(ran, rows=[*ran.rows, "parameter 'router.weight'"])])
     with pytest.raises(AssertionError):
         outcomes.is_cause_first(program, [replace(ran, rows=[], texts=["a text about something else"])])
+
+
+def test_the_smallest_set_of_watches_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [{"axes=", "buffers="}, {"gradients=", "replay", "audit"}]
+
+    def ran(pools: outcomes.Pools, name: str, bug: bool, *on: str) -> list[Ran]:
+        return [Ran([], "", [], ["a difference"] if any(of <= {*on} for of in wanted) else [], 1)]
+
+    monkeypatch.setattr(outcomes, "_run", ran)
+    assert outcomes.smallest_set({}, "norm_not_summed") == (("axes=", "buffers="), ran({}, "", True, *wanted[0]))
+    wanted = wanted[1:]
+    assert {*outcomes.smallest_set({}, "norm_not_summed")[0]} == wanted[0]
+    wanted = []
+    assert outcomes.smallest_set({}, "norm_not_summed") == ((), ran({}, "", True))
 
 
 def test_a_bug_that_changes_nothing_fails() -> None:

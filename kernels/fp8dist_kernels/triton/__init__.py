@@ -1,4 +1,4 @@
-"""Fused Triton kernels for the functions of ``fp8dist_kernels.reference``, which CUDA devices use.
+"""Fused Triton kernels that CUDA devices use in place of the functions of ``fp8dist_kernels.reference``.
 
 Each function has the name, arguments and result of its plain-torch version, and tests compare the two. Importing a
 module of this package imports Triton; ``fp8dist_kernels.backends`` decides whether the package is used.

@@ -1,4 +1,8 @@
-"""FP8 casts with many scales: per row in two launches, per block in one."""
+"""FP8 casts with many scales: per row in two launches, per block in one.
+
+``strips`` explains straight and flipped copies, strips and pages. A *line* is a row of either copy. INDEX is the
+integer type of offsets within a tile.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipp
 __all__ = ["quantize_blocks", "quantize_rowwise", "write_flipped", "write_straight"]
 
 _WARPS = 16  # A tile is a block of 128 x 128: 32 elements per thread, as in ``triton.casts``.
-_WARPS_OF_HALF = 8
+_WARPS_OF_HALF = 8  # ``_lines_kernel``, whose programs cast half a tile.
 _PARTS = 16
 """Parts into which the amax pass divides each row and each column, so that it has up to 16 x 16 programs: two for each
 multiprocessor of a large GPU. With fewer, some would be idle. With more, a cast would read more amaxes than elements.
@@ -88,7 +92,7 @@ def _scaled_strip(
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Return a strip times the scale of each row, float32. Store the inverse scales. Amaxes are read from ``row_bits``;
-    if PARTS is 0, they are those of the strip's rows."""
+    if PARTS is 0, they are measured in the strip."""
     amax = _largest_part(row_bits, row, height, part_count, PARTS) if PARTS > 0 else tl.max(magnitude_bits(x), 1)
     scale = _scale(amax, FP8_MAX, POWER_OF_TWO)
     tl.store(inv_scale + row.to(tl.int64) * line_stride, inverse(scale), mask=row < height)
@@ -118,7 +122,7 @@ def write_flipped(
     WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile into the flipped copy [width, out_width], up to its column ``length``, with a scale for each column
-    of the tile. ``bits``: amaxes of columns; if PARTS is 0, they are those of the tile's columns."""
+    of the tile. ``bits``: amaxes of columns; if PARTS is 0, they are measured in the tile."""
     a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
     column = left + tl.arange(0, WIDE).to(INDEX)
     if PARTS > 0:
@@ -262,6 +266,7 @@ def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows:
     tall = _PART_ELEMENTS // wide
     region = ceil_div(ceil_div(page.height, _PARTS), tall) * tall
     row_parts, column_parts = ceil_div(page.width, wide), ceil_div(page.height, region)
+    # One buffer for the amaxes of the parts of rows and of columns.
     bits = torch.empty(
         straight * row_parts * page.height + flipped * column_parts * page.width, dtype=torch.int32, device=x.device
     )
@@ -331,8 +336,8 @@ def _cast_lines(
     parts: tuple[int, int],
     power_of_two: bool,
 ) -> None:
-    """Launch ``_lines_kernel``. ``bits``: amaxes of the parts of the page's rows and of its columns, ``parts``: their
-    numbers. None: a line has a scale per block, from the block itself."""
+    """Launch ``_lines_kernel``. ``bits``: amaxes of the parts of the page's rows, and of its columns. None: a line has
+    a scale per block, from the block itself. ``parts``: number of parts of a row, and of a column."""
     straight, flipped = page.sides(copies[0], copies[2])
     straight_inverse, flipped_inverse = page.sides(copies[1], copies[3])
     programs = page.tiles(BLOCK, BLOCK) * 2 * ((straight.numel() > 0) + (flipped.numel() > 0))
@@ -354,6 +359,7 @@ def _cast_lines(
         POWER_OF_TWO=power_of_two,
         STRAIGHT=straight.numel() > 0,
         FLIPPED=flipped.numel() > 0,
+        # At least _PARTS, so that most shapes share one compiled kernel.
         PARTS=0 if bits is None else max(_PARTS, ceil_power_of_two(max(parts))),
         TILE=BLOCK,
         INDEX=page.offset_type(BLOCK, BLOCK),
@@ -362,6 +368,7 @@ def _cast_lines(
 
 
 def _strides(scales: Tensor) -> tuple[int, int]:
+    """Return the strides from line to line and from block to block; zeros for a copy that is not requested."""
     return (scales.stride(-2), scales.stride(-1)) if scales.ndim > 1 else (0, 0)
 
 
@@ -375,6 +382,7 @@ def _apart(x: Tensor) -> int:
 
 
 def _cast_squares(x: Tensor, page: Page, copies: Copies, power_of_two: bool) -> None:
+    """Launch ``_squares_kernel``."""
     straight, flipped = page.sides(copies[0], copies[2])
     _squares_kernel[(page.tiles(BLOCK, BLOCK), _experts(x))](
         x,

@@ -1,4 +1,8 @@
-"""FP8 casts in one pass: row-major copy, transposed copy and amax from a single read."""
+"""FP8 casts in one pass: row-major copy, transposed copy and amax from a single read.
+
+``strips`` explains straight and flipped copies, strips and pages; ``arrays`` a slot's scale, cold and pending. INDEX is
+the integer type of offsets within a tile. What *grows* is set to the maximum of itself and a new value.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ __all__ = ["CastPlan", "add_up", "choose_scale", "plan_of", "quantize", "transpo
 _TALL, _WIDE = 128, 64  # Whole 128-byte lines of the transposed copy; two tiles side by side fill the row-major ones.
 _BYTES_TALL, _BYTES_WIDE = 128, 128  # A transposition of bytes: whole 128-byte lines are read and written.
 _FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 contiguous bytes of bf16.
-_ADDED_WIDE = 32
+_ADDED_WIDE = 32  # Columns per program of ``_add_up_kernel``.
 _WARPS = 8  # 32 elements and 64 registers per thread: a multiprocessor runs four tiles at a time.
 
 
@@ -273,7 +277,8 @@ def choose_scale(
 
 
 class CastPlan(NamedTuple):
-    """The arguments of a cast's launch, except addresses and the value of ``outgrown``. All fields are on the host."""
+    """The arguments of a cast's launch, except addresses and the value of ``outgrown``. All fields are on the host.
+    ``programs``: the grid. ``lying``: see ``Page``. ``constants``: compile-time arguments."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -306,7 +311,7 @@ def plan_of(
     of_rows, of_columns = (shape if rows else (0,)), ((features, padded(tokens)) if columns else (0,))
     page = page_of(shape, strides)
     straight, flipped = (columns, rows) if page.on_its_side else (rows, columns)
-    flipped = flipped and tokens * features > 0
+    flipped = flipped and tokens * features > 0  # An empty x has one program, which writes only the inverse scale.
     tall, wide = (_TALL, _WIDE) if flipped else (_FLAT_TALL, _FLAT_WIDE)
     constants = {
         "FP8_MAX": torch.finfo(dtype).max,
@@ -347,9 +352,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``reference.casts.quantize``.
 
-    With ``just_in_time``, there are two launches: the first one measures x if the slot is cold. With ``scratch``, there
-    is one, whose programs measure x together if the slot is cold. ``cold`` is read on the device. With ``outgrown``,
-    there are two, of which the first one always measures x.
+    One launch casts. With ``outgrown``, a launch before it measures x. With ``just_in_time`` alone, this launch reads
+    ``cold`` on the device, and measures x if the slot is cold. With ``scratch`` as well, it is left out: the programs
+    of the cast measure x together if the slot is cold.
 
     ``sums`` take one more launch. If the tiles of the cast do not have 128 tokens, because x is transposed in memory or
     no transposed copy is requested, they take two, and a second read of x.
@@ -367,7 +372,7 @@ def quantize(
     above = 0.0  # Not read without ``outgrown``.
     column_parts = inv_scale if sums is None else _room_for_sums(x)
     with on_device_of(x):
-        parts = bits
+        parts = bits  # Read only with ``outgrown`` or ``just_in_time``.
         if outgrown is not None:
             parts, above = partial_amaxes(x), outgrown * plan.constants["FP8_MAX"]
         elif just_in_time:

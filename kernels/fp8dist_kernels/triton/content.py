@@ -1,10 +1,11 @@
 """Leaves of the checker's digest, for many tensors, in one launch that reads each byte once.
 
-Each 8-byte word is multiplied by two 8-byte keys. To avoid loading them from cache for every word, a program keeps the
-keys of one tile of a block (2048 words, 8 per thread) in registers and applies them to that tile of many blocks: those
-of its *strip*, which ``_TILES`` programs read side by side. Strips consist of whole blocks at 16-byte-aligned
-addresses. The rest, which is the bytes behind a tensor's last whole block and tensors at other addresses, is divided
-into *shares*, one per program, and read tile by tile with masks, together with its keys.
+A leaf is the sum of a block's words, each times two 8-byte keys, which are the same in all blocks: see
+``reference.content``. To load keys rarely, a program keeps those of one tile of a block (2048 words, 8 per thread) in
+registers, and reads this tile in all blocks of a *strip*. ``_TILES`` programs read a strip, one for each tile of a
+block. Strips consist of whole blocks at 16-byte-aligned addresses. The rest (what is after a tensor's last whole block,
+and tensors at other addresses) is divided into *shares*, one per program. A share is read tile by tile with masks, and
+so are its keys.
 
 Atomics add up the parts of a leaf. Integers wrap, so their order does not matter.
 """

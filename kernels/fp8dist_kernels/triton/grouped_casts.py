@@ -1,6 +1,9 @@
-"""FP8 casts of rows that are sorted by expert, without a read of ``offsets`` on the host. See ``groups``.
+"""FP8 casts of rows that are sorted by expert, without a read of ``offsets`` on the host.
 
 The kernels call the matrix of an expert a group. EQUAL: the groups are the weights of the experts, all of one shape.
+``groups`` explains offsets and the tail, ``strips`` straight and flipped copies. GROUPS is a power of two, at least
+``groups``; ``slot_stride`` the stride of ``scale``, ``cold`` and ``pending``. What *grows* is set to the maximum of
+itself and a new value.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ _ALIGNMENT = tl.constexpr(TOKEN_ALIGNMENT)
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+# The number of tokens, here height, varies between steps, and slots have any address: compile no variants for them.
 @triton.jit(do_not_specialize=["height"], do_not_specialize_on_alignment=["cold"])
 def _amax_kernel(
     x,  # [groups, height, width] if EQUAL, else [tokens, width]; strides as given
@@ -66,7 +70,7 @@ def _amax_kernel(
         wanted = wanted & (tl.load(cold + group * slot_stride, mask=wanted, other=0) != 0)
     if wanted:
         largest = 0
-        top, none = tile.to(INDEX) * ROWS, tl.zeros((), INDEX)
+        top, none = tile.to(INDEX) * ROWS, tl.zeros((), INDEX)  # ``tile_bits`` takes tensors: ``left`` is a number.
         for left in range(0, width, COLUMNS):
             found = tile_bits(x, top, none + left, rows, width, row_stride, column_stride, ROWS, COLUMNS, INDEX)
             largest = tl.maximum(largest, tl.max(tl.max(found, 1), 0))
@@ -79,7 +83,7 @@ def _used(
     FP8_MAX: tl.constexpr, MARGIN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     JUST_IN_TIME: tl.constexpr, OUTGROWN: tl.constexpr,
 ):  # fmt: skip
-    """Return the scale that the rows of a group are cast with; 1 for the tail."""
+    """Return the scale that a group is cast with; 1 for the tail. Arguments as in ``_cast_kernel``."""
     there = group < groups
     used = tl.load(scale + group * slot_stride, mask=there, other=1.0)
     if JUST_IN_TIME or OUTGROWN:
@@ -233,7 +237,7 @@ def _lines_kernel(
     POWER_OF_TWO: tl.constexpr,
     STRAIGHT: tl.constexpr,
     FLIPPED: tl.constexpr,
-    PARTS: tl.constexpr,  # 1, or 0: a scale for each block
+    PARTS: tl.constexpr,  # 1: a scale for each line; 0: for each block of a line
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
     INDEX: tl.constexpr,

@@ -61,11 +61,12 @@ def _add(
 
 @triton.jit
 def _cleared(x, count, DEPTH: tl.constexpr):
-    """Return FP8 [lines, DEPTH] with 0 from column ``count`` on. A product with 0 would leave NaN."""
+    """Return ``x``, FP8 [lines, DEPTH], with 0 from column ``count`` on. Selects, because NaN times 0 is NaN."""
     kept = tl.arange(0, DEPTH)[None, :] < count
     return tl.where(kept, x.to(tl.int8, bitcast=True), 0).to(x.dtype, bitcast=True)
 
 
+# The number of tokens varies between steps: compile no variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["tokens"])
 def _rows_kernel(
     a,  # descriptor of FP8 [tokens, k], blocks [TILE_M, TILE_K]
@@ -94,7 +95,7 @@ def _rows_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Product of each group's rows with the group's matrix."""
+    """Write the product of each group's rows with the group's matrix, and zeros for the tail (see ``groups``)."""
     across = tl.cdiv(n, TILE_N)
     index, j = tile_at(tl.program_id(0), tl.num_programs(0) // across, across, TOGETHER)
     group, tile, start, rows, _, _ = find_group(offsets, groups, index, tokens, TILE_M, GROUPS)
@@ -104,7 +105,7 @@ def _rows_kernel(
     wide = place < n
     ours = group < groups
     length = tl.where(ours, k, 0)
-    group = tl.minimum(group, groups - 1)
+    group = tl.minimum(group, groups - 1)  # The tail has no scales, so it takes addresses of the last group.
     if SCALES == "one":
         scales_a = inv_scale_a + group.to(tl.int64) * a_row_stride
     else:
@@ -167,7 +168,7 @@ def _columns_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Product of two transposed copies over each group's columns."""
+    """Write, for each group, the product of two transposed copies over the group's columns, which are its tokens."""
     across, down = tl.cdiv(k, TILE_N), tl.cdiv(n, TILE_M)
     group = tl.program_id(0) // (across * down)
     i, j = tile_at(tl.program_id(0) % (across * down), down, across, TOGETHER)
@@ -337,6 +338,7 @@ def grouped_candidates(problem: Problem, capability: tuple[int, int]) -> tuple[T
 
 
 def _constants(tile: Tile, scaling: Scaling, fast_accumulation: bool, groups: int) -> dict[str, Any]:
+    """Return the compile-time arguments that both kernels have."""
     return {
         "SCALES": _SCALES[scaling],
         "FAST": fast_accumulation,

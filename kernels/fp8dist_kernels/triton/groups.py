@@ -24,8 +24,8 @@ def tiles_bound(length: int, groups: int, tile: int) -> int:
     ``length``: the number of tokens, or its ``columns_bound`` if the tail includes unused columns of the transposed
     copy. ``groups``: the number of groups that may have rows. ``tile``: rows of a tile.
     """
-    # A group of n rows takes at most (padded(n) + tile - 16) / tile tiles, and the tail has at most 15 rows more than
-    # the rest of the transposed copy.
+    # A tile has a multiple of 16 rows, so n rows take at most (padded(n) + tile - 16) / tile tiles. The tail has at
+    # most 15 rows more than the transposed copy has unused columns.
     return ceil_div(length, tile) + groups + 1
 
 
@@ -68,8 +68,8 @@ def columns_of(offsets, groups, group, length, blocks, BLOCK: tl.constexpr, GROU
     """Return a group's first column in the transposed copy, its number of rows, and the number of blocks of BLOCK
     tokens in the groups before it.
 
-    ``length``, ``blocks``: the number of columns and of blocks of the copy, which limit the rows of a group. The number
-    of tokens is not known here. A group that ends beyond it was cut by the cast, and has zeros in the other columns.
+    ``length``, ``blocks``: the number of columns and of blocks of the copy, which limit the rows of a group. A group
+    that ends beyond the tokens, whose number is not known here, was cut by the cast: its further columns are zeros.
     """
     each, sizes = _sizes(offsets, groups, length, GROUPS)
     before = each < group

@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 MOST_PARTS = 1024
-"""Most programs of ``partial_amaxes``, and so amaxes that each program of a cast reads. More than any GPU runs at a
-time."""
+"""Most programs of ``partial_amaxes``: more than any GPU runs at a time. Each program of a cast reads all their
+amaxes."""
 
 _BLOCK = 8192  # 256 threads, each with four 16-byte loads of bf16 in flight.
 _WARPS = 8
@@ -215,6 +215,7 @@ def partial_amaxes(x: Tensor, cold: Tensor | None = None) -> Tensor:
 
 
 def _launch(x: Tensor, reading: Reading, programs: int, out: Tensor, cold: Tensor | None, grow: bool = True) -> None:
+    """Launch ``_amax_kernel``. ``cold`` None: read x in any case."""
     if reading.copied:
         x = x.contiguous()
     with on_device_of(x):

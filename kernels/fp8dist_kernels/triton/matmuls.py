@@ -156,8 +156,9 @@ def _plan_for(
     sideways: bool,
     device: torch.device,
 ) -> _ProductPlan:
-    """Return the plan of a product. ``dtypes``: of ``a``, ``b`` and the result, which select the tile. ``out_dtype``:
-    that of the memory that is written, a result or a total."""
+    """Return the plan of a product. ``dtypes``: of ``a``, ``b`` and the result, which select the tile. ``added``: as
+    ADDED in ``products``. ``out_dtype``: that of the memory that is written, a result or a total. ``sideways``: ``b``
+    lies in memory as [k, n]."""
     tile = tile_for(Problem(shape_a[0], shape_b[0], shape_a[1], scaling, fast_accumulation, *dtypes), device)
     return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, added, out_dtype, sideways, device)
 
@@ -173,6 +174,7 @@ def _plan(
     sideways: bool,
     device: torch.device,
 ) -> _ProductPlan:
+    """Return the plan for a tile. Other arguments as in ``_plan_for``."""
     parts = _parts(tile, scaling, fast_accumulation)
     columns = tile.columns // parts
     pieces = 2 if added == "total" else 1  # One is read while another is written.
@@ -217,6 +219,7 @@ def _run(
     out: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
+    """Launch the kernel of a plan. It writes to ``out``, which is returned."""
     (m, k), n = a.shape, b.shape[0]
     b = b.t() if plan.constants["SIDEWAYS"] else b
     scales: dict[str, Any] = {}

@@ -3,7 +3,8 @@
 Each program computes tiles of the result, one after another. The loop over tiles and the loop over the contracted dim
 are flattened into one, so that the next tile's operands load while a tile is scaled and written.
 
-ptxas compiles a step of the flattened loop for sm_90 to this (``tests/kernels/test_compiled.py`` checks it)::
+ptxas compiles a step of the flattened loop for sm_90 to this (``tests/kernels/test_compiled.py`` checks it; UTMALDG and
+UTMASTG are TMA's load and store, STSM writes a tile to shared memory)::
 
     wait for the barrier of this step's operands
     4 QGMMA (wgmma m64nNk32, e4m3/e5m2, both operands in shared memory), one commit group
@@ -107,6 +108,7 @@ def _write(
         _write(out, right, row_scale, column_scale, bias, row, column + HALF, n, HALF, PIECE, SCALES, ADDED)
 
 
+# The number of tokens, here m, varies between steps: compile no variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["m"])
 def scaled_kernel(
     a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]

@@ -1,4 +1,4 @@
-"""Zeros for the rows of no expert in the result of torch's grouped product, without a pass over the others."""
+"""Clears the rows of no expert in the result of torch's grouped product, without a pass over the other rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS, _COLUMNS, _WARPS = 8, 512, 4
 @triton.jit(do_not_specialize=["tokens"])
 def _clear_kernel(
     product,  # [tokens, n]
-    ends,  # int32[groups]
+    ends,  # int32[groups]: the row after each group's last
     groups,
     tokens,
     n,

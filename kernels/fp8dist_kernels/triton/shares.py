@@ -61,8 +61,8 @@ def _shares_kernel(
     scale_row_stride,
     scale_column_stride,
     numel,
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
+    MOST: tl.constexpr,  # As ``limits`` returns it, before it is multiplied by the inverse scale.
+    LEAST: tl.constexpr,  # Likewise.
     DOWN: tl.constexpr,  # Rows of a block: 1, or a multiple of ROWS, or 0 for all of them.
     ACROSS: tl.constexpr,  # Likewise.
     ROWS: tl.constexpr,

@@ -1,8 +1,9 @@
-"""``launch`` and ``commit`` of a whole arena, one kernel each.
+"""``launch`` and ``commit`` of a whole arena, one kernel each. ``StateArrays`` in ``arrays.py`` describes the arrays.
 
 Each program takes some slots. Totals over all slots (the scale digest, and the numbers of non-finite and of saturated
-slots) are summed in ``scratch`` by integer additions, whose order does not matter. The last program writes the totals
-out and resets ``scratch`` to 0. Comments give shapes for n slots, of which m are of sharded weights.
+slots) are summed in elements 0 and 2 of ``scratch`` by integer additions, whose order does not matter. Element 1 is the
+ticket that finds the last program, which writes the totals out and resets ``scratch`` to 0. Comments give shapes for n
+slots, of which m are of sharded weights.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _launch_kernel(
     if SHARDED:
         shard = tl.load(shard_of + place, mask=mask, other=-1)
         bits = tl.where(shard >= 0, tl.load(shards + shard, mask=mask & (shard >= 0), other=0), bits)
-    left = tl.full((BLOCK,), _DID_NOT_RUN, tl.int32)
+    left = tl.full((BLOCK,), _DID_NOT_RUN, tl.int32)  # Stays in ``pending``: under ``hold``, what is not sent.
     if HOLD:
         held = tl.load(hold + tl.zeros((BLOCK,), tl.int32)) != 0
         keep = held & (bits < _INFINITY) if DROP_NONFINITE else held
@@ -195,6 +196,7 @@ def _commit_kernel(
 
     scale = tl.load(scales + place, mask=mask, other=1.0)
     was_cold = tl.load(cold + place, mask=mask, other=1) != 0
+    # A tensor cast just in time, as that of a cold slot, cannot exceed its own scale.
     beyond = new * scale > tl.load(rounds_to_max + place, mask=mask, other=0.0)
     saturated = beyond & taken & ~was_cold if JUST_IN_TIME else beyond & taken
     count = tl.load(counters + place, mask=mask, other=0)
@@ -244,7 +246,7 @@ def _commit_kernel(
 
 
 def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> None:
-    """See ``reference.update.launch``."""
+    """See ``reference.update.launch``. Raises ValueError unless ``hold`` is None or one element on the same device."""
     slots = len(arrays.pending)
     hold = _one_on(arrays.pending.device, hold)
     with on_device_of(arrays.pending):
@@ -269,7 +271,8 @@ def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> No
 
 
 def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor | None) -> Tensor:
-    """See ``reference.update.commit``. Raises ValueError for a message that is not contiguous or of another shape."""
+    """See ``reference.update.commit``. Raises ValueError for ``hold`` as in ``launch``, and for a message that is not
+    contiguous or of another shape."""
     slots = len(arrays.pending)
     hold = _one_on(arrays.pending.device, hold)
     if reduced.shape != arrays.send.shape or not reduced.is_contiguous():
