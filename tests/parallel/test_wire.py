@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
@@ -296,6 +298,12 @@ def test_what_stays_in_its_dtype() -> None:
         fp8dist.ddp.comm_hook(model, gradients="fp8", exclude="q.*")
     with pytest.raises(ConfigurationError, match="gradients="):
         fp8dist.ddp.comm_hook(model)
+    with pytest.raises(ConfigurationError, match="no inner hook"):
+        fp8dist.ddp.comm_hook(model, allreduce_hook, gradients="fp8")
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(init_device_mesh("cpu", (2,)), fp8dist.ddp.comm_hook(model, gradients="fp8"))
+    with pytest.raises(ConfigurationError, match="has 2 axes, got 1"):
+        ddp().backward()
     with pytest.raises(ConfigurationError, match="check_gradients"):
         fp8dist.ddp.check_gradients(print)  # type: ignore[arg-type]
     ddp = DistributedDataParallel(model)

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError
+from fp8dist.parallel import torch_internals
 from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
 from tests.parallel.test_wire import everything_in_fp8
@@ -318,3 +320,9 @@ def test_fsdp2_refuses() -> None:
     fully_shard(model)
     with pytest.raises(ConfigurationError, match="exclude"):
         fp8dist.fsdp.reduce_in_fp8(model, "up")
+    several = mock.patch.object(FSDPModule, "set_custom_reduce_scatter", side_effect=ValueError("several groups."))
+    with several, pytest.raises(ConfigurationError, match=r"several groups\. Exclude"):
+        fp8dist.fsdp.reduce_in_fp8(model)
+    older = mock.patch.object(torch_internals, "_SETTERS", ("set_in_a_later_torch",))
+    with older, pytest.raises(ConfigurationError, match=r"has no FSDPModule\.set_in_a_later_torch"):
+        fp8dist.fsdp.reduce_in_fp8(model)
