@@ -74,9 +74,11 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         source = min(group.ranks) if majority is None else majority  # Without a majority any rank will do.
         reference = _from(source, group, sent), _from(source, group, sync.arena.counters[SATURATED])
     unexplained = set(differs) - {finding.kind for finding in findings}
-    if sync.received is not None and (of_gradients := _findings_of_gradients(sync.received, group)):
+    if sync.received is not None and "scale" in unexplained:  # Their digests were added to that of the scales.
+        of_gradients = [] if sync.received.outdated else _findings_of_gradients(sync.received, group)
         findings += of_gradients
-        unexplained.discard("scale")  # Their digests were added to that of the scales.
+        if of_gradients or sync.received.outdated:
+            unexplained.remove("scale")
     for kind in sorted(unexplained):
         detail = "the header differed, but the values that it was computed from are equal"
         findings.append(Finding(0, kind, kind, tuple(e.participant.rank for e in everyone), None, detail=detail))

@@ -21,6 +21,9 @@ from fp8dist_kernels.reference.digest import mix
 
 __all__ = ["Received"]
 
+_IN_FLIGHT = 2
+"""Boundaries after which no sync is under way that was launched before: its verdict is read one boundary later."""
+
 
 class Received:
     """A digest for each set of parameters whose gradients travelled in one message, of all its messages so far.
@@ -32,6 +35,12 @@ class Received:
         self._digests: dict[tuple[str, ...], Tensor] = {}
         self._digester: ContentDigest | None = None
         self._sent: Tensor | None = None
+        self._outdated = 0
+
+    @property
+    def outdated(self) -> bool:
+        """True while a sync may carry digests of messages that were forgotten."""
+        return self._outdated > 0
 
     def add(self, names: Sequence[str], messages: Tensor) -> None:
         """Add messages, uint8 of any shape, with the gradients of these parameters. Local."""
@@ -56,10 +65,11 @@ class Received:
     def forget(self) -> None:
         """Forget all messages, after a difference between ranks was reported. On all ranks at the same place."""
         self._digests.clear()
-        self._sent = None
+        self._sent, self._outdated = None, _IN_FLIGHT
 
     def pass_boundary(self) -> None:
         """Let the next header carry the messages so far. Local."""
+        self._outdated = max(0, self._outdated - 1)
         if self._digests:
             self._sent = mix(torch.cat([*self._digests.values()])[:, 0]).sum(0, keepdim=True)
 

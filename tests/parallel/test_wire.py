@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
+from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError, DivergenceError, SyncError
 from fp8dist.parallel import wire
 from scripts.simulation.model import Topology, defaults, parts_of, time_of
@@ -228,11 +229,12 @@ def test_damage_on_the_wire_is_named(place: int) -> None:
         assert not fp8dist.ddp.check_gradients(hook, policy="warn").diverged
 
 
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
 @on_ranks(3)
-def test_with_a_manager_the_next_sync_names_the_damage() -> None:
+def test_with_a_manager_the_next_sync_names_the_damage(update: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
-    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    manager = fp8dist.prepare(model, DelayedScaling(update=update), group=dist.group.WORLD)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
     ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager, gradients="fp8"))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
@@ -249,14 +251,16 @@ def test_with_a_manager_the_next_sync_names_the_damage() -> None:
         step(2)
         with damaged(0, 2):
             step()
+        if update == "next_step":  # Its verdict is read at the next boundary.
+            step()
         with pytest.raises(DivergenceError) as caught:
             step()
         findings = caught.value.report.findings
         assert findings
         assert {(f.kind, f.ranks, f.reference_rank) for f in findings} == {("gradient", (2,), 0)}
         assert all("weight" in f.name or "bias" in f.name for f in findings)
-        step()
-        step()
+        for _ in range(4):  # It was reported.
+            step()
     manager.detach()
 
 
