@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fp8dist import exact as exact
     from fp8dist.files.public import *  # noqa: F403  (these have __all__)
     from fp8dist.job.public import *  # noqa: F403
     from fp8dist.replays.public import *  # noqa: F403
@@ -28,6 +29,8 @@ else:
         uses no tool loads none."""
         if name == "__all__":
             return sorted(public for room in _ROOMS for public in _names_of(room).__all__)
+        if name == "exact":  # A room of its own names: importing it makes it an attribute.
+            return importlib.import_module("fp8dist.exact")
         rooms = () if name.startswith("__") else _ROOMS  # The import system looks for names with underscores.
         for public in map(_names_of, rooms):
             if name in public.__all__:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A room imports from the floors above its own line, and from itself: the core, then the tools.
 CORE = [["kernels", "common"], ["state"], ["modules"], ["parallel"], ["checks"], ["job"]]
-TOOLS = [["files", "runs", "replays", "integrations"], ["cli"]]
+TOOLS = [["files", "runs", "replays", "exact", "integrations"], ["cli"]]
 FLOOR = {room: floor for floor, rooms in enumerate(CORE + TOOLS) for room in rooms}
 # The thin files beside the rooms, and the rooms whose floors they are on. ``__init__`` imports nothing by itself.
 BESIDE = {"errors": "common", "ddp": "job", "fsdp": "job", "exporters": "runs", "__main__": "cli", "__init__": "job"}

@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from fp8dist.checks.checked import Checked
+from fp8dist.common.divergence import Divergence
 from fp8dist.common.names import check_keywords, require_int
-from fp8dist.errors import ConfigurationError
+from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.job.manager import Internals
 from fp8dist.runs.exporter import Exporter, Exporters
 from fp8dist.runs.monitor import boards
@@ -158,7 +160,9 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._manager is None and isinstance(error, DivergenceError):
+            self.log_check(max(finding.step for finding in error.report.findings), error.report)
         self.close(None if kind is None else kind.__name__)
 
     def log(self, step: int, *, loss: Any = None, grad_norm: Any = None, tokens: Any = None, **numbers: Any) -> None:
@@ -243,6 +247,17 @@ class Recorder:
             return
         self._files.add(EVENTS, [line])
         self._exporters.call("event", line)
+
+    def log_check(self, step: int, report: Divergence) -> None:
+        """Write what a check by ``fp8dist.check`` found after a step: an event "checked", or "diverged". Local.
+
+        ``fp8dist good`` and the report of a run need it. Checks by the manager are written without this call. So is, in
+        a run without one, the DivergenceError that ends the ``with`` block of the recorder.
+        """
+        if report.diverged:
+            self.event("diverged", step, report=report.to_json())
+        else:
+            self.event("checked", step, **Checked.of(step, report).fields())
 
     def close(self, error: str | None = None) -> None:
         """Write "end", and close files and exporters. Local. Later calls do nothing.

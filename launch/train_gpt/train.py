@@ -189,7 +189,8 @@ class Training:
         """
         last, every = step == self.options.last_step, self.options.check_every
         if self.manager is None and every and (last or step % every == 0):
-            fp8dist.check(self.module, step=step, policy=self.options.check_policy or "raise")
+            report = fp8dist.check(self.module, step=step, policy=self.options.check_policy or "raise")
+            self.recorder.log_check(step, report)
         elif self.manager is not None and self.manager.settings.check_every and last:
             self.manager.check(policy=self.manager.settings.check_policy)
 

@@ -51,8 +51,7 @@ class Group(NamedTuple):
 GROUPS = (
     Group(
         "Take another file, or load it differently",
-        "`CheckpointError`. A damaged file has further messages, which begin with its path or with `FP8 state`: take "
-        "another copy.",
+        "`CheckpointError`. Other messages begin with a path or `FP8 state`: the file is damaged, take another copy.",
         (),
         ("CheckpointError",),
     ),
@@ -74,6 +73,7 @@ GROUPS = (
         "See [DDP](ddp.md), [FSDP2](fsdp2.md) and [tensor parallelism](tensor-parallel.md).",
         ("parallel/", "job/joining", "modules/tensor_parallel.py", "modules/fp8_weight.py", "state/groups.py"),
     ),
+    Group("Change what runs in exact arithmetic", "See [its page](design/exact.md).", ("exact/",)),
     Group("Change a replay or a check", "See [replays](replays.md) and [checks](healthy.md).", ("replays/", "checks/")),
     Group(
         "Change a recorder, watch or guard", "See [Record a run](watching.md).", ("runs/", "state/watch", "state/stat")

@@ -51,6 +51,7 @@ def _mesh(*shape: int) -> DeviceMesh:
 def test_a_rank_that_is_a_step_behind_is_named(
     shape: tuple[int, ...], wrapped: bool, named: list[tuple[int, ...]]
 ) -> None:
+    torch.manual_seed(0)
     mesh, model = _mesh(*shape), nn.Linear(8, 8)
     if len(shape) == 3 or not wrapped:
         inner = mesh["tp"] if wrapped else mesh

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,8 +17,8 @@ from fp8dist.cli.burn import Burned, burn, burned_across_ranks, computations_on
 from fp8dist.cli.doctor import Probe
 from tests.support.answers import flipping
 from tests.support.ranks import on_ranks
+from tests.support.torchrun import torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 OUT, IN, TOKENS = 384, 256, 256
 FPROPS = 6
@@ -150,24 +146,7 @@ def test_ranks_are_compared() -> None:
 
 @pytest.mark.long
 def test_under_torchrun(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT}/kernels",
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "0",
-    }
-    done = subprocess.run(
-        [*command, "-m", "fp8dist", "doctor", "--burn", "0.3", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=environment,
-        cwd=tmp_path,
-    )
+    done = torchrun(2, "-m", "fp8dist", "doctor", "--burn", "0.3", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     seen = {line["name"]: line for line in json.loads(done.stdout)["observations"]}
     assert seen["burn on cpu"]["outcome"] == "ok"

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.cli.main import main
+from tests.support import forked
+from tests.support.torchrun import torchrun
 
 Tensors = dict[str, Tensor]
 Capture = pytest.CaptureFixture[str]
@@ -37,20 +40,16 @@ def weights() -> Tensors:
     }
 
 
-def _as_dcp(tensors: Tensors, path: Path) -> None:
-    dcp.save(tensors, checkpoint_id=path)
-
-
-WRITERS: dict[str, Callable[[Tensors, Path], None]] = {
-    "safetensors": lambda tensors, path: save_file(tensors, path),
-    "torch": lambda tensors, path: torch.save(tensors, path),
-    "dcp": _as_dcp,
+WRITERS: dict[str, Callable[[Any, Path], object]] = {
+    "safetensors": save_file,
+    "torch": torch.save,
+    "dcp": lambda state, path: dcp.save(state, checkpoint_id=path),
 }
 
 
-def write(tensors: Tensors, path: Path, how: str = "safetensors") -> str:
-    """Write a checkpoint of the tensors. Return its path."""
-    WRITERS[how](tensors, path)
+def write(state: dict[str, Any], path: Path, how: str = "safetensors") -> str:
+    """Write a checkpoint. Return its path."""
+    WRITERS[how](state, path)
     return str(path)
 
 
@@ -219,10 +218,8 @@ def checkpoints(folder: Path, how: str, damage: Callable[[int, fp8dist.StateMana
     for number in range(2):
         model, manager = trained()
         damage(number, manager)
-        path = folder / f"checkpoint-{number}"
         state = {"model": model.state_dict(), "fp8": manager.state_dict()}
-        torch.save(state, path) if how == "torch" else dcp.save(state, checkpoint_id=path)
-        paths.append(str(path))
+        paths.append(write(state, folder / f"checkpoint-{number}", how))
     return paths
 
 
@@ -281,10 +278,9 @@ def test_damaged_fp8_state_in_a_checkpoint_is_named(how: str, kind: str, tmp_pat
     model = nn.Sequential(nn.Linear(16, 16))
     blob = fp8dist.prepare(model).state_dict()["shared"]
     damaged = blob[:-1] if kind == "truncated" else blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]
-    path = tmp_path / "checkpoint"
     state = {"weight": torch.ones(2), "fp8": {"rank0": blob, "rank1": damaged}}
-    torch.save(state, path) if how == "torch" else dcp.save(state, checkpoint_id=path)
-    for command in (["inspect", str(path)], ["check", str(path), str(path)]):
+    path = write(state, tmp_path / "checkpoint", how)
+    for command in (["inspect", path], ["check", path, path]):
         assert main(command) == 3
         assert re.fullmatch(rf"fp8dist \w+: {path}.*fp8\.rank1.*\n", capsys.readouterr().err)
 
@@ -338,32 +334,21 @@ def test_a_rank_that_is_missing_in_between_is_named(tmp_path: Path, capsys: Capt
         assert main(["check", str(tmp_path / f"{name}{{rank}}")]) == 0
 
 
-def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
-
-
 @pytest.mark.long
 def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
     wrong = weights()
     flip(wrong["bf16"], 4, 2)
     for rank in range(3):
         write(wrong if rank == 2 else weights(), tmp_path / f"{rank}.st")
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "fp8dist", "check"]
-    run = _run(*launcher, str(tmp_path / "{rank}.st"))
+    check = ("-m", "fp8dist", "check", str(tmp_path / "{rank}.st"))
+    run = torchrun(3, *check)
     assert run.returncode == 1
     assert run.stdout.count("bf16") == 1
     row = next(line.split() for line in run.stdout.splitlines() if "'bf16'" in line)
     assert row[2:8] == ["parameter", "'bf16'", "2", "0", "0,", "4"]
     assert "exitcode  : 1" in run.stderr
     (tmp_path / "1.st").write_bytes((tmp_path / "1.st").read_bytes()[:-1])
-    run = _run(*launcher, str(tmp_path / "{rank}.st"))
+    run = torchrun(3, *check)
     assert "exitcode  : 3" in run.stderr
     lines = [line for line in run.stderr.splitlines() if line.startswith("fp8dist check: ")]
     assert len(lines) == 1
@@ -371,9 +356,31 @@ def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
     (tmp_path / "1.st").unlink()
     write(wrong, tmp_path / "1.st")
     write(wrong, tmp_path / "0.st")
-    run = _run(*launcher, "--json", str(tmp_path / "{rank}.st"))
+    run = torchrun(3, *check, "--json")
     assert run.returncode == 0
     assert json.loads(run.stdout)["consistent"]
+
+
+def _anonymous() -> int:
+    """Return the memory of this process in KiB, without what is mapped from files."""
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0])
+
+
+def _check_and_tell_memory(words: list[str]) -> int:
+    """Run ``fp8dist check``, and print to stderr by how many MiB the memory grew."""
+    before, most, done = _anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            most[0] = max(most[0], _anonymous() - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    code = main(["check", "--json", *words])
+    done.set()
+    watching.join()
+    print(most[0] // 1024, file=sys.stderr)
+    return code
 
 
 @pytest.mark.slow
@@ -384,23 +391,10 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
         if rank == 2:
             flip(tensors["t7"], 999_999, 1)
         save_file(tensors, tmp_path / f"{rank}")
-    code = (
-        "import sys, threading, time; import fp8dist.cli.commands; from fp8dist.cli.main import main\n"
-        "def now():  # What is mapped from files does not count.\n"
-        "    return int(open('/proc/self/status').read().partition('RssAnon:')[2].split()[0])\n"
-        "before, seen = now(), [0]\n"
-        "def watch():\n"
-        "    while True:\n"
-        "        seen[0] = max(seen[0], now() - before); time.sleep(0.002)\n"
-        "threading.Thread(target=watch, daemon=True).start()\n"
-        "code = main(['check', '--json', sys.argv[1]]); print(seen[0] // 1024, file=sys.stderr); sys.exit(code)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "{rank}")], capture_output=True, text=True, timeout=120, check=False
-    )
+    run = forked.run([str(tmp_path / "{rank}")], None, {}, main=_check_and_tell_memory)
     assert run.returncode == 1, run.stderr
     assert [(f["name"], f["ranks"]) for f in json.loads(run.stdout)["findings"]] == [("t7", [2])]
-    assert int(run.stderr.split()[-1]) < 40, "MB"
+    assert int(run.stderr.split()[-1]) < 40
 
 
 def test_the_installed_command(capsys: Capture) -> None:
@@ -422,9 +416,8 @@ def _of_two_steps(folder: Path) -> list[str]:
         manager.step()
         with torch.no_grad():
             model[0].bias[3] = scaled
-        path = folder / f"step{scaled}"
-        torch.save({"model": model.state_dict(), "fp8": manager.state_dict()}, path)
-        paths.append(str(path))
+        state = {"model": model.state_dict(), "fp8": manager.state_dict()}
+        paths.append(write(state, folder / f"step{scaled}", "torch"))
     return paths
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,8 +15,9 @@ import torch
 from fp8dist.cli import doctor
 from fp8dist.cli.doctor import Examination, Probe, examine
 from fp8dist_kernels.backends import why_not_triton
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forked import ROOT
+from tests.support.slurm import free_ports
+from tests.support.torchrun import torchrun
 
 
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,19 +195,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         f"found = [examine().as_dict() for _ in range(2)]\n"
         f"json.dump(found, open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w'))\n"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        f"--master-port={port}",
-        str(script),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path)
+    done = torchrun(2, str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         for found in json.loads((tmp_path / str(rank)).read_text()):
@@ -220,9 +206,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_whose_other_rank_never_comes() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     found = _by_name(examine({**os.environ, **job}, timeout=4.0))
     assert found["all-reduce, 2 ranks"].outcome == "failed"

@@ -174,16 +174,12 @@ def test_modules_that_the_job_had_in_high_precision(tmp_path: Path) -> None:
     [
         (["--precision", "fp32"], [], UNREADABLE, "expected one FP8 state that all ranks share, found none"),
         (["--recipe", "rowwise"], ["--format", "block"], USAGE, "formats that fit: compressed-tensors"),
-        (
-            [],
-            ["--model", "weights"],
-            UNREADABLE,
-            "has no tensors of 'weights', its keys are 'model', 'optimizer', 'run': --model names",
-        ),
+        ([], ["--model", "weights"], UNREADABLE,
+         "has no tensors of 'weights', its keys are 'model', 'optimizer', 'run': --model names"),
         ([], ["--config", "/nowhere"], USAGE, "--config /nowhere cannot be read"),
         (None, [], UNREADABLE, "no checkpoint"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_exported(
     alone: Path,
     tmp_path: Path,

@@ -62,16 +62,14 @@ def test_the_newest_good_one_is_printed_alone(tmp_path: Path, capsys: Capture) -
     [
         ([], 'no checkpoint is recorded. Note each: recorder.event("saved", step, path=…)'),
         ([saved(2, "x")], "no check came after one and found parameters equal and finite"),
-        (
-            [saved(2, "x"), checked(4, nonfinite=["w"])],
-            "after step 4 a check found 4 parameters equal, NaN or infinity",
-        ),
+        ([saved(2, "x"), checked(4, nonfinite=["w"])],
+         "after step 4 a check found 4 parameters equal, NaN or infinity"),
         ([saved(2, "x"), checked(4, compared={"slot": 3}, unverified={"parameter": "shards"})], "not verifiable"),
         ([saved(2, "x"), checked(4, partial={"parameter": "1 of 4 parameters"})], "compared only 1 of 4 parameters"),
         ([saved(2, None), checked(4)], "of those that are good no path is recorded"),
         ([saved(2, "x"), checked(4), saved(6, "x")], "a later one was saved in their place"),
     ],
-)
+)  # fmt: skip
 def test_without_a_good_one_it_says_why(events: list[Any], why: str, tmp_path: Path, capsys: Capture) -> None:
     folder = run(tmp_path / "run", *events)
     made(folder, "x")

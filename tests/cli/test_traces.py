@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from safetensors.torch import save_file
 
 import fp8dist
 from fp8dist.cli.main import main
+from tests.support.torchrun import torchrun
 from tests.support.training import batch, make_net
 
 Capture = pytest.CaptureFixture[str]
@@ -83,24 +82,20 @@ def test_usage_and_unreadable_files(tmp_path: Path, capsys: Capture) -> None:
 
 @pytest.mark.long
 def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
-    def across() -> subprocess.CompletedProcess[str]:
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fp8dist", "check"]
-        command = [sys.executable, "-m", *launcher, str(tmp_path / "{rank}")]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
+    check = ("-m", "fp8dist", "check", str(tmp_path / "{rank}"))
     traced(tmp_path / "0")
     traced(tmp_path / "1", 3.0)
-    run = across()
+    run = torchrun(2, *check)
     assert "exitcode  : 1" in run.stderr
     assert run.stdout.count("the traces first part in the output of 'branch', call 1 (place 3 of the step)") == 1
     (tmp_path / "1").write_bytes((tmp_path / "1").read_bytes()[:-1])
-    run = across()
+    run = torchrun(2, *check)
     assert "exitcode  : 3" in run.stderr
     assert run.stderr.count(f"fp8dist check: rank 1: {tmp_path / '1'}: is truncated") == 1
     save_file({"x": torch.zeros(2)}, tmp_path / "1")
-    run = across()
+    run = torchrun(2, *check)
     assert "exitcode  : 2" in run.stderr
     assert "is a checkpoint, and others are traces" in run.stderr
     traced(tmp_path / "1")
-    run = across()
+    run = torchrun(2, *check)
     assert (run.returncode, run.stdout) == (0, "consistent (5 outputs, 5 gradients)\n")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,13 @@ def _verify(made: Path, *words: str) -> tuple[str, ...]:
 
 def _by_certificate(made: Path) -> tuple[str, ...]:
     return ("verify", "--certificate", str(made / "served" / CERTIFICATE), str(made / "served"))
+
+
+def _says(capsys: pytest.CaptureFixture[str], code: int, words: Iterable[str]) -> str:
+    """Run the command, assert its exit status, and return what it prints."""
+    assert main(list(words)) == code
+    captured = capsys.readouterr()
+    return captured.out + captured.err
 
 
 def _findings(made: Path, capsys: pytest.CaptureFixture[str], code: int = DIVERGED) -> dict[str, dict[str, Any]]:
@@ -192,8 +199,7 @@ def test_one_flipped_bit(made: Path, capsys: pytest.CaptureFixture[str], bit: in
     assert (finding["value"], finding["expected"]) == (after, before)
     if bit < 7:
         assert finding["ulp"] == 1 << bit
-    assert main([*_verify(made)]) == DIVERGED
-    assert "'a.weight'" in capsys.readouterr().out
+    assert "'a.weight'" in _says(capsys, DIVERGED, _verify(made))
 
 
 def test_a_swapped_scale(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,8 +211,7 @@ def test_a_swapped_scale(made: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert findings.keys() == set(names)
     assert findings[names[0]]["detail"] == f"1 of 1 elements differ; it has the bytes of '{names[1]}'"
     assert findings[names[0]]["value"] == float(old[1])
-    assert main([*_by_certificate(made)]) == DIVERGED
-    assert f"it has the bytes of '{names[1]}'" in capsys.readouterr().out
+    assert f"it has the bytes of '{names[1]}'" in _says(capsys, DIVERGED, _by_certificate(made))
 
 
 def test_half_the_scale_and_twice_the_bytes_are_the_same_values(
@@ -225,8 +230,7 @@ def test_half_the_scale_and_twice_the_bytes_are_the_same_values(
         assert text.splitlines()[-1].startswith("note: other bytes and scales, but the same values: a.weight")
     assert main([*_verify(made), "--json"]) == CONSISTENT
     assert json.loads(capsys.readouterr().out)["rescaled"] == ["a.weight"]
-    assert main([*_by_certificate(made)]) == DIVERGED
-    assert "how values differ is not known" in capsys.readouterr().out
+    assert "how values differ is not known" in _says(capsys, DIVERGED, _by_certificate(made))
 
 
 def test_swapped_weights_of_one_shape(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,18 +301,12 @@ def test_an_index_that_names_another_file(made: Path, capsys: pytest.CaptureFixt
     [
         (lambda c: c.update(hidden_size=64), "hidden_size", "config.json has 64, expected 32"),
         (lambda c: c.update(rope=1), "rope", "config.json has 1, expected nothing"),
-        (
-            lambda c: c["quantization_config"].pop("ignore"),
-            "quantization_config.ignore",
-            'config.json has nothing, expected ["embedding", "head"]',
-        ),
-        (
-            lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(strategy="channel"),
-            "quantization_config.config_groups.group_0.weights.strategy",
-            'config.json has "channel", expected "tensor"',
-        ),
+        (lambda c: c["quantization_config"].pop("ignore"), "quantization_config.ignore",
+         'config.json has nothing, expected ["embedding", "head"]'),
+        (lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(strategy="channel"),
+         "quantization_config.config_groups.group_0.weights.strategy", 'config.json has "channel", expected "tensor"'),
     ],
-)
+)  # fmt: skip
 def test_another_config(
     made: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], Any], name: str, detail: str
 ) -> None:
@@ -320,8 +318,7 @@ def test_another_config(
 def test_another_models_config_against_the_one_that_was_given(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = made / "own.json"
     own.write_text('{"model_type": "net", "hidden_size": 16}')
-    assert main([*_verify(made, "--config", str(own))]) == DIVERGED
-    assert "'hidden_size'" in capsys.readouterr().out
+    assert "'hidden_size'" in _says(capsys, DIVERGED, [*_verify(made, "--config", str(own))])
 
 
 def test_another_checkpoint(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,10 +384,8 @@ def test_a_certificate_that_contradicts_itself(
 ) -> None:
     path = made / "served" / CERTIFICATE
     _resealed(path, change)
-    assert main([*_by_certificate(made)]) == UNREADABLE
-    assert f"{path}: {text}" in capsys.readouterr().err
-    assert main([*_verify(made)]) == DIVERGED
-    assert "'fp8dist-certificate.json'" in capsys.readouterr().out
+    assert f"{path}: {text}" in _says(capsys, UNREADABLE, _by_certificate(made))
+    assert "'fp8dist-certificate.json'" in _says(capsys, DIVERGED, _verify(made))
 
 
 def test_a_certificate_that_was_changed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,15 +464,13 @@ def test_a_config_that_servers_cannot_read(made: Path, capsys: pytest.CaptureFix
     """They read UTF-8."""
     path = made / "served" / "config.json"
     path.write_bytes(path.read_text().encode("utf-16"))
-    assert main([*_by_certificate(made)]) == UNREADABLE
-    assert "config.json: cannot be read: UnicodeDecodeError" in capsys.readouterr().err
+    assert "config.json: cannot be read: UnicodeDecodeError" in _says(capsys, UNREADABLE, _by_certificate(made))
 
 
 def test_a_pipe_in_place_of_a_file(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (made / "served" / "config.json").unlink()
     os.mkfifo(made / "served" / "config.json")
-    assert main([*_verify(made)]) == UNREADABLE
-    assert "is a pipe, expected a file" in capsys.readouterr().err
+    assert "is a pipe, expected a file" in _says(capsys, UNREADABLE, _verify(made))
 
 
 @pytest.mark.parametrize("words", [["x"], ["x", "y", "z"], ["--certificate", "c", "x", "y"]])
@@ -499,5 +492,4 @@ def test_a_certificate_of_nothing_verifies_nothing(made: Path, capsys: pytest.Ca
     for path in (made / "served").glob("*.safetensors"):
         path.unlink()
     (made / "served" / INDEX).write_text('{"weight_map": {}}')
-    assert main([*_by_certificate(made)]) == USAGE
-    assert "nothing to compare" in capsys.readouterr().err
+    assert "nothing to compare" in _says(capsys, USAGE, _by_certificate(made))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -191,77 +191,73 @@ def _pairs() -> list[Any]:
     return [dist.new_group([0, 1]), dist.new_group([2, 3])]
 
 
-def _own_values(kind: str, folder: str) -> tuple[list[str], list[float], list[float]]:
-    """Record 10 on ranks 0 and 1, 11 on ranks 2 and 3. Return (keys, amaxes of both inputs, the same after loading)."""
-
-    def new() -> tuple[nn.Module, StateManager]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        manager = fp8dist.prepare(model, DelayedScaling(history_len=2), **KINDS[kind]())
-        return model, manager.attach()
-
-    def amaxes(manager: StateManager) -> list[float]:
-        return [manager.slot("0", "input").amax.item(), manager.slot("1", "input").amax.item()]
-
-    model, manager = new()
-    model[0](torch.full((4, 16), 10.0 + dist.get_rank() // 2))  # type: ignore[operator]
-    model[1](torch.full((4, 16), 10.0 + dist.get_rank() // 2))  # type: ignore[operator]
-    manager.step()
-    dcp.save({"fp8": manager}, checkpoint_id=folder)
-    other_model, other = new()
-    dcp.load({"fp8": other}, checkpoint_id=folder)
-    assert state_of(other) == state_of(manager)
-    assert None not in (model, other_model)
-    return sorted(manager.state_dict()), amaxes(manager), amaxes(other)
-
-
-def test_states_of_ranks_and_groups_stay_apart(four_ranks: RankPool, tmp_path: Path) -> None:
-    """DCP keeps one value per key, so a key names the ranks that share the state."""
-    mine = [[10.0, 10.0]] * 2 + [[11.0, 11.0]] * 2
-    expected = {
-        "amax_sync": (mine, 4),
-        "groups": ([[10.0, 11.0]] * 2 + [[11.0, 11.0]] * 2, 3),
-        "stages": (mine, 2),
-        "all share": ([[11.0, 11.0]] * 4, 1),
-    }
-    for kind, (amaxes, count) in expected.items():
-        folder = str(tmp_path / kind)
-        results = four_ranks.run(_own_values, kind, folder)
-        assert [saved for _, saved, _ in results] == amaxes, kind
-        assert [loaded for _, _, loaded in results] == amaxes, kind
-        keys = {key for keys, _, _ in results for key in keys}
-        assert len(keys) == count, keys
-        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-        assert set(stored) == {f"fp8.{key}" for key in keys}
-        assert ("shared" in keys) == (kind in ("groups", "all share"))
-        assert all(keys == ["shared"] for keys, _, _ in results) == (kind == "all share")
-
-
-def _manager(history_len: int = 3, head: bool = False, steps: int = 0) -> tuple[nn.Module, StateManager]:
+def _two_linears(kind: str) -> StateManager:
     torch.manual_seed(0)
-    layers = {"body": nn.Linear(16, 16), **({"head": nn.Linear(16, 16)} if head else {})}
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=2), **KINDS[kind]())
+    manager._tested = model
+    return manager.attach()
+
+
+APART = [[10.0, 10.0]] * 2 + [[11.0, 11.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "amaxes", "count"),
+    [
+        ("amax_sync", APART, 4),
+        ("groups", [[10.0, 11.0]] * 2 + [[11.0, 11.0]] * 2, 3),
+        ("stages", APART, 2),
+        ("all share", [[11.0, 11.0]] * 4, 1),
+    ],
+)
+@on_ranks(4)
+def test_states_of_ranks_and_groups_stay_apart(tmp_path: Path, kind: str, amaxes: Any, count: int) -> None:
+    """Inputs are 10 on ranks 0 and 1, 11 on ranks 2 and 3. DCP keeps one value per key, so a key names the ranks that
+    share the state."""
+    rank = dist.get_rank()
+    manager, other = _two_linears(kind), _two_linears(kind)
+    for module in manager._tested:
+        module(torch.full((4, 16), 10.0 + rank // 2))
+    manager.step()
+    dcp.save({"fp8": manager}, checkpoint_id=tmp_path)
+    dcp.load({"fp8": other}, checkpoint_id=tmp_path)
+    assert state_of(other) == state_of(manager)
+    for each in (manager, other):
+        assert [each.slot(name, "input").amax.item() for name in "01"] == amaxes[rank]
+    keys: list[Any] = [None] * 4
+    dist.all_gather_object(keys, sorted(manager.state_dict()))
+    assert len({key for some in keys for key in some}) == count
+    stored = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert set(stored) == {f"fp8.{key}" for some in keys for key in some}
+    assert any("shared" in some for some in keys) == (kind in ("groups", "all share"))
+    assert (keys == [["shared"]] * 4) == (kind == "all share")
+
+
+def _manager(history_len: int = 3, head: bool = False, steps: int = 0) -> StateManager:
+    torch.manual_seed(0)
     model = nn.Sequential()
-    for name, layer in layers.items():
-        model.add_module(name, layer)
+    for name in ("body", "head") if head else ("body",):
+        model.add_module(name, nn.Linear(16, 16))
     manager = fp8dist.prepare(model, DelayedScaling(history_len=history_len)).attach()
+    manager._tested = model
     for step in range(steps):
         model(torch.full((4, 16), 1.0 + step)).sum().backward()
         manager.step()
-    return model, manager
+    return manager
 
 
 @pytest.fixture
-def body(tmp_path: Path) -> Iterator[tuple[str, StateManager]]:
-    """Yield a DCP folder and the manager that was saved in it."""
-    model, manager = _manager(steps=5)
+def body(tmp_path: Path) -> tuple[str, StateManager]:
+    """Return a DCP folder and the manager that was saved in it."""
+    manager = _manager(steps=5)
     dcp.save({"fp8": manager}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    yield str(tmp_path / "dcp"), manager
-    assert model is not None
+    return str(tmp_path / "dcp"), manager
 
 
 def test_a_new_head_on_an_old_body(body: tuple[str, StateManager]) -> None:
     folder, old = body
-    model, manager = _manager(head=True, steps=1)
+    manager = _manager(head=True, steps=1)
     before = state_of(manager)
     with pytest.raises(CheckpointError, match="missing slots: head:grad_output, head:input, head:weight; unexpected"):
         dcp.load({"fp8": manager}, checkpoint_id=folder, no_dist=True)
@@ -271,25 +267,22 @@ def test_a_new_head_on_an_old_body(body: tuple[str, StateManager]) -> None:
     manager.load_state_dict(found["fp8"], strict=False)
     after = state_of(manager)
     assert manager.steps == 5
-    assert {slot: after[slot] for slot in after if slot[0] == "body"} == state_of(old)
-    assert {slot: after[slot] for slot in after if slot[0] == "head"} == {
-        slot: before[slot] for slot in before if slot[0] == "head"
+    assert after == {
+        slot: before[slot] if slot[0] == "head" else state for slot, state in (before | state_of(old)).items()
     }
-    assert model is not None
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 7])
 def test_another_history_length_keeps_the_newest(body: tuple[str, StateManager], length: int) -> None:
     folder, _ = body
-    model, manager = _manager(history_len=length)
+    manager = _manager(history_len=length)
     dcp.load({"fp8": manager}, checkpoint_id=folder, no_dist=True)
     kept = [0.0] * length + [3.0, 4.0, 5.0]
     assert manager.slot("body", "input").amax_history.tolist() == kept[-length:]
-    assert model is not None
 
 
 def test_missing_keys(body: tuple[str, StateManager], caplog: pytest.LogCaptureFixture) -> None:
-    model, manager = _manager(steps=1)
+    manager = _manager(steps=1)
     before = state_of(manager)
     blob = body[1].state_dict()["shared"]
     others = {"rank1": blob, "rank0": blob}
@@ -302,11 +295,10 @@ def test_missing_keys(body: tuple[str, StateManager], caplog: pytest.LogCaptureF
     assert state_of(manager) == before
     manager.load_state_dict({**others, "rank0": b"of another rank: not looked at", "shared": blob})
     assert state_of(manager) == state_of(body[1])
-    assert model is not None
 
 
 def test_damaged_truncated_and_foreign_blobs(body: tuple[str, StateManager]) -> None:
-    model, manager = _manager(steps=1)
+    manager = _manager(steps=1)
     before, steps = state_of(manager), manager.steps
     blob = body[1].state_dict()["shared"]
     rng = random.Random(0)
@@ -319,7 +311,6 @@ def test_damaged_truncated_and_foreign_blobs(body: tuple[str, StateManager]) -> 
             with pytest.raises(CheckpointError, match="FP8 state 'shared'"):
                 manager.load_state_dict({"shared": value}, strict=strict)
     assert (state_of(manager), manager.steps) == (before, steps)
-    assert model is not None
 
 
 @on_ranks(2)
@@ -345,7 +336,6 @@ def test_one_bad_blob_of_two_changes_nothing() -> None:
 
 def test_state_dicts_go_through_torch_save(body: tuple[str, StateManager], tmp_path: Path) -> None:
     torch.save(body[1].state_dict(), tmp_path / "a.pt")
-    model, manager = _manager()
+    manager = _manager()
     manager.load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True))
     assert state_of(manager) == state_of(body[1])
-    assert model is not None

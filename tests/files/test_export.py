@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,11 @@ from fp8dist import ConfigurationError
 from fp8dist.files import export_files
 from fp8dist.files.export import Export, export_of
 from fp8dist.job.manager import Internals
-from tests.support.forked import ROOT
-from tests.support.serving import NATIVE, RECIPES, as_bits, multiplied, read, served, tensor_bits
+from fp8dist_kernels.formats import E5M2
+from tests.support import forked
+from tests.support.serving import NATIVE, RECIPES, as_bits, exported, multiplied, read, served, tensor_bits
 from tests.support.sharded import wide
 from tests.support.training import batch, bits, state_bits
-
-FORMATS = ("compressed-tensors", "compressed-tensors-channel", "block")
 
 
 def trained(recipe: str = "delayed", steps: int = 3, model: nn.Module | None = None, **settings: Any) -> Any:
@@ -49,8 +48,11 @@ def trained(recipe: str = "delayed", steps: int = 3, model: nn.Module | None = N
     return net, manager, step
 
 
-def _exported(manager: Any, format: str = "compressed-tensors") -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=format)}
+def assert_served(manager: Any, net: nn.Module, format: str = "compressed-tensors") -> dict[str, Tensor]:
+    """Assert that an eval forward multiplies with the exported bytes and scales. Return the exported tensors."""
+    tensors = exported(manager, format=format)
+    assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
+    return tensors
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -58,41 +60,44 @@ def _exported(manager: Any, format: str = "compressed-tensors") -> dict[str, Ten
 def test_an_eval_forward_multiplies_with_the_exported_bytes_and_scales(recipe: str, steps: int) -> None:
     """Also before the first step, where slots of inputs are cold."""
     net, manager, _ = trained(recipe, steps)
-    tensors = _exported(manager, NATIVE[recipe])
-    assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
+    tensors = assert_served(manager, net, NATIVE[recipe])
     assert {name for name in tensors if name.endswith("bias")} == {f"layers.{i}.bias" for i in range(4)}
     assert all(bits(tensors[name]) == bits(value) for name, value in net.state_dict().items() if name.endswith("bias"))
 
 
-@pytest.mark.parametrize(("recipe", "format"), [("delayed", f) for f in FORMATS] + [("current", f) for f in FORMATS])
-def test_a_scale_for_the_whole_tensor_is_exact_in_each_format(recipe: str, format: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "name", "shape"),
+    [
+        ("compressed-tensors", "weight_scale", (1,)),
+        ("compressed-tensors-channel", "weight_scale", (512, 1)),
+        ("block", "weight_scale_inv", (4, 2)),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_scale_for_the_whole_tensor_is_exact_in_each_format(
+    recipe: str, format: str, name: str, shape: tuple[int, ...]
+) -> None:
     net, manager, _ = trained(recipe)
-    tensors = _exported(manager, format)
-    assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
-    shapes = {"compressed-tensors": (1,), "compressed-tensors-channel": (512, 1), "block": (4, 2)}
-    suffix = "weight_scale_inv" if format == "block" else "weight_scale"
-    assert tensors[f"layers.1.{suffix}"].shape == shapes[format]
+    assert assert_served(manager, net, format)[f"layers.1.{name}"].shape == shape
 
 
 def test_input_scales_are_those_of_the_delayed_slots() -> None:
     _, manager, _ = trained()
-    tensors = _exported(manager)
+    tensors = exported(manager)
     for i in range(4):
-        assert bits(tensors[f"layers.{i}.input_scale"]) == bits(
-            1 / manager.slot(f"layers.{i}", "input").scale.reshape(1)
-        )
-    assert not any("input_scale" in name for name in _exported(manager, "block"))
+        slot = manager.slot(f"layers.{i}", "input")
+        assert bits(tensors[f"layers.{i}.input_scale"]) == bits(1 / slot.scale.reshape(1))
+    assert not any("input_scale" in name for name in exported(manager, format="block"))
     _, current, _ = trained("current")
-    assert not any("input_scale" in name for name in _exported(current))
+    assert not any("input_scale" in name for name in exported(current))
 
 
 def test_a_weight_written_since_its_scale_was_derived() -> None:
     net, manager, _ = trained()
     with torch.no_grad():
         net.layers[1].weight.mul_(40)
-    tensors = _exported(manager)
-    assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
-    assert bits(tensors["layers.1.weight_scale"]) != bits(manager.slot("layers.1", "weight").inv_scale.reshape(1))
+    scale = assert_served(manager, net)["layers.1.weight_scale"]
+    assert bits(scale) != bits(manager.slot("layers.1", "weight").inv_scale.reshape(1))
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -109,8 +114,7 @@ def test_an_export_saturates_no_weight(write: str, factor: float, swapped: bool)
             for name, parameter in net.named_parameters():
                 with torch.no_grad():
                     (parameter.data if write == ".data" else parameter).copy_(grown[name])
-        tensors = _exported(manager)
-        assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
+        tensors = assert_served(manager, net)
     for name, rows in ((name, rows) for name, rows in tensors.items() if rows.dtype == torch.float8_e4m3fn):
         weight, value = grown[name], rows.float() * tensors[f"{name}_scale"]
         # Half a step of E4M3 at the top. Of uniform weights, those from 432 to 464 are there.
@@ -126,7 +130,7 @@ def test_a_dequantised_export_is_exported_without_a_loss_with_powers_of_two() ->
             for parameter in net.parameters():
                 parameter.mul_(0.7)
         step(number)
-    first = _exported(manager)
+    first = exported(manager)
     values = {n: t.float() * first[f"{n}_scale"] for n, t in first.items() if t.dtype == torch.float8_e4m3fn}
     for name in values:
         scale = first[f"{name}_scale"]
@@ -134,7 +138,7 @@ def test_a_dequantised_export_is_exported_without_a_loss_with_powers_of_two() ->
     other, again, _ = trained("delayed 2^n", steps=0)
     other.load_state_dict({**other.state_dict(), **values})
     again.refresh_weights()
-    second = _exported(again)
+    second = exported(again)
     for name, value in values.items():
         assert bits(second[name].float() * second[f"{name}_scale"]) == bits(value)
 
@@ -142,9 +146,7 @@ def test_a_dequantised_export_is_exported_without_a_loss_with_powers_of_two() ->
 def test_slots_that_are_cold_again_have_no_fixed_input_scale() -> None:
     net, manager, _ = trained()
     manager.reset()
-    tensors = _exported(manager)
-    assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
-    assert not any("input_scale" in name for name in tensors)
+    assert not any("input_scale" in name for name in assert_served(manager, net))
 
 
 def test_an_export_changes_nothing() -> None:
@@ -152,9 +154,9 @@ def test_an_export_changes_nothing() -> None:
     losses = [step(i) for i in range(2, 5)]
     expected = state_bits(manager), [bits(p) for p in plain.parameters()]
     other, manager, step = trained(steps=2)
-    _exported(manager)
+    exported(manager)
     state = state_bits(manager)
-    _exported(manager, "block")
+    exported(manager, format="block")
     assert state_bits(manager) == state
     assert [step(i) for i in range(2, 5)] == losses
     assert (state_bits(manager), [bits(p) for p in other.parameters()]) == expected
@@ -164,7 +166,7 @@ def test_modules_in_high_precision_are_exported_as_they_are() -> None:
     net, manager, _ = trained(overrides={"layers.3": "high"})
     manager.set_precision("layers.0", "high", gemms=("fprop",))
     manager.set_precision("layers.2", "high", gemms=("wgrad",))
-    tensors = _exported(manager)
+    tensors = exported(manager)
     for i in (0, 3):
         assert bits(tensors[f"layers.{i}.weight"]) == bits(net.layers[i].weight)
     assert served(tensors).keys() == {"layers.1", "layers.2"}
@@ -221,28 +223,28 @@ def test_odd_tensors_are_exported_as_they_are(tmp_path: Path, recipe: str, dtype
 
 def test_swapped_weights_are_exported_while_they_are_in_place() -> None:
     net, manager, _ = trained()
-    before = _exported(manager)
+    before = exported(manager)
     with torch.no_grad(), manager.swapped_weights():
         for parameter in net.parameters():
             parameter.mul_(3)
-        assert served(_exported(manager)) == as_bits(multiplied(net, batch(0, 9)[0])) != served(before)
+        assert served(exported(manager)) == as_bits(multiplied(net, batch(0, 9)[0])) != served(before)
 
 
 def test_weights_that_are_not_finite() -> None:
     net, manager, _ = trained()
     with torch.no_grad():
         net.layers[0].weight[0, 0], net.layers[1].weight[0, 0] = torch.nan, torch.inf
-    assert served(_exported(manager)) == as_bits(multiplied(net, batch(0, 9)[0]))
+    assert_served(manager, net)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
 def test_the_default_dtype_and_device_do_not_matter(recipe: str) -> None:
     _, manager, _ = trained(recipe, 0)
-    expected = tensor_bits(_exported(manager, NATIVE[recipe]))
+    expected = tensor_bits(exported(manager, format=NATIVE[recipe]))
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            found = _exported(manager, NATIVE[recipe])
+            found = exported(manager, format=NATIVE[recipe])
     finally:
         torch.set_default_dtype(torch.float32)
     assert tensor_bits(found) == expected
@@ -265,34 +267,13 @@ def _config(manager: Any, format: str = "compressed-tensors") -> dict[str, Any]:
     return _listed(manager, format).quantization_config()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "refused", "fitting"),
-    [
-        ("rowwise", "block", "compressed-tensors, compressed-tensors-channel"),
-        ("block", "compressed-tensors", "block"),
-        ("block", "compressed-tensors-channel", "block"),
-    ],
-)
-def test_finer_scales_than_the_formats_are_refused(recipe: str, refused: str, fitting: str) -> None:
-    _, manager, _ = trained(recipe, 0)
-    with pytest.raises(ConfigurationError, match=rf"layers\.\d: \w+ has one scale for each .* fit: {fitting}$"):
-        fp8dist.exported(manager, format=refused)
-
-
-def test_two_recipes_that_no_format_holds() -> None:
-    _, manager, _ = trained("block", 0, overrides={"layers.1": fp8dist.RowwiseScaling()})
-    with pytest.raises(ConfigurationError, match="no format fits"):
-        fp8dist.exported(manager, format="block")
-
-
 def test_modules_of_two_recipes_are_two_groups() -> None:
     net, manager, _ = trained(overrides={"layers.1": fp8dist.RowwiseScaling()})
-    assert served(_exported(manager)) == as_bits(multiplied(net, batch(0, 9)[0]))
-    groups = _config(manager)["config_groups"].values()
-    described = {
-        tuple(g["targets"]): (g["weights"]["strategy"], *map(g["input_activations"].get, ("strategy", "dynamic")))
-        for g in groups
-    }
+    assert_served(manager, net)
+    described = {}
+    for group in _config(manager)["config_groups"].values():
+        inputs = group["input_activations"]
+        described[tuple(group["targets"])] = group["weights"]["strategy"], inputs["strategy"], inputs["dynamic"]
     assert described == {
         ("layers.0", "layers.2", "layers.3"): ("tensor", "tensor", False),
         ("layers.1",): ("channel", "token", True),
@@ -321,53 +302,6 @@ def test_a_tied_weight_is_exported_once(tmp_path: Path) -> None:
     assert served(tensors)["first"] == products["first"] == products["second"]
 
 
-def test_a_weight_in_two_precisions_is_refused() -> None:
-    _, manager, _ = trained(model=Tied(embedded=True), skip="!second")
-    with pytest.raises(ConfigurationError, match="second is in FP8 and shares its weight with embedding"):
-        fp8dist.exported(manager)
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"), [({"eval_precision": "high"}, 'eval_precision="high"'), ({"enabled": False}, "enabled=False")]
-)
-def test_nothing_in_fp8_is_refused(settings: dict[str, Any], why: str) -> None:
-    _, manager, _ = trained(steps=0, **settings)
-    with pytest.raises(ConfigurationError, match=f"nothing to export in FP8.*{why}"):
-        fp8dist.exported(manager)
-    _, manager, _ = trained(steps=0)
-    manager.set_precision("*", "high")
-    with pytest.raises(ConfigurationError, match="every module is in high precision"):
-        fp8dist.exported(manager)
-
-
-def test_e5m2_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, manager, _ = trained(steps=0)
-    from fp8dist_kernels.formats import E5M2
-
-    slots = manager._model().layers[1].fp8_slots
-    monkeypatch.setattr(slots.states(torch.device("cpu"))[1], "format", E5M2)
-    with pytest.raises(ConfigurationError, match=r"layers\.1: its weight is cast to e5m2, and servers read e4m3 only"):
-        fp8dist.exported(manager)
-
-
-def test_a_computed_weight_is_refused() -> None:
-    net, manager, _ = trained(steps=0)
-    torch.nn.utils.parametrizations.weight_norm(net.layers[1])
-    with pytest.raises(ConfigurationError, match=r"layers\.1: its weight is computed by a parametrization"):
-        fp8dist.exported(manager)
-
-
-def test_ignored_names_that_also_match_modules_in_fp8() -> None:
-    """Transformers ignores every module whose name ends with an ignored name."""
-    net = nn.Sequential()
-    net.add_module("proj", nn.Linear(32, 32))
-    net.add_module("q_proj", nn.Linear(32, 32))
-    _, manager, _ = trained(model=net, overrides={"proj": "high"})
-    with pytest.raises(ConfigurationError, match="q_proj is in FP8 and proj is not"):
-        fp8dist.exported(manager, format="block")
-    assert served(_exported(manager)).keys() == {"q_proj"}
-
-
 def _chain(*names: str) -> nn.Module:
     net = nn.Sequential()
     for name in names:
@@ -394,38 +328,76 @@ def _with_buffer(module: str, name: str, value: Tensor) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize(
-    ("net", "high", "format", "why"),
-    [
-        (_chain("a(b", "b"), "a(b", "block", r"names of ignored modules as regular expressions, and 'a\(b' is none"),
-        (_chain("Linear", "b"), "Linear", "compressed-tensors", "takes the name of module 'Linear' for a class"),
-        (_chain("re:x", "b"), "b", "compressed-tensors", "takes the name of module 're:x' for a regular expression"),
-        (_chain("a\udc80", "b"), "b", "block", "safetensors needs names in UTF-8"),
-        (nn.Linear(32, 32), "", "block", "the model is a Linear itself"),
-        (_renaming(), "", "block", r"a is in FP8, but state_dict\(\) has no a\.weight"),
-        (_without_outputs(), "", "compressed-tensors", r"c\.weight \(0, 32\) has no elements to cast"),
-        (
-            _with_buffer("a", "weight_scale", torch.ones(3)),
-            "",
-            "compressed-tensors",
-            r"'a\.weight_scale': .* to a scale",
-        ),
-        (_with_buffer("", "__metadata__", torch.ones(3)), "", "block", "safetensors uses this name itself"),
-        (
-            _with_buffer("", "c", torch.ones(3, dtype=torch.complex128)),
-            "",
-            "block",
-            "safetensors has no torch.complex128",
-        ),
-        (_with_buffer("", "c", torch.ones(3, device="meta")), "", "block", "c is on the meta device"),
-    ],
-)
-def test_what_files_and_readers_would_mistake_is_refused(net: nn.Module, high: str, format: str, why: str) -> None:
-    _, manager, _ = trained(steps=0, model=net)
+def _computed() -> Any:
+    made = trained(steps=0)
+    torch.nn.utils.parametrizations.weight_norm(made[0].layers[1])
+    return made
+
+
+def _ready(recipe: str = "delayed", high: str = "", **options: Any) -> Any:
+    """Return a model and its manager before the first step. ``high``: modules that are then in high precision."""
+    made = trained(recipe, 0, **options)
     if high:
-        manager.set_precision(high, "high")
+        made[1].set_precision(high, "high")
+    return made
+
+
+FINER = r"layers\.\d: \w+ has one scale for each .* fit: "
+COMPLEX, META = torch.ones(3, dtype=torch.complex128), torch.ones(3, device="meta")
+ROWWISE = {"layers.1": fp8dist.RowwiseScaling()}
+
+
+@pytest.mark.parametrize(
+    ("made", "format", "why"),
+    [
+        (lambda: _ready("rowwise"), "block", f"{FINER}compressed-tensors, compressed-tensors-channel$"),
+        (lambda: _ready("block"), "compressed-tensors", f"{FINER}block$"),
+        (lambda: _ready("block"), "compressed-tensors-channel", f"{FINER}block$"),
+        (lambda: _ready("block", overrides=ROWWISE), "block", "no format fits"),
+        (lambda: _ready(model=Tied(embedded=True), skip="!second"), "compressed-tensors",
+         "second is in FP8 and shares its weight with embedding"),
+        (lambda: _ready(eval_precision="high"), "block", 'nothing to export in FP8.*eval_precision="high"'),
+        (lambda: _ready(enabled=False), "block", "nothing to export in FP8.*enabled=False"),
+        (lambda: _ready(high="*"), "block", "every module is in high precision"),
+        (_computed, "block", r"layers\.1: its weight is computed by a parametrization"),
+        # Transformers ignores every module whose name ends with an ignored name.
+        (lambda: _ready(model=_chain("proj", "q_proj"), high="proj"), "block", "q_proj is in FP8 and proj is not"),
+        # What files and readers would mistake.
+        (lambda: _ready(model=_chain("a(b", "b"), high="a(b"), "block",
+         r"names of ignored modules as regular expressions, and 'a\(b' is none"),
+        (lambda: _ready(model=_chain("Linear", "b"), high="Linear"), "compressed-tensors",
+         "takes the name of module 'Linear' for a class"),
+        (lambda: _ready(model=_chain("re:x", "b"), high="b"), "compressed-tensors",
+         "takes the name of module 're:x' for a regular expression"),
+        (lambda: _ready(model=_chain("a\udc80", "b"), high="b"), "block", "safetensors needs names in UTF-8"),
+        (lambda: _ready(model=nn.Linear(32, 32)), "block", "the model is a Linear itself"),
+        (lambda: _ready(model=_renaming()), "block", r"a is in FP8, but state_dict\(\) has no a\.weight"),
+        (lambda: _ready(model=_without_outputs()), "block", r"c\.weight \(0, 32\) has no elements to cast"),
+        (lambda: _ready(model=_with_buffer("a", "weight_scale", torch.ones(3))), "compressed-tensors",
+         r"'a\.weight_scale': .* to a scale"),
+        (lambda: _ready(model=_with_buffer("", "__metadata__", torch.ones(3))), "block",
+         "safetensors uses this name itself"),
+        (lambda: _ready(model=_with_buffer("", "c", COMPLEX)), "block", "safetensors has no torch.complex128"),
+        (lambda: _ready(model=_with_buffer("", "c", META)), "block", "c is on the meta device"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_cannot_be_exported_is_refused(made: Callable[[], Any], format: str, why: str) -> None:
+    _net, manager, _ = made()
     with pytest.raises(ConfigurationError, match=why):
         fp8dist.exported(manager, format=format)
+
+
+def test_e5m2_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, manager, _ = trained(steps=0)
+    monkeypatch.setattr(net.layers[1].fp8_slots.states(torch.device("cpu"))[1], "format", E5M2)
+    with pytest.raises(ConfigurationError, match=r"layers\.1: its weight is cast to e5m2, and servers read e4m3 only"):
+        fp8dist.exported(manager)
+
+
+def test_an_ignored_name_may_be_the_end_of_another_in_compressed_tensors() -> None:
+    _net, manager, _ = _ready(model=_chain("proj", "q_proj"), high="proj")
+    assert served(exported(manager)).keys() == {"q_proj"}
 
 
 def test_names_with_any_other_letters(tmp_path: Path) -> None:
@@ -439,20 +411,23 @@ def test_a_folder_holds_the_stream(tmp_path: Path, shard_bytes: int) -> None:
     """Read with safetensors' own reader. A tensor that is larger than a file has one of its own."""
     _, manager, _ = trained()
     fp8dist.export(manager, tmp_path / "out", shard_bytes=shard_bytes)
-    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(_exported(manager))
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(exported(manager))
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == {1: 16, 100_000: 5, 10**9: 1}[shard_bytes]
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"quantization_config": _config(manager)}
 
 
-def test_config_json_has_the_models_own_config(tmp_path: Path) -> None:
-    class Config:
-        def to_dict(self) -> dict[str, Any]:
-            return {"hidden_size": 32, "architectures": None, "quantization_config": "of before"}
+class Config:
+    """Stands for a config of Transformers."""
 
+    def __init__(self, **content: Any) -> None:
+        self.to_dict = lambda: content
+
+
+def test_config_json_has_the_models_own_config(tmp_path: Path) -> None:
     net, manager, _ = trained(steps=0)
-    net.config = Config()
+    net.config = Config(hidden_size=32, architectures=None, quantization_config="of before")
     fp8dist.export(manager, tmp_path / "out", net)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["hidden_size"], config["architectures"]) == (32, ["Mlp"])
@@ -523,12 +498,8 @@ def test_two_exports_to_one_folder_at_once(tmp_path: Path) -> None:
 
 
 def test_a_config_that_is_not_json(tmp_path: Path) -> None:
-    class Config:
-        def to_dict(self) -> dict[str, Any]:
-            return {"dtype": torch.float32}
-
     net, manager, _ = trained(steps=0)
-    net.config = Config()
+    net.config = Config(dtype=torch.float32)
     with pytest.raises(ConfigurationError, match="the model's config cannot be written as JSON"):
         fp8dist.export(manager, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -545,45 +516,32 @@ def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
-KILLED = """
-import os, signal, sys
-import fp8dist
-from pathlib import Path
-from fp8dist.files import export_files
-from fp8dist.files.export import Export, export_of
-from tests.files.test_export import trained
+def _killed(words: list[str]) -> int:
+    """Export, and kill this process at the n-th write or fsync."""
+    place, out = words
+    calls = itertools.count(1)
 
-place, out = sys.argv[1:]
-counted = [0]
-def killed(function):
-    def call(*args):
-        counted[0] += 1
-        if counted[0] == int(place):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args)
-    return call
+    def kills(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(calls) == int(place):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments)
 
-_, manager, _ = trained()
-export_files.Folder.write = killed(export_files.Folder.write)
-export_files._sync = killed(export_files._sync)
-export_files._sync_folder = killed(export_files._sync_folder)
-fp8dist.export(manager, out, shard_bytes=100_000)
-"""
+        return call
+
+    export_files.Folder.write = kills(export_files.Folder.write)  # type: ignore[method-assign]
+    for name in ("_sync", "_sync_folder"):
+        setattr(export_files, name, kills(getattr(export_files, name)))
+    _, manager, _ = trained()
+    fp8dist.export(manager, out, shard_bytes=100_000)
+    return 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_kill_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
     """At each write and each fsync. The next export removes what was left. The last kill comes after the rename."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
     for place in (1, 9, 16, 23, 24, 25):  # 16 tensors, 5 files, index, config, certificate, and two folders.
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, str(place), str(tmp_path / "out")],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = forked.run([str(place), str(tmp_path / "out")], None, {}, main=_killed)
         assert done.returncode == -signal.SIGKILL, done.stderr
         left = {path.name for path in tmp_path.iterdir()}
         assert left == {"out.partial"}
@@ -592,4 +550,4 @@ def test_a_kill_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
     _, manager, _ = trained()
     fp8dist.export(manager, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(_exported(manager))
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(exported(manager))

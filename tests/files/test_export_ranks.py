@@ -22,8 +22,8 @@ from fp8dist import ConfigurationError
 from fp8dist.files import export_casts, export_files
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import mesh_of, same_on_all_ranks
-from tests.support.ranks import RankPool, on_ranks
-from tests.support.serving import NATIVE, RECIPES, as_bits, multiplied, read, served, spread, tensor_bits
+from tests.support.ranks import on_ranks
+from tests.support.serving import NATIVE, RECIPES, as_bits, exported, multiplied, read, served, spread, tensor_bits
 from tests.support.sharded import Mlp, shard, wide
 from tests.support.training import batch, bits
 
@@ -61,11 +61,18 @@ def _train(called: nn.Module, manager: Any, optimizer: Any, steps: range) -> Non
         optimizer.zero_grad()
 
 
-def reference(folder: Path, recipe: str) -> Tensors:
-    """Train on one process, save weights and FP8 state, and return what it exports."""
-    saved, exported = _reference(recipe)
-    (folder / "saved").write_bytes(saved)
-    return exported
+@pytest.fixture
+def recipe() -> str:
+    """The recipe of a test that is not parametrised by recipes."""
+    return "delayed"
+
+
+@pytest.fixture
+def expected(tmp_path: Path, recipe: str) -> Tensors:
+    """What one process exports after training. Its weights and FP8 state are saved in ``tmp_path``."""
+    saved, tensors = _reference(recipe)
+    (tmp_path / "saved").write_bytes(saved)
+    return tensors
 
 
 @cache
@@ -76,15 +83,15 @@ def _reference(recipe: str) -> tuple[bytes, Tensors]:
     _train(model, manager, optimizer, range(3))
     saved = io.BytesIO()
     torch.save((model.state_dict(), manager.state_dict()), saved)
-    tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=NATIVE[recipe])}
+    tensors = exported(manager, format=NATIVE[recipe])
     assert served(tensors) == as_bits(multiplied(model, batch(0, 9)[0]))
     return saved.getvalue(), tensor_bits(tensors)
 
 
-def _resumed(folder: str, recipe: str, parallel: str) -> tuple[nn.Module, Any, Any]:
-    """Return (what the loop calls, manager, optimizer) of a job that loads what ``reference`` saved."""
+def _resumed(folder: Path, recipe: str, parallel: str) -> tuple[nn.Module, Any]:
+    """Return (what the loop calls, manager) of a job that loads what ``expected`` saved."""
     model, manager = _prepared(recipe, parallel)
-    weights, state = torch.load(Path(folder, "saved"), weights_only=True)
+    weights, state = torch.load(folder / "saved", weights_only=True)
     model.load_state_dict(weights)
     called: nn.Module = model
     if parallel == "ddp":
@@ -94,23 +101,22 @@ def _resumed(folder: str, recipe: str, parallel: str) -> tuple[nn.Module, Any, A
     elif parallel.startswith("hsdp"):
         mesh = mesh_of((2, dist.get_world_size() // 2), ("replicate", "shard"))
         called = shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
     manager.load_state_dict(state)
-    manager.attach(called, optimizer=optimizer)
-    return called, manager, optimizer
+    manager.attach(called, optimizer=torch.optim.AdamW(called.parameters(), lr=0.01))
+    return called, manager
 
 
-def _after_resume(folder: str, recipe: str, parallel: str) -> Tensors:
-    called, manager, _ = _resumed(folder, recipe, parallel)
-    tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, called, format=NATIVE[recipe])}
-    if not parallel.endswith("gather"):  # ``_during`` compares these.
+def _assert_exported(folder: Path, recipe: str, parallel: str, expected: Tensors) -> None:
+    """Assert that all ranks of a resumed job export the expected bytes, and one of them to a folder."""
+    called, manager = _resumed(folder, recipe, parallel)
+    tensors = exported(manager, called, format=NATIVE[recipe])
+    assert tensor_bits(tensors) == expected
+    if not parallel.endswith("gather"):  # Gathered weights are compared under FSDP2, below.
         assert served(tensors) == as_bits(multiplied(called, batch(dist.get_rank(), 9)[0]))
-    same_on_all_ranks(tensor_bits(tensors))
-    out = Path(folder, "out")
+    out = folder / f"out of {parallel}"
     fp8dist.export(manager, out, called, format=NATIVE[recipe], shard_bytes=100_000)
     dist.barrier()  # Under DDP only one rank writes, and others do not wait.
-    assert tensor_bits(read(out)) == tensor_bits(tensors)
-    return tensor_bits(tensors)
+    assert tensor_bits(read(out)) == expected
 
 
 def _layouts(*parallels: str) -> list[tuple[str, str]]:
@@ -119,54 +125,46 @@ def _layouts(*parallels: str) -> list[tuple[str, str]]:
     return [(recipe, parallel) for recipe, parallel in pairs if not (recipe == "rowwise" and "gather" in parallel)]
 
 
-LAYOUTS = _layouts("ddp", "fsdp2", "gather")
-
-
-@pytest.mark.parametrize(("recipe", "parallel"), LAYOUTS)
-def test_two_ranks_export_the_bytes_of_one_process(
-    two_ranks: RankPool, tmp_path: Path, recipe: str, parallel: str
-) -> None:
-    expected = reference(tmp_path, recipe)
-    assert two_ranks.run(_after_resume, str(tmp_path), recipe, parallel) == [expected] * 2
-
-
 @pytest.mark.parametrize(
     ("recipe", "parallel"),
-    # Shards of 64 rows are not whole blocks.
-    [each for each in [*LAYOUTS, *_layouts("hsdp", "hsdp+gather")] if each != ("block", "gather")],
+    # Shards of 64 rows are not whole blocks: those of two ranks are, below.
+    [each for each in _layouts("ddp", "fsdp2", "gather", "hsdp", "hsdp+gather") if each != ("block", "gather")],
 )
+@on_ranks(4)
 def test_four_ranks_export_the_bytes_of_one_process(
-    four_ranks: RankPool, tmp_path: Path, recipe: str, parallel: str
+    tmp_path: Path, recipe: str, parallel: str, expected: Tensors
 ) -> None:
-    expected = reference(tmp_path, recipe)
-    assert four_ranks.run(_after_resume, str(tmp_path), recipe, parallel) == [expected] * 4
+    _assert_exported(tmp_path, recipe, parallel, expected)
 
 
-def test_uneven_shards(three_ranks: RankPool, tmp_path: Path) -> None:
-    expected = reference(tmp_path, "delayed")
+@pytest.mark.parametrize("recipe", ["block"])
+@on_ranks(2)
+def test_two_ranks_export_blocks_that_are_gathered_in_fp8(tmp_path: Path, recipe: str, expected: Tensors) -> None:
+    _assert_exported(tmp_path, recipe, "gather", expected)
+
+
+@on_ranks(3)
+def test_uneven_shards(tmp_path: Path, expected: Tensors) -> None:
     for parallel in ("fsdp2", "gather"):
-        assert three_ranks.run(_after_resume, str(tmp_path), "delayed", parallel) == [expected] * 3
-        for path in (tmp_path / "out").iterdir():
-            path.unlink()
-
-
-def _in_pieces(folder: str, parallel: str) -> Tensors:
-    with mock.patch.object(export_casts, "_PIECE", 3000):
-        return _after_resume(folder, "delayed", parallel)
+        _assert_exported(tmp_path, "delayed", parallel, expected)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "gather", "hsdp"])
-def test_large_tensors_are_gathered_in_pieces(four_ranks: RankPool, tmp_path: Path, parallel: str) -> None:
+@on_ranks(4)
+def test_large_tensors_are_gathered_in_pieces(tmp_path: Path, parallel: str, expected: Tensors) -> None:
     """Some rows of each rank at a time, to save memory on a CPU; the last piece is smaller."""
-    expected = reference(tmp_path, "delayed")
-    assert four_ranks.run(_in_pieces, str(tmp_path), parallel) == [expected] * 4
+    with mock.patch.object(export_casts, "_PIECE", 3000):
+        _assert_exported(tmp_path, "delayed", parallel, expected)
 
 
-def _products(called: nn.Module, x: Tensor) -> Any:
-    return as_bits(multiplied(called, x))
-
-
-def _during(recipe: str, parallel: str, bf16: bool) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "parallel"),
+    [("delayed", "fsdp2"), ("delayed", "gather"), ("current", "gather"), ("rowwise", "fsdp2"), ("block", "gather")],
+)
+@on_ranks(2)
+def test_an_eval_forward_under_fsdp2_multiplies_with_the_exported_bytes(recipe: str, parallel: str, bf16: bool) -> None:
+    """Before the first step, after steps, after evals, after writes to weights; gathered in bfloat16 or not."""
     model, manager = _prepared(recipe, parallel)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
     called = shard(model, reshard="mixed", mp_policy=policy)
@@ -175,14 +173,14 @@ def _during(recipe: str, parallel: str, bf16: bool) -> None:
     x = batch(dist.get_rank(), 9)[0]
 
     def compare() -> None:
-        tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, called, format=NATIVE[recipe])}
-        assert served(tensors) == _products(called, x)
+        tensors = exported(manager, called, format=NATIVE[recipe])
+        assert served(tensors) == as_bits(multiplied(called, x))
 
     compare()
     for step in range(2):
         _train(called, manager, optimizer, range(step, step + 1))
         compare()
-    _products(called, x)  # Some modules now hold gathered weights.
+    multiplied(called, x)  # Some modules now hold gathered weights.
     compare()
     for module in called.modules():
         if isinstance(module, FSDPModule):
@@ -193,18 +191,6 @@ def _during(recipe: str, parallel: str, bf16: bool) -> None:
     compare()
     _train(called, manager, optimizer, range(3, 4))
     compare()
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(
-    ("recipe", "parallel"),
-    [("delayed", "fsdp2"), ("delayed", "gather"), ("current", "gather"), ("rowwise", "fsdp2"), ("block", "gather")],
-)
-def test_an_eval_forward_under_fsdp2_multiplies_with_the_exported_bytes(
-    two_ranks: RankPool, recipe: str, parallel: str, bf16: bool
-) -> None:
-    """Before the first step, after steps, after evals, after writes to weights; gathered in bfloat16 or not."""
-    two_ranks.run(_during, recipe, parallel, bf16)
 
 
 @on_ranks(2)
@@ -245,84 +231,103 @@ def test_training_goes_on_as_if_nothing_had_been_exported(parallel: str) -> None
     assert run(True) == run(False)
 
 
-def _tensor_parallel(recipe: str, folder: str, styles: str, format: str) -> Any:
-    ranks = dist.get_world_size()
+def _mlp(recipe: str, mesh: Any = None, styles: str = "") -> tuple[nn.Module, Any]:
+    """Return a model and its manager. ``styles``: how layers are cut: by columns (c; w: whole outputs), rows or not."""
     torch.manual_seed(0)
     model = Mlp((256, 512, 256, 512))
-    mesh = mesh_of((ranks,), ("tp",))
     manager = fp8dist.prepare(model, RECIPES[recipe], group=mesh)
     plan = {"c": ColwiseParallel, "r": RowwiseParallel, "w": lambda: ColwiseParallel(output_layouts=Replicate())}
-    parallelize_module(model, mesh, {f"layers.{i}": plan[style]() for i, style in enumerate(styles) if style in plan})
-    manager.attach(model)
-    try:
-        tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=format)}
-    except ConfigurationError as error:
-        return str(error)
-    same_on_all_ranks(tensor_bits(tensors))
-    fp8dist.export(manager, Path(folder, "out"), format=format)
-    assert tensor_bits(read(Path(folder, "out"))) == tensor_bits(tensors)
+    if mesh is not None:
+        cut = {f"layers.{i}": plan[style]() for i, style in enumerate(styles) if style in plan}
+        parallelize_module(model, mesh, cut)
+    return model, manager.attach(model)
+
+
+def _assert_put_together(tensors: dict[str, Tensor], called: nn.Module, mesh: Any, styles: str) -> None:
+    """Assert that an export holds what the ranks' parts make together that an eval forward multiplies with."""
     given = served(tensors)
-    for name, (b, scale) in multiplied(model, batch(0, 9)[0]).items():
+    for name, (b, scale) in multiplied(called, batch(0, 9)[0]).items():
         placement = {"c": Shard(0), "w": Shard(0), "r": Shard(1)}.get(styles[int(name[-1])], Replicate())
-        each = scale.expand(b.shape) if scale.numel() == 1 or scale.shape[0] == b.shape[0] else scale
-        if each.shape != b.shape:
-            each = scale.repeat_interleave(128, 0)[: b.shape[0]].repeat_interleave(128, 1)[:, : b.shape[1]]
-        parts = [b.view(torch.uint8), each.contiguous()]
+        parts = [b.view(torch.uint8), spread(scale, b.shape).contiguous()]
         whole = [DTensor.from_local(part, mesh, [placement]).full_tensor() for part in parts]
         assert given[name] == tuple(map(bits, whole)), name
+
+
+def _tensor_parallel(folder: Path, recipe: str, styles: str, format: str) -> Tensors:
+    """Export under tensor parallelism, to a folder as well."""
+    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    model, manager = _mlp(recipe, mesh, styles)
+    tensors = exported(manager, format=format)
+    same_on_all_ranks(tensor_bits(tensors))
+    fp8dist.export(manager, folder / "out", format=format)
+    assert tensor_bits(read(folder / "out")) == tensor_bits(tensors)
+    _assert_put_together(tensors, model, mesh, styles)
     return tensor_bits(tensors)
 
 
-def _alone(recipe: str, format: str) -> Tensors:
-    torch.manual_seed(0)
-    model = Mlp((256, 512, 256, 512))
-    manager = fp8dist.prepare(model, RECIPES[recipe])
-    manager.attach(model)
-    return tensor_bits({name: tensor.clone() for name, tensor in fp8dist.exported(manager, format=format)})
+@pytest.fixture
+def format() -> str:
+    """The format of a test that is not parametrised by formats."""
+    return "compressed-tensors"
 
 
-@pytest.mark.parametrize("format", ["compressed-tensors", "block"])
-def test_parts_of_tensor_parallelism_are_put_together(two_ranks: RankPool, tmp_path: Path, format: str) -> None:
-    expected = _alone("delayed", format)
-    for tensors in two_ranks.run(_tensor_parallel, "delayed", str(tmp_path), "crcr", format):
-        # Slots of inputs have no amax before the first step, and no scale to compare.
-        assert tensors == expected
+@pytest.fixture
+def alone(recipe: str, format: str) -> Tensors:
+    """What one process exports before its first step."""
+    _model, manager = _mlp(recipe)
+    return tensor_bits(exported(manager, format=format))
 
 
-def test_tensor_parallelism_on_four_ranks(four_ranks: RankPool, tmp_path: Path) -> None:
-    expected = _alone("delayed", "compressed-tensors")
-    results = four_ranks.run(_tensor_parallel, "delayed", str(tmp_path), "crcr", "compressed-tensors")
-    assert results == [expected] * 4
-
-
-@pytest.mark.parametrize(("recipe", "format"), [("rowwise", "compressed-tensors"), ("block", "block")])
-def test_rows_and_blocks_that_are_not_cut_are_those_of_one_process(
-    two_ranks: RankPool, tmp_path: Path, recipe: str, format: str
+# Slots of inputs have no amax before the first step, and no scale to compare.
+@pytest.mark.parametrize(
+    ("recipe", "styles", "format"),
+    [
+        *(("delayed", "crcr", "compressed-tensors"), ("delayed", "crcr", "block")),
+        # Rows and blocks that are not cut.
+        *(("rowwise", "w.w.", "compressed-tensors"), ("block", "crcr", "block")),
+    ],
+)
+@on_ranks(2)
+def test_parts_of_tensor_parallelism_are_put_together(
+    tmp_path: Path, recipe: str, styles: str, format: str, alone: Tensors
 ) -> None:
-    styles = {"rowwise": "w.w.", "block": "crcr"}[recipe]
-    expected = _alone(recipe, format)
-    assert two_ranks.run(_tensor_parallel, recipe, str(tmp_path), styles, format) == [expected] * 2
+    assert _tensor_parallel(tmp_path, recipe, styles, format) == alone
 
 
-def test_each_part_of_a_weight_has_a_scale_of_its_own_with_current_scaling(two_ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(4)
+def test_tensor_parallelism_on_four_ranks(tmp_path: Path, alone: Tensors) -> None:
+    assert _tensor_parallel(tmp_path, "delayed", "crcr", "compressed-tensors") == alone
+
+
+@pytest.mark.parametrize(
+    ("styles", "format", "shapes"),
+    [
+        ("w.w.", "compressed-tensors", {"layers.0.weight_scale": (256, 1), "layers.1.weight_scale": (1,)}),
+        ("crcr", "block", {"layers.1.weight_scale_inv": (4, 2)}),
+    ],
+)
+@on_ranks(2)
+def test_each_part_of_a_weight_has_a_scale_of_its_own_with_current_scaling(
+    tmp_path: Path, styles: str, format: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
     """Its forwards multiply with other bytes than one process does. Parts by rows fit a scale per row, and parts of
     whole blocks the block format."""
-    tensors = two_ranks.run(_tensor_parallel, "current", str(tmp_path), "w.w.", "compressed-tensors")[0]
-    assert tensors["layers.0.weight_scale"][1] == (256, 1)
-    assert tensors["layers.1.weight_scale"][1] == (1,)
-    message = two_ranks.run(_tensor_parallel, "current", str(tmp_path), "crcr", "compressed-tensors")[0]
-    assert "CurrentScaling has one scale for each 512 x 128 elements of its weight (512, 256)" in message
-    assert message.endswith("formats that fit: block")
+    tensors = _tensor_parallel(tmp_path, "current", styles, format)
+    assert {name: tensors[name][1] for name in shapes} == shapes
 
 
-def test_the_block_format_holds_the_scales_of_parts(two_ranks: RankPool, tmp_path: Path) -> None:
-    tensors = two_ranks.run(_tensor_parallel, "current", str(tmp_path), "crcr", "block")[0]
-    assert tensors["layers.1.weight_scale_inv"][1] == (4, 2)
-
-
-def test_rows_that_tensor_parallelism_cuts_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:
-    for message in two_ranks.run(_tensor_parallel, "rowwise", str(tmp_path), "crcr", "compressed-tensors"):
-        assert message.startswith("layers.1: tensor parallelism cuts its weight (512, 256) along dim 1 over 2 ranks")
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("current",
+         r"CurrentScaling has one scale for each 512 x 128 elements of its weight \(512, 256\).*that fit: block$"),
+        ("rowwise", r"^layers\.1: tensor parallelism cuts its weight \(512, 256\) along dim 1 over 2 ranks"),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_parts_that_a_format_cannot_hold_are_refused(tmp_path: Path, recipe: str, why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        _tensor_parallel(tmp_path, recipe, "crcr", "compressed-tensors")
 
 
 @on_ranks(2)
@@ -338,7 +343,7 @@ def test_parts_of_which_one_has_outgrown_the_scale() -> None:
         for layer, factor in zip(model.layers, (1.2, 30.0)):
             layer.weight.to_local().mul_(factor if dist.get_rank() else 1)  # type: ignore[operator]
     seen = multiplied(model, batch(0, 9)[0])
-    tensors = {name: tensor.clone() for name, tensor in fp8dist.exported(manager)}
+    tensors = exported(manager)
     for i, dim in enumerate((0, 1)):
         name = f"layers.{i}"
         rows, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
@@ -358,8 +363,9 @@ def test_fsdp2_and_tensor_parallelism_together(recipe: str, gather: bool, bf16: 
     model = Mlp((256, 512, 256, 512))
     mesh = mesh_of((2, 2), ("dp", "tp"))
     manager = fp8dist.prepare(model, RECIPES[recipe], group=mesh, fp8_all_gather=gather)
-    plan = {f"layers.{i}": [ColwiseParallel, RowwiseParallel][i % 2]() for i in range(4)}
-    parallelize_module(model, mesh["tp"], plan)
+    parallelize_module(
+        model, mesh["tp"], {f"layers.{i}": [ColwiseParallel, RowwiseParallel][i % 2]() for i in range(4)}
+    )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
     called = shard(model, mesh=mesh["dp"], mp_policy=policy)
     optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
@@ -368,12 +374,7 @@ def test_fsdp2_and_tensor_parallelism_together(recipe: str, gather: bool, bf16: 
         called(batch(0, step)[0]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    given = served({name: tensor.clone() for name, tensor in fp8dist.exported(manager, called, format=NATIVE[recipe])})
-    for name, (b, scale) in multiplied(called, batch(0, 9)[0]).items():
-        each = spread(scale, b.shape).contiguous()
-        placement = Shard(int(name[-1]) % 2)
-        parts = [DTensor.from_local(part, mesh["tp"], [placement]) for part in (b.view(torch.uint8), each)]
-        assert given[name] == tuple(bits(part.full_tensor()) for part in parts), name
+    _assert_put_together(exported(manager, called, format=NATIVE[recipe]), called, mesh["tp"], "crcr")
 
 
 @on_ranks(2)
@@ -437,13 +438,9 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path: Path, parallel: str) -> Non
     assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(manager, called)))
 
 
-def _only_the_first(folder: str) -> None:
-    called, manager, _ = _resumed(folder, "delayed", "ddp")
+@on_ranks(2)
+def test_the_first_rank_of_ddp_may_export_alone(tmp_path: Path, expected: Tensors) -> None:
+    called, manager = _resumed(tmp_path, "delayed", "ddp")
     if dist.get_rank() == 0:
-        fp8dist.export(manager, Path(folder, "out"), called)
-        read(Path(folder, "out"))
-
-
-def test_the_first_rank_of_ddp_may_export_alone(two_ranks: RankPool, tmp_path: Path) -> None:
-    reference(tmp_path, "delayed")
-    two_ranks.run(_only_the_first, str(tmp_path))
+        fp8dist.export(manager, tmp_path / "out", called)
+        assert tensor_bits(read(tmp_path / "out")) == expected

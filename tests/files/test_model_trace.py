@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.files.partings import compare_traces, traces_text
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 from tests.support.training import batch, gradient_bits, make_net
 
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -215,14 +216,6 @@ def test_other_modules_and_other_shapes(tmp_path: Path) -> None:
     assert finding.values == ("float32[2, 16, 96]", "bfloat16[2, 16, 96]")
 
 
-def test_the_odd_one_of_three_is_named(tmp_path: Path) -> None:
-    paths = [traced(tmp_path / name) for name in "ab"]
-    report = compared(paths[0], traced(tmp_path / "c", change=lambda model: _nudge(model.blocks[0].out.bias)), paths[1])
-    (finding,) = report.findings
-    assert (finding.ranks, finding.reference_rank, finding.hosts) == ((1,), 0, (str(tmp_path / "c"),))
-    assert finding.detail.startswith("file 1 first parts from files 0, 2 in the output of 'blocks.0.out', call 1 (")
-
-
 def test_a_step_that_raises_leaves_no_file(tmp_path: Path) -> None:
     model = make_net()
     with pytest.raises(RuntimeError, match="shapes"), fp8dist.trace(model, tmp_path / "a"):
@@ -254,35 +247,27 @@ def test_compiled_modules_stand_for_what_is_in_them(whole: bool, tmp_path: Path)
     assert compared(first, bad).findings[0].name == ("" if whole else "blocks.1")
 
 
-def _on_rank(folder: str, wrap: str) -> dict[str, Any]:
-    """Trace two runs, the second with another weight in ``branch``; ranks have other data."""
-    rank = torch.distributed.get_rank()
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@on_ranks(2)
+def test_each_rank_writes_its_own(wrap: str, tmp_path: Path) -> None:
+    """Of three runs, the third has another weight in ``branch``; ranks have other data."""
+    rank = dist.get_rank()
     for run in ("good", "again", "bad"):
         model = make_net()
         if run == "bad":
             _nudge(model.branch.weight)
-        if wrap == "ddp":
-            wrapped: nn.Module = DistributedDataParallel(model)
-        else:
-            wrapped = model
-            for part in (model.branch, model):
-                fully_shard(part)
-        with fp8dist.trace(wrapped, f"{folder}/{run}-{{rank}}"):
+        wrapped: nn.Module = DistributedDataParallel(model) if wrap == "ddp" else model
+        for part in (model.branch, model) if wrap == "fsdp2" else ():
+            fully_shard(part)
+        with fp8dist.trace(wrapped, f"{tmp_path}/{run}-{{rank}}"):
             wrapped(batch(rank, 0)[0]).square().mean().backward()
-    return {"rank": rank}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_each_rank_writes_its_own(wrap: str, two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_on_rank, str(tmp_path), wrap)
-    for rank in range(2):
-        good, again, bad = (str(tmp_path / f"{run}-{rank}") for run in ("good", "again", "bad"))
-        assert [lines_of(good)[0][name] for name in ("rank", "ranks")] == [rank, 2]
-        assert Path(good).read_bytes() == Path(again).read_bytes()
-        assert compared(good, bad).findings[0].name == "branch"
+    good, again, bad = (str(tmp_path / f"{run}-{rank}") for run in ("good", "again", "bad"))
+    assert [lines_of(good)[0][name] for name in ("rank", "ranks")] == [rank, 2]
+    assert Path(good).read_bytes() == Path(again).read_bytes()
+    assert compared(good, bad).findings[0].name == "branch"
+    dist.barrier()
     across = compared(*(str(tmp_path / f"good-{rank}") for rank in range(2)))
     assert across.findings[0].name == "first"
-    assert any(
-        note.startswith("the inputs differ, as they do on ranks that share out a batch") for note in across.notes
-    )
+    told = "the inputs differ, as they do on ranks that share out a batch"
+    assert any(note.startswith(told) for note in across.notes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import io
 import itertools
 import os
@@ -9,15 +11,11 @@ import pickle
 import random
 import socket
 import struct
-import subprocess
-import sys
 import tarfile
-import textwrap
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,11 +39,11 @@ from fp8dist.files import failures, slices, values
 from fp8dist.files.dcp import tiles
 from fp8dist.files.entries import SavedEntry, Source
 from fp8dist.files.sources import open_source
+from tests.support import forked
 from tests.support.pickles import HOSTILE, LEGACY_HEAD, Call
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 from tests.support.states import saved_of
 
-ROOT = Path(__file__).resolve().parents[2]
 TENSORS = {
     "a": torch.arange(12.0).reshape(3, 4),
     "bf16": torch.linspace(-1, 1, 6).bfloat16(),
@@ -110,7 +108,7 @@ def _save_state(path: Path, value: Any) -> Path:
     return path
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the warnings of DCP (no process group) and of tracing."""
     with warnings.catch_warnings():
@@ -336,25 +334,6 @@ def test_every_flipped_bit_of_a_zip_record_is_seen(tmp_path: Path) -> None:
             _refused(path, f"record {name.partition('/')[2]} is damaged", "CRC", "set_crc32_options(False)")
 
 
-def test_files_without_checksums(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        path = _save(tmp_path / "a.pt", {"a": 1})
-    finally:
-        torch.serialization.set_crc32_options(True)
-    _refused(path, "is damaged", "set_crc32_options(False)")
-
-
-def test_compressed_and_big_endian_archives(tmp_path: Path) -> None:
-    path = _save(tmp_path / "a.pt", {"a": torch.ones(100)})
-    _rezip(path, {}, zipfile.ZIP_DEFLATED)
-    _refused(path, "compressed")
-    _rezip(_save(path, {"a": torch.ones(100)}), {"byteorder": b"big"})
-    _refused(path, "big-endian")
-    _rezip(_save(path, {"a": torch.ones(100)}), {"data/0": b"short"})
-    _refused(path, "more than its storage 0 of 5 bytes")
-
-
 def _rezip(path: Path, records: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> Path:
     """Rewrite the archive with other records and valid checksums."""
     with zipfile.ZipFile(path) as archive:
@@ -365,6 +344,21 @@ def _rezip(path: Path, records: Mapping[str, bytes], method: int = zipfile.ZIP_S
         for name, data in content.items():
             archive.writestr(name, data)
     return path
+
+
+def test_archives_that_cannot_be_read(tmp_path: Path) -> None:
+    """Without checksums, compressed, of another byte order, or with a storage that is too short."""
+    path = tmp_path / "a.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        _save(path, {"a": 1})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    _refused(path, "is damaged", "set_crc32_options(False)")
+    tensor = {"a": torch.ones(100)}
+    _refused(_rezip(_save(path, tensor), {}, zipfile.ZIP_DEFLATED), "compressed")
+    _refused(_rezip(_save(path, tensor), {"byteorder": b"big"}), "big-endian")
+    _refused(_rezip(_save(path, tensor), {"data/0": b"short"}), "more than its storage 0 of 5 bytes")
 
 
 def test_a_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
@@ -437,46 +431,52 @@ def test_indexes_that_unfold_without_end(tmp_path: Path, where: str) -> None:
         _refused(folder, ".metadata")
 
 
+class _Stored:
+    """Stands for a storage in a pickle."""
+
+
+class _StoragePickler(pickle.Pickler):
+    """Pickles ``_Stored`` as a storage with the key and the number of elements that it was given."""
+
+    key, numel = "0", 4
+
+    def persistent_id(self, found: Any) -> Any:
+        stored = isinstance(found, _Stored)
+        return ("storage", torch.FloatStorage, self.key, "cpu", self.numel) if stored else None
+
+
+SIZES = "no tuple of sizes"
+
+
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("shape", "stride", "offset", "stored", "text"),
     [
-        ({"shape": (1 << 40,), "stride": (1,)}, "needs more than its storage"),
-        ({"shape": (1 << 40,), "stride": (0,)}, "needs more than its storage"),
-        ({"shape": (1 << 62,) * 3, "stride": (0,) * 3}, "no tuple of sizes"),
-        ({"shape": (-1,), "stride": (1,)}, "no tuple of sizes"),
-        ({"shape": (2,), "stride": (-1,)}, "no tuple of sizes"),
-        ({"shape": (2, 2), "stride": (1,)}, "strides"),
-        ({"shape": (4,), "stride": (1,), "offset": 1}, "needs more"),
-        ({"shape": (4,), "stride": (1,), "offset": -1}, "no tuple of sizes"),
-        ({"shape": ("4",), "stride": (1,)}, "no tuple of sizes"),
-        ({"shape": (1,) * 65, "stride": (1,) * 65}, "no tuple of sizes"),
-        ({"shape": (4,), "stride": (1,), "numel": 1 << 50}, "no tuple of sizes"),
-        ({"shape": (5,), "stride": (1,), "numel": 5}, "needs more"),
-        ({"shape": (4,), "stride": (1,), "key": "9"}, "no record data/9"),
-        ({"shape": (4,), "stride": (1,), "key": "../a"}, "no record"),
+        ((1 << 40,), (1,), 0, {}, "needs more than its storage"),
+        ((1 << 40,), (0,), 0, {}, "needs more than its storage"),
+        ((1 << 62,) * 3, (0,) * 3, 0, {}, SIZES),
+        ((-1,), (1,), 0, {}, SIZES),
+        ((2,), (-1,), 0, {}, SIZES),
+        ((2, 2), (1,), 0, {}, "strides"),
+        ((4,), (1,), 1, {}, "needs more"),
+        ((4,), (1,), -1, {}, SIZES),
+        (("4",), (1,), 0, {}, SIZES),
+        ((1,) * 65, (1,) * 65, 0, {}, SIZES),
+        ((4,), (1,), 0, {"numel": 1 << 50}, SIZES),
+        ((5,), (1,), 0, {"numel": 5}, "needs more"),
+        ((4,), (1,), 0, {"key": "9"}, "no record data/9"),
+        ((4,), (1,), 0, {"key": "../a"}, "no record"),
     ],
     ids=str,
 )
-def test_tensors_stay_inside_their_storage(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
-    given = {"offset": 0, "numel": 4, "key": "0"} | changes
-
-    class Fake:
-        def __reduce__(self) -> Any:
-            function = torch._utils._rebuild_tensor_v2
-            return function, (Stored(), given["offset"], given["shape"], given["stride"], False, OrderedDict())
-
-    class Stored:
-        pass
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, found: Any) -> Any:
-            is_storage = isinstance(found, Stored)
-            return ("storage", torch.FloatStorage, given["key"], "cpu", given["numel"]) if is_storage else None
-
+def test_tensors_stay_inside_their_storage(
+    tmp_path: Path, shape: Any, stride: Any, offset: int, stored: dict[str, Any], text: str
+) -> None:
     stream = io.BytesIO()
-    Pickler(stream, 2).dump({"a": Fake()})
+    pickler = _StoragePickler(stream, 2)
+    pickler.__dict__.update(stored)
+    pickler.dump({"a": Call(torch._utils._rebuild_tensor_v2, _Stored(), offset, shape, stride, False, OrderedDict())})
     path = _save(tmp_path / "a.pt", {"a": torch.ones(4)})
-    _refused(_rezip(path, {"data.pkl": stream.getvalue()}), *([] if text == "no tuple of sizes" else [text]))
+    _refused(_rezip(path, {"data.pkl": stream.getvalue()}), *([] if text == SIZES else [text]))
 
 
 def _index(folder: Path) -> Any:
@@ -512,9 +512,10 @@ def test_tensors_inside_values(tmp_path: Path) -> None:
     _same(_all(_write_index(folder, index)), {"x": torch.ones(3), "h.inner.t": TENSORS["a"]})
 
 
-def _save_shards(folder: str) -> dict[str, Any]:
-    """Save on two ranks: tensors sharded over either dim, sharded unevenly and replicated, and per-rank values."""
-    mesh = init_device_mesh("cpu", (2,))
+@on_ranks(2)
+def test_sharded_dcp_folders(tmp_path: Path) -> None:
+    """Tensors sharded over either dim, sharded unevenly and replicated, and per-rank values."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     full = {
         "rows": torch.arange(20.0).reshape(5, 4),
         "columns": torch.arange(15).reshape(3, 5),
@@ -524,20 +525,11 @@ def _save_shards(folder: str) -> dict[str, Any]:
         "whole": torch.arange(3.0),
     }
     placed = dict.fromkeys(full, Shard(0)) | {"columns": Shard(1), "whole": Replicate()}
-    state: dict[str, Any] = {n: distribute_tensor(t, mesh, [placed[n]]) for n, t in full.items()}
-    state |= {"fp8": state["fp8"].to(torch.float8_e4m3fn), "bf16": state["bf16"].bfloat16()}
-    with _quiet():
-        dcp.save({"model": state, "rank": {f"of{dist.get_rank()}": dist.get_rank()}}, checkpoint_id=folder)
-    return {n: t.tolist() for n, t in full.items()}
-
-
-def test_sharded_dcp_folders(two_ranks: RankPool, tmp_path: Path) -> None:
-    full = two_ranks.run(_save_shards, str(tmp_path))[0]
-    expected = {f"model.{name}": torch.tensor(values) for name, values in full.items()}
-    expected["model.fp8"] = expected["model.fp8"].to(torch.float8_e4m3fn)
-    expected["model.bf16"] = expected["model.bf16"].bfloat16()
-    expected |= {"rank.of0": torch.tensor(0), "rank.of1": torch.tensor(1)}
-    _same(_all(tmp_path), expected)
+    dtypes = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+    state = {n: distribute_tensor(t, mesh, [placed[n]]).to(dtypes.get(n, t.dtype)) for n, t in full.items()}
+    _dcp(tmp_path, {"model": state, "rank": {f"of{rank}": rank}})
+    expected = {f"model.{n}": t.to(dtypes.get(n, t.dtype)) for n, t in full.items()}
+    _same(_all(tmp_path), expected | {"rank.of0": torch.tensor(0), "rank.of1": torch.tensor(1)})
 
 
 def test_damaged_pieces(tmp_path: Path) -> None:
@@ -608,13 +600,11 @@ DAMAGES: dict[str, tuple[Callable[[Any, list[Any]], Any], str]] = {
     "beyond": (lambda index, chunks: setattr(chunks[1], "sizes", torch.Size([3])), "do not fill (4,) exactly"),
     "shape": (lambda index, chunks: setattr(_of(index), "size", torch.Size([5])), "do not fill (5,) exactly"),
     "dtype": (lambda index, chunks: setattr(_of(index).properties, "dtype", torch.int32), "expected torch.int32"),
-    "missing": (
-        lambda index, chunks: index.storage_data.pop(MetadataIndex("a", [2])),
-        "does not say where a at (2,) is stored",
-    ),
+    "missing": (lambda index, chunks: index.storage_data.pop(MetadataIndex("a", [2])),
+                "does not say where a at (2,) is stored"),
     "huge": (_huge, "claims a piece of a"),
     "transform": (_transformed, "are transformed"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -760,55 +750,43 @@ def test_there_is_no_tensor_of_an_object() -> None:
         values.plain_tensor(object())
 
 
+def _read_and_tell_memory(words: list[str]) -> int:
+    """Read a checkpoint. Print by how many bytes the memory without mapped pages grew, and how many tensors hold the
+    number in their names."""
+
+    def anonymous() -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition("RssAnon:")[2].split()[0]) * 1024
+
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: return freed memory to the system at once.
+    before, peak, right = anonymous(), 0, 0
+    with contextlib.suppress(CheckpointError):
+        source = open_source(words[0])
+        for index, entry in enumerate(source.entries):
+            tensor = source.read(index)
+            right += float(tensor[-1]) == float(entry.name[1:])
+            peak = max(peak, anonymous() - before)
+    print(peak, right)
+    return 0
+
+
 @pytest.mark.slow
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors", "DCP", "claims two terabytes"])
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, kind: str) -> None:
     """Reading 10 tensors of 10 MB takes the memory of one, without mapped pages."""
-    tensors = {f"t{i}": torch.full((10 << 18,), float(i)) for i in range(10)}
-    _save(tmp_path / "zip", tensors, legacy=False)
-    _save(tmp_path / "legacy", tensors, legacy=True)
-    save_file(tensors, tmp_path / "safetensors")
-    _dcp(tmp_path / "dcp", tensors)
-    _save(tmp_path / "hostile", {"a": torch.ones(4)})  # Altered below to claim two terabytes.
-    with zipfile.ZipFile(tmp_path / "hostile") as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
-        pickled = archive.read(name)
-    claimed = pickled.replace(b"K\x04", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))
-    _rezip(tmp_path / "hostile", {"data.pkl": claimed})
-    # A fork reads each checkpoint, so that all start with the same memory, after one import of torch.
-    program = """
-        import os, sys
-        from pathlib import Path
-        from fp8dist.errors import CheckpointError
-        from fp8dist.files.sources import open_source
-
-        def anonymous() -> int:
-            text = Path("/proc/self/status").read_text()
-            return int(text.partition("RssAnon:")[2].split()[0]) * 1024
-
-        for path in sys.argv[1:]:
-            if child := os.fork():
-                os.waitpid(child, 0)
-                continue
-            before, peak, read = anonymous(), 0, 0
-            try:
-                source = open_source(path)
-                for index in range(len(source.entries)):
-                    tensor = source.read(index)
-                    read += float(tensor[-1]) == float(source.entries[index].name[1:])
-                    peak = max(peak, anonymous() - before)
-            except CheckpointError:
-                pass
-            print(peak, read, flush=True)
-            os._exit(0)
-    """
-    kinds = ["zip", "legacy", "safetensors", "dcp", "hostile"]
-    command = [sys.executable, "-c", textwrap.dedent(program), *(str(tmp_path / kind) for kind in kinds)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # Return freed memory to the system at once.
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    for kind, line in zip(kinds, done.stdout.splitlines(), strict=True):
-        peak, read = map(int, line.split())
-        assert read == (0 if kind == "hostile" else 10), kind
-        assert peak < 2 * 10 * 2**20, kind
+    path, hostile = tmp_path / "saved", kind.startswith("claims")
+    if hostile:
+        with zipfile.ZipFile(_save(path, {"a": torch.ones(4)})) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+            pickled = archive.read(name)
+        _rezip(path, {"data.pkl": pickled.replace(b"K\x04", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))})
+    else:
+        {**FILES, **DCP}[kind](path, {f"t{i}": torch.full((10 << 18,), float(i)) for i in range(10)})
+    done = forked.run([str(path)], None, {}, main=_read_and_tell_memory)
+    assert done.returncode == 0, done.stderr
+    peak, right = map(int, done.stdout.split())
+    assert right == (0 if hostile else 10)
+    assert peak < 2 * 10 * 2**20
 
 
 def test_many_sources_at_once(tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ def test_versions_and_flags_that_differ_are_named(tmp_path: Path) -> None:
     other = head(host="b", likeness="a CPU, 4 threads; torch 2.13.0; CUDA None", settings={"mkldnn": False, "new": 3})
     paths = [trace(tmp_path / "a", [1, 2]), trace(tmp_path / "b", [1, 3], other), trace(tmp_path / "c", [1, 2])]
     report = compare_traces(list(map(str, paths)))
-    assert report.findings[0].detail == (
+    (finding,) = report.findings
+    assert (finding.ranks, finding.reference_rank, finding.hosts) == ((1,), 0, (str(paths[1]),))
+    assert finding.detail == (
         "file 1 first parts from files 0, 2 in the output of 'layers.1', call 1 (place 2 of the step): "
         "the bits differ: 02000000… on files 0, 2; 03000000… on file 1"
     )

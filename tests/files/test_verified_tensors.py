@@ -377,7 +377,14 @@ def _freed() -> Tensor:
     return tensor
 
 
-BIAS = "layers.0.down_proj.bias"
+BIAS, QKV = "layers.0.down_proj.bias", "layers.0.qkv_proj.bias"
+
+
+def _with_qkv(bias: Tensor) -> Callable[[Tensors], Any]:
+    """Merge the biases of q, k and v."""
+    return lambda tensors: {n: x for n, x in tensors.items() if not re.search(r"[qkv]_proj\.bias", n)} | {QKV: bias}
+
+
 FINDINGS: list[tuple[str, Callable[[Tensors], Any], dict[str, str]]] = [
     ("twice", lambda t: [*t.items(), (BIAS, t[BIAS])], {BIAS: "comes twice"}),
     ("early end", lambda t: iter([x for x in t.items() if x[0] != BIAS]), {BIAS: "is missing"}),
@@ -386,39 +393,18 @@ FINDINGS: list[tuple[str, Callable[[Tensors], Any], dict[str, str]]] = [
     ("dtype", _changed(BIAS, torch.ones(192).half()), {BIAS: "is float16[192], expected float32[192]"}),
     ("no tensor", _changed(BIAS, [1.0]), {BIAS: "is of type list, expected a tensor"}),
     ("meta", _changed(BIAS, torch.ones(192, device="meta")), {BIAS: "cannot be read: Cannot copy out of meta tensor"}),
-    (
-        "wrapped, as a DTensor",
-        _changed(BIAS, TwoTensor(torch.ones(192), torch.ones(192))),
-        {BIAS: "is a TwoTensor, expected the whole tensor itself"},
-    ),
+    ("wrapped, as a DTensor", _changed(BIAS, TwoTensor(torch.ones(192), torch.ones(192))),
+     {BIAS: "is a TwoTensor, expected the whole tensor itself"}),
     ("freed", _changed(BIAS, _freed()), {BIAS: "cannot be read: setStorage"}),
-    (
-        "sparse parts",
-        lambda t: {
-            **{n: x for n, x in t.items() if not re.search(r"[qkv]_proj\.bias", n)},
-            "layers.0.qkv_proj.bias": torch.ones(512).to_sparse(),
-        },
-        {
-            "layers.0.qkv_proj.bias": "cannot be read",
-            **{f"layers.0.{part}.bias": "is missing" for part in MERGED["qkv_proj"]},
-        },
-    ),
+    ("sparse parts", _with_qkv(torch.ones(512).to_sparse()),
+     {QKV: "cannot be read", **{f"layers.0.{part}.bias": "is missing" for part in MERGED["qkv_proj"]}}),
     ("sparse", _changed(BIAS, torch.ones(192).to_sparse()), {BIAS: "cannot be read: "}),
-    (
-        "merged rows",
-        lambda t: {
-            **{n: x for n, x in t.items() if not re.search(r"[qkv]_proj\.bias", n)},
-            "layers.0.qkv_proj.bias": torch.ones(500),
-        },
-        {"layers.0.qkv_proj.bias": "is float32[500], expected 512 rows: those of q_proj, k_proj, v_proj"},
-    ),
-    (
-        "swapped",
-        lambda t: {**t, "layers.0.k_proj.bias": t["layers.0.v_proj.bias"]},
-        {"layers.0.k_proj.bias": "it has the bytes of 'layers.0.v_proj.bias'"},
-    ),
+    ("merged rows", _with_qkv(torch.ones(500)),
+     {QKV: "is float32[500], expected 512 rows: those of q_proj, k_proj, v_proj"}),
+    ("swapped", lambda t: {**t, "layers.0.k_proj.bias": t["layers.0.v_proj.bias"]},
+     {"layers.0.k_proj.bias": "it has the bytes of 'layers.0.v_proj.bias'"}),
     ("untied", _changed("head.weight", torch.zeros(8, 192)), {"head.weight": "elements differ"}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "change", "expected"), FINDINGS, ids=[row[0] for row in FINDINGS])
@@ -464,17 +450,14 @@ def test_a_tied_weight_in_fp8_may_come_twice_with_its_scales(tmp_path: Path) -> 
     ("given", "error", "text"),
     [
         (lambda t: _ends(t), fp8dist.CheckpointError, "failed after 2: RuntimeError: connection lost"),
-        (
-            lambda t: [("x", torch.ones(1)), torch.ones(2)],
-            fp8dist.CheckpointError,
-            "item 1 is Tensor, expected (name, ",
-        ),
+        (lambda t: [("x", torch.ones(1)), torch.ones(2)], fp8dist.CheckpointError,
+         "item 1 is Tensor, expected (name, "),
         (lambda t: [(3, torch.ones(1))], fp8dist.CheckpointError, "item 0 is (int, Tensor), expected (name, tensor)"),
         (lambda t: ["weight"], fp8dist.CheckpointError, "item 0 is str 'weight', expected (name, tensor)"),
         (lambda t: nn.Linear(2, 2), fp8dist.ConfigurationError, "got a model: pass model.state_dict()"),
         (lambda t: 3, fp8dist.ConfigurationError, "a mapping or an iterator of (name, tensor), got int"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_stream_of_tensors_is_one_sentence(
     exports: dict[str, Path], given: Callable[[Tensors], Any], error: type[Exception], text: str
 ) -> None:

@@ -126,6 +126,12 @@ def test_ranks_that_differ_end_with_status_4_and_a_report(tmp_path: Path, precis
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "summary.json").exists()
     assert len(metrics(tmp_path)) >= 5
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (checked,) = [event for event in events if event["kind"] == "checked"]
+    (diverged,) = [event for event in events if event["kind"] == "diverged"]
+    assert checked["step"] == 3
+    assert checked["compared"]["parameter"] > 1
+    assert diverged["report"]["findings"] == [json.loads(json.dumps(finding))]
 
 
 def test_torchrun_sh_tells_a_mistake_before_it_starts_a_rank() -> None:

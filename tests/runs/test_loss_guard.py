@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -13,7 +14,7 @@ import statistics
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from fp8dist.errors import CheckpointError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.parallel import same_on_all_ranks
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.training import Net, batch, bits, gradient_bits, histories, make_net, parameter_bits
 
 NAN, INF = math.nan, math.inf
@@ -76,10 +77,8 @@ FALLING = [11 * math.exp(-i / 100) + 2 + noise for i, noise in enumerate(noisy(0
         pytest.param({"factor": 1.0}, [*noisy(2.5, 0.02, 200), 2.55, 3.0], [202], id="only the noise counts"),
         pytest.param({"factor": 1.3}, FALLING, [], id="a falling loss"),
         pytest.param({"window": 20}, [1.0] * 20 + [5.0, 1.0] * 30, [*range(21, 80, 2)], id="spikes leave the bar"),
-        pytest.param(
-            {}, [*[1.0] * 100, *noisy(5.0, 0.1, 200), 11.0, 1.0], [*range(101, 111), 301],
-            id="a new level, accepted after min_history spikes in a row",
-        ),
+        pytest.param({}, [*[1.0] * 100, *noisy(5.0, 0.1, 200), 11.0, 1.0], [*range(101, 111), 301],
+                     id="a new level, accepted after min_history spikes in a row"),
         pytest.param({}, [NAN, 2.0, INF, -INF, 2.0], [1, 3, 4], id="non-finite losses from the first"),
         pytest.param({}, [*[2.0] * 20, *[NAN] * 200, 2.1, 5.0], [*range(21, 221), 222], id="NaN is no new level"),
         *(
@@ -288,13 +287,7 @@ class Switch:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int | None]] = []
 
-    def set_precision(
-        self,
-        pattern: str,
-        precision: str,
-        gemms: tuple[str, ...] = ("fprop", "dgrad", "wgrad"),
-        steps: int | None = None,
-    ) -> None:
+    def set_precision(self, pattern: str, precision: str, gemms: Any = None, steps: int | None = None) -> None:
         self.calls.append((pattern, precision, steps))
 
 
@@ -369,7 +362,7 @@ def test_a_dtensor_is_refused() -> None:
     assert "loss.full_tensor()" in str(caught.value)
 
 
-Make = Callable[[list[nn.Parameter]], Optimizer]
+Make = Callable[[list[nn.Parameter]], Any]
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
@@ -383,6 +376,7 @@ OPTIMIZERS: dict[str, Make] = {
     "muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=0.01, weight_decay=0.1),
 }
 FOUR_LOSSES = {"step": 4, "alarms": 0, "losses": [1.0] * 4, "spikes": [], "streak": None}
+USUAL = "forward backward observe step zero"
 LATE = r"observe\(\) came after optimizer\.step\(\)"
 
 
@@ -405,73 +399,6 @@ def state_of(optimizer: Optimizer) -> list[tuple[str, object]]:
     ] + [(f"group {i}", repr(group)) for i, group in enumerate(states["param_groups"])]
 
 
-def skipping(optimizer: Any, **options: Any) -> LossGuard:
-    """Return a guard that has seen four losses of 1.0."""
-    guard = LossGuard("skip", min_history=2, optimizer=optimizer, **options)
-    guard.load_state_dict(FOUR_LOSSES)
-    return guard
-
-
-def test_a_skipped_step_leaves_parameters_and_state_alone() -> None:
-    cases = [
-        *((name, False, 50.0) for name in OPTIMIZERS),
-        *((name, True, math.nan) for name in OPTIMIZERS),
-        ("adamw", False, math.inf),
-    ]
-    for name, first, bad in cases:
-        net = make_net()
-        optimizer = OPTIMIZERS[name](list(net.parameters()))
-        guard = skipping(optimizer)
-        for index in range(0 if first else 3):
-            loss_of(net, *batch(0, index)).backward()
-            assert guard.observe(1.0) is None
-            before = parameter_bits(net)
-            optimizer.step()
-            assert parameter_bits(net) != before
-            net.zero_grad()
-        loss_of(net, *batch(0, 7)).backward()
-        before, state, gradients = parameter_bits(net), state_of(optimizer), gradient_bits(net)
-        with captured_log() as log:
-            for _ in range(2):  # Every alarm skips, not only the first of a streak.
-                assert guard.observe(bad) is not None
-                optimizer.step()
-                assert (parameter_bits(net), state_of(optimizer), gradient_bits(net)) == (before, state, gradients)
-                net.zero_grad()
-                loss_of(net, *batch(0, 7)).backward()
-        assert guard.alarms == 2
-        assert [message.split("; ")[1] for _, message in log] == ["this step's update is skipped"]
-        assert guard.observe(1.0) is None
-        optimizer.step()
-        assert parameter_bits(net) != before
-
-
-def test_an_alarm_is_for_one_step() -> None:
-    """A step without an observed loss runs. So does a step after an alarm whose own step the loop never ran."""
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    guard = skipping(optimizer)
-    loss_of(net, *batch(0, 0)).backward()
-    before = parameter_bits(net)
-    with captured_log():
-        assert guard.observe(50.0) is not None
-    gradients = [p.grad for p in net.parameters()]
-    optimizer.step()
-    assert parameter_bits(net) == before
-    # The same tensor objects are restored, because a CUDA graph may write to them again.
-    assert all(p.grad is gradient for p, gradient in zip(net.parameters(), gradients))
-    optimizer.step()
-    assert parameter_bits(net) != before
-    loss_of(net, *batch(0, 0)).backward()
-    before = parameter_bits(net)
-    with captured_log():
-        assert guard.observe(50.0) is not None  # The loop takes no step for this loss.
-    optimizer.zero_grad()
-    loss_of(net, *batch(0, 1)).backward()
-    assert guard.observe(1.0) is None
-    optimizer.step()
-    assert parameter_bits(net) != before
-
-
 class Wrapped:
     """Wraps an optimizer as Accelerate does."""
 
@@ -480,17 +407,23 @@ class Wrapped:
 
 
 class Loop:
-    """A training loop whose order of calls each test chooses. ``shown``: losses to observe in place of its own."""
+    """A training loop whose order of calls each test chooses.
+
+    Args:
+        make: makes the optimizer, or several, from the parameters.
+        given: makes what the guard gets from the optimizers.
+        shown: losses to observe in place of its own. The guard has then seen four losses of 1.0.
+    """
 
     def __init__(
         self,
         action: Any = "skip",
-        make: Callable[[nn.Module], Any] = lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+        make: Make = OPTIMIZERS["adamw"],
         given: Callable[[Any], Any] = lambda optimizer: optimizer,
         shown: list[float] | None = None,
     ) -> None:
         self.net = make_net()
-        made = make(self.net)
+        made = make(list(self.net.parameters()))
         self.optimizers: list[Optimizer] = made if isinstance(made, list) else [made]
         manager = fp8dist.prepare(self.net).attach(optimizer=made) if action == "fallback" else None
         history = 10 if shown is None else 2
@@ -517,6 +450,13 @@ class Loop:
         nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
 
     def step(self) -> None:
+        """A skipped step, too, keeps the gradients: the same tensors, because a CUDA graph may write to them again."""
+        before = [(p.grad, g) for p, g in zip(self.net.parameters(), gradient_bits(self.net).values())]
+        self.take_step()
+        after = zip(self.net.parameters(), gradient_bits(self.net).values())
+        assert all(p.grad is grad and bits == kept for (p, bits), (grad, kept) in zip(after, before))
+
+    def take_step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -551,43 +491,77 @@ class Loop:
         return changed
 
 
+@pytest.mark.parametrize("losses", [[1.0, 1.0, 1.0, 50.0, 50.0, 1.0], [NAN, NAN, 1.0], [INF, INF, 1.0]], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_leaves_parameters_and_state_alone(name: str, losses: list[float]) -> None:
+    loop = Loop(make=OPTIMIZERS[name], shown=losses)
+    with captured_log() as log:
+        # Every alarm skips, not only the first of a streak.
+        assert loop.run(USUAL, len(losses)) == [loss == 1.0 for loss in losses]
+    assert loop.guard.alarms == 2
+    assert [message.split("; ")[1] for _, message in log] == ["this step's update is skipped"]
+
+
+def test_an_alarm_is_for_one_step() -> None:
+    """A step without an observed loss runs. So does a step after an alarm whose own step the loop never ran."""
+    loop = Loop(make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), shown=[50.0, 50.0, 1.0])
+    with captured_log():
+        assert loop.run("forward backward observe step", 1) == [False]
+        assert loop.run("step", 1) == [True]
+        assert loop.run("forward backward observe", 1) == [False]
+        assert loop.run("zero forward backward observe step", 1) == [True]
+    assert loop.guard.alarms == 2
+
+
 class CompiledLoop(Loop):
     """Compiles the optimizer's step."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._step = torch.compile(self.optimizers[0].step, backend="eager")
+        self.take_step = torch.compile(self.optimizers[0].step, backend="eager")  # type: ignore[method-assign]
+
+
+class ScaledLoop(Loop):
+    """Scales the loss by a GradScaler with this scale, or not."""
+
+    def __init__(self, scale: float | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.scaler = GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
+
+    def overflow(self) -> None:
+        self.loss = self.loss * math.inf
+
+    def backward(self) -> None:
+        self.scaler.scale(self.loss).backward()
+
+    def unscale(self) -> None:
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
 
     def step(self) -> None:
-        self._step()
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
 
 
-class FP8Loop(Loop):
-    """In FP8, with a GradScaler or not. The batch of step 2 is a thousand times as large."""
+class FP8Loop(ScaledLoop):
+    """In FP8. The batch of step 2 is a thousand times as large."""
 
-    def __init__(self, scaled: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.manager = fp8dist.prepare(self.net, fp8dist.DelayedScaling(history_len=4))
-        self.scaler = GradScaler("cpu", init_scale=64.0, enabled=scaled)
-        given = {"scaler": self.scaler} if scaled else {}
+        given = {"scaler": self.scaler} if self.scaler.is_enabled() else {}
         self.manager.attach(optimizer=self.optimizers[0], **given)
 
     def forward(self) -> None:
         index = next(self._indices)
         x, y = batch(0, index)
-        self.loss = self.scaler.scale(loss_of(self.net, x * (1000 if index == 2 else 1), y))
-
-    def step(self) -> None:
-        self.scaler.step(self.optimizers[0])
-        self.scaler.update()
+        self.loss = loss_of(self.net, x * (1000 if index == 2 else 1), y)
 
 
-def muon_and_adamw(net: nn.Module) -> list[Optimizer]:
-    matrices, others = ([p for p in net.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
+def muon_and_adamw(parameters: list[nn.Parameter]) -> list[Optimizer]:
+    matrices, others = ([p for p in parameters if (p.ndim == 2) == wanted] for wanted in (True, False))
     return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
-
-
-USUAL = "forward backward observe step zero"
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Raised by torch itself.
@@ -599,7 +573,7 @@ USUAL = "forward backward observe step zero"
         pytest.param(Loop, {"given": Wrapped}, USUAL, id="a wrapped optimizer"),
         pytest.param(CompiledLoop, {}, USUAL, id="compiled", marks=pytest.mark.slow),
         pytest.param(FP8Loop, {}, USUAL, id="FP8"),
-        pytest.param(FP8Loop, {"scaled": True}, USUAL, id="FP8 with GradScaler"),
+        pytest.param(FP8Loop, {"scale": 64.0}, USUAL, id="FP8 with GradScaler"),
     ],
 )
 def test_a_loop_skips_the_update_of_an_alarm(kind: type[Loop], options: dict[str, Any], order: str) -> None:
@@ -628,49 +602,36 @@ class Around(Optimizer):
 
 
 def test_an_optimizer_inside_another() -> None:
-    net = make_net()
-    inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    outer = Around(inner)
-    guard = skipping([inner, outer])
-    loss_of(net, *batch(0, 0)).backward()
-    before, state, gradients = parameter_bits(net), state_of(inner), gradient_bits(net)
+    def two(parameters: list[nn.Parameter]) -> list[Optimizer]:
+        inner = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        return [inner, Around(inner)]
+
+    loop = Loop(make=two, shown=[50.0])
+    loop.take_step = loop.optimizers[1].step  # type: ignore[method-assign]
     with captured_log():
-        guard.observe(50.0)
-    outer.step()
-    assert (parameter_bits(net), state_of(inner), gradient_bits(net)) == (before, state, gradients)
-    outer.step()
-    assert parameter_bits(net) != before
+        assert loop.run("forward backward observe step", 1) == [False]
+    assert loop.run("step", 1) == [True]
 
 
-def test_grad_scaler() -> None:
+@pytest.mark.parametrize(
+    "order",
+    [
+        "forward backward observe step zero",
+        "forward backward unscale observe step zero",
+        "forward backward observe unscale clip step zero",
+    ],
+)
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], OPTIMIZERS["adamw fused"], muon_and_adamw])
+def test_grad_scaler(make: Make, order: str) -> None:
     """GradScaler still checks the dropped gradients for Inf, so step() and update() both work."""
-    cases = [(name, when) for name in ("adamw", "adamw fused") for when in ("", "before observe", "after observe")]
-    cases += [("muon", "after observe")]
-    for name, unscale in cases:
-        net = make_net()
-        optimizer = OPTIMIZERS[name](list(net.parameters()))
-        guard = skipping(optimizer)
-        scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        changed, scales = [], []
-        for index, loss in enumerate([1.0, 50.0, math.nan, 1.0, 1.0]):
-            net.zero_grad()
-            scaled = scaler.scale(loss_of(net, *batch(0, index)))
-            (scaled * math.inf if math.isnan(loss) else scaled).backward()
-            before, state = parameter_bits(net), state_of(optimizer)
-            if unscale == "before observe":
-                scaler.unscale_(optimizer)
-            with captured_log():
-                guard.observe(loss)
-            if unscale == "after observe":
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            assert (parameter_bits(net) == before) is (state_of(optimizer) == state)
-            changed.append(parameter_bits(net) != before)
-            scales.append(scaler.get_scale())
-        assert changed == [True, False, False, True, True]
-        assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # The same scales as without a guard.
+    loop = ScaledLoop(scale=1024.0, make=make, shown=[1.0, 50.0, NAN, 1.0, 1.0])
+    scales = []
+    with captured_log():
+        for index in range(5):
+            overflows = "forward overflow" if index == 2 else "forward"
+            assert loop.run(order.replace("forward", overflows), 1) == [index not in (1, 2)]
+            scales.append(loop.scaler.get_scale())
+    assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # The same scales as without a guard.
 
 
 RIGHT = {
@@ -876,40 +837,44 @@ def parallel(kind: str) -> nn.Module:
     return DistributedDataParallel(net, gradient_as_bucket_view=kind == "ddp view")
 
 
-def trained(kind: str, name: str, leave_out: bool, clip: bool) -> dict[str, Any]:
+class Trained(NamedTuple):
+    """What the training of a rank left."""
+
+    parameters: list[bytes]
+    state: list[tuple[str, object]]
+    alarms: list[str]
+    unchanged: list[int]
+    """Indices of batches whose step changed nothing."""
+    log: list[str]
+    sizes: set[int]
+    """Bytes of the guard's collectives."""
+
+
+def trained(kind: str, name: str, leave_out: bool, clip: bool) -> Trained:
     """Train with a guard that skips the bad batch, or, if ``leave_out``, without a guard and without the bad batch."""
     net = parallel(kind)
     optimizer = OPTIMIZERS[name](list(net.parameters()))
     guard = None if leave_out else LossGuard("skip", min_history=3, mean_over=dist.group.WORLD, optimizer=optimizer)
-    alarms: list[LossAlarm] = []
-    same = []
+    alarms: list[str] = []
+    unchanged = []
     with captured_log() as log, counted_collectives() as calls:
         for index, x, y in batches(leave_out):
             for half in (slice(0, 4), slice(4, 8)):
                 loss = loss_of(net, x[half], y[half])
                 (loss / 2).backward()
             before = local_bits(net), state_of(optimizer)
-            alarm = None if guard is None else guard.observe(loss)
-            if alarm is not None:
-                alarms.append(alarm)
-            if clip:
-                if isinstance(net, FullyShardedDataParallel):
-                    net.clip_grad_norm_(1.0)
-                else:
-                    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            if guard is not None and (alarm := guard.observe(loss)) is not None:
+                alarms.append(alarm.kind)
+            if clip and isinstance(net, FullyShardedDataParallel):
+                net.clip_grad_norm_(1.0)
+            elif clip:
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             if (local_bits(net), state_of(optimizer)) == before:
-                same.append(index)
+                unchanged.append(index)
             optimizer.zero_grad()
     sizes = {size for name, size in zip(calls.names, calls.sizes) if (name, size) == ("all_reduce", 16)}
-    return {
-        "parameters": local_bits(net),
-        "state": state_of(optimizer),
-        "alarms": [alarm.kind for alarm in alarms],
-        "same": same,
-        "log": [message for _, message in log],
-        "sizes": sizes,
-    }
+    return Trained(local_bits(net), state_of(optimizer), alarms, unchanged, [text for _, text in log], sizes)
 
 
 def local_bits(net: nn.Module) -> list[bytes]:
@@ -925,44 +890,35 @@ def local_bits(net: nn.Module) -> list[bytes]:
         pytest.param("fsdp1 flat", "sgd momentum", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_skipped_batch_is_as_if_it_had_not_been(two_ranks: RankPool, kind: str, name: str, clip: bool) -> None:
-    skipped = two_ranks.run(trained, kind, name, False, clip)
-    without = two_ranks.run(trained, kind, name, True, clip)
-    for rank, (mine, expected) in enumerate(zip(skipped, without)):
-        assert mine["alarms"] == ["spike"]
-        assert mine["same"] == [BAD]
-        assert expected["same"] == []
-        assert mine["parameters"] == expected["parameters"]
-        assert mine["state"] == expected["state"]
-        assert mine["sizes"] == {16}
-        assert len(mine["log"]) == 1 - rank
+@on_ranks(2)
+def test_a_skipped_batch_is_as_if_it_had_not_been(kind: str, name: str, clip: bool) -> None:
+    skipped = trained(kind, name, leave_out=False, clip=clip)
+    without = trained(kind, name, leave_out=True, clip=clip)
+    assert (skipped.alarms, skipped.unchanged, without.unchanged) == (["spike"], [BAD], [])
+    assert (skipped.parameters, skipped.state) == (without.parameters, without.state)
+    assert skipped.sizes == {16}
+    assert len(skipped.log) == 1 - dist.get_rank()
     if kind.startswith("ddp"):
-        assert skipped[0]["parameters"] == skipped[1]["parameters"]
+        same_on_all_ranks(skipped.parameters)
 
 
-def late_on_ranks(kind: str, action: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("action", ["skip", "warn"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1 flat"])
+@on_ranks(2)
+def test_late_on_all_ranks(kind: str, action: Any) -> None:
     net = parallel(kind)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    guard: Any = LossGuard(action, mean_over=dist.group.WORLD, optimizer=optimizer)  # type: ignore[arg-type]
-    raised = 0
+    guard = LossGuard(action, mean_over=dist.group.WORLD, optimizer=optimizer)
+    refused = pytest.raises(ConfigurationError, match=LATE) if action == "skip" else contextlib.nullcontext()
     with captured_log() as log:
         for index in range(3):
             loss = loss_of(net, *batch(dist.get_rank(), index))
             loss.backward()
             optimizer.step()
-            try:
+            with refused:
                 guard.observe(loss.detach())
-            except ConfigurationError as error:
-                raised += "came after" in str(error)
             optimizer.zero_grad()
-    return raised, [message for _, message in log]
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp1 flat"])
-def test_late_on_all_ranks(two_ranks: RankPool, kind: str) -> None:
-    assert two_ranks.run(late_on_ranks, kind, "skip") == [(3, []), (3, [])]
-    (none, told), other = two_ranks.run(late_on_ranks, kind, "warn")
-    assert (none, len(told), other) == (0, 1, (0, []))
+    assert len(log) == (action == "warn" and dist.get_rank() == 0)
 
 
 @on_ranks(2)

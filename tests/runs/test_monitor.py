@@ -92,35 +92,21 @@ def test_a_last_line_that_lacks_its_newline_is_kept(tmp_path: Path) -> None:
     ("factor", "observed", "expected"),
     [
         pytest.param(
-            4.0,
-            [scales(1.0), scales(3.9), scales(15.6), scales(4.0), scales(0.5), scales(0.5)],
-            [ScaleJump(A, 3, 3.9, 15.6, 4.0), ScaleJump(A, 5, 4.0, 0.5, 8.0)],
-            id="up or down by the factor or more",
+            4.0, [scales(1.0), scales(3.9), scales(15.6), scales(4.0), scales(0.5), scales(0.5)],
+            [ScaleJump(A, 3, 3.9, 15.6, 4.0), ScaleJump(A, 5, 4.0, 0.5, 8.0)], id="up or down by the factor or more",
         ),
-        pytest.param(
-            2.0,
-            [scales(1.0, 1.0), scales(2.0, 0.25)],
-            [ScaleJump(B, 2, 1.0, 0.25, 4.0), ScaleJump(A, 2, 1.0, 2.0, 2.0)],
-            id="the largest first",
-        ),
-        pytest.param(
-            2.0,
-            [[SlotStatistics(A, 1.0, NAN)], scales(64.0, 64.0), scales(NAN, NAN), scales(1.0, 1.0)],
-            [],
-            id="new or cold slots",
-        ),
-        pytest.param(
-            2.0,
-            [scales(1.0, 1.0), [SlotStatistics(A, 1.0, 1.0)], scales(1.0, 2.0)],
-            [ScaleJump(B, 3, 1.0, 2.0, 2.0)],
-            id="compared with the last observed scale",
-        ),
+        pytest.param(2.0, [scales(1.0, 1.0), scales(2.0, 0.25)],
+                     [ScaleJump(B, 2, 1.0, 0.25, 4.0), ScaleJump(A, 2, 1.0, 2.0, 2.0)], id="the largest first"),
+        pytest.param(2.0, [[SlotStatistics(A, 1.0, NAN)], scales(64.0, 64.0), scales(NAN, NAN), scales(1.0, 1.0)], [],
+                     id="new or cold slots"),
+        pytest.param(2.0, [scales(1.0, 1.0), [SlotStatistics(A, 1.0, 1.0)], scales(1.0, 2.0)],
+                     [ScaleJump(B, 3, 1.0, 2.0, 2.0)], id="compared with the last observed scale"),
         *(
             pytest.param(2.0, [scales(scale) for scale in (1.0, impossible, 8.0)], [], id=f"impossible {impossible}")
             for impossible in (0.0, INF, -1.0)
         ),
     ],
-)
+)  # fmt: skip
 def test_scales_that_jump(
     factor: float, observed: list[list[SlotStatistics]], expected: list[ScaleJump], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ from fp8dist.state.expert_loads import ExpertLoad, idle_numbers
 from tests.support.collectives import counted_collectives
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
-from tests.support.parallel import mesh_of
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.parallel import mesh_of, same_on_all_ranks
+from tests.support.ranks import on_ranks
 from tests.support.training import Net, batch, make_net, state_bits
 
 SLOTS = 9
@@ -246,36 +246,34 @@ def test_mistakes(tmp_path: Path) -> None:
         fp8dist.watch(manager, 3, tmp_path / "s")
 
 
-def _watched(recipe: Recipe, ranks: bool, prepared: dict[str, Any]) -> tuple[Any, list[int], Any]:
-    group, rank = dist.group.WORLD, dist.get_rank()
-    with counted_collectives() as calls:
-        seen, _, _ = trained(recipe, rank, watch={"ranks": ranks}, group=group, **prepared)
-    own, _, _ = trained(recipe, rank, group=group, amax_sync=False, **prepared)
-    return seen, calls.sizes, own
-
-
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("delayed", True), ("fallback", True), ("current", False), ("three", True), ("three", False)]
 )
-def test_one_collective_for_the_whole_model(two_ranks: RankPool, kind: str, ranks: bool) -> None:
+@on_ranks(2)
+def test_one_collective_for_the_whole_model(kind: str, ranks: bool) -> None:
     """It has the largest amax over ranks and the rank that had it. A fallback reads the same shares."""
     prepared: dict[str, Any] = {
         "three": {"overrides": {"first": BlockScaling(), "last": CurrentScaling()}},
         "fallback": {"fallback": Fallback(steps=2, saturated=1.0)},
     }.get(kind, {})
     recipe: Recipe = CurrentScaling() if kind == "current" else DELAYED
-    (seen, sizes, own), (_, sizes_there, there) = two_ranks.run(_watched, recipe, ranks, prepared)
-    size = 8 * (3 * SLOTS + 2 * 2) if ranks else 4 * 3 * SLOTS  # With ranks, also two times of each rank.
-    assert sizes == sizes_there
-    for line, here, other in zip(seen[1].slots, own[1].slots, there[1].slots):
-        assert line.slot == here.slot
+    group, rank = dist.group.WORLD, dist.get_rank()
+    with counted_collectives() as calls:
+        seen, _, _ = trained(recipe, rank, watch={"ranks": ranks}, group=group, **prepared)
+    alone, _, _ = trained(recipe, rank, group=group, amax_sync=False, **prepared)
+    own: list[Any] = [None] * 2
+    dist.all_gather_object(own, [slot.amax for slot in alone[1].slots])
+    for line, here, there in zip(seen[1].slots, *own, strict=True):
         assert (line.amax_rank is not None) == ranks
         assert line.saturated is not None
         if kind == "current":  # Scales are local, so the group does not change the training.
-            assert line.amax == max(here.amax, other.amax)
+            assert line.amax == max(here, there)
+    assert [line.slot for line in seen[1].slots] == [line.slot for line in alone[1].slots]
+    same_on_all_ranks(calls.sizes)
     if kind == "fallback":
         return
-    compared, *sizes = sizes  # What the ranks start with.
+    size = 8 * (3 * SLOTS + 2 * 2) if ranks else 4 * 3 * SLOTS  # With ranks, also two times of each rank.
+    compared, *sizes = calls.sizes  # What the ranks start with.
     assert compared <= 128
     assert sizes.count(size) == 2
     slots = {"delayed": SLOTS, "three": 3}.get(kind)
@@ -405,9 +403,7 @@ def test_rank_and_microbatch_under_a_wrapper(wrapper: str, value: float) -> None
 
 def watched(step: Callable[[Any], None], **options: Any) -> SlotStatistics:
     """Run one watched step, and return what was observed of the first module's input."""
-    net, manager, seen = prepared(**options)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    manager.attach(optimizer=optimizer)
+    net, _, optimizer, seen = attached(every=1, watch={"ranks": True}, **options)
     step(net)
     optimizer.step()
     return slot_of(seen[0])
@@ -509,10 +505,10 @@ def trained_experts(
     return seen
 
 
-def expected_tokens(step: int, ranks: int = 1, microbatches: int = 1) -> list[int]:
+def expected_tokens(step: int, ranks: Iterable[int] = (0,), microbatches: int = 1) -> list[int]:
     """Count the routes."""
     counts = torch.zeros(4, dtype=torch.int64)
-    for rank in range(ranks):
+    for rank in ranks:
         for microbatch in range(microbatches):
             index, _ = routes(TOKENS, 2, AMONG[step], 100 * rank + 10 * microbatch + step)
             counts += torch.bincount(index.flatten(), minlength=4)
@@ -574,23 +570,20 @@ def test_experts_in_high_precision_are_not_called_idle() -> None:
     assert all(one.experts == () for one in seen)
 
 
-def _loads(synced: bool, apart: bool) -> list[tuple[str, int, list[int]]]:
-    groups = {"experts.gate_up": dist.new_group([dist.get_rank()], use_local_synchronization=True)} if apart else None
-    prepared = {"group": dist.group.WORLD, "amax_sync": synced, "groups": groups}
-    seen = trained_experts(rank=dist.get_rank(), every=3, **prepared)
-    return [(load.module, load.ranks, load.tokens) for one in seen for load in one.experts]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("synced", "apart"), [(True, False), (False, False), (True, True)])
-def test_tokens_are_sums_over_the_ranks_that_share_the_state(two_ranks: RankPool, synced: bool, apart: bool) -> None:
+@on_ranks(2)
+def test_tokens_are_sums_over_the_ranks_that_share_the_state(synced: bool, apart: bool) -> None:
     """``apart``: the mixture's products have groups of their own, but it is reported once."""
-    first, second = two_ranks.run(_loads, synced, apart)
-    assert [module for module, _, _ in first] == ["experts"] * 3
+    rank = dist.get_rank()
+    groups = {"experts.gate_up": dist.new_group([rank], use_local_synchronization=True)} if apart else None
+    seen = trained_experts(rank=rank, every=3, group=dist.group.WORLD, amax_sync=synced, groups=groups)
+    loads = [load for one in seen for load in one.experts]
+    assert [load.module for load in loads] == ["experts"] * 3
     if not apart:
-        ranks = 2 if synced else 1
-        assert first == [("experts", ranks, expected_tokens(step, ranks)) for step in (3, 6, 9)]
-        assert (first == second) == synced
+        ranks = range(2) if synced else [rank]
+        expected = [(len(ranks), expected_tokens(step, ranks)) for step in (3, 6, 9)]
+        assert [(load.ranks, load.tokens) for load in loads] == expected
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=str)

@@ -87,6 +87,13 @@ def tensor_bits(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int
     return {name: (str(t.dtype), tuple(t.shape), bits(t)) for name, t in tensors.items()}
 
 
+def exported(
+    manager: fp8dist.StateManager, *called: nn.Module, format: Any = "compressed-tensors"
+) -> dict[str, Tensor]:
+    """Return copies of the tensors that an export in the job yields. COLLECTIVE where the model is sharded."""
+    return {name: tensor.clone() for name, tensor in fp8dist.exported(manager, *called, format=format)}
+
+
 def read(folder: Path | str) -> dict[str, Tensor]:
     """Read an exported folder with safetensors' own reader, through its index."""
     index = json.loads(Path(folder, "model.safetensors.index.json").read_text())

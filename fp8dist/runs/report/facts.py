@@ -14,6 +14,7 @@ from fp8dist.runs.report.events import RunEvent, checks_in
 from fp8dist.runs.report.numbers import RunNumbers
 
 __all__ = [
+    "COMPARE",
     "TROUBLE",
     "OddRank",
     "Soundness",
@@ -36,6 +37,9 @@ ODD = 2.0
 
 BEHIND = 0.5
 """The others wait for a rank that waits less than this share of the median wait."""
+
+COMPARE = "compare with check_every= of prepare, or with fp8dist.check and recorder.log_check"
+"""How a run gets checks."""
 
 
 class Soundness(NamedTuple):
@@ -82,7 +86,7 @@ def verdict(run: RunNumbers) -> Soundness:
     if at["last"] is None or at["proven"] is None is at["checked"]:
         return Soundness("unknown", f"Not known: {proof}", remarks)
     if at["checked"] is None:
-        hint = "No check has compared parameters and optimizer: set check_every= of prepare."
+        hint = f"No check has compared parameters and optimizer: {COMPARE}."
         if last is not None and last.part:
             hint = f"No check has compared all parameters: the last one compared {last.part}."
         elif last is not None:
@@ -109,7 +113,7 @@ def _proof(run: RunNumbers) -> str:
     found = checks(run)
     if proven is None and not found:
         text = f"nothing in this folder proves that ranks agreed in any of its steps up to {last}"
-        return f"{text}. Record with fp8dist.Recorder, and compare with check_every= of prepare."
+        return f"{text}. Record with fp8dist.Recorder, and {COMPARE}."
     parts = []
     if proven is not None:
         parts.append(f"the sync has proven the FP8 state equal on all ranks up to step {proven}")

@@ -57,7 +57,7 @@ def page_of(run: RunNumbers, other: RunNumbers | None = None, parting: Parting |
     """
     panels = panels_of(run, other, parting)
     names = [shortened(one.name, 80) for one in (run, other) if one is not None]
-    title = f"FP8 report: {' and '.join(names)}"
+    title = f"fp8dist report: {' and '.join(names)}"
     script, placed = _embedded(panels)
     return _PAGE.format(
         policy=POLICY,

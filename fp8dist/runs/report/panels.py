@@ -262,8 +262,8 @@ def _back(run: RunNumbers) -> Iterator[str | Plot]:
         yield Plot("back", "proven, checked and saved steps", plots.lanes(points, kinds, spans))
     else:
         yield _empty(
-            "No step is proven, checked or saved. Record with fp8dist.Recorder, compare with check_every= of prepare, "
-            'and note what you save: recorder.event("saved", step, path=…).'
+            f"No step is proven, checked or saved. Record with fp8dist.Recorder, {facts.COMPARE}, and note what you "
+            'save: recorder.event("saved", step, path=…).'
         )
     yield from divergence_cards(run)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import prometheus_client
@@ -42,8 +43,15 @@ def scraped(exporter: Prometheus) -> Series:
 
 
 @pytest.fixture
-def endpoint() -> Prometheus:
-    return Prometheus(0)
+def make() -> Iterator[Callable[..., Prometheus]]:
+    """Make endpoints, and close them after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *arguments, **options: stack.enter_context(contextlib.closing(Prometheus(*arguments, **options)))
+
+
+@pytest.fixture
+def endpoint(make: Callable[..., Prometheus]) -> Prometheus:
+    return make(0)
 
 
 def test_a_scrape_finds_the_numbers(endpoint: Prometheus) -> None:
@@ -80,7 +88,6 @@ def test_a_gauge_can_be_nan_and_a_counter_cannot(endpoint: Prometheus) -> None:
     endpoint.write(1, {"loss": 1.0, "fallbacks": 2, "tokens": 8}, ())
     endpoint.write(2, {"loss": NAN, "fallbacks": NAN, "tokens": INF, "grad_norm": None}, ())  # type: ignore[dict-item]
     found = scraped(endpoint)
-    endpoint.close()
     assert bits(found["fp8dist_loss",]) == bits(NAN)
     assert (found["fp8dist_fallbacks_total",], found["fp8dist_tokens_total",]) == (2, 8)
     assert ("fp8dist_grad_norm",) not in found
@@ -96,29 +103,24 @@ def test_events_count_by_kind_and_the_end_is_seen(endpoint: Prometheus) -> None:
     for call in END:
         call(endpoint)
     assert scraped(endpoint)["fp8dist_run_active",] == 0
-    endpoint.close()
 
 
-def test_only_this_host_can_read_it_unless_told_otherwise(endpoint: Prometheus) -> None:
+def test_only_this_host_can_read_it_unless_told_otherwise(
+    endpoint: Prometheus, make: Callable[..., Prometheus]
+) -> None:
     """All of 127.0.0.0/8 is this host's, so an endpoint on all addresses would answer on 127.0.0.2."""
     assert scraped(endpoint)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", endpoint.port), timeout=10)
-    endpoint.close()
-    open_to_all = Prometheus(0, host="0.0.0.0")
-    socket.create_connection(("127.0.0.2", open_to_all.port), timeout=10).close()
-    open_to_all.close()
+    socket.create_connection(("127.0.0.2", make(0, host="0.0.0.0").port), timeout=10).close()
 
 
-def test_slots_have_series_only_if_asked_for_and_so_many() -> None:
-    silent, telling = Prometheus(0), Prometheus(0, slots=2)
+def test_slots_have_series_only_if_asked_for_and_so_many(make: Callable[..., Prometheus]) -> None:
+    silent, telling = make(0), make(0, slots=2)
     for exporter in (silent, telling):
         exporter.write(1, {}, slots(0.25, 14.0))
     assert not [name for name, *_ in scraped(silent) if "_slot_" in name]
-    found = {key: value for key, value in scraped(telling).items() if "_slot_" in key[0]}
-    for exporter in (silent, telling):
-        exporter.close()
-    assert found == {
+    assert {key: value for key, value in scraped(telling).items() if "_slot_" in key[0]} == {
         ("fp8dist_slot_amax", "blocks.0.up:grad_output"): 0.25,
         ("fp8dist_slot_amax", "blocks.0.up:input"): 3.5,
         ("fp8dist_slot_scale", "blocks.0.up:grad_output"): 7168.0,
@@ -138,18 +140,14 @@ def test_the_number_of_series_is_bounded(endpoint: Prometheus, monkeypatch: pyte
     for step in range(50):
         endpoint.write(step, {f"loss_of_step_{step}": 1.0, "loss": float(step)}, ())
     found = scraped(endpoint)
-    endpoint.close()
     assert len(found) == 20
     assert (found["fp8dist_last_step",], found["fp8dist_loss",]) == (49, 49)
 
 
-def test_two_exporters_share_nothing(endpoint: Prometheus) -> None:
-    other = Prometheus(0)
+def test_two_exporters_share_nothing(endpoint: Prometheus, make: Callable[..., Prometheus]) -> None:
     endpoint.write(1, {"loss": 1.0}, ())
-    assert ("fp8dist_loss",) not in scraped(other)
+    assert ("fp8dist_loss",) not in scraped(make(0))
     assert not [family.name for family in prometheus_client.REGISTRY.collect() if "fp8dist" in family.name]
-    for exporter in (endpoint, other):
-        exporter.close()
 
 
 def test_scrapes_during_writes_are_whole(endpoint: Prometheus) -> None:
@@ -166,7 +164,6 @@ def test_scrapes_during_writes_are_whole(endpoint: Prometheus) -> None:
     losses = [scraped(endpoint).get(("fp8dist_loss",), 0.0) for _ in range(20)]
     done.set()
     thread.join()
-    endpoint.close()
     assert losses == sorted(losses)
     assert losses[-1] > 0
 
@@ -226,13 +223,11 @@ def test_a_reader_never_sees_half_a_textfile(tmp_path: Path) -> None:
         (lambda path: Prometheus(65536), "port must be 0 to 65535, got 65536"),
         (lambda path: Prometheus("80"), "port must be 0 to 65535, got '80'"),
         (lambda path: Prometheus(0, slots=-1), "slots must be a number of slots from 0, got -1"),
-        (
-            lambda path: PrometheusTextfile(path / "run.txt"),
-            "node_exporter reads files that end in .prom, got 'run.txt'",
-        ),
+        (lambda path: PrometheusTextfile(path / "run.txt"),
+         "node_exporter reads files that end in .prom, got 'run.txt'"),
         (lambda path: PrometheusTextfile(path / "a.prom", slots=-1), "slots must be a number of slots from 0, got -1"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_refused(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         make(tmp_path)
@@ -245,9 +240,8 @@ def test_labels_that_would_vanish_are_refused(name: str, tmp_path: Path) -> None
         PrometheusTextfile(tmp_path / "a.prom", labels={name: "a"})
 
 
-def test_own_labels_are_those_of_the_series() -> None:
-    exporter = Prometheus(0, slots=2)
+def test_own_labels_are_those_of_the_series(make: Callable[..., Prometheus]) -> None:
+    exporter = make(0, slots=2)
     for call in FIRST:
         call(exporter)
     assert {label[0] for of in exporter._families._series.values() for label in of if label} == set(OWN_LABELS)
-    exporter.close()

@@ -69,24 +69,16 @@ CASES: dict[str, tuple[str, dict[str, str], list[int], list[int]]] = {
     "saturation": ("Fp8distSaturation", {RATIO: "0x5 0.02x60", **ACTIVE}, [16, 30], [5, 10]),
     "saturation once": ("Fp8distSaturation", {RATIO: "0x5 0.5 0x60", **ACTIVE}, [], [6, 16, 30]),
     "little saturation": ("Fp8distSaturation", {RATIO: "0.005x60", **ACTIVE}, [], [0, 20, 40]),
-    "saturation of a run that has ended": (
-        "Fp8distSaturation",
-        {RATIO: "0.5x60", "fp8dist_run_active": "0x60"},
-        [],
-        [20],
-    ),
+    "saturation of a run that has ended": ("Fp8distSaturation", {RATIO: "0.5x60", "fp8dist_run_active": "0x60"}, [],
+                                           [20]),
     "saturation where nobody says when it ends": ("Fp8distSaturation", {RATIO: "0.5x60"}, [20], []),
-    "a straggler": (
-        "Fp8distStraggler",
-        {"fp8dist_skew_seconds": "0.3x60", "fp8dist_step_seconds": "1x60", **ACTIVE},
-        [11, 30],
-        [0, 9],
-    ),
+    "a straggler": ("Fp8distStraggler", {"fp8dist_skew_seconds": "0.3x60", "fp8dist_step_seconds": "1x60", **ACTIVE},
+                    [11, 30], [0, 9]),
     "no straggler": ("Fp8distStraggler", {"fp8dist_skew_seconds": "0.1x60", "fp8dist_step_seconds": "1x60"}, [], [20]),
     "no step": ("Fp8distNoStep", {**NO_STEP, **ACTIVE}, [14, 30], [5, 12]),
     "no step after the end": ("Fp8distNoStep", {**NO_STEP, "fp8dist_run_active": "1 1 1 0x60"}, [], [5, 14, 30]),
     "steps": ("Fp8distNoStep", {"fp8dist_last_step_timestamp_seconds": "0+60x60", **ACTIVE}, [], [14, 30]),
-}
+}  # fmt: skip
 """By case: the alert, the series with one value per minute, minutes in which it fires, and in which it does not."""
 
 

@@ -74,43 +74,19 @@ AUDIT = {"step": 4, "kind": "diverged", "report": {"consistent": False, "finding
     [
         ([], [], "unknown", "Not known: the run has no step yet."),
         (GOOD[:1], [], "unknown", "Not known: nothing in this folder proves"),
-        (
-            GOOD,
-            [],
-            "sound",
-            "up to step 8, after step 5 a check found equal what it compared (the run does not say what); step 9 is un",
-        ),
+        (GOOD, [], "sound",
+         "up to step 8, after step 5 a check found equal what it compared (the run does not say what); step 9 is un"),
         (GOOD, [_checked(9)], "sound", "after step 9 a check found 6 parameters of 1.2 MB, 9 slots equal; no step up"),
-        (
-            GOOD,
-            [_checked(9, {"slot": 9}, unverified={"parameter": "6 shards"})],
-            "sound",
-            "after step 9 a check found 9 slots equal, parameters not verifiable; for the FP8 state, step 9 is unprove",
-        ),
-        (
-            GOOD,
-            [_checked(9, {"parameter": 1, "slot": 9}, partial={"parameter": "1 of 6 parameters"})],
-            "sound",
-            "equal, compared only 1 of 6 parameters; for the FP8 state, step 9 is unproven; the other parameters",
-        ),
-        (
-            [{"step": 9, "loss": 1.9}],
-            [_checked(9, nonfinite=["head"])],
-            "unsound",
-            "Not sound: a check after step 9 found 6 parameters of 1.2 MB, 9 slots equal, NaN or infinity in head.",
-        ),
-        (
-            GOOD,
-            [_diverged(6)],
-            "unsound",
-            "in step 6 scale a:input differs on rank 1 (host node7), against rank 0; equal ",
-        ),
-        (
-            GOOD,
-            [AUDIT, {"step": 9, "kind": "checked"}],
-            "unsound",
-            "in step 4 a result of a: wgrad is wrong: rank 1 computes wrong repeatedly, and 1 more.",
-        ),
+        (GOOD, [_checked(9, {"slot": 9}, unverified={"parameter": "6 shards"})], "sound",
+         "after step 9 a check found 9 slots equal, parameters not verifiable; for the FP8 state, step 9 is unprove"),
+        (GOOD, [_checked(9, {"parameter": 1, "slot": 9}, partial={"parameter": "1 of 6 parameters"})], "sound",
+         "equal, compared only 1 of 6 parameters; for the FP8 state, step 9 is unproven; the other parameters"),
+        ([{"step": 9, "loss": 1.9}], [_checked(9, nonfinite=["head"])], "unsound",
+         "Not sound: a check after step 9 found 6 parameters of 1.2 MB, 9 slots equal, NaN or infinity in head."),
+        (GOOD, [_diverged(6)], "unsound",
+         "in step 6 scale a:input differs on rank 1 (host node7), against rank 0; equal "),
+        (GOOD, [AUDIT, {"step": 9, "kind": "checked"}], "unsound",
+         "in step 4 a result of a: wgrad is wrong: rank 1 computes wrong repeatedly, and 1 more."),
         (GOOD, [_diverged(6, True)], "sound", "Sound as far as it is proven"),
         (GOOD, [_diverged(6), {"step": 5, "kind": "start", "resumed_after": 5}], "sound", "Sound as far as"),
         ([*GOOD, {"step": 10, "loss": "NaN"}], [], "unsound", "Not sound: the loss is not finite in step 10."),
@@ -119,7 +95,7 @@ AUDIT = {"step": 4, "kind": "diverged", "report": {"consistent": False, "finding
         (GOOD, [_diverged(6), {"step": 0, "kind": "start"}], "sound", "Sound as far as"),
         (GOOD, [{"step": 6, "kind": "diverged", "report": "no report"}], "unsound", "in step 6 ranks differ."),
     ],
-)
+)  # fmt: skip
 def test_soundness(metrics: list[Any], events: list[Any], state: str, text: str, tmp_path: Path) -> None:
     found = facts.verdict(_run(tmp_path, metrics, events))
     assert found.state == state
@@ -254,19 +230,11 @@ BAD = {"step": 5, "loss": 1.0, "grad_norm": "Infinity"}
     [
         ([], [], ["unchecked"] * 3, "no check came after one and found parameters equal and finite"),
         ([], [_checked(6)], ["good", "good", "unchecked"], "After step 6 a check found 6 parameters of 1.2 MB"),
-        (
-            [],
-            [{"step": 9, "kind": "checked", **SHARDS}],
-            ["saved, not verifiable"] * 3,
-            "not verifiable, because after step 9 a check found 9 slots equal, parameters not verifiable",
-        ),
+        ([], [{"step": 9, "kind": "checked", **SHARDS}], ["saved, not verifiable"] * 3,
+         "not verifiable, because after step 9 a check found 9 slots equal, parameters not verifiable"),
         ([], [_checked(9, {"parameter": 6}, unverified={"optimizer": "2 shards"})], ["good"] * 3, "not verifiable."),
-        (
-            [],
-            [_checked(9, partial=PART)],
-            [PARTLY] * 3,
-            "No checkpoint is known to be good: after step 9 a check found",
-        ),
+        ([], [_checked(9, partial=PART)], [PARTLY] * 3,
+         "No checkpoint is known to be good: after step 9 a check found"),
         ([], [_checked(6, partial=PART), _checked(9)], ["good"] * 3, "After step 9"),
         ([], [{"step": 9, "kind": "checked"}], ["checked, not recorded what"] * 3, "the run does not say what"),
         # All ranks are NaN alike.
@@ -283,7 +251,7 @@ BAD = {"step": 5, "loss": 1.0, "grad_norm": "Infinity"}
         ([BAD], [{"step": 9, "kind": "checked"}], ["checked, not recorded what", *[AFTER] * 2], "No checkpoint"),
         ([BAD, {"step": 4}, {"step": 5}], [], ["unchecked"] * 3, "No checkpoint"),  # Rolled back.
     ],
-)
+)  # fmt: skip
 def test_a_checkpoint_is_good_only_if_parameters_were_compared_and_are_finite(
     metrics: list[Any], events: list[Any], states: list[str], text: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,147 @@
+"""``compare``: a parallel job's step against the reference of one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8dist.errors import Fp8DistError
+from fp8dist.exact.conversion import to_residues
+from fp8dist.exact.modes import arithmetic
+from fp8dist.exact.outputs import judge_outputs
+from fp8dist.exact.placement import HeldPart
+from fp8dist.exact.reference import Reference, outputs_of, read_reference, stored
+from fp8dist.exact.shards import judge_parameters, swapped
+from fp8dist.exact.verdict import ExactReport, Holding, judge_gradients
+from fp8dist.state.groups import is_dtensor, own_rank, world_size
+from fp8dist.state.slots import clean_fqn
+
+__all__ = ["compare"]
+
+
+class _Computed(NamedTuple):
+    """What a rank sends after its step: gradients by parameter, and outputs by module."""
+
+    gradients: dict[str, Tensor | None]
+    outputs: dict[str, list[Tensor]]
+
+
+def compare(
+    model: nn.Module | Sequence[nn.Module],
+    step: Callable[[], Any],
+    path: str | os.PathLike[str],
+    *,
+    rename: Callable[[str], str] = lambda name: name,
+    surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> ExactReport:
+    """Run one step of a parallel job modulo P, and compare it with the reference. COLLECTIVE: all ranks of the job.
+
+    Parameters are compared first. If they differ, the step does not run.
+
+    Args:
+        model: this rank's model, wrapped and sharded as in the job; for pipelines its stage or stages. Parameters
+            become residues, so it is of no further use.
+        step: forward and backward of one step, with accumulation or a pipeline's schedule as in the job, on the data of
+            the reference; without clipping and without the optimizer.
+        path: of the file that ``record`` wrote. Rank 0 reads it.
+        rename: from a name of a parameter or module in ``model`` to its name in the reference, for stages whose names
+            have other prefixes. Prefixes of DDP and of checkpoint wrappers are removed before.
+        surrogates: as of ``arithmetic``.
+
+    Returns:
+        The report, the same on all ranks. ``str(report)`` is the verdict in sentences.
+
+    Raises:
+        ConfigurationError: a parameter has a name or a shape that the reference has not.
+        CheckpointError: the file cannot be read.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    for each in models:
+        to_residues(each)
+    named = {rename(clean_fqn(name)): parameter for each in models for name, parameter in each.named_parameters()}
+    reference: list[Reference] = []  # On rank 0 alone.
+    parts: list[Mapping[str, HeldPart]] = []
+
+    def judge_held(held: Sequence[Mapping[str, Tensor]]) -> ExactReport:
+        reference.append(read_reference(path))
+        findings, placed = judge_parameters(reference[0], held)
+        parts.extend(placed)
+        return ExactReport(tuple(findings), (), 0)
+
+    def judge_computed(computed: Sequence[_Computed]) -> ExactReport:
+        return _judge(reference[0], parts, computed)
+
+    report = _on_rank_0(judge_held, {name: _whole(parameter) for name, parameter in named.items()})
+    if not report.equal:
+        return report
+    for parameter in named.values():
+        parameter.grad = None
+    with outputs_of(models, rename) as outputs, arithmetic(surrogates):
+        step()
+    gradients = {name: _gradient(parameter) for name, parameter in named.items()}
+    sent = {name: [stored(each) for each in calls] for name, calls in outputs.items()}
+    return _on_rank_0(judge_computed, _Computed(gradients, sent))
+
+
+def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], computed: Sequence[_Computed]) -> ExactReport:
+    held: dict[str, list[Holding]] = {}
+    for rank, (mine, places) in enumerate(zip(computed, parts, strict=True)):
+        for name, gradient in mine.gradients.items():
+            copies = held.setdefault(reference.ties.get(name, name), [])
+            label = f"{rank} ({name})" if any(copy.rank == rank for copy in copies) else rank
+            copies.append(Holding(label, places[name], None if gradient is None else gradient.long()))
+    strays = [name for name, each in held.items() if name not in reference.shards and any(map(_has_gradient, each))]
+    none = {name: torch.zeros_like(reference.parameters[name])[None] for name in strays}  # Not trained there.
+    report = judge_gradients([*reference.shards, *strays], reference.shards | none, held)
+    if report.equal or report.findings[0].kind != "unexplained":
+        return report
+    # No equation explains the gradient that is wrong first: look for wrong parts, and for a fault in the forward.
+    culprit = swapped(reference, parts) or judge_outputs(reference.outputs, [each.outputs for each in computed])
+    if culprit is None:
+        first = report.findings[0]
+        text = f"{first.sentence}. All outputs of modules are right: the fault is in backward"
+        return replace(report, findings=(replace(first, sentence=text), *report.findings[1:]))
+    downstream = [name for finding in report.findings for name in finding.names] + list(report.downstream)
+    return ExactReport((culprit,), tuple(name for name in reference.shards if name in downstream), report.compared)
+
+
+def _has_gradient(holding: Holding) -> bool:
+    return holding.gradient is not None and bool(holding.gradient.any())
+
+
+def _on_rank_0(judge: Callable[[Sequence[Any]], ExactReport], mine: Any) -> ExactReport:
+    """Return on all ranks what ``judge`` makes of the objects of all ranks, or raise what it raises. COLLECTIVE."""
+    gathered: list[Any] = [mine]
+    if world_size() > 1:
+        gathered = [None] * world_size()
+        dist.gather_object(mine, gathered if own_rank() == 0 else None)
+    box: list[Any] = [None]
+    if own_rank() == 0:
+        try:
+            box = [judge(gathered)]
+        except Fp8DistError as error:
+            box = [error]
+    if world_size() > 1:
+        dist.broadcast_object_list(box)
+    if isinstance(box[0], Fp8DistError):
+        raise box[0]
+    return box[0]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a DTensor gathered, any other tensor as it is, to be sent. COLLECTIVE over the mesh of a DTensor."""
+    tensor = tensor.detach().double()  # Summands of a gradient may be sums of residues, which float32 cannot add.
+    return stored(tensor.full_tensor() if is_dtensor(tensor) else tensor)
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    gradient = parameter.grad
+    if gradient is None and is_dtensor(parameter):
+        _whole(torch.zeros_like(parameter))  # Other ranks of its mesh may gather.
+    return None if gradient is None else _whole(gradient)

@@ -1,0 +1,204 @@
+"""Whole models under exact arithmetic: sums of shards, what is refused, and what is converted at first use."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from fp8dist.exact import arithmetic, to_residues
+from fp8dist.exact.field import P, are_residues, reduced
+from tests.support.decoder import Decoder
+
+
+def gradients(model: nn.Module, tokens: Tensor, scale: float = 1.0, **options: Any) -> list[Tensor]:
+    """Return the loss and all gradients of next-token prediction."""
+    model.zero_grad()
+    with arithmetic(**options):
+        logits = model(tokens)[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) * scale
+        loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert all(are_residues(tensor.double()) for tensor in found)
+    return found
+
+
+def decoder(**options: Any) -> Decoder:
+    torch.manual_seed(3)
+    model = Decoder(**options)
+    to_residues(model)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shards_add_up_exactly(dtype: torch.dtype) -> None:
+    model = decoder().to(dtype)
+    tokens = torch.randint(0, 36, (6, 8))
+    whole = gradients(model, tokens)
+    parts = [gradients(model, tokens[2 * n : 2 * n + 2], 1 / 3) for n in range(3)]
+    for expected, *shares in zip(whole, *parts):
+        assert expected.dtype == dtype
+        assert torch.equal(reduced(sum(share.double() for share in shares)), expected.double())
+    assert sum(bool(grad.any()) for grad in whole) == len(whole)
+
+
+def test_float32_and_float64_give_the_same_residues() -> None:
+    tokens = torch.randint(0, 36, (2, 8))
+    narrow, wide = gradients(decoder(), tokens), gradients(decoder().double(), tokens)
+    assert all(torch.equal(a.double(), b) for a, b in zip(narrow, wide))
+
+
+@pytest.mark.parametrize("attention", ["mask", "float mask", "by hand", "where"])
+def test_masks_of_all_kinds_give_weight_zero(attention: str) -> None:
+    """RoPE's tables are plain attributes of the model: they become residues at first use."""
+    tokens = torch.randint(0, 36, (2, 8))
+    expected = gradients(decoder(attention="causal"), tokens)
+    assert all(map(torch.equal, gradients(decoder(attention=attention), tokens), expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_modules_that_a_checkpoint_runs_again_compute_the_same(reentrant: bool) -> None:
+    """In backward, functions must still be replaced."""
+    model, tokens = decoder(), torch.randint(0, 36, (2, 8))
+    expected = gradients(model, tokens)
+    for block in model.blocks:
+        block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=reentrant)  # type: ignore[method-assign]
+    assert all(map(torch.equal, gradients(model, tokens), expected))
+
+
+class Entropies(torch.autograd.Function):
+    """Calls a replaced function in backward, without autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * F.log_softmax(ctx.saved_tensors[0], -1)
+
+
+@pytest.mark.parametrize("how", ["tensor", "backward", "grad"])
+def test_functions_are_replaced_in_backward_too(how: str) -> None:
+    x = torch.randint(2, P, (3, 4)).float().requires_grad_()
+    cotangent = torch.randint(2, P, (3, 4)).float()
+    with arithmetic():
+        expected = cotangent * F.log_softmax(x.detach(), -1)
+        y = Entropies.apply(x)
+        if how == "tensor":
+            y.backward(cotangent)
+        elif how == "backward":
+            torch.autograd.backward([y], [cotangent])
+        else:
+            (x.grad,) = torch.autograd.grad(y, x, cotangent)
+    assert torch.equal(x.grad, expected)
+
+
+def test_dropout_is_off() -> None:
+    tokens = torch.randint(0, 36, (2, 8))
+    assert all(map(torch.equal, gradients(decoder(dropout=0.3), tokens), gradients(decoder(), tokens)))
+
+
+def test_a_step_of_sgd_is_exact() -> None:
+    model = decoder()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False)
+    grads = gradients(model, torch.randint(0, 36, (2, 8)))[1:]
+    with arithmetic():
+        optimizer.step()
+        expected = [p - 0.1 * (g + 0.01 * p) for p, g in zip(before, grads)]
+    assert all(map(torch.equal, model.parameters(), expected))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_other_optimizers_are_refused(name: str) -> None:
+    model = decoder()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=True if name == "SGD" else None)
+    gradients(model, torch.randint(0, 36, (2, 8)))
+    with arithmetic(), pytest.raises(ConfigurationError, match="has is SGD with foreach=False"):
+        optimizer.step()
+
+
+def test_clipping_is_refused() -> None:
+    model = decoder()
+    gradients(model, torch.randint(0, 36, (2, 8)))
+    for foreach in (False, True):
+        with arithmetic(), pytest.raises(ConfigurationError, match=r"norm.* has no rule .* Do not clip gradients"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+
+
+def test_a_refusal_names_the_op_and_the_module() -> None:
+    model = decoder(activation=F.elu)
+    with pytest.raises(ConfigurationError, match=r"aten\.elu\.default in blocks\.0 \(Block\): .* has no rule"):
+        gradients(model, torch.randint(0, 36, (2, 8)))
+
+
+def test_casts_to_less_than_float32_are_refused() -> None:
+    model = decoder(activation=lambda x: F.gelu(x.bfloat16()).float())
+    with pytest.raises(ConfigurationError, match=r"_to_copy\.default in blocks\.0 .*bfloat16 cannot hold residues"):
+        gradients(model, torch.randint(0, 36, (2, 8)))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigurationError, match="bfloat16 cannot hold"):
+        gradients(decoder(), torch.randint(0, 36, (2, 8)))
+    with pytest.raises(ConfigurationError, match=r"weight in torch\.bfloat16"):
+        to_residues(nn.Linear(4, 4).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: x * torch.randn(8), r"randn.* has no rule"),
+        (torch.bernoulli, "no rule for these arguments"),
+        (lambda x: F.batch_norm(x.expand(2, 8), x, x, training=True), "batch_norm.* Give `surrogates`"),
+        (lambda x: x + math.inf, "with inf"),
+        (lambda x: x + torch.full((8,), math.nan), "with nan"),
+        (lambda x: x / 2 // 3, "floor_divide.* no rule|that are rounded"),
+        (lambda x: x**0.3, "powers of 3/10"),
+    ],
+)
+def test_what_has_no_residue_is_refused(function: Any, words: str) -> None:
+    with arithmetic(), pytest.raises(ConfigurationError, match=words):
+        function(torch.ones(8))
+
+
+def test_a_user_adds_a_surrogate() -> None:
+    """The replaced function's gradient is that of the replacement."""
+    tokens = torch.randint(0, 36, (2, 8))
+    found = gradients(decoder(activation=F.elu), tokens, surrogates={F.elu: lambda x, **_: F.silu(x)})
+    assert all(map(torch.equal, found, gradients(decoder(activation=F.silu), tokens)))
+
+
+def test_numbers_and_integer_tensors_are_residues() -> None:
+    x = torch.tensor([0.0, 1.0, P - 1.0])
+    count = torch.tensor([3, -1, 2**40])
+    with arithmetic():
+        assert (x * count).tolist() == [0, P - 1, -pow(2, 40, P) % P]
+        assert (x * 10**12).tolist() == [0, 10**12 % P, -(10**12) % P]
+        assert (count / 3)[0] == 1
+        assert (count * 0.5)[0] * 2 == 3
+        assert count.float().tolist() == [3, P - 1, pow(2, 40, P)]
+        assert torch.tensor([0.1, -0.1]).sum() == 0
+        assert torch.tensor(0.1).expand(2).sum() * 5 == 1
+        assert torch.full((2,), 0.1).add_(0.9).tolist() == [1, 1]
+        assert (x - 1)[0] == P - 1
+        assert torch.add(x, x, alpha=-0.5).tolist() == [x / 2 for x in (0, P + 1, P - 1)]
+        assert torch.tensor([2.0, 3.0]).cumsum(0, dtype=torch.int32).tolist() == [2, 5]
+        assert x.sum(dtype=torch.float64).dtype == torch.float64
+        assert (count // 2).tolist() == [1, -1, 2**39]
+
+
+def test_nothing_is_left_behind() -> None:
+    with arithmetic():
+        pass
+    assert float(torch.ones(2).mul(0.5)[0]) == 0.5
+    assert "exact" not in fp8dist.__all__
+    assert fp8dist.exact.arithmetic is arithmetic

@@ -1,0 +1,181 @@
+"""``record`` and ``compare`` in one process: what the file holds, names, mistakes. And mistakes on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8dist import exact
+from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.exact.field import P
+from fp8dist.exact.reference import read_reference
+from tests.support.exact import Kind, Transformer, batch, losses
+from tests.support.ranks import on_ranks
+
+KIND = Kind(layers=1, head_dim=1, hidden=12, vocabulary=24, tied=True, checkpointed=True)
+
+
+def small() -> nn.Sequential:
+    """Return two Linears, the first of which is not trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+def of_rows(model: nn.Module, rows: Tensor) -> list[Tensor]:
+    """Return a loss for each row."""
+    return [model(row[None]).sum() for row in rows]
+
+
+ROWS = torch.arange(12.0).reshape(3, 4)
+
+
+@pytest.mark.slow
+def test_the_reference_of_a_transformer(tmp_path: Path) -> None:
+    shards = batch(KIND, 3)
+    exact.record(Transformer(KIND), losses, shards, tmp_path / "reference")
+    found = read_reference(tmp_path / "reference")
+    assert found.ties == {"head.weight": "embed.weight"}
+    assert set(found.parameters) == set(found.shards) == {name for name, _ in Transformer(KIND).named_parameters()}
+    order = list(found.shards)  # As the backward.
+    assert (order[0], order[-1]) == ("norm.weight", "embed.weight")
+    assert {len(shares) for shares in found.shards.values()} == {3}
+    assert {len(calls) for calls in found.outputs.values()} == {3}  # Not those of the checkpoint's repeated forward.
+    names = list(found.outputs)
+    assert names.index("layers.0.norm1") < names.index("layers.0.attention") < names.index("layers.0")
+    outputs = [output for calls in found.outputs.values() for output in calls]
+    everything = [*found.parameters.values(), *found.shards.values(), *outputs]
+    assert all(int(tensor.min()) >= 0 and int(tensor.max()) < P for tensor in everything)
+
+
+def test_accumulation_in_one_process_is_equal(tmp_path: Path) -> None:
+    exact.record(small(), of_rows, ROWS, tmp_path / "reference")
+    model = small()
+
+    def step() -> None:
+        for loss in of_rows(model, ROWS):
+            loss.backward()
+
+    report = exact.compare(model, step, tmp_path / "reference")
+    assert report.equal
+    assert report.compared == 2  # The first Linear is not trained.
+    left_out = small()
+    report = exact.compare(left_out, lambda: of_rows(left_out, ROWS[1:])[0].backward(), tmp_path / "reference")
+    assert report.findings[0].kind == "shards"
+    assert str(report) == "every gradient: shard 0 is missing, shard 2 is missing"
+
+
+def test_reentrant_checkpoints_add_to_a_gradient_twice(tmp_path: Path) -> None:
+    def loss(model: nn.Module, rows: Tensor) -> list[Tensor]:
+        once = checkpoint(model, rows.requires_grad_(), use_reentrant=True)
+        return [model(torch.cat([once, once[:, :1]], 1)).sum()]
+
+    def plain(model: nn.Module, rows: Tensor) -> list[Tensor]:
+        once = model(rows)
+        return [model(torch.cat([once, once[:, :1]], 1)).sum()]
+
+    exact.record(small(), plain, ROWS, tmp_path / "plain")
+    exact.record(small(), loss, ROWS.clone(), tmp_path / "twice")
+    shards = read_reference(tmp_path / "plain").shards
+    assert all(bool((each == shards[name]).all()) for name, each in read_reference(tmp_path / "twice").shards.items())
+
+
+def test_a_tie_that_is_broken_in_the_job(tmp_path: Path) -> None:
+    shards = batch(KIND, 1)
+    exact.record(Transformer(KIND), losses, shards, tmp_path / "reference")
+    model = Transformer(KIND)
+    assert model.head is not None
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    report = exact.compare(model, lambda: losses(model, shards)[0].backward(), tmp_path / "reference")
+    assert str(report) == (
+        "embed.weight: the reference is 1 x rank 0 + 1 x rank 0 (head.weight): the sum over these ranks is missing"
+    )
+
+
+def test_what_is_frozen_on_one_side_alone_is_named(tmp_path: Path) -> None:
+    exact.record(small(), of_rows, ROWS, tmp_path / "reference")
+    model = small().requires_grad_()
+    report = exact.compare(model, lambda: model(ROWS).sum().backward(), tmp_path / "reference")
+    assert str(report).startswith("0.weight: not the reference's")
+    model = small()
+    model[2].bias.requires_grad_(False)
+    report = exact.compare(model, lambda: model(ROWS).sum().backward(), tmp_path / "reference")
+    assert str(report) == "2.bias: no gradient on rank 0"
+
+
+def test_a_function_translates_names(tmp_path: Path) -> None:
+    exact.record(small(), of_rows, ROWS, tmp_path / "reference")
+    first, second = small()[:2], small()[2:]
+
+    def step() -> None:
+        second(first(ROWS)).sum().backward()
+
+    with pytest.raises(ConfigurationError, match=r"no parameter 'linear.weight'.* pass rename="):
+        exact.compare(nn.ModuleDict({"linear": small()[2]}), step, tmp_path / "reference")
+    with pytest.raises(ConfigurationError, match=r"0.weight has the shape \(3, 6\) on rank 0"):
+        exact.compare(nn.Sequential(small()[2]), step, tmp_path / "reference")
+    models = [nn.ModuleDict({"linear": first[0]}), nn.ModuleDict({"last": second[0]})]
+    names = {"linear": "0", "last": "2"}
+
+    def rename(name: str) -> str:
+        head, dot, rest = name.partition(".")
+        return names.get(head, head) + dot + rest
+
+    assert exact.compare(models, step, tmp_path / "reference", rename=rename).equal
+
+
+def test_a_user_adds_a_surrogate(tmp_path: Path) -> None:
+    def loss(model: nn.Module, rows: Tensor) -> list[Tensor]:
+        return [torch.erfinv(model(rows)).sum()]
+
+    with pytest.raises(ConfigurationError, match="erfinv"):
+        exact.record(small(), loss, ROWS, tmp_path / "reference")
+    cubic = {torch.erfinv: lambda x: x * x * x}
+    exact.record(small(), loss, ROWS, tmp_path / "reference", surrogates=cubic)
+    model = small()
+    step = lambda: loss(model, ROWS)[0].backward()  # noqa: E731
+    assert exact.compare(model, step, tmp_path / "reference", surrogates=cubic).equal
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda model, rows: [], "must return a list with a scalar tensor for each shard"),
+        (lambda model, rows: [model(rows)], "must return a list with a scalar tensor for each shard"),
+        (lambda model, rows: [model[0](rows).sum().requires_grad_()], "reaches no parameter"),
+    ],
+)
+def test_losses_that_are_refused(loss, words: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigurationError, match=words):
+        exact.record(small(), loss, ROWS, tmp_path / "reference")
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="missing"):
+        read_reference(tmp_path / "missing")
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(CheckpointError, match="text: "):
+        read_reference(tmp_path / "text")
+    save_file({"x": ROWS}, tmp_path / "other", {"format": "fp8dist.exact 1", "prime": "7"})
+    with pytest.raises(CheckpointError, match="not written by"):
+        read_reference(tmp_path / "other")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_all_ranks_raise_what_rank_0_finds(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="missing"):
+        exact.compare(small(), lambda: None, tmp_path / "missing")
+    if dist.get_rank() == 0:
+        exact.record(small(), of_rows, ROWS, tmp_path / "reference")
+    dist.barrier()
+    stranger = nn.ModuleDict({"strange": nn.Linear(4, 6)}) if dist.get_rank() else small()
+    with pytest.raises(ConfigurationError, match=r"no parameter 'strange.weight', which rank 1 holds"):
+        exact.compare(stranger, lambda: None, tmp_path / "reference")

@@ -1,0 +1,180 @@
+"""The verdict on residues made here: which equation is found, its sentence, and what comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from fp8dist.exact.field import P
+from fp8dist.exact.placement import HeldPart
+from fp8dist.exact.solver import combined
+from fp8dist.exact.verdict import ExactReport, Holding, judge_gradients
+from tests.exact.test_solver import residue, residues
+
+NAMES = ["head", "norm", "first"]  # In the order of the backward.
+SHAPES = {"head": (6, 4), "norm": (4,), "first": (4, 4)}
+WHOLE = HeldPart(None)
+
+
+def shards_of(count: int) -> dict[str, Tensor]:
+    """Return the shards' contributions to each parameter."""
+    return {name: residues(count, *SHAPES[name], seed=place) for place, name in enumerate(NAMES)}
+
+
+def weighted(shards: Tensor, *coefficients: str) -> Tensor:
+    """Return the sum of coefficient times shard."""
+    return combined([residue(Fraction(text)) for text in coefficients], list(shards))
+
+
+def judged(shards: Mapping[str, Tensor], changed: Mapping[str, Sequence[Tensor | None]], ranks: int = 2) -> ExactReport:
+    """Return the verdict on ranks that have the reference's gradients, but for those in ``changed``."""
+    right = {name: [shards[name].sum(0) % P] * ranks for name in NAMES}
+    held = {
+        name: [Holding(rank, WHOLE, gradient) for rank, gradient in enumerate(gradients)]
+        for name, gradients in {**right, **changed}.items()
+    }
+    return judge_gradients(NAMES, shards, held)
+
+
+def test_equal_gradients() -> None:
+    report = judged(shards_of(2), {})
+    assert report.equal
+    assert str(report) == "all 3 gradients equal the reference"
+
+
+def test_one_factor_everywhere_is_one_sentence() -> None:
+    shards = shards_of(3)
+    report = judged(shards, {name: [weighted(shards[name], "2", "2", "2")] * 2 for name in NAMES})
+    assert (report.findings[0].kind, report.downstream) == ("factor", ())
+    assert str(report) == "every gradient is 2/1 of the reference"
+
+
+def test_a_factor_of_some_tensors_names_them() -> None:
+    shards = shards_of(3)
+    report = judged(shards, {name: [weighted(shards[name], "1/2", "1/2", "1/2")] * 2 for name in NAMES[1:]})
+    assert str(report) == "norm, first are 1/2 of the reference"
+
+
+def test_a_missing_sum_over_ranks() -> None:
+    shards = shards_of(2)
+    parts = list(residues(1, 4, seed=9)) * 2
+    parts[1] = (shards["norm"].sum(0) - parts[0]) % P
+    report = judged(shards, {"norm": parts})
+    assert str(report) == "norm: the reference is 1 x rank 0 + 1 x rank 1: the sum over these ranks is missing"
+    assert report.findings[0].kind == "ranks"
+
+
+def test_a_missing_mean_over_ranks() -> None:
+    shards = shards_of(2)
+    own = {name: [weighted(shards[name], "2", "0"), weighted(shards[name], "0", "2")] for name in NAMES}
+    assert str(judged(shards, own)) == (
+        "every gradient: the reference is 1/2 x rank 0 + 1/2 x rank 1: the mean over these ranks is missing"
+    )
+
+
+def test_a_reduction_over_the_wrong_ranks() -> None:
+    shards = shards_of(4)
+    pairs = {
+        name: [weighted(shards[name], *("1", "1", "0", "0")), weighted(shards[name], *("0", "0", "1", "1"))] * 2
+        for name in NAMES
+    }
+    assert str(judged(shards, pairs, ranks=4)) == (
+        "every gradient: the reference is 1 x rank 0 + 1 x rank 1: the sum over these ranks is missing "
+        "(rank 0 stands for ranks 0, 2, rank 1 stands for ranks 1, 3)"
+    )
+
+
+def test_local_tokens() -> None:
+    shards = shards_of(2)
+    report = judged(shards, {name: [weighted(shards[name], "5/6", "5/4")] * 2 for name in NAMES})
+    assert report.findings[0].kind == "local tokens"
+    assert str(report) == (
+        "every gradient: 5/6 and 5/4 of the shards' contributions: the loss is divided by local tokens"
+    )
+
+
+def test_other_weights_of_the_shards() -> None:
+    shards = shards_of(2)
+    report = judged(shards, {"head": [weighted(shards["head"], "1", "1/3")] * 2})
+    assert (str(report), report.findings[0].kind) == ("head: 1 and 1/3 of the shards' contributions", "weights")
+
+
+def test_a_shard_that_is_read_twice() -> None:
+    shards = shards_of(4)
+    report = judged(shards, {name: [weighted(shards[name], "1", "2", "0", "1")] * 2 for name in NAMES})
+    assert report.findings[0].kind == "shards"
+    assert str(report) == "every gradient: shard 1 is counted 2 times, shard 2 is missing"
+
+
+def test_one_rank_that_differs() -> None:
+    shards = shards_of(3)
+    right = weighted(shards["head"], "1", "1", "1")
+    report = judged(shards, {"head": [right, weighted(shards["head"], "1", "1", "0")]})
+    assert str(report) == "head: rank 0: equals the reference; rank 1: shard 2 is missing"
+    assert report.findings[0].kind == "shards"
+
+
+def test_swapped_rows() -> None:
+    shards = shards_of(2)
+    whole = weighted(shards["head"], "1", "1")
+    report = judged(shards, {"head": [whole[torch.tensor([3, 4, 5, 0, 1, 2])]] * 2})
+    assert report.findings[0].kind == "moved"
+    assert str(report) == (
+        "head: ranks 0, 1: in place of slices 0 to 5 of dim 0 are the reference's slices 3 to 5, 0 to 2"
+    )
+
+
+def test_swapped_parts_of_two_ranks() -> None:
+    shards = shards_of(2)
+    whole, parts = weighted(shards["head"], "1", "1"), [HeldPart(0, (0, 1, 2)), HeldPart(0, (3, 4, 5))]
+    right = [Holding(rank, parts[rank], parts[rank].of(whole)) for rank in range(2)]
+    swapped = [Holding(rank, parts[rank], parts[1 - rank].of(whole)) for rank in range(2)]
+    assert judge_gradients(["head"], shards, {"head": right}).equal
+    assert str(judge_gradients(["head"], shards, {"head": swapped})) == (
+        "head: rank 0: in place of slices 0 to 2 of dim 0 are the reference's slices 3 to 5; "
+        "rank 1: in place of slices 3 to 5 of dim 0 are the reference's slices 0 to 2"
+    )
+
+
+def test_parts_with_one_equation_share_a_sentence() -> None:
+    shards = shards_of(2)
+    whole, parts = weighted(shards["head"], "3", "3"), [HeldPart(1, (0, 1)), HeldPart(1, (2, 3))]
+    held = [Holding(rank, parts[rank], parts[rank].of(whole)) for rank in range(2)]
+    assert str(judge_gradients(["head"], shards, {"head": held})) == "head is 3/1 of the reference"
+
+
+def test_the_earliest_in_backward_is_the_culprit() -> None:
+    shards = shards_of(2)
+    report = judged(shards, {name: list(residues(2, *SHAPES[name], seed=7)) for name in ("first", "norm")})
+    assert str(report) == (
+        "norm: not the reference's, and no equation explains it. Gradients that backward computes "
+        "before it are right, the last of them head\ndownstream, 1 more differ: first"
+    )
+    assert (report.findings[0].names, report.downstream) == (("norm",), ("first",))
+
+
+def test_equations_come_in_the_order_of_the_backward() -> None:
+    shards = shards_of(2)
+    twice, half = weighted(shards["norm"], "2", "2"), weighted(shards["head"], "1/2", "1/2")
+    noise = residues(4, 4, seed=8)
+    report = judged(shards, {"first": [noise] * 2, "norm": [twice] * 2, "head": [half] * 2})
+    assert str(report) == (
+        "head is 1/2 of the reference\nnorm is 2/1 of the reference\ndownstream, 1 more differ: first"
+    )
+
+
+def test_a_tensor_too_small_for_a_system_takes_the_equation_of_others() -> None:
+    shards = shards_of(2) | {"norm": residues(2, 1, seed=1)}
+    report = judged(shards, {name: [weighted(shards[name], "5/6", "5/4")] * 2 for name in NAMES})
+    assert report.findings[0].names == tuple(NAMES)
+    alone = judged(shards, {"norm": [weighted(shards["norm"], "5/6", "5/4")] * 2})
+    assert alone.findings[0].kind == "unexplained"
+
+
+def test_a_gradient_that_a_rank_lacks() -> None:
+    shards = shards_of(2) | {"norm": torch.zeros(2, 4, dtype=torch.int64)}
+    report = judged(shards, {"norm": [None, None], "head": [None, weighted(shards["head"], "1", "1")]})
+    assert str(report) == "head: no gradient on rank 0"
