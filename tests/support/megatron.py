@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["forward", "gpt", "gradients", "initialize", "optimized", "with_stand_ins"]
+__all__ = ["causal_mask", "forward", "gpt", "gradients", "initialize", "optimized", "with_stand_ins"]
 
 LENGTH, VOCABULARY = 16, 64
 
@@ -144,7 +144,7 @@ def gpt(
     )
 
 
-def _mask() -> Tensor:
+def causal_mask() -> Tensor:
     """Return the causal mask, of shape [1, 1, LENGTH, LENGTH]. True: hidden."""
     return torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
 
@@ -175,7 +175,7 @@ def forward(model: Any, place: int) -> Tensor:
 
     made = torch.Generator().manual_seed(1000 * place + parallel_state.get_data_parallel_rank())
     tokens = (torch.randint(VOCABULARY, (2, 1), generator=made) + torch.arange(LENGTH + 1)) % VOCABULARY
-    return model(tokens[:, :-1], torch.arange(LENGTH).expand(2, LENGTH), _mask(), labels=tokens[:, 1:])
+    return model(tokens[:, :-1], torch.arange(LENGTH).expand(2, LENGTH), causal_mask(), labels=tokens[:, 1:])
 
 
 def gradients(chunks: list[Any], optimizer: Any, places: range) -> list[float]:
