@@ -57,8 +57,9 @@ def comm_hook(
             ``inner`` starts further collectives from callbacks of its futures, as PowerSGD does, their order relative
             to the FP8 sync is not fixed: do not combine it with ``prepare(share_group=True)``.
         gradients: None: they travel as ``inner`` sends them.
-        exclude: with ``gradients="fp8"``: patterns of names of parameters that travel as before. A bucket in which some
-            are excluded has one more collective.
+        exclude: with ``gradients="fp8"``: patterns of names of parameters that travel as before; "!" before a pattern
+            takes its matches out again. A bucket in which some are excluded has one more collective. If DDP holds more
+            than the manager's model, call ``attach`` with the DDP module first: names are then those of all of it.
 
     Raises:
         ConfigurationError: the weight of an FP8Linear is frozen. Its grad_output comes after the last bucket, so its
@@ -69,7 +70,8 @@ def comm_hook(
         if not isinstance(manager, StateManager):
             return GradientHook(manager, exclude).run
         inside = Internals(manager)
-        return GradientHook(inside.model, exclude, inside.cycle.syncs, early_launcher(manager)).run
+        known, launch = inside.cycle.job.received, early_launcher(manager)
+        return GradientHook(inside.called_module, exclude, inside.cycle.syncs, known, launch).run
     if gradients is not None or exclude != () or not isinstance(manager, StateManager):
         raise ConfigurationError(
             'comm_hook() expects a manager, and an inner hook or none; or a manager or a model, gradients="fp8", '

@@ -75,9 +75,10 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         reference = _from(source, group, sent), _from(source, group, sync.arena.counters[SATURATED])
     unexplained = set(differs) - {finding.kind for finding in findings}
     if sync.received is not None and "scale" in unexplained:  # Their digests were added to that of the scales.
-        of_gradients = [] if sync.received.outdated else _findings_of_gradients(sync.received, group)
+        reported = evidence.received != sync.received.generation  # By an earlier sync, or by check_gradients().
+        of_gradients = [] if reported else _findings_of_gradients(sync.received, group)
         findings += of_gradients
-        if of_gradients or sync.received.outdated:
+        if of_gradients or reported:
             unexplained.remove("scale")
     for kind in sorted(unexplained):
         detail = "the header differed, but the values that it was computed from are equal"

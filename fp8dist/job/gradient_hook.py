@@ -24,6 +24,7 @@ from fp8dist.state.slots import clean_fqn
 __all__ = ["GradientHook"]
 
 _OWNER = "fp8dist.ddp.comm_hook"
+_UNKNOWN = "a parameter outside of the manager's model"
 
 
 @dataclass(eq=False)
@@ -53,6 +54,7 @@ class GradientHook:
         model: has the names of the parameters.
         exclude: patterns of names of parameters that travel as before.
         syncs: of the manager; the one of DDP's ranks carries the digests.
+        known: of the manager: the digests by DDP's ranks. Hooks of the same ranks share them.
         ended: called when the last bucket is done.
     """
 
@@ -61,17 +63,18 @@ class GradientHook:
         model: nn.Module,
         exclude: str | Iterable[str],
         syncs: Sequence[ArenaSync] = (),
+        known: dict[tuple[int, ...], Received] | None = None,
         ended: Callable[[], None] | None = None,
     ) -> None:
         self.received = Received()
         self.group: SyncGroup | None = None
+        self._state: Any = None
         self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._names = {id(one): clean_fqn(name) for name, one in model.named_parameters()}
         chosen = matching("exclude", exclude, set(self._names.values()))
         self._excluded = {one for one, name in self._names.items() if name in chosen}
-        self._syncs, self._ended = syncs, ended
+        self._syncs, self._known, self._ended = syncs, {} if known is None else known, ended
         self._under_way: list[_Bucket] = []
-        self._stream: torch.cuda.Stream | None = None
 
     def run(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations as objects, or none.
         """Start to reduce a bucket. COLLECTIVE. ``state``: the process group; None: the default one. Or a DeviceMesh
@@ -90,21 +93,31 @@ class GradientHook:
 
     def _prepare(self, state: Any) -> None:
         """Note DDP's ranks, and let the sync of the same ranks carry the digests."""
+        state = dist.group.WORLD if state is None else state
         if self.group is None:
-            self.group = SyncGroup(dist.group.WORLD if state is None else state)  # type: ignore[arg-type]
-            mesh = self.group.mesh
+            group = SyncGroup(state)
+            mesh = group.mesh
             if mesh is not None and mesh.ndim != 2:
                 raise ConfigurationError(f"a mesh of nodes and their ranks has 2 axes, got {mesh.ndim}")
             self._levels = None if mesh is None else (mesh.get_group(1), mesh.get_group(0))
+            self.group, self._state = group, state
+            self.received = self._known.setdefault(tuple(group.ranks), self.received)
+        elif state is not self._state:
+            raise ConfigurationError(
+                "this hook of gradients in FP8 was registered with another process group or mesh before. Make a hook "
+                "for each DDP module"
+            )
         for sync in self._syncs:
-            if sync.received is self.received:
-                return
-            if sync.communicates and sync.group is not None and list(sync.group.ranks) == list(self.group.ranks):
+            of_ddp = sync.group is not None and list(sync.group.ranks) == list(self.group.ranks)
+            if of_ddp and sync.communicates and sync.every_step:
                 sync.received = self.received
                 return
 
     def _start(self, group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Any]:
         whole = bucket.buffer()
+        if whole.layout is not torch.strided:  # Of an nn.Embedding(sparse=True).
+            self._advance()
+            return allreduce_hook(group, bucket)
         parts, rest, names = self._divided(bucket)
         between = group if self._levels is None else self._levels[1]
         if not travels_in_fp8(sum(part.numel() for part in parts), whole.dtype, between):
@@ -155,7 +168,7 @@ class GradientHook:
         """Return the memory of the bucket that travels in FP8, the memory that does not, and the names of the
         parameters that do."""
         whole, parameters = bucket.buffer(), bucket.parameters()
-        names = tuple(self._names.get(id(one), "?") for one in parameters if id(one) not in self._excluded)
+        names = tuple(self._names.get(id(one), _UNKNOWN) for one in parameters if id(one) not in self._excluded)
         if len(names) == len(parameters):
             return [whole], [], names
         divided: tuple[list[Tensor], list[Tensor]] = [], []
@@ -171,10 +184,10 @@ class GradientHook:
         if not whole.is_cuda:
             yield
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(whole.device)
-        self._stream.wait_stream(torch.cuda.current_stream(whole.device))
-        with torch.cuda.stream(self._stream):
+        if self.received.stream is None:
+            self.received.stream = torch.cuda.Stream(whole.device)
+        self.received.stream.wait_stream(torch.cuda.current_stream(whole.device))
+        with torch.cuda.stream(self.received.stream):
             yield
 
 

@@ -63,11 +63,12 @@ class SyncCounters:
 
 class Evidence(NamedTuple):
     """What this rank sent: header words, int32[4], and scales, float32[2, n]. ``flags``, bool[3, n]: the counters that
-    the commit has raised, or all commits since the last poll."""
+    the commit has raised, or all commits since the last poll. ``received``: see ``Received.write_to``."""
 
     words: Tensor
     scales: Tensor
     flags: Tensor
+    received: int = 0
 
 
 class Proof(NamedTuple):
@@ -167,6 +168,7 @@ class ArenaSync:
     lookout: Lookout | None = None
     measured: MeasuredStep | None = None
     received: Received | None = None
+    _carried: int = 0  # The generation of the gradients' digests in the last launch.
     _work: dist.Work | None = None
     _launched_by: int = 0  # Id of the process that launched ``_work``.
     _merged: Tensor | None = None
@@ -244,12 +246,12 @@ class ArenaSync:
             self.measured.keep()
         self.arena.launch(hold, drop_nonfinite)
         if self.received is not None:
-            self.received.write_to(self.arena.message)
+            self._carried = self.received.write_to(self.arena.message)
         self._reduce()
 
     def evidence(self) -> Evidence:
         """Return copies of what the last launch sent and the last commit flagged."""
-        return Evidence(self.arena.words.clone(), self.arena.sent.clone(), self.arena.flags.clone())
+        return Evidence(self.arena.words.clone(), self.arena.sent.clone(), self.arena.flags.clone(), self._carried)
 
     def launch_idle(self) -> None:
         """Take part in the launch of the other ranks with a neutral message. COLLECTIVE.

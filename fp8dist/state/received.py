@@ -21,31 +21,29 @@ from fp8dist_kernels.reference.digest import mix
 
 __all__ = ["Received"]
 
-_IN_FLIGHT = 2
-"""Boundaries after which no sync is under way that was launched before: its verdict is read one boundary later."""
-
 
 class Received:
     """A digest for each set of parameters whose gradients travelled in one message, of all its messages so far.
 
     By names and not by a bucket's number, because DDP makes other buckets after its first backward.
+
+    Attributes:
+        generation: how often they were forgotten.
+        stream: that of hooks on a GPU, on which messages are added, one after another.
     """
 
     def __init__(self) -> None:
         self._digests: dict[tuple[str, ...], Tensor] = {}
         self._digester: ContentDigest | None = None
+        self.generation = 0
+        self.stream: torch.cuda.Stream | None = None
         self._sent: Tensor | None = None
-        self._outdated = 0
-
-    @property
-    def outdated(self) -> bool:
-        """True while a sync may carry digests of messages that were forgotten."""
-        return self._outdated > 0
+        self._sent_generation = 0
 
     def add(self, names: Sequence[str], messages: Tensor) -> None:
         """Add messages, uint8 of any shape, with the gradients of these parameters. Local."""
         if self._digester is None or self._digester.device != messages.device:
-            self._digester = ContentDigest(messages.device)
+            self._digester = ContentDigest(messages.device, "torch")  # Triton's copies a table from pinned memory.
         before = self._digests.get(tuple(names))
         if before is None:
             seed = int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), "little", signed=True)
@@ -65,17 +63,19 @@ class Received:
     def forget(self) -> None:
         """Forget all messages, after a difference between ranks was reported. On all ranks at the same place."""
         self._digests.clear()
-        self._sent, self._outdated = None, _IN_FLIGHT
+        self.generation += 1
 
     def pass_boundary(self) -> None:
         """Let the next header carry the messages so far. Local."""
-        self._outdated = max(0, self._outdated - 1)
-        if self._digests:
-            self._sent = mix(torch.cat([*self._digests.values()])[:, 0]).sum(0, keepdim=True)
+        digests = [*self._digests.values()]
+        self._sent = mix(torch.cat(digests)[:, 0]).sum(0, keepdim=True) if digests else None
+        self._sent_generation = self.generation
 
-    def write_to(self, message: Tensor) -> None:
-        """Add the digests as of the last boundary to the header of a sync's message, int32[8 + n]. Local."""
+    def write_to(self, message: Tensor) -> int:
+        """Add the digests as of the last boundary to the header of a sync's message, int32[8 + n]. Local. Returns their
+        generation: if these were forgotten since, a difference was reported before."""
         if self._sent is not None:
             scales = message[WORD_SCALE_LOW:WORDS].view(torch.int64)
             scales.add_(self._sent.to(message.device, non_blocking=True))
             torch.bitwise_not(message[:WORDS], out=message[WORDS:HEADER])
+        return self._sent_generation

@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError, DivergenceError, SyncError
 from fp8dist.parallel import wire
+from fp8dist.state.received import Received
 from scripts.simulation.model import Topology, defaults, parts_of, time_of
 from tests.support.fp8_oracle import E4M3, cast
 from tests.support.ranks import POOLS, on_ranks
@@ -61,7 +64,7 @@ Array = np.ndarray[Any, Any]
 
 
 def oracle(gradients: Sequence[Array], length: int, factor: float, again: bool) -> list[Array]:
-    """Return the sum of each shard, times ``factor``. ``again``: cast, as all ranks then receive it."""
+    """Return the sum of each shard, of terms times ``factor``. ``again``: cast, as all ranks then receive it."""
 
     def decoded(numbers: Array) -> Array:
         padded = np.concatenate([numbers, np.zeros(-len(numbers) % 128, np.float32)])
@@ -71,10 +74,9 @@ def oracle(gradients: Sequence[Array], length: int, factor: float, again: bool) 
     for first in range(0, length * len(gradients), length):
         parts = [each[first : first + length] for each in gradients]
         parts = [decoded(np.concatenate([part, np.zeros(length - len(part), np.float32)])) for part in parts]
-        total = parts[0]
+        total = parts[0] * np.float32(factor)
         for part in parts[1:]:
-            total = total + part
-        total = total * np.float32(factor)
+            total = total + part * np.float32(factor)
         shards.append((decoded(total) if again else total)[:length])
     return shards
 
@@ -193,13 +195,13 @@ class Done:
         pass
 
 
-def damaged(place: int, rank: int) -> Any:
-    """Return an all-gather after which one rank has received another byte at ``place`` of the last message."""
-    gather = wire._all_gather
+def damaged(place: int, rank: int, calls: int = 1000) -> Any:
+    """Let one rank receive another byte at ``place`` of the last message in so many all-gathers."""
+    gather, left = wire._all_gather, iter(range(calls))
 
     def gathered(received: Tensor, sent: Tensor, group: Any, async_op: bool) -> Any:
         gather(received, sent, group=group)
-        if dist.get_rank() == rank:
+        if dist.get_rank() == rank and next(left, None) is not None:
             received[-1, place] ^= 1
         return Done()
 
@@ -264,6 +266,50 @@ def test_with_a_manager_the_next_sync_names_the_damage(update: Any) -> None:
     manager.detach()
 
 
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@on_ranks(3)
+def test_two_modules_of_a_manager_have_one_report(update: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+    recipe = DelayedScaling(update=update)
+    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, check_policy="warn")
+    parts = [DistributedDataParallel(part) for part in model]
+    for part in parts:
+        part.register_comm_hook(None, fp8dist.ddp.comm_hook(manager, gradients="fp8"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    manager.attach(model, optimizer=optimizer)
+    reports: list[Any] = []
+    manager.on_event(lambda event: reports.append(event.report))
+    with everything_in_fp8():
+        for step in range(7):
+            loss = parts[1](parts[0](torch.randn(16, 32))).square().mean()
+            with damaged(0, 1, calls=1) if step == 2 else contextlib.nullcontext():  # Of the second module.
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    manager.detach()
+    if dist.get_rank() == 0:
+        ((finding,),) = [report.findings for report in reports if report is not None]
+        assert (finding.kind, finding.ranks, finding.reference_rank) == ("gradient", (1,), 0)
+        assert finding.name.startswith(("1.weight", "1.bias"))
+
+
+def test_digests_copy_nothing_to_a_device() -> None:
+    """A copy from the CPU would make the host wait for backward."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = tree_leaves((args, kwargs))
+            assert not [one for one in given if isinstance(one, Tensor) and one.is_cpu and one.dim()], func
+            return func(*args, **(kwargs or {}))
+
+    received = Received()
+    with Watching():
+        for _ in range(2):
+            received.add(("a", "b"), torch.empty(3, 132 * 2000, dtype=torch.uint8, device="meta"))
+        received.pass_boundary()
+
+
 @pytest.mark.slow
 @on_ranks(3)
 def test_a_rank_that_drops_its_bucket_is_named() -> None:
@@ -325,6 +371,43 @@ def test_what_is_not_finite_stays_so() -> None:
         ddp(torch.inf if dist.get_rank() else 1.0).backward()
     for i, parameter in enumerate(model.p):
         assert not parameter.grad[gradient(1, i, parameter.numel()) != 0].isfinite().any()
+
+
+@on_ranks(4)
+def test_a_mean_is_finite_where_the_sum_is_not() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    for state in (None, mesh):
+        model = nn.Linear(64, 4, bias=False)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(state, fp8dist.ddp.comm_hook(model, gradients="fp8"))
+        with everything_in_fp8():
+            ddp(torch.full((1, 64), 3e38)).sum().backward()
+        torch.testing.assert_close(model.weight.grad, torch.full((4, 64), 3e38), rtol=0.01, atol=0)
+
+
+@on_ranks(2)
+def test_sparse_gradients_travel_as_before() -> None:
+    model = nn.Embedding(1000, 80, sparse=True)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(model, gradients="fp8"))
+    ddp(torch.arange(5) + dist.get_rank()).sum().backward()
+    gradient = model.weight.grad.to_dense()
+    assert gradient[:7, 0].tolist() == [0.5, 1, 1, 1, 1, 0.5, 0]
+
+
+@on_ranks(2)
+def test_a_hook_serves_one_group() -> None:
+    model = nn.Linear(64, 4)
+    hook = fp8dist.ddp.comm_hook(model, gradients="fp8")
+    with everything_in_fp8():
+        for state in (None, dist.group.WORLD):
+            ddp = DistributedDataParallel(model)
+            ddp.register_comm_hook(state, hook)
+            ddp(torch.ones(1, 64)).sum().backward()
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(dist.new_group(), hook)
+        with pytest.raises(ConfigurationError, match="another process group or mesh"):
+            ddp(torch.ones(1, 64)).sum().backward()
 
 
 def test_the_limit_of_ranks_is_the_simulations() -> None:
