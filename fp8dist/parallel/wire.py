@@ -71,14 +71,14 @@ def decode(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> N
     version_of_backend("auto", out.device, wire).decode(messages, length, out, factor)
 
 
-def all_reduce(flat: Tensor, group: dist.ProcessGroup, ranks: int | None = None) -> Phases:
+def all_reduce(flat: Tensor, group: dist.ProcessGroup, factor: float | None = None) -> Phases:
     """Start to add up a flat tensor over the ranks of a group. COLLECTIVE: an all-to-all, then an all-gather.
 
     Yields each collective when it has started. The caller waits for it, and goes on.
 
     Args:
         flat: [n], contiguous.
-        ranks: by what the sum is divided. None: the size of the group.
+        factor: by what the terms of the sum are multiplied. None: one over the size of the group.
 
     Returns:
         The mean as messages, uint8[parts, bytes], and the ``length`` of a part, for ``decode``.
@@ -89,7 +89,7 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup, ranks: int | None = None)
     received = torch.empty_like(sent)
     yield dist.all_to_all_single(received, sent, group=group, async_op=True)
     mean = torch.empty(length, device=flat.device)
-    decode(received.unsqueeze(0), length, mean, 1.0 / (ranks or count))
+    decode(received.unsqueeze(0), length, mean, 1.0 / count if factor is None else factor)
     mine = encode(mean, 1, length)
     messages = mine.new_empty(count, mine.shape[1])
     yield _all_gather(messages, mine, group=group, async_op=True)
@@ -106,10 +106,10 @@ def all_reduce_by_nodes(flat: Tensor, within: dist.ProcessGroup, between: dist.P
     ranks = within.size() * between.size()
     length = -(-flat.numel() // (ranks * BLOCK)) * BLOCK
     sent = flat.new_zeros(ranks * length, dtype=torch.bfloat16)
-    sent[: flat.numel()] = flat
+    sent[: flat.numel()] = flat / ranks  # Before the sums, which then stay finite, as in DDP.
     part = sent.new_empty(between.size() * length)
     yield _reduce_scatter(part, sent, group=within, async_op=True)
-    messages, length = yield from all_reduce(part, between, ranks)
+    messages, length = yield from all_reduce(part, between, 1.0)
     everyone = messages.new_empty(within.size() * len(messages), messages.shape[1])
     yield _all_gather(everyone, messages, group=within, async_op=True)
     return everyone, length

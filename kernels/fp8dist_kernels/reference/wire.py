@@ -45,11 +45,12 @@ def encode(x: Tensor, count: int, length: int) -> Tensor:
 
 
 def decode(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> None:
-    """Write sums of messages to ``out``: numbers i * length to (i + 1) * length are ``factor`` times the sum of
-    messages[i].
+    """Write sums of messages to ``out``: numbers i * length to (i + 1) * length are the sum of messages[i], each times
+    ``factor``.
 
-    Sums are float32, of the messages in their order, without fused multiply-add, and rounded to the dtype of ``out``
-    once.
+    A term is the FP8 number times its inverse scale, times ``factor``, each product rounded to float32. So a mean stays
+    finite where the sum would not. Sums are float32, of the messages in their order, without fused multiply-add, and
+    rounded to the dtype of ``out`` once.
 
     Args:
         messages: uint8[parts, summands, message_bytes(length)].
@@ -60,8 +61,8 @@ def decode(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> N
     blocks = blocks_along(length, BLOCK)
     fp8 = messages[..., : blocks * BLOCK].view(E4M3.dtype).unflatten(-1, (blocks, BLOCK))
     inv_scale = messages[..., blocks * BLOCK :].view(torch.float32).unsqueeze(-1)
-    total = dequantize(fp8[:, 0], inv_scale[:, 0])
+    total = dequantize(fp8[:, 0], inv_scale[:, 0]) * factor
     for i in range(1, summands):
-        total += dequantize(fp8[:, i], inv_scale[:, i])
-    numbers = (total * factor).view(parts, blocks * BLOCK)[:, :length]
+        total += dequantize(fp8[:, i], inv_scale[:, i]) * factor
+    numbers = total.view(parts, blocks * BLOCK)[:, :length]
     out.copy_(numbers.reshape(-1)[: out.numel()])

@@ -86,10 +86,10 @@ def _decode_kernel(
             numbers = tl.load(fp8 + (start + place))
         else:
             numbers = tl.load(fp8 + (start + place), mask=(block < blocks)[:, None], other=0.0)
-        term = numbers.to(tl.float32) * inverses
+        term = numbers.to(tl.float32) * inverses * factor
         total = tl.where(i == 0, term, total + term)  # 0 + -0 would be 0.
         start += size
-    total = (total * factor).to(out.dtype.element_ty)
+    total = total.to(out.dtype.element_ty)
     if (tl.program_id(0) + 1) * BLOCKS * BLOCK <= here:
         tl.store(out + (first + place), total)
     else:
