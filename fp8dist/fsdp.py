@@ -17,8 +17,8 @@ from fp8dist.common.patterns import matching
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.early_launch import early_launcher
 from fp8dist.job.manager import StateManager
-from fp8dist.parallel.torch_internals import fsdp2_modules, set_reduce_scatter
-from fp8dist.parallel.wire import FP8ReduceScatter
+from fp8dist.parallel import wire
+from fp8dist.parallel.torch_internals import fsdp2_modules, fsdp2_reductions, set_reduce_scatter
 from fp8dist.state.slots import clean_fqn
 
 __all__ = ["comm_hook", "reduce_in_fp8"]
@@ -78,7 +78,7 @@ def reduce_in_fp8(model: nn.Module, exclude: str | Iterable[str] = ()) -> tuple[
         exclude: patterns of names of FSDP2 modules that reduce as before; "" is the model itself.
 
     Returns:
-        The names of the modules that reduce in FP8 from now on.
+        The names of the modules that reduce in FP8 from now on. All others are left alone.
 
     Raises:
         ConfigurationError: the model has no FSDP2 module; a pattern matches none; torch has no call for it, or the
@@ -89,6 +89,11 @@ def reduce_in_fp8(model: nn.Module, exclude: str | Iterable[str] = ()) -> tuple[
     if not named:
         raise ConfigurationError("gradients in FP8: the model has no FSDP2 module. Call fully_shard() first")
     excluded = matching("exclude", exclude, named)
-    for name in (reduced := tuple(name for name in named if name not in excluded)):
-        set_reduce_scatter(named[name], FP8ReduceScatter())
+    large = (
+        name
+        for name, module in named.items()
+        if any(numbers >= wire.LEAST and ranks > 1 for numbers, ranks in fsdp2_reductions(module))
+    )
+    for name in (reduced := tuple(name for name in large if name not in excluded)):
+        set_reduce_scatter(named[name], wire.FP8ReduceScatter())
     return reduced

@@ -64,7 +64,8 @@ def require_patterns(name: str, given: object) -> tuple[str, ...]:
 
 
 def matching(name: str, given: str | Iterable[str], fqns: Collection[str]) -> set[str]:
-    """Return the names among ``fqns`` that a pattern in ``given`` matches. ``name``: of the argument, for the message.
+    """Return the names among ``fqns`` that a pattern in ``given`` matches, and after it none that begins with "!".
+    ``name``: of the argument, for the message.
 
     Raises:
         ConfigurationError: ``given`` is something else, or a pattern matches nothing.
@@ -72,7 +73,8 @@ def matching(name: str, given: str | Iterable[str], fqns: Collection[str]) -> se
     patterns = require_patterns(name, (given,) if isinstance(given, str) else given)
     if wrong := unmatched(patterns, list(fqns)):
         raise ConfigurationError(f"{name}: nothing has a name like {', '.join(wrong)}")
-    return {fqn for fqn in fqns if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns)}
+    included = ((fqn, [p for p in patterns if fnmatch.fnmatchcase(fqn, p.removeprefix("!"))]) for fqn in fqns)
+    return {fqn for fqn, found in included if found and not found[-1].startswith("!")}
 
 
 def unmatched(patterns: Iterable[str], fqns: Sequence[str]) -> list[str]:

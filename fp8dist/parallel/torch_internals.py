@@ -28,6 +28,7 @@ __all__ = [
     "fsdp2_gathered_dtypes",
     "fsdp2_groups",
     "fsdp2_modules",
+    "fsdp2_reductions",
     "fsdp2_shard_groups",
     "has_fsdp1_mark",
     "has_fsdp2_hook",
@@ -60,6 +61,7 @@ _SETTERS = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
 """Of an FSDPModule: public, but newer than FSDP2."""
 
 _EXPORT = ("export() under FSDP2", "export a checkpoint with fp8dist export")
+_WIRE = ("gradients in FP8 under FSDP2", "leave them in high precision")
 """What is refused, and what to do instead; see ``refusal``."""
 
 
@@ -136,12 +138,27 @@ def set_reduce_scatter(module: nn.Module, comm: Any) -> None:
     """
     missing = [name for name in _SETTERS if not hasattr(module, name)]
     if missing:
-        raise refusal("gradients in FP8 under FSDP2", f"FSDPModule.{missing[0]}", "leave them in high precision")
+        raise refusal(_WIRE[0], f"FSDPModule.{missing[0]}", _WIRE[1])
     try:
         module.set_custom_reduce_scatter(comm)  # type: ignore[operator]
     except ValueError as error:
         raise ConfigurationError(f"gradients in FP8: {error} Exclude this module") from error
     module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+
+def fsdp2_reductions(module: nn.Module) -> list[tuple[int, int]]:
+    """Return how many numbers the gradients of each parameter group of an FSDP2 module have, and over how many ranks
+    they are cut.
+
+    Raises:
+        ConfigurationError: a name is missing; see ``refusal``.
+    """
+    found = []
+    for group in fsdp2_groups(module, *_WIRE):
+        shards = getattr(group.mesh_info, "shard_process_group", None)
+        numbers = sum(one.sharded_param.numel() for one in group.fsdp_params if one.sharded_param.requires_grad)
+        found.append((numbers, 1 if shards is None else shards.size()))
+    return found
 
 
 def fsdp2_gathered_dtypes(whole: nn.Module) -> dict[int, torch.dtype]:

@@ -301,7 +301,7 @@ def test_fsdp2(exclude: Any) -> None:
             fully_shard(part)
         if in_fp8:
             names = fp8dist.fsdp.reduce_in_fp8(model, exclude)
-            assert names == ("", "up", *(() if exclude else ("down",)), "last")
+            assert names == ("up", *(() if exclude else ("down",)))
         x = torch.randn(16, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
         for _ in range(2):  # Accumulated in the sharded gradient.
             model(x).square().mean().backward()
@@ -310,6 +310,19 @@ def test_fsdp2(exclude: Any) -> None:
         lost = float((got - expected).norm() / expected.norm())
         assert lost <= WORST
         assert (lost > 0) == (not name.startswith(("last", *([exclude] if exclude else ())))), name
+
+
+@on_ranks(2)
+def test_fsdp2_leaves_shard_groups_of_one_rank_alone() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    for in_fp8 in (False, True):
+        model = nn.Linear(300, 300, bias=False)
+        fully_shard(model, mesh=mesh)
+        model.set_gradient_divide_factor(3.0)
+        if in_fp8:
+            assert fp8dist.fsdp.reduce_in_fp8(model) == ()
+        model(torch.full((1, 300), 1.0 + dist.get_rank())).sum().backward()
+        assert model.weight.grad.to_local().unique().tolist() == [1.0]
 
 
 @on_ranks(2)
