@@ -93,7 +93,9 @@ def check_gradients(hook: CommHook, policy: Literal["raise", "warn"] = "raise") 
     """Check that all ranks have received the same gradients in FP8 since the hook was made, or since the last
     difference. COLLECTIVE: all ranks of DDP, between two steps.
 
-    With a manager, and a recipe that syncs, the next step's sync compares the same without a collective of its own.
+    With a manager that shares FP8 state over DDP's ranks, and a recipe that syncs, the next step's sync compares the
+    same without a collective of its own. With any manager ``manager.check()`` does, also that of ``check_every``, on
+    the ranks that share its state.
 
     Args:
         hook: what ``comm_hook(…, gradients="fp8")`` returned.

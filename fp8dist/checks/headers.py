@@ -6,7 +6,7 @@ the ranks' manifests (set-ups), step counters, and a digest of all scales, but i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from fp8dist.state.groups import SyncGroup
 from fp8dist.state.received import Received
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 
-__all__ = ["Localisation", "localise"]
+__all__ = ["Localisation", "findings_of_gradients", "localise"]
 
 _ARRAYS = ("scale", "inv_scale")
 """Rows of the scales that a rank sends."""
@@ -76,7 +76,7 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     unexplained = set(differs) - {finding.kind for finding in findings}
     if sync.received is not None and "scale" in unexplained:  # Their digests were added to that of the scales.
         reported = evidence.received != sync.received.generation  # By an earlier sync, or by check_gradients().
-        of_gradients = [] if reported else _findings_of_gradients(sync.received, group)
+        of_gradients = [] if reported else findings_of_gradients({tuple(group.ranks): sync.received}, group)
         findings += of_gradients
         if of_gradients or reported:
             unexplained.remove("scale")
@@ -91,16 +91,25 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
 
 
-def _findings_of_gradients(received: Received, group: SyncGroup) -> list[Finding]:
-    """Return which ranks have received other gradients than the others, by parameters. COLLECTIVE."""
-    gathered: list[dict[str, str]] = group.gather(received.texts())
-    received.forget()
+def findings_of_gradients(received: Mapping[tuple[int, ...], Received], group: SyncGroup) -> list[Finding]:
+    """Return which ranks have received other gradients than others of the same DDP module, by parameters. After a
+    difference all are forgotten. COLLECTIVE over ``group``: one gather.
+
+    Args:
+        received: by DDP's ranks.
+    """
+    mine = {ranks: one.texts() for ranks, one in received.items()}
+    gathered = dict(zip(group.ranks, group.gather((this_rank(group.device, group.mesh_coordinates()), mine))))
     found: list[Finding] = []
-    for name in sorted({name for theirs in gathered for name in theirs}):
-        values = {rank: theirs.get(name, "nothing") for rank, theirs in zip(group.ranks, gathered)}
-        if len(set(values.values())) > 1:
-            found += [replace(one, name=name) for one in findings_of_values("gradient", values)]
-    return found
+    for ranks in sorted({ranks for _, theirs in gathered.values() for ranks in theirs}):
+        texts = {rank: gathered[rank][1].get(ranks, {}) for rank in ranks if rank in gathered}
+        for name in sorted({name for theirs in texts.values() for name in theirs}):
+            values = {rank: theirs.get(name, "nothing") for rank, theirs in texts.items()}
+            if len(set(values.values())) > 1:
+                found += [replace(one, name=name) for one in findings_of_values("gradient", values)]
+    for one in received.values() if found else ():
+        one.forget()
+    return [one.located([participant for participant, _ in gathered.values()]) for one in found]
 
 
 class _SentScales(Content):

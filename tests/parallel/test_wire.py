@@ -294,6 +294,38 @@ def test_two_modules_of_a_manager_have_one_report(update: Any) -> None:
         assert finding.name.startswith(("1.weight", "1.bias"))
 
 
+@pytest.mark.parametrize("recipe", [DelayedScaling(), fp8dist.CurrentScaling()], ids=["sync", "no sync"])
+@on_ranks(4)
+def test_a_check_compares_what_no_sync_does(recipe: Any) -> None:
+    """The manager's group is larger than DDP's, or its recipe has no sync."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = pairs[dist.get_rank() // 2] if recipe.delayed else dist.group.WORLD
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD)
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.register_comm_hook(group, fp8dist.ddp.comm_hook(manager, gradients="fp8"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0001)
+    manager.attach(model, optimizer=optimizer)
+    with everything_in_fp8():
+        for place in range(3):
+            with damaged(0, 3) if place == 1 else contextlib.nullcontext():
+                ddp(torch.randn(16, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if place == 0:
+                manager.check()
+    with pytest.raises(DivergenceError) as caught:
+        manager.check()
+    (finding,) = caught.value.report.findings
+    assert (finding.kind, finding.step) == ("gradient", 3)
+    assert finding.ranks == ((2, 3) if recipe.delayed else (3,))  # Two ranks have no majority.
+    manager.check()
+    manager.detach()
+
+
 def test_digests_copy_nothing_to_a_device() -> None:
     """A copy from the CPU would make the host wait for backward."""
 
