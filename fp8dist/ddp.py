@@ -41,7 +41,8 @@ def comm_hook(
 
         ddp.register_comm_hook(powersgd_state, fp8dist.ddp.comm_hook(manager, powersgd_hook))
 
-    With ``gradients="fp8"``, buckets of 65,536 numbers or more travel in FP8, and all ranks end with the same bits::
+    With ``gradients="fp8"``, buckets of at least 32,768 numbers per rank travel in FP8, and all ranks end with the same
+    bits::
 
         ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager, gradients="fp8"))
 

@@ -70,8 +70,9 @@ def reduce_in_fp8(model: nn.Module, exclude: str | Iterable[str] = ()) -> tuple[
 
     Call it after ``fully_shard``, before the first backward. Each rank casts the gradients of a module to E4M3 in
     blocks of 128, each with a scale from its own amax, and adds up its own shard in float32. A module of less than
-    65,536 numbers, or whose shard group is one rank, reduces as before. So does HSDP's all-reduce across replicas, for
-    which FSDP2 has no seam: it stays in ``reduce_dtype``.
+    32,768 numbers for each rank of its shard group, or whose shard group is one rank, reduces as before. So does HSDP's
+    all-reduce across replicas, for which FSDP2 has no seam: it stays in ``reduce_dtype``. Ranks keep other shards, so
+    nothing compares what they have received.
 
     Args:
         model: the model that ``fully_shard`` was called on.
@@ -92,7 +93,7 @@ def reduce_in_fp8(model: nn.Module, exclude: str | Iterable[str] = ()) -> tuple[
     large = (
         name
         for name, module in named.items()
-        if any(numbers >= wire.LEAST and ranks > 1 for numbers, ranks in fsdp2_reductions(module))
+        if any(numbers >= wire.LEAST * ranks and ranks > 1 for numbers, ranks in fsdp2_reductions(module))
     )
     for name in (reduced := tuple(name for name in large if name not in excluded)):
         set_reduce_scatter(named[name], wire.FP8ReduceScatter())

@@ -69,6 +69,7 @@ class GradientHook:
         self.received = Received()
         self.group: SyncGroup | None = None
         self._state: Any = None
+        self._senders: tuple[int, ...] = ()
         self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._names = {id(one): clean_fqn(name) for name, one in model.named_parameters()}
         chosen = matching("exclude", exclude, set(self._names.values()))
@@ -101,6 +102,8 @@ class GradientHook:
                 raise ConfigurationError(f"a mesh of nodes and their ranks has 2 axes, got {mesh.ndim}")
             self._levels = None if mesh is None else (mesh.get_group(1), mesh.get_group(0))
             self.group, self._state = group, state
+            between = group.process_group if self._levels is None else self._levels[1]
+            self._senders = tuple(dist.get_process_group_ranks(between))
             self.received = self._known.setdefault(tuple(group.ranks), self.received)
         elif state is not self._state:
             raise ConfigurationError(
@@ -119,8 +122,9 @@ class GradientHook:
             self._advance()
             return allreduce_hook(group, bucket)
         parts, rest, names = self._divided(bucket)
-        between = group if self._levels is None else self._levels[1]
-        if not travels_in_fp8(sum(part.numel() for part in parts), whole.dtype, between):
+        within, between = (None, group) if self._levels is None else self._levels
+        numbers = sum(part.numel() for part in parts) // (1 if within is None else within.size())
+        if not travels_in_fp8(numbers, whole.dtype, between):
             self._advance()
             return allreduce_hook(group, bucket)
         with self._beside(whole):
@@ -148,10 +152,10 @@ class GradientHook:
                     self._under_way.remove(bucket)
                     self._finish(bucket, *end.value)
 
-    def _finish(self, bucket: _Bucket, messages: Tensor, length: int) -> None:
+    def _finish(self, bucket: _Bucket, messages: Tensor, length: int, damaged: Tensor) -> None:
         """Write the gradients of a bucket. Each rank decodes what it has received, its own shard too, so that all ranks
         have the same bits."""
-        self.received.add(bucket.names, messages)
+        self.received.add(bucket.names, messages, damaged, self._senders)
         flat = bucket.parts[0]
         if len(bucket.parts) > 1:
             flat = flat.new_empty(sum(part.numel() for part in bucket.parts))

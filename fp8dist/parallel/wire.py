@@ -26,14 +26,16 @@ __all__ = [
     "travels_in_fp8",
 ]
 
-Phases = Generator[dist.Work, None, tuple[Tensor, int]]
-"""What yields collectives, and returns messages and their length."""
+Phases = Generator[dist.Work, None, tuple[Tensor, int, Tensor]]
+"""What yields collectives, and returns messages, their length, and from which ranks of the all-to-all this rank has
+received other bytes than they had sent, bool[ranks]."""
 
-LEAST = 1 << 16
-"""Fewest numbers that travel in FP8. Of fewer, the time does not depend on the bytes."""
+LEAST = 1 << 15
+"""Fewest numbers of a message, in which each rank sends a shard to another one: of fewer, the time does not depend on
+the bytes. See docs/design/wire.md."""
 
 MOST_RANKS = 128
-"""Most ranks that exchange shards directly: see docs/design/wire.md."""
+"""Most ranks that exchange shards directly: beyond, messages of a bucket of 25 MB have about ``LEAST`` numbers."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,7 +51,7 @@ def travels_in_fp8(numbers: int, dtype: torch.dtype, group: dist.ProcessGroup) -
     Raises:
         ConfigurationError: the group has too many ranks.
     """
-    if numbers < LEAST or dtype not in _DTYPES or group.size() == 1:
+    if group.size() == 1 or dtype not in _DTYPES:
         return False
     if group.size() > MOST_RANKS:
         raise ConfigurationError(
@@ -57,7 +59,7 @@ def travels_in_fp8(numbers: int, dtype: torch.dtype, group: dist.ProcessGroup) -
             f"above {MOST_RANKS} ranks: this group has {group.size()}. Leave gradients in FP8 out, or register DDP's "
             "hook with a DeviceMesh of nodes and GPUs as its state"
         )
-    return True
+    return numbers >= LEAST * group.size()
 
 
 def encode(x: Tensor, count: int, length: int) -> Tensor:
@@ -81,7 +83,8 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup, factor: float | None = No
         factor: by what the terms of the sum are multiplied. None: one over the size of the group.
 
     Returns:
-        The mean as messages, uint8[parts, bytes], and the ``length`` of a part, for ``decode``.
+        The mean as messages, uint8[parts, bytes], and the ``length`` of a part, for ``decode``; and which senders'
+        messages were damaged: the all-gather carries checksums of what each rank has sent to each.
     """
     count = group.size()
     length = -(-flat.numel() // (count * BLOCK)) * BLOCK
@@ -90,10 +93,17 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup, factor: float | None = No
     yield dist.all_to_all_single(received, sent, group=group, async_op=True)
     mean = torch.empty(length, device=flat.device)
     decode(received.unsqueeze(0), length, mean, 1.0 / count if factor is None else factor)
-    mine = encode(mean, 1, length)
-    messages = mine.new_empty(count, mine.shape[1])
-    yield _all_gather(messages, mine, group=group, async_op=True)
-    return messages, length
+    mine = torch.cat([encode(mean, 1, length), _checksums(sent).view(torch.uint8).unsqueeze(0)], 1)
+    gathered = mine.new_empty(count, mine.shape[1])
+    yield _all_gather(gathered, mine, group=group, async_op=True)
+    messages, sums = gathered.split([sent.shape[1], 8 * count], 1)
+    damaged = sums.contiguous().view(torch.int64)[:, group.rank()] != _checksums(received)
+    return messages.contiguous(), length, damaged
+
+
+def _checksums(messages: Tensor) -> Tensor:
+    """Return the sum of the 32-bit words of each message, int64[count]."""
+    return messages.view(torch.int32).sum(1)
 
 
 def all_reduce_by_nodes(flat: Tensor, within: dist.ProcessGroup, between: dist.ProcessGroup) -> Phases:
@@ -109,15 +119,15 @@ def all_reduce_by_nodes(flat: Tensor, within: dist.ProcessGroup, between: dist.P
     sent[: flat.numel()] = flat / ranks  # Before the sums, which then stay finite, as in DDP.
     part = sent.new_empty(between.size() * length)
     yield _reduce_scatter(part, sent, group=within, async_op=True)
-    messages, length = yield from all_reduce(part, between, 1.0)
+    messages, length, damaged = yield from all_reduce(part, between, 1.0)
     everyone = messages.new_empty(within.size() * len(messages), messages.shape[1])
     yield _all_gather(everyone, messages, group=within, async_op=True)
-    return everyone, length
+    return everyone, length, damaged
 
 
 class FP8ReduceScatter:
     """What FSDP2's ``set_custom_reduce_scatter`` takes: reduces gradients in FP8. COLLECTIVE over the group of a call:
-    an all-to-all, or the plain reduce-scatter of fewer than ``LEAST`` numbers."""
+    an all-to-all, or the plain reduce-scatter of fewer than ``LEAST`` numbers for each rank."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialised memory. Local."""

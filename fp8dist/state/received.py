@@ -9,9 +9,9 @@ merge.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.common.text import first_few
@@ -34,22 +34,29 @@ class Received:
 
     def __init__(self) -> None:
         self._digests: dict[tuple[str, ...], Tensor] = {}
+        self._damaged: dict[tuple[str, ...], tuple[Tensor, tuple[int, ...]]] = {}
         self._digester: ContentDigest | None = None
         self.generation = 0
         self.stream: torch.cuda.Stream | None = None
         self._sent: Tensor | None = None
         self._sent_generation = 0
 
-    def add(self, names: Sequence[str], messages: Tensor) -> None:
-        """Add messages, uint8 of any shape, with the gradients of these parameters. Local."""
+    def add(self, names: tuple[str, ...], messages: Tensor, damaged: Tensor, senders: tuple[int, ...]) -> None:
+        """Add messages, uint8 of any shape, with the gradients of these parameters. Local.
+
+        Args:
+            damaged: bool[senders]: from whom this rank has received, before, other bytes than were sent.
+            senders: their ranks.
+        """
         if self._digester is None or self._digester.device != messages.device:
             self._digester = ContentDigest(messages.device, "torch")  # Triton's copies a table from pinned memory.
-        before = self._digests.get(tuple(names))
+        self._damaged[names] = damaged | self._damaged[names][0] if names in self._damaged else damaged, senders
+        before = self._digests.get(names)
         if before is None:
             seed = int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), "little", signed=True)
             before = torch.full((1, 2), seed, device=messages.device)
         leaves = self._digester.leaves(messages)
-        self._digests[tuple(names)] = self._digester.digests(leaves, [block_count(messages.nbytes)], before)
+        self._digests[names] = self._digester.digests(leaves, [block_count(messages.nbytes)], before)
 
     def texts(self) -> dict[str, str]:
         """Return the digests as text, by a text with names of the parameters. Local; waits for the device."""
@@ -57,18 +64,26 @@ class Received:
         for names, digest in self._digests.items():
             shown = f"{first_few(names)}, as received in FP8"
             first, second = (word & (1 << 64) - 1 for word in digest[0].tolist())
-            found[shown] = f"{found.get(shown, '')}{first:016x}{second:016x}"
+            damaged, senders = self._damaged[names]
+            ranks = ", ".join(str(rank) for rank, wrong in zip(senders, damaged.tolist()) if wrong)
+            lost = f"damaged from rank {ranks}, " if ranks else ""  # First: long texts are cut.
+            found[shown] = f"{found.get(shown, '')}{lost}{first:016x}{second:016x}"
         return found
 
     def forget(self) -> None:
         """Forget all messages, after a difference between ranks was reported. On all ranks at the same place."""
         self._digests.clear()
+        self._damaged.clear()
         self.generation += 1
 
     def pass_boundary(self) -> None:
         """Let the next header carry the messages so far. Local."""
         digests = [*self._digests.values()]
-        self._sent = mix(torch.cat(digests)[:, 0]).sum(0, keepdim=True) if digests else None
+        if digests:
+            self._sent = mix(torch.cat(digests)[:, 0]).sum(0, keepdim=True)
+            self._sent += torch.cat([damaged for damaged, _ in self._damaged.values()]).sum() * (1 + dist.get_rank())
+        else:
+            self._sent = None
         self._sent_generation = self.generation
 
     def write_to(self, message: Tensor) -> int:

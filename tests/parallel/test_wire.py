@@ -84,7 +84,7 @@ def oracle(gradients: Sequence[Array], length: int, factor: float, again: bool) 
 @contextlib.contextmanager
 def everything_in_fp8() -> Iterator[None]:
     """Let also small buckets travel in FP8."""
-    with mock.patch.object(wire, "LEAST", 1):
+    with mock.patch.object(wire, "LEAST", 0):
         yield
 
 
@@ -157,7 +157,7 @@ def test_a_reduce_scatter_has_the_bits_of_the_oracle(request: pytest.FixtureRequ
 
 def count_bytes(dtype: torch.dtype) -> float:
     """Return the bytes that a rank sends for a bucket in FP8, as a share of those of a ring's all-reduce."""
-    ranks, size = dist.get_world_size(), 70_001
+    ranks, size = dist.get_world_size(), 140_001
     sizes: list[int] = []
 
     def counting(of: Any) -> Any:
@@ -208,7 +208,7 @@ def damaged(place: int, rank: int, calls: int = 1000) -> Any:
     return mock.patch.object(wire, "_all_gather", gathered)
 
 
-@pytest.mark.parametrize("place", [0, -1], ids=["a byte of a number", "a byte of a scale"])
+@pytest.mark.parametrize("place", [0, -1 - 8 * 3], ids=["a byte of a number", "a byte of a scale"])
 @on_ranks(3)
 def test_damage_on_the_wire_is_named(place: int) -> None:
     model = Given((300, 200))
@@ -229,6 +229,32 @@ def test_damage_on_the_wire_is_named(place: int) -> None:
         fp8dist.ddp.check_gradients(hook)  # It was reported.
         ddp().backward()
         assert not fp8dist.ddp.check_gradients(hook, policy="warn").diverged
+
+
+@on_ranks(3)
+def test_damage_before_the_sum_is_named() -> None:
+    """All ranks receive the same wrong sum, but one of them received another message than was sent."""
+    send = dist.all_to_all_single
+    model = Given((300, 200))
+    ddp = DistributedDataParallel(model)
+    hook = fp8dist.ddp.comm_hook(model, gradients="fp8")
+    ddp.register_comm_hook(None, hook)
+
+    def sent(received: Tensor, sent: Tensor, group: Any, async_op: bool) -> Any:
+        send(received, sent, group=group)
+        if dist.get_rank() == 1:
+            received[2, -1] ^= 0x20
+        return Done()
+
+    with everything_in_fp8():
+        with mock.patch.object(dist, "all_to_all_single", sent):
+            ddp().backward()
+        ddp().backward()
+        with pytest.raises(DivergenceError) as caught:
+            fp8dist.ddp.check_gradients(hook)
+    (finding,) = caught.value.report.findings
+    assert (finding.ranks, finding.reference_rank) == ((1,), 0)
+    assert "damaged from rank 2" in finding.detail
 
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
@@ -338,8 +364,8 @@ def test_digests_copy_nothing_to_a_device() -> None:
     received = Received()
     with Watching():
         for _ in range(2):
-            received.add(("a", "b"), torch.empty(3, 132 * 2000, dtype=torch.uint8, device="meta"))
-        received.pass_boundary()
+            messages = torch.empty(3, 132 * 2000, dtype=torch.uint8, device="meta")
+            received.add(("a", "b"), messages, torch.empty(3, dtype=torch.bool, device="meta"), (0, 1, 2))
 
 
 @pytest.mark.slow
@@ -443,10 +469,11 @@ def test_a_hook_serves_one_group() -> None:
 
 
 def test_the_limit_of_ranks_is_the_simulations() -> None:
-    """With 8 messages at a time, FP8 is faster than bf16 up to the limit, and slower on twice as many ranks."""
-    size = 25 * 2**20 // 4  # Numbers of a bucket.
+    """With 8 messages at a time, FP8 is faster than bf16 up to the limit, and slower on twice as many ranks. So are
+    buckets of the smallest messages, if there are several nodes."""
+    bucket = 25 * 2**20 // 4  # Numbers.
 
-    def times(ranks: int) -> tuple[float, float]:
+    def times(ranks: int, size: int = bucket) -> tuple[float, float]:
         topology, ring = Topology(ranks), defaults("ring")
         reduced = (time_of(parts_of(a, topology, size // 2), topology, defaults(a)) for a in ("tree", "ring"))
         through = size * 132 / 128 * (ranks - 1) / ranks
@@ -458,3 +485,6 @@ def test_the_limit_of_ranks_is_the_simulations() -> None:
     assert fp8 < bf16
     bf16, fp8 = times(2 * wire.MOST_RANKS)
     assert fp8 > bf16
+    for ranks in (16, 32, 64, wire.MOST_RANKS):
+        bf16, fp8 = times(ranks, wire.LEAST * ranks)
+        assert fp8 < bf16
