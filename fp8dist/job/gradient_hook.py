@@ -107,8 +107,8 @@ class GradientHook:
             self.received = self._known.setdefault(tuple(group.ranks), self.received)
         elif state is not self._state:
             raise ConfigurationError(
-                "this hook of gradients in FP8 was registered with another process group or mesh before. Make a hook "
-                "for each DDP module"
+                "gradients in FP8 cannot be reduced by a hook that was registered with another process group or mesh "
+                "before. Make a hook for each DDP module"
             )
         for sync in self._syncs:
             of_ddp = sync.group is not None and list(sync.group.ranks) == list(self.group.ranks)
