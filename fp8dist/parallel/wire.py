@@ -32,7 +32,7 @@ received other bytes than they had sent, bool[ranks]."""
 
 LEAST = 1 << 15
 """Fewest numbers of a message, in which each rank sends a shard to another one: of fewer, the time does not depend on
-the bytes. See docs/design/wire.md."""
+the bytes. See docs/design/wire-speed.md."""
 
 MOST_RANKS = 128
 """Most ranks that exchange shards directly: beyond, messages of a bucket of 25 MB have about ``LEAST`` numbers."""
