@@ -352,6 +352,18 @@ def test_a_check_compares_what_no_sync_does(recipe: Any) -> None:
     manager.detach()
 
 
+@on_ranks(2)
+def test_names_are_those_of_the_module_that_attach_was_given() -> None:
+    body, head = nn.Linear(32, 48), nn.Linear(48, 32)
+    manager = fp8dist.prepare(body, group=dist.group.WORLD)
+    ddp = DistributedDataParallel(nn.ModuleDict({"body": body, "head": head}))
+    with pytest.raises(ConfigurationError, match="nothing has a name like"):
+        fp8dist.ddp.comm_hook(manager, gradients="fp8", exclude="head.*")
+    manager.attach(ddp, optimizer=torch.optim.SGD(ddp.parameters(), 0.01))
+    fp8dist.ddp.comm_hook(manager, gradients="fp8", exclude="head.*")
+    manager.detach()
+
+
 def test_digests_copy_nothing_to_a_device() -> None:
     """A copy from the CPU would make the host wait for backward."""
 
@@ -392,7 +404,7 @@ def test_what_stays_in_its_dtype() -> None:
     """Small buckets, and excluded parameters, also beside others in a bucket."""
     model = Given((200, 300, 70_000))
     exact = [torch.stack([gradient(r, i, p.numel()) for r in range(2)]).mean(0) for i, p in enumerate(model.p)]
-    for exclude, in_fp8 in ((("p.1",), {0, 2}), ("p.*", set()), (("p.2",), set())):
+    for exclude, in_fp8 in ((("p.1",), {0, 2}), ("p.*", set()), (("p.2",), set()), (("*", "!p.2"), {2})):
         ddp = DistributedDataParallel(model)
         hook = fp8dist.ddp.comm_hook(model, gradients="fp8", exclude=exclude)
         ddp.register_comm_hook(None, hook)
