@@ -1,21 +1,27 @@
-"""Communication hook for FullyShardedDataParallel (FSDP1) that launches the FP8 sync as the backward ends.
+"""Communication hook for FullyShardedDataParallel (FSDP1) that launches the FP8 sync as the backward ends. Gradients
+of FSDP2 in FP8.
 
-FSDP2 needs no hook: ``DelayedScaling(update="next_step")`` hides the sync.
+For the sync FSDP2 needs no hook: ``DelayedScaling(update="next_step")`` hides it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
+from fp8dist.common.patterns import matching
+from fp8dist.errors import ConfigurationError
 from fp8dist.job.early_launch import early_launcher
 from fp8dist.job.manager import StateManager
+from fp8dist.parallel import wire
+from fp8dist.parallel.torch_internals import fsdp2_modules, fsdp2_reductions, set_reduce_scatter
+from fp8dist.state.slots import clean_fqn
 
-__all__ = ["comm_hook"]
+__all__ = ["comm_hook", "reduce_in_fp8"]
 
 
 def comm_hook(manager: StateManager, inner: Callable[..., None] | None = None) -> Callable[..., None]:
@@ -56,3 +62,39 @@ def comm_hook(manager: StateManager, inner: Callable[..., None] | None = None) -
             allreduce_hook(state, gradient)
 
     return launching_hook
+
+
+def reduce_in_fp8(model: nn.Module, exclude: str | Iterable[str] = ()) -> tuple[str, ...]:
+    """Let FSDP2 reduce gradients in FP8. Local; afterwards the reduction of a module is COLLECTIVE as before: an
+    all-to-all instead of a reduce-scatter.
+
+    Call it after ``fully_shard``, before the first backward. Each rank casts the gradients of a module to E4M3 in
+    blocks of 128, each with a scale from its own amax, and adds up its own shard in float32. A module of less than
+    32,768 numbers for each rank of its shard group, or whose shard group is one rank, reduces as before. So does HSDP's
+    all-reduce across replicas, for which FSDP2 has no seam: it stays in ``reduce_dtype``. Ranks keep other shards, so
+    nothing compares what they have received.
+
+    Args:
+        model: the model that ``fully_shard`` was called on.
+        exclude: patterns of names of FSDP2 modules that reduce as before; "" is the model itself.
+
+    Returns:
+        The names of the modules that reduce in FP8 from now on. All others are left alone.
+
+    Raises:
+        ConfigurationError: the model has no FSDP2 module; a pattern matches none; torch has no call for it, or the
+            module has several parameter groups. In backward: the shard group has more ranks than gain from FP8.
+    """
+    modules = {id(module) for module in fsdp2_modules(model)}
+    named = {clean_fqn(name): module for name, module in model.named_modules() if id(module) in modules}
+    if not named:
+        raise ConfigurationError("gradients in FP8: the model has no FSDP2 module. Call fully_shard() first")
+    excluded = matching("exclude", exclude, named)
+    large = (
+        name
+        for name, module in named.items()
+        if any(numbers >= wire.LEAST * ranks and ranks > 1 for numbers, ranks in fsdp2_reductions(module))
+    )
+    for name in (reduced := tuple(name for name in large if name not in excluded)):
+        set_reduce_scatter(named[name], wire.FP8ReduceScatter())
+    return reduced

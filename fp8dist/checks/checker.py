@@ -279,7 +279,9 @@ class Checker:
             if proof.differs and joins:
                 differing.append((sync, _not_localised(sync, step, proof.differs)))
             elif proof.differs:
-                differing.append((sync, self._localise(sync, evidence, proof.differs)))
+                report = self._localise(sync, evidence, proof.differs)
+                if report.diverged:  # It was not reported before.
+                    differing.append((sync, report))
         return differing
 
     def _handle_saturated(self, sync: ArenaSync, step: int, evidence: Evidence, fitted: bool) -> None:

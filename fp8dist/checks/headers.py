@@ -6,7 +6,7 @@ the ranks' manifests (set-ups), step counters, and a digest of all scales, but i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,9 +23,10 @@ from fp8dist.common.divergence import Finding, Participant
 from fp8dist.state.arena import SATURATED, Arena
 from fp8dist.state.arena_sync import ArenaSync, Evidence
 from fp8dist.state.groups import SyncGroup
+from fp8dist.state.received import Received
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 
-__all__ = ["Localisation", "localise"]
+__all__ = ["Localisation", "findings_of_gradients", "localise"]
 
 _ARRAYS = ("scale", "inv_scale")
 """Rows of the scales that a rank sends."""
@@ -72,7 +73,14 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         majority, _ = split(sides)
         source = min(group.ranks) if majority is None else majority  # Without a majority any rank will do.
         reference = _from(source, group, sent), _from(source, group, sync.arena.counters[SATURATED])
-    for kind in sorted(set(differs) - {finding.kind for finding in findings}):
+    unexplained = set(differs) - {finding.kind for finding in findings}
+    if sync.received is not None and "scale" in unexplained:  # Their digests were added to that of the scales.
+        reported = evidence.received != sync.received.generation  # By an earlier sync, or by check_gradients().
+        of_gradients = [] if reported else findings_of_gradients({tuple(group.ranks): sync.received}, group)
+        findings += of_gradients
+        if of_gradients or reported:
+            unexplained.remove("scale")
+    for kind in sorted(unexplained):
         detail = "the header differed, but the values that it was computed from are equal"
         findings.append(Finding(0, kind, kind, tuple(e.participant.rank for e in everyone), None, detail=detail))
     step = max(e.words[WORD_STEP] for e in everyone)
@@ -81,6 +89,27 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     good = step - 2 if step > 1 else None
     located = [replace(f, step=step, last_good_step=good).located(participants) for f in findings]
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
+
+
+def findings_of_gradients(received: Mapping[tuple[int, ...], Received], group: SyncGroup) -> list[Finding]:
+    """Return which ranks have received other gradients than others of the same DDP module, by parameters. After a
+    difference all are forgotten. COLLECTIVE over ``group``: one gather.
+
+    Args:
+        received: by DDP's ranks.
+    """
+    mine = {ranks: one.texts() for ranks, one in received.items()}
+    gathered = dict(zip(group.ranks, group.gather((this_rank(group.device, group.mesh_coordinates()), mine))))
+    found: list[Finding] = []
+    for ranks in sorted({ranks for _, theirs in gathered.values() for ranks in theirs}):
+        texts = {rank: gathered[rank][1].get(ranks, {}) for rank in ranks if rank in gathered}
+        for name in sorted({name for theirs in texts.values() for name in theirs}):
+            values = {rank: theirs.get(name, "nothing") for rank, theirs in texts.items()}
+            if len(set(values.values())) > 1:
+                found += [replace(one, name=name) for one in findings_of_values("gradient", values)]
+    for one in received.values() if found else ():
+        one.forget()
+    return [one.located([participant for participant, _ in gathered.values()]) for one in found]
 
 
 class _SentScales(Content):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fp8dist.common.names import nearest
 from fp8dist.errors import ConfigurationError
 
-__all__ = ["DEFAULT_SKIP", "Skip", "require_patterns", "shadowed", "unmatched"]
+__all__ = ["DEFAULT_SKIP", "Skip", "matching", "require_patterns", "shadowed", "unmatched"]
 
 DEFAULT_SKIP = ("*lm_head", "*lora_*")
 """Modules that stay in high precision unless the caller includes them."""
@@ -61,6 +61,20 @@ def require_patterns(name: str, given: object) -> tuple[str, ...]:
             f'{name} must hold patterns of module names, such as ("*.router", "blocks.0.*"), {got}'
         )
     return patterns
+
+
+def matching(name: str, given: str | Iterable[str], fqns: Collection[str]) -> set[str]:
+    """Return the names among ``fqns`` that a pattern in ``given`` matches, and after it none that begins with "!".
+    ``name``: of the argument, for the message.
+
+    Raises:
+        ConfigurationError: ``given`` is something else, or a pattern matches nothing.
+    """
+    patterns = require_patterns(name, (given,) if isinstance(given, str) else given)
+    if wrong := unmatched(patterns, list(fqns)):
+        raise ConfigurationError(f"{name}: nothing has a name like {', '.join(wrong)}")
+    included = ((fqn, [p for p in patterns if fnmatch.fnmatchcase(fqn, p.removeprefix("!"))]) for fqn in fqns)
+    return {fqn for fqn, found in included if found and not found[-1].startswith("!")}
 
 
 def unmatched(patterns: Iterable[str], fqns: Sequence[str]) -> list[str]:

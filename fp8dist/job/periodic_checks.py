@@ -7,12 +7,14 @@ from dataclasses import replace
 from fp8dist.checks.at_rest import AtRest
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.checker import Checker
+from fp8dist.checks.headers import findings_of_gradients
 from fp8dist.checks.inventory import Scope
-from fp8dist.checks.report import DivergenceReport
+from fp8dist.checks.report import DivergenceReport, announce
 from fp8dist.checks.values import compare_values
 from fp8dist.job.weight_scales import WeightScales
 from fp8dist.modules.model_state import ModelState
 from fp8dist.state.accord import meet
+from fp8dist.state.roll_call import failing_by_name
 from fp8dist.state.settings import Policy
 
 __all__ = ["PeriodicChecks"]
@@ -91,4 +93,15 @@ class PeriodicChecks:
                 self._checker.checked = self._checker.last.step
             for listener in self._checker.on_checked:
                 listener()
-        return report
+        return self._with_received(report, done, policy) if scope.state and job.received else report
+
+    def _with_received(self, report: DivergenceReport, step: int, policy: Policy) -> DivergenceReport:
+        """Compare the gradients that came in FP8, which no sync may have done: if DDP has other ranks than the arenas,
+        or the recipe no sync. COLLECTIVE."""
+        anchor = self._checker.anchor()
+        if anchor is None or not anchor.communicates:
+            return report
+        with failing_by_name("fp8dist.check", lambda: f"the check of step {step}", anchor.ranks):
+            found = [replace(one, step=step) for one in findings_of_gradients(self._state.job.received, anchor)]
+        announce(DivergenceReport(tuple(found)), anchor, policy != "warn", self._checker.notify_diverged)
+        return replace(report, findings=(*report.findings, *found))

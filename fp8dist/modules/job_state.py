@@ -20,6 +20,7 @@ from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 from fp8dist.modules.outgrown import Growth
 from fp8dist.modules.weight_notes import WeightNote
 from fp8dist.state.microbatches import Microbatches
+from fp8dist.state.received import Received
 
 __all__ = ["Activity", "JobState", "Tie"]
 
@@ -67,6 +68,8 @@ class JobState:
     """True if an attached optimizer's step is the boundary."""
     scaled: bool = False
     """True if a loss scaler is in use: non-finite amaxes of steps that it skips are dropped."""
+    received: dict[tuple[int, ...], Received] = field(default_factory=dict)
+    """Digests of the gradients that came in FP8, by DDP's ranks."""
     launches_early: bool = False
     """True if a DDP communication hook launches syncs, before the optimizer's step."""
     calibrating: bool = False

@@ -28,6 +28,7 @@ __all__ = [
     "fsdp2_gathered_dtypes",
     "fsdp2_groups",
     "fsdp2_modules",
+    "fsdp2_reductions",
     "fsdp2_shard_groups",
     "has_fsdp1_mark",
     "has_fsdp2_hook",
@@ -37,6 +38,7 @@ __all__ = [
     "refusal",
     "require_checkable",
     "require_known_ddp",
+    "set_reduce_scatter",
     "unknown",
     "warning",
 ]
@@ -55,7 +57,11 @@ _DDP = ("_module_parameters", "_get_ddp_logging_data", "_delay_all_reduce_all_pa
 _REDUCER = ("prepare_for_backward", "_check_reducer_finalized", "_reset_state")
 """Of DDP's reducer."""
 
+_SETTERS = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
+"""Of an FSDPModule: public, but newer than FSDP2."""
+
 _EXPORT = ("export() under FSDP2", "export a checkpoint with fp8dist export")
+_WIRE = ("gradients in FP8 under FSDP2", "leave them in high precision")
 """What is refused, and what to do instead; see ``refusal``."""
 
 
@@ -121,6 +127,38 @@ def fsdp2_groups(module: nn.Module, what: str, instead: str) -> list[Any]:
     if missing is not None:
         raise refusal(what, missing, instead)
     return _groups(module._get_fsdp_state())  # type: ignore[operator]
+
+
+def set_reduce_scatter(module: nn.Module, comm: Any) -> None:
+    """Let an FSDP2 module reduce the gradients of its own parameters with ``comm``, an object as FSDP2's private class
+    ``ReduceScatter`` describes it. Reductions become sums, because torch 2.11 does not show other factors.
+
+    Raises:
+        ConfigurationError: torch has no such call; or it does not know which parameters of the module ``comm`` is for.
+    """
+    missing = [name for name in _SETTERS if not hasattr(module, name)]
+    if missing:
+        raise refusal(_WIRE[0], f"FSDPModule.{missing[0]}", _WIRE[1])
+    try:
+        module.set_custom_reduce_scatter(comm)  # type: ignore[operator]
+    except ValueError as error:
+        raise ConfigurationError(f"gradients in FP8: {error} Exclude this module") from error
+    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+
+def fsdp2_reductions(module: nn.Module) -> list[tuple[int, int]]:
+    """Return how many numbers the gradients of each parameter group of an FSDP2 module have, and over how many ranks
+    they are cut.
+
+    Raises:
+        ConfigurationError: a name is missing; see ``refusal``.
+    """
+    found = []
+    for group in fsdp2_groups(module, *_WIRE):
+        shards = getattr(group.mesh_info, "shard_process_group", None)
+        numbers = sum(one.sharded_param.numel() for one in group.fsdp_params if one.sharded_param.requires_grad)
+        found.append((numbers, 1 if shards is None else shards.size()))
+    return found
 
 
 def fsdp2_gathered_dtypes(whole: nn.Module) -> dict[int, torch.dtype]:

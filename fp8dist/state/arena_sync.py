@@ -31,6 +31,7 @@ from fp8dist.state.groups import SyncGroup
 from fp8dist.state.lookout import Lookout
 from fp8dist.state.measured_step import MeasuredStep
 from fp8dist.state.precision import Precision
+from fp8dist.state.received import Received
 from fp8dist.state.roll_call import failing_by_name
 from fp8dist.state.waits import Waits, clock_of
 from fp8dist_kernels.graphs import capturing
@@ -62,11 +63,12 @@ class SyncCounters:
 
 class Evidence(NamedTuple):
     """What this rank sent: header words, int32[4], and scales, float32[2, n]. ``flags``, bool[3, n]: the counters that
-    the commit has raised, or all commits since the last poll."""
+    the commit has raised, or all commits since the last poll. ``received``: see ``Received.write_to``."""
 
     words: Tensor
     scales: Tensor
     flags: Tensor
+    received: int = 0
 
 
 class Proof(NamedTuple):
@@ -147,7 +149,7 @@ class ArenaSync:
     of each expert, by the fqn of a product. ``measured``: what this rank records in a step that is measured; otherwise
     None. ``fitted``: this step compared sharded weights with their scales before it cast them. ``outgrown``: a verdict
     found a sharded weight beyond its scale. ``lookout``: set by ``share`` where the wait for a sync does not block the
-    host.
+    host. ``received``: the gradients that came in FP8, if the group is that of DDP.
     """
 
     arena: Arena
@@ -165,6 +167,8 @@ class ArenaSync:
     outgrown: bool = False
     lookout: Lookout | None = None
     measured: MeasuredStep | None = None
+    received: Received | None = None
+    _carried: int = 0  # The generation of the gradients' digests in the last launch.
     _work: dist.Work | None = None
     _launched_by: int = 0  # Id of the process that launched ``_work``.
     _merged: Tensor | None = None
@@ -183,7 +187,7 @@ class ArenaSync:
         group. Local."""
         if self.lookout is not None:
             self.lookout.close()
-        self.group, self.lookout = group, None
+        self.group, self.lookout, self.received = group, None, None
         if group is not None and self.communicates and waits_on_the_device(self.arena.device):
             self.lookout = Lookout(self.owner, group, place)
 
@@ -241,11 +245,13 @@ class ArenaSync:
         if self.measured is not None:
             self.measured.keep()
         self.arena.launch(hold, drop_nonfinite)
+        if self.received is not None:
+            self._carried = self.received.write_to(self.arena.message)
         self._reduce()
 
     def evidence(self) -> Evidence:
         """Return copies of what the last launch sent and the last commit flagged."""
-        return Evidence(self.arena.words.clone(), self.arena.sent.clone(), self.arena.flags.clone())
+        return Evidence(self.arena.words.clone(), self.arena.sent.clone(), self.arena.flags.clone(), self._carried)
 
     def launch_idle(self) -> None:
         """Take part in the launch of the other ranks with a neutral message. COLLECTIVE.
@@ -322,6 +328,8 @@ class ArenaSync:
 
     def pass_boundary(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """Mark the launched sync as due for commit. Where ``hold`` is non-zero, its amaxes wait for the next launch."""
+        if self.received is not None:
+            self.received.pass_boundary()
         if self.phase is Phase.IN_FLIGHT:
             self.phase = Phase.DUE
             self._hold, self._drop_nonfinite = hold, drop_nonfinite
@@ -455,7 +463,7 @@ class ArenaSync:
         state = dict(self.__dict__)
         state.update(phase=Phase.IDLE, verdict=None, graphed=False, replays=0, counters=SyncCounters())
         state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None)
-        state.update(waits=Waits(), lookout=None, measured=None)
+        state.update(waits=Waits(), lookout=None, measured=None, received=None)
         return state
 
 

@@ -33,7 +33,8 @@ from tests.support.ranks import RankPool, on_ranks
 from tests.support.training import batch, make_net, state_bits
 
 OUT, IN, TOKENS = 48, 32, 256
-CASTS = {"tensor": "quantize", "row": "quantize_rowwise", "block": "quantize_blocks"}
+PADDED = 64  # ``OUT`` in whole blocks of MX.
+CASTS = {"tensor": "quantize", "row": "quantize_rowwise", "block": "quantize_blocks", "mx": "quantize_mx"}
 # The shape of the first argument, and what the name of the finding begins with.
 PLACES: dict[str, tuple[tuple[int, int], str]] = {
     "input": ((TOKENS, IN), f"cast of input {TOKENS}x{IN} float32, "),
@@ -49,7 +50,7 @@ WIDTHS = {"input": IN, "weight": IN, "grad_output": OUT, "fprop": OUT, "dgrad": 
 def _attached(recipe: str = "delayed", **settings: Any) -> tuple[nn.Module, StateManager]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, OUT))
-    settings = {"group": dist.group.WORLD, "backend": "torch" if recipe != "block" else "auto", **settings}
+    settings = {"group": dist.group.WORLD, "backend": "auto" if recipe in ("block", "mx") else "torch", **settings}
     return model, fp8dist.prepare(model, RECIPES[recipe], **settings).attach()
 
 
@@ -71,7 +72,7 @@ def _everywhere(recipe: str, odd: tuple[int, ...], likeness: dict[int, str] | No
     with captured_log(), _pretended(likeness):
         assert not _computed(manager).diverged
         for i, place in enumerate(PLACES):
-            with _faulty(RECIPES[recipe], place, _byte(i, place), i % 3, odd):
+            with _faulty(RECIPES[recipe], place, _byte(i, place, recipe), i % 3, odd):
                 report = _computed(manager, policy="warn")
             assert model is not None
             found.append((place, report.findings, str(report), report.skipped))
@@ -79,9 +80,11 @@ def _everywhere(recipe: str, odd: tuple[int, ...], likeness: dict[int, str] | No
     return found
 
 
-def _byte(i: int, place: str) -> int:
+def _byte(i: int, place: str, recipe: str) -> int:
     """Return the place of the byte: the lowest of an element."""
-    return (7 + i) * (4 if place in ("fprop", "dgrad", "wgrad") else 1) * WIDTHS[place] + (4 * i)
+    if place in ("fprop", "dgrad", "wgrad"):
+        return (7 + i) * 4 * WIDTHS[place] + (4 * i)
+    return (7 + i) * (PADDED if recipe == "mx" and WIDTHS[place] == OUT else WIDTHS[place]) + (4 * i)
 
 
 @contextlib.contextmanager
@@ -94,11 +97,14 @@ def _pretended(likeness: dict[int, str] | None) -> Iterator[None]:
         yield
 
 
-def _assert_named(found: list[Any], ranks: tuple[int, ...], reference: int | None, sides: Any) -> None:
+def _assert_named(
+    found: list[Any], ranks: tuple[int, ...], reference: int | None, sides: Any, mx: bool = False
+) -> None:
     for i, (place, findings, text, _) in enumerate(found):
         (finding,) = findings
         assert finding.kind == "computation"
-        assert finding.name.startswith(PLACES[place][1])
+        sizes = PLACES[place][1].replace(f"x{OUT} ", f"x{PADDED} ") if mx and place == "dgrad" else PLACES[place][1]
+        assert finding.name.startswith(sizes)
         assert (finding.ranks, finding.reference_rank, finding.sides) == (ranks, reference, sides)
         product = place in ("fprop", "dgrad", "wgrad")
         assert finding.field == ("" if product else "rows")
@@ -118,7 +124,7 @@ def _assert_named(found: list[Any], ranks: tuple[int, ...], reference: int | Non
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_of_two_ranks_nobody_is_the_culprit(two_ranks: RankPool, recipe: str) -> None:
     for found in two_ranks.run(_everywhere, recipe, (1,)):
-        _assert_named(found, (0, 1), None, ((0,), (1,)))
+        _assert_named(found, (0, 1), None, ((0,), (1,)), recipe == "mx")
 
 
 @pytest.mark.slow
@@ -126,10 +132,10 @@ def test_of_two_ranks_nobody_is_the_culprit(two_ranks: RankPool, recipe: str) ->
 def test_of_three_ranks_the_odd_one_is_named(three_ranks: RankPool, recipe: str) -> None:
     results = three_ranks.run(_everywhere, recipe, (0,))
     for found in results:
-        _assert_named(found, (0,), 1, ((1, 2), (0,)))
+        _assert_named(found, (0,), 1, ((1, 2), (0,)), recipe == "mx")
         assert found == results[0]
     names = " ".join(findings[0].name for _, findings, *_ in results[0])
-    assert ("torch._scaled_mm" in names) == (recipe != "block")
+    assert ("torch._scaled_mm" in names) == (recipe not in ("block", "mx"))
 
 
 @pytest.mark.slow

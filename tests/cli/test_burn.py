@@ -83,7 +83,7 @@ def test_what_is_always_wrong_differs_from_plain_torch(
     assert kinds
     assert all(f" differs from plain torch, repetition 1: {where}: " in difference for difference in burned.differences)
     # Other products have no plain twin with the same bits, and are equal each time.
-    assert len(burned.differences) == burned.wrong == {"quantize": 2, "matmul": 4}.get(op, 1)
+    assert len(burned.differences) == burned.wrong == {"quantize": 2, "matmul": 5}.get(op, 1)
 
 
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,18 @@ def test_casts_with_many_scales(checked: Check, capability: int) -> None:
             assert not kernel.count(r"STG\.E\.(U8|U16)"), kernel.case
 
 
+@DATA_CENTRE
+def test_gradients_on_the_wire(checked: Check, capability: int) -> None:
+    for kernel in checked("small:wire", capability, {"encode_kernel": 2, "decode_kernel": 4}, casts=True):
+        assert kernel.registers <= REGISTERS, kernel.case
+        if kernel.kernel == "encode_kernel":
+            assert kernel.count(r"LDG\.E\.128") >= 2, kernel.case
+            assert kernel.count(r"div\.rn\.f32", of="ptx"), kernel.case
+        else:
+            assert not kernel.count(r"\bFFMA\b"), kernel.case  # The bits of the twin.
+            assert kernel.count(r"STG\.E\.128"), kernel.case
+
+
 def test_one_kernel_serves_all_slots() -> None:
     """The position of a slot in its arena and its ``outgrown`` limit must not trigger a recompilation, which would
     stall the first steps."""

@@ -151,8 +151,8 @@ def known_calls() -> frozenset[str]:
         fp8dist.LossGuard,
         fp8dist.DivergenceReport,
     ]
-    places += [fp8dist.Recipe, fp8dist.Recorder, fp8dist.ddp, fp8dist.exporters, fp8dist.Exporter, torch.serialization]
-    places += [fp8dist.ReplayBuffer, fp8dist.exact]
+    places += [fp8dist.Recipe, fp8dist.Recorder, fp8dist.ddp, fp8dist.fsdp, fp8dist.exporters, fp8dist.Exporter]
+    places += [fp8dist.ReplayBuffer, fp8dist.exact, torch.serialization]
     theirs = (
         *("convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "Float8LinearConfig"),
         *("sync_float8_amax_and_scale_history", "fp8_autocast", "filter_fn", "weight", "DistributedDataParallel"),

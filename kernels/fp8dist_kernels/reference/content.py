@@ -141,10 +141,14 @@ class ContentDigest:
             counts: the number of leaves of each tensor.
             seeds: int64[t, 2].
         """
-        repeats = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        owner = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), repeats)
-        place = torch.arange(len(owner), device="cpu") - (repeats.cumsum(0) - repeats)[owner]
-        owner, place = owner.to(self.device), place.to(self.device)
+        if len(counts) == 1:  # On the device: a copy would make the host wait for the stream.
+            place = torch.arange(counts[0], device=self.device)
+            owner = torch.zeros_like(place)
+        else:
+            repeats = torch.tensor(counts, dtype=torch.int64, device="cpu")
+            owner = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), repeats)
+            place = torch.arange(len(owner), device="cpu") - (repeats.cumsum(0) - repeats)[owner]
+            owner, place = owner.to(self.device), place.to(self.device)
         keyed = leaves ^ self._keys[:, place % BLOCK_WORDS].T
         content = torch.zeros(len(counts), 2, dtype=torch.int64, device=self.device)
         content.index_add_(0, owner, mix(keyed + place[:, None]))

@@ -15,6 +15,7 @@ from fp8dist_kernels.triton.magnitude import observe
 from fp8dist_kernels.triton.mx import multiply_mx, quantize_mx
 from fp8dist_kernels.triton.scaled_grouped import clear_tail
 from fp8dist_kernels.triton.shares import measure
+from fp8dist_kernels.triton.wire import decode, encode
 from tests.support.ahead_of_time import HOPPER, Compiler
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -148,3 +149,14 @@ def mx(compiler: Compiler) -> None:
     for out_dtype, bias in ((torch.bfloat16, torch.empty(1024, dtype=torch.bfloat16)), (torch.float32, None)):
         with compiler.naming(f"product {str(out_dtype).removeprefix('torch.')}"):
             multiply_mx(a, b, *scales, out_dtype, bias)
+
+
+def wire(compiler: Compiler) -> None:
+    """Launch them for a bucket of 25 MB on 8 ranks: a cast of all of it, the sum of a shard, and the last step."""
+    length, numel = 6400 * 128, 8 * 6400 * 128 - 100
+    for dtype in (torch.float32, torch.bfloat16):
+        bucket = torch.empty(numel, dtype=dtype)
+        with compiler.naming(f"{dtype}"):
+            messages = encode(bucket, 8, length)
+            decode(messages.unsqueeze(0), length, bucket[:length], 1 / 8)
+            decode(messages.unsqueeze(1), length, bucket)

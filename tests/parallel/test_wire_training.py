@@ -1,0 +1,347 @@
+"""Training with gradients in FP8: how exact they are, and that DDP's options work as without."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import DelayedScaling
+from fp8dist.errors import ConfigurationError
+from fp8dist.parallel import torch_internals, wire
+from launch.train_gpt.data import read_text
+from launch.train_gpt.model import GPT
+from tests.parallel.test_wire import everything_in_fp8
+from tests.support.collectives import counted_collectives
+from tests.support.lab.mixture import MixtureGPT
+from tests.support.ranks import RankPool, on_ranks
+from tests.support.training import batch, bits, make_net
+
+NORM, WORST = 0.04, 0.06
+"""The largest error that is promised: of all gradients, as a share of their norm, and of the gradient of a parameter,
+as a share of ``expected_norm``."""
+
+
+def expected_norm(mean: Tensor, squares: Tensor) -> float:
+    """Return the norm of a parameter's mean gradient, or what it would be if those of the ranks had nothing in common,
+    if that is more: what ranks send cancels in some steps, but not what the casts lose.
+
+    ``squares``: the sum of the squares of all ranks' gradients.
+    """
+    return max(float(mean.norm()), float(squares.sqrt()) / dist.get_world_size())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "main job": lambda: GPT(2, 64, 4, 64),
+    "mixture": lambda: MixtureGPT(2, 64, 4, 64, 4, 2),
+}
+
+
+def errors(kind: str, seed: int, steps: int, jump: int) -> tuple[float, float, float]:
+    """Train in FP8, and return the largest error of the reduced gradients in any step, that of any parameter, and the
+    latter as a share of the mean gradient's norm. In step ``jump`` the loss is 100 times as large. Buckets of 65,536
+    numbers or more travel in FP8, on any number of ranks."""
+    with mock.patch.object(wire, "LEAST", (1 << 16) // dist.get_world_size()):
+        return _errors(kind, seed, steps, jump)
+
+
+def _errors(kind: str, seed: int, steps: int, jump: int) -> tuple[float, float, float]:
+    torch.manual_seed(seed)
+    model = MODELS[kind]()
+    manager = fp8dist.prepare(model, DelayedScaling(), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
+    hook = fp8dist.ddp.comm_hook(manager, gradients="fp8")
+    exact: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def measuring(state, bucket):  # type: ignore[no-untyped-def]
+        mean = bucket.buffer() / dist.get_world_size()
+        dist.all_reduce(mean)
+        parameters = bucket.parameters()
+        sizes = [one.numel() for one in parameters]
+        squares = torch.stack([part.square().sum() for part in bucket.buffer().split(sizes)])
+        dist.all_reduce(squares)
+        exact.update(zip(map(id, parameters), zip(mean.split(sizes), squares)))
+        return hook(state, bucket)
+
+    ddp.register_comm_hook(None, measuring)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
+    manager.attach(ddp, optimizer=optimizer)
+    text = torch.frombuffer(bytearray(read_text(None, 64).training), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    norm = worst = of_mean = 0.0
+    for step in range(steps):
+        starts = torch.randint(len(text) - 65, (8,), generator=generator)
+        windows = torch.stack([text[start : start + 65] for start in starts.tolist()]).long()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ddp(windows[:, :-1], windows[:, 1:])
+        (loss * (100 if step == jump else 1)).backward()
+        lost = [float((p.grad.view(-1) - exact[id(p)][0]).norm()) for p in model.parameters()]
+        means = [float(exact[id(p)][0].norm()) for p in model.parameters()]
+        norm = max(norm, math.hypot(*lost) / math.hypot(*means))
+        worst = max(worst, *(a / expected_norm(*exact[id(p)]) for a, p in zip(lost, model.parameters()) if a))
+        of_mean = max(of_mean, *(a / b for a, b in zip(lost, means) if a))
+        optimizer.step()
+        optimizer.zero_grad()
+    fp8dist.ddp.check_gradients(hook)
+    manager.check()
+    manager.detach()
+    return norm, worst, of_mean
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_few_gradients_are_lost(two_ranks: RankPool, kind: str) -> None:
+    for norm, worst, _ in two_ranks.run(errors, kind, 0, 8, 4):
+        assert norm <= NORM
+        assert worst <= WORST
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_few_gradients_are_lost_in_300_steps(
+    four_ranks: RankPool, kind: str, seed: int, record_property: Callable[[str, object], None]
+) -> None:
+    for norm, worst, of_mean in four_ranks.run(errors, kind, seed, 300, 150, timeout=900):
+        record_property("errors", (norm, worst, of_mean))
+        assert norm <= NORM
+        assert worst <= WORST
+
+
+def plain(ddp: nn.Module) -> None:
+    _backward(ddp, 0)
+
+
+def _backward(ddp: nn.Module, index: int, factor: float = 1.0, **options: Any) -> None:
+    x, y = batch(dist.get_rank(), index)
+    (factor * (ddp(x, **options) - y).square().mean()).backward()
+
+
+def no_sync(ddp: Any) -> None:
+    with ddp.no_sync():
+        _backward(ddp, 0)
+    _backward(ddp, 1)
+
+
+def accumulated(ddp: nn.Module) -> None:
+    for index in range(3):
+        _backward(ddp, index)
+
+
+def unused(ddp: nn.Module) -> None:
+    _backward(ddp, 0, skip=dist.get_rank() == 0)
+
+
+def several(ddp: nn.Module) -> None:
+    for index in range(3):
+        ddp.zero_grad()
+        _backward(ddp, index)
+
+
+def clipped(ddp: nn.Module) -> None:
+    _backward(ddp, 0)
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+
+
+OPTIONS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    "plain": (plain, {}),
+    "no_sync": (no_sync, {}),
+    "accumulation": (accumulated, {}),
+    "unused parameters": (unused, {"find_unused_parameters": True}),
+    "static graph": (several, {"static_graph": True}),
+    "bucket views": (several, {"gradient_as_bucket_view": True}),
+    "clipping": (clipped, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks(2)
+def test_options_of_ddp(name: str) -> None:
+    """Gradients are those of plain DDP, but for what FP8 loses, and have the same bits on all ranks."""
+    program, options = OPTIONS[name]
+    found = []
+    for in_fp8 in (False, True):
+        model = make_net()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004, **options)
+        if in_fp8:
+            hook = fp8dist.ddp.comm_hook(model, gradients="fp8")
+            ddp.register_comm_hook(None, hook)
+        with everything_in_fp8():
+            program(ddp)
+        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+    expected, got = found
+    casts = 3 if program is accumulated else 1  # DDP sends again what it has accumulated.
+    assert 0 < float((got - expected).norm()) <= casts * NORM * float(expected.norm())
+    assert _same_on_all_ranks(got)
+    fp8dist.ddp.check_gradients(hook)
+
+
+def _same_on_all_ranks(tensor: Tensor) -> bool:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, bits(tensor))
+    return len(set(gathered)) == 1
+
+
+@on_ranks(2)
+def test_a_scaler_skips_on_all_ranks() -> None:
+    model = make_net()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
+    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(model, gradients="fp8"))
+    optimizer, scaler = torch.optim.SGD(ddp.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    with everything_in_fp8():
+        for step in range(3):
+            before = bits(model.first.weight)
+            x, y = batch(dist.get_rank(), step)
+            loss = (ddp(x) - y).square().mean() * (torch.inf if step == 1 and dist.get_rank() == 1 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert (bits(model.first.weight) == before) == (step == 1)
+            assert scaler.get_scale() == (8 if step == 0 else 4)
+            assert _same_on_all_ranks(model.first.weight)
+
+
+@on_ranks(3)
+def test_join() -> None:
+    """A rank without data receives and sends as the others do."""
+    models = make_net(), make_net()
+    for in_fp8, model in enumerate(models):
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
+        if in_fp8:
+            ddp.register_comm_hook(None, hook := fp8dist.ddp.comm_hook(model, gradients="fp8"))
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+        with everything_in_fp8(), Join([ddp]):
+            for step in range(2 + 2 * dist.get_rank()):
+                _backward(ddp, step)
+                optimizer.step()
+                optimizer.zero_grad()
+    fp8dist.ddp.check_gradients(hook)
+    assert _same_on_all_ranks(torch.cat([p.view(-1) for p in models[1].parameters()]))
+    for one, other in zip(models[0].parameters(), models[1].parameters()):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.02)
+
+
+@on_ranks(2)
+def test_after_a_backward_that_failed() -> None:
+    """Buckets that were under way are dropped."""
+    model = make_net()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
+    hook = fp8dist.ddp.comm_hook(model, gradients="fp8")
+    ddp.register_comm_hook(None, hook)
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError
+
+    with everything_in_fp8():
+        _backward(ddp, 0)
+        _backward(ddp, 0)
+        handle = model.first.bias.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            _backward(ddp, 0)
+        handle.remove()
+        with contextlib.suppress(RuntimeError):  # DDP's own reducer may refuse the next forward.
+            ddp.zero_grad()
+            _backward(ddp, 1)
+            assert _same_on_all_ranks(model.first.weight.grad)
+    fp8dist.ddp.check_gradients(hook)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
+@on_ranks(4)
+def test_nodes(shape: tuple[int, int]) -> None:
+    """On a mesh bf16 travels within nodes; FP8 between them, or nothing if there is one. All ranks have the same
+    bits."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu"))
+    found = []
+    for in_fp8 in (False, True):
+        model = make_net()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
+        if in_fp8:
+            hook = fp8dist.ddp.comm_hook(model, gradients="fp8", exclude="last.bias")
+            ddp.register_comm_hook(mesh, hook)
+        with everything_in_fp8(), counted_collectives() as calls:
+            several(ddp)
+        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+    expected, got = found
+    if shape[0] == 1:
+        assert "all_to_all_single" not in calls.names
+        assert torch.allclose(expected, got)
+    else:
+        assert 0 < float((got - expected).norm()) <= NORM * float(expected.norm())
+    assert _same_on_all_ranks(got)
+    fp8dist.ddp.check_gradients(hook)
+
+
+class Two(nn.Module):
+    """Two layers under FSDP2, each of more numbers than travel as before, and one of fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(300, 331), nn.Linear(331, 300), nn.Linear(300, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.down(torch.relu(self.up(x)))))
+
+
+@pytest.mark.parametrize("exclude", [(), "down"], ids=str)
+@on_ranks(3)
+def test_fsdp2(exclude: Any) -> None:
+    found = []
+    for in_fp8 in (False, True):
+        torch.manual_seed(0)
+        model = Two()
+        for part in (model.up, model.down, model.last, model):
+            fully_shard(part)
+        if in_fp8:
+            names = fp8dist.fsdp.reduce_in_fp8(model, exclude)
+            assert names == ("up", *(() if exclude else ("down",)))
+        x = torch.randn(16, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(2):  # Accumulated in the sharded gradient.
+            model(x).square().mean().backward()
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    for (name, _), expected, got in zip(model.named_parameters(), *found):
+        lost = float((got - expected).norm() / expected.norm())
+        assert lost <= WORST
+        assert (lost > 0) == (not name.startswith(("last", *([exclude] if exclude else ())))), name
+
+
+@on_ranks(2)
+def test_fsdp2_leaves_shard_groups_of_one_rank_alone() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    for in_fp8 in (False, True):
+        model = nn.Linear(300, 300, bias=False)
+        fully_shard(model, mesh=mesh)
+        model.set_gradient_divide_factor(3.0)
+        if in_fp8:
+            assert fp8dist.fsdp.reduce_in_fp8(model) == ()
+        model(torch.full((1, 300), 1.0 + dist.get_rank())).sum().backward()
+        assert model.weight.grad.to_local().unique().tolist() == [1.0]
+
+
+@on_ranks(2)
+def test_fsdp2_refuses() -> None:
+    with pytest.raises(ConfigurationError, match="no FSDP2 module"):
+        fp8dist.fsdp.reduce_in_fp8(Two())
+    model = Two()
+    fully_shard(model)
+    with pytest.raises(ConfigurationError, match="exclude"):
+        fp8dist.fsdp.reduce_in_fp8(model, "up")
+    several = mock.patch.object(FSDPModule, "set_custom_reduce_scatter", side_effect=ValueError("several groups."))
+    with several, pytest.raises(ConfigurationError, match=r"several groups\. Exclude"):
+        fp8dist.fsdp.reduce_in_fp8(model)
+    older = mock.patch.object(torch_internals, "_SETTERS", ("set_in_a_later_torch",))
+    with older, pytest.raises(ConfigurationError, match=r"has no FSDPModule\.set_in_a_later_torch"):
+        fp8dist.fsdp.reduce_in_fp8(model)
