@@ -56,7 +56,7 @@ def _attached(recipe: str = "delayed", **settings: Any) -> tuple[nn.Module, Stat
 
 def _faulty(recipe: Recipe, place: str, byte: int, bit: int, ranks: tuple[int, ...]) -> Any:
     """Flip a bit of the rows of a cast, or of a product, on these ranks."""
-    shape, _ = PLACES[place]
+    shape = (TOKENS, PADDED) if recipe.by == "mx" and place == "dgrad" else PLACES[place][0]
     op = "matmul" if place in ("fprop", "dgrad", "wgrad") else CASTS[recipe.by]
     return flipping(op, shape, byte, bit) if dist.get_rank() in ranks else contextlib.nullcontext()
 
