@@ -140,29 +140,40 @@ def _compute(func: Any, base: str, args: Any, kwargs: Any) -> Any:
     floats = [x for x in leaves if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
     if not floats and not any(isinstance(x, float) for x in leaves):
         result = func(*args, **kwargs)
-        if not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(result)):
+        if not any(map(_is_float, tree_leaves(result))):
             return result
-    in_place = func._schema.name.endswith("_")
-    out = kwargs.get("out", args[0] if in_place else None)
+    rule = _rule_of(func, base, args, kwargs, floats)
     options = {key: value for key, value in kwargs.items() if key not in ("out", "dtype")}
+    result = _computed(func, rule, args, options, scalars=base in RING or base in ("mul", "div"), ordered=base in ORDER)
+    kind = _kind_of(kwargs.get("dtype"), floats)
+    result = tree_map(lambda x: x.to(kind) if _is_float(x) else x, result)
+    if rule is complex_mul:
+        result = torch.view_as_complex(result)
+    out = kwargs.get("out", args[0] if func._schema.name.endswith("_") else None)
+    return result if out is None else out.copy_(result)
+
+
+def _rule_of(func: Any, base: str, args: Any, kwargs: Any, floats: list[Tensor]) -> Callable[..., Any]:
+    """Return the rule of an op, or refuse it. ``floats``: its arguments that are no integers."""
+    rule: Callable[..., Any] | None = RULES.get(base)
     if any(x.is_complex() for x in floats):
-        rule: Callable[..., Any] | None = complex_mul if base == "mul" else None
+        rule = complex_mul if base == "mul" else None
     elif base in ORDER or base in RING:
         rule = getattr(torch.ops.aten, base)
-    else:
-        rule = RULES.get(base)
     if rule is mul and type(args[1]) in (int, float) and args[1] <= FILLED:
         rule = mask_mul
     if rule is None or (floats and _caps(func, base, args, kwargs)):
         raise _refusal(func, f"exact arithmetic has no rule for it{_advice(base)}")
-    result = _computed(func, rule, args, options, scalars=base in RING or base in ("mul", "div"), ordered=base in ORDER)
-    asked = kwargs.get("dtype")
-    kinds = {asked} if asked is not None else {x.dtype.to_real() for x in [x for x in floats if x.dim()] or floats}
-    kind = torch.float64 if torch.float64 in kinds else next(iter(kinds), torch.get_default_dtype())
-    result = tree_map(lambda x: x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() else x, result)
-    if rule is complex_mul:
-        result = torch.view_as_complex(result)
-    return result if out is None else out.copy_(result)
+    return rule
+
+
+def _kind_of(asked: torch.dtype | None, floats: list[Tensor]) -> torch.dtype:
+    """Return the dtype of a result: what the call asks for, else what torch makes of the arguments, of which numbers
+    without dims count only if all are such."""
+    if asked is not None:
+        return asked
+    kinds = {x.dtype.to_real() for x in [x for x in floats if x.dim()] or floats}
+    return torch.float64 if torch.float64 in kinds else next(iter(kinds), torch.get_default_dtype())
 
 
 def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, scalars: bool, ordered: bool) -> Any:
