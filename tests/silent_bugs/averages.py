@@ -217,15 +217,14 @@ def ring_backward_with_own_keys(job: Job) -> None:
     the forward has kept: those of the rank itself."""
     shards = [batch(0, rank) for rank in range(job.size)]
 
-    def alone() -> nn.Module:
-        return _Attention(job.bug, dist.new_group([job.rank], use_local_synchronization=True))
-
     def losses(model: nn.Module, shards: Any) -> list[Tensor]:
         outs = model(torch.cat([x for x, _ in shards])).chunk(len(shards))
         return [(out - y).square().mean() / len(shards) for out, (_, y) in zip(outs, shards)]
 
     model = job.wrapped(_Attention(job.bug))
-    job.exact(alone, losses, shards, model, lambda: mse(model, *shards[job.rank]).backward())
+    job.exact(
+        lambda: _Attention(job.bug, job.alone), losses, shards, model, lambda: mse(model, *shards[job.rank]).backward()
+    )
     called = job.prepare(_Attention(job.bug))
     optimizer = SGD(called.parameters(), lr=0.1)
     job.attach(called, optimizer)

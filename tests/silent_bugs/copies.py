@@ -35,7 +35,7 @@ def _by_hand(job: Job, forgotten: str = "", times: int = 1) -> None:
         model.final_norm.weight.grad *= times if step else 1
 
     exact = ByHand(dist.group.WORLD)
-    job.exact(lambda: whole_by_hand(job.size), losses, data[1:2], exact, lambda: backward(exact, 1))
+    job.exact(lambda: whole_by_hand(job.size, job.alone), losses, data[1:2], exact, lambda: backward(exact, 1))
     model = job.prepare(ByHand(dist.group.WORLD), ddp=None, axes={"tp": dist.group.WORLD}, enabled=False)
     optimizer = SGD(model.parameters(), lr=0.01)
     job.attach(model, optimizer, start=None)

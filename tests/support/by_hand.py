@@ -86,10 +86,10 @@ class ByHand(nn.Module):
         return self.final_norm(mine + routed)
 
 
-def whole_by_hand(size: int) -> ByHand:
-    """Return the block that ``size`` ranks share, on this rank alone. Local, if there is a process group."""
+def whole_by_hand(size: int, alone: Any) -> ByHand:
+    """Return the block that ``size`` ranks share, on this rank, which is the group ``alone``. Local."""
     parts = [ByHand(SimpleNamespace(size=lambda: size, rank=lambda rank=rank: rank)) for rank in range(size)]
-    whole = ByHand(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    whole = ByHand(alone)
     with torch.no_grad():
         for name, dim in zip(SHARDS, (0, 1)):
             whole.get_parameter(name).copy_(torch.cat([part.get_parameter(name) for part in parts], dim))
