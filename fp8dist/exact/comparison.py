@@ -72,7 +72,7 @@ def compare(
     renames = [rename] * len(models) if callable(rename) else list(rename)
     accord = None
     if world_size() > 1:
-        world = SyncGroup(dist.distributed_c10d._get_default_group())
+        world = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
         accord = Accord(world, "exact.compare()", world.timeout)
     named = _on_all_ranks(accord, "the conversion of the model", lambda: _converted(models, renames))
     reference: list[Reference] = []  # On rank 0 alone.
@@ -107,7 +107,7 @@ def _converted(models: Sequence[nn.Module], renames: Sequence[Callable[[str], st
         for name, parameter in model.named_parameters():
             if (renamed := rename(clean_fqn(name))) in named:
                 raise ConfigurationError(
-                    f"exact arithmetic cannot compute with two parameters named {renamed!r}: pass rename= for each"
+                    f"two parameters have the name {renamed!r} in the reference: pass a rename= for each model"
                 )
             named[renamed] = parameter
     return named

@@ -87,13 +87,15 @@ class PeriodicChecks:
         also = (("at rest", self._at_rest.size), ("inferred", inferred), ("not compared", -inferred))
         scope = replace(scope, also={way: size for way, size in also if size})
         report = self._checker.check(done, done + in_step, scope, policy, max_repairs)
+        if scope.state and job.received:  # Before the step counts as checked.
+            report = self._with_received(report, done, policy)
         if scope.parameters and report.compared and not report.diverged:
             self._checker.last = Checked.of(job.step if enabled else done, report)
             if self._checker.last.verified:
                 self._checker.checked = self._checker.last.step
             for listener in self._checker.on_checked:
                 listener()
-        return self._with_received(report, done, policy) if scope.state and job.received else report
+        return report
 
     def _with_received(self, report: DivergenceReport, step: int, policy: Policy) -> DivergenceReport:
         """Compare the gradients that came in FP8, which no sync may have done: if DDP has other ranks than the arenas,

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError, DivergenceError, SyncError
+from fp8dist.job.manager import Internals
 from fp8dist.parallel import wire
 from fp8dist.state.received import Received
 from scripts.simulation.model import Topology, defaults, parts_of, time_of
@@ -343,12 +344,17 @@ def test_a_check_compares_what_no_sync_does(recipe: Any) -> None:
             optimizer.zero_grad()
             if place == 0:
                 manager.check()
+    counted: list[None] = []  # What a check that found no difference tells, such as to a Recorder.
+    internals = Internals(manager)
+    internals.cycle.checker.on_checked.append(lambda: counted.append(None))
     with pytest.raises(DivergenceError) as caught:
         manager.check()
+    assert not counted
     (finding,) = caught.value.report.findings
     assert (finding.kind, finding.step) == ("gradient", 3)
     assert finding.ranks == ((2, 3) if recipe.delayed else (3,))  # Two ranks have no majority.
     manager.check()
+    assert counted
     manager.detach()
 
 
