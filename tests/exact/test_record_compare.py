@@ -141,7 +141,7 @@ def test_stages_with_the_same_names(tmp_path: Path) -> None:
         stages[1]["linear"](nn.functional.gelu(stages[0]["linear"](ROWS))).sum().backward()
 
     path = tmp_path / "reference"
-    with pytest.raises(ConfigurationError, match="two parameters have the name 'linear.weight'"):
+    with pytest.raises(ConfigurationError, match=r"two parameters have the name 'linear\.weight'"):
         exact.compare(stages, step, path)
     renames = [lambda name: name.replace("linear", "0"), lambda name: name.replace("linear", "2")]
     assert exact.compare(stages, step, path, rename=renames).equal
