@@ -168,22 +168,11 @@ def emulated() -> Iterator[None]:
     accumulation. Products by block are not emulated: their scales change every 128 elements, where they are added."""
     original = direct.matmul
 
-    def matmul(
-        a: Tensor,
-        b: Tensor,
-        inv_scale_a: Tensor,
-        inv_scale_b: Tensor,
-        out_dtype: torch.dtype,
-        *,
-        bias: Tensor | None = None,
-        fast_accumulation: bool,
-        backend: str = "auto",
-    ) -> Tensor:
-        scales = inv_scale_a, inv_scale_b
-        options: dict[str, Any] = {"bias": bias, "fast_accumulation": fast_accumulation, "backend": backend}
-        if scaling_of(a, b, *scales, bias).in_blocks:
-            return original(a, b, *scales, out_dtype, **options)
-        result = emulated_product(a, b, *scales, None if fast_accumulation else PROMOTED_EVERY)
+    def matmul(*operands: Any, bias: Tensor | None = None, fast_accumulation: bool, **options: Any) -> Tensor:
+        *factors, out_dtype = operands
+        if scaling_of(*factors, bias).in_blocks:
+            return original(*operands, bias=bias, fast_accumulation=fast_accumulation, **options)
+        result = emulated_product(*factors, None if fast_accumulation else PROMOTED_EVERY)
         return (result if bias is None else result.add_(bias)).to(out_dtype)
 
     with _multiplied_by(matmul):

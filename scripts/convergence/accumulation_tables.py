@@ -85,17 +85,12 @@ def gradients(data: Results | None) -> str:
         head += [f"all weights as one vector, {place}", f"gradient at the bottom, {place}"]
     rows = []
     for cases in zip(*(point["cases"] for point in points), strict=True):
-        row = [cases[0]["recipe"], _named(cases[0]["fast"])]
+        fast = cases[0]["fast"]
+        row = [cases[0]["recipe"], "none, and all sums in float32" if fast is None else ", ".join(fast) or "none"]
         for case in cases:
             row += [f"{case['overall']:.5f}", f"{case['bottom']:.5f}"]
         rows.append(row)
     return table(head, rows)
-
-
-def _named(fast: Sequence[str] | None) -> str:
-    if fast is None:
-        return "none, and all sums in float32"
-    return ", ".join(fast) or "none"
 
 
 def _percent(share: float) -> str:

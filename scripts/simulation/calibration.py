@@ -33,24 +33,9 @@ class Run:
     field: str
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A run that constants were fitted to: µs per step as measured, and with the fitted constants."""
-
-    path: str
-    ranks: int
-    nodes: int
-    field: str
-    measured_us: float
-    fitted_us: float
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """How well the fitted constants explain the runs. ``notes``: limits of the fit."""
-
-    runs: list[Fitted]
-    notes: list[str]
+Calibration = dict[str, Any]
+"""How well the fitted constants explain the runs, as ``--json`` prints it. "runs": for each its path, ranks, nodes,
+field, and µs per step as measured and fitted. "notes": limits of the fit."""
 
 
 # reading a run ----------------------------------------------------------------------------------------
@@ -182,11 +167,11 @@ def fit(runs: Sequence[Run], algorithm: Algorithm, constants: Constants) -> tupl
     solution = shares @ _least_squares(columns @ shares, (measured - known) / measured)
     source = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
     constants = constants.having(dict(zip(free, map(float, solution))), "fitted", source)
-    fitted = [
-        Fitted(run.path, run.topology.ranks, run.topology.nodes, run.field, run.wait, time)
-        for run, time in zip(runs, _times(runs, parts, constants))
-    ]
-    return constants, Calibration(fitted, _notes(runs, groups))
+    fitted = []
+    for run, time in zip(runs, _times(runs, parts, constants)):
+        place = {"path": run.path, "ranks": run.topology.ranks, "nodes": run.topology.nodes}
+        fitted.append({**place, "field": run.field, "measured_us": run.wait, "fitted_us": time})
+    return constants, {"runs": fitted, "notes": _notes(runs, groups)}
 
 
 def _times(runs: Sequence[Run], parts: Array, constants: Constants) -> list[float]:
