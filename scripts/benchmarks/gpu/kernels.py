@@ -22,7 +22,7 @@ from scripts.results_files import write
 if TYPE_CHECKING:
     from scripts.benchmarks.gpu.lab import Case, Lab, Part
 
-SHARES = (36, 45, 27, 20, 6, 16, 28, 22, 130, 30, 120)
+SHARES = (36, 45, 27, 20, 6, 16, 24, 20, 20, 126, 30, 110)
 """Shares of the time limit, in the order of ``results.PARTS``; with the default limit, these are seconds. Time that a
 part does not use goes to the parts after it."""
 

@@ -38,6 +38,7 @@ PARTS = (
     "crossover",
     "matmul_rowwise",
     "matmul_blockwise",
+    "matmul_mx",
     "sustained",
     "torchao",
     "job",

@@ -38,6 +38,7 @@ GOALS = (
     Goal('GEMM, "auto", tensorwise, as FP8Linear runs it', _SCALED_MM, 1.0, "matmul_tensorwise", "auto"),
     Goal("the same, row-wise", _SCALED_MM, 1.0, "matmul_rowwise", "auto"),
     Goal("the same, block-scaled", _SCALED_MM, 1.0, "matmul_blockwise", "auto"),
+    Goal("the same, MX, on Blackwell", _SCALED_MM, 1.0, "matmul_mx", "auto"),
     Goal("GEMM, Triton, tensorwise", _SCALED_MM, None, "matmul_tensorwise", "triton"),
     Goal("cast + transpose + amax", _COPY, 0.92, "memory", "cast_transpose_amax"),
     Goal("cast only", _COPY, 0.92, "memory", "cast"),
@@ -79,7 +80,7 @@ def matmuls(measured: Sequence[Results]) -> str:
     head = ["device", "scaling", "side", "shapes", "geometric mean", *GEMMS, "lowest", "against bf16"]
     rows = []
     for data in measured:
-        for kind in ("tensorwise", "rowwise", "blockwise"):
+        for kind in ("tensorwise", "rowwise", "blockwise", "mx"):
             figures = data["parts"].get(f"matmul_{kind}", {"figures": {}})["figures"]
             for side, found in figures.items():
                 if side == "refused_by_torch":
