@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
@@ -63,9 +62,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _version(name: str) -> str | None:
-    if importlib.util.find_spec(name) is None:
-        return None
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return None

@@ -99,8 +99,6 @@ class Prepared:
 class Linears:
     """FP8Linear with each recipe against nn.Linear."""
 
-    name = "linears"
-
     def plan(self, lab: Lab) -> list[Planned]:
         """See ``Part``: the layers of Llama 3 8B. The recipe that has a goal in ``tables.GOALS`` comes first."""
         if lab.smoke:
@@ -126,8 +124,6 @@ class Linears:
 class Torchao:
     """FP8Linear and torchao's dynamic scaling (compiled, as torchao recommends) against nn.Linear."""
 
-    name = "torchao"
-
     def plan(self, lab: Lab) -> list[Planned]:
         """Return few layers, because each is compiled."""
         if importlib.util.find_spec("torchao") is None:
@@ -149,8 +145,6 @@ class Torchao:
 
 class Crossover:
     """The number of tokens from which on an eager FP8Linear beats nn.Linear, by width."""
-
-    name = "crossover"
 
     def plan(self, lab: Lab) -> list[Planned]:
         """Return square layers, each with the largest number of tokens that is tried."""

@@ -116,7 +116,6 @@ class Matmuls:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.name = f"matmul_{kind}"
 
     def plan(self, lab: Lab) -> list[Product]:
         """See ``Part``."""

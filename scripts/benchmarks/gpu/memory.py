@@ -78,8 +78,6 @@ class Planned:
 class Memory:
     """Casts, amax and digest."""
 
-    name = "memory"
-
     def plan(self, lab: Lab) -> list[Planned]:
         """Return the kernels of delayed scaling at each size, then the others."""
         sizes, many = (((64, 48, 1), (100, 160, 1)), ((64, 48, 3),)) if lab.smoke else (SIZES, MANY)

@@ -40,26 +40,12 @@ class Ratio(NamedTuple):
     high: float
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Median, 10th and 90th percentile of ``count`` runs, in µs."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    @staticmethod
-    def of(samples: Sequence[float]) -> Timing:
-        """Summarise at least one sample."""
-        ordered = sorted(samples)
-        last = len(ordered) - 1
-        low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
-        return Timing(statistics.median(ordered), low, high, len(ordered))
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the form of the results file."""
-        return {"median_us": self.median, "low_us": self.low, "high_us": self.high, "count": self.count}
+def timing_of(samples: Sequence[float]) -> dict[str, float]:
+    """Summarise at least one sample in µs, in the form of the results file: median, 10th and 90th percentile."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+    return {"median_us": statistics.median(ordered), "low_us": low, "high_us": high, "count": len(ordered)}
 
 
 @dataclass(frozen=True)
@@ -69,8 +55,8 @@ class Comparison:
     samples: Mapping[str, Sequence[float]]
 
     def timings(self) -> dict[str, dict[str, float]]:
-        """Return the ``Timing`` of each action, in the form of the results file."""
-        return {name: Timing.of(samples).as_dict() for name, samples in self.samples.items()}
+        """Return ``timing_of`` each action."""
+        return {name: timing_of(samples) for name, samples in self.samples.items()}
 
     def ratio(self, of: str, to: str) -> Ratio:
         """Return the time of ``of`` over the time of ``to``: the median of the ratios of single rounds, because a drift
@@ -242,11 +228,8 @@ def compare_in_a_row(stopwatch: Stopwatch, actions: Mapping[str, Action], second
     """
 
     def rounds(count: int) -> list[list[float]]:
-        times: list[list[float]] = [[] for _ in actions]
-        for _ in range(count):
-            for action, mine in zip(actions.values(), times):
-                mine.append(_timed(stopwatch, action) / repeats)
-        return times
+        times = [[_timed(stopwatch, action) / repeats for action in actions.values()] for _ in range(count)]
+        return [list(mine) for mine in zip(*times)]
 
     return _settled(stopwatch, actions, seconds, rounds)
 

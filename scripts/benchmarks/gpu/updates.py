@@ -40,8 +40,6 @@ class Planned:
 class Updates:
     """Launch (the snapshot that the collective sends) and commit."""
 
-    name = "update"
-
     def plan(self, lab: Lab) -> list[Planned]:
         """Return a typical size first, then a large one."""
         sizes = ((6, 10),) if lab.smoke else ((1000, 1024), (100_000, 1024))
