@@ -59,9 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             statuses.append(1)
         except KeyboardInterrupt:  # What was measured is in the results.
             return 1
-        if statuses[-1] not in (0, 2):
+        if statuses[-1] == 2:  # There is no GPU.
+            return 2
+        if statuses[-1]:
             print(f"    {name}: not complete (status {statuses[-1]})", flush=True)
-    return 2 if 2 in statuses else int(any(statuses))
+    return int(any(statuses))
 
 
 def _one(options: argparse.Namespace) -> int:

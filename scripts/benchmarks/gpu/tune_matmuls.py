@@ -8,9 +8,8 @@ recipe, and with fast accumulation everywhere. First it times the tiles whose mo
 new rounds, the fastest of them against torch's GEMM. All runs are interleaved, with a cold L2 cache. Only a GEMM that
 is surely faster than torch's gets an entry.
 
-Writes the table after each GEMM, so you can stop it at any time. It keeps entries of an earlier table with the same
-commit and versions, and drops others: a table belongs to one commit. Where the commit is not known, or has changes, it
-keeps the entries of the same run.
+Writes the table after each GEMM, so you can stop it at any time. The table replaces an earlier one: it belongs to one
+run.
 Exit status: 0 success; 1 nothing could be measured; 2 no GPU; 130 interrupted.
 """
 
@@ -109,36 +108,16 @@ def products(options: argparse.Namespace) -> list[Product]:
     return list(planned.values())
 
 
-def kept(path: Path, table: dict[str, Any]) -> list[Entry]:
-    """Return the entries of an earlier table that can stay: same device, commit and versions.
-
-    Drops entries of an unknown commit or a tree with changes, unless the run is the same: the code may have changed.
-    """
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    before: dict[str, Any] = json.loads(text)
-    alike = all(before.get(key) == table[key] for key in ("format", "device", "commit", "versions"))
-    clean = table["commit"] is not None and not table["commit"].endswith(DIRTY)
-    if alike and (clean or (table["run"] is not None and before.get("run") == table["run"])):
-        return list(TileTable.from_json(text).entries)
-    if before["entries"]:
-        of = f"commit {before.get('commit')}, {before.get('versions')}"
-        print(f"tune_matmuls: drops {len(before['entries'])} entries of {of}", file=sys.stderr)
-    return []
-
-
-def write(path: Path, table: dict[str, Any], entries: dict[Key, Entry]) -> None:
+def write(path: Path, table: dict[str, Any], entries: Sequence[Entry]) -> None:
     """Write the table atomically. Raise ValueError if the result could not be read back."""
-    whole = {**table, "entries": [entries[key].described() for key in sorted(entries)]}
+    whole = {**table, "entries": [entry.described() for entry in sorted(entries, key=lambda entry: entry.key)]}
     TileTable.from_json(json.dumps(whole))
     results_files.write(path, whole)
 
 
 def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:
     """Measure each product, and write the table after each. Return torch's time over the best tile's, per product."""
-    entries = {entry.key: entry for entry in kept(out, table)}
-    ratios: list[float] = []
+    entries: dict[Key, Entry] = {}
     planned, end = products(options), time.monotonic() + min(SECONDS, options.seconds)
     for place, product in enumerate(planned):
         left = end - time.monotonic()
@@ -152,12 +131,9 @@ def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwat
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"{product.name:44} {product.scaling.value:12} skipped: {reason}", flush=True)
             continue
-        ratios.append(entry.vs_torch)
-        entries.pop(entry.key, None)
-        if entry.faster:
-            entries[entry.key] = entry
-        write(out, table, entries)
-    return ratios
+        entries[entry.key] = entry
+        write(out, table, [entry for entry in entries.values() if entry.faster])
+    return [entry.vs_torch for entry in entries.values()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all products together, at most 200")
     parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
     results.add_flags(parser)
-    parser.set_defaults(run=None)  # Entries of two runs without an ID do not belong together.
+    parser.set_defaults(run=None)
     options = parser.parse_args(arguments)
     if options.smoke and options.out is None:
         parser.error("--smoke needs --out: its table must not be shipped")
