@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from scripts import results_files
 from scripts.benchmarks.markdown import table
 from tests.silent_bugs.bugs import BUGS
 from tests.silent_bugs.outcomes import ARGUMENT, DEFAULT, NOT_VISIBLE, PROGRAMS, TOOL
 
-__all__ = ["counts", "front", "of_alike", "of_bugs", "of_counts", "parts_of"]
+__all__ = ["counts", "front", "of_alike", "of_bugs", "of_counts"]
 
 Results = dict[str, Any]
-
-
-def parts_of(root: Path) -> Mapping[str, Callable[[], str]]:
-    """Return the parts of the page, from the published results."""
-    results = results_files.load("silent_bugs", root) or {"rows": []}
-    return {
-        "silent-bugs": partial(of_bugs, results),
-        "silent-bugs-afterwards": partial(of_bugs, results, afterwards=True),
-        "silent-counts": partial(of_counts, results),
-        "silent-alike": partial(of_alike, results),
-    }
 
 
 def _rows(results: Results, afterwards: bool) -> list[dict[str, Any]]:
@@ -44,10 +29,9 @@ def counts(results: Results) -> tuple[str, str]:
     return first, second
 
 
-def front(root: Path) -> str:
+def front(results: Results) -> str:
     """Return the cell of README's table."""
-    results = results_files.load("silent_bugs", root)
-    if results is None:
+    if not results["rows"]:
         return "not counted yet"
     default, argument, tool = (_found(_rows(results, False), way) for way in (DEFAULT, ARGUMENT, TOOL))
     ways = f"{default} by default, {argument} with an argument, {tool} by a tool"

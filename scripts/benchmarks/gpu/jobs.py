@@ -6,8 +6,6 @@ There is one rank, so the sync has no collective: its exposed time is that of la
 from __future__ import annotations
 
 import gc
-import resource
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +14,7 @@ import torch
 import fp8dist
 from launch.train_gpt.model import GPT, VOCABULARY
 from scripts.benchmarks.gpu.lab import Case, Lab
-from scripts.benchmarks.gpu.stopwatch import Comparison, timing_of
+from scripts.benchmarks.gpu.stopwatch import Comparison, Stopwatch, timing_of
 from scripts.benchmarks.llama_shapes import RECIPES
 
 BF16 = "bf16"
@@ -61,7 +59,7 @@ class Jobs:
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
         """See ``Part``. "timings": "step", and "sync" (launch and commit) for FP8."""
-        case = trained(planned, SMALL if lab.smoke else LARGE, lab.device)
+        case = trained(planned, SMALL if lab.smoke else LARGE, lab.stopwatch)
         return {"name": planned.name, "recipe": planned.recipe, "mode": planned.mode, **case}
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
@@ -76,14 +74,16 @@ class Jobs:
         }
 
 
-def trained(planned: Planned, size: Size, device: torch.device) -> Case:
+def trained(planned: Planned, size: Size, stopwatch: Stopwatch) -> Case:
     """Train on random bytes, and return the case without its name."""
     torch.manual_seed(0)
+    device = stopwatch.device
     on_gpu = device.type == "cuda"
-    if on_gpu:  # The peak is that of this case.
-        gc.collect()
+    gc.collect()  # Of earlier cases.
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()  # By the stopwatch.
     with device:
         model = GPT(size.layers, size.width, size.heads, size.context).to(torch.bfloat16)
     manager = None if planned.recipe == BF16 else fp8dist.prepare(model, RECIPES[planned.recipe], skip=("lm_head",))
@@ -96,7 +96,7 @@ def trained(planned: Planned, size: Size, device: torch.device) -> Case:
         module = torch.compile(model, fullgraph=True, backend="inductor" if on_gpu else "aot_eager")
     tokens, targets = torch.randint(VOCABULARY, (2, size.batch, size.context), device=device)
     # Only external events can be recorded in a CUDA graph and read outside.
-    marks = [torch.cuda.Event(enable_timing=True, external=True) if on_gpu else _HostMark() for _ in range(2)]
+    marks = [stopwatch.event(external=True) for _ in range(2)]
 
     def step() -> None:
         optimizer.zero_grad()
@@ -112,20 +112,17 @@ def trained(planned: Planned, size: Size, device: torch.device) -> Case:
     run = step
     if planned.mode == "graph":
         run = _captured(step, manager) if on_gpu else step
-    waits = torch.cuda.synchronize if on_gpu else lambda: None
     step_us, sync_us = [], []
     for _ in range(WINDOWS):
-        waits()
-        start = time.perf_counter()
+        start = stopwatch.now()
         for _ in range(STEPS):
             run()
             if manager is not None and planned.mode == "graph":
                 manager.poll()
-        waits()
-        step_us.append(1e6 * (time.perf_counter() - start) / STEPS)
+        step_us.append((stopwatch.now() - start) / STEPS)
         if manager is not None:
             sync_us.append(1e3 * marks[0].elapsed_time(marks[1]))
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated() - held if on_gpu else 0
     timings = {name: timing_of(times) for name, times in (("step", step_us), ("sync", sync_us)) if times}
     return {
         "timings": timings,
@@ -143,14 +140,3 @@ def _captured(step: Callable[[], None], manager: fp8dist.StateManager | None) ->
     with torch.cuda.graph(graph):
         step()
     return graph.replay
-
-
-class _HostMark:
-    """Stands for an event of the device on a CPU: the host's clock."""
-
-    def record(self) -> None:
-        self._at = time.perf_counter()
-
-    def elapsed_time(self, end: _HostMark) -> float:
-        """Return the ms between two marks."""
-        return 1e3 * (end._at - self._at)

@@ -130,7 +130,7 @@ class Stopwatch:
                 actions[which]()
                 marks[which].append((start, self._mark()))
         self.now()
-        return [[self._between(*pair) for pair in pairs] for pairs in marks]
+        return [[1e3 * float(start.elapsed_time(end)) for start, end in pairs] for pairs in marks]
 
     def _get_ahead(self, head_start: float) -> None:
         """Keep the device busy for ``head_start`` µs."""
@@ -138,13 +138,29 @@ class Stopwatch:
     def _flush(self) -> None:
         """Empty the device's cache."""
 
-    def _mark(self) -> Any:
-        """Return a mark of this point on the device."""
-        return self.now()
+    def event(self, external: bool = False) -> Any:
+        """Return an event that can be recorded, and read after the device has passed it. ``external``: also if it is
+        recorded in a CUDA graph."""
+        return _HostEvent(self._clock)
 
-    def _between(self, start: Any, end: Any) -> float:
-        """Return the time between two marks that the device has passed."""
-        return float(end - start)
+    def _mark(self) -> Any:
+        event = self.event()
+        event.record()
+        return event
+
+
+class _HostEvent:
+    """Stands for an event of the device where there is none."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+
+    def record(self) -> None:
+        self._at = self._clock()
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        """Return the ms between two events."""
+        return 1e3 * (end._at - self._at)
 
 
 class CudaStopwatch(Stopwatch):
@@ -170,13 +186,8 @@ class CudaStopwatch(Stopwatch):
         # Reading leaves no dirty cache lines, whose write-back would be timed with the next action.
         self._clean.amax()
 
-    def _mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        return 1e3 * float(start.elapsed_time(end))
+    def event(self, external: bool = False) -> Any:
+        return torch.cuda.Event(enable_timing=True, external=external)
 
     def replay(self, action: Action, repeats: int) -> Action:
         here, apart = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
