@@ -59,6 +59,11 @@ def _as_json(value: Any) -> Any:
     return [_as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
+def about() -> dict[str, Any]:
+    """Return what published results say first."""
+    return {"schema": SCHEMA, "commit": commit_of(), "date": now()}
+
+
 def now() -> str:
     """Return the date and time in UTC."""
     return f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"

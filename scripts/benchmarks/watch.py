@@ -1,15 +1,15 @@
 """The cost of the checks of steps and weights.
 
-Runs the same training step with and without the checks, interleaved, and counts torch operations, Python calls and
-time. "Without" disables the process-wide optimizer hooks and the check that a weight still fits its scale. It uses one
-process and prints Markdown. Run it on an idle machine: ``.venv/bin/python -m scripts.benchmarks.watch``.
+Times the same training step with and without the checks, interleaved. "Without" disables the process-wide optimizer
+hooks and the check that a weight still fits its scale. It uses one process and prints Markdown. Run it on an idle
+machine: ``.venv/bin/python -m scripts.benchmarks.watch``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -21,9 +21,7 @@ from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.weight_notes import WeightNote
 from fp8dist.modules.write_policy import WritePolicy
 from scripts.benchmarks.markdown import table
-from scripts.benchmarks.sync import CountOps
 from scripts.benchmarks.timing import in_turn, medians
-from tests.support.counted import counted_calls
 
 ROUNDS = 15
 """Pairs of steps that are timed."""
@@ -40,13 +38,6 @@ def unchecked() -> Iterator[None]:
         patched(WeightNote, "changed_between_backwards", lambda *_: False),
     ):
         yield
-
-
-def counts(action: Callable[[], object]) -> list[int]:
-    """Return the number of torch operations, and of calls of Python functions."""
-    with CountOps() as counter:
-        action()
-    return [counter.count, counted_calls(action)["call"]]
 
 
 def compare(layers: int, width: int, tokens: int) -> list[str]:
@@ -68,23 +59,18 @@ def compare(layers: int, width: int, tokens: int) -> list[str]:
 
     for _ in range(3):
         step()
-    with_checks = counts(step)
-    with unchecked():
-        step()
-        without = counts(step)
     # Without the notes of the step before, an unchecked one would look like a write to the weights.
     take_notes = manager._cycle.steps.take_notes
     times = in_turn({"checked": step, "unchecked": step_unchecked}, ROUNDS, take_notes)
     ratio = statistics.median(a / b for a, b in zip(times["checked"], times["unchecked"]))
-    found = [f"{mine} ({other})" for mine, other in zip(with_checks, without)]
     ms = "{checked:.1f} ({unchecked:.1f})".format(**medians(times))
-    return [str(layers), str(width), str(tokens), *found, ms, f"{ratio:.3f}"]
+    return [str(layers), str(width), str(tokens), ms, f"{ratio:.3f}"]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     rows = [compare(*size) for size in ((32, 64, 64), (224, 64, 64), (32, 512, 512))]
-    head = ["Linears", "width", "tokens", "torch operations (without)", "Python calls", "ms a step", "ratio"]
+    head = ["Linears", "width", "tokens", "ms a step (without)", "ratio"]
     print(table(head, rows))
 
 

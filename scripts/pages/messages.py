@@ -144,7 +144,10 @@ def errors() -> str:
     Messages that the written tables of the page have are left out.
     """
     written = quoted((ROOT / "docs" / "mistakes.md").read_text(encoding="utf-8"))
-    kinds = [[f"`{name}`", _first_line(error), _INSTEAD[name]] for name, error in public_errors().items()]
+    kinds = []
+    for name, error in public_errors().items():
+        meaning = (inspect.getdoc(error) or "").splitlines()[0].replace("``", "`")
+        kinds.append([f"`{name}`", meaning, _INSTEAD[name]])
     found: dict[str, dict[str, None]] = {group.title: {} for group in GROUPS}
     for path in sorted((ROOT / "fp8dist").rglob("*.py")):
         place = path.relative_to(ROOT / "fp8dist").as_posix()
@@ -159,8 +162,11 @@ def errors() -> str:
     for group in GROUPS:
         lines = "".join(f"{text}\n" for text in found[group.title])
         texts.append(f"### {group.title}\n\n{group.advice}\n\n```text\n{lines}```\n")
-    by_phase = {phase: ", ".join(f"`{call}`" for call in calls) for phase, calls in _calls_by_phase().items()}
-    refused = "".join(f"- {phase}: {calls}\n" for phase, calls in by_phase.items())
+    by_phase: dict[str, list[str]] = {}
+    for call, phases in order._REFUSED.items():
+        for phase in phases:
+            by_phase.setdefault(phase.value, []).append(f"`{call}`")
+    refused = "".join(f"- {phase}: {', '.join(calls)}\n" for phase, calls in by_phase.items())
     texts.append(f"### Calls that a phase refuses\n\nThe message says where to call it instead.\n\n{refused}")
     return "\n".join(texts)
 
@@ -170,14 +176,6 @@ def quoted(page: str) -> list[str]:
     tables = re.findall(r"^\| message has \|.*?\n\n", page, re.M | re.S)
     rows = [line for text in tables for line in text.splitlines()[2:]]
     return [text for line in rows for _, text in re.findall(r"^\| (`+) ?(.+?) ?\1", line)]
-
-
-def _calls_by_phase() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for call, phases in order._REFUSED.items():
-        for phase in phases:
-            found.setdefault(phase.value, []).append(call)
-    return found
 
 
 def shortened(text: str) -> str:
@@ -193,10 +191,6 @@ def shortened(text: str) -> str:
         first += f" {clause.strip()}"
     words = first.rstrip(":;., ").split()
     return re.sub(rf"( {PLACE})+$", "", " ".join(words if len(words) <= 6 else words[:5]))
-
-
-def _first_line(error: type[Exception]) -> str:
-    return (inspect.getdoc(error) or "").splitlines()[0].replace("``", "`")
 
 
 def messages_in(path: Path, place: str) -> Iterator[tuple[str, str]]:

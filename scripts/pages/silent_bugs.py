@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from scripts.benchmarks.markdown import table
@@ -42,22 +43,27 @@ def front(results: Results) -> str:
 def of_counts(results: Results) -> str:
     """Return the table of what is found, by whether ranks differ."""
     rows = []
-    for of, afterwards in (("the forty", False), ("the ten", True)):
-        for text, alike in (("ranks differ", False), ("alike on all ranks", True)):
-            some = [row for row in _rows(results, afterwards) if PROGRAMS[row["name"]].alike == alike]
-            ways = [_found(some, way) for way in (DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE)]
-            rows.append([f"{of}: {text}", str(len(some)), *map(str, ways)])
+    for of, alike, some in _groups(results):
+        ways = [_found(some, way) for way in (DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE)]
+        rows.append([f"{of}: {'alike on all ranks' if alike else 'ranks differ'}", str(len(some)), *map(str, ways)])
     return table(["", "bugs", DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE], rows)
 
 
 def of_alike(results: Results) -> str:
     """Return the table of what sees the bugs that are alike on all ranks."""
     rows = []
-    for of, afterwards in (("the forty", False), ("the ten", True)):
-        some = [row for row in _rows(results, afterwards) if PROGRAMS[row["name"]].alike]
-        counted = Counter(map(_seen_by, some))
-        rows.append([of, str(len(some)), *(str(counted[way]) for way in _SEEN_BY)])
+    for of, alike, some in _groups(results):
+        if alike:
+            counted = Counter(map(_seen_by, some))
+            rows.append([of, str(len(some)), *(str(counted[way]) for way in _SEEN_BY)])
     return table(["", "alike on all ranks", *_SEEN_BY], rows)
+
+
+def _groups(results: Results) -> Iterator[tuple[str, bool, list[dict[str, Any]]]]:
+    """Yield (list, whether the bug is alike on all ranks, the rows of these bugs)."""
+    for of, afterwards in (("the forty", False), ("the ten", True)):
+        for alike in (False, True):
+            yield of, alike, [row for row in _rows(results, afterwards) if PROGRAMS[row["name"]].alike == alike]
 
 
 def _seen_by(row: Results) -> str:

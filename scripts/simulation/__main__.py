@@ -231,22 +231,18 @@ def _plot(path: str, job: Job, last: Topology, title: str) -> None:
     sizes = [n for n in doubled if n < last.ranks and (n <= per_node or n % per_node == 0)]
     ranks = [*sizes, last.ranks]
     costs = [job.costs(Topology(n, per_node, last.shared_cores)) for n in ranks]
-    figure = Figure(figsize=(7.5, 7.5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
     for of_way, (color, marker, line) in zip(zip(*costs), STYLES):
         style = {"color": color, "marker": marker, "linestyle": line, "label": of_way[0].way, "markersize": 4}
-        above.plot(ranks, [cost.wait_mean / 1e3 for cost in of_way], **style)
-        below.plot(ranks, [100 * cost.share for cost in of_way], **style)
-    above.set_ylabel("waiting per step, ms")
-    below.set_ylabel("share of the step, %")
-    below.set_xlabel("ranks")
-    for axes in (above, below):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("symlog", linthresh=1e-3)
-        axes.set_ylim(0, 2 * max(axes.dataLim.y1, 1e-3))
-        axes.grid(alpha=0.3)
-    below.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    above.legend(frameon=False)
+        axes.plot(ranks, [cost.wait_mean / 1e3 for cost in of_way], **style)
+    axes.set(ylabel="waiting per step, ms", xlabel="ranks")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", linthresh=1e-3)
+    axes.set_ylim(0, 2 * max(axes.dataLim.y1, 1e-3))
+    axes.grid(alpha=0.3)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(frameon=False)
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=150)

@@ -111,7 +111,7 @@ def trained(planned: Planned, size: Size, stopwatch: Stopwatch) -> Case:
         step()
     run = step
     if planned.mode == "graph":
-        run = _captured(step, manager) if on_gpu else step
+        run = captured(step, manager) if on_gpu else step
     step_us, sync_us = [], []
     for _ in range(WINDOWS):
         start = stopwatch.now()
@@ -133,7 +133,8 @@ def trained(planned: Planned, size: Size, stopwatch: Stopwatch) -> Case:
     }
 
 
-def _captured(step: Callable[[], None], manager: fp8dist.StateManager | None) -> Callable[[], None]:
+def captured(step: Callable[[], None], manager: fp8dist.StateManager | None) -> Callable[[], None]:
+    """Return a call that replays a step in a CUDA graph. Each replay needs a ``manager.poll`` after it."""
     if manager is not None:
         manager.poll()
     graph = torch.cuda.CUDAGraph()

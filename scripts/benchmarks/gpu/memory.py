@@ -35,12 +35,14 @@ from fp8dist_kernels.reference.content import ContentDigest
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.triton import blocks, casts, magnitude
 from scripts.benchmarks.gpu.lab import Case, Lab, by_field, poison, same_bits
-from scripts.benchmarks.gpu.stopwatch import Action, compare, issue_time
+from scripts.benchmarks.gpu.stopwatch import Action, compare
 
 OURS, COPY, READ = "fp8dist", "copy", "read by torch"
 READ_ONLY = ("amax", "digest")
-KERNELS = ("cast_transpose_amax", "amax", "cast", "digest", "cast_1x128", "cast_128x128", "cast_rowwise")
-BYTES = dict(zip(KERNELS, (4, 2, 3, 2, 4, 4, 6)))
+BYTES = MappingProxyType(
+    {"cast_transpose_amax": 4, "amax": 2, "cast": 3, "digest": 2, "cast_1x128": 4, "cast_128x128": 4, "cast_rowwise": 6}
+)
+KERNELS = tuple(BYTES)
 EVERYWHERE = 3
 """The first EVERYWHERE kernels are measured at each size."""
 SIZES = ((8192, 14336, 1), (16384, 4096, 1), (8192, 4096, 1), (32768, 28672, 1))
@@ -94,7 +96,7 @@ class Memory:
         actions: dict[str, Action] = {OURS: action, case["reference"]: reference}
         # As at the beginning of a step: once the amax is recorded, the kernel skips the recording.
         before = functools.partial(pending.fill_, DID_NOT_RUN)
-        comparison = compare(lab.stopwatch, actions, lab.seconds, issue_time(lab.stopwatch, action), before)
+        comparison = compare(lab.stopwatch, actions, lab.seconds, before)
         case["timings"] = comparison.timings()
         case["ratios"] = {OURS: comparison.ratio(case["reference"], OURS)}
         case["gb_per_s"] = {s: planned.moved / 1e3 / t["median_us"] for s, t in case["timings"].items()}

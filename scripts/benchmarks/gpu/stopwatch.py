@@ -50,9 +50,11 @@ def timing_of(samples: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Interleaved runs of several actions. ``samples``: µs of each action, round by round."""
+    """Interleaved runs of several actions. ``samples``: µs of each action, round by round. ``issue_us``: what the host
+    takes to issue the slowest of them."""
 
     samples: Mapping[str, Sequence[float]]
+    issue_us: float = 0.0
 
     def timings(self) -> dict[str, dict[str, float]]:
         """Return ``timing_of`` each action."""
@@ -217,19 +219,19 @@ def stopwatch_of(device: torch.device) -> Stopwatch:
 
 
 def compare(
-    stopwatch: Stopwatch,
-    actions: Mapping[str, Action],
-    seconds: float,
-    head_start: float = 0.0,
-    before: Action | None = None,
+    stopwatch: Stopwatch, actions: Mapping[str, Action], seconds: float, before: Action | None = None
 ) -> Comparison:
     """Run rounds with a cold cache until the ratios are settled, ``MOST`` are done, or ``seconds`` are over.
 
-    Two rounds that do not count come first, then at least ``FEWEST``. ``head_start``, ``before``: see
-    ``Stopwatch.rounds``.
+    Two rounds that do not count come first, then at least ``FEWEST``. The host gets ahead of the device by the time
+    that it takes to issue an action. ``before``: see ``Stopwatch.rounds``.
     """
     todo = list(actions.values())
-    return _settled(stopwatch, actions, seconds, lambda count: stopwatch.rounds(todo, count, head_start, before))
+    for action in todo:
+        action()  # Compiles.
+    ahead = max(issue_time(stopwatch, action) for action in todo)
+    found = _settled(stopwatch, actions, seconds, lambda count: stopwatch.rounds(todo, count, ahead, before))
+    return Comparison(found.samples, ahead)
 
 
 def compare_in_a_row(stopwatch: Stopwatch, actions: Mapping[str, Action], seconds: float, repeats: int) -> Comparison:

@@ -10,7 +10,7 @@ import torch
 
 from scripts.benchmarks.gpu.lab import Case, Lab
 from scripts.benchmarks.gpu.matmuls import AUTO, BF16, SMOKE, Operands, ours
-from scripts.benchmarks.gpu.stopwatch import FEWEST, Action, Comparison, compare, issue_time, sustained, timing_of
+from scripts.benchmarks.gpu.stopwatch import FEWEST, Action, Comparison, compare, sustained, timing_of
 from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Product, products_of
 
 SECONDS = 30.0
@@ -52,8 +52,7 @@ class Sustained:
         a, b = (torch.randn(one.shape, dtype=torch.bfloat16, device=lab.device) for one in (operands.a, operands.b))
         plain = functools.partial(torch.matmul, a, b.t())
         sides: dict[str, Action] = {AUTO: ours(product, operands, AUTO), BF16: plain}
-        head_start = max(issue_time(lab.stopwatch, action) for action in sides.values())
-        comparison = compare(lab.stopwatch, sides, lab.seconds / 4, head_start)
+        comparison = compare(lab.stopwatch, sides, lab.seconds / 4)
         side = BF16 if planned.kind == BF16 else AUTO
         seconds = 0.0 if lab.smoke else min(SECONDS, lab.share - OTHERS)
         windows = sustained(lab.stopwatch, sides[side], seconds)

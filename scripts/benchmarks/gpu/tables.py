@@ -71,7 +71,13 @@ def goals(measured: Sequence[Results]) -> str:
 
 def machines(measured: Sequence[Results]) -> str:
     """Return the table of devices, versions, dates and test counts."""
-    rows = [_machine(data) for data in measured]
+    names = (("Python", "python"), ("torch", "torch"), ("Triton", "triton"), ("torchao", "torchao"))
+    rows = []
+    for data in measured:
+        device, versions, tests = data["device"], data["versions"], data["tests"]
+        said = ", ".join(f"{name} {versions[key]}" for name, key in names if versions.get(key))
+        row = [device["name"], str(device["driver"] or "-"), said, _commit(data), data["date"][:10]]
+        rows.append([*row, _tests(tests) if tests else NOT_YET])
     return _table(["device", "driver", "versions", "commit", "date", "tests on it"], rows)
 
 
@@ -200,7 +206,8 @@ def _reached(goal: Goal, data: Results) -> str:
         return NOT_YET
     figure = part["figures"].get(goal.figure)
     if figure is None:
-        return _why_not(part)
+        reason = part["problem"] or part["figures"].get("refused_by_torch")
+        return f"no figure: {reason}" if reason else NOT_YET
     text = _ratio(figure["geomean"])
     if goal.least is not None:
         text = f"{verdict(figure['geomean'], goal.least)}: {text}"
@@ -213,24 +220,6 @@ def _reached(goal: Goal, data: Results) -> str:
 
 def _commit(of: Results) -> str:
     return f"{of['commit'][:10]}{' and changes' if of['dirty'] else ''}" if of["commit"] else "not known"
-
-
-def _why_not(part: Results) -> str:
-    reason = part["problem"] or part["figures"].get("refused_by_torch")
-    return f"no figure: {reason}" if reason else NOT_YET
-
-
-def _machine(data: Results) -> list[str]:
-    device, versions, tests = data["device"], data["versions"], data["tests"]
-    names = (("Python", "python"), ("torch", "torch"), ("Triton", "triton"), ("torchao", "torchao"))
-    return [
-        device["name"],
-        str(device["driver"] or "-"),
-        ", ".join(f"{name} {versions[key]}" for name, key in names if versions.get(key)),
-        _commit(data),
-        data["date"][:10],
-        _tests(tests) if tests else NOT_YET,
-    ]
 
 
 def _tests(tests: Results) -> str:
