@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8dist.checks.computations import Factors, factors_of, linear_computations, product_computations
+from fp8dist.checks.computations import Factors, casts_and_products, factors_of
 from fp8dist.checks.known_calls import GroupedProductOf, ProductOf
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
@@ -80,12 +80,12 @@ def _products_of(
         if isinstance(module, FP8Linear):
             shape = [_cut(size) for size in factors.shape]
             for tokens in TOKENS:
-                for each in linear_computations(shape, *how, tokens, slots.job.gathers, fuses(module)):
+                for each in casts_and_products(shape, *how, tokens, slots.job.gathers, fuses(module)):
                     if isinstance(each, ProductOf):
                         yield each._replace(exact=True)
         else:
             experts, *sizes = factors.shape
-            found = product_computations((min(experts, _MOST_EXPERTS), *map(_cut, sizes)), *how)
+            found = casts_and_products((min(experts, _MOST_EXPERTS), *map(_cut, sizes)), *how)
             yield from (each for each in found if isinstance(each, GroupedProductOf))
 
 

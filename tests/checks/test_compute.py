@@ -13,7 +13,7 @@ from torch import nn
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8dist.checks import computations
-from fp8dist.checks.computations import ComputedContent, computations_of, linear_computations
+from fp8dist.checks.computations import ComputedContent, casts_and_products, computations_of
 from fp8dist.checks.contents import Digester
 from fp8dist.checks.known_calls import ProductOf
 from fp8dist.checks.likeness import likeness
@@ -37,7 +37,7 @@ RECIPES = {
 
 def _results(recipe: Recipe, backend: str) -> dict[str, dict[str, torch.Tensor]]:
     """Return all results of a Linear [48, 32] by the first words of their names."""
-    found = linear_computations((OUT, IN), recipe, torch.bfloat16, torch.float32, True, False, backend)
+    found = casts_and_products((OUT, IN), recipe, torch.bfloat16, torch.float32, True, False, backend)
     content = ComputedContent(found, CPU)
     content.digests(Digester())
     named = [" ".join(key.name.split()[: 3 if key.name.startswith("cast") else 1]) for key in content.keys]
@@ -74,7 +74,7 @@ def test_a_plain_program_gets_the_same_product_and_digest() -> None:
     """fprop with one scale per tensor: FP8 bytes, inverse scales and bias from their definitions."""
     (fprop,) = (
         one
-        for one in linear_computations((OUT, IN), DelayedScaling(), torch.float32, torch.float32, True)
+        for one in casts_and_products((OUT, IN), DelayedScaling(), torch.float32, torch.float32, True)
         if isinstance(one, ProductOf) and one.gemm == "fprop"
     )
     content = ComputedContent([fprop], CPU)
@@ -209,14 +209,14 @@ def test_names_tell_all_computations_apart() -> None:
         for transposed in (False, True)
         for backend in ("reference", "triton")
         for how in ({}, {"sideways": True}, {"into": True})
-        for one in linear_computations((48, 32), recipe, dtype, torch.float32, bias, transposed, backend, **how)
+        for one in casts_and_products((48, 32), recipe, dtype, torch.float32, bias, transposed, backend, **how)
     }
     assert len({one.name(CPU) for one in found}) == len(found)
 
 
 def test_a_wgrad_into_a_buffer_is_that_product() -> None:
     how = (OUT, IN), DelayedScaling(), torch.bfloat16, torch.float32
-    plain, fused = (linear_computations(*how, backend="triton", into=into)[-1] for into in (False, True))
+    plain, fused = (casts_and_products(*how, backend="triton", into=into)[-1] for into in (False, True))
     assert plain.name(CPU).replace(" float32,", " float32, into a buffer,") == fused.name(CPU)
     assert torch.equal(plain.prepared(CPU)()[""], fused.prepared(CPU)()[""])
 

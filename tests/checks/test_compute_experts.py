@@ -14,7 +14,7 @@ from torch import Tensor
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from fp8dist.checks import computations
-from fp8dist.checks.computations import computations_of, product_computations
+from fp8dist.checks.computations import casts_and_products, computations_of
 from fp8dist.checks.known_calls import TOKENS, GroupedProductOf, ends_of
 from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.reference.operands import inverse_scales, operand
@@ -35,7 +35,7 @@ RECIPES = {
 
 
 def _results(name: str, backend: str) -> dict[str, dict[str, Tensor]]:
-    found = product_computations((EXPERTS, OUT, IN), RECIPES[name], torch.bfloat16, torch.float32, True, False, backend)
+    found = casts_and_products((EXPERTS, OUT, IN), RECIPES[name], torch.bfloat16, torch.float32, True, False, backend)
     return {one.name(CPU).rpartition(", ")[0]: one.prepared(CPU)() for one in found}
 
 
@@ -140,7 +140,7 @@ def test_a_faulty_rank_is_named() -> None:
 
 def test_gemms_in_high_precision_are_left_out() -> None:
     recipe = RowwiseScaling(high_precision=("fprop", "wgrad"))
-    found = product_computations((EXPERTS, OUT, IN), recipe, torch.float32, torch.float32)
+    found = casts_and_products((EXPERTS, OUT, IN), recipe, torch.float32, torch.float32)
     names = [one.name(CPU) for one in found]
     assert [name.partition("x")[0].rpartition(" ")[0] for name in names] == [
         "grouped cast of weight",
