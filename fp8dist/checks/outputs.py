@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -57,20 +56,6 @@ class Taken(NamedTuple):
     digests: Tensor
     nonfinite: Tensor
     marks: tuple[Any, ...]
-
-    def message(self) -> tuple[str, Tensor, Tensor]:
-        """Return the places as JSON, the digests and the flags, to send to another rank. Without the marks."""
-        return json.dumps(self.places), self.digests, self.nonfinite
-
-    @classmethod
-    def of_message(cls, message: tuple[str, Tensor, Tensor]) -> Taken:
-        """Return what ``message`` was made from, without marks."""
-        text, digests, nonfinite = message
-        listed = json.loads(text)
-        places = [
-            Place(module, what, call, part, tuple(shape), kind) for module, what, call, part, shape, kind in listed
-        ]
-        return cls(tuple(places), digests, nonfinite, ())
 
     @property
     def first_nonfinite(self) -> int | None:
