@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -108,8 +107,8 @@ def compare_values(
             if distinct and _ABSENT not in texts.values():
                 sides = [side for side in sides_of(texts) if len(side) > 1]
                 found += [Finding(0, DUPLICATE, name, of, None, detail=texts[of[0]], sides=(of,)) for of in sides]
-            elif len(set(texts.values())) > 1:
-                found += [replace(one, name=name) for one in findings_of_values("value", texts)]
+            else:
+                found += findings_of_values("value", texts, name=name)
         findings = from_senders(found, [sender for sender, _, _ in gathered.values()])
         report = DivergenceReport(tuple(findings), compared={"value": len(mine)})
         save_evidence(report, report_dir(), lambda finding: None)
