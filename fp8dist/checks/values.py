@@ -160,8 +160,8 @@ def _of_tensor(name: str, tensor: Tensor) -> str:
         content = TensorContent("value", [NamedTensor("", local)])
         if local.numel() == 1:
             return f"{content.keys[0].dtype}{list(local.shape)} {local.item()!r}"
-        first, second = content.digests(Digester())[0].tolist()
+        digest = content.digests(Digester())[0].numpy().astype(">i8").tobytes().hex()
     except Exception as error:
         raise ConfigurationError(f"{name}: cannot read this tensor: {error}") from error
     key = content.keys[0]
-    return f"{key.dtype}{list(key.shape)} of digest {first & (1 << 64) - 1:016x}{second & (1 << 64) - 1:016x}"
+    return f"{key.dtype}{list(key.shape)} of digest {digest}"
