@@ -32,7 +32,7 @@ from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.taps import tap_on
 
-__all__ = ["KIND", "Audits", "audits_of", "judge"]
+__all__ = ["Audits", "audits_of", "judge"]
 
 KIND = "audit"
 """The ``kind`` of the findings of audits, and of the compared works in a report."""

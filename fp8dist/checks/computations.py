@@ -23,14 +23,7 @@ from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
-__all__ = [
-    "KIND",
-    "ComputedContent",
-    "Factors",
-    "casts_and_products",
-    "computations_of",
-    "factors_of",
-]
+__all__ = ["KIND", "ComputedContent", "Factors", "casts_and_products", "computations_of", "factors_of"]
 
 KIND = "computation"
 """Kind of the results that are compared, and of findings about them."""

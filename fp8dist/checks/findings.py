@@ -18,7 +18,6 @@ from fp8dist.checks.report import Sender, sides_of, split
 from fp8dist.common.divergence import MORE, Finding
 
 __all__ = [
-    "MAX_SIDES",
     "Differing",
     "Seen",
     "explained",

@@ -26,7 +26,7 @@ from fp8dist.state.groups import SyncGroup
 from fp8dist.state.received import Received
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 
-__all__ = ["Localisation", "findings_of_gradients", "localise"]
+__all__ = ["findings_of_gradients", "localise"]
 
 _ARRAYS = ("scale", "inv_scale")
 """Rows of the scales that a rank sends."""

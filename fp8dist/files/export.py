@@ -48,7 +48,7 @@ from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Export", "ExportedTensor", "config_of", "export_of", "listed", "write_folder"]
+__all__ = ["Export", "config_of", "export_of", "listed", "write_folder"]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fp8dist.files.entries import STATE, Source
 from fp8dist.files.failures import one_line
 from fp8dist.state.slots import Slot
 
-__all__ = ["Inspection", "inspect_source"]
+__all__ = ["inspect_source"]
 
 _SLOT_COLUMNS = ("slot", "scale", "amax", "window max", "cold", "taken", "non-finite", "saturated")
 
