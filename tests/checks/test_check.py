@@ -170,13 +170,12 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(four_ranks: RankPool, s
 @pytest.mark.parametrize(("word", "kind", "odd"), [(0, "manifest", 0), (1, "step", 3)])
 @on_ranks(4)
 def test_a_damaged_manifest_or_step_word_is_named(word: int, kind: str, odd: int) -> None:
-    model, manager = prepared()
+    _model, manager = prepared()
     words = manager._syncs[0].arena.words
     if dist.get_rank() == odd:
         words[word] ^= 4
     with captured_log():
         report = manager.check(policy="warn")
-    assert model is not None
     others = tuple(r for r in range(4) if r != odd)
     expected = [(kind, kind, (odd,), others[0], (others, (odd,)))]
     assert [(f.kind, f.name, f.ranks, f.reference_rank, f.sides) for f in report.findings] == expected

@@ -178,7 +178,6 @@ def _hidden_behind_others() -> Any:
     manager.on_event(lambda event: reports.append(event.report))  # type: ignore[arg-type]
     with captured_log():
         manager.step()
-    assert model is not None
     return [(f.ranks, f.reference_rank) for f in reports[0].findings if f.name == "m30:input"]
 
 

@@ -116,7 +116,6 @@ def _syncs(ranks: list[int]) -> Any:
         with captured_log() as log:
             manager.step()
         logged.append([text for _, text in log])
-    assert model is not None
     return logged, [(f.step, f.kind, f.name, f.ranks) for f in findings]
 
 
@@ -159,7 +158,7 @@ def test_a_check_without_a_manager_logs_tables(two_ranks: RankPool) -> None:
 def _with_two_managers() -> Any:
     """Two prepared models, and a copy of one: each manager remembers what it has logged itself."""
     first, manager = _model()
-    second, other = _model()
+    _second, other = _model()
     for each in (manager, other):
         _damage(each, 1)
     with captured_log() as log:
@@ -169,7 +168,6 @@ def _with_two_managers() -> Any:
         fp8dist.check(first, step=9, policy="warn")
         fp8dist.check(copy.deepcopy(first.module), group=dist.group.WORLD, step=9, policy="warn")
     lines = [text.split("\n")[0] for _, text in log]
-    assert second is not None
     return lines
 
 
@@ -194,7 +192,6 @@ def _many() -> Any:
         with captured_log() as log:
             fp8dist.check(holder, group=dist.group.WORLD, policy="warn")
         texts.append([text for _, text in log])
-    assert manager is not None
     return texts
 
 

@@ -67,14 +67,13 @@ def _computed(manager: StateManager, **arguments: Any) -> DivergenceReport:
 
 def _everywhere(recipe: str, odd: tuple[int, ...], likeness: dict[int, str] | None = None) -> list[Any]:
     """Plant a wrong bit into each computation in turn. Return (place, findings, its text, what was skipped)."""
-    model, manager = _attached(recipe)
+    _model, manager = _attached(recipe)
     found = []
     with captured_log(), _pretended(likeness):
         assert not _computed(manager).diverged
         for i, place in enumerate(PLACES):
             with _faulty(RECIPES[recipe], place, _byte(i, place, recipe), i % 3, odd):
                 report = _computed(manager, policy="warn")
-            assert model is not None
             found.append((place, report.findings, str(report), report.skipped))
         assert not _computed(manager).diverged
     return found

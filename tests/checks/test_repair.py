@@ -130,7 +130,7 @@ def _slots(policy: str = "warn") -> tuple[nn.Module, StateManager]:
 @on_ranks(3)
 def test_whole_slots_are_repaired() -> None:
     odd = 1
-    model, manager = _slots()
+    _model, manager = _slots()
     healthy = state_bits(manager)
     arena = manager._syncs[0].arena
     if dist.get_rank() == odd:
@@ -154,12 +154,11 @@ def test_whole_slots_are_repaired() -> None:
         manager.slot(name, "input").record(torch.tensor([0.5 + i]))
     manager.step()
     same_on_all_ranks((bits(arena.block_max), state_bits(manager)))
-    assert model is not None
 
 
 def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
     """Policy "repair" in a running job: the sync finds the scale, and the check repairs other damage with it."""
-    model, manager = _slots(policy="repair")
+    _model, manager = _slots(policy="repair")
     events: list[Any] = []
     manager.on_event(lambda event: events.append(event.report))
     if dist.get_rank() == odd:
@@ -173,7 +172,6 @@ def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
                 manager.slot(name, "input").record(torch.tensor([2.0 + step]))
             manager.step()
         report = manager.check(policy="warn")
-    assert model is not None
     return state_bits(manager), [r.repaired for r in events], report.consistent, len(log)
 
 

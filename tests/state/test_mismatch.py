@@ -295,7 +295,7 @@ STEPS = 10
 
 def _damaged_run(kind: str, update: str, policy: str, odd: int, skipped: tuple[str, str] | None) -> dict[str, Any]:
     """Run ten steps; before the fourth, damage rank ``odd``. ``skipped``: does not run in step 4."""
-    model, manager = _manager(update, policy)
+    _model, manager = _manager(update, policy)
     errors: list[Any] = []
     events: list[Any] = []
     manager.on_event(lambda event: events.append((event.kind, event.step, event.report)))
@@ -318,7 +318,6 @@ def _damaged_run(kind: str, update: str, policy: str, odd: int, skipped: tuple[s
         except DivergenceError as error:
             errors.append((step, error.report, str(error)))
         states.append(state_of(manager))
-    assert model is not None
     return {"errors": errors, "states": states, "saved": saved, "events": events, "steps": manager.steps}
 
 
@@ -443,7 +442,7 @@ def test_many_damaged_slots_are_all_named() -> None:
 
 
 def _one_step_ahead(update: str, policy: str, odd: int) -> dict[str, Any]:
-    model, manager = _manager(update, policy)
+    _model, manager = _manager(update, policy)
     early: dict[str, Any] = {}
     for step in range(4):
         early = manager.state_dict()
@@ -463,7 +462,6 @@ def _one_step_ahead(update: str, policy: str, odd: int) -> dict[str, Any]:
         except DivergenceError as error:
             errors.append((step, error.report))
         states.append(state_of(manager))
-    assert model is not None
     reports = [report for kind, report in events if kind == "diverged"]
     return {"before": before, "states": states, "reports": reports, "errors": errors, "steps": manager.steps}
 
@@ -500,7 +498,7 @@ def test_a_rank_one_step_ahead(three_ranks: RankPool, update: str, policy: str, 
 @on_ranks(3)
 def test_a_manifest_word_that_differs_masks_the_commit() -> None:
     """Damage the word in rank 1's memory, which cannot happen through the API."""
-    model, manager = _manager("same_step", "raise")
+    _model, manager = _manager("same_step", "raise")
     _record(manager, 0)
     manager.step()
     before = state_of(manager)
@@ -517,12 +515,11 @@ def test_a_manifest_word_that_differs_masks_the_commit() -> None:
     _record(manager, 2)
     manager.step()
     same_on_all_ranks(state_of(manager))
-    assert model is not None
 
 
 @on_ranks(3)
 def test_nothing_is_reported_of_healthy_ranks() -> None:
-    model, manager = _manager("next_step", "raise")
+    _model, manager = _manager("next_step", "raise")
     events: list[Any] = []
     manager.on_event(events.append)
     for step in range(4):
@@ -530,7 +527,6 @@ def test_nothing_is_reported_of_healthy_ranks() -> None:
         with counted_collectives() as calls:
             manager.step()
         assert calls.names == ["all_reduce"]
-    assert model is not None
     assert events == []
 
 
