@@ -184,7 +184,7 @@ def _many() -> Any:
     """Of a model with 40 parameters, all differ; later all but one."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(40)])
     holder = nn.ModuleList([nn.Linear(2, 2), model])
-    manager = fp8dist.prepare(holder, DelayedScaling(history_len=2), group=dist.group.WORLD)
+    fp8dist.prepare(holder, DelayedScaling(history_len=2), group=dist.group.WORLD)
     texts = []
     for value in (1.0, 1.0, 0.0):
         for parameter in model:

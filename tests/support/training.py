@@ -53,8 +53,11 @@ def batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(8, 16, generator=generator)
 
 
+_SGD = partial(torch.optim.SGD, lr=0.01)
+
+
 class SmallJob:
-    """A net that is prepared with the group of all ranks, in DDP unless ``ddp`` is False, and attached with its optimizer.
+    """A net that is prepared with the group of all ranks, in DDP unless ``ddp`` is False, and attached.
 
     Args:
         attach: arguments of ``attach`` beside the optimizer.
@@ -66,7 +69,7 @@ class SmallJob:
         recipe: Any = None,
         net: nn.Module | None = None,
         ddp: bool = True,
-        optimizer: Callable[..., Any] = partial(torch.optim.SGD, lr=0.01),
+        optimizer: Callable[..., Any] = _SGD,
         attach: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
