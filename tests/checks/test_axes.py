@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.large_world import AXES, mesh_of, world
 from tests.support.large_world import SIZE as MANY
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 SIZE = pytest.mark.parametrize("size", [2, 4])
 
@@ -92,32 +93,32 @@ def test_without_axes_nothing_is_compared_and_the_report_says_so(two_ranks: Rank
 # What is no copy --------------------------------------------------------------------------------------
 
 
-def _zero_shards(distinct: str | tuple[str, ...]) -> str:
+@pytest.mark.parametrize("distinct", ["qkv.bias", ("none.*", "*.bi?s"), ()])
+@on_ranks(2)
+def test_a_shard_that_starts_as_zeros_is_distinct_or_reported_with_what_to_pass(distinct: Any) -> None:
     model = ByHand(dist.group.WORLD, bias_shard=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     axes = fp8dist.Axes({"tp": dist.group.WORLD}, distinct=distinct)
-    with captured_log(logging.WARNING) as log:
-        try:
-            for step in range(3):
-                report = fp8dist.check(model, axes=axes, step=step)
-                _step(model, optimizer, step)
-        except DivergenceError as error:
-            return f"{_found(error)} {' '.join(str(error).split())}"
-    return "; ".join([str(report.compared), *(text for _, text in log)])
 
+    def train() -> Any:
+        for step in range(3):
+            report = fp8dist.check(model, axes=axes, step=step)
+            _step(model, optimizer, step)
+        return report.compared
 
-@pytest.mark.parametrize("distinct", ["qkv.bias", ("none.*", "*.bi?s")])
-def test_a_shard_that_starts_as_zeros_is_distinct(two_ranks: RankPool, distinct: str | tuple[str, ...]) -> None:
-    compared = 9 if isinstance(distinct, str) else 6  # The second leaves out all biases of modules.
-    first, second = two_ranks.run(_zero_shards, distinct)
-    assert second == f"{{'parameter': {compared}}}"
-    assert first == second + ("" if compared == 9 else "; fp8dist: axis tp: distinct=none.* matches no parameter")
-
-
-def test_a_shard_that_starts_equal_is_reported_with_what_to_pass(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_zero_shards, ()):
-        assert text.startswith("[('parameter', 'qkv.bias', 1)]")
-        assert "pass axes=fp8dist.Axes(…, distinct='qkv.bias')" in text
+    with captured_log() as log:
+        if not distinct:
+            with pytest.raises(DivergenceError) as caught:
+                train()
+            assert _found(caught.value) == [("parameter", "qkv.bias", 1)]
+            text = " ".join(str(caught.value).split())
+            assert "pass axes=fp8dist.Axes(…, distinct='qkv.bias')" in text
+            return
+        # The second leaves out all biases of modules.
+        assert train() == {"parameter": 9 if isinstance(distinct, str) else 6}
+    unmatched = ["fp8dist: axis tp: distinct=none.* matches no parameter"]
+    told = isinstance(distinct, tuple) and dist.get_rank() == 0
+    assert [text for _, text in log] == (unmatched if told else [])
 
 
 def _parted(later: bool) -> Any:
@@ -221,16 +222,12 @@ def test_stages_have_norms_of_their_own(four_ranks: RankPool) -> None:
         four_ranks.run(_tied, None, False)
 
 
-def _misnamed() -> str:
-    model = _Stage()
-    with pytest.raises(ConfigurationError) as caught:
-        fp8dist.check(model, axes=fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embedding.weight": "head.weight"}))
-    return str(caught.value)
-
-
-def test_copies_that_no_rank_holds_are_an_error(two_ranks: RankPool) -> None:
-    expected = "copies={'embedding.weight': 'head.weight'}: no axis (pp) has ranks that hold both names"
-    assert all(expected in text for text in two_ranks.run(_misnamed))
+@on_ranks(2)
+def test_copies_that_no_rank_holds_are_an_error() -> None:
+    axes = fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embedding.weight": "head.weight"})
+    text = r"copies=\{'embedding\.weight': 'head\.weight'\}: no axis \(pp\) has ranks that hold both names"
+    with pytest.raises(ConfigurationError, match=text):
+        fp8dist.check(_Stage(), axes=axes)
 
 
 # With DDP, FSDP2 and prepared models ---------------------------------------------------------------------
@@ -301,21 +298,17 @@ def test_a_prepared_model_adopts_at_attach_and_checks_every_so_often(two_ranks: 
     assert [found for found, _ in two_ranks.run(_prepared, "")] == [9, 9]
 
 
-def _unreadable() -> Any:
-    """Rank 1 cannot read its model when it is first compared."""
-    model = ByHand(dist.group.WORLD)
-    axes = {"tp": dist.group.WORLD}
+@on_ranks(2)
+def test_a_rank_that_cannot_read_its_model_delays_the_first_comparison() -> None:
+    model, axes = ByHand(dist.group.WORLD), {"tp": dist.group.WORLD}
     if dist.get_rank() == 1:
         model.norm.weight = nn.Parameter(model.norm.weight.detach().to("meta"))
     with captured_log():
         report = fp8dist.check(model, axes=axes, policy="warn")
     if dist.get_rank() == 1:
         model.norm.weight = nn.Parameter(torch.ones(WIDTH))
-    return [(f.kind, f.ranks) for f in report.findings], fp8dist.check(model, axes=axes).compared
-
-
-def test_a_rank_that_cannot_read_its_model_delays_the_first_comparison(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_unreadable) == [([("error", (1,))], {"parameter": 9})] * 2
+    assert [(f.kind, f.ranks) for f in report.findings] == [("error", (1,))]
+    assert fp8dist.check(model, axes=axes).compared == {"parameter": 9}
 
 
 def _listed(named: bool) -> list[str]:
@@ -344,8 +337,18 @@ def test_without_axes_attach_lists_what_is_equal_and_not_compared(four_ranks: Ra
 # Ranks that disagree, and axes that cannot be compared --------------------------------------------------
 
 
-def _disagrees(how: str) -> str:
-    """Return what a check says in which rank 1 has other axes, or an argument that is wrong."""
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("axes", "axis tp, compared for the first time"),
+        ("copies", "axis tp: b"),
+        ("memory", "axis tp, compared for the first time"),
+        ("groups", "group must be a ProcessGroup or a DeviceMesh"),
+    ],
+)
+@on_ranks(2, timeout=30)
+def test_ranks_that_disagree_are_reported_and_do_not_hang(how: str, text: str) -> None:
+    """Rank 1 has other axes, or an argument that is wrong."""
     rank, world = dist.get_rank(), dist.group.WORLD
     model = ByHand(world)
     given: dict[str, Any] = {
@@ -359,62 +362,38 @@ def _disagrees(how: str) -> str:
         model = ByHand(world) if rank else model
     with captured_log():
         try:
-            return repr(fp8dist.check(model, policy="warn", **given).findings)
+            said = repr(fp8dist.check(model, policy="warn", **given).findings)
         except ConfigurationError as error:
-            return str(error)
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("axes", "axis tp, compared for the first time"),
-        ("copies", "axis tp: b"),
-        ("memory", "axis tp, compared for the first time"),
-        ("groups", "group must be a ProcessGroup or a DeviceMesh"),
-    ],
-)
-def test_ranks_that_disagree_are_reported_and_do_not_hang(two_ranks: RankPool, how: str, text: str) -> None:
-    assert all(text in said for said in two_ranks.run(_disagrees, how, timeout=30))
-
-
-def _wide(prepares: bool) -> Any:
-    """Check, on the two ranks of a part, a model along an axis of all four."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16))
-    axes = {"all": dist.group.WORLD}
-    if not prepares:
-        with pytest.raises(ConfigurationError) as caught:
-            fp8dist.check(model, group=mesh["tp"], axes=axes)
-        return str(caught.value)
-    manager = fp8dist.prepare(model, group=mesh["tp"], axes=axes)
-    with captured_log():
-        manager.attach(model)
-    with pytest.raises(ConfigurationError) as caught:
-        manager.check()
-    return str(caught.value)
+            said = str(error)
+    assert text in said
 
 
 @pytest.mark.parametrize("prepares", [True, False])
-def test_all_ranks_of_an_axis_must_take_part(four_ranks: RankPool, prepares: bool) -> None:
-    for text in four_ranks.run(_wide, prepares, timeout=30):
-        assert "axis all has ranks that do not take part: all ranks of an axis must check" in text
+@on_ranks(4, timeout=30)
+def test_all_ranks_of_an_axis_must_take_part(prepares: bool) -> None:
+    """The two ranks of a part check along an axis of all four."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model, axes = nn.Sequential(nn.Linear(16, 16)), {"all": dist.group.WORLD}
+    check: Any = partial(fp8dist.check, model, group=mesh["tp"], axes=axes)
+    if prepares:
+        manager = fp8dist.prepare(model, group=mesh["tp"], axes=axes)
+        with captured_log():
+            check = manager.attach(model).check
+    text = "axis all has ranks that do not take part: all ranks of an axis must check"
+    with pytest.raises(ConfigurationError, match=text):
+        check()
 
 
-def _attaches(how: str) -> str:
-    """Attach a model of which rank 1 was prepared otherwise."""
+@pytest.mark.parametrize("how", ["axes", "values"])
+@on_ranks(2, timeout=30)
+def test_attach_names_what_ranks_were_prepared_with(how: str) -> None:
     rank, world = dist.get_rank(), dist.group.WORLD
     model = nn.Sequential(nn.Linear(16, 16))
     options: dict[str, Any] = {"axes": {"axes": {"tp": world}}, "values": {"values": dict}}[how] if rank else {}
     manager = fp8dist.prepare(model, group=world, check_every=1, **options)
-    with pytest.raises(fp8dist.ManifestMismatchError) as caught:
+    with pytest.raises(fp8dist.ManifestMismatchError, match=how):
         manager.attach(model, start=None)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("how", ["axes", "values"])
-def test_attach_names_what_ranks_were_prepared_with(two_ranks: RankPool, how: str) -> None:
-    assert all(how in text for text in two_ranks.run(_attaches, how, timeout=30))
 
 
 def _parts_later(how: str) -> Any:
@@ -495,37 +474,29 @@ def test_which_ranks_hold_copies(two_ranks: RankPool, holds: list[list[str]], co
             assert "nothing here is known to be the same" in next(iter(counted))
 
 
-def _odd_buffers() -> dict[str, int]:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_buffers_without_plain_bytes_are_left_out() -> None:
     model = ByHand(dist.group.WORLD)
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     model.register_buffer("meta", torch.empty(3, device="meta"))
     model.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
-    return dict(fp8dist.check(model, axes={"tp": dist.group.WORLD}).compared)
+    assert fp8dist.check(model, axes={"tp": dist.group.WORLD}).compared == {"parameter": 9}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_buffers_without_plain_bytes_are_left_out(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_odd_buffers) == [{"parameter": 9}] * 2
-
-
-def _only_buffers() -> list[Any]:
+@on_ranks(2)
+def test_buffers_are_compared_along_an_axis_without_other_copies() -> None:
     """Shards of a weight, and a buffer that the ranks hold alike until rank 1 changes it, checked three times."""
     model, axes = nn.Linear(4, 4, bias=False), {"tp": dist.group.WORLD}
     nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(dist.get_rank()))
     model.register_buffer("scale", torch.ones(4))
-    found = []
     for step in range(3):
         if step and dist.get_rank() == 1:
             model.scale[2] += 1
         with captured_log():
             report = fp8dist.check(model, axes=axes, buffers=True, step=step, policy="warn")
-        found.append([(f.kind, f.name, f.ranks) for f in report.findings])
-    return found
-
-
-def test_buffers_are_compared_along_an_axis_without_other_copies(two_ranks: RankPool) -> None:
-    differs = [("buffer", "scale", (0, 1))]
-    assert two_ranks.run(_only_buffers) == [[[], differs, differs]] * 2
+        differs = [("buffer", "scale", (0, 1))] if step else []
+        assert [(f.kind, f.name, f.ranks) for f in report.findings] == differs
 
 
 def _repairs(tied: bool) -> Any:
@@ -565,33 +536,21 @@ def test_copies_of_other_names_are_not_repaired(four_ranks: RankPool) -> None:
 # Arguments and cost ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
+@on_ranks(2)
+def test_arguments_of_another_type_are_refused() -> None:
+    refused: list[tuple[Any, str]] = [
         ([("tp", 1)], "axes must map names to groups"),
         ({1: None}, "axes must map names to groups"),
         ({"tp": "group"}, "group must be a ProcessGroup or a DeviceMesh"),
-    ],
-)
-def test_axes_of_another_type(two_ranks: RankPool, given: Any, text: str) -> None:
-    assert all(text in caught for caught in two_ranks.run(_refused, given))
-
-
-def test_no_axes_are_none() -> None:
-    assert fp8dist.Axes.of({}) is None
-
-
-def _refused(given: Any) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        fp8dist.check(ByHand(dist.group.WORLD), axes=given)
-    return str(caught.value)
-
-
-def test_copies_and_distinct_of_another_type() -> None:
+    ]
+    for given, text in refused:
+        with pytest.raises(ConfigurationError, match=text):
+            fp8dist.check(ByHand(dist.group.WORLD), axes=given)
     with pytest.raises(ConfigurationError, match="copies must map names to names"):
         fp8dist.Axes({}, copies=["embed"])  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="distinct must hold patterns"):
         fp8dist.Axes({}, distinct=3)  # type: ignore[arg-type]
+    assert fp8dist.Axes.of({}) is None
 
 
 def _cost(linears: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import batch, make_net
+from tests.support.ranks import on_ranks
+from tests.support.training import SmallJob, batch
 
 
 def _seeded_differently(module: nn.Module) -> nn.Module:
@@ -86,82 +87,53 @@ class _Experts(nn.Module):
 @pytest.mark.parametrize("how", ["prepared", "ignored by DDP", "named"])
 @on_ranks(2)
 def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm(how: str) -> None:
-    model = _Experts()
-    own = [name for name, _ in model.named_parameters() if "experts" in name]
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    manager = None
+    """The shared part is still compared."""
+    inner: Any = _Experts()
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model, manager, checks = inner, None, []
     if how == "prepared":
-        manager = fp8dist.prepare(
-            model,
-            DelayedScaling(history_len=3),
-            group=dist.group.WORLD,
-            groups={"*.experts.*": groups[dist.get_rank()]},
-        )
+        manager = fp8dist.prepare(inner, group=dist.group.WORLD, groups={"*.experts.*": alone})
     if how != "named":
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
-        model = nn.parallel.DistributedDataParallel(model)  # type: ignore[assignment]
+        own = [name for name, _ in inner.named_parameters() if "experts" in name]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, own)
+        model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if manager is not None:
         manager.attach(model, optimizer=optimizer)
+        checks = [manager.check]
     if how != "named":
         for step in range(2):
             x, _ = batch(dist.get_rank(), step)  # Each rank has other data and other BatchNorm statistics.
             model(x[:, :16]).sum().backward()
             optimizer.step()
-    reports = []
-    if manager is not None:
-        reports.append(manager.check(gradients=True, optimizer=optimizer, policy="warn"))
-    groups_given = {"*.experts.*": None} if how == "named" else None
-    group = dist.group.WORLD if how == "named" else None
-    reports.append(
-        fp8dist.check(model, group=group, groups=groups_given, gradients=True, optimizer=optimizer, policy="warn")
-    )
-    reports = [(report.findings, dict(report.compared), report.skipped) for report in reports]
-    for findings, compared, skipped in reports:
-        assert findings == ()
-        assert compared["parameter"] == 4  # Weight and bias of dense and norm.
-        assert compared.get("slot", 0) == (3 if how == "prepared" else 0)
-        if how != "named":
-            assert compared["gradient"] == 4
-            assert compared["optimizer"] == 12  # exp_avg, exp_avg_sq and step, for each parameter.
-        reason = "that DDP was told to ignore" if how == "ignored by DDP" else "matching *.experts.*"
-        assert any(text.startswith(f"4 parameters {reason}") for text in skipped) or (
-            how == "prepared" and "4 parameters that DDP was told to ignore" in skipped
-        )
-
-
-@on_ranks(4)
-def test_beside_experts_the_shared_part_is_still_compared() -> None:
-    """With experts as above, damage to shared parameters is still found."""
-    model = _Experts()
-    if dist.get_rank() == 2:
-        model.norm.weight.data[3] += 1
+    named: Any = {"group": dist.group.WORLD, "groups": {"*.experts.*": None}} if how == "named" else {}
+    for check in (*checks, partial(fp8dist.check, model, **named)):
+        report = check(gradients=True, optimizer=optimizer, policy="warn")
+        assert report.findings == ()
+        compared = {"parameter": 4}  # Weight and bias of dense and norm.
+        if how != "named":  # exp_avg, exp_avg_sq and step, for each parameter.
+            compared |= {"gradient": 4, "optimizer": 12, **({"slot": 3} if how == "prepared" else {})}
+        assert report.compared == compared
+        reasons = {"ignored by DDP": ("that DDP was told to ignore",), "named": ("matching *.experts.*",)}
+        both = ("matching *.experts.*", "that DDP was told to ignore")
+        assert any(f"4 parameters {why}" in text for why in reasons.get(how, both) for text in report.skipped)
+    if dist.get_rank() == 1:
+        inner.norm.weight.data[3] += 1
     with captured_log():
-        report = fp8dist.check(model, group=dist.group.WORLD, groups={"*.experts.*": None}, policy="warn")
-    assert [(f.name, f.ranks, f.index) for f in report.findings] == [("norm.weight", (2,), (3,))]
+        report = fp8dist.check(model, policy="warn", **named)
+    assert [(f.name, f.ranks, f.index) for f in report.findings] == [("norm.weight", (0, 1), (3,))]
 
 
-def _unsynced_state() -> Any:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=3), amax_sync=False)
-    model = nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
+@on_ranks(2)
+def test_state_that_is_not_synced_is_not_compared() -> None:
+    job = SmallJob(DelayedScaling(history_len=3), amax_sync=False)
     for step in range(3):
-        x, y = batch(dist.get_rank(), step)
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    scale = manager.slot("first", "input").scale.item()
-    reports = [manager.check(policy="warn"), fp8dist.check(model, policy="warn")]
-    return scale, [(report.findings, report.compared) for report in reports]
-
-
-def test_state_that_is_not_synced_is_not_compared(two_ranks: RankPool) -> None:
-    results = two_ranks.run(_unsynced_state)
-    assert results[0][0] != results[1][0]
-    for _, reports in results:
-        assert reports == [((), {"parameter": 6})] * 2
+        job.step(step)
+    scales: list[Any] = [None] * 2
+    dist.all_gather_object(scales, job.manager.slot("first", "input").scale.item())
+    assert scales[0] != scales[1]
+    for report in (job.manager.check(policy="warn"), fp8dist.check(job.called, policy="warn")):
+        assert (report.findings, report.compared) == ((), {"parameter": 6})
 
 
 @pytest.mark.slow
@@ -172,31 +144,17 @@ def test_the_state_of_a_zero_redundancy_optimizer_is_not_compared() -> None:
     warnings.simplefilter("ignore")
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = nn.parallel.DistributedDataParallel(make_net())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    job = SmallJob(optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.01), enabled=False)
     for step in range(2):
-        x, y = batch(dist.get_rank(), step)
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    saved: list[Any] = [None]
+        job.step(step)
+    optimizer, saved = job.optimizer, [None]
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
-        saved[0] = optimizer.state_dict()
+        saved = [optimizer.state_dict()]
     dist.broadcast_object_list(saved, src=0)
     optimizer.load_state_dict(saved[0])  # Like a resumed job: it then shows the state of its own part.
-    owners = sorted(len(state or ()) for state in optimizer.state.values())
-    report = fp8dist.check(model, optimizer=optimizer, policy="warn")
-    assert owners[-1] == 3
+    assert max(len(state or ()) for state in optimizer.state.values()) == 3
+    report = fp8dist.check(job.called, optimizer=optimizer, policy="warn")
     assert report.findings == ()
     assert dict(report.compared) == {"parameter": 6}
     assert any("states of a ZeroRedundancyOptimizer" in text for text in report.skipped)
-
-
-@on_ranks(2)
-def test_a_check_that_could_compare_nothing_says_so() -> None:
-    with pytest.raises(fp8dist.errors.ConfigurationError) as caught:
-        fp8dist.check(nn.Linear(4, 4))
-    text = str(caught.value)
-    assert "pass group=" in text
-    assert "2 parameters not known to be replicated" in text

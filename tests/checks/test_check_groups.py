@@ -22,7 +22,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.parallel import Block, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import SmallJob, batch, make_net
+from tests.support.training import SmallJob, batch, make_net, unwrapped
 
 HANG = 30.0
 """Seconds after which ranks count as hung. Some import DTensor here for the first time."""
@@ -427,7 +427,12 @@ def test_a_clean_check_is_one_small_all_reduce_whatever_the_number_of_tensors(ho
 def test_check_every_fires_after_so_many_steps_and_costs_nothing_in_between(
     every: int, boundary: str, ddp: bool
 ) -> None:
-    job = SmallJob(HISTORY, ddp=ddp, attach={"boundary": boundary}, check_every=every)
+    job = SmallJob(
+        HISTORY,
+        wrap=nn.parallel.DistributedDataParallel if ddp else unwrapped,
+        attach={"boundary": boundary},
+        check_every=every,
+    )
     counts = []
     for step in range(8):
         job.backward(step)
@@ -558,7 +563,7 @@ def test_a_single_process_verifies_nothing_and_raises_nothing() -> None:
     report = fp8dist.check(make_net())
     assert (report.consistent, report.diverged, report.compared) == (False, False, {})
     assert str(report) == "not verified: nothing was compared\nnot compared: there is one rank, or no process group"
-    job = SmallJob(ddp=False, check_every=1)
+    job = SmallJob(wrap=unwrapped, check_every=1)
     for step in range(3):
         job.step(step)
     assert not job.manager.check(gradients=True, optimizer=job.optimizer, policy="raise").diverged

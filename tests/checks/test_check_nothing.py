@@ -18,7 +18,7 @@ import fp8dist
 from fp8dist import ConfigurationError
 from fp8dist.cli.main import USAGE, main
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.training import make_net
 
 
@@ -67,19 +67,15 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass() -> None:
     assert said["logged"] == (2 if dist.get_rank() == 0 else 0)
 
 
-def _some_ranks() -> Any:
+@on_ranks(4)
+def test_one_rank_with_replicas_is_enough_for_all() -> None:
     """Two of four ranks hold replicas, so no rank gets the error, and none is told that all is consistent."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2]), dist.new_group([3])]
-    mine = pairs[max(0, dist.get_rank() - 1)]
+    rank = dist.get_rank()
+    mine = [dist.new_group([0, 1]), dist.new_group([2]), dist.new_group([3])][max(0, rank - 1)]
     report = fp8dist.check(make_net(), groups={"*": mine})
-    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
-    return report.consistent, dict(report.compared), _refused(lambda: fp8dist.check(make_net(), groups={"*": alone}))
-
-
-def test_one_rank_with_replicas_is_enough_for_all(four_ranks: RankPool) -> None:
-    results = four_ranks.run(_some_ranks)
-    assert [result[:2] for result in results] == [(False, {"parameter": 6})] * 2 + [(False, {})] * 2
-    assert all("shared with no other rank" in text for *_, text in results)
+    assert (report.consistent, report.compared) == (False, {"parameter": 6} if rank < 2 else {})
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    assert "shared with no other rank" in _refused(lambda: fp8dist.check(make_net(), groups={"*": alone}))
 
 
 @on_ranks(2)
@@ -118,7 +114,8 @@ def test_a_kind_of_which_nothing_is_compared_is_not_consistent() -> None:
     assert "6 parameters that are DTensors without a Replicate axis" in shards[3]["parameter"]
 
 
-def _only_some() -> Any:
+@on_ranks(4)
+def test_some_parameters_do_not_stand_for_all() -> None:
     """Ranks 0 and 1 hold all parameters alike, ranks 2 and 3 all but two. Then a check of the manager's."""
     pairs, alone = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([rank]) for rank in range(4)]
     pair, rank = pairs[dist.get_rank() // 2], dist.get_rank()
@@ -130,26 +127,15 @@ def _only_some() -> Any:
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     fully_shard(net.first)
     fully_shard(net.branch)
-    called = DistributedDataParallel(net.last)
-    net.last = called
+    net.last = DistributedDataParallel(net.last)
     reports.append(manager.attach(net, boundary="manual").check())
     assert manager.verified.last_check is not None
     assert "compared only 2 of 6 parameters" in manager.verified.last_check.text
-    texts = [line for report in reports for line in str(report).splitlines() if "compared only" in line]
-    return [report.partial.get("parameter") for report in reports], len(texts), manager.verified.checked_step
-
-
-def test_some_parameters_do_not_stand_for_all(four_ranks: RankPool) -> None:
-    for rank, (parts, said, checked) in enumerate(four_ranks.run(_only_some)):
-        lone = "4 of 6 parameters" if rank >= 2 else "not all parameters on another rank"
-        assert parts == [lone, "2 of 4 trainable parameters", "2 of 6 parameters"]
-        assert (said, checked) == (3, None)
-
-
-def test_on_one_rank_nothing_is_verified() -> None:
-    report = fp8dist.check(make_net())
-    assert (report.consistent, report.diverged, report.compared) == (False, False, {})
-    assert str(report) == "not verified: nothing was compared\nnot compared: there is one rank, or no process group"
+    assert manager.verified.checked_step is None
+    lone = "4 of 6 parameters" if rank >= 2 else "not all parameters on another rank"
+    expected = [lone, "2 of 4 trainable parameters", "2 of 6 parameters"]
+    assert [report.partial.get("parameter") for report in reports] == expected
+    assert len([line for report in reports for line in str(report).splitlines() if "compared only" in line]) == 3
 
 
 @pytest.mark.parametrize(
@@ -182,7 +168,9 @@ def test_the_command_line_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFix
     assert "nothing to compare" in capsys.readouterr().err
 
 
-def _without_wrapper(again: bool) -> Any:
+@pytest.mark.parametrize("again", [False, True])
+@on_ranks(2)
+def test_a_wrapper_that_is_gone_is_not_taken_for_equal_parameters(again: bool) -> None:
     model = make_net()
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     manager.attach(DistributedDataParallel(model))  # Nobody keeps it.
@@ -193,22 +181,12 @@ def _without_wrapper(again: bool) -> Any:
     with torch.no_grad():
         model.first.weight[3, 5] += dist.get_rank()
     with captured_log() as log:
-        reports = [manager.check(policy="warn", buffers=True), manager.check(parameters=False)]
-    parameters = [(f.kind, f.name, f.index) for f in reports[0].findings]
-    return (
-        parameters,
-        reports[0].consistent,
-        dict(reports[0].unverified),
-        reports[1].consistent,
-        [text for _, text in log],
-    )
-
-
-def test_a_wrapper_that_is_gone_is_not_taken_for_equal_parameters(two_ranks: RankPool) -> None:
+        report, state = manager.check(policy="warn", buffers=True), manager.check(parameters=False)
+    found = [(f.kind, f.name, f.index) for f in report.findings]
+    assert found == ([("parameter", "first.weight", (3, 5))] if again else [])
+    assert (report.consistent, state.consistent) == (False, True)
     gone = "can be found: the module that attach() was given is gone. Keep it, or call attach() with another one"
-    for rank, found in enumerate(two_ranks.run(_without_wrapper, False)):
-        unverified = {"buffer": f"0 buffers {gone}", "parameter": f"0 parameters {gone}"}
-        logged = [f"fp8dist: no parameters are compared: 0 parameters {gone}"] if rank == 0 else []
-        assert found == ([], False, unverified, True, logged)
-    for parameters, consistent, unverified, state, _ in two_ranks.run(_without_wrapper, True):
-        assert (parameters, consistent, unverified, state) == ([("parameter", "first.weight", (3, 5))], False, {}, True)
+    unverified = {} if again else {"buffer": f"0 buffers {gone}", "parameter": f"0 parameters {gone}"}
+    assert dict(report.unverified) == unverified
+    logged = [f"fp8dist: no parameters are compared: 0 parameters {gone}"] if dist.get_rank() == 0 else []
+    assert again or [text for _, text in log] == logged

@@ -14,7 +14,7 @@ import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport, StateManager
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 
 def _model(**settings: Any) -> tuple[nn.Module, StateManager]:
@@ -139,23 +139,20 @@ def test_a_sync_logs_a_table_once_then_lines(pool: int, two_ranks: RankPool, fou
         assert found == findings
 
 
-def _without_a_manager() -> list[int]:
+@on_ranks(2)
+def test_a_check_without_a_manager_logs_tables() -> None:
     model = nn.Linear(3, 3)
     model.bias.data.fill_(dist.get_rank())
     model.weight.data.fill_(0)
-    logged = []
-    for step in (1, 2):
-        with captured_log() as log:
+    with captured_log() as log:
+        for step in (1, 2):
             fp8dist.check(model, group=dist.group.WORLD, step=step, policy="warn")
-        logged.append([text.split("\n")[0] for _, text in log])
-    return logged
+    first = dist.get_rank() == 0
+    assert [text.split("\n")[0] for _, text in log] == ["parameters differ between ranks"] * 2 * first
 
 
-def test_a_check_without_a_manager_logs_tables(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_without_a_manager)[0] == [["parameters differ between ranks"]] * 2
-
-
-def _with_two_managers() -> Any:
+@on_ranks(3)
+def test_each_manager_remembers_for_itself() -> None:
     """Two prepared models, and a copy of one: each manager remembers what it has logged itself."""
     first, manager = _model()
     _second, other = _model()
@@ -167,21 +164,14 @@ def _with_two_managers() -> Any:
         other.check(policy="warn")
         fp8dist.check(first, step=9, policy="warn")
         fp8dist.check(copy.deepcopy(first.module), group=dist.group.WORLD, step=9, policy="warn")
-    lines = [text.split("\n")[0] for _, text in log]
-    return lines
-
-
-def test_each_manager_remembers_for_itself(three_ranks: RankPool) -> None:
     table, line = "FP8 state differs between ranks", "still: history of '0:input' on rank 1"
-    assert three_ranks.run(_with_two_managers) == [
-        [table, f"fp8dist: {line}", table, f"fp8dist: step 9: {line}", table],
-        [],
-        [],
-    ]
+    expected = [table, f"fp8dist: {line}", table, f"fp8dist: step 9: {line}", table]
+    assert [text.split("\n")[0] for _, text in log] == ([] if dist.get_rank() else expected)
 
 
-def _many() -> Any:
-    """Of a model with 40 parameters, all differ; later all but one."""
+@on_ranks(3)
+def test_many_lines_are_counted() -> None:
+    """Of a model with 40 parameters, all differ; later all are equal again."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(40)])
     holder = nn.ModuleList([nn.Linear(2, 2), model])
     fp8dist.prepare(holder, DelayedScaling(history_len=2), group=dist.group.WORLD)
@@ -192,12 +182,7 @@ def _many() -> Any:
         with captured_log() as log:
             fp8dist.check(holder, group=dist.group.WORLD, policy="warn")
         texts.append([text for _, text in log])
-    return texts
-
-
-def test_many_lines_are_counted(three_ranks: RankPool) -> None:
-    first, second, third = three_ranks.run(_many)[0]
-    assert len(first) == 1
-    assert len(second) == len(third) == 9
-    assert second[-1] == "fp8dist: still: 32 more"
-    assert third[-1] == "fp8dist: equal again: 32 more"
+    if dist.get_rank() == 0:
+        assert [len(each) for each in texts] == [1, 9, 9]
+        assert texts[1][-1] == "fp8dist: still: 32 more"
+        assert texts[2][-1] == "fp8dist: equal again: 32 more"

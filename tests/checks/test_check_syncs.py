@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,8 +14,9 @@ from fp8dist import DelayedScaling, DivergenceReport
 from tests.support.collectives import counted_collectives
 from tests.support.elements import flip
 from tests.support.logs import captured_log
+from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import batch, fp8_count, make_net
+from tests.support.training import SmallJob, batch, fp8_count, make_net, unwrapped
 
 
 class _LateVerdict(fp8dist.state.arena_sync.Verdict):
@@ -28,15 +28,14 @@ class _LateVerdict(fp8dist.state.arena_sync.Verdict):
         self._event = mock.Mock()
 
 
-def _job(ddp: bool, update: str, late: bool, odd: int) -> dict[str, Any]:
+def _job(ddp: bool, update: Any, late: bool, odd: int) -> dict[str, Any]:
     """Run six steps; before the fourth, flip one scale on rank ``odd``. Return reports, their times and their cost."""
-    rank = dist.get_rank()
-    net = make_net()
-    recipe = DelayedScaling(history_len=4, update=update)
-    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy="warn")
-    model: nn.Module = nn.parallel.DistributedDataParallel(net) if ddp else net
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
+    job = SmallJob(
+        DelayedScaling(history_len=4, update=update),
+        wrap=nn.parallel.DistributedDataParallel if ddp else unwrapped,
+        check_policy="warn",
+    )
+    manager = job.manager
     events: list[tuple[int, DivergenceReport]] = []
     calls_of_steps: list[tuple[list[str], int]] = []
     damaged: tuple[float, float] | None = None
@@ -45,17 +44,16 @@ def _job(ddp: bool, update: str, late: bool, odd: int) -> dict[str, Any]:
     verdict = _LateVerdict if late else fp8dist.state.arena_sync.Verdict
     with mock.patch("fp8dist.state.arena_sync.Verdict", verdict), captured_log():
         for step in range(6):
-            x, y = batch(rank, step)
-            nn.functional.mse_loss(model(x), y).backward()
+            job.backward(step)
             if step == 3:
                 manager.steps  # noqa: B018 (commits what is due)
                 was = manager.slot("branch", "weight").scale.item()
-                if rank == odd:
+                if dist.get_rank() == odd:
                     flip(manager.slot("branch", "weight").scale, 20)
                 damaged = (was, manager.slot("branch", "weight").scale.item())
             with counted_collectives() as calls:
-                optimizer.step()
-            optimizer.zero_grad()
+                job.optimizer.step()
+            job.optimizer.zero_grad()
             calls_of_steps.append((calls.names, fp8_count(calls, manager)))
     scales = [manager.slot(*slot).scale.item() for slot in manager.slots]
     return {"events": events, "calls": calls_of_steps, "scales": scales, "damaged": damaged}
@@ -93,58 +91,32 @@ def test_a_flipped_scale_is_reported_at_the_next_sync_without_a_collective_befor
         assert len(result["calls"][read_in][0]) > 1
 
 
-@on_ranks(3)
-def test_check_acts_on_what_the_last_sync_proved() -> None:
-    """Flip, sync, and check() before the next boundary: check() already knows what the sync proved. Boundaries and
-    check() act on a verdict."""
-    model = nn.Module()
-    recipe = DelayedScaling(history_len=2, update="next_step")
-    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, check_policy="warn")
-    manager.register("a", "input", "e4m3")
-    manager.attach()
-    events: list[str] = []
-    manager.on_event(lambda event: events.append(event.kind))
-    with captured_log():
-        for step in range(3):
-            manager.slot("a", "input").record(torch.tensor([1.0 + step]))
-            if step == 2 and dist.get_rank() == 1:
-                manager.slot("a", "input").scale.mul_(2)
-            manager.step()
-        manager.check(policy="warn")
-    assert events == ["diverged"]
-
-
 @pytest.mark.slow
 @on_ranks(3)
 def test_who_catches_what_a_check_raised_goes_on() -> None:
     """The step after a caught error gets no additional check."""
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, check_every=3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    manager.attach(optimizer=optimizer)
-    errors = 0
-    with mock.patch.object(manager._cycle.checker, "check", side_effect=fp8dist.DivergenceError(DivergenceReport())):
+    job = SmallJob(DelayedScaling(history_len=4), wrap=unwrapped, check_every=3)
+    checker, errors = job.manager._cycle.checker, 0
+    with mock.patch.object(checker, "check", side_effect=fp8dist.DivergenceError(DivergenceReport())):
         for step in range(9):
-            x, y = batch(dist.get_rank(), step)
-            nn.functional.mse_loss(net(x), y).backward()
             try:
-                optimizer.step()
+                job.step(step)
             except fp8dist.DivergenceError:
                 errors += 1
-    assert (errors, manager.steps) == (2, 7)
+    assert (errors, job.manager.steps) == (2, 7)
 
 
-def _one_rank_compiles(damaged: bool) -> list[int]:
-    """Use next_step without hooks; only rank 0 has compiled a function. Return the steps that reported a divergence."""
+@on_ranks(3, timeout=60)
+def test_ranks_act_on_a_verdict_together_though_one_has_compiled() -> None:
+    """Under next_step without hooks, where only rank 0 has compiled a function. It commits earlier, but must not read
+    verdicts earlier than the others, or ranks would hang."""
     net = make_net()
-    manager = fp8dist.prepare(
-        net, DelayedScaling(history_len=4, update="next_step"), group=dist.group.WORLD, check_policy="warn"
-    )
+    recipe = DelayedScaling(history_len=4, update="next_step")
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy="warn")
     manager.attach(boundary="manual")
     told: list[int] = []
     manager.on_event(lambda event: told.append(event.step) if event.kind == "diverged" else None)
-    compiled = mock.patch("fp8dist.job.cycle.compiled_any", return_value=dist.get_rank() == 0)
-    with compiled, captured_log():
+    with mock.patch("fp8dist.job.cycle.compiled_any", return_value=dist.get_rank() == 0), captured_log():
         for step in range(5):
             x, y = batch(dist.get_rank(), step)
             nn.functional.mse_loss(net(x), y).backward()
@@ -152,11 +124,5 @@ def _one_rank_compiles(damaged: bool) -> list[int]:
                 manager.steps  # noqa: B018 (commits what is due)
                 flip(manager.slot("branch", "weight").scale, 20)
             manager.step()
-    return told
-
-
-def test_ranks_act_on_a_verdict_together_though_one_has_compiled(three_ranks: RankPool) -> None:
-    """The compiled rank commits earlier, but must not read verdicts earlier than the others, or ranks would hang."""
-    told = three_ranks.run(_one_rank_compiles, True, timeout=60)
-    assert told == [told[0]] * 3
-    assert len(told[0]) == 1
+    same_on_all_ranks(told)
+    assert len(told) == 1

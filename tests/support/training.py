@@ -53,13 +53,19 @@ def batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(8, 16, generator=generator)
 
 
+def unwrapped(net: nn.Module) -> nn.Module:
+    """Return the net."""
+    return net
+
+
 _SGD = partial(torch.optim.SGD, lr=0.01)
 
 
 class SmallJob:
-    """A net that is prepared with the group of all ranks, in DDP unless ``ddp`` is False, and attached.
+    """A net that is prepared with the group of all ranks, wrapped, and attached. ``called``: what the loop calls.
 
     Args:
+        wrap: ``unwrapped``, for a net that is called as it is.
         attach: arguments of ``attach`` beside the optimizer.
         options: of ``prepare``.
     """
@@ -68,7 +74,7 @@ class SmallJob:
         self,
         recipe: Any = None,
         net: nn.Module | None = None,
-        ddp: bool = True,
+        wrap: Callable[..., Any] = DistributedDataParallel,
         optimizer: Callable[..., Any] = _SGD,
         attach: Mapping[str, Any] | None = None,
         **options: Any,
@@ -76,7 +82,7 @@ class SmallJob:
         group = {"group": dist.group.WORLD} if dist.is_initialized() else {}
         self.net: Any = make_net() if net is None else net
         self.manager: StateManager = fp8dist.prepare(self.net, recipe, **{**group, **options})
-        self.called: Any = DistributedDataParallel(self.net) if ddp else self.net
+        self.called: Any = wrap(self.net)
         self.optimizer = optimizer(self.called.parameters())
         self.manager.attach(self.called, optimizer=self.optimizer, **(attach or {}))
 
