@@ -30,7 +30,7 @@ from tests.support.audited import bad_casts, bad_grouped_products, bad_products
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.parallel import mesh_of, same_on_all_ranks
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import RankPool, on_ranks, run_apart
 from tests.support.sharded_experts import Job, Routed, build, routed_batch
 from tests.support.training import batch, make_net, parameter_bits, state_bits
 
@@ -413,11 +413,7 @@ def _absent() -> Any:
 
 @pytest.mark.slow
 def test_a_rank_that_is_gone_is_named() -> None:
-    pool = RankPool(2)  # Its own pool: others cannot use a connection that timed out.
-    try:
-        text, absent = pool.run(_absent)
-    finally:
-        pool.close()
+    text, absent = run_apart(2, _absent)
     assert absent is None
     assert text.startswith("rank 0: StateManager of Net: the audit of step 4 with ranks 0, 1 failed after ")
     assert "Missing of 2 ranks: rank 1 (" in text

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fp8dist
 from fp8dist import DelayedScaling
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import on_ranks, run_apart
 from tests.support.training import batch, make_net
 
 ON_DEVICE = "fp8dist.state.arena_sync.waits_on_the_device"
@@ -63,11 +63,7 @@ def _asleep() -> list[str]:
 
 @pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_although_nobody_waits() -> None:
-    pool = RankPool(3)
-    try:
-        *awake, asleep = pool.run(_asleep)
-    finally:
-        pool.close()
+    *awake, asleep = run_apart(3, _asleep)
     for rank, texts in enumerate(awake):
         assert len(texts) == 1
         assert texts[0].startswith(

@@ -23,7 +23,7 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import CheckpointError
 from fp8dist.state import storage
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import saved_of, state_of
 
 
@@ -101,21 +101,18 @@ def test_saving_makes_folders_and_overwrites(trained: tuple[nn.Module, StateMana
     assert os.listdir(path.parent) == ["state"]
 
 
-def _save_by_rank(folder: str) -> Any:
-    rank = torch.distributed.get_rank()
-    model = nn.Module()
+@on_ranks(2)
+def test_rank_is_substituted(tmp_path: Path) -> None:
+    rank, model = torch.distributed.get_rank(), nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=2), amax_sync=False)
     manager.register("a", "input", "e4m3")
     manager.slot("a", "input").record(torch.tensor([1.0 + rank]))
     manager.step()
-    manager.save(f"{folder}/{{rank}}/state-{{rank}}.safetensors")
+    manager.save(f"{tmp_path}/{{rank}}/state-{{rank}}.safetensors")
     manager.reset()
-    manager.load(f"{folder}/{{rank}}/state-{{rank}}.safetensors")
-    return manager.slot("a", "input").amax.item()
-
-
-def test_rank_is_substituted(two_ranks: RankPool, tmp_path: Path) -> None:
-    assert two_ranks.run(_save_by_rank, str(tmp_path)) == [1.0, 2.0]
+    manager.load(f"{tmp_path}/{{rank}}/state-{{rank}}.safetensors")
+    assert manager.slot("a", "input").amax == 1.0 + rank
+    torch.distributed.barrier()
     found = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.safetensors"))
     assert found == ["0/state-0.safetensors", "1/state-1.safetensors"]
 
@@ -128,6 +125,7 @@ def test_rank_is_zero_without_distributed(trained: tuple[nn.Module, StateManager
 def test_a_failed_write_leaves_the_old_file(
     trained: tuple[nn.Module, StateManager], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """During the write, the name still refers to the old state. The new file is on the same file system."""
     _, manager = trained
     old = saved.read_bytes()
     manager.reset()
@@ -136,50 +134,28 @@ def test_a_failed_write_leaves_the_old_file(
         assert len(os.listdir(saved.parent)) == 2
         raise OSError("disk full")
 
-    monkeypatch.setattr(storage.os, "fsync", fails)
-    with pytest.raises(OSError, match="disk full"):
-        manager.save(saved)
-    assert saved.read_bytes() == old
-    assert os.listdir(saved.parent) == [saved.name]
-    monkeypatch.undo()
-
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage.os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        manager.save(saved)
-    monkeypatch.undo()
-    assert saved.read_bytes() == old
-    assert os.listdir(saved.parent) == [saved.name]
-    manager.save(saved)
-    assert saved.read_bytes() != old
-
-
-def test_a_reader_never_sees_half_a_file(
-    trained: tuple[nn.Module, StateManager], saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """During the write, the name still refers to the old state. The new file is on the same file system."""
-    _, manager = trained
-    old = saved.read_bytes()
-    written: list[Path] = []
-
+    for name, failure, error in (("fsync", fails, OSError), ("replace", killed, KeyboardInterrupt)):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage.os, name, failure)
+            with pytest.raises(error):
+                manager.save(saved)
+        assert saved.read_bytes() == old
+        assert os.listdir(saved.parent) == [saved.name]
+    written: list[bytes] = []
     replace = os.replace
 
     def watching(source: Any, target: Any) -> None:
-        written.append(Path(source))
         assert saved.read_bytes() == old
-        new.append(Path(source).read_bytes())
+        assert Path(source).parent == saved.parent
+        written.append(Path(source).read_bytes())
         replace(source, target)
 
-    new: list[bytes] = []
-    manager.reset()
     monkeypatch.setattr(storage.os, "replace", watching)
     manager.save(saved)
-    assert len(written) == 1
-    assert new == [saved.read_bytes()] != [old]
-    assert written[0].parent == saved.parent
-    assert written[0] != saved
+    assert written == [saved.read_bytes()] != [old]
 
 
 def _header_length(content: bytes) -> int:
@@ -211,36 +187,19 @@ def test_a_flipped_byte_anywhere_is_found(saved: Path) -> None:
     assert state_of(manager) == before
 
 
-def test_a_truncated_file_is_refused(saved: Path) -> None:
-    content = saved.read_bytes()
+def test_what_is_no_whole_file_of_ours_is_refused(saved: Path, tmp_path: Path) -> None:
+    content, path = saved.read_bytes(), tmp_path / "other"
+    assert "no such file" in _refused(path)
+    _refused(tmp_path)  # A folder.
     for part in (0.0, 0.01, 0.3, 0.6, 0.9, 0.999):
-        saved.write_bytes(content[: int(part * len(content))])
-        _refused(saved)
-
-
-def test_a_file_with_more_at_its_end_is_refused(saved: Path) -> None:
-    saved.write_bytes(saved.read_bytes() + b"\0" * 8)
-    _refused(saved)
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    assert "no such file" in _refused(tmp_path / "nothing.safetensors")
-
-
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    _refused(tmp_path)
-
-
-def test_foreign_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "foreign.safetensors"
-    save_file({"weight": torch.ones(3)}, path)
-    assert "not an fp8dist state" in _refused(path)
-    save_file({"weight": torch.ones(3)}, path, {"format": "pt"})
-    assert "not an fp8dist state" in _refused(path)
-    path.write_text("hello " * 100)
-    _refused(path)
-    path.write_bytes(random.Random(0).randbytes(1000))
-    _refused(path)
+        path.write_bytes(content[: int(part * len(content))])
+        _refused(path)
+    for other in (content + b"\0" * 8, b"hello " * 100, random.Random(0).randbytes(1000)):
+        path.write_bytes(other)
+        _refused(path)
+    for metadata in (None, {"format": "pt"}):
+        save_file({"weight": torch.ones(3)}, path, metadata)
+        assert "not an fp8dist state" in _refused(path)
 
 
 class _Bomb:
@@ -359,36 +318,27 @@ def test_content_that_does_not_fit_is_refused(trained: tuple[nn.Module, StateMan
                 raise AssertionError(f"number {index}, {name}, strict={strict}") from error
 
 
-@pytest.mark.parametrize(
-    "changes", [{"version": 1}, {"scale": torch.zeros(6)}, {"slots": [["x", "input"]] * 6}], ids=str
-)
-def test_the_file_is_named_whatever_is_wrong_with_it(
-    trained: tuple[nn.Module, StateManager], tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    _refused(_rewritten(trained[1], tmp_path / "this-file", **changes))
-
-
-def test_the_file_of_another_model_is_named(tmp_path: Path) -> None:
+def test_the_file_is_named_whatever_is_wrong_with_it(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
+    changes: tuple[dict[str, Any], ...] = (
+        {"version": 1},
+        {"scale": torch.zeros(6)},
+        {"slots": [["x", "input"]] * 6},
+    )
+    for change in changes:
+        _refused(_rewritten(trained[1], tmp_path / "this-file", **change))
     _model, manager = _prepared(layers=3)
     manager.save(tmp_path / "this-file")
     assert "unexpected slots: 2:grad_output" in _refused(tmp_path / "this-file")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_history_that_no_run_could_have_is_refused(trained: tuple[nn.Module, StateManager], value: float) -> None:
-    """A non-finite amax in the window would freeze the scale for history_len steps."""
-    state = saved_of(trained[1])
-    state["history"].view(-1)[0] = value
-    _model, manager = _prepared()
-    with pytest.raises(CheckpointError, match="'shared': FP8 state: history"):
-        manager.load_state_dict({"shared": _blob(state)})
 
 
 _TENSORS = ["step", "scale", "amax", "cold", "counters", "history"]
 _CONTENT = ["version", "slots", "formats", "recipes", "recipe_of", "precision", "tripped", *_TENSORS]
 
 
-def test_a_state_dict_that_lacks_something_is_refused(trained: tuple[nn.Module, StateManager]) -> None:
+def test_a_state_dict_that_lacks_something_or_that_no_run_could_have_is_refused(
+    trained: tuple[nn.Module, StateManager],
+) -> None:
+    """A non-finite amax in the window would freeze the scale for history_len steps."""
     _model, manager = _prepared()
     before = state_of(manager)
     for name in _CONTENT:
@@ -397,6 +347,11 @@ def test_a_state_dict_that_lacks_something_is_refused(trained: tuple[nn.Module, 
         with pytest.raises(CheckpointError, match=name):
             manager.load_state_dict({"shared": _blob(state)})
         assert state_of(manager) == before, name
+    for value in (float("nan"), float("inf")):
+        state = saved_of(trained[1])
+        state["history"].view(-1)[0] = value
+        with pytest.raises(CheckpointError, match="'shared': FP8 state: history"):
+            manager.load_state_dict({"shared": _blob(state)})
 
 
 def test_another_model_is_refused_unless_not_strict(saved: Path) -> None:

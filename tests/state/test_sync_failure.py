@@ -16,7 +16,7 @@ import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import Fp8DistError, SyncError
 from fp8dist.state.roll_call import failing_by_name
-from tests.support.ranks import RankPool
+from tests.support.ranks import run_apart
 from tests.support.training import batch, make_net
 
 
@@ -44,11 +44,7 @@ def _absent(update: str) -> Any:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_a_sync_error() -> None:
-    pool = RankPool(2)  # Its own pool: others cannot use a connection that timed out.
-    try:
-        (text, cause, both, steps, unchanged), absent = pool.run(_absent, "next_step")
-    finally:
-        pool.close()
+    (text, cause, both, steps, unchanged), absent = run_apart(2, _absent, "next_step")
     assert absent is None
     assert both
     assert cause is not SyncError
@@ -79,11 +75,7 @@ def _not_checked(policy: Any, late: bool) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "late"), [("warn", False), ("repair", True)])
 def test_a_rank_that_does_not_call_a_check_is_named(policy: str, late: bool) -> None:
-    pool = RankPool(3)
-    try:
-        text, _, other = pool.run(_not_checked, policy, late)
-    finally:
-        pool.close()
+    text, _, other = run_apart(3, _not_checked, policy, late)
     failed = (
         ": the check of step 7 with ranks 0, 1, 2 failed after " if late else "() was not reached by all ranks within"
     )
