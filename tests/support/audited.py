@@ -17,8 +17,6 @@ from fp8dist.checks.contents import Digester
 from fp8dist.checks.works import Work, digest_of, repeat_work, work_of_call
 from fp8dist_kernels import grouped_ops, ops
 
-__all__ = ["RECIPES", "Heard", "bad_casts", "bad_grouped_products", "bad_products", "flip"]
-
 LIMITS = (1 << 26, 1 << 15, 1)
 """Whole, in blocks, in the smallest blocks."""
 

@@ -17,8 +17,6 @@ from fp8dist.cli.main import main
 from fp8dist.runs.report.numbers import RunNumbers, read_run
 from tests.support.ranks import RankPool, RanksFailed
 
-__all__ = ["die", "fingerprint", "recorder", "require_readable", "require_resumed", "require_run"]
-
 
 def recorder(folder: str) -> Callable[[fp8dist.StateManager], fp8dist.Recorder]:
     """Return a function for ``run=`` that records FP8 numbers every 4 steps."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ROLES", "header", "lines", "made_run", "module_names"]
-
 ROLES = ("grad_output", "input", "weight")
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 GOOD = 300

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-__all__ = ["NOT_SILENT", "RAISED", "RIGHT", "SAID", "SILENT", "WARNED", "Scenario", "Scenarios"]
-
 SILENT, RIGHT, WARNED, RAISED = "silent", "right", "warned", "raised"
 """SILENT: right, and nothing is logged or warned of; see ``quiet.py``."""
 SAID = frozenset({WARNED, RAISED})

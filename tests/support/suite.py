@@ -13,8 +13,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["PROPERTY", "Spent", "in_tenth", "lines"]
-
 PROPERTY = "cpu_s"
 """Name of the user property of a report."""
 

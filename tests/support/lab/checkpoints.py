@@ -27,8 +27,6 @@ from tests.support.lab.failures import CheckpointFailed, cause_of, is_of_a_colle
 from tests.support.lab.options import Options
 from tests.support.lab.ranks import Ranks, digest_of_state
 
-__all__ = ["Checkpoints", "Loaded"]
-
 
 class Loaded(NamedTuple):
     """The loaded checkpoint. ``step``: the step after which it was saved, 0 without a checkpoint. ``fp8``: True if it

@@ -11,8 +11,6 @@ from fp8dist.state.settings import Settings
 from tests.support.lab.options import Options
 from tests.support.lab.ranks import Ranks
 
-__all__ = ["Checks"]
-
 
 class Checks:
     """Compares the ranks every ``--check-every`` steps and at the end of the run.

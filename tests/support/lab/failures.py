@@ -17,8 +17,6 @@ from fp8dist import StateManager, roll_call
 from fp8dist.errors import ManifestMismatchError, SyncError
 from launch.train_gpt.ranks import leave
 
-__all__ = ["CheckpointFailed", "CollectiveFailed", "Whereabouts", "cause_of", "is_of_a_collective", "outlive_torchrun"]
-
 MARKS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 """Texts that identify errors of collectives, for errors without a type of their own."""
 

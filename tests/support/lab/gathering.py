@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-__all__ = ["WAYS", "GatheredBytes", "replaced"]
-
 WAYS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
 """Functions of torch.distributed that FSDP1 gathers with. They depend on the device and the torch version."""
 

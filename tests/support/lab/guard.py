@@ -14,8 +14,6 @@ import fp8dist
 from tests.support.lab.options import Options
 from tests.support.lab.ranks import Ranks
 
-__all__ = ["Guard"]
-
 FACTOR = 1.5
 """Default of ``--loss-factor``."""
 

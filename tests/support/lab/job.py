@@ -53,8 +53,6 @@ from tests.support.lab.ranks import Ranks, digest_of, digest_of_state, joined_ra
 from tests.support.lab.recipes import fallback_of, overrides_of, recipe_of
 from tests.support.lab.skew import lines_of
 
-__all__ = ["Job", "main", "start"]
-
 VALIDATION_BATCHES = 8
 """Number of validation batches, over all ranks together."""
 

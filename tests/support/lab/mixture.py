@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from launch.train_gpt.model import GPT, Block
 
-__all__ = ["Experts", "Mixture", "MixtureGPT"]
-
 BALANCE = 0.01
 """Weight of a mixture's imbalance, as in Switch Transformer (arXiv 2101.03961)."""
 

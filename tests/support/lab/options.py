@@ -19,8 +19,6 @@ from launch.train_gpt.flags import count, flag, number
 from tests.support.lab import flags
 from tests.support.lab.flags import BAD_DEVICE, HIGH, PRODUCT, RANKED, SLOW, Fault, Override
 
-__all__ = ["FOR_DELAYED", "Options", "check", "parse", "prepare_input"]
-
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The values of ``--parallel`` that shard parameters."""
 

@@ -20,8 +20,6 @@ from tests.support.lab.ranks import Ranks, mean_of
 from tests.support.lab.skew import Skew
 from tests.support.lab.waiting import Waiting
 
-__all__ = ["Progress"]
-
 FINAL_STEPS = 10
 """The final training loss is the mean over this many steps."""
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Skew", "lines_of"]
-
 Floats = npt.NDArray[np.float64]
 
 KEPT, KEPT_STEPS = 1 << 21, 10_000
