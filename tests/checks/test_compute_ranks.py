@@ -30,7 +30,7 @@ from tests.support.logs import captured_log
 from tests.support.meshes import Job, build
 from tests.support.parallel import mesh_of
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import batch, make_net, state_bits
+from tests.support.training import SmallJob, batch, state_bits, unwrapped
 
 OUT, IN, TOKENS = 48, 32, 256
 PADDED = 64  # ``OUT`` in whole blocks of MX.
@@ -373,25 +373,22 @@ def test_sharded_models_compute_alike(layout: str, count: int) -> None:
     assert not any("computation" in text for text in report.skipped)
 
 
-def _trained(checked: bool, recipe: str, update: str) -> Any:
-    model = make_net()
-    made = fp8dist.DelayedScaling(history_len=4, update=update) if recipe == "delayed" else RECIPES[recipe]  # type: ignore[arg-type]
-    manager = fp8dist.prepare(model, made, group=dist.group.WORLD)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager.attach(model, optimizer, compute=checked)
+def _trained(checked: bool, recipe: str, update: Any) -> Any:
+    made = fp8dist.DelayedScaling(history_len=4, update=update) if recipe == "delayed" else RECIPES[recipe]
+    job = SmallJob(made, wrap=unwrapped, optimizer=torch.optim.AdamW, attach={"compute": checked})
     torch.manual_seed(5)
     losses = []
     for step in range(4):
         x, y = batch(0, step)
         for part in range(2):
-            loss = (model(torch.nn.functional.dropout(x, 0.1)) - y).square().mean()
+            loss = (job.net(torch.nn.functional.dropout(x, 0.1)) - y).square().mean()
             loss.backward()
             losses.append(loss.item().hex())
             if checked and part == 0:  # In the middle of an accumulation, with amaxes recorded and casts cached.
-                _computed(manager)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, state_bits(manager), torch.get_rng_state().tolist()
+                _computed(job.manager)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return losses, state_bits(job.manager), torch.get_rng_state().tolist()
 
 
 @pytest.mark.parametrize(("recipe", "update"), [("delayed", "same_step"), ("delayed", "next_step"), ("block", "")])

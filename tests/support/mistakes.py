@@ -13,7 +13,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,8 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import StateManager
 from fp8dist.errors import Fp8DistError
+from tests.support.logs import captured_log
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.scenarios import RAISED, RIGHT, SAID, WARNED, Scenario
+from tests.support.sharded import full
 from tests.support.training import bits
 
 OUTPUT = 0.08
@@ -141,11 +143,7 @@ def weights_of(called: nn.Module) -> dict[str, Tensor]:
     if isinstance(called, FullyShardedDataParallel):
         summon = FullyShardedDataParallel.summon_full_params(called, writeback=False)
     with summon:
-        found = {}
-        for name, parameter in called.named_parameters():
-            value = parameter.detach()
-            found[clean(name)] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        return found
+        return {clean(name): value for name, value in full(called).items()}
 
 
 def load(called: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -345,37 +343,18 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@contextlib.contextmanager
-def _logged(seen: Seen) -> Iterator[None]:
-    handler = logging.Handler(logging.INFO)
-
-    def emit(record: logging.LogRecord) -> None:
-        (seen.warnings if record.levelno >= logging.WARNING else seen.infos).append(record.getMessage())
-
-    handler.emit = emit  # type: ignore[method-assign]
-    logger = logging.getLogger("fp8dist")
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
-
-
 def run_case(scenario: Scenario, rank: int = 0, group: Any = None, mesh: DeviceMesh | None = None) -> Seen:
     """Run the scenario on one rank."""
     seen = Seen()
     case = Case(rank, scenario.ranks, group, mesh, seen)
-    with _logged(seen), warnings.catch_warnings():
+    with captured_log(logging.INFO) as log, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             scenario.program(case)
         except Exception as error:
             _note(error, seen)
+    seen.warnings = [text for level, text in log if level >= logging.WARNING]
+    seen.infos = [text for level, text in log if level < logging.WARNING]
     del case
     gc.collect(1)  # The program's objects are young; a full collection would scan all of torch.
     return seen
