@@ -425,27 +425,23 @@ class Bench:
         return seen
 
 
-def outcome_of(scenario: Scenario, seen: list[Seen]) -> str:
+def outcome_of(seen: list[Seen]) -> str:
     """Return raised, warned or right; or a forbidden outcome: bare (Python's own error from inside fp8dist), foreign
     (torch's error, and nothing from fp8dist), SILENT_WRONG."""
     if any(each.origin == "bare" for each in seen):
         return "bare"
     if any(each.origin == "ours" for each in seen):
         return RAISED
-    if any(_of_interest(scenario, each) for each in seen):
+    if any(each.warnings for each in seen):
         return WARNED
     if any(each.origin == "foreign" for each in seen):
         return "foreign"
     return "SILENT_WRONG" if any(each.wrong for each in seen) else RIGHT
 
 
-def _of_interest(scenario: Scenario, seen: Seen) -> list[str]:
-    return [text for text in seen.warnings if not any(re.search(pattern, text) for pattern in scenario.may)]
-
-
 def complaints(scenario: Scenario, seen: list[Seen]) -> list[str]:
     """Return the deviations from the expectations; [] if there are none."""
-    outcome = outcome_of(scenario, seen)
+    outcome = outcome_of(seen)
     found = [f"rank {rank}: {flaw}" for rank, each in enumerate(seen) for flaw in each.flaws]
     if outcome not in scenario.outcomes:
         found.append(f"{outcome}, expected {' or '.join(sorted(scenario.outcomes))}")

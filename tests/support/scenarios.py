@@ -24,7 +24,7 @@ class Scenario:
 
     ``words``: regular expressions that must all match one error or warning. ``loses``: the program loses a rank, so its
     groups are not reused and time out soon. ``everywhere``: all ranks must raise. ``once``: no rank may repeat the
-    text. ``may``: regular expressions of unrelated warnings that are allowed.
+    text.
     """
 
     name: str
@@ -37,7 +37,6 @@ class Scenario:
     everywhere: bool = False
     once: bool = False
     info: tuple[str, ...] = ()
-    may: tuple[str, ...] = ()
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
