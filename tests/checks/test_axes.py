@@ -78,16 +78,14 @@ def test_a_gradient_that_is_not_added_up_is_named_in_its_step(
         assert f"{forgotten}: compared along axis tp" in " ".join(text.split())
 
 
-def test_a_job_that_adds_all_up_is_consistent(two_ranks: RankPool) -> None:
-    for compared, skipped in two_ranks.run(_forgets, "", True, True):
-        assert compared["parameter"] == compared["gradient"] == 9
-        assert compared["optimizer"] == 27
-        assert "2 parameters not known to be copies along axis tp" in skipped
-
-
-def test_without_axes_nothing_is_compared_and_the_report_says_so(two_ranks: RankPool) -> None:
-    with pytest.raises(Exception, match="nothing here is known to be the same on several ranks"):
-        two_ranks.run(_forgets, "norm.weight", False, True)
+@on_ranks(2)
+def test_a_job_that_adds_all_up_is_consistent_and_without_axes_nothing_is_compared() -> None:
+    compared, skipped = _forgets("", True, True)
+    assert compared["parameter"] == compared["gradient"] == 9
+    assert compared["optimizer"] == 27
+    assert "2 parameters not known to be copies along axis tp" in skipped
+    with pytest.raises(ConfigurationError, match="nothing here is known to be the same on several ranks"):
+        _forgets("norm.weight", False, True)
 
 
 # What is no copy --------------------------------------------------------------------------------------
@@ -121,8 +119,11 @@ def test_a_shard_that_starts_as_zeros_is_distinct_or_reported_with_what_to_pass(
     assert [text for _, text in log] == (unmatched if told else [])
 
 
-def _parted(later: bool) -> Any:
-    """Four norms, of which one has parted before the first comparison, or after it."""
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(2)
+def test_what_has_parted_before_is_not_compared_and_stands_out_from_its_kin(later: bool) -> None:
+    """Four norms, of which one has parted before the first comparison, or after it: the module remembers what was
+    equal."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(4)))
     axes = {"tp": dist.group.WORLD}
@@ -132,23 +133,15 @@ def _parted(later: bool) -> Any:
         with torch.no_grad():
             model[2].weight[5] += dist.get_rank()
         report = fp8dist.check(model, axes=axes, policy="warn", step=7)
-    texts = [text for level, text in log if "axis tp" in text]
-    return [(f.name, f.index) for f in report.findings], report.compared, texts
-
-
-def test_what_has_parted_before_is_not_compared_and_stands_out_from_its_kin(two_ranks: RankPool) -> None:
-    (found, compared, texts), (_, _, elsewhere) = two_ranks.run(_parted, False)
-    assert (found, compared) == ([], {"parameter": 7})
-    assert texts == [
+    assert [(f.name, f.index) for f in report.findings] == ([("2.weight", (5,))] if later else [])
+    assert report.compared == {"parameter": 8 if later else 7}
+    texts = [
         "fp8dist: axis tp: 7 of 8 tensors are equal on its ranks, and compared from now on; not compared: *.weight (1)",
         "fp8dist: axis tp: 3 of 4 tensors *.weight are equal on its ranks, but not 2.weight: if these are copies, "
         "they have parted already, and are not compared",
     ]
-    assert elsewhere == []
-
-
-def test_the_module_remembers_what_was_equal(two_ranks: RankPool) -> None:
-    assert [of[:2] for of in two_ranks.run(_parted, True)] == [([("2.weight", (5,))], {"parameter": 8})] * 2
+    if not later:
+        assert [text for _, text in log if "axis tp" in text] == ([] if dist.get_rank() else texts)
 
 
 # Pipelines ---------------------------------------------------------------------------------------------
@@ -217,9 +210,10 @@ def test_an_embedding_that_parts_from_its_copy_is_named(size: int, two_ranks: Ra
         assert {of[1] for of in found} == {"head.weight", "head.weight.exp_avg", "head.weight.exp_avg_sq"}
 
 
-def test_stages_have_norms_of_their_own(four_ranks: RankPool) -> None:
-    with pytest.raises(Exception, match="nothing here is known to be the same on several ranks"):
-        four_ranks.run(_tied, None, False)
+@on_ranks(4)
+def test_stages_have_norms_of_their_own() -> None:
+    with pytest.raises(ConfigurationError, match="nothing here is known to be the same on several ranks"):
+        _tied(None, False)
 
 
 @on_ranks(2)
@@ -233,7 +227,16 @@ def test_copies_that_no_rank_holds_are_an_error() -> None:
 # With DDP, FSDP2 and prepared models ---------------------------------------------------------------------
 
 
-def _mesh(wrapper: str, damaged: tuple[int, ...]) -> Any:
+@pytest.mark.parametrize(
+    ("wrapper", "damaged", "sides", "compared"),
+    [
+        ("ddp", (1, 3), [(0, 1), (2, 3)], 11),  # DDP's replicas stay equal, and only the axis shows it.
+        ("mesh", (1,), [(0, 1), (1, 3)], 11),  # Along both axes, and counted once.
+        ("fsdp2", (2,), [(2, 3)], 9),  # Nothing else compares the shard of one rank.
+    ],
+)
+@on_ranks(4)
+def test_axes_beside_a_wrapper(wrapper: str, damaged: tuple[int, ...], sides: list[Any], compared: int) -> None:
     """Two replicas of a block that two ranks share. Damage a norm on some ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = ByHand(mesh.get_group("tp"))
@@ -243,31 +246,16 @@ def _mesh(wrapper: str, damaged: tuple[int, ...]) -> Any:
     if wrapper == "fsdp2":
         fully_shard(model, mesh=mesh["dp"])
     axes = mesh if wrapper == "mesh" else {"tp": mesh.get_group("tp")}
-    compared = fp8dist.check(called, axes=axes).compared
+    assert fp8dist.check(called, axes=axes).compared == {"parameter": compared}
     if dist.get_rank() in damaged:
         local = norm.weight.detach()
         local = local.to_local() if wrapper == "fsdp2" else local
         with torch.no_grad():
             local[1] += 1
-    report = fp8dist.check(called, axes=axes, policy="warn")
-    return compared, sorted((f.name, f.ranks, f.mesh_coords[0]) for f in report.findings)
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "damaged", "sides", "compared"),
-    [
-        ("ddp", (1, 3), [(0, 1), (2, 3)], 11),  # DDP's replicas stay equal, and only the axis shows it.
-        ("mesh", (1,), [(0, 1), (1, 3)], 11),  # Along both axes, and counted once.
-        ("fsdp2", (2,), [(2, 3)], 9),  # Nothing else compares the shard of one rank.
-    ],
-)
-def test_axes_beside_a_wrapper(
-    four_ranks: RankPool, wrapper: str, damaged: tuple[int, ...], sides: list[Any], compared: int
-) -> None:
-    for counted, found in four_ranks.run(_mesh, wrapper, damaged):
-        assert counted == {"parameter": compared}
-        assert [(name, ranks) for name, ranks, _ in found] == [("final_norm.weight", ranks) for ranks in sides]
-        assert all({"dp", "tp"} >= set(coords) >= {"tp"} for *_, coords in found)
+    with captured_log():
+        findings = fp8dist.check(called, axes=axes, policy="warn").findings
+    assert sorted((f.name, f.ranks) for f in findings) == [("final_norm.weight", ranks) for ranks in sides]
+    assert all({"dp", "tp"} >= set(f.mesh_coords[0] or {}) >= {"tp"} for f in findings)
 
 
 def _prepared(forgotten: str) -> Any:
@@ -396,35 +384,6 @@ def test_attach_names_what_ranks_were_prepared_with(how: str) -> None:
         manager.attach(model, start=None)
 
 
-def _parts_later(how: str) -> Any:
-    """Part a norm on one rank after it was adopted. Return what a check then finds."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
-    model: Any = ByHand(tp)
-    axes = {"tp": tp}
-    called = DistributedDataParallel(model, process_group=dp) if how == "ddp of one rank" else model
-    if how in ("start=None", "no sync", "by the manager", "a deep copy", "attached again in a wrapper"):
-        sync = how != "no sync"
-        manager = fp8dist.prepare(model, group=mesh, axes=axes, amax_sync=sync, skip=["*router", "*gate"])
-        if how == "a deep copy":
-            del model.group  # torch cannot copy it.
-            model = called = copy.deepcopy(model)
-            manager = fp8dist.get_manager(model)
-        with captured_log():
-            manager.attach(called, start=None if how == "start=None" else "raise")
-            if how == "attached again in a wrapper":
-                manager.detach()
-                called = nn.ModuleDict({"inner": model})
-                manager.attach(called)
-    else:
-        fp8dist.check(called, axes=axes)
-    if dist.get_rank():
-        with torch.no_grad():
-            model.norm.weight[3] += 1
-    report = fp8dist.check(called, axes=axes, policy="warn")
-    return [f.name for f in report.findings if f.kind == "parameter"]
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -432,10 +391,34 @@ def _parts_later(how: str) -> Any:
         "attached again in a wrapper",
     ],
 )
-def test_a_copy_that_parts_is_found(two_ranks: RankPool, how: str) -> None:
-    prefix = "inner." if how == "attached again in a wrapper" else ""
+@on_ranks(2)
+def test_a_copy_that_parts_is_found(how: str) -> None:
+    """A norm on one rank parts after it was adopted."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
+    model: Any = ByHand(tp)
+    axes, prefix = {"tp": tp}, ""
+    called = DistributedDataParallel(model, process_group=dp) if how == "ddp of one rank" else model
     with captured_log():
-        assert two_ranks.run(_parts_later, how) == [[f"{prefix}norm.weight"]] * 2
+        if how in ("plain", "ddp of one rank"):
+            fp8dist.check(called, axes=axes)
+        else:
+            sync, skip = how != "no sync", ["*router", "*gate"]
+            manager = fp8dist.prepare(model, group=mesh, axes=axes, amax_sync=sync, skip=skip)
+            if how == "a deep copy":
+                del model.group  # torch cannot copy it.
+                model = called = copy.deepcopy(model)
+                manager = fp8dist.get_manager(model)
+            manager.attach(called, start=None if how == "start=None" else "raise")
+            if how == "attached again in a wrapper":
+                manager.detach()
+                called, prefix = nn.ModuleDict({"inner": model}), "inner."
+                manager.attach(called)
+        if dist.get_rank():
+            with torch.no_grad():
+                model.norm.weight[3] += 1
+        report = fp8dist.check(called, axes=axes, policy="warn")
+    assert [f.name for f in report.findings if f.kind == "parameter"] == [f"{prefix}norm.weight"]
 
 
 class _Holds(nn.Module):
@@ -447,31 +430,24 @@ class _Holds(nn.Module):
             getattr(self, name).weight = weight if name != "other" else nn.Parameter(torch.ones(2))
 
 
-def _stages(holds: list[list[str]]) -> dict[str, int]:
-    model = _Holds(*holds[dist.get_rank()])
-    axes = fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embed.weight": "head.weight"})
-    try:
-        return dict(fp8dist.check(model, axes=axes).compared)
-    except ConfigurationError as error:
-        return {str(error): 0}
-
-
 @pytest.mark.parametrize(
     ("holds", "compared"),
     [
-        ([["embed", "head"], []], [0, 0]),  # A V-shaped schedule: the first rank has both ends, tied.
-        ([["embed", "head"], ["head"]], [1, 1]),
-        ([["embed"], ["head"]], [1, 1]),
-        ([["embed", "head"], ["embed", "head"]], [2, 2]),  # As along tensor parallelism: equal, and of one name.
+        ([["embed", "head"], []], None),  # A V-shaped schedule: the first rank has both ends, tied.
+        ([["embed", "head"], ["head"]], 1),
+        ([["embed"], ["head"]], 1),
+        ([["embed", "head"], ["embed", "head"]], 2),  # As along tensor parallelism: equal, and of one name.
     ],
 )
-def test_which_ranks_hold_copies(two_ranks: RankPool, holds: list[list[str]], compared: list[int]) -> None:
-    found = two_ranks.run(_stages, holds)
-    for counted, expected in zip(found, compared):
-        if holds[1]:
-            assert counted == {"parameter": expected}
-        else:  # Nothing else is compared here.
-            assert "nothing here is known to be the same" in next(iter(counted))
+@on_ranks(2)
+def test_which_ranks_hold_copies(holds: list[list[str]], compared: int | None) -> None:
+    model = _Holds(*holds[dist.get_rank()])
+    axes = fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embed.weight": "head.weight"})
+    if compared is None:  # Nothing else is compared here.
+        with pytest.raises(ConfigurationError, match="nothing here is known to be the same"):
+            fp8dist.check(model, axes=axes)
+    else:
+        assert fp8dist.check(model, axes=axes).compared == {"parameter": compared}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -499,38 +475,30 @@ def test_buffers_are_compared_along_an_axis_without_other_copies() -> None:
         assert [(f.kind, f.name, f.ranks) for f in report.findings] == differs
 
 
-def _repairs(tied: bool) -> Any:
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(4)
+def test_a_majority_of_replicas_repairs_what_has_none_along_an_axis_but_no_copies_of_other_names(tied: bool) -> None:
     """Three replicas of one rank, which has a copy along an axis on a fourth rank; or a tied weight of three ranks."""
     rank, world = dist.get_rank(), dist.group.WORLD
     groups = {ranks: dist.new_group(ranks) for ranks in [(0, 1, 2), (3,), (0, 3), (1,), (2,)]}
     if tied:
         model: nn.Module = _Holds("embed") if rank == 0 else _Holds("head") if rank < 3 else _Holds()
-        axes, patterns = fp8dist.Axes({"pp": world}, copies={"embed.weight": "head.weight"}, distinct="other*"), None
+        axes = fp8dist.Axes({"pp": world}, copies={"embed.weight": "head.weight"}, distinct="other*")
     else:
         model = nn.LayerNorm(4)
         axes = fp8dist.Axes({"tp": groups[(0, 3) if rank in (0, 3) else (rank,)]})
         model = DistributedDataParallel(model, process_group=groups[(0, 1, 2) if rank < 3 else (3,)])
-        patterns = None
-    fp8dist.check(model, axes=axes, groups=patterns, policy="warn")
-    odd = 2 if tied else 0
-    if rank == odd:
-        with torch.no_grad():
-            next(model.parameters())[0].add_(1)
     with captured_log():
-        try:
-            return fp8dist.check(model, axes=axes, policy="repair").repaired
-        except DivergenceError as error:
-            return str(error)
-
-
-def test_a_majority_of_replicas_repairs_what_has_none_along_an_axis(four_ranks: RankPool) -> None:
-    for repaired in four_ranks.run(_repairs, False):
-        assert repaired == ("parameter 'weight' on rank 0, from rank 1",)
-
-
-def test_copies_of_other_names_are_not_repaired(four_ranks: RankPool) -> None:
-    for text in four_ranks.run(_repairs, True):
-        assert "nothing was copied: not all findings have a majority" in text
+        fp8dist.check(model, axes=axes, policy="warn")
+        if rank == (2 if tied else 0):
+            with torch.no_grad():
+                next(model.parameters())[0].add_(1)
+        if tied:
+            with pytest.raises(DivergenceError, match="nothing was copied: not all findings have a majority"):
+                fp8dist.check(model, axes=axes, policy="repair")
+        else:
+            repaired = fp8dist.check(model, axes=axes, policy="repair").repaired
+            assert repaired == ("parameter 'weight' on rank 0, from rank 1",)
 
 
 # Arguments and cost ----------------------------------------------------------------------------------------
