@@ -18,7 +18,7 @@ from tests.support.elements import flip
 from tests.support.logs import captured_log
 from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import SmallJob, batch, fp8_count, make_net, unwrapped
+from tests.support.training import SmallJob, batch, make_net, unwrapped
 
 
 def _model(**settings: Any) -> tuple[nn.Module, StateManager]:
@@ -193,78 +193,6 @@ def test_many_lines_are_counted() -> None:
 
 
 # Damage that a sync proves, although its commit has repaired it --------------------------------------
-
-
-class _LateVerdict(fp8dist.state.arena_sync.Verdict):
-    """Available at the next boundary, as on CUDA."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.immediate = False
-        self._event = mock.Mock()
-
-
-def _job(ddp: bool, update: Any, late: bool, odd: int) -> dict[str, Any]:
-    """Run six steps; before the fourth, flip one scale on rank ``odd``. Return reports, their times and their cost."""
-    job = SmallJob(
-        DelayedScaling(history_len=4, update=update),
-        wrap=nn.parallel.DistributedDataParallel if ddp else unwrapped,
-        check_policy="warn",
-    )
-    manager = job.manager
-    events: list[tuple[int, DivergenceReport]] = []
-    calls_of_steps: list[tuple[list[str], int]] = []
-    damaged: tuple[float, float] | None = None
-    step = 0
-    manager.on_event(lambda event: events.append((step, event.report)) if event.kind == "diverged" else None)  # type: ignore[arg-type]
-    verdict = _LateVerdict if late else fp8dist.state.arena_sync.Verdict
-    with mock.patch("fp8dist.state.arena_sync.Verdict", verdict), captured_log():
-        for step in range(6):
-            job.backward(step)
-            if step == 3:
-                manager.steps  # noqa: B018 (commits what is due)
-                was = manager.slot("branch", "weight").scale.item()
-                if dist.get_rank() == odd:
-                    flip(manager.slot("branch", "weight").scale, 20)
-                damaged = (was, manager.slot("branch", "weight").scale.item())
-            with counted_collectives() as calls:
-                job.optimizer.step()
-            job.optimizer.zero_grad()
-            calls_of_steps.append((calls.names, fp8_count(calls, manager)))
-    scales = [manager.slot(*slot).scale.item() for slot in manager.slots]
-    return {"events": events, "calls": calls_of_steps, "scales": scales, "damaged": damaged}
-
-
-@pytest.mark.parametrize(
-    ("ddp", "update", "late"), [(True, "same_step", False), (False, "same_step", True), (True, "next_step", True)]
-)
-def test_a_flipped_scale_is_reported_at_the_next_sync_without_a_collective_before_it(
-    three_ranks: RankPool, ddp: bool, update: str, late: bool
-) -> None:
-    results = three_ranks.run(_job, ddp, update, late, 1)
-    read_in = 4 if late or update == "next_step" else 3
-    was, bad = results[0]["damaged"][0], results[1]["damaged"][1]
-    assert was != bad
-    for result in results:
-        ((step, report),) = result["events"]
-        assert step == read_in
-        ((finding),) = report.findings
-        assert (finding.kind, finding.name, finding.ranks, finding.reference_rank) == (
-            "scale",
-            "branch:weight",
-            (1,),
-            0,
-        )
-        assert (finding.field, finding.index, finding.value, finding.expected) == ("scale", (), bad, was)
-        assert finding.ulp == 1 << 20
-        assert (finding.step, finding.last_good_step) == (4, 2)
-        assert result["scales"] == results[0]["scales"], "the commit has made them equal again"
-        for i, (names, syncs) in enumerate(result["calls"]):
-            if i != read_in:
-                assert names == ["all_reduce"], "nothing but the sync itself"
-            assert syncs == 1
-        # The sync with the damage is the first collective of its step; localisation follows in it, or one step later.
-        assert len(result["calls"][read_in][0]) > 1
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -253,14 +254,17 @@ DAMAGED_BEFORE = 3
 STEPS = 10
 
 
-def _damaged_run(kind: str, update: str, policy: str, odd: int, skipped: tuple[str, str] | None) -> dict[str, Any]:
-    """Run ten steps; before the fourth, damage rank ``odd``. ``skipped``: does not run in step 4."""
+def _damaged_run(
+    kind: str, update: str, policy: str, odd: int, skipped: tuple[str, str] | None, late: bool = False
+) -> dict[str, Any]:
+    """Run ten steps; before the fourth, damage rank ``odd``. ``skipped``: does not run in step 4. ``late``: no verdict is
+    available when a step ends, as on CUDA."""
     _model, manager = _manager(update, policy)
     errors: list[Any] = []
     events: list[Any] = []
     manager.on_event(lambda event: events.append((event.kind, event.step, event.report)))
-    states = []
-    saved: dict[str, Any] = {}
+    states, names, scale = [], [], 0.0
+    verdict = mock.patch("fp8dist.state.arena_sync.Verdict.__init__", _late_verdict) if late else nullcontext()
     for step in range(STEPS):
         if step == DAMAGED_BEFORE and dist.get_rank() == odd:
             if kind == "inv_scale":
@@ -272,13 +276,17 @@ def _damaged_run(kind: str, update: str, policy: str, odd: int, skipped: tuple[s
                 manager.slot(*B).set_scale(0.5 * manager.slot(*B).scale.item())
             else:
                 manager.slot(*A).scale.mul_(2)
+        scale = manager.slot(*A).scale.item() if step == DAMAGED_BEFORE else scale
         _record(manager, step, skipped if step == DAMAGED_BEFORE else None)
-        try:
-            manager.step()
-        except DivergenceError as error:
-            errors.append((step, error.report, str(error)))
+        with verdict, counted_collectives() as calls:
+            try:
+                manager.step()
+            except DivergenceError as error:
+                errors.append((step, error.report, str(error)))
+        names.append(calls.names)
         states.append(state_of(manager))
-    return {"errors": errors, "states": states, "saved": saved, "events": events, "steps": manager.steps}
+    found = {"errors": errors, "states": states, "events": events, "steps": manager.steps}
+    return {**found, "calls": names, "scale": scale}
 
 
 def _oracle_states(world_size: int, skipped: tuple[str, str] | None) -> list[Any]:
@@ -296,30 +304,40 @@ def _names(report: fp8dist.DivergenceReport) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "update"),
+    ("kind", "policy", "update", "late"),
     [
-        ("scale", "raise", "same_step"),
-        ("scale", "raise", "next_step"),
-        ("one bit", "warn", "same_step"),
-        ("inv_scale", "warn", "next_step"),
+        ("scale", "raise", "same_step", False),
+        ("scale", "raise", "next_step", False),
+        ("one bit", "warn", "same_step", False),
+        ("one bit", "warn", "same_step", True),
+        ("inv_scale", "warn", "next_step", True),
     ],
 )
-def test_a_damaged_scale_is_found_at_the_next_sync(three_ranks: RankPool, kind: str, policy: str, update: str) -> None:
+def test_a_damaged_scale_is_found_at_the_next_sync(
+    three_ranks: RankPool, kind: str, policy: str, update: str, late: bool
+) -> None:
     odd = {"scale": 1, "one bit": 2, "inv_scale": 0}[kind]
     reference = 1 if odd == 0 else 0
-    results = three_ranks.run(_damaged_run, kind, update, policy, odd, None)
+    results = three_ranks.run(_damaged_run, kind, update, policy, odd, None, late)
     expected = _oracle_states(3, None)
+    # same_step reports in the step that synced, next_step one boundary later, as where a verdict comes late.
+    found_in = DAMAGED_BEFORE + (update == "next_step" or late)
     for result in results:
         reports = [event for event in result["events"] if event[0] == "diverged"]
         assert len(reports) == 1, "reported once: the commit has made the scales equal again"
-        # same_step reports in the step that synced, next_step one boundary later.
-        found_in = DAMAGED_BEFORE if update == "same_step" else DAMAGED_BEFORE + 1
         assert [step for step, *_ in result["errors"]] == ([found_in] if policy == "raise" else [])
+        for step, names in enumerate(result["calls"]):
+            assert step == found_in or names == ["all_reduce"], "nothing but the sync itself"
+        assert policy == "raise" or len(result["calls"][found_in]) > 1  # Localisation.
         report = reports[0][2]
         assert report.diverged
         assert _names(report) == [("scale", "a:input", (odd,), reference)]
         finding = report.findings[0]
-        assert finding.step == DAMAGED_BEFORE + 1
+        assert (finding.step, finding.last_good_step, finding.index) == (DAMAGED_BEFORE + 1, DAMAGED_BEFORE - 1, ())
+        if kind != "inv_scale":
+            values = (results[odd]["scale"], results[reference]["scale"])
+            assert (finding.field, finding.value, finding.expected) == ("scale", *values)
+            assert finding.ulp == (1 if kind == "one bit" else 1 << 23)
         assert len(finding.hosts) == 1
         assert finding.hosts[0]
         assert ("inv_scale" in finding.detail) == (kind == "inv_scale")
