@@ -257,8 +257,8 @@ STEPS = 10
 def _damaged_run(
     kind: str, update: str, policy: str, odd: int, skipped: tuple[str, str] | None, late: bool = False
 ) -> dict[str, Any]:
-    """Run ten steps; before the fourth, damage rank ``odd``. ``skipped``: does not run in step 4. ``late``: no verdict is
-    available when a step ends, as on CUDA."""
+    """Run ten steps; before the fourth, damage rank ``odd``. ``skipped``: does not run in step 4. ``late``: no verdict
+    is available when a step ends, as on CUDA."""
     _model, manager = _manager(update, policy)
     errors: list[Any] = []
     events: list[Any] = []
