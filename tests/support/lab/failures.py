@@ -95,13 +95,10 @@ def cause_of(error: BaseException) -> str:
 
 
 def outlive_torchrun(status: int) -> None:
-    """Delay the exit after SIGTERM by LAST_WORDS seconds, so that this rank can report its own error first.
+    """Delay the exit, with ``status``, after SIGTERM by LAST_WORDS seconds: this rank can report its own error first.
 
     torchrun kills all ranks as soon as one fails, and the others may be about to report that they miss it. A Python
     signal handler cannot run before a blocking collective returns, so a thread reads the signal's wake-up file.
-
-    Args:
-        status: exit status after the delay.
     """
     ours, pythons = socket.socketpair()
     pythons.setblocking(False)

@@ -37,12 +37,7 @@ class GatheredBytes:
         self._counting = False
 
     def add(self, whole: int, own: int) -> None:
-        """Count one all-gather.
-
-        Args:
-            whole: bytes of the result.
-            own: bytes that this rank contributed.
-        """
+        """Count one all-gather: bytes of the result, and those that this rank contributed."""
         if self._counting:
             self.total += whole - own
 

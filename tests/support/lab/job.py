@@ -304,11 +304,8 @@ class Job(Training):
         return float(total / windows)
 
     def summarise(self, spent: dict[str, float]) -> dict[str, Any]:
-        """Return the contents of ``summary.json``. COLLECTIVE.
-
-        Args:
-            spent: increase of this rank's FP8 metrics over the training steps.
-        """
+        """Return the contents of ``summary.json``. ``spent``: increase of this rank's FP8 metrics in training.
+        COLLECTIVE."""
         options, ranks, manager = self.options, self.ranks, self.manager
         collectives = spent.get("fp8/collectives", 0.0)
         steps = options.last_step - self.done  # Steps of this process: 0 if the checkpoint is of the last step.
