@@ -90,14 +90,8 @@ def flip(tensor: Tensor, place: int, bit: int = 3) -> None:
 
 @contextlib.contextmanager
 def bad_products(share: float = 1.0, seed: int = 0, steady: bool = True) -> Iterator[list[int]]:
-    """A device whose products have a wrong bit: each of this share of them, repeated ones included.
-
-    Args:
-        steady: always the same element. False: any.
-
-    Yields:
-        a list with one number, that of the wrong products so far.
-    """
+    """A device whose products have a wrong bit: each of this share of them, repeated ones included. ``steady``: always
+    the same element; False: any. Yields a list with one number, that of the wrong products so far."""
     chance, original, count = random.Random(seed), ops._product, [0]
 
     def product(*args: Any, **options: Any) -> Tensor:
