@@ -50,8 +50,8 @@ class Spent:
 
 
 def lines(spent: Mapping[str, float], most: int = 10) -> list[str]:
-    """Return a table: the CPU time per folder of tests, the sum, and the ``most`` tests that needed most. ``spent``: CPU
-    time in s, by node id."""
+    """Return a table: the CPU time per folder of tests, the sum, and the ``most`` tests that needed most. ``spent``:
+    CPU time in s, by node id."""
     rooms: dict[str, float] = {}
     for node, seconds in spent.items():
         room = "/".join(node.partition("::")[0].split("/")[:-1]) or "."
