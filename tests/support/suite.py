@@ -13,8 +13,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["PROPERTY", "Spent", "in_tenth", "lines"]
-
 PROPERTY = "cpu_s"
 """Name of the user property of a report."""
 
@@ -52,12 +50,8 @@ class Spent:
 
 
 def lines(spent: Mapping[str, float], most: int = 10) -> list[str]:
-    """Return a table: the CPU time per folder of tests, the sum, and the tests that needed most.
-
-    Args:
-        spent: CPU time in s, by node id.
-        most: number of tests that are listed.
-    """
+    """Return a table: the CPU time per folder of tests, the sum, and the ``most`` tests that needed most. ``spent``:
+    CPU time in s, by node id."""
     rooms: dict[str, float] = {}
     for node, seconds in spent.items():
         room = "/".join(node.partition("::")[0].split("/")[:-1]) or "."
