@@ -29,6 +29,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.suite import few
 from tests.support.training import batch, make_net, parameter_bits, state_bits
 
 RECIPES = {
@@ -153,7 +154,7 @@ def _replicas(layout: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "faulty"), [("ddp", 0), ("fsdp2", 2), ("tp", 2)])
+@pytest.mark.parametrize(("layout", "faulty"), few([("ddp", 0), ("fsdp2", 2), ("tp", 2)], ("fsdp2", 2)))
 def test_products_of_a_faulty_device_are_found_and_nothing_else_sees_them(
     layout: str, faulty: int, three_ranks: RankPool
 ) -> None:
@@ -168,14 +169,15 @@ def test_products_of_a_faulty_device_are_found_and_nothing_else_sees_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "row", "block"])
+@pytest.mark.parametrize("recipe", few(["delayed", "row", "block"], "row"))
 def test_casts_of_a_faulty_device_are_found(recipe: str, three_ranks: RankPool) -> None:
     for found, *_ in three_ranks.run(_with_faulty_rank, "ddp", recipe, 1, "casts"):
         assert {rank for _, ranks, _, _ in found for rank in ranks} == {1}
         assert {name for name, *_ in found} == {"cast of input", "cast of weight", "cast of grad_output"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_of_four_ranks_the_faulty_one_is_named(four_ranks: RankPool) -> None:
     for found, *_ in four_ranks.run(_with_faulty_rank, "hsdp", "block", 3, "products"):
         assert {(ranks, reference is not None) for _, ranks, reference, _ in found} == {((3,), True)}
@@ -298,7 +300,8 @@ def _bits(audit_every: int, layout: str, recipe: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "recipe"), [("ddp", "current"), ("ddp", "row"), ("fsdp2", "delayed"), ("fsdp2", "block")]
+    ("layout", "recipe"),
+    few([("ddp", "current"), ("ddp", "row"), ("fsdp2", "delayed"), ("fsdp2", "block")], ("ddp", "row")),
 )
 def test_audits_change_no_bit(layout: str, recipe: str, two_ranks: RankPool) -> None:
     with_audits = two_ranks.run(_bits, 1, layout, recipe)
