@@ -32,6 +32,7 @@ from tests.support.logs import captured_log
 from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks, run_apart
 from tests.support.sharded_experts import Job, Routed, build, routed_batch
+from tests.support.suite import few
 from tests.support.training import batch, make_net, parameter_bits, state_bits
 
 RECIPES = {
@@ -168,7 +169,12 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "faulty"), [("ddp", 0), ("fsdp2", 2), ("tp", 2), ("experts, ddp", 1), ("experts, gather", 1)]
+    ("layout", "faulty"),
+    few(
+        [("ddp", 0), ("fsdp2", 2), ("tp", 2), ("experts, ddp", 1), ("experts, gather", 1)],
+        ("fsdp2", 2),
+        ("experts, ddp", 1),
+    ),
 )
 def test_products_of_a_faulty_device_are_found_and_nothing_else_sees_them(
     layout: str, faulty: int, three_ranks: RankPool
@@ -189,7 +195,7 @@ def test_products_of_a_faulty_device_are_found_and_nothing_else_sees_them(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "experts, ddp"])
-@pytest.mark.parametrize("recipe", ["delayed", "row", "block"])
+@pytest.mark.parametrize("recipe", few(["delayed", "row", "block"], "row"))
 def test_casts_of_a_faulty_device_are_found(recipe: str, layout: str, three_ranks: RankPool) -> None:
     for found, *_ in three_ranks.run(_with_faulty_rank, layout, recipe, 1, "casts"):
         assert {rank for _, ranks, _, _ in found for rank in ranks} == {1}
@@ -201,7 +207,8 @@ def test_casts_of_a_faulty_device_are_found(recipe: str, layout: str, three_rank
         assert {name.partition(": ")[2] for name in found_names} == {f"cast of {role}" for role in roles}
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_of_four_ranks_the_faulty_one_is_named(four_ranks: RankPool) -> None:
     for found, *_ in four_ranks.run(_with_faulty_rank, "hsdp", "block", 3, "products"):
         assert {(ranks, reference is not None) for _, ranks, reference, _ in found} == {((3,), True)}
@@ -325,11 +332,15 @@ def _bits(audit_every: int, layout: str, recipe: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "recipe"),
-    [
-        *(("ddp", "current"), ("ddp", "row"), ("fsdp2", "delayed"), ("fsdp2", "block")),
-        *(("experts, gather", "delayed"), ("experts, rows", "delayed")),
-        *(("experts, ddp", "row"), ("experts, fsdp2", "block")),
-    ],
+    few(
+        [
+            *(("ddp", "current"), ("ddp", "row"), ("fsdp2", "delayed"), ("fsdp2", "block")),
+            *(("experts, gather", "delayed"), ("experts, rows", "delayed")),
+            *(("experts, ddp", "row"), ("experts, fsdp2", "block")),
+        ],
+        ("ddp", "row"),
+        ("experts, gather", "delayed"),
+    ),
 )
 def test_audits_change_no_bit_and_find_nothing_on_sound_devices(layout: str, recipe: str, two_ranks: RankPool) -> None:
     """One step for each site, with experts that have no rows, and other numbers of rows on each rank."""

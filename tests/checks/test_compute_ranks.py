@@ -30,6 +30,7 @@ from tests.support.logs import captured_log
 from tests.support.meshes import Job, build
 from tests.support.parallel import mesh_of
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.suite import few
 from tests.support.training import SmallJob, batch, state_bits, unwrapped
 
 OUT, IN, TOKENS = 48, 32, 256
@@ -120,14 +121,14 @@ def _assert_named(
         assert all(bits in text for bits in shown)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, "delayed", "mx"))
 def test_of_two_ranks_nobody_is_the_culprit(two_ranks: RankPool, recipe: str) -> None:
     for found in two_ranks.run(_everywhere, recipe, (1,)):
         _assert_named(found, (0, 1), None, ((0,), (1,)), recipe == "mx")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, "block"))
 def test_of_three_ranks_the_odd_one_is_named(three_ranks: RankPool, recipe: str) -> None:
     results = three_ranks.run(_everywhere, recipe, (0,))
     for found in results:
@@ -137,7 +138,8 @@ def test_of_three_ranks_the_odd_one_is_named(three_ranks: RankPool, recipe: str)
     assert ("torch._scaled_mm" in names) == (recipe not in ("block", "mx"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_of_four_ranks_two_against_two_is_no_majority(four_ranks: RankPool) -> None:
     for found in four_ranks.run(_everywhere, "current", (1, 2)):
         _assert_named(found, (0, 1, 2, 3), None, ((0, 3), (1, 2)))
@@ -195,7 +197,8 @@ def test_only_ranks_of_equal_hardware_are_compared(three_ranks: RankPool) -> Non
             assert (alone in skipped) == (rank == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_a_difference_within_a_kind_is_found_beside_another_kind(four_ranks: RankPool) -> None:
     kinds = {0: "old", 1: "new", 2: "new", 3: "new"}
     for found in four_ranks.run(_everywhere, "delayed", (0, 2), kinds):
@@ -348,7 +351,7 @@ def test_evidence_has_the_elements_around_the_first_difference(three_ranks: Rank
 
 # Under tensor parallelism both Linears are 32 x 32. One has its bias added after the sum over ranks.
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "count"), [("fsdp2", 12), ("hsdp", 12), ("tp", 7)])
+@pytest.mark.parametrize(("layout", "count"), few([("fsdp2", 12), ("hsdp", 12), ("tp", 7)], ("tp", 7)))
 @on_ranks(4)
 def test_sharded_models_compute_alike(layout: str, count: int) -> None:
     if layout == "fsdp2":
