@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,17 +63,6 @@ _BEYOND = 8
 """Rows at the end that belong to no expert, as with expert parallelism."""
 
 
-class Computation(Protocol):
-    """A cast or a product with known operands. Hashable; equal ones compute the same."""
-
-    def name(self, device: torch.device) -> str:
-        """Return a name for reports. Different computations have different names."""
-
-    def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """Make the operands on ``device``, and return a function that computes with them. The function returns the
-        results by name, and can be called again."""
-
-
 class CastOf(NamedTuple):
     """A cast to FP8.
 
@@ -92,7 +81,7 @@ class CastOf(NamedTuple):
     experts: int = 0
 
     def name(self, device: torch.device) -> str:
-        """See ``Computation``."""
+        """Return a name for reports. Different computations have different names."""
         copies = "" if self.rows and self.columns else ", rows only" if self.rows else ", columns only"
         by, shape = ops.implementer(self.backend, device), "x".join(map(str, self.shape))
         grouped, of = ("grouped ", f" of {self.experts} experts") if self.experts else ("", "")
@@ -100,7 +89,8 @@ class CastOf(NamedTuple):
         return f"{what}, {_described(self.recipe)}{copies}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """See ``Computation``. Casts with slots of its own, so a model's FP8 state does not change."""
+        """Make the operand on ``device``, and return a function that casts it, and can be called again. It returns the
+        results by name. Casts with slots of its own, so a model's FP8 state does not change."""
         slots = [each[self.role] for each in slot_names("known answers", max(1, self.experts))]
         arena = Arena([SlotSpec(slot, self.recipe.format_of(self.role)) for slot in slots], self.recipe, self.backend)
         arena.place(device)
@@ -150,7 +140,7 @@ class ProductOf(NamedTuple):
     into: bool = False
 
     def name(self, device: torch.device) -> str:
-        """See ``Computation``."""
+        """See ``CastOf``."""
         by = ops.multiplier_name(self.product, self.fast_accumulation, self.backend, device)
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
@@ -158,7 +148,7 @@ class ProductOf(NamedTuple):
         return f"{self.gemm} {shape} {formats} {dtype_name(self.dtype)}{extras}, {self.scaling.value}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """See ``Computation``. The result has the name ""."""
+        """Make the operands on ``device``, and return a function as that of ``CastOf``. The result has the name ""."""
         make = integers if self.exact else operand
         a, b = (
             make((lines, self.k), dtype, _SEEDS[name], device)
@@ -234,7 +224,7 @@ class GroupedProductOf(NamedTuple):
     backend: str
 
     def name(self, device: torch.device) -> str:
-        """See ``Computation``."""
+        """See ``CastOf``."""
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation
         how = f"{' '.join(self.formats)} {dtype_name(self.dtype)}{extras}, a scale per {self.by}"
         by = ops.implementer(self.backend, device)
@@ -246,7 +236,7 @@ class GroupedProductOf(NamedTuple):
         return f"grouped {self.gemm} {TOKENS}x{self.n}x{self.k} of {self.experts} experts {how}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """See ``Computation``. The result has the name ""."""
+        """Make the operands on ``device``, and return a function as that of ``CastOf``. The result has the name ""."""
         offsets, wgrad = ends_of(self.experts, device), self.gemm == "wgrad"
         width = columns_bound(TOKENS, self.experts)
         of_a, of_b = ((self.n, width), (self.k, width)) if wgrad else ((TOKENS, self.k), (self.experts, self.n, self.k))
@@ -283,6 +273,10 @@ class GroupedProductOf(NamedTuple):
             return (blocks, n), (blocks, k)  # Transposed afterwards, as casts lay them out.
         along = blocks_along(k, BLOCK)
         return (TOKENS, along), (experts, blocks_along(n, BLOCK), along)
+
+
+Computation = CastOf | ProductOf | GroupedProductOf
+"""A cast or a product with known operands. Hashable; equal ones compute the same."""
 
 
 def ends_of(experts: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8dist import DelayedScaling
-from fp8dist.checks.work_parts import part_of_product
+from fp8dist.checks.works import part_of_product
 from fp8dist.state.settings import AUDIT_BYTES
 from scripts.benchmarks.llama_shapes import Layer, products_of
 from scripts.benchmarks.markdown import table

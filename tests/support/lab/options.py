@@ -19,8 +19,6 @@ from launch.train_gpt.flags import count, flag, number
 from tests.support.lab import flags
 from tests.support.lab.flags import BAD_DEVICE, HIGH, PRODUCT, RANKED, SLOW, Fault, Override
 
-__all__ = ["FOR_DELAYED", "Options", "check", "parse", "prepare_input"]
-
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The values of ``--parallel`` that shard parameters."""
 
@@ -181,11 +179,8 @@ class Options(example.Options):
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Parse and check the flags.
-
-    Raises:
-        BadInput: an unknown flag, a value out of range, or flags that do not go together.
-    """
+    """Parse and check the flags. Raise BadInput for an unknown one, a value out of range, or flags that do not go
+    together."""
     return example.parse(arguments, Options)
 
 
@@ -273,11 +268,7 @@ def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
 
 
 def prepare_input(options: Options) -> Text:
-    """Return the text, and create the output folder.
-
-    Raises:
-        BadInput: the text cannot be used, or the folder cannot be written to.
-    """
+    """Return the text, and create the output folder. Raise BadInput if one cannot be used."""
     text = read_text(options.data, options.context)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
