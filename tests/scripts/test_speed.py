@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling
 from fp8dist_kernels import GEMMS, direct
 from fp8dist_kernels.reference.matmuls import Scaling, scaling_of
 from scripts.benchmarks.gpu import environment, jobs, linears, matmuls, memory, sustained
@@ -61,6 +60,9 @@ class FakeClock:
             self.seconds += next(durations)
 
         return action
+
+
+CLOCK = FakeClock()
 
 
 def test_a_timing_is_a_median_with_its_spread() -> None:
@@ -159,70 +161,58 @@ def test_a_ratio_is_of_rounds_so_a_drifting_clock_does_not_matter() -> None:
     assert comparison.ratio("a", "b").ratio == pytest.approx(1.5)
 
 
-class FakeCuda:
-    """The parts of torch.cuda that ``CudaStopwatch`` uses, on a fake clock and with CPU buffers."""
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was called of torch.cuda, which is replaced: its events are of ``CLOCK``, its buffers are on no device."""
+    found: list[str] = []
+    properties = SimpleNamespace(
+        name="Fake", major=9, minor=0, total_memory=1 << 30, multi_processor_count=4, clock_rate=2_000_000
+    )
+    stream = SimpleNamespace(wait_stream=lambda other: found.append("wait"))
+    for name, value in {
+        "synchronize": lambda device=None: None,
+        "Event": lambda enable_timing, external: stopwatches._HostEvent(CLOCK),
+        "_sleep": lambda cycles: found.append(f"sleep {cycles}"),
+        "Stream": lambda device=None: stream,
+        "current_stream": lambda device=None: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: found.append("replay")),
+        "graph": lambda graph: contextlib.nullcontext(),
+        "get_device_properties": lambda device: properties,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    buffer = SimpleNamespace(zero_=lambda: found.append("write"), amax=lambda: found.append("read"))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: buffer)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: buffer)
+    return found
 
-    def __init__(self, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done: list[str] = []
-        properties = SimpleNamespace(
-            name="Fake", major=9, minor=0, total_memory=1 << 30, multi_processor_count=4, clock_rate=2_000_000
-        )
-        stream = SimpleNamespace(wait_stream=lambda other: self.done.append("wait"))
-        for name, value in {
-            "synchronize": lambda device=None: None,
-            "Event": lambda enable_timing, external: stopwatches._HostEvent(clock),
-            "_sleep": lambda cycles: self.done.append(f"sleep {cycles}"),
-            "Stream": lambda device=None: stream,
-            "current_stream": lambda device=None: stream,
-            "stream": lambda stream: contextlib.nullcontext(),
-            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.done.append("replay")),
-            "graph": lambda graph: contextlib.nullcontext(),
-            "get_device_properties": lambda device: properties,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        written = SimpleNamespace(zero_=lambda: self.done.append("write"))
-        clean = SimpleNamespace(amax=lambda: self.done.append("read"))
-        monkeypatch.setattr(torch, "empty", lambda *_, **__: written)
-        monkeypatch.setattr(torch, "zeros", lambda *_, **__: clean)
 
-
-def test_the_gpu_stopwatch_times_what_is_between_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock()
-    cuda = FakeCuda(clock, monkeypatch)
+def test_the_gpu_stopwatch_times_what_is_between_its_events(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stopwatch = stopwatch_of(torch.device("cuda", 0))
-    slow, fast = clock.taking(0.02), clock.taking(0.01)
+    slow, fast = CLOCK.taking(0.02), CLOCK.taking(0.01)
     times = stopwatch.rounds([slow, fast], 3, head_start=5.0)
-    assert times[0] == pytest.approx([2e4] * 3)
-    assert times[1] == pytest.approx([1e4] * 3)
-    assert cuda.done == ["sleep 10000", "write", "read"] * 6
-    cuda.done.clear()
-    stopwatch.rounds([slow], 1, head_start=1e9)
-    assert cuda.done[0] == "sleep 4000000"
-    cuda.done.clear()
-    log = cuda.done.append
-    stopwatch.rounds([lambda: log("action")], 2, before=lambda: log("before"))
-    assert cuda.done == ["before", "write", "read", "action"] * 2, "no written line is left to be timed"
-    cuda.done.clear()
-    stopwatch.replay(lambda: cuda.done.append("run"), 4)()
-    assert cuda.done == ["wait", *["run"] * 3, "wait", *["run"] * 4, "replay"]
-    monkeypatch.setattr(stopwatches, "time", SimpleNamespace(perf_counter=clock))
-    assert stopwatch.now() == 1e6 * clock.seconds
+    assert times == [pytest.approx([2e4] * 3), pytest.approx([1e4] * 3)]
+    assert done == ["sleep 10000", "write", "read"] * 6
+    done.clear()
+    stopwatch.rounds([lambda: done.append("action")], 2, 1e9, before=lambda: done.append("before"))
+    each = ["sleep 4000000", "before", "write", "read", "action"]
+    assert done == each * 2, "no written line is left to be timed"
+    done.clear()
+    stopwatch.replay(lambda: done.append("run"), 4)()
+    assert done == ["wait", *["run"] * 3, "wait", *["run"] * 4, "replay"]
+    monkeypatch.setattr(stopwatches, "time", SimpleNamespace(perf_counter=CLOCK))
+    assert stopwatch.now() == 1e6 * CLOCK.seconds
     assert issue_time(stopwatch, slow) == pytest.approx(2e4)
     timing = compare_in_a_row(stopwatch, {"": slow}, 0.0, 1).timings()[""]
     assert (timing["median_us"], timing["count"]) == (pytest.approx(2e4), FEWEST)
 
 
+@pytest.mark.usefixtures("done")
 def test_the_facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(FakeClock(), monkeypatch)
     monkeypatch.setattr(environment.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="580.1\n"))
     facts = environment.facts(torch.device("cuda", 0))
-    assert facts["device"] == {
-        "name": "Fake",
-        "capability": [9, 0],
-        "driver": "580.1",
-        "memory_gib": 1.0,
-        "processors": 4,
-    }
+    device = {"name": "Fake", "capability": [9, 0], "driver": "580.1", "memory_gib": 1.0, "processors": 4}
+    assert facts["device"] == device
     assert facts["versions"]["torch"] == torch.__version__
 
 
@@ -433,13 +423,6 @@ def test_the_benchmark_measures_what_training_runs(kind: str) -> None:
     assert planned[len(default) :] == more
 
 
-def test_a_recipe_with_fast_accumulation_everywhere() -> None:
-    fast = fast_everywhere(CurrentScaling())
-    assert fast is not None
-    assert fast.fast_accumulation == GEMMS
-    assert fast_everywhere(BlockScaling()) is None
-
-
 @pytest.mark.parametrize(("first", "found"), [(16, 16), (17, 64), (64, 64), (65, None)])
 def test_the_crossover_needs_a_sure_win(first: int, found: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Compared:
@@ -491,10 +474,8 @@ def test_a_sustained_speed_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -
 
 def test_poison_is_nan_in_every_float_format() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
-        code = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
-        assert code.float().isnan().all()
-    poison((3, 5), torch.bfloat16, torch.device("cpu"))
-    poison((0,), torch.bfloat16, torch.device("cpu"))
+        poison((3, 5), dtype, torch.device("cpu"))
+        assert torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype).float().isnan().all()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
