@@ -160,9 +160,11 @@ def product_computations(
     out, into = (min(size, LARGEST) for size in shape[1:])
     experts = max(1, min(shape[0], LARGEST**2 // (out * into)))
     x, w, grad = (recipe.format_of(role).name for role in Role)
+    alignment = MX_BLOCK if recipe.by == "mx" else 1  # Casts pad the contracted dim.
+    of_k, of_n = (blocks_along(size, alignment) * alignment for size in (into, out))
     of_gemms = (
-        (out, into, (x, w), dtype, bias),
-        (into, out, (grad, w), dtype, False),
+        (out, of_k, (x, w), dtype, bias),
+        (into, of_n, (grad, w), dtype, False),
         (out, into, (grad, x), weight_dtype, False),
     )
     products = [

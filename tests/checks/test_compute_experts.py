@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 from fp8dist.checks import computations
 from fp8dist.checks.computations import computations_of, product_computations
 from fp8dist.checks.known_calls import TOKENS, GroupedProductOf, ends_of
@@ -31,6 +31,7 @@ RECIPES = {
     "current": CurrentScaling(),
     "row": RowwiseScaling(),
     "block": BlockScaling(power_of_two=True),
+    "mx": MXFP8Scaling(),
 }
 
 
@@ -40,7 +41,7 @@ def _results(name: str, backend: str) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["row", "block"])
+@pytest.mark.parametrize("name", ["row", "block", "mx"])
 def test_triton_casts_to_the_same_bits_and_multiplies_nearly_the_same(name: str) -> None:
     reference, fused = (_results(name, backend) for backend in ("reference", "triton"))
     assert reference.keys() == fused.keys()
