@@ -29,6 +29,7 @@ from fp8dist_kernels import BLOCK, MX_BLOCK, direct, grouped_ops, ops
 from fp8dist_kernels.formats import FORMATS, Role
 from fp8dist_kernels.multipliers import Product
 from fp8dist_kernels.reference.blocks import blocks_along
+from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, rows_of
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.reference.operands import integers, inverse_scales, operand
@@ -199,7 +200,7 @@ class ProductOf(NamedTuple):
             else:
                 scales = inverse_scales(shape, _SEEDS[name], device)
             if self.scaling is Scaling.MX:
-                scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+                scales = _powers_of(scales)
             found.append(scales.t() if self.scaling.in_blocks and not square else scales)
         return found
 
@@ -238,7 +239,8 @@ class GroupedProductOf(NamedTuple):
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
         """Make the operands on ``device``, and return a function as that of ``CastOf``. The result has the name ""."""
         offsets, wgrad = ends_of(self.experts, device), self.gemm == "wgrad"
-        width = columns_bound(TOKENS, self.experts)
+        multiple = MX_BLOCK if self.by == "mx" else TOKEN_ALIGNMENT
+        width = columns_bound(TOKENS, self.experts, multiple)
         of_a, of_b = ((self.n, width), (self.k, width)) if wgrad else ((TOKENS, self.k), (self.experts, self.n, self.k))
         a, b = (
             operand(shape, FORMATS[name].dtype, _SEEDS[seed], device)
@@ -246,13 +248,15 @@ class GroupedProductOf(NamedTuple):
         )
         if wgrad:  # As casts make them: zeros between the experts.
             filled = torch.zeros(width, dtype=torch.bool, device=device)
-            for _, columns, _ in rows_of(offsets):
+            for _, columns, _ in rows_of(offsets, None, multiple):
                 filled[columns] = True
             a, b = (torch.where(filled, x.view(torch.uint8), 0).view(x.dtype) for x in (a, b))
         scales = [
             inverse_scales(shape, _SEEDS[f"inv_scale_{name}"], device)
-            for name, shape in zip("ab", self._scale_shapes())
+            for name, shape in zip("ab", self._scale_shapes(width))
         ]
+        if self.by == "mx":
+            scales = [_powers_of(scale) for scale in scales]
         how: dict[str, Any] = {"fast_accumulation": self.fast_accumulation, "backend": self.backend}
         if wgrad and self.by == "block":
             scales = [scale.t() for scale in scales]
@@ -261,13 +265,16 @@ class GroupedProductOf(NamedTuple):
         how["bias"] = operand((self.experts, self.n), self.dtype, _SEEDS["bias"], device) if self.bias else None
         return lambda: {"": direct.matmul_grouped(a, b, *scales, offsets, self.dtype, **how)}
 
-    def _scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of the inverse scales of a and b."""
+    def _scale_shapes(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the inverse scales of a and b. ``width``: of the operands of wgrad."""
         experts, n, k, wgrad = self.experts, self.n, self.k, self.gemm == "wgrad"
         if self.by == "tensor":
             return (experts,), (experts,)
         if self.by == "row":
             return ((experts, n, 1), (experts, k, 1)) if wgrad else ((TOKENS, 1), (experts, n, 1))
+        if self.by == "mx":
+            along = (width if wgrad else k) // MX_BLOCK
+            return ((n, along), (k, along)) if wgrad else ((TOKENS, along), (experts, n, along))
         if wgrad:
             blocks = blocks_bound(TOKENS, experts)
             return (blocks, n), (blocks, k)  # Transposed afterwards, as casts lay them out.
@@ -277,6 +284,11 @@ class GroupedProductOf(NamedTuple):
 
 Computation = CastOf | ProductOf | GroupedProductOf
 """A cast or a product with known operands. Hashable; equal ones compute the same."""
+
+
+def _powers_of(scales: Tensor) -> Tensor:
+    """Return positive float32 as E8M0, rounded down to powers of two."""
+    return (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def ends_of(experts: int, device: torch.device) -> Tensor:

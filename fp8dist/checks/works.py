@@ -70,6 +70,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "quantize_mx": ("x", "dtype"),
         "quantize_grouped": ("x", "offsets", "scale", "cold", "pending", "dtype"),
         "quantize_grouped_lines": ("x", "offsets", "dtype"),
+        "quantize_grouped_mx": ("x", "offsets", "dtype"),
         "matmul": (*_OPERANDS, "dtype"),
         "matmul_grouped": (*_OPERANDS, "offsets", "dtype"),
         "matmul_grouped_columns": (*_OPERANDS, "offsets", "dtype"),
@@ -242,7 +243,7 @@ def _lines_of_cast(results: Sequence[Tensor], header: Mapping[str, Any], first: 
         found = {"inv_scale": inv_scale}
     else:
         named, found = dict(zip(("rows", "rows_inv_scale", "columns", "columns_inv_scale"), results)), {}
-    height, width = options.get("block", (1, MX_BLOCK if header["op"] == "quantize_mx" else BLOCK))
+    height, width = options.get("block", (1, MX_BLOCK if header["op"].endswith("_mx") else BLOCK))
     for name, result in named.items():
         copy = name.partition("_")[0]
         if not options[copy]:

@@ -202,8 +202,6 @@ def _require_consistent_recipes(options: Options) -> None:
         raise BadInput(f"--fast-gemms is for delayed, current and rowwise scaling, got {', '.join(options.recipes)}")
     if "mxfp8" in options.recipes and (options.power_of_two or options.format):
         raise BadInput("--power-of-two and --format are not for mxfp8, whose scales and formats are fixed")
-    if options.recipe == "mxfp8" and options.experts:
-        raise BadInput("--recipe mxfp8 is not for --experts")
     patterns = [override.pattern for override in options.override]
     for pattern in patterns:
         if patterns.count(pattern) > 1:
