@@ -123,7 +123,7 @@ def _elements(blocks: Tensor, draw: Tensor, transposed: bool) -> Tensor:
     """Return the number of each element in the whole tensor, int64, in the shape of ``blocks``."""
     *_, first_token, first_feature, features = draw.unbind()
     lines = torch.arange(len(blocks), device=draw.device)[:, None]
-    along = torch.arange(blocks[0].numel() if len(blocks) else 0, device=draw.device)
+    along = torch.arange(blocks.shape[1] * NVFP4_BLOCK, device=draw.device)
     tokens, columns = (along, lines) if transposed else (lines, along)
     return ((first_token + tokens) * features + first_feature + columns).view(blocks.shape)
 
@@ -143,7 +143,7 @@ def _transformed(blocks: Tensor, signs: Tensor) -> Tensor:
     last bits."""
     x = blocks * signs
     for half in (1, 2, 4, 8):
-        pairs = x.view(*blocks.shape[:2], -1, 2, half)
+        pairs = x.view(*blocks.shape[:2], NVFP4_BLOCK // (2 * half), 2, half)
         low, high = pairs.unbind(-2)
         x = torch.stack((low + high, low - high), -2).view(blocks.shape)
     return x / _GROWTH
@@ -164,7 +164,7 @@ def _cast(
     factor = torch.where(inv_scale >= SMALLEST_NORMAL, torch.reciprocal(inv_scale), 0.0)
     scaled = torch.where(amax.isfinite()[:, :, None], blocks * factor[:, :, None], 0.0)
     rounded = torch.copysign(_rounded(scaled.abs(), random), scaled)
-    elements = rounded.view(len(blocks), -1)[:count].to(dtype)
+    elements = rounded.flatten(1)[:count].to(dtype)
     return elements.contiguous(), inv_scale[:count].contiguous()
 
 
