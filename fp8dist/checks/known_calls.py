@@ -25,7 +25,7 @@ from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Precision
 from fp8dist.state.recipe import Gemm, MXFP8Scaling, Recipe
 from fp8dist.state.slots import SlotSpec
-from fp8dist_kernels import BLOCK, MX_BLOCK, direct, grouped_ops, ops
+from fp8dist_kernels import BLOCK, MX_BLOCK, NVFP4_BLOCK, direct, grouped_ops, ops
 from fp8dist_kernels.formats import FORMATS, Role
 from fp8dist_kernels.multipliers import Product
 from fp8dist_kernels.reference.blocks import blocks_along
@@ -55,6 +55,7 @@ SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
         "row": (Scaling.ROWWISE,) * 2,
         "block": _OF_BLOCKS,
         "mx": (Scaling.MX,) * 2,
+        "nvfp4": (Scaling.NVFP4,) * 2,
     }
 )
 """(scaling of wgrad, scaling of fprop and dgrad) by the part of a tensor that has a scale of its own. They differ for
@@ -191,8 +192,8 @@ class ProductOf(NamedTuple):
             square = self.scaling is Scaling.BLOCKWISE and name == "inv_scale_b"
             if self.scaling is Scaling.ROWWISE:
                 shape = (lines, 1)
-            elif self.scaling is Scaling.MX:
-                shape = (lines, blocks_along(self.k, MX_BLOCK))
+            elif self.scaling in (Scaling.MX, Scaling.NVFP4):
+                shape = (lines, blocks_along(self.k, MX_BLOCK if self.scaling is Scaling.MX else NVFP4_BLOCK))
             elif self.scaling.in_blocks:
                 shape = (blocks_along(lines, BLOCK), along) if square else (along, lines)
             if self.exact:
@@ -303,7 +304,7 @@ def for_casts(recipe: Recipe) -> Recipe:
     """Return the recipe with all fields that do not matter for a cast at their defaults, so that casts which compute
     the same compare as equal."""
     fields = {field.name for field in dataclasses.fields(recipe)}  # type: ignore[arg-type]
-    matter = {"format", "margin", "power_of_two", "scale_rounding"} & fields
+    matter = {"format", "margin", "power_of_two", "scale_rounding", "hadamard", "stochastic_rounding", "seed"} & fields
     return type(recipe)(**{name: getattr(recipe, name) for name in matter})
 
 
