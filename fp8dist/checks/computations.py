@@ -142,6 +142,8 @@ def casts_and_products(
             continue
         if experts:
             n, k = (features, out) if gemm == "dgrad" else (out, features)
+            if recipe.by == "mx" and gemm != "wgrad":  # Other casts of experts do not pad.
+                k = of_n if gemm == "dgrad" else of_k
             biased = bias and gemm == "fprop"
             found.append(GroupedProductOf(gemm, experts, n, k, formats, of, recipe.by, biased, fast, backend))
         else:

@@ -25,10 +25,11 @@ from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Precision
 from fp8dist.state.recipe import Gemm, MXFP8Scaling, Recipe
 from fp8dist.state.slots import SlotSpec
-from fp8dist_kernels import BLOCK, MX_BLOCK, direct, grouped_ops, ops
+from fp8dist_kernels import BLOCK, MX_BLOCK, NVFP4_BLOCK, direct, grouped_ops, ops
 from fp8dist_kernels.formats import FORMATS, Role
 from fp8dist_kernels.multipliers import Product
 from fp8dist_kernels.reference.blocks import blocks_along
+from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, rows_of
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.reference.operands import integers, inverse_scales, operand
@@ -54,6 +55,7 @@ SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
         "row": (Scaling.ROWWISE,) * 2,
         "block": _OF_BLOCKS,
         "mx": (Scaling.MX,) * 2,
+        "nvfp4": (Scaling.NVFP4,) * 2,
     }
 )
 """(scaling of wgrad, scaling of fprop and dgrad) by the part of a tensor that has a scale of its own. They differ for
@@ -190,8 +192,8 @@ class ProductOf(NamedTuple):
             square = self.scaling is Scaling.BLOCKWISE and name == "inv_scale_b"
             if self.scaling is Scaling.ROWWISE:
                 shape = (lines, 1)
-            elif self.scaling is Scaling.MX:
-                shape = (lines, blocks_along(self.k, MX_BLOCK))
+            elif self.scaling in (Scaling.MX, Scaling.NVFP4):
+                shape = (lines, blocks_along(self.k, MX_BLOCK if self.scaling is Scaling.MX else NVFP4_BLOCK))
             elif self.scaling.in_blocks:
                 shape = (blocks_along(lines, BLOCK), along) if square else (along, lines)
             if self.exact:
@@ -199,7 +201,7 @@ class ProductOf(NamedTuple):
             else:
                 scales = inverse_scales(shape, _SEEDS[name], device)
             if self.scaling is Scaling.MX:
-                scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+                scales = _powers_of(scales)
             found.append(scales.t() if self.scaling.in_blocks and not square else scales)
         return found
 
@@ -238,7 +240,8 @@ class GroupedProductOf(NamedTuple):
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
         """Make the operands on ``device``, and return a function as that of ``CastOf``. The result has the name ""."""
         offsets, wgrad = ends_of(self.experts, device), self.gemm == "wgrad"
-        width = columns_bound(TOKENS, self.experts)
+        multiple = MX_BLOCK if self.by == "mx" else TOKEN_ALIGNMENT
+        width = columns_bound(TOKENS, self.experts, multiple)
         of_a, of_b = ((self.n, width), (self.k, width)) if wgrad else ((TOKENS, self.k), (self.experts, self.n, self.k))
         a, b = (
             operand(shape, FORMATS[name].dtype, _SEEDS[seed], device)
@@ -246,13 +249,15 @@ class GroupedProductOf(NamedTuple):
         )
         if wgrad:  # As casts make them: zeros between the experts.
             filled = torch.zeros(width, dtype=torch.bool, device=device)
-            for _, columns, _ in rows_of(offsets):
+            for _, columns, _ in rows_of(offsets, None, multiple):
                 filled[columns] = True
             a, b = (torch.where(filled, x.view(torch.uint8), 0).view(x.dtype) for x in (a, b))
         scales = [
             inverse_scales(shape, _SEEDS[f"inv_scale_{name}"], device)
-            for name, shape in zip("ab", self._scale_shapes())
+            for name, shape in zip("ab", self._scale_shapes(width))
         ]
+        if self.by == "mx":
+            scales = [_powers_of(scale) for scale in scales]
         how: dict[str, Any] = {"fast_accumulation": self.fast_accumulation, "backend": self.backend}
         if wgrad and self.by == "block":
             scales = [scale.t() for scale in scales]
@@ -261,13 +266,16 @@ class GroupedProductOf(NamedTuple):
         how["bias"] = operand((self.experts, self.n), self.dtype, _SEEDS["bias"], device) if self.bias else None
         return lambda: {"": direct.matmul_grouped(a, b, *scales, offsets, self.dtype, **how)}
 
-    def _scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of the inverse scales of a and b."""
+    def _scale_shapes(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the inverse scales of a and b. ``width``: of the operands of wgrad."""
         experts, n, k, wgrad = self.experts, self.n, self.k, self.gemm == "wgrad"
         if self.by == "tensor":
             return (experts,), (experts,)
         if self.by == "row":
             return ((experts, n, 1), (experts, k, 1)) if wgrad else ((TOKENS, 1), (experts, n, 1))
+        if self.by == "mx":
+            along = (width if wgrad else k) // MX_BLOCK
+            return ((n, along), (k, along)) if wgrad else ((TOKENS, along), (experts, n, along))
         if wgrad:
             blocks = blocks_bound(TOKENS, experts)
             return (blocks, n), (blocks, k)  # Transposed afterwards, as casts lay them out.
@@ -277,6 +285,11 @@ class GroupedProductOf(NamedTuple):
 
 Computation = CastOf | ProductOf | GroupedProductOf
 """A cast or a product with known operands. Hashable; equal ones compute the same."""
+
+
+def _powers_of(scales: Tensor) -> Tensor:
+    """Return positive float32 as E8M0, rounded down to powers of two."""
+    return (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def ends_of(experts: int, device: torch.device) -> Tensor:
@@ -291,7 +304,7 @@ def for_casts(recipe: Recipe) -> Recipe:
     """Return the recipe with all fields that do not matter for a cast at their defaults, so that casts which compute
     the same compare as equal."""
     fields = {field.name for field in dataclasses.fields(recipe)}  # type: ignore[arg-type]
-    matter = {"format", "margin", "power_of_two", "scale_rounding"} & fields
+    matter = {"format", "margin", "power_of_two", "scale_rounding", "hadamard", "stochastic_rounding", "seed"} & fields
     return type(recipe)(**{name: getattr(recipe, name) for name in matter})
 
 

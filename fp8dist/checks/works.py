@@ -42,6 +42,7 @@ from fp8dist.common.text import dtype_name
 from fp8dist_kernels import BLOCK, MX_BLOCK, grouped_ops, ops
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
+from fp8dist_kernels.reference.nvfp4 import COUNTERS
 
 __all__ = [
     "Work",
@@ -68,8 +69,10 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "quantize_rowwise": ("x", "dtype"),
         "quantize_blocks": ("x", "dtype"),
         "quantize_mx": ("x", "dtype"),
+        "quantize_nvfp4": ("x", "encode", "draw", "dtype"),
         "quantize_grouped": ("x", "offsets", "scale", "cold", "pending", "dtype"),
         "quantize_grouped_lines": ("x", "offsets", "dtype"),
+        "quantize_grouped_mx": ("x", "offsets", "dtype"),
         "matmul": (*_OPERANDS, "dtype"),
         "matmul_grouped": (*_OPERANDS, "offsets", "dtype"),
         "matmul_grouped_columns": (*_OPERANDS, "offsets", "dtype"),
@@ -77,7 +80,10 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The positional arguments of each op."""
 
-_OPTIONS = ("rows", "columns", "power_of_two", "block", "in_blocks", "round_up", "fast_accumulation", "backend")
+_OPTIONS = (
+    *("rows", "columns", "power_of_two", "block", "in_blocks", "round_up", "fast_accumulation", "backend"),
+    *("key", "square", "hadamard", "stochastic"),
+)
 """The options of a call that its repetition gets as well. A bias is sent as a tensor. The options by which a cast chose
 its scale are not needed, because the scale is sent."""
 
@@ -230,6 +236,9 @@ def _part_of_cast(
         tensors["offsets"] = offsets if dim == -1 else (offsets - first).clamp(0, end - first)
     if scale is not None:
         tensors["scale"] = scale
+    if "draw" in given:  # Random numbers of elements by their place in the whole.
+        tensors |= {"encode": given["encode"], "draw": given["draw"].clone()}
+        tensors["draw"][COUNTERS.index("first_token" if dim == -2 else "first_feature")] += first
     return header, tensors, _lines_of_cast(results, header, first, end), share * (end - first) / count
 
 
@@ -242,7 +251,7 @@ def _lines_of_cast(results: Sequence[Tensor], header: Mapping[str, Any], first: 
         found = {"inv_scale": inv_scale}
     else:
         named, found = dict(zip(("rows", "rows_inv_scale", "columns", "columns_inv_scale"), results)), {}
-    height, width = options.get("block", (1, MX_BLOCK if header["op"] == "quantize_mx" else BLOCK))
+    height, width = options.get("block", (1, MX_BLOCK if header["op"].endswith("_mx") else BLOCK))
     for name, result in named.items():
         copy = name.partition("_")[0]
         if not options[copy]:

@@ -138,7 +138,13 @@ class Grid(NamedTuple):
 def grid_by(recipe: Recipe, shape: Sequence[int]) -> Grid:
     """Return the parts of a weight of ``shape`` [out_features, in_features] that share a scale under a recipe."""
     rows, columns = shape
-    grids = {"tensor": (rows, columns), "row": (1, columns), "block": (BLOCK, BLOCK), "mx": (1, MX_BLOCK)}
+    grids = {
+        "tensor": (rows, columns),
+        "row": (1, columns),
+        "block": (BLOCK, BLOCK),
+        "mx": (1, MX_BLOCK),
+        "nvfp4": (16, 16),
+    }
     return Grid(*grids[recipe.by])
 
 

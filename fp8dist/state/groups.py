@@ -27,6 +27,7 @@ __all__ = [
     "GroupLike",
     "SyncGroup",
     "absent",
+    "first_local_row",
     "has_base",
     "identity_of",
     "is_dtensor",
@@ -44,6 +45,18 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     module is already imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def first_local_row(weight: Any, dim: int = 0) -> int:
+    """Return the index in the whole DTensor of the first row, or index of ``dim``, that this rank holds."""
+    # Each mesh axis that shards the dim cuts what the axes before it have left, as torch.chunk does.
+    first, size = 0, weight.shape[dim]
+    for axis, placement in enumerate(weight.placements):
+        if placement.is_shard(dim):
+            part = -(-size // weight.device_mesh.size(axis))
+            start = min(size, part * weight.device_mesh.get_local_rank(axis))
+            first, size = first + start, min(part, size - start)
+    return first
 
 
 def has_base(thing: object, name: str) -> bool:

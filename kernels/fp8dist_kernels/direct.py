@@ -35,7 +35,9 @@ __all__ = [
     "quantize_blocks",
     "quantize_grouped",
     "quantize_grouped_lines",
+    "quantize_grouped_mx",
     "quantize_mx",
+    "quantize_nvfp4",
     "quantize_rowwise",
     "transpose",
 ]
@@ -87,6 +89,7 @@ quantize = _directly(ops.quantize, traced.quantize)
 quantize_rowwise = _directly(ops.quantize_rowwise, traced.quantize_rowwise)
 quantize_blocks = _directly(ops.quantize_blocks)
 quantize_mx = _directly(ops.quantize_mx)
+quantize_nvfp4 = _directly(ops.quantize_nvfp4)
 add_up = _directly(ops.add_up)
 transpose = _directly(ops.transpose)
 observe = _directly(ops.observe, traced.observe)
@@ -95,6 +98,7 @@ matmul = _directly(ops.matmul)
 matmul_into = _directly(ops.matmul_into)
 quantize_grouped = _directly(grouped_ops.quantize_grouped)
 quantize_grouped_lines = _directly(grouped_ops.quantize_grouped_lines)
+quantize_grouped_mx = _directly(grouped_ops.quantize_grouped_mx)
 matmul_grouped = _directly(grouped_ops.matmul_grouped)
 matmul_grouped_columns = _directly(grouped_ops.matmul_grouped_columns)
 

@@ -94,8 +94,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"{taken[0]} is not for this program: it sets the flag itself, or the runs would be incomparable")
     if _of_mixtures(flags) and own.gradients:
         parser.error("--experts needs --no-gradients: only gradients of Linears are compared")
-    if _of_mixtures(flags):  # MXFP8Scaling does not multiply experts.
-        own.variants = [name for name in own.variants if name != "mxfp8"]
+    if _of_mixtures(flags):  # NVFP4Scaling does not multiply experts.
+        own.variants = [name for name in own.variants if "nvfp4" not in name]
     return own, flags
 
 

@@ -41,6 +41,7 @@ RECIPES = {
     "row": fp8dist.RowwiseScaling(),
     "block": fp8dist.BlockScaling(),
     "mx": fp8dist.MXFP8Scaling(),
+    "nvfp4": fp8dist.NVFP4Scaling(),
 }
 SITES_OF_NET = 3 * len(SITES)
 

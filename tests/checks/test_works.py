@@ -87,7 +87,7 @@ def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few([*RECIPES, "mx"], "delayed", "block"))
+@pytest.mark.parametrize("name", few([*RECIPES, "mx", "nvfp4"], "delayed", "block", "nvfp4"))
 @pytest.mark.parametrize("backend", few(["auto", "torch"], "auto"))
 def test_what_was_recorded_repeats(name: str, backend: str) -> None:
     """Whole and in blocks: values of all sizes, NaN, infinities, ragged batches, no tokens, recomputation,
@@ -95,7 +95,8 @@ def test_what_was_recorded_repeats(name: str, backend: str) -> None:
     if backend == "torch" and name in ("block", "mx"):
         return  # Refused on a CPU.
     chance = random.Random(name + backend)
-    recipe = fp8dist.MXFP8Scaling(scale_rounding="up") if name == "mx" else RECIPES[name]
+    more = {"mx": fp8dist.MXFP8Scaling(scale_rounding="up"), "nvfp4": fp8dist.NVFP4Scaling()}
+    recipe = more.get(name) or RECIPES[name]
     heard = Heard(Blocks(True), recipe, backend=backend)
     heard.step(torch.randn(150, WIDTH))
     heard.spoils = False

@@ -70,6 +70,8 @@ class Options(example.Options):
         None, "FP8 formats (default: hybrid, e4m3 with rowwise and block)", choices=("hybrid", "e4m3")
     )
     power_of_two: bool = _on("round scales down to powers of two")
+    no_hadamard: bool = _on("with nvfp4: no Hadamard transform")
+    to_nearest: bool = _on("with nvfp4: round gradients to nearest, not at random")
     backend: Literal["auto", "triton", "torch", "reference"] | None = flag(
         None, "implementation of FP8 casts and matrix products (default: auto)", choices=BACKENDS
     )
@@ -146,7 +148,7 @@ class Options(example.Options):
         return (
             self.parallel in ("fsdp2", "hsdp")
             and self.precision == "fp8"
-            and not self.recipes & {"rowwise", "mxfp8"}
+            and not self.recipes & {"rowwise", "mxfp8", "nvfp4"}
             and ("block" not in self.recipes or whole_blocks)
         )
 
@@ -198,12 +200,16 @@ def _top_k(given: int | None, experts: int) -> int:
 def _require_consistent_recipes(options: Options) -> None:
     if "delayed" not in options.recipes and (idle := _given(options, FOR_DELAYED)):
         raise BadInput(f"{idle[0]} is for delayed scaling, got {', '.join(sorted(options.recipes))}")
-    if options.fast_gemms is not None and options.recipes <= {"block", "mxfp8"}:
+    if options.fast_gemms is not None and options.recipes <= {"block", "mxfp8", "nvfp4"}:
         raise BadInput(f"--fast-gemms is for delayed, current and rowwise scaling, got {', '.join(options.recipes)}")
     if "mxfp8" in options.recipes and (options.power_of_two or options.format):
         raise BadInput("--power-of-two and --format are not for mxfp8, whose scales and formats are fixed")
-    if options.recipe == "mxfp8" and options.experts:
-        raise BadInput("--recipe mxfp8 is not for --experts")
+    if "nvfp4" not in options.recipes and (options.no_hadamard or options.to_nearest):
+        raise BadInput(f"--no-hadamard and --to-nearest are for nvfp4, got {', '.join(sorted(options.recipes))}")
+    if "nvfp4" in options.recipes and (options.power_of_two or options.format):
+        raise BadInput("--power-of-two and --format are not for nvfp4, whose scales and formats are fixed")
+    if options.recipe == "nvfp4" and options.experts:
+        raise BadInput("--recipe nvfp4 is not for --experts")
     patterns = [override.pattern for override in options.override]
     for pattern in patterns:
         if patterns.count(pattern) > 1:

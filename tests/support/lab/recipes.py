@@ -39,6 +39,12 @@ def _made(kind: str, options: Options) -> fp8dist.Recipe:
     given: dict[str, Any] = {"power_of_two": options.power_of_two, "high_precision": options.high_gemms}
     if kind == "mxfp8":
         return fp8dist.MXFP8Scaling(high_precision=options.high_gemms)  # type: ignore[arg-type]
+    if kind == "nvfp4":
+        return fp8dist.NVFP4Scaling(
+            hadamard=not options.no_hadamard,
+            stochastic_rounding=not options.to_nearest,
+            high_precision=options.high_gemms,  # type: ignore[arg-type]
+        )
     if kind != "block" and options.fast_gemms is not None:
         given["fast_accumulation"] = options.fast_gemms
     for name in ("format", *(FOR_DELAYED if kind == "delayed" else ())):
