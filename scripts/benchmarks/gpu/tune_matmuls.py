@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from fp8dist_kernels.reference.torch_matmuls import matmul_torch
 from fp8dist_kernels.triton.launching import processors
@@ -81,13 +82,6 @@ def measured(product: Product, seconds: float, stopwatch: Stopwatch) -> Entry:
     return entry
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that affect speed."""
-    import triton
-
-    return {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-
-
 def products(options: argparse.Namespace) -> list[Product]:
     """Return the products to measure, most important first, the kinds in turn."""
     if options.smoke:
@@ -99,13 +93,6 @@ def products(options: argparse.Namespace) -> list[Product]:
         if product is not None:  # With as many tokens as features, several GEMMs are the same product.
             planned.setdefault(product[2:], product)
     return list(planned.values())
-
-
-def write(path: Path, table: dict[str, Any], entries: Sequence[Entry]) -> None:
-    """Write the table atomically. Raise ValueError if the result could not be read back."""
-    whole = {**table, "entries": [entry.described() for entry in sorted(entries, key=lambda entry: entry.key)]}
-    TileTable.from_json(json.dumps(whole))
-    results_files.write(path, whole)
 
 
 def tuned(options: argparse.Namespace, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:
@@ -125,7 +112,9 @@ def tuned(options: argparse.Namespace, table: dict[str, Any], stopwatch: Stopwat
             print(f"{product.name:44} {product.scaling.value:12} skipped: {reason}", flush=True)
             continue
         entries[entry.key] = entry
-        write(options.out, table, [entry for entry in entries.values() if entry.faster])
+        faster = [entries[key].described() for key in sorted(entries) if entries[key].faster]
+        TileTable.from_json(json.dumps({**table, "entries": faster}))  # It can be read back.
+        results_files.write(options.out, {**table, "entries": faster})
     return [entry.vs_torch for entry in entries.values()]
 
 
@@ -147,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     name, today = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", datetime.date.today().isoformat()
     table = {"format": FORMAT, "device": name, "measured": today, "commit": of, "run": options.run}
-    table["versions"] = versions()
+    table["versions"] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
     try:
         ratios = tuned(options, table, stopwatch_of(device))
     except KeyboardInterrupt:
