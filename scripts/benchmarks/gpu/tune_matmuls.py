@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from fp8dist_kernels.reference.torch_matmuls import matmul_torch
 from fp8dist_kernels.triton.launching import processors
@@ -120,6 +119,8 @@ def tuned(options: argparse.Namespace, table: dict[str, Any], stopwatch: Stopwat
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line described at the top of this file."""
+    import triton  # Not before a test has chosen its interpreter.
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     tiled = [kind for kind in KINDS if kind != "mx"]  # Its kernel has one tile.
