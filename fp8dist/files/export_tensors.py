@@ -14,12 +14,12 @@ from fp8dist.state.recipe import Recipe
 
 __all__ = ["ExportPart", "ExportedTensor", "Inputs", "Scheme", "Strategy"]
 
-Strategy = Literal["tensor", "channel", "block"]
-"""The part of a weight that has a scale of its own: the whole weight, a row, or a block of 128 x 128."""
+Strategy = Literal["tensor", "channel", "block", "group"]
+"""The part of a weight that has a scale of its own: the whole weight, a row, a block of 128 x 128, or of 1 x 32."""
 
-Inputs = Literal["static", "tensor", "token"]
-"""How a server casts inputs: with the fixed scale of the export, or with a scale from the amax of each tensor or each
-token. In the format "block", servers always take a scale per 1 x 128 elements."""
+Inputs = Literal["static", "tensor", "token", "group"]
+"""How a server casts inputs: with the fixed scale of the export, or with a scale from the amax of each tensor, each
+token, or each 1 x 32 elements. In the format "block", servers always take a scale per 1 x 128 elements."""
 
 
 class Scheme(NamedTuple):
@@ -34,8 +34,8 @@ class ExportedTensor:
     """One tensor of an exported model.
 
     Attributes:
-        role: "weight" (FP8), "weight_scale" or "input_scale" (float32 factors by which a server multiplies the FP8
-            numbers), or "high" (any other tensor, exported as the model stores it).
+        role: "weight" (FP8), "weight_scale" or "input_scale" (factors by which a server multiplies the FP8 numbers:
+            float32, or E8M0 as uint8), or "high" (any other tensor, exported as the model stores it).
         module: name of the module that the tensor belongs to.
         dtype, shape: those of the exported, whole tensor.
     """

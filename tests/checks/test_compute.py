@@ -107,11 +107,7 @@ def test_backends_compute_nearly_the_same_products(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [
-        (kind, name)
-        for kind in ("linear", "transposed", "experts", "transposed experts")
-        for name in RECIPES
-    ],
+    [(kind, name) for kind in ("linear", "transposed", "experts", "transposed experts") for name in RECIPES],
 )
 def test_what_is_computed_is_what_a_step_computes(name: str, kind: str) -> None:
     """The same calls of the same ops, with tensors that look the same."""

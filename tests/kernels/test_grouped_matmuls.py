@@ -136,9 +136,7 @@ def test_rows_are_exact_where_sums_are(scaling: Scaling) -> None:
         assert_equal(case.rows(fused, out_dtype, bias=biased), case.rows(plain, out_dtype, bias=biased))
 
 
-@pytest.mark.parametrize(
-    "scaling", [Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCKWISE_1D, Scaling.MX], ids=str
-)
+@pytest.mark.parametrize("scaling", [Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCKWISE_1D, Scaling.MX], ids=str)
 def test_columns_are_exact_where_sums_are(scaling: Scaling) -> None:
     case = Case((5, 0, 130, 1), scaling)
     assert_equal(case.columns(fused, torch.float32), case.columns(plain, torch.float32))

@@ -18,10 +18,10 @@ from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT, padded
 from fp8dist_kernels.reference.grouped_casts import require_slots
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, cut, require_groups
+from fp8dist_kernels.triton import mx
 from fp8dist_kernels.triton.blocks import write_flipped, write_straight
 from fp8dist_kernels.triton.groups import find_group, tiles_bound
 from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of, scale_strides
-from fp8dist_kernels.triton import mx
 from fp8dist_kernels.triton.magnitude import grow, magnitude_bits, newest, tile_bits
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
