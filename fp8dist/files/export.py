@@ -400,8 +400,8 @@ def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, Known]
     grid, shape, by = grids[name]
     if by == "mx" and shape[1] % grid.width:
         return (
-            f"{name}: rows of its weight have {shape[1]} elements, no multiple of {grid.width}, and readers of MXFP8 know "
-            "no padding: give it another recipe (overrides), or name it in skip="
+            f"{name}: rows of its weight have {shape[1]} elements, no multiple of {grid.width}, and readers of MXFP8 "
+            "know no padding: give it another recipe (overrides), or name it in skip="
         )
     fitting = [each for each in FORMATS if all(strategy_of(each, *known) for known in grids.values())]
     instead = f"formats that fit: {', '.join(fitting)}" if fitting else "no format fits"
