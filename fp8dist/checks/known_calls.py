@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Precision
 from fp8dist.state.recipe import Gemm, MXFP8Scaling, Recipe
 from fp8dist.state.slots import SlotSpec
-from fp8dist_kernels import BLOCK, MX_BLOCK, direct, grouped_ops, ops
+from fp8dist_kernels import BLOCK, MX_BLOCK, NVFP4_BLOCK, direct, grouped_ops, ops
 from fp8dist_kernels.formats import FORMATS, Role
 from fp8dist_kernels.multipliers import Product
 from fp8dist_kernels.reference.blocks import blocks_along
@@ -55,6 +55,7 @@ SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
         "row": (Scaling.ROWWISE,) * 2,
         "block": _OF_BLOCKS,
         "mx": (Scaling.MX,) * 2,
+        "nvfp4": (Scaling.NVFP4,) * 2,
     }
 )
 """(scaling of wgrad, scaling of fprop and dgrad) by the part of a tensor that has a scale of its own. They differ for
@@ -62,17 +63,6 @@ blocks, because a weight has square blocks, and only fprop and dgrad have a weig
 
 _BEYOND = 8
 """Rows at the end that belong to no expert, as with expert parallelism."""
-
-
-class Computation(Protocol):
-    """A cast or a product with known operands. Hashable; equal ones compute the same."""
-
-    def name(self, device: torch.device) -> str:
-        """Return a name for reports. Different computations have different names."""
-
-    def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """Make the operands on ``device``, and return a function that computes with them. The function returns the
-        results by name, and can be called again."""
 
 
 class CastOf(NamedTuple):
@@ -93,7 +83,7 @@ class CastOf(NamedTuple):
     experts: int = 0
 
     def name(self, device: torch.device) -> str:
-        """See ``Computation``."""
+        """Return a name for reports. Different computations have different names."""
         copies = "" if self.rows and self.columns else ", rows only" if self.rows else ", columns only"
         by, shape = ops.implementer(self.backend, device), "x".join(map(str, self.shape))
         grouped, of = ("grouped ", f" of {self.experts} experts") if self.experts else ("", "")
@@ -101,7 +91,8 @@ class CastOf(NamedTuple):
         return f"{what}, {_described(self.recipe)}{copies}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """See ``Computation``. Casts with slots of its own, so a model's FP8 state does not change."""
+        """Make the operand on ``device``, and return a function that casts it, and can be called again. It returns the
+        results by name. Casts with slots of its own, so a model's FP8 state does not change."""
         slots = [each[self.role] for each in slot_names("known answers", max(1, self.experts))]
         arena = Arena([SlotSpec(slot, self.recipe.format_of(self.role)) for slot in slots], self.recipe, self.backend)
         arena.place(device)
@@ -151,7 +142,7 @@ class ProductOf(NamedTuple):
     into: bool = False
 
     def name(self, device: torch.device) -> str:
-        """See ``Computation``."""
+        """See ``CastOf``."""
         by = ops.multiplier_name(self.product, self.fast_accumulation, self.backend, device)
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
@@ -159,7 +150,7 @@ class ProductOf(NamedTuple):
         return f"{self.gemm} {shape} {formats} {dtype_name(self.dtype)}{extras}, {self.scaling.value}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """See ``Computation``. The result has the name ""."""
+        """Make the operands on ``device``, and return a function as that of ``CastOf``. The result has the name ""."""
         make = integers if self.exact else operand
         a, b = (
             make((lines, self.k), dtype, _SEEDS[name], device)
@@ -201,8 +192,8 @@ class ProductOf(NamedTuple):
             square = self.scaling is Scaling.BLOCKWISE and name == "inv_scale_b"
             if self.scaling is Scaling.ROWWISE:
                 shape = (lines, 1)
-            elif self.scaling is Scaling.MX:
-                shape = (lines, blocks_along(self.k, MX_BLOCK))
+            elif self.scaling in (Scaling.MX, Scaling.NVFP4):
+                shape = (lines, blocks_along(self.k, MX_BLOCK if self.scaling is Scaling.MX else NVFP4_BLOCK))
             elif self.scaling.in_blocks:
                 shape = (blocks_along(lines, BLOCK), along) if square else (along, lines)
             if self.exact:
@@ -235,7 +226,7 @@ class GroupedProductOf(NamedTuple):
     backend: str
 
     def name(self, device: torch.device) -> str:
-        """See ``Computation``."""
+        """See ``CastOf``."""
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation
         how = f"{' '.join(self.formats)} {dtype_name(self.dtype)}{extras}, a scale per {self.by}"
         by = ops.implementer(self.backend, device)
@@ -247,7 +238,7 @@ class GroupedProductOf(NamedTuple):
         return f"grouped {self.gemm} {TOKENS}x{self.n}x{self.k} of {self.experts} experts {how}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """See ``Computation``. The result has the name ""."""
+        """Make the operands on ``device``, and return a function as that of ``CastOf``. The result has the name ""."""
         offsets, wgrad = ends_of(self.experts, device), self.gemm == "wgrad"
         multiple = MX_BLOCK if self.by == "mx" else TOKEN_ALIGNMENT
         width = columns_bound(TOKENS, self.experts, multiple)
@@ -292,6 +283,10 @@ class GroupedProductOf(NamedTuple):
         return (TOKENS, along), (experts, blocks_along(n, BLOCK), along)
 
 
+Computation = CastOf | ProductOf | GroupedProductOf
+"""A cast or a product with known operands. Hashable; equal ones compute the same."""
+
+
 def _powers_of(scales: Tensor) -> Tensor:
     """Return positive float32 as E8M0, rounded down to powers of two."""
     return (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
@@ -309,7 +304,7 @@ def for_casts(recipe: Recipe) -> Recipe:
     """Return the recipe with all fields that do not matter for a cast at their defaults, so that casts which compute
     the same compare as equal."""
     fields = {field.name for field in dataclasses.fields(recipe)}  # type: ignore[arg-type]
-    matter = {"format", "margin", "power_of_two", "scale_rounding"} & fields
+    matter = {"format", "margin", "power_of_two", "scale_rounding", "hadamard", "stochastic_rounding", "seed"} & fields
     return type(recipe)(**{name: getattr(recipe, name) for name in matter})
 
 

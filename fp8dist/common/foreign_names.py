@@ -32,7 +32,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "Float8CurrentScaling": "it is fp8dist.CurrentScaling here",
         "Float8BlockScaling": "it is fp8dist.BlockScaling here",
         "MXFP8BlockScaling": 'it is fp8dist.MXFP8Scaling(scale_rounding="up") here',
-        "NVFP4BlockScaling": "it is not offered; see fp8dist.MXFP8Scaling",
+        "NVFP4BlockScaling": "it is fp8dist.NVFP4Scaling here (emulated: no GPU path)",
         # torchao.
         "convert_to_float8_training": _PREPARE,
         "Float8Linear": f"keep torch.nn.Linear and {_PREPARE}",

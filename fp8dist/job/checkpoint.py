@@ -26,7 +26,7 @@ __all__ = ["Checkpoint", "with_rank"]
 
 logger = logging.getLogger("fp8dist")
 
-_CONVERTIBLE = ("amax_algo", "margin", "power_of_two")
+_CONVERTIBLE = ("amax_algo", "margin", "power_of_two", "seed")
 _HOW_TO_CONVERT = "convert=True (of load_state_dict and load) derives new scales by the recipe of this model"
 
 
@@ -307,12 +307,12 @@ class _Match:
 
 def _differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     """Return the differences of two recipes that change scales. Just-in-time scales fit any saved state."""
-    if mine["recipe"] != "DelayedScaling":
+    if mine["recipe"] not in ("DelayedScaling", "NVFP4Scaling"):
         return []
     if theirs.get("recipe") != mine["recipe"]:
         return [f"recipe is {theirs.get('recipe')!r} there and {mine['recipe']!r} here"]
     return [
-        f"{name} is {theirs.get(name)!r} there and {mine[name]!r} here"
+        f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here"
         for name in _CONVERTIBLE
-        if theirs.get(name) != mine[name]
+        if theirs.get(name) != mine.get(name)
     ]

@@ -113,7 +113,8 @@ class StateManager(FormerNames, JoinedManager):
         self._attachment = Attachment(self._cycle)
         self._graphs = GraphPolling(self._cycle)
         self._changes: tuple[list[str], list[str]] = ([], [])  # Modules that came after ``prepare``, and that are gone.
-        self._cycle.steps = StepWatch(self._cycle, self._model)
+        cycle = self._cycle
+        cycle.steps = StepWatch(cycle.state, cycle.checker, cycle.scales, cycle.at_rest, self._model)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("recipe", "settings", "_default", "_aliases", "_found", "_selection", "_cycle")
@@ -141,6 +142,7 @@ class StateManager(FormerNames, JoinedManager):
         timeout: timedelta = timedelta(minutes=5),
         compute: bool | None = None,
         start: Start | None = "raise",
+        data_rank: int = 0,
     ) -> StateManager:
         """Place the state, agree with the other ranks, compare what they start with, derive weight scales and install
         hooks. COLLECTIVE.
@@ -166,6 +168,9 @@ class StateManager(FormerNames, JoinedManager):
                 the first step also buffers, except those in DDP and statistics of normalisation layers. This is one
                 all-reduce, on meshes as many as ``check`` has; none with ``amax_sync=False``. "raise"; "warn": one rank
                 logs the differences; None: compare nothing, for ranks that are meant to differ.
+            data_rank: number of this rank among those with other data, such as its rank in the data-parallel axis.
+                ``NVFP4Scaling`` (emulated: no GPU path) rounds by it: ranks with the same number round equal gradients
+                alike, as tensor-parallel ranks must.
 
         Raises:
             ManifestMismatchError: on all ranks, if they were prepared differently or a rank does not come in time.
@@ -179,6 +184,7 @@ class StateManager(FormerNames, JoinedManager):
             require_bool("compute", compute)
         if start is not None:
             require_choice("start", start, ("raise", "warn"), '"raise", "warn" or None')
+        require_int("data_rank", data_rank, 0, 2**31 - 1)
         require_attachable(module, optimizer, scaler, timeout)
         self._cycle.require("attach()")
         require_groups(self.settings, self._cycle.groups)
@@ -188,6 +194,7 @@ class StateManager(FormerNames, JoinedManager):
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
         whole = module if module is not None else model
         by_optimizer = boundary == "optimizer" and bool(optimizers)
+        self._cycle.job.data_rank = data_rank
         computes = self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute, start)
         self._cycle.checker.attached(whole, optimizer)
         if self.settings.enabled:
@@ -444,7 +451,7 @@ class StateManager(FormerNames, JoinedManager):
             role: "input", "weight" or "grad_output".
             format: "e4m3" or "e5m2".
         """
-        require_choice("format", format, tuple(FORMATS))
+        require_choice("format", format, ("e4m3", "e5m2"))
         if not isinstance(fqn, str):
             raise ConfigurationError(f"fqn must be a string, got {fqn!r}")
         if not self._default.arena.recipe.delayed:
@@ -582,8 +589,8 @@ class StateManager(FormerNames, JoinedManager):
             strict: False: missing or unexpected keys and slots are logged, and the others are loaded. ``dcp.load`` is
                 always strict if it is given the manager. Give it the dict instead:
                 ``state = {"fp8": manager.state_dict()}; dcp.load(state, …); manager.load_state_dict(state["fp8"], …)``.
-            convert: True: accept a state that was saved with another format, margin, power_of_two or amax_algo. The
-                scales of these slots are derived from their histories. Where a history is all zeros (weights whose
+            convert: True: accept a state that was saved with another format, margin, power_of_two, amax_algo or seed.
+                The scales of these slots are derived from their histories. Where a history is all zeros (weights whose
                 scale comes from ``attach``), they are derived from the amax that the old scale stands for,
                 ``(old_fp8_max / 2**old_margin) / old_scale``. Cold slots stay cold.
 

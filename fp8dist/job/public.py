@@ -31,7 +31,15 @@ from fp8dist.modules.grouped_linear import grouped_linear
 from fp8dist.modules.overrides import first_and_last
 from fp8dist.state.cause import Cause
 from fp8dist.state.fallback import Fallback
-from fp8dist.state.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
+from fp8dist.state.recipe import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    Recipe,
+    RowwiseScaling,
+)
 from fp8dist.state.roll_call import Attendance, roll_call
 from fp8dist.state.slots import Slot
 from fp8dist.state.statistics import ScaleJump, SlotStatistics
@@ -59,6 +67,7 @@ __all__ = [
     "LossDiverged",
     "MXFP8Scaling",
     "ManifestMismatchError",
+    "NVFP4Scaling",
     "NotAModelError",
     "Observation",
     "RankTimes",

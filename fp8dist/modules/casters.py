@@ -1,5 +1,5 @@
 """Casters convert tensors to FP8. There is one class per granularity of scales: by tensor, by row, by block, by MX
-block.
+block, and for NVFP4.
 
 A *slot* is the FP8 state of one tensor: its scale, its recorded amax, and a flag that it is *cold* (it has no scale
 yet). A tensor of a Linear has one slot. A tensor of a grouped product (the rows or weights of E experts) has one slot
@@ -8,6 +8,8 @@ per expert; its state has the shape [E].
 
 from __future__ import annotations
 
+import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,19 +18,22 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import spread
 from fp8dist.modules.job_state import JobState
-from fp8dist.modules.outgrown import Outgrown, amax_of, shrunk, unfit_for
+from fp8dist.modules.outgrown import Outgrown, amax_of, scale_for, shrunk, unfit_for
 from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.state.groups import first_local_row, is_dtensor
 from fp8dist.state.precision import Precision
-from fp8dist.state.recipe import GEMMS, Gemm, MXFP8Scaling, Recipe
-from fp8dist_kernels import MX_BLOCK, direct, ops
+from fp8dist.state.recipe import GEMMS, Gemm, MXFP8Scaling, NVFP4Scaling, Recipe
+from fp8dist_kernels import MX_BLOCK, NVFP4_BLOCK, direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows, measure_grouped
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
+from fp8dist_kernels.reference.nvfp4 import COUNTERS
 
 __all__ = ["SITES", "Cast", "Caster", "ExpertMask", "Request", "caster_for", "count_tokens", "record_experts"]
 
@@ -50,6 +55,7 @@ class Cast(NamedTuple):
         amaxes: for experts' weights, float32[E], if the cast computed them. The cast does not record these: only
             experts that have rows may be recorded. All other casts record their amaxes themselves.
         shares: for experts' weights, the shares of saturated and of flushed elements, float32[E] each, if measured.
+        tensor_inv_scale: of NVFP4, the inverse of the tensor's scale, 0-d.
     """
 
     rows: Tensor
@@ -58,10 +64,11 @@ class Cast(NamedTuple):
     columns_inv_scale: Tensor
     amaxes: Tensor | None = None
     shares: tuple[Tensor, Tensor] | None = None
+    tensor_inv_scale: Tensor | None = None
 
     def transposed(self) -> Cast:
         """Return the cast of the transposed tensor."""
-        return Cast(*self[2:4], *self[:2], *self[4:])
+        return Cast(*self[2:4], *self[:2], self.amaxes, self.shares, self.tensor_inv_scale)
 
 
 @dataclass(eq=False)  # Not frozen: that would cost a call for each field.
@@ -79,6 +86,7 @@ class Request:
         place: where to record the amax of a Linear's tensor, 0-d float32. None: in the slot.
         sums: [features], filled by the cast with the column sums of a Linear's gradient. None: do not compute them.
         tapped: False if the cast is not shown to the tap.
+        step: the training step for which the cast draws random numbers, int64 0-d. None: it draws none, or step 0.
     """
 
     state: SlotViews
@@ -91,6 +99,7 @@ class Request:
     place: Tensor | None = None
     sums: Tensor | None = None
     tapped: bool = True
+    step: Tensor | None = None
 
 
 class Caster(ABC):
@@ -104,6 +113,8 @@ class Caster(ABC):
 
     records_in_cast: ClassVar[bool] = False
     """True if the kernel that casts also records the amax."""
+    draws: ClassVar[bool] = False
+    """True if casts draw random numbers: see ``NVFP4Caster.counted_step``."""
 
     def __init__(self, recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precision | None) -> None:
         self.recipe, self.job, self.sync, self.precision = recipe, job, sync, precision
@@ -373,9 +384,93 @@ class MXCaster(BlockCaster):
         return [1, MX_BLOCK]
 
 
+class NVFP4Caster(TensorCaster):
+    """Casts to NVFP4, emulated: no GPU path. Each block of each copy has a scale of its own amax, under one scale for
+    the tensor, which is the slot's. Of Linears only."""
+
+    records_in_cast = False
+    draws = True
+
+    def __init__(self, recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precision | None) -> None:
+        super().__init__(recipe, job, sync, precision)
+        assert isinstance(recipe, NVFP4Scaling)
+        assert precision is not None
+        self.nvfp4 = recipe
+        name = f"{recipe.seed} {precision.slots[Role.INPUT].fqn}".encode()
+        self._key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
+        self._part = (0, 1)  # First output feature of this rank, and their number on all ranks.
+        self._backwards = (-1, 0)  # Boundaries passed, and casts of gradients since.
+
+    def counted_step(self, parameter: Tensor, module: Any) -> Tensor:
+        """Return the training step, int64 0-d. Autograd keeps it for the backward, which may run after the step's end.
+
+        Args:
+            parameter: the weight as the module holds it, whole or this rank's part.
+            module: the FP8Linear.
+        """
+        if capturing(parameter.device):
+            raise ConfigurationError("NVFP4Scaling: a CUDA graph would repeat the random numbers of one step")
+        dim = 1 if module.transposed else 0
+        self._part = first_local_row(parameter, dim) if is_dtensor(parameter) else 0, parameter.shape[dim]
+        return self.sync.arena.step.to(torch.int64)
+
+    def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
+        del how["power_of_two"]
+        role, recipe = request.role, self.nvfp4
+        encode, draw = self._encode(x, request), torch.zeros(len(COUNTERS), dtype=torch.int64, device=x.device)
+        if request.step is not None:
+            draw[0] = request.step
+        if role is Role.GRAD_OUTPUT:
+            draw[1:] = torch.tensor((self._next_backward(), self.job.data_rank * len(x), *self._part))
+        copies = direct.quantize_nvfp4(
+            x,
+            encode,
+            draw,
+            request.state.format.dtype,
+            key=self._key,
+            square=role is Role.WEIGHT,
+            hadamard=recipe.hadamard and role is not Role.WEIGHT,
+            stochastic=recipe.stochastic_rounding and role is Role.GRAD_OUTPUT,
+            **how,
+        )
+        return Cast(*copies)._replace(tensor_inv_scale=torch.reciprocal(encode))
+
+    def _encode(self, x: Tensor, request: Request) -> Tensor:
+        """Return the tensor's scale, float32 0-d: the slot's, or one of its own amax where ``TensorCaster`` does so."""
+        limits, of_weight = request.limits, request.role is Role.WEIGHT
+        if of_weight and limits.scale is not None:
+            return limits.scale
+        amax, state, limit = amax_of(x), request.state, limits.weight if of_weight else limits.others
+        encode = scale_for(amax, state, self.recipe, math.inf if limit is None else limit)
+        unfit = self._unfit(x, request) if (limits.written if of_weight else limits.upstream is not None) else None
+        return encode if unfit is None else torch.where(unfit, scale_for(amax, state, self.recipe, None), encode)
+
+    def _next_backward(self) -> int:
+        """Return how many gradients were cast since the last boundary. In a recomputation no gradient is cast."""
+        boundaries, number = self._backwards
+        number = number if boundaries == self.job.boundaries else 0
+        self._backwards = self.job.boundaries, number + 1
+        return number
+
+    def _measured(self, x: Tensor, request: Request, cast: Cast) -> Cast:
+        """See ``Caster``. 7 is half a step above 6, the largest element."""
+        rows = (cast.rows, cast.rows_inv_scale) if request.rows else (cast.columns, cast.columns_inv_scale)
+        inv_scale = rows[1].repeat_interleave(NVFP4_BLOCK, 1)
+        if request.rows or not (self.nvfp4.hadamard and request.role is not Role.WEIGHT):
+            lines = (x if request.rows else x.t()).float().abs()
+            inv_scale, elements = inv_scale[:, : lines.shape[1]], rows[0][:, : lines.shape[1]].float()
+            for share, hit in (
+                (request.state.saturated, lines > 7 * inv_scale),
+                (request.state.underflow, (lines > 0) & (elements == 0)),
+            ):
+                share.copy_(torch.maximum(share, hit.float().mean()))
+        return cast
+
+
 def caster_for(recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precision | None) -> Caster:
     """Return the caster of a recipe. See ``Caster`` for the arguments."""
     casters: dict[str, type[Caster]] = {"tensor": TensorCaster, "row": RowCaster, "block": BlockCaster, "mx": MXCaster}
+    casters["nvfp4"] = NVFP4Caster
     return casters[recipe.by](recipe, job, sync, precision)
 
 

@@ -72,6 +72,8 @@ class FP8Linear(FP8Module, nn.Linear):
         """
         if not self.fp8_slots.job.enabled:
             return F.linear(input, self.weight.t() if self.transposed else self.weight, self.bias)
+        if self.fp8_slots.caster.draws and torch.compiler.is_compiling():
+            return _multiply_in_eager(self, input, self.bias, False)  # The host counts what random numbers are for.
         multiply, weight = self._product(input)
         return multiply(input, weight, self.bias)
 
@@ -137,15 +139,14 @@ def _parallel_forward(
             f"{slots.fqn}: it was called with the weight of another module, for which it has no scale: name it in skip="
         )
     input = gathered_input(input, given["allreduce_dgrad"], given["sequence_parallel"], given["tp_group"])
-    if not given.get("gradient_accumulation_fusion", False):
-        multiply, weight = self._product(input)
-        return multiply(input, weight, bias)
-    return (_multiply_in_eager if torch.compiler.is_compiling() else _multiply_fused)(self, input, bias)
+    fused = given.get("gradient_accumulation_fusion", False)
+    outside = torch.compiler.is_compiling() and (fused or slots.caster.draws)
+    return (_multiply_in_eager if outside else _multiply)(self, input, bias, fused)
 
 
-def _multiply_fused(linear: FP8Linear, input: Tensor, bias: Tensor | None) -> Tensor:
-    multiply, weight = linear._product(input, MainGrad.of(linear.weight))
+def _multiply(linear: FP8Linear, input: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
+    multiply, weight = linear._product(input, MainGrad.of(linear.weight) if fused else None)
     return multiply(input, weight, bias)
 
 
-_multiply_in_eager = _disable_dynamo(_multiply_fused)
+_multiply_in_eager = _disable_dynamo(_multiply)

@@ -128,7 +128,9 @@ def _in_fp8(
         slots.record_weight(weight, cast, offsets, state, call.recorded[1])
     rows = x.reshape(-1, x.shape[-1]) if offsets is None else x
     wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
-    output = _FP8Product.apply(rows, bias, weight, *_each_once(cast), offsets, (call, outgrown, wants_weight_grad))
+    step = slots.caster.counted_step(parameter, slots.note.linear) if slots.caster.draws else None
+    how = call, outgrown, wants_weight_grad, step
+    output = _FP8Product.apply(rows, bias, weight, *_each_once(cast), offsets, how)
     # Like F.linear's output, this is no view to autograd: FSDP2 warns about modules that return views.
     return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[-2]))
 
@@ -170,12 +172,13 @@ class _FP8Product(torch.autograd.Function):
         weight_columns: Tensor,  # FP8 [(E,) in_features, out_features], empty with grad off or if cast in backward
         weight_columns_inv_scale: Tensor | None,  # None: the same tensor as for the rows; see _each_once
         offsets: Tensor | None,  # int32[E], the ends of the experts' rows
-        how: tuple[_Call, Outgrown, bool],  # the call; limits of the casts; True if the weight gets a gradient
+        # The call; limits of the casts; True if the weight gets a gradient; the step of its random numbers.
+        how: tuple[_Call, Outgrown, bool, Tensor | None],
     ) -> Tensor:
-        call, outgrown, wants_weight_grad = how
+        call, outgrown, wants_weight_grad, step = how
         slots, (high, *_) = call.slots, call.mode.choice
         copies = high.fprop is not True, wants_weight_grad and high.wgrad is not True
-        request = Request(call.states[0], Role.INPUT, *copies, call.recorded[0], outgrown, offsets)
+        request = Request(call.states[0], Role.INPUT, *copies, call.recorded[0], outgrown, offsets, step=step)
         cast = slots.caster.cast(x, request)
         ctx.casts_again = slots.casts_in_backward(weight)
         if weight_columns_inv_scale is None:
@@ -188,6 +191,7 @@ class _FP8Product(torch.autograd.Function):
             weight if ctx.casts_again or high.dgrad is not False else None,
             x if wants_weight_grad and high.wgrad is not False else None,
             offsets,
+            step,
         )
         ctx.slots, ctx.call, ctx.outgrown = slots, call, outgrown
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
@@ -202,7 +206,7 @@ class _FP8Product(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x, offsets = ctx.saved_tensors
+        x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x, offsets, step = ctx.saved_tensors
         call: _Call = ctx.call
         slots, (high, *_) = call.slots, call.mode.choice
         slots.settle()  # A step may have ended since the forward, whose sync is then still pending.
@@ -216,7 +220,7 @@ class _FP8Product(torch.autograd.Function):
                 grad_bias = grad_output.new_empty(grad_output.shape[1], dtype=ctx.bias_dtype)
             limits = slots.policy.limits_in_backward(ctx.outgrown)
             request = Request(
-                call.states[2], Role.GRAD_OUTPUT, *copies, call.recorded[2], limits, offsets, sums=grad_bias
+                call.states[2], Role.GRAD_OUTPUT, *copies, call.recorded[2], limits, offsets, sums=grad_bias, step=step
             )
             cast = slots.caster.cast(grad_output, request)
         if wants_input_grad:

@@ -109,6 +109,8 @@ class JobState:
     recording: bool = False
     """True inside ``recording()``: amaxes are recorded in training and eval mode."""
 
+    data_rank: int = 0
+    """Number of this rank among those with other data: random roundings differ by it."""
     boundaries: int = 0
     """Number of boundaries passed so far, as counted on the host."""
     unrecorded_at: int = -2

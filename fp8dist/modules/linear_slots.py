@@ -324,6 +324,7 @@ class LinearSlots:
         cast = self._cast_weight(weight, request)
         if (limits.written or limits.once) and (request.rows or request.columns):
             inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
+            inv_scale = inv_scale if cast.tensor_inv_scale is None else cast.tensor_inv_scale
             self.policy.report_cast(inv_scale, request.state, in_eval=not limits.written)
         if key is not None:
             self.cache.keep(cast, owner, key, request.record is not False, (limits, weight.shape, weight.stride()))

@@ -29,10 +29,10 @@ from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.linear_slots import Cast, LinearSlots
 from fp8dist.modules.outgrown import OUTGROWN, amax_of, scale_for
 from fp8dist.modules.parts import Part
-from fp8dist.parallel.wrappers import first_local_row, local_parts
+from fp8dist.parallel.wrappers import local_parts
 from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.groups import is_dtensor, largest_of_parts, local_part
+from fp8dist.state.groups import first_local_row, is_dtensor, largest_of_parts, local_part
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along

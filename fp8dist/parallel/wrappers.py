@@ -28,13 +28,12 @@ from fp8dist.parallel.torch_internals import (
     missing_fsdp2_hook,
     refusal,
 )
-from fp8dist.state.groups import is_dtensor, local_part
+from fp8dist.state.groups import first_local_row, is_dtensor, local_part
 from fp8dist.state.slots import Slot
 
 __all__ = [
     "awaits_reduction",
     "compute_devices",
-    "first_local_row",
     "fsdp2_axes",
     "fsdp2_cut",
     "is_sharded",
@@ -94,18 +93,6 @@ def _compute_device(of_fsdp1: torch.device | None, parameter: Tensor) -> torch.d
 def mesh_ranks(parameter: Tensor) -> set[int]:
     """Return the ranks that hold a part of a DTensor; empty for any other tensor."""
     return set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()
-
-
-def first_local_row(weight: Any) -> int:
-    """Return the index in the whole DTensor of the first row (dim 0) that this rank holds."""
-    # Each mesh axis that shards dim 0 cuts what the axes before it have left, as torch.chunk does.
-    first, size = 0, len(weight)
-    for axis, placement in enumerate(weight.placements):
-        if placement.is_shard(0):
-            part = -(-size // weight.device_mesh.size(axis))
-            start = min(size, part * weight.device_mesh.get_local_rank(axis))
-            first, size = first + start, min(part, size - start)
-    return first
 
 
 def local_parts(slots: LinearSlots, weight: Any) -> Iterator[tuple[Slot, Tensor]]:

@@ -29,7 +29,9 @@ def kept_fp8_state(cycle: StepCycle, modules: Sequence[LinearSlots]) -> Callable
     weights = () if cycle.scales.sharded is None else cycle.scales.sharded.weights
     kept: list[tuple[Any, dict[str, Any]]] = [(thing, dict(thing.__dict__)) for thing in (cycle.job, *weights)]
     for slots in modules:
-        kept += [(thing, dict(thing.__dict__)) for thing in (slots, slots.note, slots.cache, slots.monitor)]
+        kept += [
+            (thing, dict(thing.__dict__)) for thing in (slots, slots.note, slots.cache, slots.monitor, slots.caster)
+        ]
     noted = None if cycle.job.microbatches is None else copy.deepcopy(_sets(cycle.job.microbatches))
     taken = None if cycle.audits is None else cycle.audits.kept()
 

@@ -27,11 +27,13 @@ __all__ = [
     "GroupLike",
     "SyncGroup",
     "absent",
+    "first_local_row",
     "has_base",
     "identity_of",
     "is_dtensor",
     "largest_of_parts",
     "local_part",
+    "mesh_coordinates",
     "world_size",
 ]
 
@@ -43,6 +45,18 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     module is already imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def first_local_row(weight: Any, dim: int = 0) -> int:
+    """Return the index in the whole DTensor of the first row, or index of ``dim``, that this rank holds."""
+    # Each mesh axis that shards the dim cuts what the axes before it have left, as torch.chunk does.
+    first, size = 0, weight.shape[dim]
+    for axis, placement in enumerate(weight.placements):
+        if placement.is_shard(dim):
+            part = -(-size // weight.device_mesh.size(axis))
+            start = min(size, part * weight.device_mesh.get_local_rank(axis))
+            first, size = first + start, min(part, size - start)
+    return first
 
 
 def has_base(thing: object, name: str) -> bool:
@@ -258,13 +272,7 @@ class SyncGroup:
 
     def mesh_coordinates(self) -> dict[str, int] | None:
         """Return this process's coordinates on the mesh by axis name, or None."""
-        if self.mesh is None:
-            return None
-        place = self.mesh.get_coordinate()
-        if place is None:
-            return None
-        names = self.mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(self.mesh.ndim))
-        return dict(zip(names, place))
+        return None if self.mesh is None else mesh_coordinates(self.mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
         copied = SyncGroup.__new__(SyncGroup)  # A communicator is not state. A copied model attaches with its own.
@@ -276,6 +284,13 @@ class SyncGroup:
             "a StateManager with a process group cannot be pickled: save manager.state_dict() (or "
             "manager.save(path)) and call prepare() and load_state_dict() in the other process"
         )
+
+
+def mesh_coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
+    """Return this process's place on each axis of a mesh, by the axis's name; None: it is not in the mesh."""
+    place = mesh.get_coordinate()
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    return None if place is None else dict(zip(names, place))
 
 
 def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

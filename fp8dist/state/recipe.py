@@ -17,7 +17,7 @@ import torch
 from fp8dist.common.names import check_fields, nearest, require_bool, require_choice, require_int
 from fp8dist.errors import ConfigurationError
 from fp8dist_kernels import GEMMS, Gemm
-from fp8dist_kernels.formats import Format, Role, formats_by_role
+from fp8dist_kernels.formats import NVFP4, Format, Role, formats_by_role
 
 __all__ = [
     "GEMMS",
@@ -27,13 +27,14 @@ __all__ = [
     "DelayedScaling",
     "Gemm",
     "MXFP8Scaling",
+    "NVFP4Scaling",
     "Recipe",
     "RowwiseScaling",
     "gemms_in_order",
     "require_recipe",
 ]
 
-By = Literal["tensor", "row", "block", "mx"]
+By = Literal["tensor", "row", "block", "mx", "nvfp4"]
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -94,7 +95,7 @@ class Recipe:
         """
         values = dict(description)
         name = values.pop("recipe", None)
-        kinds = (DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling, MXFP8Scaling)
+        kinds = (DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling, MXFP8Scaling, NVFP4Scaling)
         known = {recipe.__name__: recipe for recipe in kinds}
         if not isinstance(name, str) or name not in known:
             raise ConfigurationError(f"there is no recipe {name!r}; the recipes are {', '.join(known)}")
@@ -251,6 +252,55 @@ class MXFP8Scaling(Recipe):
         super().__post_init__()
 
 
+@check_fields
+@dataclass(frozen=True)
+class NVFP4Scaling(Recipe):
+    """NVFP4, emulated: no GPU path. For what ranks must agree on, not for speed. Blocks of 1 x 16 elements (of weights
+    16 x 16) in E2M1, with an E4M3 scale each, under one float32 scale per tensor.
+
+    The tensor's scale is delayed by a step: its amax is that of all ranks of the group, from the one all-reduce of the
+    step. (NVIDIA's training recipe, arXiv 2509.25149, takes the tensor's own.) Gradients are rounded at random, and
+    both operands of wgrad get a random Hadamard transform of 16 tokens. Each random number is a hash of (``seed``,
+    step, backward of the module in this step, module, copy, element), so that a recomputation, a replay, an audit, a
+    resumed run and tensor-parallel copies get the same bits. ``attach(data_rank=…)`` gives ranks with other data other
+    numbers. Elements of a shard count as in the whole tensor, if DTensor cuts the output features; otherwise from 0.
+
+    For Linears only. Not with experts, ``fp8_all_gather``, exports or CUDA graphs; torch.compile leaves its Linears out
+    of its graphs.
+
+    Args:
+        hadamard: transform both operands of wgrad.
+        stochastic_rounding: round gradients up or down at random, so that the mean is the gradient.
+        seed: of the random numbers. Equal on all ranks.
+        margin: tensor scales are divided by ``2**margin``: room to grow in a step, at no cost in precision.
+        high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
+    """
+
+    delayed: ClassVar[bool] = True
+    by: ClassVar[By] = "nvfp4"
+    gathers: ClassVar[bool] = False
+    casts_experts: ClassVar[bool] = False
+    format = "e4m3"  # Of the blocks' scales.
+    power_of_two = False
+
+    hadamard: bool = True
+    stochastic_rounding: bool = True
+    seed: int = 0
+    margin: int = 1
+    high_precision: tuple[Gemm, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_bool("hadamard", self.hadamard)
+        require_bool("stochastic_rounding", self.stochastic_rounding)
+        require_int("seed", self.seed, 0, 2**31 - 1)
+        require_int("margin", self.margin, 0, 64)
+        super().__post_init__()
+
+    def format_of(self, role: Role) -> Format:
+        """See ``Recipe``."""
+        return NVFP4
+
+
 def gemms_in_order(name: str, value: object) -> tuple[Gemm, ...]:
     """Return the GEMMs that ``value``, a collection of names, contains, in the order of ``GEMMS``.
 
@@ -277,6 +327,7 @@ _CALLED: Mapping[str, str] = MappingProxyType(
         "float8linearconfig": "CurrentScaling() or RowwiseScaling(power_of_two=True)",
         **dict.fromkeys(("block", "blockwise", "blockscaling", "float8blockscaling"), "BlockScaling()"),
         **dict.fromkeys(("mx", "mxfp8", "mxfp8scaling", "mxlinearconfig"), "MXFP8Scaling()"),
+        **dict.fromkeys(("nvfp4", "nvfp4scaling", "nvfp4blockscaling"), "NVFP4Scaling()"),
         "mxfp8blockscaling": 'MXFP8Scaling(scale_rounding="up")',
     }
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["BACKENDS", "BLOCK", "GEMMS", "MX_BLOCK", "Gemm"]
+__all__ = ["BACKENDS", "BLOCK", "GEMMS", "MX_BLOCK", "NVFP4_BLOCK", "Gemm"]
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 """Names of the implementations. "auto" casts with Triton on GPUs with FP8, else with torch (``backends.runs_fused``);
@@ -21,6 +21,9 @@ BLOCK = 128
 
 MX_BLOCK = 32
 """Block size of MX: 32 consecutive elements of a row share a power of two."""
+
+NVFP4_BLOCK = 16
+"""Block size of NVFP4: 16 consecutive elements of a row share a scale; in square blocks, of 16 rows."""
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")

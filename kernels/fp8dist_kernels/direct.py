@@ -37,6 +37,7 @@ __all__ = [
     "quantize_grouped_lines",
     "quantize_grouped_mx",
     "quantize_mx",
+    "quantize_nvfp4",
     "quantize_rowwise",
     "transpose",
 ]
@@ -88,6 +89,7 @@ quantize = _directly(ops.quantize, traced.quantize)
 quantize_rowwise = _directly(ops.quantize_rowwise, traced.quantize_rowwise)
 quantize_blocks = _directly(ops.quantize_blocks)
 quantize_mx = _directly(ops.quantize_mx)
+quantize_nvfp4 = _directly(ops.quantize_nvfp4)
 add_up = _directly(ops.add_up)
 transpose = _directly(ops.transpose)
 observe = _directly(ops.observe, traced.observe)

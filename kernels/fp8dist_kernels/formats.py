@@ -1,4 +1,4 @@
-"""FP8 formats, tensor roles, and the format of each role."""
+"""FP8 formats, NVFP4, tensor roles, and the format of each role."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["E4M3", "E5M2", "FORMATS", "Format", "Role", "formats_by_role"]
+__all__ = ["E4M3", "E5M2", "FORMATS", "NVFP4", "Format", "Role", "formats_by_role"]
 
 
 class Role(str, enum.Enum):
@@ -39,7 +39,11 @@ class Format:
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 464.0)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 61440.0)
-FORMATS: Mapping[str, Format] = MappingProxyType({E4M3.name: E4M3, E5M2.name: E5M2})
+NVFP4 = Format("nvfp4", torch.float8_e4m3fn, 6 * 448.0, 6 * 464.0)
+"""E2M1 times an E4M3 scale per block. Emulated, so elements are stored as E4M3. ``max``: of an element times a block's
+scale."""
+
+FORMATS: Mapping[str, Format] = MappingProxyType({E4M3.name: E4M3, E5M2.name: E5M2, NVFP4.name: NVFP4})
 """All formats by name."""
 
 _BY_RECIPE_FORMAT: Mapping[str, Mapping[Role, Format]] = MappingProxyType(

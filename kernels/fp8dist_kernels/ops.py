@@ -5,6 +5,7 @@
 ``fp8dist::quantize_rowwise``  cast with one scale per row
 ``fp8dist::quantize_blocks``   cast with one scale per block
 ``fp8dist::quantize_mx``       cast to MX: one power of two per 1 x 32 block
+``fp8dist::quantize_nvfp4``    cast to NVFP4, emulated: no GPU path
 ``fp8dist::add_up``            add up columns: the gradient of a bias
 ``fp8dist::transpose``         transpose FP8 into contiguous memory
 ``fp8dist::observe``           record the amax only
@@ -38,11 +39,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8dist_kernels import MX_BLOCK, host_shares
+from fp8dist_kernels import MX_BLOCK, NVFP4_BLOCK, host_shares
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.multipliers import Product, machine_of, reads_sideways, row_of
-from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, mx, shares, torch_matmuls, update
+from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, mx, nvfp4, shares, torch_matmuls, update
 from fp8dist_kernels.reference.groups import columns_bound
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.taps import notify
@@ -65,6 +66,7 @@ __all__ = [
     "quantize",
     "quantize_blocks",
     "quantize_mx",
+    "quantize_nvfp4",
     "quantize_rowwise",
     "register_flops",
     "require_backend",
@@ -94,6 +96,11 @@ _LIBRARY.define(
 _LIBRARY.define(
     "quantize_mx(Tensor x, ScalarType dtype, *, bool round_up, bool rows, bool columns, str backend='auto', "
     "int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "quantize_nvfp4(Tensor x, Tensor encode, Tensor draw, ScalarType dtype, *, int key, bool square, bool hadamard, "
+    "bool stochastic, bool rows, bool columns, str backend='auto', int site=-1, Tensor? tap=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("add_up(Tensor x, ScalarType dtype, *, str backend='auto') -> Tensor")
 _LIBRARY.define("transpose(Tensor fp8, *, str backend='auto') -> Tensor")
@@ -167,6 +174,10 @@ def cast(
         shown = {key: value for key, value in options.items() if key not in ("sums", "scratch")}
         notify(tap, name, site, (x, *rest), {**shown, "backend": backend}, *results)
     return results
+
+
+def _quantize_nvfp4(x: Tensor, *rest: Any, backend: str = "auto", **options: Any) -> Any:
+    return cast(nvfp4, "quantize_nvfp4", x, *rest, backend="reference", **options)  # There is no other.
 
 
 def _choose_scale(amax: Tensor | None, scale: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> Tensor:
@@ -266,6 +277,8 @@ def _readable(b: Tensor, scaling: Scaling, backend: str) -> Tensor:
 @functools.lru_cache(512)
 def _multiplier(product: Product, fast_accumulation: bool, backend: str, device: torch.device) -> Callable[..., Tensor]:
     """Return the function that computes a product. Raise ValueError if ``backend`` is unknown or not available."""
+    if product.scaling is Scaling.NVFP4:
+        return matmuls.multiply_reference
     row = row_of(product, machine_of(device))
     if runs_fused(backend, device):
         require_backend(backend, device)
@@ -380,6 +393,18 @@ def _quantize_mx_fake(
     return mx_copies_fake(x, dtype, rows, columns)
 
 
+def _quantize_nvfp4_fake(
+    x: Tensor, encode: Tensor, draw: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def copy(lines: Any, length: Any, wanted: bool) -> tuple[Tensor, Tensor]:
+        blocks = -(-length // NVFP4_BLOCK)
+        shapes = ((lines, blocks * NVFP4_BLOCK), (lines, blocks)) if wanted else ((0,), (0,))
+        return x.new_empty(shapes[0], dtype=dtype), x.new_empty(shapes[1], dtype=torch.float32)
+
+    tokens, features = x.shape
+    return *copy(tokens, features, rows), *copy(features, tokens, columns)
+
+
 def _add_up_fake(x: Tensor, dtype: torch.dtype, **_: Any) -> Tensor:
     return x.new_empty(x.shape[1], dtype=dtype)
 
@@ -410,6 +435,7 @@ _OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = MappingProxy
         "quantize_rowwise": (functools.partial(cast, blocks, "quantize_rowwise"), _quantize_rowwise_fake),
         "quantize_blocks": (functools.partial(cast, blocks, "quantize_blocks"), _quantize_blocks_fake),
         "quantize_mx": (functools.partial(cast, mx, "quantize_mx"), _quantize_mx_fake),
+        "quantize_nvfp4": (_quantize_nvfp4, _quantize_nvfp4_fake),
         "add_up": (functools.partial(cast, casts, "add_up"), _add_up_fake),
         "transpose": (functools.partial(cast, casts, "transpose"), _transpose_fake),
         "observe": (functools.partial(cast, magnitude, "observe"), _nothing_fake),
@@ -462,6 +488,11 @@ a GPU in one launch. ``reference/blocks.py`` gives the shapes of the scales."""
 quantize_mx = torch.ops.fp8dist.quantize_mx.default
 """``(x[tokens, features], dtype, round_up=…, …) -> (rows, inv_scale, columns, inv_scale)``: cast to MX, with one E8M0
 scale per 1 x 32 block of each copy. Rows of both copies are padded to whole blocks. See ``reference/mx.py``."""
+
+quantize_nvfp4 = torch.ops.fp8dist.quantize_nvfp4.default
+"""``(x[tokens, features], encode, draw, dtype, key=…, …) -> (rows, inv_scale, columns, inv_scale)``: cast to NVFP4,
+with a float32 scale per 1 x 16 block of each copy. Emulated: no GPU path; plain torch with every backend. See
+``reference/nvfp4.py``."""
 
 add_up = torch.ops.fp8dist.add_up.default
 """``(x[tokens, features], dtype) -> [features]``: sums of columns, in an order that is the same on all backends. See

@@ -20,7 +20,7 @@ from launch.train_gpt.flags import count, flag, number
 
 __all__ = ["RECIPES", "Options", "check", "parse", "parser"]
 
-RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8")
+RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 
 
 _SWITCH: Any = argparse.BooleanOptionalAction

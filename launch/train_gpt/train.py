@@ -86,7 +86,7 @@ class Training:
         if gathers is None:
             possible = isinstance(self.parallel, FSDP2) and options.recipe in ("delayed", "current")
             gathers = possible and Settings.resolve(amax_sync=options.amax_sync).amax_sync
-        kind = options.recipe.upper() if options.recipe == "mxfp8" else options.recipe.capitalize()
+        kind = options.recipe.upper() if options.recipe in ("mxfp8", "nvfp4") else options.recipe.capitalize()
         recipe = getattr(fp8dist, f"{kind}Scaling")  # Such as DelayedScaling.
         return fp8dist.prepare(
             self.model,

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fp8dist_kernels import BLOCK, MX_BLOCK
+from fp8dist_kernels import BLOCK, MX_BLOCK, NVFP4_BLOCK
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.casts import dequantize
 
@@ -44,6 +44,7 @@ class Scaling(Enum):
     BLOCKWISE = "blockwise"  # a [m, ceil(k / 128)] (1 x 128), b [ceil(n / 128), ceil(k / 128)] (128 x 128)
     BLOCKWISE_1D = "blockwise_1d"  # a [m, ceil(k / 128)], b [n, ceil(k / 128)] (1 x 128 both)
     MX = "mx"  # a [m, k / 32], b [n, k / 32] (1 x 32 both)
+    NVFP4 = "nvfp4"  # a [m, k / 16], b [n, k / 16] (1 x 16 both); emulated: no GPU path
 
     @property
     def in_blocks(self) -> bool:
@@ -52,8 +53,8 @@ class Scaling(Enum):
         return self in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D)
 
 
-FLOAT32_SCALINGS = tuple(scaling for scaling in Scaling if scaling is not Scaling.MX)
-"""The kinds whose inverse scales are float32."""
+FLOAT32_SCALINGS = tuple(scaling for scaling in Scaling if scaling not in (Scaling.MX, Scaling.NVFP4))
+"""The kinds of FP8 whose inverse scales are float32."""
 
 
 def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, bias: Tensor | None = None) -> Scaling:
@@ -106,10 +107,13 @@ def _scaling_of(
         return Scaling.BLOCKWISE
     if shapes == ((m, blocks), (n, blocks)):
         return Scaling.BLOCKWISE_1D
+    if shapes == ((m, k // NVFP4_BLOCK), (n, k // NVFP4_BLOCK)):
+        return Scaling.NVFP4
     raise ValueError(
         f"inverse scales of shapes {shapes[0]} and {shapes[1]} for a {(m, k)} and b {(n, k)}: expected one element "
         f"each (tensorwise), {(m, 1)} and {(n, 1)} (row-wise), {(m, blocks)} and {(blocks_of_n, blocks)} (1x128 by "
-        f"128x128), or {(m, blocks)} and {(n, blocks)} (1x128 by 1x128)"
+        f"128x128), {(m, blocks)} and {(n, blocks)} (1x128 by 1x128), or {(m, k // NVFP4_BLOCK)} and "
+        f"{(n, k // NVFP4_BLOCK)} (NVFP4)"
     )
 
 
@@ -140,6 +144,8 @@ def multiply_reference(
     """Do ``matmul_reference`` for arguments that ``scaling_of`` has checked. Ignores ``fast_accumulation``."""
     if scaling is Scaling.MX:
         inv_scale_a, inv_scale_b = (x.float().repeat_interleave(MX_BLOCK, 1) for x in (inv_scale_a, inv_scale_b))
+    if scaling is Scaling.NVFP4:
+        inv_scale_a, inv_scale_b = (x.repeat_interleave(NVFP4_BLOCK, 1) for x in (inv_scale_a, inv_scale_b))
     if scaling.in_blocks:
         inv_scale_a = inv_scale_a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
         inv_scale_b = inv_scale_b.repeat_interleave(BLOCK, 1)[:, : b.shape[1]]

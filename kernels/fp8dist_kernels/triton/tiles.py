@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import torch
 
-from fp8dist_kernels.formats import FORMATS
+from fp8dist_kernels.formats import E4M3, E5M2
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.triton.launching import processors
 from fp8dist_kernels.triton.tables import Entry, Key, Tile, TileTable, bucket
@@ -35,7 +35,7 @@ _SMALL = Tile(rows=64, columns=64, depth=128, warps=4, stages=4, group=8)
 _WIDE_BLACKWELL = Tile(rows=128, columns=256, depth=128, warps=8, stages=3, group=16)
 _LOW_BLACKWELL = Tile(rows=64, columns=128, depth=128, warps=4, stages=3, group=16)
 
-_NAMES = MappingProxyType({format.dtype: format.name for format in FORMATS.values()} | {torch.bfloat16: "bfloat16"})
+_NAMES = MappingProxyType({format.dtype: format.name for format in (E4M3, E5M2)} | {torch.bfloat16: "bfloat16"})
 _HOPPER = 9
 _BLACKWELL = 10
 _STEPS_TO_WRITE = 2

@@ -19,7 +19,7 @@ from fp8dist_kernels import BLOCK, GEMMS, MX_BLOCK, direct
 from fp8dist_kernels.reference.matmuls import Scaling, column_major
 from fp8dist_kernels.reference.torch_matmuls import block_scales_for_torch, mx_scales_for_torch
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, summary_of
-from scripts.benchmarks.gpu.stopwatch import Ratio, compare, issue_time
+from scripts.benchmarks.gpu.stopwatch import Ratio, compare
 from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Layer, Product, fast_everywhere, products_of
 
 AUTO, TRITON, TORCH, BF16 = "auto", "triton", "torch._scaled_mm", "bf16"
@@ -116,7 +116,6 @@ class Matmuls:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.name = f"matmul_{kind}"
 
     def plan(self, lab: Lab) -> list[Product]:
         """See ``Part``."""
@@ -140,8 +139,7 @@ class Matmuls:
             sides[TORCH] = theirs
         a, b = (torch.randn(one.shape, dtype=torch.bfloat16, device=lab.device) for one in (operands.a, operands.b))
         sides[BF16] = functools.partial(torch.matmul, a, b.t())
-        head_start = max(issue_time(lab.stopwatch, action) for action in sides.values())
-        comparison = compare(lab.stopwatch, sides, lab.seconds, head_start)
+        comparison = compare(lab.stopwatch, sides, lab.seconds)
         case["timings"] = comparison.timings()
         operations = 2 * planned.m * planned.n * planned.k
         case["tflops"] = {side: operations / 1e6 / case["timings"][side]["median_us"] for side in sides}

@@ -19,8 +19,6 @@ from launch.train_gpt.flags import count, flag, number
 from tests.support.lab import flags
 from tests.support.lab.flags import BAD_DEVICE, HIGH, PRODUCT, RANKED, SLOW, Fault, Override
 
-__all__ = ["FOR_DELAYED", "Options", "check", "parse", "prepare_input"]
-
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The values of ``--parallel`` that shard parameters."""
 
@@ -72,6 +70,8 @@ class Options(example.Options):
         None, "FP8 formats (default: hybrid, e4m3 with rowwise and block)", choices=("hybrid", "e4m3")
     )
     power_of_two: bool = _on("round scales down to powers of two")
+    no_hadamard: bool = _on("with nvfp4: no Hadamard transform")
+    to_nearest: bool = _on("with nvfp4: round gradients to nearest, not at random")
     backend: Literal["auto", "triton", "torch", "reference"] | None = flag(
         None, "implementation of FP8 casts and matrix products (default: auto)", choices=BACKENDS
     )
@@ -148,7 +148,7 @@ class Options(example.Options):
         return (
             self.parallel in ("fsdp2", "hsdp")
             and self.precision == "fp8"
-            and not self.recipes & {"rowwise", "mxfp8"}
+            and not self.recipes & {"rowwise", "mxfp8", "nvfp4"}
             and ("block" not in self.recipes or whole_blocks)
         )
 
@@ -181,11 +181,8 @@ class Options(example.Options):
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Parse and check the flags.
-
-    Raises:
-        BadInput: an unknown flag, a value out of range, or flags that do not go together.
-    """
+    """Parse and check the flags. Raise BadInput for an unknown one, a value out of range, or flags that do not go
+    together."""
     return example.parse(arguments, Options)
 
 
@@ -203,10 +200,16 @@ def _top_k(given: int | None, experts: int) -> int:
 def _require_consistent_recipes(options: Options) -> None:
     if "delayed" not in options.recipes and (idle := _given(options, FOR_DELAYED)):
         raise BadInput(f"{idle[0]} is for delayed scaling, got {', '.join(sorted(options.recipes))}")
-    if options.fast_gemms is not None and options.recipes <= {"block", "mxfp8"}:
+    if options.fast_gemms is not None and options.recipes <= {"block", "mxfp8", "nvfp4"}:
         raise BadInput(f"--fast-gemms is for delayed, current and rowwise scaling, got {', '.join(options.recipes)}")
     if "mxfp8" in options.recipes and (options.power_of_two or options.format):
         raise BadInput("--power-of-two and --format are not for mxfp8, whose scales and formats are fixed")
+    if "nvfp4" not in options.recipes and (options.no_hadamard or options.to_nearest):
+        raise BadInput(f"--no-hadamard and --to-nearest are for nvfp4, got {', '.join(sorted(options.recipes))}")
+    if "nvfp4" in options.recipes and (options.power_of_two or options.format):
+        raise BadInput("--power-of-two and --format are not for nvfp4, whose scales and formats are fixed")
+    if options.recipe == "nvfp4" and options.experts:
+        raise BadInput("--recipe nvfp4 is not for --experts")
     patterns = [override.pattern for override in options.override]
     for pattern in patterns:
         if patterns.count(pattern) > 1:
@@ -271,11 +274,7 @@ def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
 
 
 def prepare_input(options: Options) -> Text:
-    """Return the text, and create the output folder.
-
-    Raises:
-        BadInput: the text cannot be used, or the folder cannot be written to.
-    """
+    """Return the text, and create the output folder. Raise BadInput if one cannot be used."""
     text = read_text(options.data, options.context)
     try:
         options.out.mkdir(parents=True, exist_ok=True)

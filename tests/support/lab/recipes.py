@@ -10,8 +10,6 @@ import fp8dist
 from tests.support.lab.flags import HIGH
 from tests.support.lab.options import FOR_DELAYED, Options
 
-__all__ = ["fallback_of", "overrides_of", "recipe_of"]
-
 
 def recipe_of(options: Options) -> fp8dist.Recipe:
     """Return the recipe of ``--recipe`` and its scale flags."""
@@ -41,6 +39,12 @@ def _made(kind: str, options: Options) -> fp8dist.Recipe:
     given: dict[str, Any] = {"power_of_two": options.power_of_two, "high_precision": options.high_gemms}
     if kind == "mxfp8":
         return fp8dist.MXFP8Scaling(high_precision=options.high_gemms)  # type: ignore[arg-type]
+    if kind == "nvfp4":
+        return fp8dist.NVFP4Scaling(
+            hadamard=not options.no_hadamard,
+            stochastic_rounding=not options.to_nearest,
+            high_precision=options.high_gemms,  # type: ignore[arg-type]
+        )
     if kind != "block" and options.fast_gemms is not None:
         given["fast_accumulation"] = options.fast_gemms
     for name in ("format", *(FOR_DELAYED if kind == "delayed" else ())):

@@ -1,0 +1,280 @@
+"""Emulated NVFP4 casts against an oracle in plain Python, and what the random numbers depend on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8dist_kernels import direct, ops
+from fp8dist_kernels.reference import nvfp4 as plain
+from fp8dist_kernels.reference.matmuls import Scaling, matmul_reference, scaling_of
+from tests.support import fp8_oracle
+from tests.support.casting import DTYPES, LAYOUTS, hard_values
+from tests.support.devices import DEVICE
+
+E4M3 = torch.float8_e4m3fn
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+WORD = (1 << 64) - 1
+KEY = 0x1234_5678_9ABC
+OPTIONS: dict[str, Any] = {"key": KEY, "square": False, "hadamard": False, "stochastic": False}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # The oracle's infinities.
+
+
+def draw(step: int = 3, backward: int = 0, token: int = 0, feature: int = 0, features: int = 64) -> Tensor:
+    return torch.tensor([step, backward, token, feature, features], device=DEVICE)
+
+
+def encode_of(x: Tensor, margin: int = 0) -> Tensor:
+    """The tensor's scale as published: the reciprocal of amax / (6 * 448)."""
+    return torch.full((), 2688.0, device=x.device) / x.float().abs().amax() / 2**margin
+
+
+# The oracle ------------------------------------------------------------------------------------------
+
+
+def splitmix(state: int) -> int:
+    """The output function of SplitMix64."""
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
+    return state ^ (state >> 31)
+
+
+def stream(*counters: int) -> int:
+    state = KEY
+    for counter in counters:
+        state = splitmix((state + (counter + 1) * 0x9E3779B97F4A7C15) & WORD)
+    return state
+
+
+def rounded(magnitude: float, random: float | None) -> float:
+    """To nearest, ties to the even code; or up with the probability of the distance from below."""
+    if magnitude >= 6:
+        return 6.0
+    low = max(code for code, value in enumerate(E2M1) if value <= magnitude)
+    share = (magnitude - E2M1[low]) / (E2M1[low + 1] - E2M1[low])
+    up = share > 0.5 or (share == 0.5 and low % 2 == 1) if random is None else random < share
+    return E2M1[low + up]
+
+
+def block_by_hand(
+    block: list[float], amax: float, encode: float, random: list[float] | None
+) -> tuple[list[float], float]:
+    """Return (elements, what they are multiplied with). ``amax``: of the block, or of its square."""
+    f32 = np.float32
+    scale = f32(f32(amax) / f32(6)) * f32(encode)
+    code = fp8_oracle.E4M3.encode(np.array([np.minimum(scale, f32(448))], dtype=f32))
+    if not math.isfinite(amax):
+        return [0.0] * len(block), math.nan
+    inv_scale = f32(fp8_oracle.E4M3.decoded(code)[0]) * f32(1 / f32(encode))
+    factor = f32(1) / inv_scale if inv_scale >= 2.0**-126 else f32(0)
+    scaled = [float(f32(x) * factor) for x in block]
+    parts = [rounded(abs(x), None if random is None else random[i]) for i, x in enumerate(scaled)]
+    return [math.copysign(part, x) for part, x in zip(parts, scaled)], float(inv_scale)
+
+
+def lines_by_hand(
+    x: Tensor, encode: float, transposed: bool, square: bool, hadamard: bool, stochastic: bool, at: list[int]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return (elements, inverse scales) of one copy. ``at``: the counters."""
+    f32, whole = np.float32, (x.t() if transposed else x).float().cpu()
+    count, width = whole.shape
+    padded = np.zeros((-(-count // 16) * 16, -(-width // 16) * 16), dtype=f32)
+    padded[:count, :width] = whole.numpy()
+    elements, scales = [], []
+    for line in range(count):
+        elements.append([]), scales.append([])
+        for first in range(0, padded.shape[1], 16):
+            block = [f32(one) for one in padded[line, first : first + 16]]
+            if hadamard and transposed:
+                signs = stream(0, at[0])
+                block = [-one if signs >> place & 1 else one for place, one in enumerate(block)]
+                for half in (1, 2, 4, 8):
+                    block = [
+                        block[i] + block[i + half] if not i & half else block[i - half] - block[i] for i in range(16)
+                    ]
+                block = [one / f32(4) for one in block]
+            tile = padded[line // 16 * 16 :][:16, first : first + 16] if square else np.array(block)
+            random = None
+            if stochastic:
+                of_copy = stream(2 if transposed else 1, at[0], at[1])
+                places = [(i, line) if transposed else (line, i) for i in range(first, first + 16)]
+                numbers = [(at[2] + token) * at[4] + at[3] + feature for token, feature in places]
+                random = [
+                    (splitmix((of_copy + (number + 1) * 0x9E3779B97F4A7C15) & WORD) >> 40) * 2.0**-24
+                    for number in numbers
+                ]
+            scale_of_copy = encode / 4 if hadamard and transposed else encode
+            made, inv_scale = block_by_hand(
+                [float(one) for one in block], float(np.abs(tile).max()), scale_of_copy, random
+            )
+            elements[-1] += made
+            scales[-1].append(inv_scale)
+    return elements, scales
+
+
+def assert_by_hand(x: Tensor, encode: Tensor, at: Tensor, **options: Any) -> None:
+    chosen = {**OPTIONS, **options}
+    got = plain.quantize_nvfp4(x, encode, at, E4M3, rows=True, columns=True, **chosen)
+    flags = [chosen[name] for name in ("square", "hadamard", "stochastic")]
+    for place, transposed in enumerate((False, True)):
+        elements, scales = lines_by_hand(x, float(encode), transposed, *flags, at.tolist())  # type: ignore[arg-type]
+        for made, expected in zip(got[2 * place : 2 * place + 2], (elements, scales)):
+            theirs = torch.tensor(expected, dtype=torch.float32)
+            assert torch.equal(made.float().cpu().nan_to_num(7.5), theirs.nan_to_num(7.5)), (transposed, chosen)
+            assert torch.equal(made.float().cpu().signbit(), theirs.signbit()) or made.isnan().any()
+
+
+# Tests -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"square": True}, {"hadamard": True}, {"stochastic": True}, {"hadamard": True, "stochastic": True}],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_casts_by_hand(options: dict[str, bool]) -> None:
+    torch.manual_seed(1)
+    for (tokens, features), dtype in zip(((40, 48), (1, 16), (16, 33)), itertools.cycle(DTYPES)):
+        x = (torch.randn(tokens, features) * torch.logspace(-4, 2, features)).to(dtype).to(DEVICE)
+        for margin in (0, 1):
+            at = draw(7, 2, 1000, 32, features + 32)
+            assert_by_hand(x, encode_of(x, margin), at, **options)
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_hard_values_by_hand(square: bool) -> None:
+    """Inf, NaN, zeros of both signs, subnormal numbers, and a tensor far beyond its scale."""
+    x = hard_values(32, 64)
+    for encode in (encode_of(hard_values(32, 64, finite=True)), torch.tensor(1.0), torch.tensor(2.0**100)):
+        assert_by_hand(x.to(DEVICE), encode.to(DEVICE), draw(), square=square)
+
+
+def test_ties_and_edges_of_elements() -> None:
+    """With the scale 1 in every block: amax 6."""
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 0.0, -0.0, 0.2500001, 5.0000005, 4.9999995, 1.0, 6.0]
+    x = torch.tensor([ties], device=DEVICE)
+    (elements, inv_scale), *_ = (plain.quantize_nvfp4(x, torch.tensor(448.0), draw(), E4M3, rows=True, columns=False,
+                                                     **OPTIONS)[:2],)  # fmt: skip
+    assert inv_scale.tolist() == [[1.0]]
+    assert elements.float().tolist() == [[0, 1, 1, 2, 2, 4, 4, 0, -4, 0, 0, 0.5, 6, 4, 1, 6]]
+    assert elements.float().signbit().tolist()[0][7:11] == [True, True, False, True]
+
+
+def test_a_square_block_has_one_copy() -> None:
+    x = hard_values(64, 96, finite=True).to(DEVICE)
+    options = {**OPTIONS, "square": True}
+    rows, of_rows, columns, of_columns = plain.quantize_nvfp4(
+        x, encode_of(x), draw(), E4M3, rows=True, columns=True, **options
+    )
+    assert torch.equal(columns.view(torch.uint8), rows.view(torch.uint8).t())
+    whole = rows.float() * of_rows.repeat_interleave(16, 1)
+    assert torch.equal(whole.t(), columns.float() * of_columns.repeat_interleave(16, 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("dim", [0, 1], ids=["tokens", "features"])
+def test_parts_have_the_bits_of_the_whole(ranks: int, dim: int) -> None:
+    """Cut at multiples of 16, with the amax of the whole, and with where the part lies."""
+    x = hard_values(192, 192, finite=True).to(DEVICE)
+    for square, hadamard, stochastic in ((True, False, False), (False, True, True)):
+        options = {**OPTIONS, "square": square, "hadamard": hadamard, "stochastic": stochastic}
+        encode = encode_of(x, 1)
+        whole = plain.quantize_nvfp4(x, encode, draw(features=192), E4M3, rows=True, columns=True, **options)
+        casts, first = [], 0
+        for part in x.chunk(ranks, dim):
+            at = draw(features=192, **{("token", "feature")[dim]: first})
+            casts.append(plain.quantize_nvfp4(part, encode, at, E4M3, rows=True, columns=True, **options))
+            first += part.shape[dim]
+        for index, parts in enumerate(zip(*casts)):
+            joined = torch.cat([part.float() for part in parts], dim if index < 2 else 1 - dim)
+            assert torch.equal(joined, whole[index].float()), index
+
+
+def test_what_random_numbers_depend_on() -> None:
+    """The rounding: on every counter. The signs: on key and step alone."""
+    torch.manual_seed(2)
+    x = torch.randn(64, 64, device=DEVICE)
+    options = {**OPTIONS, "hadamard": True, "stochastic": True}
+
+    def made(at: Tensor, **changed: Any) -> list[Tensor]:
+        copies = plain.quantize_nvfp4(x, encode_of(x), at, E4M3, rows=True, columns=True, **{**options, **changed})
+        return [copy.float() for copy in copies[::2]]
+
+    first = made(draw())
+    assert all(map(torch.equal, first, made(draw())))
+    others = [draw(step=4), draw(backward=1), draw(token=64), draw(feature=64, features=128)]
+    for other in (*(made(at) for at in others), made(draw(), key=KEY + 1)):
+        for mine, theirs in zip(first, other):
+            assert (mine != theirs).float().mean() > 0.1
+    for at in others[1:]:
+        assert torch.equal(plain.hadamard_signs(KEY, at), plain.hadamard_signs(KEY, draw()))
+    signs = torch.stack([plain.hadamard_signs(KEY, draw(step)) for step in range(2000)])
+    assert signs.mean(0).abs().max() < 0.1  # 4.5 standard deviations.
+    assert (signs.T @ signs / 2000 - torch.eye(16, device=DEVICE)).abs().max() < 0.1
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    numbers = plain.uniform(torch.tensor(KEY, device=DEVICE), torch.arange(1 << 20, device=DEVICE))
+    assert (numbers.min() >= 0, numbers.max() < 1) == (True, True)
+    counts = torch.histc(numbers, 256, 0, 1)
+    assert ((counts - 4096) ** 2 / 4096).sum() < 350  # Chi squared with 255 degrees of freedom: 4 in 100,000.
+    both = torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))
+    assert both[0, 1].abs() < 0.005
+
+
+def test_stochastic_rounding_has_the_mean_of_the_element() -> None:
+    x = torch.linspace(-6, 6, 512, device=DEVICE).view(32, 16)
+    x[:, 0] = 6.0  # So that every block's scale is 1.
+    options: dict[str, Any] = {**OPTIONS, "stochastic": True, "rows": True, "columns": False}
+    total = torch.zeros_like(x)
+    for step in range(1000):
+        total += plain.quantize_nvfp4(x, torch.tensor(448.0), draw(step), E4M3, **options)[0].float()
+    error = (total / 1000 - x).abs()
+    assert error.max() < 0.16  # 5 standard deviations of a mean of 1000 with steps of 2.
+    assert error.mean() < 0.02
+
+
+def test_the_transform_cancels_in_a_product() -> None:
+    """Up to rounding: the sum over tokens of transformed operands is that of the operands."""
+    torch.manual_seed(3)
+    a, b = torch.randn(80, 32, device=DEVICE), torch.randn(80, 48, device=DEVICE)
+    blocks = [plain._blocks(x.t(), False) for x in (a, b)]
+    signs = plain.hadamard_signs(KEY, draw())
+    one, other = (plain._transformed(x, signs).flatten(1).double() for x in blocks)
+    assert torch.allclose(one @ other.T, a.double().T @ b.double(), atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ops_and_strides(layout: str) -> None:
+    x = LAYOUTS[layout](hard_values(40, 48, finite=True))
+    options: dict[str, Any] = {**OPTIONS, "hadamard": True, "stochastic": True, "rows": True, "columns": True}
+    expected = plain.quantize_nvfp4(x.contiguous(), encode_of(x), draw(), E4M3, **options)
+    for call in (direct.quantize_nvfp4, ops.quantize_nvfp4):
+        for got, theirs in zip(call(x, encode_of(x), draw(), E4M3, **options), expected):
+            assert torch.equal(got.float(), theirs.float())
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        shapes = [tuple(one.shape) for one in ops.quantize_nvfp4(x, encode_of(x), draw(), E4M3, **options)]
+    assert shapes == [tuple(one.shape) for one in expected]
+
+
+def test_products_are_exact_where_sums_are() -> None:
+    torch.manual_seed(4)
+    values = torch.tensor(E2M1)
+    for m, n, k in ((1, 16, 32), (40, 48, 96), (33, 16, 272)):
+        a, b = (values[torch.randint(8, (lines, k))].to(E4M3).to(DEVICE) for lines in (m, n))
+        of_a, of_b = (torch.randint(1, 5, (lines, k // 16)).float().to(DEVICE) for lines in (m, n))
+        assert scaling_of(a, b, of_a, of_b) is Scaling.NVFP4
+        expected = (a.double() * of_a.double().repeat_interleave(16, 1)) @ (
+            b.double() * of_b.double().repeat_interleave(16, 1)
+        ).T
+        assert torch.equal(matmul_reference(a, b, of_a, of_b, torch.float32).double(), expected)
+        for backend in ("auto", "torch", "reference"):  # No backend has a path of its own.
+            got = direct.matmul(a, b, of_a, of_b, torch.float32, fast_accumulation=False, backend=backend)
+            assert torch.equal(got.double(), expected)

@@ -1,0 +1,264 @@
+"""NVFP4Scaling (emulated: no GPU path) on one rank: products, repeated random numbers, the ledger, refusals."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8dist
+from fp8dist import CheckpointError, ConfigurationError, NVFP4Scaling, Recipe
+from fp8dist_kernels.reference.nvfp4 import quantize_nvfp4
+from tests.support.devices import DEVICE
+from tests.support.experts import Experts, Mixture
+from tests.support.linear import assert_product
+from tests.support.training import bits
+
+E4M3 = torch.float8_e4m3fn
+IN, OUT = 96, 48
+
+
+def key_of(seed: int, fqn: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {fqn}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def dequantised(x: Tensor, copy: str, draw: tuple[int, ...] = (0, 0, 0, 0, 1), fqn: str = "0", **how: bool) -> Tensor:
+    """Return the copy ("rows" or "columns") of x, float64, cut to its size. The scale is that of x, with margin 1."""
+    encode = torch.full((), 2688.0, device=x.device) / x.detach().abs().amax() / 2
+    options: dict[str, Any] = {"key": key_of(0, fqn), "square": False, "hadamard": False, "stochastic": False, **how}
+    at = torch.tensor(draw, device=x.device)
+    made = quantize_nvfp4(x.detach(), encode, at, E4M3, rows=copy == "rows", columns=copy == "columns", **options)
+    fp8, scale = made[:2] if copy == "rows" else made[2:]
+    return fp8.double() * scale.double().repeat_interleave(16, 1)
+
+
+def test_the_recipe() -> None:
+    recipe = NVFP4Scaling(seed=3, margin=0, high_precision=["fprop"])  # type: ignore[arg-type]
+    assert Recipe.from_description(recipe.describe()) == recipe
+    expected = {"hadamard": True, "stochastic_rounding": True, "seed": 0, "margin": 1, "high_precision": ()}
+    assert dataclasses.asdict(NVFP4Scaling()) == expected
+    assert {recipe.format_of(role).name for role in ("input", "weight", "grad_output")} == {"nvfp4"}  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="seed must be an integer from 0 to"):
+        NVFP4Scaling(seed=-1)
+    with pytest.raises(ConfigurationError, match="hadamard must be True or False"):
+        NVFP4Scaling(hadamard="yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"write fp8dist\.NVFP4Scaling\(\)"):
+        fp8dist.prepare(nn.Linear(32, 32), "nvfp4")  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"NVFP4Scaling here \(emulated: no GPU path\)"):
+        fp8dist.NVFP4BlockScaling  # noqa: B018
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_products_of_1_to_40_tokens(hadamard: bool, stochastic: bool) -> None:
+    """In a cold step, in which each tensor has the scale of its own amax."""
+    torch.manual_seed(3)
+    for number, tokens in enumerate((1, 2, 15, 16, 17, 31, 33, 40)):
+        net = nn.Sequential(nn.Linear(IN, OUT)).to(DEVICE)
+        linear: Any = net[0]
+        recipe = NVFP4Scaling(hadamard=hadamard, stochastic_rounding=stochastic)
+        manager = fp8dist.prepare(net, recipe)
+        manager.attach(net, data_rank=number)
+        x = torch.randn(tokens, IN, device=DEVICE).mul_(torch.logspace(-3, 3, IN, device=DEVICE)).requires_grad_()
+        g = torch.randn(tokens, OUT, device=DEVICE)
+        y = net(x)
+        y.backward(g)
+        draw = (0, 0, number * tokens, 0, OUT)
+        assert_product(y - linear.bias, dequantised(x, "rows"), dequantised(linear.weight, "rows", square=True))
+        of_g = dequantised(g, "rows", draw, stochastic=stochastic)
+        assert_product(x.grad, of_g, dequantised(linear.weight, "columns", square=True))
+        of_g = dequantised(g, "columns", draw, stochastic=stochastic, hadamard=hadamard)
+        assert_product(linear.weight.grad, of_g, dequantised(x, "columns", hadamard=hadamard))
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 48), nn.GELU(), nn.Linear(48, 32))
+
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+def _checkpointed(net: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(net, x.requires_grad_(), use_reentrant=False)
+
+
+def _reentrant(net: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(net, x.requires_grad_(), use_reentrant=True)
+
+
+FORWARDS: dict[str, Forward] = {"plain": nn.Module.__call__, "recomputed": _checkpointed, "reentrant": _reentrant}
+
+
+def _prepared(recipe: Recipe) -> tuple[nn.Sequential, Any, torch.optim.Optimizer]:
+    net = _net()
+    manager = fp8dist.prepare(net, recipe, check_every=2, audit_every=2, check_policy="raise")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    manager.attach(net, optimizer=optimizer)
+    return net, manager, optimizer
+
+
+def _train(
+    net: nn.Module, optimizer: torch.optim.Optimizer, steps: range, forward: Forward = nn.Module.__call__
+) -> list[Any]:
+    """Return the bits of the gradients of every step, of two microbatches each."""
+    seen = []
+    for step in steps:
+        for microbatch in range(2):
+            x = torch.randn(7 + step, 64, generator=torch.Generator().manual_seed(2 * step + microbatch))
+            forward(net, x).square().mean().backward()
+        seen.append([bits(p.grad) for p in net.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["recomputed", "reentrant", "resumed"])
+def test_random_numbers_are_repeated(kind: str) -> None:
+    """By a recomputation, and by a run that resumes from a checkpoint."""
+    net, manager, optimizer = _prepared(NVFP4Scaling())
+    expected = _train(net, optimizer, range(6))
+    net, manager, optimizer = _prepared(NVFP4Scaling())
+    forward = FORWARDS.get(kind, nn.Module.__call__)
+    got = _train(net, optimizer, range(3), forward)
+    if kind == "resumed":
+        saved = copy.deepcopy([net.state_dict(), manager.state_dict(), optimizer.state_dict()])
+        net, manager, optimizer = _prepared(NVFP4Scaling())
+        for one, state in zip((net, manager, optimizer), saved):
+            one.load_state_dict(state)
+    got += _train(net, optimizer, range(3, 6), forward)
+    assert got == expected
+    assert manager.steps == 6
+    assert not manager.check(parameters=True, coherence=True).diverged
+
+
+def test_seeds_steps_and_microbatches_differ() -> None:
+    """In steps without a change of weights or data."""
+
+    def gradients(recipe: Recipe) -> list[Any]:
+        net = _net()
+        manager = fp8dist.prepare(net, recipe)
+        manager.attach(net)
+        seen, x = [], torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+        for step in range(3):
+            for _ in range(2):
+                net(x).square().mean().backward()
+                seen.append(bits(net[0].weight.grad) if step else step)  # After the first step, scales stay.
+                net.zero_grad()
+            manager.step()
+        return [str(one) for one in seen[2:]]
+
+    for plain in (NVFP4Scaling(stochastic_rounding=False, hadamard=False),):
+        assert len(set(gradients(plain))) == 1
+    assert len(set(gradients(NVFP4Scaling(hadamard=False)))) == 4
+    assert len(set(gradients(NVFP4Scaling(stochastic_rounding=False)))) == 2  # Signs are those of the step.
+    assert len({*gradients(NVFP4Scaling()), *gradients(NVFP4Scaling(seed=1))}) == 8
+
+
+def test_replays_repeat_a_step() -> None:
+    net, _, optimizer = _prepared(NVFP4Scaling())
+    _train(net, optimizer, range(2))
+    net(torch.randn(9, 64)).sum().backward()  # A microbatch before the replay.
+    report = fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.randn(9, 64))
+    assert report.reproducible, str(report)
+
+
+def test_the_ledger_is_saved_and_another_seed_is_refused() -> None:
+    net, manager, optimizer = _prepared(NVFP4Scaling())
+    _train(net, optimizer, range(3))
+    saved = manager.state_dict()
+    other = fp8dist.prepare(_net(), NVFP4Scaling(seed=1))
+    with pytest.raises(CheckpointError, match="seed is 0 there and 1 here"):
+        other.load_state_dict(saved)
+    other.load_state_dict(saved, convert=True)
+    same = fp8dist.prepare(_net(), NVFP4Scaling(hadamard=False))  # Which changes no random number.
+    same.load_state_dict(saved)
+    assert other.steps == same.steps == 3
+    delayed = fp8dist.prepare(_net(), fp8dist.DelayedScaling())
+    with pytest.raises(CheckpointError, match="recipe is 'NVFP4Scaling' there and 'DelayedScaling' here"):
+        delayed.load_state_dict(saved)
+
+
+def test_a_backward_after_the_step_has_the_signs_of_its_forward() -> None:
+    net = _net()
+    manager = fp8dist.prepare(net, NVFP4Scaling(stochastic_rounding=False))
+    manager.attach(net)
+    gradients = []
+    for early in (False, False, True):
+        loss = net(torch.randn(16, 64, generator=torch.Generator().manual_seed(9))).square().mean()
+        if early:
+            manager.step()
+        loss.backward()
+        if not early:
+            manager.step()
+        gradients.append(net[4].weight.grad)
+        net.zero_grad()
+    # With other signs in one of the operands, the sum is noise.
+    assert (gradients[2] - gradients[1]).norm() < 0.3 * gradients[1].norm()
+
+
+def test_weights_that_others_write_get_a_scale_that_fits() -> None:
+    net, manager, optimizer = _prepared(NVFP4Scaling(stochastic_rounding=False))
+    _train(net, optimizer, range(3))
+    x = torch.randn(32, 64)
+    net.eval()
+    with torch.no_grad():
+        before = net[0](x)
+        net[0].weight.mul_(64)
+        net[0].bias.mul_(64)
+        assert (net[0](x) / 64 - before).norm() < 0.02 * before.norm()
+        with manager.no_fp8():
+            expected = net(x)
+        assert (net(x) - expected).norm() < 0.3 * expected.norm()
+
+
+def test_shares_that_saturate_are_measured() -> None:
+    """A tensor that grows by 4 in a step saturates, because its scale is delayed."""
+    linear, seen = nn.Linear(64, 32), []
+    manager = fp8dist.prepare(linear, NVFP4Scaling())
+    fp8dist.watch(manager, 1, observer=seen.append)
+    manager.attach(linear)
+    for size in (1.0, 2.0, 8.0):
+        x = torch.tensor([size, 1e-6]).repeat(4, 32)
+        linear(x).sum().backward()
+        manager.step()
+    of_input = [next(one for one in each.slots if one.slot.role == "input") for each in seen]
+    assert [(one.saturated, one.underflow) for one in of_input] == [(0.0, 0.5), (0.0, 0.5), (0.5, 0.5)]
+
+
+@pytest.mark.slow
+def test_compiled_models_leave_its_linears_out() -> None:
+    ends = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        net, _, optimizer = _prepared(NVFP4Scaling())
+        called = torch.compile(net, backend="eager") if compiles else net
+        # torch reads .grad of what it hands over at a break of the graph.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            ends.append(_train(net, optimizer, range(3), lambda _, x, called=called: called(x)))
+    assert ends[0] == ends[1]
+
+
+def test_what_is_refused_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="fp8_all_gather=True does not work with NVFP4Scaling"):
+        fp8dist.prepare(_net(), NVFP4Scaling(), fp8_all_gather=True)
+    with pytest.raises(ConfigurationError, match=r"experts\.gate_up: NVFP4Scaling does not multiply experts"):
+        fp8dist.prepare(Mixture(Experts()), NVFP4Scaling())
+    net = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    manager = fp8dist.prepare(net, NVFP4Scaling())
+    with pytest.raises(ConfigurationError, match="its weight is cast to nvfp4, and servers read e4m3 only"):
+        fp8dist.export(manager, tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="data_rank must be an integer from 0 to"):
+        manager.attach(net, data_rank=-1)
+    monkeypatch.setattr("fp8dist.modules.casters.capturing", lambda device: True)
+    with pytest.raises(ConfigurationError, match="a CUDA graph would repeat the random numbers of one step"):
+        net(torch.randn(4, 64))
