@@ -1,9 +1,9 @@
 """The rules by which vLLM and Transformers read exported models, as data. Each rule says where it is written.
 
 Sources: vLLM (github.com/vllm-project/vllm, below vllm/model_executor/: the schemes at commit de4766a, fp8 at
-1436674, compressed_tensors at 004dadb, its scheme for MXFP8 at 109f2f2), Transformers 5.23 and compressed-tensors 0.20 (below
-the package). vLLM needs a GPU, so its rules are checked without it; tests/integrations/test_transformers_export.py loads such folders with the
-other two.
+1436674, compressed_tensors at 004dadb, its scheme for MXFP8 at 109f2f2), Transformers 5.23 and compressed-tensors 0.20
+(below the package). vLLM needs a GPU, so its rules are checked without it;
+tests/integrations/test_transformers_export.py loads such folders with the other two.
 """
 
 from __future__ import annotations
