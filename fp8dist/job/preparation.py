@@ -363,6 +363,6 @@ def _require_gatherable(settings: Settings, assignment: Assignment, products: It
     if settings.fp8_all_gather and name is not None:
         raise ConfigurationError(
             f"{name}: fp8_all_gather=True does not work with {type(recipes[name]).__name__}: dgrad needs scales by "
-            "columns, which cannot be computed from gathered FP8 rows. Use another recipe for it, or leave "
-            "fp8_all_gather out"
+            "columns, which cannot be computed from gathered FP8 rows, and both copies take as many bytes as bfloat16. "
+            "Use another recipe for it, or leave fp8_all_gather out"
         )
