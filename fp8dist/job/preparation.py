@@ -196,8 +196,14 @@ def _build(
     """Return the state of a model, and the slots of its Linears and products, by fqn.
 
     Raises:
-        ConfigurationError: there are several ranks and no group, or a recipe excludes ``fp8_all_gather``.
+        ConfigurationError: there are several ranks and no group, or a recipe excludes ``fp8_all_gather`` or experts.
     """
+    for product in products:
+        if not product.recipe.casts_experts:
+            raise ConfigurationError(
+                f"{product.fqn}: {type(product.recipe).__name__} does not multiply experts: give them another recipe "
+                f'(overrides={{"{product.owner}": BlockScaling()}}), or "high" for high precision'
+            )
     _require_gatherable(settings, assignment, products)
     pairs = sorted(arenas.values(), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
     syncs, groups = zip(*pairs)
@@ -357,6 +363,6 @@ def _require_gatherable(settings: Settings, assignment: Assignment, products: It
     if settings.fp8_all_gather and name is not None:
         raise ConfigurationError(
             f"{name}: fp8_all_gather=True does not work with {type(recipes[name]).__name__}: dgrad needs scales by "
-            "columns, which cannot be computed from gathered FP8 rows. Use another recipe for it, or leave "
-            "fp8_all_gather out"
+            "columns, which cannot be computed from gathered FP8 rows, and both copies take as many bytes as bfloat16. "
+            "Use another recipe for it, or leave fp8_all_gather out"
         )
