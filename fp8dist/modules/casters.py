@@ -403,7 +403,9 @@ class NVFP4Caster(TensorCaster):
             module: the FP8Linear.
         """
         if capturing(parameter.device):
-            raise ConfigurationError("NVFP4Scaling: a CUDA graph would repeat the random numbers of one step")
+            raise ConfigurationError(
+                "NVFP4Scaling: a CUDA graph would repeat the random numbers of one step: capture with another recipe"
+            )
         dim = 1 if module.transposed else 0
         self._part = first_local_row(parameter, dim) if is_dtensor(parameter) else 0, parameter.shape[dim]
         return self.sync.arena.step.to(torch.int64)
