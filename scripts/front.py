@@ -41,8 +41,7 @@ def main() -> None:
         "bytes_per_sync": fp8["fp8_bytes_per_sync"],
         "slots": fp8["fp8_slots"],
     }
-    commit, date = results_files.commit_of(), results_files.now()
-    results_files.publish("front", {"schema": results_files.SCHEMA, "commit": commit, "date": date, **numbers})
+    results_files.publish("front", {**results_files.about(), **numbers})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,18 @@ def path_of(name: str, root: Path = ROOT) -> Path:
     return root / "scripts" / "results" / f"{name}.json"
 
 
-def load(name: str, root: Path = ROOT, problems_of: Callable[[Any], Sequence[str]] = lambda data: ()) -> Any:
+def load(name: str, root: Path = ROOT) -> Any:
     """Return published results; None if there are none.
 
     Raises:
-        ValueError: ``problems_of`` found problems in the content.
+        ValueError: they have another schema.
     """
     path = path_of(name, root)
     if not path.exists():
         return None
     data = json.loads(path.read_text(encoding="utf-8"))
-    if problems := problems_of(data):
-        raise ValueError(f"{path}: {'; '.join(problems)}")
+    if isinstance(data, dict) and data.get("schema", SCHEMA) != SCHEMA:
+        raise ValueError(f"{path}: not results of schema {SCHEMA}")
     return data
 
 
@@ -59,18 +59,9 @@ def _as_json(value: Any) -> Any:
     return [_as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def mistyped(data: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> list[str]:
-    """Return a problem for each key that is missing or has a value of another type."""
-    wrong = [key for key, type_ in wanted.items() if not isinstance(data.get(key), type_)]
-    wrong += [key for key, type_ in wanted.items() if type_ is int and isinstance(data.get(key), bool)]
-    return [f"{where}{key} is missing or of another type" for key in wrong]
-
-
-def problems_of(data: Any, wanted: Mapping[str, Any]) -> list[str]:
-    """Return the problems of published results at their top: another schema, or as ``mistyped`` says."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        return [f"not results of schema {SCHEMA}"]
-    return mistyped(data, wanted)
+def about() -> dict[str, Any]:
+    """Return what published results say first."""
+    return {"schema": SCHEMA, "commit": commit_of(), "date": now()}
 
 
 def now() -> str:

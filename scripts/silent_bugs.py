@@ -39,22 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--publish", action="store_true", help="replace the results of this checkout, and its pages")
     publish = parser.parse_args(arguments).publish
-    rows = measured()
-    results = {
-        "schema": results_files.SCHEMA,
-        "commit": results_files.commit_of(),
-        "date": results_files.now(),
-        "rows": rows,
-    }
+    results = {**results_files.about(), "rows": measured()}
     if publish:
         results_files.publish("silent_bugs", results)
-    print(
-        pages.of_bugs(results),
-        pages.of_bugs(results, afterwards=True),
-        pages.of_counts(results),
-        pages.of_alike(results),
-        sep="\n",
-    )
+    tables = (pages.of_bugs(results), pages.of_bugs(results, afterwards=True))
+    print(*tables, pages.of_counts(results), pages.of_alike(results), sep="\n")
     first, second = pages.counts(results)
     print(first, f"{second} drawn afterwards", sep="\n")
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.support.forked import ROOT
-from tests.support.suite import Spent, in_tenth, lines
+from tests.support.suite import Spent, crossed, few, in_tenth, lines
 
 BURN = "import time\nwhile time.process_time() < {}: pass"
 
@@ -52,6 +52,21 @@ def test_the_ten_tenths_make_all_tests() -> None:
     drawn = [[test for test in tests if in_tenth(test, number)] for number in range(7, 17)]
     assert sorted(test for tenth in drawn for test in tenth) == sorted(tests)
     assert all(50 < len(tenth) < 150 for tenth in drawn)
+
+
+def test_of_crossed_values_each_runs_for_every_change() -> None:
+    names, cases = crossed(one="abcd", other=(1, 2, 3)).args
+    assert names == ("one", "other")
+    assert [case.values for case in cases if not case.marks] == [("a", 1), ("b", 2), ("c", 3), ("d", 1)]
+    assert len(cases) == 12
+    assert all({mark.name for mark in case.marks} in (set(), {"long", "nightly"}) for case in cases)
+
+
+def test_of_few_cases_the_others_are_nightly() -> None:
+    cases = few([("a", 1), ("b", 2)], ("b", 2))
+    assert [(case.values, len(case.marks)) for case in cases] == [(("a", 1), 2), (("b", 2), 0)]
+    with pytest.raises(AssertionError):
+        few("ab", "c")
 
 
 @pytest.mark.slow

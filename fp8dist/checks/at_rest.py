@@ -106,9 +106,22 @@ class AtRest:
         interval.written, interval.unseen = written, frozenset(unseen)
 
     def _read(self, tensors: Mapping[str, Tensor]) -> dict[str, _Seen]:
-        """Return ``_read(tensors)``. An error, such as a lack of memory, ends the comparisons, and not the training."""
+        """Return what is seen of tensors now, without those without bytes of their own. An error, such as a lack of
+        memory, ends the comparisons, and not the training."""
         try:
-            return _read(tensors)
+            # A write to a DTensor moves its own counter, a write to its local part that of the part.
+            parts = {
+                name: (part, tensors[outer]._version)
+                for outer, tensor in tensors.items()
+                if not tensor.is_inference()
+                for name, part in plain_tensors(outer, local_part(tensor))
+                if part.numel() and not part.is_meta and part.layout is torch.strided and not part.is_quantized
+            }
+            content = TensorContent("at rest", [NamedTensor(name, part) for name, (part, _) in parts.items()])
+            return {
+                name: _Seen((part.data_ptr(), part._version, version), (a, b), part.numel() * part.element_size())
+                for (name, (part, version)), (a, b) in zip(parts.items(), content.digests(Digester()).tolist())
+            }
         except Exception as error:
             self.every = 0
             text = "fp8dist: rank %d: at_rest_every: cannot read the tensors, so they are compared no more: %s"
@@ -136,23 +149,3 @@ def _tensors(
         for parameter in module.parameters():
             if id(parameter) in names and id(parameter) not in held and not parameter.requires_grad:
                 yield names[id(parameter)], parameter
-
-
-def _read(tensors: Mapping[str, Tensor]) -> dict[str, _Seen]:
-    """Return what is seen of tensors now. Leaves out those without bytes of their own."""
-    # A write to a DTensor moves its own counter, a write to its local part that of the part.
-    parts = {
-        name: (part, tensors[outer]._version)
-        for outer, tensor in tensors.items()
-        if not tensor.is_inference()
-        for name, part in plain_tensors(outer, local_part(tensor))
-        if part.numel() and not part.is_meta and part.layout is torch.strided and not part.is_quantized
-    }
-    if not parts:
-        return {}
-    content = TensorContent("at rest", [NamedTensor(name, part) for name, (part, _) in parts.items()])
-    digests: list[list[int]] = content.digests(Digester()).tolist()
-    return {
-        name: _Seen((part.data_ptr(), part._version, version), (a, b), part.numel() * part.element_size())
-        for (name, (part, version)), (a, b) in zip(parts.items(), digests)
-    }

@@ -212,7 +212,7 @@ class _Masters:
         if plain and master.dtype == torch.float32 and weight.numel() == master.numel() > 0:
             self._read.add(known)
             rule = f"not its master weight ({of}) in {dtype_name(weight.dtype)}"
-            self.pairs.append(_Fit(name, weight, partial(_itself, master), rule))
+            self.pairs.append(_Fit(name, weight, master.detach, rule))
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ def _gathered(module: nn.Module) -> Iterator[_Fit]:
     names = {id(one): clean_fqn(name) for name, one in module.named_parameters()}
     for whole, part, shard in fsdp2_gathered(module):
         if type(part) is type(shard) is Tensor and part.shape == shard.shape and part.numel():
-            yield _Fit(names.get(id(whole), ""), part, partial(_itself, shard), "gathered before its shard changed")
+            yield _Fit(names.get(id(whole), ""), part, shard.detach, "gathered before its shard changed")
 
 
 def _casts(module: nn.Module) -> Iterator[_Fit]:
@@ -334,10 +334,6 @@ def _embeddings(part: Any) -> tuple[Any, Any]:
             # Not those of a wrapper, such as PEFT's for modules that it trains as copies.
             return ends[0]._parameters.get("weight"), ends[1]._parameters.get("weight")
     return None, None
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _is_same(a: Any, b: Any) -> bool:

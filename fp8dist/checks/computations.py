@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +23,7 @@ from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
-__all__ = [
-    "KIND",
-    "ComputedContent",
-    "Factors",
-    "computations_of",
-    "factors_of",
-    "linear_computations",
-    "product_computations",
-]
+__all__ = ["KIND", "ComputedContent", "Factors", "casts_and_products", "computations_of", "factors_of"]
 
 KIND = "computation"
 """Kind of the results that are compared, and of findings about them."""
@@ -58,11 +50,8 @@ def computations_of(parts: Iterable[Part]) -> dict[torch.device, tuple[Computati
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else stored[0].dtype
         shape, bias, transposed = factors_of(part, slots.note.resharded)
         how = slots.recipe, dtype, stored[0].dtype, bias, transposed, slots.job.backend
-        more: Sequence[Computation]
-        if isinstance(module, FP8Linear):
-            more = linear_computations(shape, *how, sideways=slots.job.gathers, into=fuses(module))
-        else:
-            more = product_computations(shape, *how)
+        into = isinstance(module, FP8Linear) and fuses(module)
+        more = casts_and_products(shape, *how, sideways=slots.job.gathers, into=into)
         found.setdefault(device, {}).update(dict.fromkeys(more))
     return {device: tuple(computations) for device, computations in found.items()}
 
@@ -97,7 +86,7 @@ def factors_of(part: Part, resharded: bool) -> Factors:
     return Factors((experts, *(reversed(sizes) if transposed else sizes)), bool(module.has_bias), transposed)
 
 
-def linear_computations(
+def casts_and_products(
     shape: Sequence[int],
     recipe: Recipe,
     dtype: torch.dtype,
@@ -108,102 +97,58 @@ def linear_computations(
     tokens: int = TOKENS,
     sideways: bool = False,
     into: bool = False,
-) -> list[CastOf | ProductOf]:
-    """Return the casts and products of one Linear, for the GEMMs that ``recipe`` does in FP8.
+) -> list[Computation]:
+    """Return the casts and products of one Linear, or of one grouped product, for the GEMMs that ``recipe`` does in
+    FP8. A cast makes only the copies that these need: its rows as they are, its columns (a transposed copy), or both.
 
     Args:
-        shape: [out_features, in_features], each cut to ``LARGEST``.
+        shape: [out_features, in_features], each cut to ``LARGEST``; of a grouped product [E, out_features,
+            in_features], with experts cut so that all weights together have at most ``LARGEST`` ** 2 elements.
         dtype: of inputs and of gradients of outputs.
         weight_dtype: of the weight and its gradient.
         transposed: True if the weight is stored, and cast, as [in_features, out_features].
-        tokens: rows of inputs and of gradients of outputs.
-        sideways: True if FSDP2 gathers the weight in FP8: then dgrad multiplies a transposed view of it.
-        into: True if the weight's gradient is added to a float32 buffer (``main_grad``).
+        tokens: rows of inputs and of gradients of outputs. Of a grouped product it must be ``TOKENS``.
+        sideways: True if FSDP2 gathers the weight in FP8: then dgrad multiplies a transposed view of it. Not for
+            grouped products.
+        into: True if the weight's gradient is added to a float32 buffer (``main_grad``). Not for grouped products.
     """
-    out, features = (min(size, LARGEST) for size in shape)
+    *several, out, features = shape
+    out, features = min(out, LARGEST), min(features, LARGEST)
+    experts = max(1, min(several[0], LARGEST**2 // (out * features))) if several else 0
+    fprop, dgrad, wgrad = (gemm not in recipe.high_precision for gemm in GEMMS)
+    stored, copies = ((features, out), (dgrad, fprop)) if transposed else ((out, features), (fprop, dgrad))
+    casts: tuple[tuple[Role, tuple[int, ...], torch.dtype, bool, bool], ...] = (
+        (Role.INPUT, (tokens, features), dtype, fprop, wgrad),
+        (Role.WEIGHT, (experts, *stored) if experts else stored, weight_dtype, *copies),
+        (Role.GRAD_OUTPUT, (tokens, out), dtype, dgrad, wgrad),
+    )
     x, w, grad = (recipe.format_of(role).name for role in Role)
     lines, squares = SCALINGS[recipe.by]
     alignment = MX_BLOCK if recipe.by == "mx" else ALIGNMENT  # Casts pad the contracted dim.
     along, of_k, of_n = (blocks_along(size, alignment) * alignment for size in (tokens, features, out))
-    how: list[dict[str, Any]] = [
-        {"gemm": gemm, "fast_accumulation": gemm in recipe.fast_accumulation, "backend": backend} for gemm in GEMMS
-    ]
-    fprop, dgrad, wgrad = how
     of_wgrad = torch.float32 if into else weight_dtype
-    products = (
-        ProductOf(m=tokens, n=out, k=of_k, formats=(x, w), dtype=dtype, scaling=squares, bias=bias, **fprop),
-        ProductOf(
-            m=tokens, n=features, k=of_n, formats=(grad, w), dtype=dtype, scaling=squares, sideways=sideways, **dgrad
-        ),
-        ProductOf(m=out, n=features, k=along, formats=(grad, x), dtype=of_wgrad, scaling=lines, into=into, **wgrad),
-    )
-    casts = _casts((out, features), recipe, dtype, weight_dtype, transposed, backend, tokens)
-    return [*casts, *(product for product in products if product.gemm not in recipe.high_precision)]
-
-
-def product_computations(
-    shape: Sequence[int],
-    recipe: Recipe,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias: bool = False,
-    transposed: bool = False,
-    backend: str = "auto",
-) -> list[CastOf | GroupedProductOf]:
-    """Return the casts and products of one grouped product, for the GEMMs that ``recipe`` does in FP8.
-
-    Args:
-        shape: [E, out_features, in_features]. Features are cut to ``LARGEST``, and experts so that all weights together
-            have at most ``LARGEST`` ** 2 elements.
-        dtype, weight_dtype, transposed: as in ``linear_computations``.
-    """
-    out, into = (min(size, LARGEST) for size in shape[1:])
-    experts = max(1, min(shape[0], LARGEST**2 // (out * into)))
-    x, w, grad = (recipe.format_of(role).name for role in Role)
-    of_gemms = (
-        (out, into, (x, w), dtype, bias),
-        (into, out, (grad, w), dtype, False),
-        (out, into, (grad, x), weight_dtype, False),
-    )
-    products = [
-        GroupedProductOf(gemm, experts, n, k, formats, of, recipe.by, biased, gemm in recipe.fast_accumulation, backend)
-        for gemm, (n, k, formats, of, biased) in zip(GEMMS, of_gemms)
-        if gemm not in recipe.high_precision
-    ]
-    return [*_casts((out, into), recipe, dtype, weight_dtype, transposed, backend, TOKENS, experts), *products]
-
-
-def _casts(
-    shape: tuple[int, int],
-    recipe: Recipe,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    transposed: bool,
-    backend: str,
-    tokens: int,
-    experts: int = 0,
-) -> list[CastOf]:
-    """Return the casts of a Linear or a grouped product. Each makes only the copies that the GEMMs in FP8 need: its
-    rows as they are, its columns (a transposed copy), or both.
-
-    Args:
-        shape: [out_features, in_features], of each expert.
-        experts: their number; 0: it is a Linear.
-    """
-    out, into = shape
-    fprop, dgrad, wgrad = (gemm not in recipe.high_precision for gemm in GEMMS)
-    stored, copies = ((into, out), (dgrad, fprop)) if transposed else ((out, into), (fprop, dgrad))
-    casts: tuple[tuple[Role, tuple[int, ...], torch.dtype, bool, bool], ...] = (
-        (Role.INPUT, (tokens, into), dtype, fprop, wgrad),
-        (Role.WEIGHT, (experts, *stored) if experts else stored, weight_dtype, *copies),
-        (Role.GRAD_OUTPUT, (tokens, out), dtype, dgrad, wgrad),
-    )
-    of_casts = for_casts(recipe)
-    return [
-        CastOf(role, size, of, of_casts, rows, columns, backend, experts)
+    found: list[Computation] = [
+        CastOf(role, size, of, for_casts(recipe), rows, columns, backend, experts)
         for role, size, of, rows, columns in casts
         if rows or columns
     ]
+    for gemm, (m, n, k), formats, of, scaling, extras in (
+        (GEMMS[0], (tokens, out, of_k), (x, w), dtype, squares, {"bias": bias}),
+        (GEMMS[1], (tokens, features, of_n), (grad, w), dtype, squares, {"sideways": sideways}),
+        (GEMMS[2], (out, features, along), (grad, x), of_wgrad, lines, {"into": into}),
+    ):
+        fast = gemm in recipe.fast_accumulation
+        if gemm in recipe.high_precision:
+            continue
+        if experts:
+            n, k = (features, out) if gemm == "dgrad" else (out, features)
+            if recipe.by == "mx" and gemm != "wgrad":  # Other casts of experts do not pad.
+                k = of_n if gemm == "dgrad" else of_k
+            biased = bias and gemm == "fprop"
+            found.append(GroupedProductOf(gemm, experts, n, k, formats, of, recipe.by, biased, fast, backend))
+        else:
+            found.append(ProductOf(gemm, m, n, k, formats, of, scaling, fast, backend, **extras))
+    return found
 
 
 class ComputedContent(Content):

@@ -18,7 +18,6 @@ from fp8dist.checks.report import Sender, sides_of, split
 from fp8dist.common.divergence import MORE, Finding
 
 __all__ = [
-    "MAX_SIDES",
     "Differing",
     "Seen",
     "explained",
@@ -56,19 +55,24 @@ class Seen(NamedTuple):
     kind: str
 
 
-def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank") -> list[Finding]:
-    """Return findings about a value that is no tensor, such as a step: one per odd side; without a majority, one.
+def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank", name: str = "") -> list[Finding]:
+    """Return findings about a value that is no tensor, such as a step: one per odd side; without a majority, one; none
+    if all are equal.
 
     Args:
-        kind: of the findings, and their name.
-        values: the value as text, by rank. Not all are equal.
+        kind: of the findings.
+        values: the value as text, by rank.
         noun: "rank" or "file", for the texts.
+        name: of the findings; "": the kind.
     """
     sides = sides_of(values)
+    if len(sides) < 2:
+        return []
     reference, odd = split(sides)
     shown = "; ".join(f"{noun} {side[0]}: {values[side[0]]}" for side in sides[:MAX_SIDES][::-1])
     known = tuple(values[side[0]] for side in sides[: MAX_SIDES + 1]) if reference is None else ()
-    return [Finding(0, kind, kind, ranks, reference, detail=shown, sides=sides, values=known) for ranks in odd]
+    name = name or kind
+    return [Finding(0, kind, name, ranks, reference, detail=shown, sides=sides, values=known) for ranks in odd]
 
 
 def from_senders(findings: Iterable[Finding], senders: Sequence[Sender]) -> list[Finding]:
@@ -119,9 +123,9 @@ def layout_findings(
     findings = []
     for name, kind in sorted({name for _, keys in layouts for name in keys}):
         looks = [(ranks, _look(keys.get((name, kind)))) for ranks, keys in layouts]
-        if len({look for _, look in looks}) > 1:
+        if len({look for _, look in looks}) > 1:  # Few looks, of many ranks.
             values = {rank: look for ranks, look in looks for rank in ranks}
-            findings += [replace(f, name=name) for f in findings_of_values("layout", values, noun)]
+            findings += findings_of_values("layout", values, noun, name)
     return findings
 
 

@@ -26,7 +26,7 @@ from fp8dist.state.groups import SyncGroup
 from fp8dist.state.received import Received
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 
-__all__ = ["Localisation", "findings_of_gradients", "localise"]
+__all__ = ["findings_of_gradients", "localise"]
 
 _ARRAYS = ("scale", "inv_scale")
 """Rows of the scales that a rank sends."""
@@ -63,9 +63,7 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     findings: list[Finding] = []
     reference = None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
-        values = {e.participant.rank: e.words[place] for e in everyone}
-        if len(set(values.values())) > 1:
-            findings += findings_of_values(kind, {rank: repr(value) for rank, value in values.items()})
+        findings += findings_of_values(kind, {e.participant.rank: repr(e.words[place]) for e in everyone})
     sides = sides_of({e.participant.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
     if len(sides) > 1:
         scales = ReplicaSet("", group, (_SentScales(sync.arena, sent),))
@@ -105,8 +103,7 @@ def findings_of_gradients(received: Mapping[tuple[int, ...], Received], group: S
         texts = {rank: gathered[rank][1].get(ranks, {}) for rank in ranks if rank in gathered}
         for name in sorted({name for theirs in texts.values() for name in theirs}):
             values = {rank: theirs.get(name, "nothing") for rank, theirs in texts.items()}
-            if len(set(values.values())) > 1:
-                found += [replace(one, name=name) for one in findings_of_values("gradient", values)]
+            found += findings_of_values("gradient", values, name=name)
     for one in received.values() if found else ():
         one.forget()
     return [one.located([participant for participant, _ in gathered.values()]) for one in found]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from fp8dist_kernels import BLOCK, MX_BLOCK, NVFP4_BLOCK, direct, grouped_ops, o
 from fp8dist_kernels.formats import FORMATS, Role
 from fp8dist_kernels.multipliers import Product
 from fp8dist_kernels.reference.blocks import blocks_along
+from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, rows_of
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.reference.operands import integers, inverse_scales, operand
@@ -64,17 +65,6 @@ _BEYOND = 8
 """Rows at the end that belong to no expert, as with expert parallelism."""
 
 
-class Computation(Protocol):
-    """A cast or a product with known operands. Hashable; equal ones compute the same."""
-
-    def name(self, device: torch.device) -> str:
-        """Return a name for reports. Different computations have different names."""
-
-    def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """Make the operands on ``device``, and return a function that computes with them. The function returns the
-        results by name, and can be called again."""
-
-
 class CastOf(NamedTuple):
     """A cast to FP8.
 
@@ -93,7 +83,7 @@ class CastOf(NamedTuple):
     experts: int = 0
 
     def name(self, device: torch.device) -> str:
-        """See ``Computation``."""
+        """Return a name for reports. Different computations have different names."""
         copies = "" if self.rows and self.columns else ", rows only" if self.rows else ", columns only"
         by, shape = ops.implementer(self.backend, device), "x".join(map(str, self.shape))
         grouped, of = ("grouped ", f" of {self.experts} experts") if self.experts else ("", "")
@@ -101,7 +91,8 @@ class CastOf(NamedTuple):
         return f"{what}, {_described(self.recipe)}{copies}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """See ``Computation``. Casts with slots of its own, so a model's FP8 state does not change."""
+        """Make the operand on ``device``, and return a function that casts it, and can be called again. It returns the
+        results by name. Casts with slots of its own, so a model's FP8 state does not change."""
         slots = [each[self.role] for each in slot_names("known answers", max(1, self.experts))]
         arena = Arena([SlotSpec(slot, self.recipe.format_of(self.role)) for slot in slots], self.recipe, self.backend)
         arena.place(device)
@@ -151,7 +142,7 @@ class ProductOf(NamedTuple):
     into: bool = False
 
     def name(self, device: torch.device) -> str:
-        """See ``Computation``."""
+        """See ``CastOf``."""
         by = ops.multiplier_name(self.product, self.fast_accumulation, self.backend, device)
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
@@ -159,7 +150,7 @@ class ProductOf(NamedTuple):
         return f"{self.gemm} {shape} {formats} {dtype_name(self.dtype)}{extras}, {self.scaling.value}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """See ``Computation``. The result has the name ""."""
+        """Make the operands on ``device``, and return a function as that of ``CastOf``. The result has the name ""."""
         make = integers if self.exact else operand
         a, b = (
             make((lines, self.k), dtype, _SEEDS[name], device)
@@ -210,7 +201,7 @@ class ProductOf(NamedTuple):
             else:
                 scales = inverse_scales(shape, _SEEDS[name], device)
             if self.scaling is Scaling.MX:
-                scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+                scales = _powers_of(scales)
             found.append(scales.t() if self.scaling.in_blocks and not square else scales)
         return found
 
@@ -235,7 +226,7 @@ class GroupedProductOf(NamedTuple):
     backend: str
 
     def name(self, device: torch.device) -> str:
-        """See ``Computation``."""
+        """See ``CastOf``."""
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation
         how = f"{' '.join(self.formats)} {dtype_name(self.dtype)}{extras}, a scale per {self.by}"
         by = ops.implementer(self.backend, device)
@@ -247,9 +238,10 @@ class GroupedProductOf(NamedTuple):
         return f"grouped {self.gemm} {TOKENS}x{self.n}x{self.k} of {self.experts} experts {how}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """See ``Computation``. The result has the name ""."""
+        """Make the operands on ``device``, and return a function as that of ``CastOf``. The result has the name ""."""
         offsets, wgrad = ends_of(self.experts, device), self.gemm == "wgrad"
-        width = columns_bound(TOKENS, self.experts)
+        multiple = MX_BLOCK if self.by == "mx" else TOKEN_ALIGNMENT
+        width = columns_bound(TOKENS, self.experts, multiple)
         of_a, of_b = ((self.n, width), (self.k, width)) if wgrad else ((TOKENS, self.k), (self.experts, self.n, self.k))
         a, b = (
             operand(shape, FORMATS[name].dtype, _SEEDS[seed], device)
@@ -257,13 +249,15 @@ class GroupedProductOf(NamedTuple):
         )
         if wgrad:  # As casts make them: zeros between the experts.
             filled = torch.zeros(width, dtype=torch.bool, device=device)
-            for _, columns, _ in rows_of(offsets):
+            for _, columns, _ in rows_of(offsets, None, multiple):
                 filled[columns] = True
             a, b = (torch.where(filled, x.view(torch.uint8), 0).view(x.dtype) for x in (a, b))
         scales = [
             inverse_scales(shape, _SEEDS[f"inv_scale_{name}"], device)
-            for name, shape in zip("ab", self._scale_shapes())
+            for name, shape in zip("ab", self._scale_shapes(width))
         ]
+        if self.by == "mx":
+            scales = [_powers_of(scale) for scale in scales]
         how: dict[str, Any] = {"fast_accumulation": self.fast_accumulation, "backend": self.backend}
         if wgrad and self.by == "block":
             scales = [scale.t() for scale in scales]
@@ -272,18 +266,30 @@ class GroupedProductOf(NamedTuple):
         how["bias"] = operand((self.experts, self.n), self.dtype, _SEEDS["bias"], device) if self.bias else None
         return lambda: {"": direct.matmul_grouped(a, b, *scales, offsets, self.dtype, **how)}
 
-    def _scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of the inverse scales of a and b."""
+    def _scale_shapes(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the inverse scales of a and b. ``width``: of the operands of wgrad."""
         experts, n, k, wgrad = self.experts, self.n, self.k, self.gemm == "wgrad"
         if self.by == "tensor":
             return (experts,), (experts,)
         if self.by == "row":
             return ((experts, n, 1), (experts, k, 1)) if wgrad else ((TOKENS, 1), (experts, n, 1))
+        if self.by == "mx":
+            along = (width if wgrad else k) // MX_BLOCK
+            return ((n, along), (k, along)) if wgrad else ((TOKENS, along), (experts, n, along))
         if wgrad:
             blocks = blocks_bound(TOKENS, experts)
             return (blocks, n), (blocks, k)  # Transposed afterwards, as casts lay them out.
         along = blocks_along(k, BLOCK)
         return (TOKENS, along), (experts, blocks_along(n, BLOCK), along)
+
+
+Computation = CastOf | ProductOf | GroupedProductOf
+"""A cast or a product with known operands. Hashable; equal ones compute the same."""
+
+
+def _powers_of(scales: Tensor) -> Tensor:
+    """Return positive float32 as E8M0, rounded down to powers of two."""
+    return (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def ends_of(experts: int, device: torch.device) -> Tensor:

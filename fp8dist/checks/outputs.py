@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -58,20 +57,6 @@ class Taken(NamedTuple):
     nonfinite: Tensor
     marks: tuple[Any, ...]
 
-    def message(self) -> tuple[str, Tensor, Tensor]:
-        """Return the places as JSON, the digests and the flags, to send to another rank. Without the marks."""
-        return json.dumps(self.places), self.digests, self.nonfinite
-
-    @classmethod
-    def of_message(cls, message: tuple[str, Tensor, Tensor]) -> Taken:
-        """Return what ``message`` was made from, without marks."""
-        text, digests, nonfinite = message
-        listed = json.loads(text)
-        places = [
-            Place(module, what, call, part, tuple(shape), kind) for module, what, call, part, shape, kind in listed
-        ]
-        return cls(tuple(places), digests, nonfinite, ())
-
     @property
     def first_nonfinite(self) -> int | None:
         """Index of the first tensor with a NaN or an infinity; None: there is none."""
@@ -81,19 +66,13 @@ class Taken(NamedTuple):
     def first_difference(self, other: Taken) -> int | None:
         """Return the index of the first tensor that differs, in its digest or in its place; None if all are equal. If
         one run is the beginning of the other, it is the first index beyond its end."""
-        if self.places[: len(other.places)] == other.places[: len(self.places)]:
-            both = min(len(self.places), len(other.places))
-            differ = (self.digests[:both] != other.digests[:both]).any(1).nonzero().flatten()
-            if len(differ):
-                return int(differ[0])
-            return None if len(self.places) == len(other.places) else both
-        # From some index on, other modules ran. A digest may differ before.
-        differ_at = next(i for i, (a, b) in enumerate(zip(self.places, other.places)) if a != b)
-        earlier = Taken(self.places[:differ_at], self.digests[:differ_at], self.nonfinite, ())
-        found = earlier.first_difference(
-            Taken(other.places[:differ_at], other.digests[:differ_at], other.nonfinite, ())
-        )
-        return differ_at if found is None else found
+        both = min(len(self.places), len(other.places))
+        # From some index on, other modules may have run. A digest may differ before.
+        parted = next((i for i in range(both) if self.places[i] != other.places[i]), both)
+        differ = (self.digests[:parted] != other.digests[:parted]).any(1).nonzero().flatten()
+        if len(differ):
+            return int(differ[0])
+        return None if parted == len(self.places) == len(other.places) else parted
 
 
 class Outputs:

@@ -298,10 +298,10 @@ def _held_by_some(anchor: SyncGroup, mine: Holdings, held: set[str]) -> list[Fin
             what = f"{'something' if has else 'nothing'} to compare"
             by_set.setdefault((label, ranks), {})[rank] = what
     findings = [
-        replace(f, name=label)
+        f
         for (label, ranks), values in sorted(by_set.items())
-        if len(values) == len(ranks) and len(set(values.values())) > 1
-        for f in findings_of_values("layout", values)
+        if len(values) == len(ranks)
+        for f in findings_of_values("layout", values, name=label)
     ]
     return from_senders(findings, senders)
 

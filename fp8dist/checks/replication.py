@@ -42,7 +42,7 @@ from fp8dist.parallel.torch_internals import (
     fsdp2_shard_groups,
     reduced_by_ddp,
 )
-from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor
+from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, mesh_coordinates
 from fp8dist.state.slots import clean_fqn
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ class Replication:
         each Replicate axis."""
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         if self.coords is None:
-            self.coords = _coordinates(mesh)
+            self.coords = mesh_coordinates(mesh)
         if any(placement.is_partial() for placement in placements):
             return [Excuse("that are partial sums")]
         wide = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]  # An axis of one rank replicates nothing.
@@ -413,13 +413,6 @@ def _view(mesh: DeviceMesh) -> str:
     return f"mesh {tuple(mesh.mesh.shape)} of ranks {ranks_text(ranks)} (digest {digest})"
 
 
-def _coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
-    """Return this rank's place on each axis of the mesh; None: it is not in the mesh."""
-    place = mesh.get_coordinate()
-    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    return None if place is None else dict(zip(names, place))
-
-
 def _around(module: nn.Module) -> nn.Module:
     """Return a module that holds ``module`` and all wrappers around it that are known.
 
@@ -452,15 +445,19 @@ def _ddp_of(module: nn.Module) -> dict[int, tuple[DistributedDataParallel, bool]
 
     If several DDP modules hold the tensor, one that keeps it equal comes before one that ignores it.
     """
-    seen = list(_seen_by_ddp(module))
+    seen = [
+        (id(tensor), (ddp, name in ddp.parameters_to_ignore))
+        for ddp in module.modules()
+        if isinstance(ddp, DistributedDataParallel)
+        for name, tensor in chain(ddp.module.named_parameters(), ddp.module.named_buffers())
+    ]
     # Later entries replace earlier ones: those that ignore come first.
-    return {id(t): (ddp, ignored) for ddp, t, ignored in sorted(seen, key=lambda one: -one[2])}
+    return dict(sorted(seen, key=lambda one: -one[1][1]))
 
 
 def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
-    """Return the DDP module that keeps a parameter equal on its ranks, by id of the parameter, of those in
-    ``module``."""
-    return {id(t): ddp for ddp, t, ignored in _seen_by_ddp(module) if isinstance(t, nn.Parameter) and not ignored}
+    """Return the DDP module that keeps a parameter or buffer equal on its ranks, by its id, of those in ``module``."""
+    return {key: ddp for key, (ddp, ignored) in _ddp_of(module).items() if not ignored}
 
 
 def late_for_ddp(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -502,11 +499,3 @@ def zero_groups(module: nn.Module) -> dict[int, Any]:
         for parameter in engine.parameters()
         if getattr(parameter, "allreduce", True)
     }
-
-
-def _seen_by_ddp(module: nn.Module) -> Iterator[tuple[DistributedDataParallel, Tensor, bool]]:
-    """Yield (DDP, parameter or buffer in it, True if it ignores the tensor)."""
-    for ddp in module.modules():
-        if isinstance(ddp, DistributedDataParallel):
-            for name, tensor in chain(ddp.module.named_parameters(), ddp.module.named_buffers()):
-                yield ddp, tensor, name in ddp.parameters_to_ignore

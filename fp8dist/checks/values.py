@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -108,8 +107,8 @@ def compare_values(
             if distinct and _ABSENT not in texts.values():
                 sides = [side for side in sides_of(texts) if len(side) > 1]
                 found += [Finding(0, DUPLICATE, name, of, None, detail=texts[of[0]], sides=(of,)) for of in sides]
-            elif len(set(texts.values())) > 1:
-                found += [replace(one, name=name) for one in findings_of_values("value", texts)]
+            else:
+                found += findings_of_values("value", texts, name=name)
         findings = from_senders(found, [sender for sender, _, _ in gathered.values()])
         report = DivergenceReport(tuple(findings), compared={"value": len(mine)})
         save_evidence(report, report_dir(), lambda finding: None)
@@ -161,8 +160,8 @@ def _of_tensor(name: str, tensor: Tensor) -> str:
         content = TensorContent("value", [NamedTensor("", local)])
         if local.numel() == 1:
             return f"{content.keys[0].dtype}{list(local.shape)} {local.item()!r}"
-        first, second = content.digests(Digester())[0].tolist()
+        digest = content.digests(Digester())[0].numpy().astype(">i8").tobytes().hex()
     except Exception as error:
         raise ConfigurationError(f"{name}: cannot read this tensor: {error}") from error
     key = content.keys[0]
-    return f"{key.dtype}{list(key.shape)} of digest {first & (1 << 64) - 1:016x}{second & (1 << 64) - 1:016x}"
+    return f"{key.dtype}{list(key.shape)} of digest {digest}"

@@ -2,7 +2,7 @@
 
 A *work* is one call of an op (``fp8dist_kernels.ops``, ``grouped_ops``): what it was given, and the digest of its
 results. What it was given is one message of bytes: a header in JSON, then the tensors. If the tensors take more bytes
-than the limit, the work is a part of the call:
+than the limit, the work is a part of the call. A *line* is a row or a column of a matrix, whichever way it is cut:
 
 =========================== =============================================== ==========================================
 op                          what is sent                                    what is compared
@@ -27,6 +27,7 @@ an expert without rows is never drawn, and one with many rows often.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -37,23 +38,24 @@ import torch
 from torch import Tensor
 
 from fp8dist.checks.contents import Digester
-from fp8dist.checks.work_parts import (
-    ALIGNMENT,
-    INTEGERS,
-    aligned,
-    among_zeros,
-    hash_of,
-    lines_of,
-    part_of_lines,
-    part_of_product,
-)
 from fp8dist.common.text import dtype_name
 from fp8dist_kernels import BLOCK, MX_BLOCK, grouped_ops, ops
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.reference.nvfp4 import COUNTERS
 
-__all__ = ["Work", "describe_work", "digest_of", "part_of_call", "repeat_work", "work_of_call"]
+__all__ = [
+    "Work",
+    "aligned",
+    "describe_work",
+    "digest_of",
+    "hash_of",
+    "part_of_call",
+    "part_of_lines",
+    "part_of_product",
+    "repeat_work",
+    "work_of_call",
+]
 
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}
@@ -70,6 +72,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "quantize_nvfp4": ("x", "encode", "draw", "dtype"),
         "quantize_grouped": ("x", "offsets", "scale", "cold", "pending", "dtype"),
         "quantize_grouped_lines": ("x", "offsets", "dtype"),
+        "quantize_grouped_mx": ("x", "offsets", "dtype"),
         "matmul": (*_OPERANDS, "dtype"),
         "matmul_grouped": (*_OPERANDS, "offsets", "dtype"),
         "matmul_grouped_columns": (*_OPERANDS, "offsets", "dtype"),
@@ -92,6 +95,13 @@ _HEAD = 8
 
 _ROOM = 160
 """Bytes in the header for each tensor: more than its name, dtype, shape and position take."""
+
+ALIGNMENT = 256
+"""Bytes. torch chooses kernels by the alignment of operands, so a repetition gets operands with the same alignment:
+the same address modulo this number."""
+
+INTEGERS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""Integer dtypes by item size. Tensors are copied as integers, because some FP8 ops are missing in torch."""
 
 PartOfCall = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor], float]
 """The header, the tensors to send, the results to compare by name, and their share of the call's results (0 to 1)."""
@@ -241,7 +251,7 @@ def _lines_of_cast(results: Sequence[Tensor], header: Mapping[str, Any], first: 
         found = {"inv_scale": inv_scale}
     else:
         named, found = dict(zip(("rows", "rows_inv_scale", "columns", "columns_inv_scale"), results)), {}
-    height, width = options.get("block", (1, MX_BLOCK if header["op"] == "quantize_mx" else BLOCK))
+    height, width = options.get("block", (1, MX_BLOCK if header["op"].endswith("_mx") else BLOCK))
     for name, result in named.items():
         copy = name.partition("_")[0]
         if not options[copy]:
@@ -384,6 +394,66 @@ def _rows_of_expert(product: Tensor, place: Tensor, height: int, columns: Sequen
 def _bytes(fp8: Tensor) -> Tensor:
     """Return FP8 as uint8: torch can select rows of these on every device."""
     return fp8.view(torch.uint8)
+
+
+# Lines and memory -----------------------------------------------------------------------------------
+
+
+def part_of_product(a: Tensor, b: Tensor, limit: int, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (first, end) of the rows of a [m, k] and of b [n, k] that are sent: all, or what ``limit`` bytes hold.
+    ``at``: see ``lines_of``."""
+    return part_of_lines(a.shape[0], b.shape[0], limit // (a.shape[1] * a.element_size()), at)
+
+
+def part_of_lines(m: int, n: int, allowed: int, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (first, end) of the lines that are sent of ``m`` and of ``n``: all, or about ``allowed`` lines together.
+    ``at``: see ``lines_of``."""
+    if m + n <= allowed:
+        return (0, m), (0, n)
+    of_a = min(m, max(allowed // 2, allowed - n))
+    return lines_of(m, of_a, at), lines_of(n, allowed - of_a, at + 1)
+
+
+def lines_of(count: int, allowed: int, at: int) -> tuple[int, int]:
+    """Return (first, end) of the lines that are sent of ``count``: all if ``allowed`` is as many, else whole blocks of
+    ``BLOCK`` lines, at least one.
+
+    ``at``: chooses which blocks, such as the number of the step. Audits with different numbers visit all.
+    """
+    if count <= allowed:
+        return 0, count
+    blocks = max(1, allowed // BLOCK)
+    places = math.ceil(count / BLOCK) - blocks + 1
+    first = hash_of(at) % places * BLOCK
+    return first, min(count, first + blocks * BLOCK)
+
+
+def hash_of(at: int, of: str = "lines") -> int:
+    """Return a number below 2**32 that depends on ``at``, and on ``of``, what it is for.
+
+    The steps at which one module is audited have a fixed distance. A multiplicative hash of such numbers would never
+    choose some of the lines, so all bits of this hash depend on all bits of ``at``.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{at} {of}".encode(), digest_size=4).digest(), "little")
+
+
+def among_zeros(part: Tensor, size: int, start: int) -> Tensor:
+    """Return [size, k]: zeros, with ``part`` [lines, k] from row ``start`` on. Its alignment is such that ``part``
+    could be a view of it. If ``part`` has all rows, it is returned itself."""
+    if part.shape[0] == size:
+        return part
+    line = part.shape[1] * part.element_size()
+    whole = aligned(size * line, part.data_ptr() - start * line, part.device)
+    whole = whole.zero_().view(part.dtype).view(size, part.shape[1])
+    whole.view(INTEGERS[part.itemsize])[start : start + part.shape[0]] = part.view(INTEGERS[part.itemsize])
+    return whole
+
+
+def aligned(nbytes: int, like: int, device: torch.device) -> Tensor:
+    """Return uint8[nbytes], not initialised, at an address that equals ``like`` modulo ``ALIGNMENT``."""
+    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = (like - memory.data_ptr()) % ALIGNMENT
+    return memory[start : start + nbytes]
 
 
 # Digests and messages -------------------------------------------------------------------------------

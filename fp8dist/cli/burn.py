@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.checks.computations import ComputedContent, linear_computations
+from fp8dist.checks.computations import ComputedContent, casts_and_products
 from fp8dist.checks.contents import on_device
 from fp8dist.checks.differences import compare_block, unravel
 from fp8dist.checks.inventory import Holdings, ReplicaSet, likeness_of
-from fp8dist.checks.known_calls import CastOf, ProductOf
+from fp8dist.checks.known_calls import CastOf, Computation, ProductOf
 from fp8dist.checks.protocol import check_replicas
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.state.groups import SyncGroup
@@ -52,14 +52,14 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
-def computations_on(device: torch.device) -> list[CastOf | ProductOf]:
+def computations_on(device: torch.device) -> list[Computation]:
     """Return the casts and products of a Linear under each recipe, and such products whose sums are exact; none on a
     GPU without FP8."""
     if not multiplies_fp8(device):
         return []
     shape = _SHAPE_ON_GPU if device.type == "cuda" else _SHAPE_ON_CPU
     dtype = torch.bfloat16
-    found = [one for recipe in _RECIPES for one in linear_computations(shape, recipe, dtype, dtype)]
+    found = [one for recipe in _RECIPES for one in casts_and_products(shape, recipe, dtype, dtype)]
     exact = [one._replace(exact=True) for one in found if isinstance(one, ProductOf)]
     return list(dict.fromkeys([*found, *exact]))
 
@@ -103,7 +103,7 @@ def burned_across_ranks(device: torch.device) -> DivergenceReport:
 class _Repeat:
     """A computation, its first results (on the CPU) and their leaves."""
 
-    def __init__(self, computation: CastOf | ProductOf, device: torch.device, digest: ContentDigest) -> None:
+    def __init__(self, computation: Computation, device: torch.device, digest: ContentDigest) -> None:
         self.name = computation.name(device)
         self.reported = False
         self._computation, self._digest = computation, digest
@@ -114,7 +114,7 @@ class _Repeat:
 
     def expected(self) -> dict[str, Tensor]:
         """Return what plain torch computes on the CPU; the first results, if other kernels may differ from it."""
-        if isinstance(self._computation, CastOf) or self._computation.exact:
+        if isinstance(self._computation, CastOf) or getattr(self._computation, "exact", False):
             return self._computation._replace(backend="reference").prepared(_CPU)()
         return self.first
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8dist.cli.export import add_model_flags, exported, read_config
 from fp8dist.common.divergence import Finding
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.files.certificate_reading import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
+from fp8dist.files.certificate import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
 from fp8dist.files.comparison import bytes_in
 from fp8dist.files.export_formats import FORMATS
 from fp8dist.files.failures import reading

@@ -26,16 +26,18 @@ from fp8dist.files.export_experts import ExpertNames, are_in_fp8, expert_names, 
 from fp8dist.files.export_files import Folder
 from fp8dist.files.export_formats import (
     FORMATS,
+    ExportedTensor,
+    ExportPart,
     Grid,
+    Scheme,
     inputs_of,
     laid_out,
     quantization_config,
     require_e4m3,
+    require_storable,
     strategy_of,
     tensors_of,
 )
-from fp8dist.files.export_names import require_storable
-from fp8dist.files.export_tensors import ExportedTensor, ExportPart, Scheme
 from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
 from fp8dist.modules.fp8_linear import FP8Linear
@@ -46,7 +48,7 @@ from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Export", "ExportedTensor", "config_of", "export_of", "listed", "write_folder"]
+__all__ = ["Export", "config_of", "export_of", "listed", "write_folder"]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,17 @@ from torch import Tensor, nn
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_casts import Stored, experts_cast_of, whole
-from fp8dist.files.export_formats import grid_by, inputs_of, laid_out, require_e4m3, strategy_of, tensors_of
-from fp8dist.files.export_tensors import ExportedTensor, ExportPart, Scheme
+from fp8dist.files.export_formats import (
+    ExportedTensor,
+    ExportPart,
+    Scheme,
+    grid_by,
+    inputs_of,
+    laid_out,
+    require_e4m3,
+    strategy_of,
+    tensors_of,
+)
 from fp8dist.modules.expert_layouts import model_type_of
 from fp8dist.modules.foreign import expert_products, gate_fits
 from fp8dist.modules.fp8_experts import FP8Experts

@@ -20,8 +20,8 @@ from typing import IO, Any
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.files.certificate_reading import CERTIFICATE
-from fp8dist.files.export_tensors import ExportedTensor
+from fp8dist.files.certificate import CERTIFICATE
+from fp8dist.files.export_formats import ExportedTensor
 from fp8dist.files.safetensor_files import dtype_text
 from fp8dist.files.served import CONFIG, INDEX
 from fp8dist.files.value_comparison import is_power_of_two

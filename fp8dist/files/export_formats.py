@@ -1,4 +1,5 @@
-"""The formats of exported models: which scales each can hold, their layouts, and the ``quantization_config``.
+"""The formats of exported models: their tensors, the scales that each can hold, its layouts, the
+``quantization_config``, and names that safetensors or servers misread.
 
 ==========================  =====================================================================================
 compressed-tensors          ``float-quantized`` of the library compressed-tensors. ``weight_scale``: [1] per tensor,
@@ -13,31 +14,93 @@ rounds or recomputes anything. A scale is only repeated, so a recipe with finer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fp8dist.common.text import dtype_name
 from fp8dist.errors import ConfigurationError
-from fp8dist.files.export_names import require_distinct, require_names
-from fp8dist.files.export_tensors import ExportedTensor, Inputs, Scheme, Strategy
+from fp8dist.files.safetensor_files import DTYPES
 from fp8dist.state.recipe import Recipe
 from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
 __all__ = [
     "FORMATS",
+    "ExportPart",
+    "ExportedTensor",
     "Grid",
+    "Scheme",
     "grid_by",
     "inputs_of",
     "laid_out",
     "quantization_config",
     "require_e4m3",
+    "require_storable",
     "strategy_of",
     "tensors_of",
 ]
+
+Strategy = Literal["tensor", "channel", "block"]
+"""The part of a weight that has a scale of its own: the whole weight, a row, or a block of 128 x 128."""
+
+Inputs = Literal["static", "tensor", "token"]
+"""How a server casts inputs: with the fixed scale of the export, or with a scale from the amax of each tensor or each
+token. In the format "block", servers always take a scale per 1 x 128 elements."""
+
+
+class Scheme(NamedTuple):
+    """How a server multiplies with a module's weight."""
+
+    strategy: Strategy
+    inputs: Inputs
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """One tensor of an exported model.
+
+    Attributes:
+        role: "weight" (FP8), "weight_scale" or "input_scale" (float32 factors by which a server multiplies the FP8
+            numbers), or "high" (any other tensor, exported as the model stores it).
+        module: name of the module that the tensor belongs to.
+        dtype, shape: those of the exported, whole tensor.
+    """
+
+    name: str
+    role: Literal["weight", "weight_scale", "input_scale", "high"]
+    module: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExportPart:
+    """Tensors that come from one cast.
+
+    Args:
+        tensors: the tensors, without their data.
+        read: returns their data in the same order. COLLECTIVE if they are sharded.
+        linears: names of the modules whose weights are among the tensors, if these are in FP8 or belong to experts.
+        scheme, recipe: those of these modules. None: the modules are in high precision.
+    """
+
+    tensors: tuple[ExportedTensor, ...]
+    read: Callable[[], Sequence[Tensor]]
+    linears: tuple[str, ...] = ()
+    scheme: Scheme | None = None
+    recipe: Recipe | None = None
+
 
 FORMATS: Mapping[str, tuple[Strategy, ...]] = MappingProxyType(
     {
@@ -56,6 +119,9 @@ SCALE_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """By format, the last part of the name of a weight's scales, after the name of the module."""
+
+
+_CLASSES = frozenset(base.__name__ for base in nn.Linear.__mro__)
 
 
 class Grid(NamedTuple):
@@ -158,7 +224,7 @@ def quantization_config(
             (``scale_fmt``, as in DeepSeek-V3.1: the scales themselves are stored as float32).
 
     Raises:
-        ConfigurationError: servers would misread the name of a module (see ``export_names``).
+        ConfigurationError: servers would misread the name of a module (see ``require_names`` and ``require_distinct``).
     """
     if format == "block":
         require_distinct(schemes, ignored)
@@ -198,3 +264,65 @@ def _arguments(strategy: str, inputs: Inputs | Literal[False]) -> dict[str, Any]
     """Return the ``QuantizationArgs`` of compressed-tensors for inputs, or, with ``inputs`` False, for weights."""
     dynamic = inputs in ("tensor", "token")
     return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+
+
+# Names ---------------------------------------------------------------------------------------------
+
+
+def require_storable(tensors: Iterable[ExportedTensor]) -> None:
+    """Refuse tensors that safetensors cannot hold.
+
+    Raises:
+        ConfigurationError: two tensors have one name, or a name or dtype has no place in a safetensors file.
+    """
+    seen = set()
+    for tensor in tensors:
+        why = ""
+        if tensor.name in seen:
+            why = "the model has a tensor of this name, which an export gives to a scale: rename yours"
+        elif tensor.name == "__metadata__":
+            why = "safetensors uses this name itself: rename the tensor"
+        elif any("\ud800" <= letter <= "\udfff" for letter in tensor.name):  # Surrogates.
+            why = "safetensors needs names in UTF-8: rename the tensor"
+        elif dtype_name(tensor.dtype) not in DTYPES.values():
+            why = f"safetensors has no {tensor.dtype}: convert the tensor"
+        if why:
+            raise ConfigurationError(f"{tensor.name!a}: {why}")
+        seen.add(tensor.name)
+
+
+def require_names(names: Iterable[str]) -> None:
+    """Refuse module names that compressed-tensors 0.20 takes for the name of a class or for a regular expression
+    (``match_class`` and ``match_name`` in ``compressed_tensors.utils.match``).
+
+    Raises:
+        ConfigurationError: there is such a name.
+    """
+    for name in names:
+        if name in _CLASSES or name.startswith("re:"):
+            kind = "a class" if name in _CLASSES else "a regular expression"
+            raise ConfigurationError(f"compressed-tensors takes the name of module {name!r} for {kind}: rename it")
+
+
+def require_distinct(in_fp8: Iterable[str], ignored: Sequence[str]) -> None:
+    """Refuse names with which Transformers 5.23 would leave a module in FP8 unconverted, because of the list of ignored
+    modules: a module's name that ends with an ignored name, or whose beginning, up to a dot, matches the ignored name
+    as a regular expression (``transformers.quantizers.quantizers_utils.should_convert_module``).
+
+    Raises:
+        ConfigurationError: there is such a name, or an ignored name is no regular expression.
+    """
+    for other in ignored:
+        try:
+            pattern = re.compile(rf"(?:{other})(?:(?<=\.)|(?=\.|$))")
+        except re.error as error:
+            raise ConfigurationError(
+                f"Transformers reads the names of ignored modules as regular expressions, and {other!r} is none "
+                f"({error}): rename the module, or use compressed-tensors"
+            ) from None
+        for name in in_fp8:
+            if name.endswith(other) or pattern.match(name):
+                raise ConfigurationError(
+                    f"{name} is in FP8 and {other} is not, but Transformers would ignore both in the block format: "
+                    "use compressed-tensors, or put both into the same precision"
+                )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from fp8dist.checks.contents import Digester
+from fp8dist.common.divergence import plain_values
 from fp8dist.common.text import aligned
 from fp8dist.files.comparison import SourceContent, bytes_in
 from fp8dist.files.entries import STATE, Source
 from fp8dist.files.failures import one_line
 from fp8dist.state.slots import Slot
 
-__all__ = ["Inspection", "inspect_source"]
+__all__ = ["inspect_source"]
 
 _SLOT_COLUMNS = ("slot", "scale", "amax", "window max", "cold", "taken", "non-finite", "saturated")
 
@@ -38,16 +38,12 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         states = {"fp8 states": [state.to_json() for state in self.states]} if self.states else {}
-        return {**self.facts, "entries": [dict(zip(self.columns, map(_plain, row))) for row in self.rows], **states}
+        return {**self.facts, "entries": [plain_values(dict(zip(self.columns, row))) for row in self.rows], **states}
 
     def __str__(self) -> str:
         cells = [self.columns, *(tuple(map(_text, row)) for row in self.rows)]
         whole = "\n".join([*(f"{name}: {value}" for name, value in self.facts.items()), *aligned(cells)])
         return "\n\n".join([whole, *map(str, self.states)])
-
-
-def _plain(value: Any) -> Any:
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: Any) -> str:
@@ -83,15 +79,10 @@ def _slots(facts: Mapping[str, Any], state: Mapping[str, Any]) -> Inspection:
     return Inspection(facts, _SLOT_COLUMNS, tuple(zip(map(one_line, names), *(each.tolist() for each in numbers))))
 
 
-def _hexadecimal(digest: list[int]) -> str:
-    """Return a digest as 32 digits. ``digest``: its two lanes, as signed 64-bit integers."""
-    return "".join(f"{lane & (1 << 64) - 1:016x}" for lane in digest)
-
-
 def _tensors(source: Source) -> Inspection:
-    digests = SourceContent(source, lambda read: None).digests(Digester()).tolist()
+    digests = SourceContent(source, lambda read: None).digests(Digester()).numpy().astype(">i8")
     rows = [
-        (one_line(entry.name), entry.dtype, "x".join(map(str, entry.shape)) or "scalar", _hexadecimal(digest))
+        (one_line(entry.name), entry.dtype, "x".join(map(str, entry.shape)) or "scalar", digest.tobytes().hex())
         for entry, digest in zip(source.entries, digests)
     ]
     facts = {"file": source.path, "tensors": len(rows), "bytes": bytes_in(source)}

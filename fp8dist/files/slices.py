@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,27 +66,22 @@ class FileSlice(io.RawIOBase):
             CheckpointError: this slice is too short, or the file has changed.
             OSError: the file cannot be opened or read.
         """
-        wanted = self.part(offset, count)
+        self._require(offset, count)
         found = torch.empty(count, dtype=torch.uint8, device="cpu")
         view, done = memoryview(found.numpy().data), 0
-        with wanted._opened() as descriptor:
-            while done < count:
-                step = os.preadv(descriptor, [view[done:]], wanted.start + done)
-                if step == 0:
-                    raise FileError(f"{self.path}: became shorter while it was read")
-                done += step
-        return found
-
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
         # Without O_NONBLOCK, opening a pipe that has replaced the file would wait for a writer.
         descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if _stamp(os.fstat(descriptor)) != self._stamp:
                 raise FileError(f"{self.path}: was changed while it was read")
-            yield descriptor
+            while done < count:
+                step = os.preadv(descriptor, [view[done:]], self.start + offset + done)
+                if step == 0:
+                    raise FileError(f"{self.path}: became shorter while it was read")
+                done += step
         finally:
             os.close(descriptor)
+        return found
 
     def readable(self) -> bool:
         return True
@@ -107,12 +100,10 @@ class FileSlice(io.RawIOBase):
         return place
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), max(0, self.length - self._place))
-        if wanted == 0:
-            return 0
-        with self._opened() as descriptor:
-            count = os.preadv(descriptor, [memoryview(buffer)[:wanted]], self.start + self._place)
-        self._place += count
+        count = min(len(buffer), max(0, self.length - self._place))
+        if count:
+            memoryview(buffer)[:count] = self.bytes_at(self._place, count).numpy().data
+            self._place += count
         return count
 
 
@@ -132,12 +123,6 @@ class MemorySlice(FileSlice):
         found = torch.empty(count, dtype=torch.uint8, device="cpu")
         found.numpy()[:] = memoryview(self._data)[offset : offset + count]
         return found
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._data[self._place : self._place + len(buffer)]
-        buffer[: len(found)] = found
-        self._place += len(found)
-        return len(found)
 
 
 def _stamp(status: os.stat_result) -> _Stamp:

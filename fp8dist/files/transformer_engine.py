@@ -20,7 +20,7 @@ from fp8dist.state.slots import Slot, SlotSpec, clean_fqn
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.scaling import amax_behind_scale
 
-__all__ = ["ImportReport", "NameMap", "load_transformer_engine"]
+__all__ = ["ImportReport", "load_transformer_engine"]
 
 Theirs = str | tuple[str, int]
 NameMap = Mapping[str, Theirs] | Callable[[str], Theirs | None]

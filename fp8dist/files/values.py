@@ -16,17 +16,7 @@ from fp8dist.files.failures import Unsupported
 from fp8dist.files.pickles import Builder
 from fp8dist.files.slices import FileSlice
 
-__all__ = [
-    "COMMON",
-    "DTYPES",
-    "TORCH_SAVE",
-    "Storage",
-    "StoredTensor",
-    "flatten",
-    "plain_tensor",
-    "sizes",
-    "storage_of",
-]
+__all__ = ["COMMON", "TORCH_SAVE", "Storage", "StoredTensor", "flatten", "plain_tensor", "sizes", "storage_of"]
 
 _DEEPEST = 100
 _LARGEST_DIM = 1 << 48
@@ -35,7 +25,7 @@ _NUMBERS = (
     "bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
 )
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({f"torch.{n}": getattr(torch, n) for n in _NUMBERS.split()})
-_STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
+_STORAGES: Mapping[str, torch.dtype] = MappingProxyType(  # A class of storages is reduced to the dtype of its elements.
     {
         "DoubleStorage": torch.float64,
         "FloatStorage": torch.float32,
@@ -52,13 +42,6 @@ _STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
         "UntypedStorage": torch.uint8,
     }
 )
-
-
-@dataclass(frozen=True)
-class StorageClass:
-    """A storage class of torch, reduced to the dtype of its elements."""
-
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -136,12 +119,12 @@ def sizes(value: Any) -> tuple[int, ...]:
 def storage_of(identity: Any) -> Storage:
     """Return the storage to which a persistent id of torch.save refers. Raise CheckpointError for another id."""
     kind, storage_class, key, _location, numel, *view = identity
-    if kind != "storage" or not isinstance(storage_class, StorageClass) or not isinstance(key, str):
+    if kind != "storage" or not isinstance(storage_class, torch.dtype) or not isinstance(key, str):
         raise CheckpointError("its pickle is damaged: it refers to an object that is not a storage")
     if any(view):
         raise Unsupported("it has views of storages as torch 0.3 wrote them, expected a later format")
     sizes((numel,))
-    return Storage(key, storage_class.dtype, numel)
+    return Storage(key, storage_class, numel)
 
 
 def _tensor(
@@ -221,9 +204,8 @@ COMMON: Mapping[str, object] = MappingProxyType(
 TORCH_SAVE: Mapping[str, object] = MappingProxyType(
     {
         **COMMON,
-        **{f"torch.{name}": StorageClass(dtype) for name, dtype in _STORAGES.items()},
-        **{f"torch.cuda.{name}": StorageClass(dtype) for name, dtype in _STORAGES.items()},
-        "torch.storage.UntypedStorage": StorageClass(torch.uint8),
+        **{f"{place}.{name}": dtype for place in ("torch", "torch.cuda") for name, dtype in _STORAGES.items()},
+        "torch.storage.UntypedStorage": torch.uint8,
         "torch.Tensor": "tensor",
         "torch.nn.parameter.Parameter": "parameter",
         **_builders(

@@ -14,7 +14,7 @@ from fp8dist.checks.contents import Digester
 from fp8dist.checks.differences import Difference, first_difference, unravel
 from fp8dist.common.divergence import Finding
 from fp8dist.common.text import dtype_name, printable
-from fp8dist.files.certificate_reading import Certified
+from fp8dist.files.certificate import Certified
 from fp8dist.files.safetensor_files import DTYPES
 from fp8dist.files.served import mismatch
 from fp8dist.files.value_comparison import ValueDifference, compare_values, have_values, is_rounded_up

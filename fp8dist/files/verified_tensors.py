@@ -20,7 +20,7 @@ from fp8dist.common.divergence import Finding, Participant
 from fp8dist.common.names import check_keywords
 from fp8dist.common.text import dtype_name, first_few, printable
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.files.certificate_reading import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
+from fp8dist.files.certificate import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
 from fp8dist.files.safetensor_files import dtype_text
 from fp8dist.files.served import ServedTensors, served_model
 from fp8dist.files.verification import TensorComparison, sha256_of

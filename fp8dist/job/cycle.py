@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fp8dist.checks.at_rest import AtRest
 from fp8dist.checks.audit import Audits
 from fp8dist.checks.checker import Checker
-from fp8dist.checks.coherence import stale_weights
 from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.job.measurement import Measurement
 from fp8dist.job.order import require_order
@@ -24,13 +21,10 @@ from fp8dist.modules.job_state import Activity
 from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.state.arena_sync import Phase
-from fp8dist.state.roll_call import leave_word
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.graphs import compiled_any
 
 __all__ = ["StepCycle"]
-
-logger = logging.getLogger("fp8dist")
 
 
 class StepCycle:
@@ -71,7 +65,6 @@ class StepCycle:
         self.checks = PeriodicChecks(state, self.checker, self.scales, self.at_rest)
         self.listeners: list[Callable[[bool], None]] = []
         self._failure: SyncError | None = None  # Of a commit during a compilation; the next boundary raises it.
-        self._renews = False  # An attached optimizer has stepped: gathered weights need new scales.
         self.job.warned_unsynced = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,7 +155,6 @@ class StepCycle:
 
     def detached(self) -> None:
         """Forget what belongs to the attachment that has ended. Local."""
-        self._renews = False
         self.audits = None
         self.job.detach()
         self.steps.detached()
@@ -242,39 +234,6 @@ class StepCycle:
         except SyncError as error:  # Raised later: Dynamo would wrap it in an error of its own.
             self._failure = error
 
-    def stale_weights(self) -> list[str]:
-        """Return the names of weights that are not what the optimizers' master weights say. Local."""
-        whole = self.job.whole
-        try:
-            return [] if whole is None else stale_weights(whole, self.checker.asked.optimizers)
-        except Exception as error:  # Such as a lack of memory: it must not keep this rank from its step.
-            logger.warning("fp8dist: cannot compare the loaded weights with the optimizer's: %s", error)
-            return []
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Handle the start of any optimizer's step in the process. Local."""
-        if self.scales.sharded is not None:
-            self.scales.sharded.before_step(optimizer)
-
-    def after_step(self, optimizer: Optimizer, real: bool) -> None:
-        """Handle the end of any optimizer's step: FP8 casts of weights are stale. Local. After an attached optimizer,
-        COLLECTIVE if scales of gathered weights follow at once.
-
-        Args:
-            real: True if the step may have changed parameters.
-        """
-        self.job.invalidate_casts()
-        if self.scales.sharded is not None:
-            self.scales.sharded.after_step(optimizer, real)
-            if self._renews:
-                self._renews = False
-                self.scales.sharded.renew()
-
-    def publish_error(self, text: str) -> None:
-        """Publish the text of this rank's error. Ranks that miss this rank in a collective quote the text. Local."""
-        if self.job.attached and self.job.shared:
-            leave_word(text)
-
     def scaler_found(self) -> None:
         """Treat a loss scaler that ``attach`` was not given as if it had been. Local."""
         self.job.scaled = True
@@ -310,8 +269,7 @@ class StepCycle:
         self.job.invalidate_casts()
         if self._unseen_forwards():
             self.state.settle()
-        # Read by ``after_step``, which runs after the optimizer's own hooks.
-        self._renews = self.scales.sharded is not None
+        self.steps.renews = self.scales.sharded is not None
 
     def reuse_casts(self, allowed: bool) -> None:
         """Allow or forbid reuse of weight casts until the next call. Local."""

@@ -113,7 +113,8 @@ class StateManager(FormerNames, JoinedManager):
         self._attachment = Attachment(self._cycle)
         self._graphs = GraphPolling(self._cycle)
         self._changes: tuple[list[str], list[str]] = ([], [])  # Modules that came after ``prepare``, and that are gone.
-        self._cycle.steps = StepWatch(self._cycle, self._model)
+        cycle = self._cycle
+        cycle.steps = StepWatch(cycle.state, cycle.checker, cycle.scales, cycle.at_rest, self._model)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("recipe", "settings", "_default", "_aliases", "_found", "_selection", "_cycle")

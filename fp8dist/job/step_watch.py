@@ -10,13 +10,15 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8dist.checks.at_rest import AtRest
+from fp8dist.checks.checker import Checker
+from fp8dist.checks.coherence import stale_weights
 from fp8dist.common.optimizer_hooks import (
     found_inf,
     has_closure,
@@ -29,47 +31,37 @@ from fp8dist.common.optimizer_hooks import (
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.changes import Gradients, Masters, WeightLoads
+from fp8dist.job.weight_scales import WeightScales
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.modules.weight_notes import Held, NoteList, WeightNote
+from fp8dist.state.roll_call import leave_word
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import compiled_any
 
-__all__ = ["StepListener", "StepWatch"]
+__all__ = ["StepWatch"]
 
 logger = logging.getLogger("fp8dist")
-
-
-class StepListener(Protocol):
-    """Receives the steps that a StepWatch observes."""
-
-    state: ModelState
-    at_rest: AtRest
-
-    def stale_weights(self) -> list[str]:
-        """Return the names of weights that are not what the optimizers' master weights say."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Handle the start of an optimizer's step."""
-
-    def after_step(self, optimizer: Optimizer, real: bool) -> None:
-        """Handle the end of an optimizer's step. ``real``: True if the step may have changed parameters."""
-
-    def publish_error(self, text: str) -> None:
-        """Publish the error that this rank raises, for the ranks that wait for this rank."""
 
 
 class StepWatch:
     """Watches optimizers for one model's FP8 weights, from ``prepare`` to ``restore``. Lives as long as its manager.
 
     A step inside another optimizer's step (Lookahead, SAM, ZeroRedundancyOptimizer) belongs to the outer step.
+
+    ``renews``: True if an attached optimizer has stepped, so weights that FSDP2 gathers in FP8 need new scales. The
+    optimizer's own hooks set it, which run before those of this class.
     """
 
-    def __init__(self, listener: StepListener, model: weakref.ref[nn.Module]) -> None:
-        self._listener = weakref.ref(listener)  # Weak: a reference cycle would delay the release of GPU memory.
+    def __init__(
+        self, state: ModelState, checker: Checker, scales: WeightScales, at_rest: AtRest, model: weakref.ref[nn.Module]
+    ) -> None:
+        # Not their StepCycle, which holds this: a reference cycle would delay the release of GPU memory.
+        self._state, self._checker, self._scales, self._at_rest = state, checker, scales, at_rest
         self._model = model
+        self.renews = False
         self._notes: NoteList | None = None
         self._slots: list[LinearSlots] = []
         self._began = 0
@@ -143,7 +135,7 @@ class StepWatch:
     def detached(self) -> None:
         """Forget the attached optimizers. Local."""
         self._masters = self._last = None
-        self._attached = weakref.WeakSet()
+        self._attached, self.renews = weakref.WeakSet(), False
 
     def take_notes(self, after_step: bool = False) -> None:
         """Note that scales are right for the weights as they are now. Local.
@@ -152,8 +144,7 @@ class StepWatch:
             after_step: True at a boundary that the loop requested. Earlier writes then count as an optimizer step,
                 except for writes after an optimizer step that was seen.
         """
-        listener = self._listener()
-        boundaries = -1 if listener is None else listener.state.job.boundaries - 1
+        boundaries = self._state.job.boundaries - 1
         for note in self.notes.take(stepped_at=boundaries if after_step else None):
             if after_step:
                 note.mark_written()
@@ -181,36 +172,42 @@ class StepWatch:
     def optimizer_loaded(self) -> None:
         """Note that the state of an attached optimizer was loaded, and thus its copies of weights. Local."""
         self._loads.forget()
-        listener = self._listener()
-        if listener is not None:
-            listener.state.job.loads.clear()
+        self._state.job.loads.clear()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        listener = self._listener()
-        if listener is None:
+        job = self._state.job
+        if self._scales.sharded is not None:
+            self._scales.sharded.before_step(optimizer)
+        if _is_nested() or self._state.captures:
             return
-        listener.before_step(optimizer)
-        if _is_nested() or listener.state.captures:
-            return
-        if listener.state.job.enabled and optimizer in self._attached and is_real_step(optimizer):
+        if job.enabled and optimizer in self._attached and is_real_step(optimizer):
             is_last = optimizer is self._last_one
             self._gradients.before(optimizer, is_last, has_closure(args, kwargs))
             if is_last:
-                self._loads.before(optimizer, listener.state.job.loads, listener.state.logs, listener.stale_weights)
-        self._began, listener.state.job.stepping = listener.state.job.boundaries, True
-        if listener.at_rest.every and optimizer in self._attached and (whole := listener.state.job.whole) is not None:
-            step = listener.state.job.step if listener.state.job.enabled else listener.state.job.boundaries
-            listener.at_rest.before(optimizer, whole, self._others(optimizer), step)
+                self._loads.before(optimizer, job.loads, self._state.logs, self._stale_weights)
+        self._began, job.stepping = job.boundaries, True
+        if self._at_rest.every and optimizer in self._attached and (whole := job.whole) is not None:
+            step = job.step if job.enabled else job.boundaries
+            self._at_rest.before(optimizer, whole, self._others(optimizer), step)
         if self._masters is not None and self._masters.check(optimizer):
             self._masters = None
         self._lists = _lists_of(optimizer)
-        if not listener.state.job.enabled:
+        if not job.enabled:
             return
         self._held, written = self.notes.find(optimizer)
         self._unrecorded = [note for note in written if note.unrecorded]
-        brings_boundary = listener.state.job.by_optimizer and self._last_one is optimizer
+        brings_boundary = job.by_optimizer and self._last_one is optimizer
         if is_real_step(optimizer) and not brings_boundary:
-            self._require_boundary(listener, optimizer, [*self._held.listed, *self._held.others])
+            self._require_boundary(optimizer, [*self._held.listed, *self._held.others])
+
+    def _stale_weights(self) -> list[str]:
+        """Return the names of weights that are not what the optimizers' master weights say. Local."""
+        whole = self._state.job.whole
+        try:
+            return [] if whole is None else stale_weights(whole, self._checker.asked.optimizers)
+        except Exception as error:  # Such as a lack of memory: it must not keep this rank from its step.
+            logger.warning("fp8dist: cannot compare the loaded weights with the optimizer's: %s", error)
+            return []
 
     @property
     def _last_one(self) -> Optimizer | None:
@@ -220,23 +217,22 @@ class StepWatch:
         """Return the other attached optimizers, if this is the last one, which stands for the rest of the model."""
         return [one for one in self._attached if one is not optimizer] if optimizer is self._last_one else None
 
-    def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[WeightNote]) -> None:
+    def _require_boundary(self, optimizer: Optimizer, held: Sequence[WeightNote]) -> None:
         """Raise ConfigurationError if weights are about to be stepped a second time since the last boundary."""
         again = [note for note in held if note.stepped_at == self._began]
         late = [slots for slots in self._slots_of(again) if _is_late(slots, self._began)] if again else []
         if late:
-            listener.state.job.stepping = False
+            self._state.job.stepping = False
             text = _second_step(optimizer, late, optimizer in self._attached)
-            listener.publish_error(text)
+            if self._state.job.attached and self._state.job.shared:
+                leave_word(text)  # Ranks that miss this rank in a collective quote it.
             raise ConfigurationError(text)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        listener, nested, real = self._listener(), _is_nested(), is_real_step(optimizer)
-        if listener is None:
-            return
-        counts = real and not nested and not listener.state.captures
+        job, nested, real = self._state.job, _is_nested(), is_real_step(optimizer)
+        counts = real and not nested and not self._state.captures
         if not nested:
-            listener.state.job.stepping = False
+            job.stepping = False
         skipped = found_inf(optimizer)
         since = self._began - 1  # ``manager.step()`` may come before the optimizer's.
         held = self._held
@@ -248,17 +244,22 @@ class StepWatch:
             notes = [*held.listed, *held.others]
             for note in notes:
                 note.stepped_at, note.skipped = self._began, skipped
-            if listener.state.job.unrecorded_at >= since and listener.state.logs:
+            if job.unrecorded_at >= since and self._state.logs:
                 self._warn_of_eval(optimizer, notes, since)
         if not nested:
             for note in self._unrecorded:  # Written to between the last forward and this step.
                 note.mark_written()
             self._lists, self._held, self._unrecorded = [], None, []
-            self._gradients.after(optimizer, listener.state.logs)
-        listener.after_step(optimizer, real)
-        counts &= bool(listener.at_rest.every) and optimizer in self._attached
-        if counts and (whole := listener.state.job.whole) is not None:
-            listener.at_rest.after(optimizer, whole, self._others(optimizer))
+            self._gradients.after(optimizer, self._state.logs)
+        job.invalidate_casts()
+        if self._scales.sharded is not None:
+            self._scales.sharded.after_step(optimizer, real)
+            if self.renews:
+                self.renews = False
+                self._scales.sharded.renew()
+        counts &= bool(self._at_rest.every) and optimizer in self._attached
+        if counts and (whole := job.whole) is not None:
+            self._at_rest.after(optimizer, whole, self._others(optimizer))
 
     def _warn_of_eval(self, optimizer: Optimizer, notes: Sequence[WeightNote], since: int) -> None:
         """Warn once about trained weights whose backwards recorded no amax. A part of a model may be in ``eval()``

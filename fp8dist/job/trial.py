@@ -12,19 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8dist.checks.computations import Factors, factors_of, linear_computations, product_computations
+from fp8dist.checks.computations import Factors, casts_and_products, factors_of
 from fp8dist.checks.known_calls import GroupedProductOf, ProductOf
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_experts import fp8_experts
-from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
+from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.linear_slots import refusal
 from fp8dist.modules.main_grad import fuses
-from fp8dist.modules.parts import Part
-from fp8dist.modules.weight_notes import stored_parameters
+from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist_kernels import BLOCK, ops
 from fp8dist_kernels.multipliers import ProductError, machine_of, refused, row_of
 
-__all__ = ["TOKENS", "try_products"]
+__all__ = ["try_products"]
 
 TOKENS = (BLOCK + 16, BLOCK + 13, 13)
 """Numbers of tokens that are tried, because those of a batch are not known: a multiple of 16, as most are; an odd one;
@@ -45,36 +43,22 @@ def try_products(model: nn.Module, resharded: set[nn.Module]) -> None:
         resharded: modules whose weights FSDP frees.
     """
     tried: set[tuple[ProductOf | GroupedProductOf, torch.device]] = set()
-    seen: set[tuple[Any, ...]] = set()  # Kinds of Linears: few, where Linears are many.
-    for linear in fp8_linears(model):
-        slots = linear.fp8_slots
-        device, stored = slots.weight_sync.arena.device, stored_parameters(linear)
+    seen: set[tuple[Any, ...]] = set()  # Kinds of modules: few, where modules are many.
+    for part in fp8_parts(model):
+        slots, stored = part.slots, part.stored
+        device = slots.weight_sync.arena.device
         if not stored:
             continue
         _require_fp8(slots.fqn, slots.job.backend, device)
-        factors, dtype = factors_of(Part(linear, slots), linear in resharded), stored[0].dtype
-        kind = (factors, slots.recipe, dtype, fuses(linear), device)
+        factors, dtype = factors_of(part, part.module in resharded), stored[0].dtype
+        kind = (factors, slots.recipe, dtype, isinstance(part.module, FP8Linear) and fuses(part.module), device)
         if kind in seen:
             continue
         seen.add(kind)
-        for product in _products_of(linear, factors, dtype, device):
+        for product in _products_of(part, factors, dtype, device):
             if (product, device) not in tried:
                 _try(slots.fqn, product, device)
                 tried.add((product, device))
-    for module in fp8_experts(model):
-        for grouped in module.fp8_products.values():
-            device, stored = grouped.weight_sync.arena.device, stored_parameters(module, grouped.name)
-            if not stored:
-                continue
-            _require_fp8(grouped.fqn, grouped.job.backend, device)
-            (experts, *sizes), bias, transposed = factors_of(Part(module, grouped), module in resharded)
-            shape = min(experts, _MOST_EXPERTS), *map(_cut, sizes)
-            how = bias, transposed, grouped.job.backend
-            for dtype in _dtypes(stored[0].dtype, device):
-                for each in product_computations(shape, grouped.recipe, dtype, stored[0].dtype, *how):
-                    if isinstance(each, GroupedProductOf) and (each, device) not in tried:
-                        _try_grouped(grouped.fqn, each, device)
-                        tried.add((each, device))
 
 
 def _require_fp8(fqn: str, backend: str, device: torch.device) -> None:
@@ -86,15 +70,23 @@ def _require_fp8(fqn: str, backend: str, device: torch.device) -> None:
         )
 
 
-def _products_of(linear: FP8Linear, factors: Factors, dtype: torch.dtype, device: torch.device) -> Iterator[ProductOf]:
-    """Iterate over the products of a Linear."""
-    slots, shape = linear.fp8_slots, [_cut(size) for size in factors.shape]
+def _products_of(
+    part: Part, factors: Factors, dtype: torch.dtype, device: torch.device
+) -> Iterator[ProductOf | GroupedProductOf]:
+    """Iterate over the products of a Linear, or of a grouped product, of at most two experts."""
+    slots, module = part.slots, part.module
     for of in _dtypes(dtype, device):
         how = slots.recipe, of, dtype, factors.bias, factors.transposed, slots.job.backend
-        for tokens in TOKENS:
-            for each in linear_computations(shape, *how, tokens, slots.job.gathers, fuses(linear)):
-                if isinstance(each, ProductOf):
-                    yield each._replace(exact=True)
+        if isinstance(module, FP8Linear):
+            shape = [_cut(size) for size in factors.shape]
+            for tokens in TOKENS:
+                for each in casts_and_products(shape, *how, tokens, slots.job.gathers, fuses(module)):
+                    if isinstance(each, ProductOf):
+                        yield each._replace(exact=True)
+        else:
+            experts, *sizes = factors.shape
+            found = casts_and_products((min(experts, _MOST_EXPERTS), *map(_cut, sizes)), *how)
+            yield from (each for each in found if isinstance(each, GroupedProductOf))
 
 
 def _dtypes(weight: torch.dtype, device: torch.device) -> tuple[torch.dtype, ...]:
@@ -109,29 +101,25 @@ def _cut(size: int) -> int:
     return min(size, 2 * BLOCK + size % BLOCK)
 
 
-def _try(fqn: str, product: ProductOf, device: torch.device) -> None:
-    if ops.multiplier_name(product.product, product.fast_accumulation, product.backend, device) != "torch._scaled_mm":
-        return
-    if not _is_gpu(device):
-        row = row_of(product.product, machine_of(device))
-        if row is not None and row.detour is None:
-            raise refusal(fqn, product.gemm, refused(product.product, device, row.name))
-        return
+def _try(fqn: str, product: ProductOf | GroupedProductOf, device: torch.device) -> None:
     try:
+        if isinstance(product, GroupedProductOf):
+            if _is_gpu(device) and "scaled_grouped_mm" in product.name(device):
+                float(product.prepared(device)()[""].float().sum())  # Waits for the GPU.
+            return
+        of = product.product
+        if ops.multiplier_name(of, product.fast_accumulation, product.backend, device) != "torch._scaled_mm":
+            return
+        if not _is_gpu(device):
+            row = row_of(of, machine_of(device))
+            if row is not None and row.detour is None:
+                raise refused(of, device, row.name)
+            return
         found, expected = (
             each.prepared(device)()[""].float() for each in (product, product._replace(backend="reference"))
         )
         if not (found - expected).norm() <= _TOLERANCE * expected.norm():
-            raise refused(product.product, device, "its result is wrong")
-    except ProductError as error:
-        raise refusal(fqn, product.gemm, error) from error
-
-
-def _try_grouped(fqn: str, product: GroupedProductOf, device: torch.device) -> None:
-    if not _is_gpu(device) or "scaled_grouped_mm" not in product.name(device):
-        return
-    try:
-        float(product.prepared(device)()[""].float().sum())  # Waits for the GPU.
+            raise refused(of, device, "its result is wrong")
     except ProductError as error:
         raise refusal(fqn, product.gemm, error) from error
 

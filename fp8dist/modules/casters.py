@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -220,7 +221,9 @@ class Caster(ABC):
             measure_grouped(x, offsets, self._spread(x, offsets, inv_scale, rows), dtype, *shares)
         else:
             shares = torch.full_like(shares[0], DID_NOT_RUN), torch.full_like(shares[1], DID_NOT_RUN)
-            each = spread(inv_scale, x.shape) if rows else spread(inv_scale, x.mT.shape).mT
+            stored = x if rows else x.mT
+            each = spread(inv_scale, stored.shape, self._block(stored, request.role))
+            each = each if rows else each.mT
             measure_grouped(x, None, each, dtype, *shares)
             return cast._replace(shares=shares)
         return cast
@@ -319,18 +322,7 @@ class RowCaster(Caster):
             return Cast(*caller.quantize_rowwise(x, dtype, **how))
         if not of_weight:
             return Cast(*direct.quantize_grouped_lines(x, request.offsets, dtype, in_blocks=False, **how))
-        # A row's scale does not depend on its expert: cast all weights as one matrix [E n, k], and likewise columns.
-        experts, n, k = x.shape
-        if not (request.rows and request.columns):
-            rows = row_scales = columns = column_scales = x.new_empty(0)
-        how |= {"rows": True, "columns": False}
-        if request.rows:
-            flat = direct.quantize_rowwise(x.reshape(-1, k), dtype, **how)
-            rows, row_scales = flat[0].view(experts, n, k), flat[1].view(experts, n, 1)
-        if request.columns:
-            flat = direct.quantize_rowwise(x.mT.reshape(-1, n), dtype, **how)
-            columns, column_scales = flat[0].view(experts, k, n), flat[1].view(experts, k, 1)
-        return Cast(rows, row_scales, columns, column_scales)
+        return _as_one_matrix(direct.quantize_rowwise, x, dtype, request, how)
 
     def _block(self, stored: Tensor, role: Role) -> list[int]:
         return [1, max(1, stored.shape[1])]
@@ -341,6 +333,8 @@ class RowCaster(Caster):
 
 class BlockCaster(Caster):
     """Casts each block with a scale of its own amax: 128 x 128 elements of a weight, 1 x 128 of other tensors."""
+
+    width: ClassVar[int] = BLOCK
 
     def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
         dtype = request.state.format.dtype
@@ -354,25 +348,37 @@ class BlockCaster(Caster):
         return [BLOCK if role is Role.WEIGHT else 1, BLOCK]
 
     def _spread(self, x: Tensor, offsets: Tensor, inv_scale: Tensor, rows: bool) -> Tensor:
+        width = self.width
         if rows:
-            return inv_scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+            return inv_scale.repeat_interleave(width, 1)[:, : x.shape[1]]
         # Blocks of the transposed copy run along tokens, and begin anew at each expert.
         expert, ends = _experts_of(x, offsets), offsets.long()
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        blocks = (counts + BLOCK - 1) // BLOCK
+        blocks = (counts + width - 1) // width
         within = torch.arange(len(x), device=x.device) - (ends - counts)[expert]
-        block = (blocks.cumsum(0) - blocks)[expert] + within // BLOCK
+        block = (blocks.cumsum(0) - blocks)[expert] + within // width
         return inv_scale.t()[block.clamp_(max=inv_scale.shape[1] - 1)]
 
 
-class MXCaster(Caster):
-    """Casts each 1 x 32 block of each copy with a power of two of its own amax. Of Linears only."""
+class MXCaster(BlockCaster):
+    """Casts each 1 x 32 block of each copy with a power of two of its own amax."""
+
+    width = MX_BLOCK
+
+    @property
+    def calls_per_weight(self) -> int:
+        return 2 if self.grouped else 1
 
     def _copies(self, x: Tensor, request: Request, how: dict[str, Any]) -> Cast:
         assert isinstance(self.recipe, MXFP8Scaling)
         del how["power_of_two"]
-        round_up = self.recipe.scale_rounding == "up"
-        return Cast(*direct.quantize_mx(x, request.state.format.dtype, round_up=round_up, **how))
+        how["round_up"] = self.recipe.scale_rounding == "up"
+        dtype = request.state.format.dtype
+        if request.offsets is not None:
+            return Cast(*direct.quantize_grouped_mx(x, request.offsets, dtype, **how))
+        if self.grouped:
+            return _as_one_matrix(direct.quantize_mx, x, dtype, request, how)
+        return Cast(*direct.quantize_mx(x, dtype, **how))
 
     def _block(self, stored: Tensor, role: Role) -> list[int]:
         return [1, MX_BLOCK]
@@ -469,6 +475,22 @@ def caster_for(recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precis
     casters: dict[str, type[Caster]] = {"tensor": TensorCaster, "row": RowCaster, "block": BlockCaster, "mx": MXCaster}
     casters["nvfp4"] = NVFP4Caster
     return casters[recipe.by](recipe, job, sync, precision)
+
+
+def _as_one_matrix(
+    op: Callable[..., Any], x: Tensor, dtype: torch.dtype, request: Request, how: dict[str, Any]
+) -> Cast:
+    """Return a cast of weights [E, n, k] as one matrix [E n, k], and likewise of columns: no scale belongs to more than
+    a row."""
+    copies = []
+    for wanted, stored in ((request.rows, x), (request.columns, x.mT)):
+        experts, lines, width = stored.shape
+        made: Iterable[Tensor] = (x.new_empty(0),) * 2
+        if wanted:
+            flat = op(stored.reshape(-1, width), dtype, **{**how, "rows": True, "columns": False})[:2]
+            made = (one.view(experts, lines, -1) for one in flat)
+        copies += made
+    return Cast(*copies)
 
 
 def record_experts(values: Tensor, place: Tensor, recorded: ExpertMask) -> None:

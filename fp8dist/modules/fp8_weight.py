@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,20 +136,21 @@ def dequantised(weight: FP8Weight) -> Tensor:
     return made
 
 
-def spread(inv_scale: Tensor, shape: torch.Size) -> Tensor:
+def spread(inv_scale: Tensor, shape: torch.Size, block: Sequence[int] = (BLOCK, BLOCK)) -> Tensor:
     """Return inverse scales in a shape that broadcasts to a weight of this shape.
 
     Args:
-        inv_scale: of a weight, 0-d, one per row [m, 1], or one per block of 128 x 128. Of E experts' weights, the same
-            with a leading dim E.
+        inv_scale: of a weight, 0-d, one per row [m, 1], or one per block. Of E experts' weights, the same with a
+            leading dim E.
         shape: [m, k], or [E, m, k].
+        block: rows and columns of a block.
     """
     if inv_scale.ndim < len(shape):
         return inv_scale if len(shape) == 2 else inv_scale[:, None, None]
     if inv_scale.shape[-2:] == (shape[-2], 1):
         return inv_scale
-    rows = inv_scale.repeat_interleave(BLOCK, -2)[..., : shape[-2], :]
-    return rows.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
+    rows = inv_scale.repeat_interleave(block[0], -2)[..., : shape[-2], :]
+    return rows.repeat_interleave(block[1], -1)[..., : shape[-1]]
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

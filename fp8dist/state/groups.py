@@ -33,6 +33,7 @@ __all__ = [
     "is_dtensor",
     "largest_of_parts",
     "local_part",
+    "mesh_coordinates",
     "world_size",
 ]
 
@@ -271,13 +272,7 @@ class SyncGroup:
 
     def mesh_coordinates(self) -> dict[str, int] | None:
         """Return this process's coordinates on the mesh by axis name, or None."""
-        if self.mesh is None:
-            return None
-        place = self.mesh.get_coordinate()
-        if place is None:
-            return None
-        names = self.mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(self.mesh.ndim))
-        return dict(zip(names, place))
+        return None if self.mesh is None else mesh_coordinates(self.mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
         copied = SyncGroup.__new__(SyncGroup)  # A communicator is not state. A copied model attaches with its own.
@@ -289,6 +284,13 @@ class SyncGroup:
             "a StateManager with a process group cannot be pickled: save manager.state_dict() (or "
             "manager.save(path)) and call prepare() and load_state_dict() in the other process"
         )
+
+
+def mesh_coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
+    """Return this process's place on each axis of a mesh, by the axis's name; None: it is not in the mesh."""
+    place = mesh.get_coordinate()
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    return None if place is None else dict(zip(names, place))
 
 
 def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -44,14 +44,12 @@ class Recipe:
     ``delayed``: True if scales come from earlier steps. They are then state that ranks synchronise at every step.
     Otherwise each tensor is cast just in time, with scales from its own amaxes: nothing is kept, and only weights that
     ranks share as FP8 bytes are synchronised. ``by``: the part of a tensor that has a scale of its own. ``gathers``:
-    FSDP2 can gather weights in FP8, because the cast for dgrad follows from the gathered rows. ``casts_experts``: there
-    are kernels for experts.
+    FSDP2 can gather weights in FP8, because the cast for dgrad follows from the gathered rows.
     """
 
     delayed: ClassVar[bool] = False
     by: ClassVar[By] = "tensor"
     gathers: ClassVar[bool] = True
-    casts_experts: ClassVar[bool] = True
     # Defaults for recipes that are not delayed: their arenas keep only the newest amax.
     history_len: int = 1
     amax_algo: AmaxAlgorithm = "most_recent"
@@ -243,7 +241,6 @@ class MXFP8Scaling(Recipe):
 
     by: ClassVar[By] = "mx"
     gathers: ClassVar[bool] = False
-    casts_experts: ClassVar[bool] = False
     format = "e4m3"
     power_of_two = True
 

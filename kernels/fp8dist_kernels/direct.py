@@ -35,6 +35,7 @@ __all__ = [
     "quantize_blocks",
     "quantize_grouped",
     "quantize_grouped_lines",
+    "quantize_grouped_mx",
     "quantize_mx",
     "quantize_nvfp4",
     "quantize_rowwise",
@@ -97,6 +98,7 @@ matmul = _directly(ops.matmul)
 matmul_into = _directly(ops.matmul_into)
 quantize_grouped = _directly(grouped_ops.quantize_grouped)
 quantize_grouped_lines = _directly(grouped_ops.quantize_grouped_lines)
+quantize_grouped_mx = _directly(grouped_ops.quantize_grouped_mx)
 matmul_grouped = _directly(grouped_ops.matmul_grouped)
 matmul_grouped_columns = _directly(grouped_ops.matmul_grouped_columns)
 

@@ -2,6 +2,7 @@
 
 ``fp8dist::quantize_grouped``        cast each expert's rows, or its weight, with the expert's slot; record the amaxes
 ``fp8dist::quantize_grouped_lines``  cast with one scale per row, or per 1 x 128 block
+``fp8dist::quantize_grouped_mx``     cast to MX, with blocks that have rows of one expert each
 ``fp8dist::matmul_grouped``          products of each expert's rows with its weight: forward and dgrad
 ``fp8dist::matmul_grouped_columns``  products of transposed copies over each expert's rows: wgrad
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from fp8dist_kernels import BLOCK
 from fp8dist_kernels.backends import nvidia_capability
 from fp8dist_kernels.multipliers import Product, refused, torch_can_group
-from fp8dist_kernels.ops import cast, copies_fake, implementer, version_of_backend
+from fp8dist_kernels.ops import cast, copies_fake, implementer, mx_copies_fake, version_of_backend
 from fp8dist_kernels.reference import grouped_casts, grouped_matmuls, scaled_grouped
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
 from fp8dist_kernels.reference.matmuls import Scaling
@@ -38,6 +39,7 @@ __all__ = [
     "multiplier_name",
     "quantize_grouped",
     "quantize_grouped_lines",
+    "quantize_grouped_mx",
     "register_flops",
 ]
 
@@ -50,6 +52,10 @@ _LIBRARY.define(
 _LIBRARY.define(
     "quantize_grouped_lines(Tensor x, Tensor offsets, ScalarType dtype, *, bool in_blocks, bool power_of_two, "
     "bool rows, bool columns, str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "quantize_grouped_mx(Tensor x, Tensor offsets, ScalarType dtype, *, bool round_up, bool rows, bool columns, "
+    "str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "matmul_grouped(Tensor a, Tensor b, Tensor inv_scale_a, Tensor inv_scale_b, Tensor offsets, ScalarType out_dtype, "
@@ -74,7 +80,7 @@ def register_flops() -> None:
         a: Sequence[int], b: Sequence[int], _a: Any, _b: Any, offsets: Sequence[int], *_: Any, **__: Any
     ) -> int:
         # The number of rows follows from the length of the transposed copies: exactly if it is a multiple of 16, else
-        # with an error of at most 15.
+        # with an error of at most 15; of MX, which pads more, with one of at most 17 for each expert.
         return 2 * a[0] * b[0] * max(0, a[1] - columns_bound(0, offsets[0]))
 
     register_flop_formula(torch.ops.fp8dist.matmul_grouped)(of_rows)
@@ -185,6 +191,12 @@ def _quantize_grouped_lines_fake(
     return row_major, scales(rows, tokens, 1), transposed, scales(columns, groups, features, 1)
 
 
+def _quantize_grouped_mx_fake(
+    x: Tensor, offsets: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return mx_copies_fake(x, dtype, rows, columns, offsets.shape[0])
+
+
 def _matmul_grouped_fake(
     a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, offsets: Tensor, out_dtype: torch.dtype, **_: Any
 ) -> Tensor:
@@ -203,6 +215,10 @@ _OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = MappingProxy
         "quantize_grouped_lines": (
             functools.partial(cast, grouped_casts, "quantize_grouped_lines"),
             _quantize_grouped_lines_fake,
+        ),
+        "quantize_grouped_mx": (
+            functools.partial(cast, grouped_casts, "quantize_grouped_mx"),
+            _quantize_grouped_mx_fake,
         ),
         "matmul_grouped": (functools.partial(_multiply, "matmul_grouped"), _matmul_grouped_fake),
         "matmul_grouped_columns": (
@@ -227,6 +243,10 @@ quantize_grouped = torch.ops.fp8dist.quantize_grouped.default
 quantize_grouped_lines = torch.ops.fp8dist.quantize_grouped_lines.default
 """``(x[tokens, features], offsets[E], dtype, in_blocks=…, …) -> (rows, inv_scale, columns, inv_scale)``: for each
 expert, ``ops.quantize_rowwise``, or ``ops.quantize_blocks`` with blocks of 1 x 128."""
+
+quantize_grouped_mx = torch.ops.fp8dist.quantize_grouped_mx.default
+"""``(x[tokens, features], offsets[E], dtype, round_up=…, …) -> (rows, inv_scale, columns, inv_scale)``:
+``ops.quantize_mx`` for each expert."""
 
 matmul_grouped = torch.ops.fp8dist.matmul_grouped.default
 """``(a[tokens, k], b[E, n, k], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [tokens, n]``: for each expert,

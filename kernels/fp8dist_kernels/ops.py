@@ -61,6 +61,7 @@ __all__ = [
     "matmul_into",
     "measure",
     "multiplier_name",
+    "mx_copies_fake",
     "observe",
     "quantize",
     "quantize_blocks",
@@ -372,17 +373,24 @@ def _quantize_blocks_fake(
     return row_major, inverse(rows, tokens, features), transposed, inverse(columns, features, tokens)
 
 
-def _quantize_mx_fake(
-    x: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
+def mx_copies_fake(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, groups: Any = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return empty copies and scales of an MX cast of x [tokens, features], whose rows belong to ``groups`` experts."""
     (tokens, features), scale = x.shape, torch.float8_e8m0fnu
-    down, across = -(-tokens // MX_BLOCK), -(-features // MX_BLOCK)
+    down, across = columns_bound(tokens, groups, MX_BLOCK) // MX_BLOCK, -(-features // MX_BLOCK)
     return (
         x.new_empty((tokens, across * MX_BLOCK) if rows else (0,), dtype=dtype),
         x.new_empty((tokens, across) if rows else (0,), dtype=scale),
         x.new_empty((features, down * MX_BLOCK) if columns else (0,), dtype=dtype),
         x.new_empty((features, down) if columns else (0,), dtype=scale),
     )
+
+
+def _quantize_mx_fake(
+    x: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return mx_copies_fake(x, dtype, rows, columns)
 
 
 def _quantize_nvfp4_fake(

@@ -5,6 +5,8 @@
 
 Writes its part of ``scripts/results/audits.json``; ``python -m scripts.pages`` then fills the pages. ``cost`` trains
 two equal models in turns of some steps, one of them with an audit in every step, so that all sites are visited.
+``faults`` plants each fault in three runs of the lab: with the sync alone, with a check in every step, and with an
+audit in every step.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,12 +31,41 @@ from fp8dist.checks.audit import Audits
 from fp8dist.modules.linear_slots import SITES
 from fp8dist.state.settings import AUDIT_BYTES
 from fp8dist_kernels.taps import notify
+from launch.train_gpt.exits import DIVERGED
 from scripts import results_files
-from scripts.benchmarks.audit_faults import faults
 from scripts.benchmarks.example_job import Job, in_turns
 from scripts.benchmarks.gpu import environment
 from scripts.benchmarks.timing import run_rank, timed_inside
+from tests.support import forked
 from tests.support.lab.gathering import replaced
+
+RANKS = 3
+SIZE = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4", "--log-every", "50"]
+PERIOD = 4 * 6
+"""Steps in which the audits of this model visit all sites: four Linears, each with three casts and three products."""
+
+VISITED = 1 + PERIOD
+"""A step whose audit visits the first wgrad of the backward."""
+
+LONG, SEEDS = 600, 5
+"""Steps and runs with a device that is wrong seldom."""
+
+MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"header": (), "check": ("--check-every", "1"), "audit": ("--audit-every", "1")}
+)
+
+FAULTS: tuple[tuple[str, str, int, int, int], ...] = (
+    ("one bit of a scale", "scale:1:5", 5, 12, 1),
+    ("one bit of a weight", "weight:1:5", 5, 12, 1),
+    ("one bit of a gradient, after the all-reduce", "gradient:1:5", 5, 12, 1),
+    ("an update that a rank loses", "skip:1:5", 5, 12, 1),
+    ("one bit of one product, which the step's audit visits", f"product:1:{VISITED}", VISITED, VISITED + 5, 1),
+    ("one bit of one product, which the step's audit does not visit", "product:1:5", 5, 12, 1),
+    ("a device whose products are all wrong", "bad-device:1:1", 1, 12, 1),
+    ("a device with every hundredth product wrong", "bad-device:1:0.01", 1, LONG, SEEDS),
+)
+"""(in words, ``--inject``, its step, steps of the run, runs)."""
+
 
 EVERY = 100
 """The interval of audits, in steps, for which the share of a step is given."""
@@ -89,6 +123,30 @@ def cost() -> str:
     if dist.get_rank() == 0:
         _keep("cost", results)
     return json.dumps(results, indent=1)
+
+
+def faults() -> Iterator[dict[str, Any]]:
+    """Yield for each fault and mode how many steps later it is found, in each run. None: not found."""
+    for words, fault, step, steps, runs in FAULTS:
+        row: dict[str, Any] = {"fault": words, "inject": fault}
+        for mode, flags in MODES.items():
+            given = [*SIZE, "--steps", str(steps), "--inject", fault, *flags]
+            at = [_found_at([*given, "--seed", str(seed)]) for seed in range(runs if mode == "audit" else 1)]
+            row[mode] = [None if one is None else one - step for one in at]
+        print(row, flush=True)
+        yield row
+
+
+def _found_at(flags: list[str]) -> int | None:
+    """Return the step whose end found a difference. None: the run ended without one."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = forked.run([*flags, "--out", folder], RANKS, {"OMP_NUM_THREADS": "1"}, timeout=3600)
+        if done.returncode == 0:
+            return None
+        if done.returncode != DIVERGED:
+            raise RuntimeError(f"exit status {done.returncode}: {flags}: {done.stderr}")
+        report = json.loads(Path(folder, "divergence.json").read_text())
+        return min(finding["step"] for finding in report["findings"])
 
 
 def _keep(part: str, found: Any) -> None:

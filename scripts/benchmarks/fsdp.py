@@ -90,10 +90,11 @@ def train(mode: str) -> str:
         optimizer.zero_grad()
 
     step()  # Creates optimizer state and buffers.
-    reset_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak of the process, VmHWM.
     with gathered.counting():
         step()
-    peak = resident("VmHWM")
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak = int(status["VmHWM"].split()[0]) / 1024
     tracker = MemTracker()
     tracker.track_external(model, optimizer)
     with tracker:
@@ -101,19 +102,6 @@ def train(mode: str) -> str:
     tensors = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] / 2**20
     head = ["FSDP2", "gathered per step, MB", "peak of a rank's tensors, MiB", "peak of its process, MiB"]
     return table(head, [[mode, f"{gathered.total / 1e6:.1f}", f"{tensors:.1f}", f"{peak:.0f}"]])
-
-
-def resident(what: str) -> float:
-    """VmRSS or VmHWM of this process in MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{what}:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {what}")
-
-
-def reset_peak() -> None:
-    """Reset VmHWM to the current value."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

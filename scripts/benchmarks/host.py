@@ -156,18 +156,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(table(["launched per layer, forward and backward", "times"], rows))
         sides = {name: repeated(chain.forward_backward, STEPS) for name, chain in (("plain", plain), ("ours", ours))}
         times = in_turn(sides, options.rounds)
-        _print_parts(ours)
+        profile = cProfile.Profile()  # Slows calls down.
+        profile.runcall(sides["ours"])
+        pstats.Stats(profile).sort_stats("tottime").print_stats(20)
     linear, fp8 = (1e3 * ms / STEPS / LAYERS for ms in medians(times).values())
     print(f"nn.Linear {linear:.0f} us, FP8Linear {fp8:.0f} us per layer, forward and backward")
     print(f"host ratio {statistics.median(b / a for a, b in zip(times['plain'], times['ours'])):.2f}")
     return 0
-
-
-def _print_parts(chain: Chain) -> None:
-    """Print the functions that take the most time, in ``STEPS`` steps. The profiler slows calls down."""
-    profile = cProfile.Profile()
-    profile.runcall(repeated(chain.forward_backward, STEPS))
-    pstats.Stats(profile).sort_stats("tottime").print_stats(20)
 
 
 if __name__ == "__main__":

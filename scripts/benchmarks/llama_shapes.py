@@ -14,18 +14,29 @@ from typing import NamedTuple
 
 import torch
 
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 from fp8dist.state.recipe import Recipe
-from fp8dist_kernels import GEMMS, Gemm
+from fp8dist_kernels import GEMMS, MX_BLOCK, Gemm
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.matmuls import Scaling
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {"delayed": DelayedScaling(), "current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
+    {
+        "delayed": DelayedScaling(),
+        "current": CurrentScaling(),
+        "rowwise": RowwiseScaling(),
+        "block": BlockScaling(),
+        "mxfp8": MXFP8Scaling(),
+    }
 )
 KINDS: Mapping[str, Recipe] = MappingProxyType(
-    {"tensorwise": RECIPES["delayed"], "rowwise": RECIPES["rowwise"], "blockwise": RECIPES["block"]}
+    {
+        "tensorwise": RECIPES["delayed"],
+        "rowwise": RECIPES["rowwise"],
+        "blockwise": RECIPES["block"],
+        "mx": RECIPES["mxfp8"],
+    }
 )
 """A recipe for each kind of products. CurrentScaling runs the same ones as DelayedScaling."""
 
@@ -34,6 +45,7 @@ _SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
         "tensor": (Scaling.TENSORWISE, Scaling.TENSORWISE),
         "row": (Scaling.ROWWISE, Scaling.ROWWISE),
         "block": (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D),
+        "mx": (Scaling.MX, Scaling.MX),
     }
 )
 """Scaling of fprop and dgrad, and of wgrad, whose operands are both activations."""
@@ -74,9 +86,9 @@ class Product(NamedTuple):
 
 
 def fast_everywhere(recipe: Recipe) -> Recipe | None:
-    """Return the recipe with fast accumulation in all GEMMs. None under block scaling, which always adds blocks in
-    float32."""
-    if recipe.by == "block":
+    """Return the recipe with fast accumulation in all GEMMs. None if the recipe has no such choice: products of blocks
+    are always added in float32."""
+    if recipe.by in ("block", "mx"):
         return None
     return dataclasses.replace(recipe, fast_accumulation=GEMMS)  # type: ignore[type-var]
 
@@ -89,11 +101,14 @@ def products_of(recipe: Recipe, layer: Layer, tokens: int, fast: Sequence[Gemm] 
     """
     fast = recipe.fast_accumulation if fast is None else fast
     x, weight, gradient = (recipe.format_of(role).dtype for role in (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT))
-    features, outputs, padded = layer.in_features, layer.out_features, -(-tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
+    multiple = MX_BLOCK if recipe.by == "mx" else 1  # MX casts pad what is contracted to whole blocks.
+    features, outputs = layer.in_features, layer.out_features
+    from_features, from_outputs = (-(-size // multiple) * multiple for size in (features, outputs))
+    padded = -(-tokens // max(multiple, TOKEN_ALIGNMENT)) * max(multiple, TOKEN_ALIGNMENT)
     forward, of_wgrad = _SCALINGS[recipe.by]
     shapes: tuple[tuple[Gemm, int, int, int, Scaling, torch.dtype, torch.dtype], ...] = (
-        ("fprop", tokens, outputs, features, forward, x, weight),
-        ("dgrad", tokens, features, outputs, forward, gradient, weight),
+        ("fprop", tokens, outputs, from_features, forward, x, weight),
+        ("dgrad", tokens, features, from_outputs, forward, gradient, weight),
         ("wgrad", outputs, features, padded, of_wgrad, gradient, x),
     )
     products = []

@@ -30,15 +30,11 @@ from fp8dist.cli.main import main as command
 from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
 from scripts import results_files
+from scripts.benchmarks.llama_shapes import RECIPES
 from tests.support.serving import read, spread
 
 LAYERS, WIDTH, HEADS, CONTEXT = 2, 128, 4, 64
-RECIPES: dict[str, fp8dist.Recipe] = {
-    "delayed": fp8dist.DelayedScaling(),
-    "current": fp8dist.CurrentScaling(),
-    "rowwise": fp8dist.RowwiseScaling(),
-    "block": fp8dist.BlockScaling(),
-}
+KINDS = ("delayed", "current", "rowwise", "block")
 LIMIT = 448.0
 
 
@@ -119,7 +115,7 @@ def measure(kind: str, steps: int, folder: Path, power_of_two: bool = False) -> 
     assert command(["export", str(checkpoint), "--out", str(folder / "out"), "--format", format]) == 0
     tensors = read(folder / "out")
     model = GPT(LAYERS, WIDTH, HEADS, CONTEXT)
-    manager = fp8dist.prepare(model, dataclasses.replace(RECIPES[kind], power_of_two=power_of_two))
+    manager = fp8dist.prepare(model, dataclasses.replace(RECIPES[kind], power_of_two=power_of_two))  # type: ignore[type-var]
     dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
     floats = {name: value.detach().clone() for name, value in model.state_dict().items()}
     text = torch.frombuffer(bytearray(read_text(None, CONTEXT).validation), dtype=torch.uint8).long()
@@ -147,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for kind in RECIPES:
+    for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(kind, options.steps, Path(folder)))
         print(json.dumps(rows[-1]), flush=True)

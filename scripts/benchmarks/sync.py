@@ -25,15 +25,12 @@ from fp8dist_kernels.formats import E4M3
 from fp8dist_kernels.header import HEADER
 from scripts.benchmarks.gpu import environment
 from scripts.benchmarks.markdown import table
-from scripts.benchmarks.timing import in_turn, medians, run_rank, timed
+from scripts.benchmarks.timing import in_turn, medians, run_rank
 
 HISTORY = 1024
-PAIRS, PAIRS_COLD = 200, 60
+PAIRS, STEPS = 200, 60
 LINEARS, WIDTH = 224, 16
 """The real model: as many Linears as a Llama of 32 blocks has, and so small that the time is not that of memory."""
-
-RUN = 20
-"""Consecutive steps in the back-to-back measurement."""
 
 
 class CountOps(TorchDispatchMode):
@@ -62,68 +59,26 @@ def manager_of(slots: int, amax_sync: bool = True) -> StateManager:
     return manager
 
 
-def one_step(manager: StateManager) -> None:
-    """Run a step in which every slot has recorded an amax."""
-    manager._syncs[0].arena.pending.fill_(1.0)
-    manager.step()
-
-
-def average(action: Callable[[], object]) -> float:
-    """Return the mean time of one call in ms, over ``RUN`` consecutive calls."""
-    return timed(lambda: [action() for _ in range(RUN)]) / RUN
-
-
-def backward() -> Callable[[], object]:
-    """Return a backward over weights of 32 MiB and as much gradient, which replaces what is in the caches."""
-    layer, x = torch.nn.Linear(4096, 2048), torch.randn(8, 4096)
-    return lambda: layer(x).sum().backward()
-
-
-def starts() -> dict[str, Callable[[], object]]:
-    """Return what runs before each timed call, by name: how the ranks get to the end of a step."""
-    train = backward()
-    return {
-        "barrier": dist.barrier,
-        "backward, barrier": lambda: (train(), dist.barrier()),  # Cold caches, and ranks that start together.
-        "barrier, backward": lambda: (dist.barrier(), train()),  # Cold caches, and ranks that start when they can.
-    }
-
-
-def pairs(before: Callable[[], object], manager: StateManager, bare: Callable[[], object]) -> list[str]:
-    """Return the medians of interleaved pairs, in ms: of a step, of the bare all-reduce; and their ratio."""
-    pending = manager._syncs[0].arena.pending
+def row_of(slots: int) -> list[str]:
+    """Return the medians of interleaved pairs of a whole step and a bare all-reduce, and the ops of one step."""
+    manager = manager_of(slots)
+    arena = manager._syncs[0].arena
+    message = torch.zeros_like(arena.send)
 
     def ready() -> None:
-        pending.fill_(1.0)
-        before()
+        arena.pending.fill_(1.0)  # Every slot has recorded an amax.
+        dist.barrier()
 
-    rounds = PAIRS if before is dist.barrier else PAIRS_COLD
-    ms = medians(in_turn({"bare": bare, "step": manager.step}, rounds, ready))
-    return [f"{ms['step']:.2f}", f"{ms['bare']:.2f}", f"{ms['step'] / ms['bare']:.2f}"]
-
-
-def rows_of(slots: int) -> list[list[str]]:
-    """Return a row for each start: the times of both sides and their ratio; in the first row also the ratio back to
-    back, and the ops of one step."""
-    manager = manager_of(slots)
-    message = torch.zeros_like(manager._syncs[0].arena.send)
-
-    def bare() -> None:
-        dist.all_reduce(message, dist.ReduceOp.MAX)
-
-    for _ in range(20):
-        one_step(manager)
-        bare()
-    back_to_back = [(average(bare), average(lambda: one_step(manager))) for _ in range(PAIRS // RUN)]
-    ratio = statistics.median(step / bare_ms for bare_ms, step in back_to_back)
-    name = f"fp8dist, {slots:,} slots"
-    rows = [[name, str(HISTORY), start, *pairs(before, manager, bare), "", ""] for start, before in starts().items()]
+    sides = {"bare": lambda: dist.all_reduce(message, dist.ReduceOp.MAX), "step": manager.step}
+    in_turn(sides, 20, ready)
+    ms = medians(in_turn(sides, PAIRS, ready))
     # Without the collective, which would keep the process group alive forever under a dispatch mode.
     unsynced = manager_of(slots, amax_sync=False)
     with CountOps() as counter:
         unsynced.step()
-    rows[0][-2:] = [f"{ratio:.2f}", str(counter.count)]
-    return rows
+    ratio = ms["step"] / ms["bare"]
+    name = f"fp8dist, {slots:,} slots"
+    return [name, str(HISTORY), f"{ms['step']:.2f}", f"{ms['bare']:.2f}", f"{ratio:.2f}", str(counter.count)]
 
 
 def ends_of_step(model: nn.Sequential) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -142,8 +97,8 @@ def ends_of_step(model: nn.Sequential) -> Iterator[tuple[str, Callable[[], objec
 
 
 def measure_model() -> list[list[str]]:
-    """Return a row for the bare all-reduce and for each end of a step: by start, the lower quartiles in µs of the CPU
-    time of this thread, and of the wall time."""
+    """Return a row for the bare all-reduce and for each end of a step: the lower quartiles in µs of the CPU time of
+    this thread, and of the wall time, after a backward and a barrier."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LINEARS)))
     for parameter in model.parameters():
@@ -161,16 +116,12 @@ def measure_model() -> list[list[str]]:
 
     rows = []
     for name, call in ends_of_step(model):
-        row = [name]
-        for start, steps in (("barrier", PAIRS), ("backward, barrier", PAIRS_COLD)):
-            times = []
-            for step in range(20 + steps):
-                if start != "barrier" or step == 0:
-                    train()
-                dist.barrier()
-                times.append(times_of(call))
-            row += [f"{statistics.quantiles(each, n=4)[0]:.0f}" for each in zip(*times[20:])]
-        rows.append(row)
+        times = []
+        for _ in range(20 + STEPS):
+            train()  # Replaces what is in the caches, as in a job.
+            dist.barrier()
+            times.append(times_of(call))
+        rows.append([name, *(f"{statistics.quantiles(each, n=4)[0]:.0f}" for each in zip(*times[20:]))])
     return rows
 
 
@@ -178,13 +129,11 @@ def tables() -> str:
     """Return the machine and both tables; only the first with the argument "model". COLLECTIVE."""
     machine = environment.facts(torch.device("cpu"))["device"]["name"]
     text = f"Machine: {machine}, torch {torch.__version__}, gloo, 2 ranks, one thread each.\n\n"
-    head = [f"{what} after {start}, µs" for start in ("barrier", "backward, barrier") for what in ("CPU", "wall")]
-    text += table([f"{LINEARS} Linears", *head], measure_model())
+    text += table([f"{LINEARS} Linears", "CPU, µs", "wall, µs"], measure_model())
     if sys.argv[1:] == ["model"]:
         return text
-    head = ["whole step: launch, sync, commit", "history", "started from", "ms", "bare all-reduce, ms", "ratio"]
-    rows = [row for slots in (672, 100_000) for row in rows_of(slots)]
-    return f"{text}\n{table([*head, 'back to back', 'torch ops'], rows)}"
+    head = ["whole step: launch, sync, commit", "history", "ms", "bare all-reduce, ms", "ratio", "torch ops"]
+    return f"{text}\n{table(head, [row_of(slots) for slots in (672, 100_000)])}"
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     tasks = _tasks(own, flags)
     signal.signal(signal.SIGTERM, _end)
     try:
-        _require_usable(tasks)
+        for (name, _), task in tasks.items():
+            if name != "gradients":
+                parse_job(task.program[len(LAB) :])  # Rejects wrong flags before anything runs.
         run_all(list(tasks.values()), own.jobs, _say)
     except BadInput as error:
         _say(f"error: {error}")
@@ -92,8 +94,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"{taken[0]} is not for this program: it sets the flag itself, or the runs would be incomparable")
     if _of_mixtures(flags) and own.gradients:
         parser.error("--experts needs --no-gradients: only gradients of Linears are compared")
-    if _of_mixtures(flags):  # MXFP8Scaling and NVFP4Scaling do not multiply experts.
-        own.variants = [name for name in own.variants if "mxfp8" not in name and "nvfp4" not in name]
+    if _of_mixtures(flags):  # NVFP4Scaling does not multiply experts.
+        own.variants = [name for name in own.variants if "nvfp4" not in name]
     return own, flags
 
 
@@ -122,17 +124,6 @@ def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int
     return made
 
 
-def _require_usable(tasks: dict[tuple[str, int], Task]) -> None:
-    """Check the flags of every run.
-
-    Raises:
-        BadInput: the lab rejects a flag.
-    """
-    for (name, _), task in tasks.items():
-        if name != "gradients":
-            parse_job(task.program[len(LAB) :])
-
-
 def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[str, int], Task]) -> dict[str, Any]:
     runs: dict[str, dict[str, Any]] = {}
     for (name, seed), task in tasks.items():
@@ -149,7 +140,7 @@ def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[
     return {
         "schema": results_files.SCHEMA,
         **results.about(flags, "cuda" if torch.cuda.is_available() else "cpu"),
-        "commits": sorted({task.made_by["commit"] for task in tasks.values()}),
+        "commits": sorted({task.noted()["about"]["commit"] for task in tasks.values()}),
         "steps": own.steps,
         "runs": runs,
         "gradients": json.loads((measured.folder / measured.product).read_text()) if measured else None,

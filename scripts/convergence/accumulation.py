@@ -15,9 +15,10 @@ to a float32 sum, rounded to nearest, after every 128 elements. Nothing here was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +65,6 @@ def emulated_product(
         fraction_bits: at most 23.
     """
     (m, k), n = a.shape, b.shape[0]
-    if promoted_every is not None and (promoted_every < STEP or promoted_every % STEP):
-        raise ValueError(f"promoted_every must be a multiple of {STEP}, got {promoted_every}")
-    if not 1 <= fraction_bits <= 23:
-        raise ValueError(f"fraction_bits must be from 1 to 23, got {fraction_bits}")
     if not (a.float().isfinite().all() and b.float().isfinite().all()):  # Below, sums are integers.
         return dequantize(a, inv_scale_a) @ dequantize(b, inv_scale_b).t()
     left, right = _parts(a), _parts(b)
@@ -168,25 +165,14 @@ def emulated() -> Iterator[None]:
     accumulation. Products by block are not emulated: their scales change every 128 elements, where they are added."""
     original = direct.matmul
 
-    def matmul(
-        a: Tensor,
-        b: Tensor,
-        inv_scale_a: Tensor,
-        inv_scale_b: Tensor,
-        out_dtype: torch.dtype,
-        *,
-        bias: Tensor | None = None,
-        fast_accumulation: bool,
-        backend: str = "auto",
-    ) -> Tensor:
-        scales = inv_scale_a, inv_scale_b
-        options: dict[str, Any] = {"bias": bias, "fast_accumulation": fast_accumulation, "backend": backend}
-        if scaling_of(a, b, *scales, bias).in_blocks:
-            return original(a, b, *scales, out_dtype, **options)
-        result = emulated_product(a, b, *scales, None if fast_accumulation else PROMOTED_EVERY)
+    def matmul(*operands: Any, bias: Tensor | None = None, fast_accumulation: bool, **options: Any) -> Tensor:
+        *factors, out_dtype = operands
+        if scaling_of(*factors, bias).in_blocks:
+            return original(*operands, bias=bias, fast_accumulation=fast_accumulation, **options)
+        result = emulated_product(*factors, None if fast_accumulation else PROMOTED_EVERY)
         return (result if bias is None else result.add_(bias)).to(out_dtype)
 
-    with _multiplied_by(matmul):
+    with mock.patch.object(direct, "matmul", matmul):
         yield
 
 
@@ -201,15 +187,5 @@ def compared() -> Iterator[list[Errors]]:
             found.append(errors_of(*operands[:4]))
         return original(*operands, fast_accumulation=fast_accumulation, **options)
 
-    with _multiplied_by(matmul):
+    with mock.patch.object(direct, "matmul", matmul):
         yield found
-
-
-@contextmanager
-def _multiplied_by(matmul: Callable[..., Tensor]) -> Iterator[None]:
-    original = direct.matmul
-    direct.matmul = matmul
-    try:
-        yield
-    finally:
-        direct.matmul = original

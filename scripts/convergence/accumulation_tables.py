@@ -16,31 +16,14 @@ sums are in float32 and nothing is emulated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from scripts import results_files
 from scripts.benchmarks.markdown import table
 from scripts.convergence.results import SETTING, setting_of
 
 NAME = "accumulation"
-_TOP = {
-    **{"date": str, "commit": str, "machine": str, "seed": int},
-    **{"versions": dict, "flags": list, "emulation": dict, "products": list, "points": list},
-}
-
 Results = Mapping[str, Any]
-
-
-def load(root: Path = results_files.ROOT) -> dict[str, Any] | None:
-    """Return the published results; None if there are none.
-
-    Raises:
-        ValueError: the file is not a results file. The message says why.
-    """
-    return results_files.load(NAME, root, partial(results_files.problems_of, wanted=_TOP))
 
 
 def setting(data: Results | None) -> str:
@@ -85,17 +68,12 @@ def gradients(data: Results | None) -> str:
         head += [f"all weights as one vector, {place}", f"gradient at the bottom, {place}"]
     rows = []
     for cases in zip(*(point["cases"] for point in points), strict=True):
-        row = [cases[0]["recipe"], _named(cases[0]["fast"])]
+        fast = cases[0]["fast"]
+        row = [cases[0]["recipe"], "none, and all sums in float32" if fast is None else ", ".join(fast) or "none"]
         for case in cases:
             row += [f"{case['overall']:.5f}", f"{case['bottom']:.5f}"]
         rows.append(row)
     return table(head, rows)
-
-
-def _named(fast: Sequence[str] | None) -> str:
-    if fast is None:
-        return "none, and all sums in float32"
-    return ", ".join(fast) or "none"
 
 
 def _percent(share: float) -> str:

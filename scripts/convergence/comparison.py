@@ -80,20 +80,15 @@ def compare(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Co
         if not runs.get(name):
             continue
         seeds = sorted(runs[name], key=int)
-        training = [final_loss(runs[name][seed]["losses"]) for seed in seeds]
-        validation = [float(runs[name][seed]["validation_loss"]) for seed in seeds]
-        training_gap = validation_gap = None
+        losses = list(zip(*(_losses(runs[name][seed]) for seed in seeds)))
+        gaps: list[Spread | None] = [None, None]
         if name != REFERENCE and set(seeds) <= set(reference):
-            expected = [final_loss(reference[seed]["losses"]) for seed in seeds]
-            training_gap = spread_of([gap_percent(*pair) for pair in zip(training, expected)])
-            expected = [float(reference[seed]["validation_loss"]) for seed in seeds]
-            validation_gap = spread_of([gap_percent(*pair) for pair in zip(validation, expected)])
-        found[name] = Comparison(
-            tuple(map(int, seeds)),
-            spread_of(training),
-            spread_of(validation),
-            training_gap,
-            validation_gap,
-            variant.goal,
-        )
+            expected = zip(*(_losses(reference[seed]) for seed in seeds))
+            gaps = [spread_of([*map(gap_percent, *pair)]) for pair in zip(losses, expected)]
+        found[name] = Comparison(tuple(map(int, seeds)), *map(spread_of, losses), *gaps, variant.goal)
     return found
+
+
+def _losses(run: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the final training loss and the validation loss."""
+    return final_loss(run["losses"]), float(run["validation_loss"])

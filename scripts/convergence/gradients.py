@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -128,13 +128,10 @@ def compare(found: Gradients, expected: Gradients) -> Cosines:
     flat, right = (
         torch.cat([side.weights[name].flatten().double() for name in expected.weights]) for side in (found, expected)
     )
-    return Cosines(
-        _cosines(found.weights, expected.weights), _cosines(found.inputs, expected.inputs), cosine(flat, right)
+    weights, inputs = (
+        {name: cosine(ours[name], theirs) for name, theirs in other.items()} for ours, other in zip(found, expected)
     )
-
-
-def _cosines(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: cosine(found[name], right) for name, right in expected.items()}
+    return Cosines(weights, inputs, cosine(flat, right))
 
 
 def cosine(found: Tensor, expected: Tensor) -> float:

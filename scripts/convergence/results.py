@@ -1,4 +1,4 @@
-"""The results file: format, reading and validation.
+"""The results file: its format, and what it says of the setting.
 
 ::
 
@@ -15,22 +15,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from scripts import results_files
 from scripts.benchmarks.gpu import environment
-from scripts.convergence.variants import VARIANTS
 
 CONVERGENCE, MIXTURE = "convergence", "mixture"
 """Names of the published results, and of those of mixtures of experts."""
-
-_TOP = {
-    **{"date": str, "machine": str, "steps": int},
-    **{"commits": list, "flags": list, "versions": dict, "runs": dict},
-}
 
 
 def about(flags: Sequence[str], device: str = "cpu") -> dict[str, Any]:
@@ -51,25 +44,3 @@ def setting_of(data: Mapping[str, Any], commits: Sequence[str]) -> list[str]:
     named = (commit[:10] + (" and changes" if commit.endswith("+") else "") for commit in commits)
     flags = f"`{flags}`" if flags else "the example job's defaults"
     return [flags, data["machine"], versions, ", ".join(named), data["date"][:10]]
-
-
-def load(root: Path = results_files.ROOT, name: str = CONVERGENCE) -> dict[str, Any] | None:
-    """Return the published results; None if there are none.
-
-    Raises:
-        ValueError: the file is not a results file. The message says why.
-    """
-    return results_files.load(name, root, problems_of)
-
-
-def problems_of(data: Any) -> list[str]:
-    """Return the problems of a results file's content; empty if the content is valid."""
-    found = results_files.problems_of(data, _TOP)
-    if found:
-        return found
-    found += [f"unknown variant {name!r}" for name in data["runs"] if name not in VARIANTS]
-    for name, seeds in data["runs"].items():
-        for seed, run in seeds.items():
-            if len(run.get("losses", ())) != data["steps"] or "validation_loss" not in run:
-                found.append(f"{name}, seed {seed}: needs {data['steps']} losses and a validation_loss")
-    return found

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scripts.benchmarks.markdown import NOT_YET, table
-from scripts.convergence.comparison import Comparison, Spread, compare, final_steps
+from scripts.convergence.comparison import Spread, compare, final_steps
 from scripts.convergence.results import SETTING, setting_of
 from scripts.convergence.variants import VARIANTS
 
@@ -33,7 +33,18 @@ def gaps(data: Results | None) -> str:
         *("validation loss", "gap to FP32", "goal", "reached"),
     ]
     compared = {} if data is None else compare(data["runs"])
-    return table(head, [_row(name, compared.get(name)) for name in VARIANTS])
+    rows = []
+    for name, variant in VARIANTS.items():
+        goal = "-" if variant.goal is None else f"within {variant.goal:.2f} %"
+        if found := compared.get(name):
+            gap = found.training_gap
+            ends = "-" if gap is None else f"{gap.low:+.3f} to {gap.high:+.3f} %"
+            losses = [_spread(found.training, ".4f"), _spread(gap, "+.3f", " %"), ends]
+            losses += [_spread(found.validation, ".4f"), _spread(found.validation_gap, "+.3f", " %")]
+            rows.append([variant.title, str(len(found.seeds)), *losses, goal, found.reached])
+        else:
+            rows.append([variant.title, NOT_YET, *["-"] * 5, goal, "-" if variant.goal is None else NOT_YET])
+    return table(head, rows)
 
 
 def against_bf16(data: Results | None) -> str:
@@ -44,41 +55,18 @@ def against_bf16(data: Results | None) -> str:
     bf16 = compared.get("bf16")
     rows = []
     for name, variant in VARIANTS.items():
-        found = compared.get(name)
-        if found is None:
+        if found := compared.get(name):
+            row = [variant.title, str(len(found.seeds))]
+            for loss, gap, unit in (
+                (found.training, found.training_gap, bf16 and bf16.training_gap),
+                (found.validation, found.validation_gap, bf16 and bf16.validation_gap),
+            ):
+                over = f"{gap.mean / unit.deviation:+.1f}" if gap and unit and unit.deviation else "-"
+                row += [_spread(loss, ".4f"), _spread(gap, "+.3f", " %"), over]
+            rows.append(row)
+        else:
             rows.append([variant.title, NOT_YET, *["-"] * 6])
-            continue
-        row = [variant.title, str(len(found.seeds))]
-        for loss, gap, unit in (
-            (found.training, found.training_gap, bf16 and bf16.training_gap),
-            (found.validation, found.validation_gap, bf16 and bf16.validation_gap),
-        ):
-            row += [_spread(loss, ".4f"), _spread(gap, "+.3f", " %"), _over(gap, unit)]
-        rows.append(row)
     return table(head, rows)
-
-
-def _over(gap: Spread | None, unit: Spread | None) -> str:
-    return "-" if gap is None or unit is None or not unit.deviation else f"{gap.mean / unit.deviation:+.1f}"
-
-
-def _row(name: str, found: Comparison | None) -> list[str]:
-    variant = VARIANTS[name]
-    goal = "-" if variant.goal is None else f"within {variant.goal:.2f} %"
-    if found is None:
-        return [variant.title, NOT_YET, *["-"] * 5, goal, "-" if variant.goal is None else NOT_YET]
-    gap = found.training_gap
-    return [
-        variant.title,
-        str(len(found.seeds)),
-        _spread(found.training, ".4f"),
-        _spread(gap, "+.3f", " %"),
-        "-" if gap is None else f"{gap.low:+.3f} to {gap.high:+.3f} %",
-        _spread(found.validation, ".4f"),
-        _spread(found.validation_gap, "+.3f", " %"),
-        goal,
-        found.reached,
-    ]
 
 
 def _spread(spread: Spread | None, form: str, unit: str = "") -> str:
@@ -125,15 +113,11 @@ def layers(data: Results | None) -> str:
     points = _points(data)
     if not points:
         return table(["gradient of", "recipe"], [])
-    cases = [case for case in points[-1]["cases"] if _of_interest(case)]
+    cases = [case for case in points[-1]["cases"] if len(case["fp8"]) != 1]
     names = [f"{case['recipe']}{_without(case)}" for case in cases]
     rows = [[f"{fqn}.weight", *(_cosine(case["weights"][fqn]) for case in cases)] for fqn in cases[0]["weights"]]
     rows += [[f"input of {fqn}", *(_cosine(case["inputs"][fqn]) for case in cases)] for fqn in cases[0]["inputs"]]
     return table([f"gradient of, step {points[-1]['step']}", *names], rows)
-
-
-def _of_interest(case: Case) -> bool:
-    return len(case["fp8"]) != 1
 
 
 def _without(case: Case) -> str:

@@ -38,16 +38,12 @@ class Task:
     @property
     def finished(self) -> bool:
         """True if the product exists and was made by this program with this stamp."""
-        noted = self._noted()
+        noted = self.noted()
         same = noted.get("program") == list(self.program) and noted.get("stamp") == dict(self.stamp)
         return same and (self.folder / self.product).exists()
 
-    @property
-    def made_by(self) -> dict[str, Any]:
-        """``about`` of the run that made the product; empty if there is no product."""
-        return self._noted().get("about", {})
-
-    def _noted(self) -> dict[str, Any]:
+    def noted(self) -> dict[str, Any]:
+        """Return "program", "stamp" and "about" of the run that made the product; empty if there is none."""
         path = self.folder / _NOTE
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -59,16 +55,6 @@ class Task:
         (self.folder / _NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
         with (self.folder / LOG).open("wb") as log:
             return subprocess.Popen([sys.executable, *self.program], stdout=log, stderr=subprocess.STDOUT, cwd=_ROOT)
-
-    def require_success(self, status: int) -> None:
-        """Check that the program succeeded.
-
-        Raises:
-            TaskFailed: its exit status is not 0, or the product is missing.
-        """
-        if status or not (self.folder / self.product).exists():
-            said = (self.folder / LOG).read_text(errors="replace").strip().splitlines()[-3:]
-            raise TaskFailed(f"{self.name}: exit status {status}; {self.folder / LOG} ends with:\n" + "\n".join(said))
 
 
 def run_all(tasks: Sequence[Task], jobs: int, say: Callable[[str], None]) -> int:
@@ -96,7 +82,10 @@ def run_all(tasks: Sequence[Task], jobs: int, say: Callable[[str], None]) -> int
                 if status is None:
                     continue
                 running.remove(entry)
-                task.require_success(status)
+                if status or not (task.folder / task.product).exists():
+                    log = task.folder / LOG
+                    end = "\n".join(log.read_text(errors="replace").strip().splitlines()[-3:])
+                    raise TaskFailed(f"{task.name}: exit status {status}; {log} ends with:\n{end}")
                 done += 1
                 now = time.monotonic()
                 left = (now - start) / done * (total - done)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fp8dist import DelayedScaling
-from fp8dist.checks.work_parts import part_of_product
+from fp8dist.checks.works import part_of_product
 from fp8dist.state.settings import AUDIT_BYTES
-from scripts import results_files
 from scripts.benchmarks.llama_shapes import Layer, products_of
 from scripts.benchmarks.markdown import table
-from scripts.pages.filling import Parts
 
 LAYERS = (Layer("8B", 4096, 14336), Layer("70B", 8192, 28672))
 """Gate, or up, of Llama 3's MLPs."""
@@ -24,17 +20,8 @@ LAYERS = (Layer("8B", 4096, 14336), Layer("70B", 8192, 28672))
 TOKENS = 8192
 
 
-def parts_of(root: Path = results_files.ROOT) -> Parts:
-    """Return the parts."""
-    results = results_files.load("audits", root) or {}
-    return {
-        "audit-faults": partial(_faults, results.get("faults", [])),
-        "audit-cost": partial(_cost, results.get("cost")),
-        "audit-sizes": _sizes,
-    }
-
-
-def _faults(rows: Sequence[dict[str, Any]]) -> str:
+def faults(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of which faults are found, and how many steps later."""
     head = ["fault", "`--inject`", "sync", "check", "audit"]
     lines = []
     for row in rows:
@@ -58,7 +45,8 @@ def _later(found: Sequence[int | None]) -> str:
     return {0: "in its step", 1: "1 step later"}.get(known[0], f"{known[0]} steps later")
 
 
-def _cost(cost: dict[str, Any] | None) -> str:
+def cost_of(cost: dict[str, Any] | None) -> str:
+    """Return the table of what audits cost."""
     if cost is None:
         return table(["example job", "cost"], [])
     low, _, high = cost["quartiles"]
@@ -78,7 +66,8 @@ def _cost(cost: dict[str, Any] | None) -> str:
     return table(["example job", f"{machine}; {what}"], rows)
 
 
-def _sizes() -> str:
+def sizes() -> str:
+    """Return the table of how much an audit sends of the products of large layers."""
     head = [f"{TOKENS:,} tokens", "product", "whole", f"block in {AUDIT_BYTES >> 20} MiB: share of the result"]
     rows = []
     for layer in LAYERS:

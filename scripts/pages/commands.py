@@ -28,32 +28,21 @@ class Command(NamedTuple):
 
     Attributes:
         words: the words of the command line. ``fp8dist`` and ``python`` are those of this checkout.
-        environment: variables that precede the words on the command line.
         masks: applied to the shown text and to the text of a new run before a comparison.
-        status: the expected exit status.
         first: the pattern of the first line to show; "": start at the beginning.
-        last: the pattern of the last line to show; "": show all lines to the end.
         in_checkout: run the command in the checkout itself, because it sets up ``.venv``.
         brief: further words for a run that only looks whether the output still has this form.
     """
 
     words: tuple[str, ...]
-    environment: Mapping[str, str] = MappingProxyType({})
     masks: tuple[Mask, ...] = ()
-    status: int = 0
     first: str = ""
-    last: str = ""
     in_checkout: bool = False
     brief: tuple[str, ...] = ()
 
-    @property
-    def line(self) -> str:
-        """The command line."""
-        return " ".join((*(f"{name}={value}" for name, value in self.environment.items()), *self.words))
-
 
 class CommandFailed(Exception):
-    """A command ended with an unexpected exit status, or did not print a line that the page needs."""
+    """A command failed, or did not print a line that the page needs."""
 
 
 NUMBERS: Mask = (r" *[-+]?\d+(\.\d+)?", " #")
@@ -72,14 +61,6 @@ _LAB = ("launch/torchrun.sh", "-m", "tests.support.lab")
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "simulate": Command(("python", "-m", "scripts.simulation", "--ranks", "16384", "--update", "next_step")),
-        "damaged": Command(
-            (*_LAB, "--inject", "scale:1:5", "--out", "runs/damaged"),
-            MappingProxyType({"NPROC": "3"}),
-            masks=(NUMBERS, SPACES),
-            status=4,
-            first=r"\[rank 1\] --inject",
-            last=r"train_gpt: stopped",
-        ),
         "straggler": Command(
             (*_LAB, *_SMALL.split(), "--inject", "slow:1:60"), masks=(NUMBERS, SPACES), first="straggler:"
         ),
@@ -91,15 +72,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             brief=("--steps", "40"),
         ),
         "doctor": Command(("fp8dist", "doctor"), masks=((r"on Linux-.*", "on #"), VERSIONS, NUMBERS, SPACES)),
-        "check-help": Command(("fp8dist", "check", "--help")),
-        "launch-help": Command(("fp8dist", "launch", "--help")),
     }
 )
 
 
 def block(name: str, brief: bool = False) -> str:
     """Run the command and return its command line and output, as a Markdown block."""
-    return f"```text\n$ {COMMANDS[name].line}\n{output_of(name, brief)}\n```"
+    return f"```text\n$ {' '.join(COMMANDS[name].words)}\n{output_of(name, brief)}\n```"
 
 
 def masked(name: str, text: str) -> str:
@@ -116,7 +95,7 @@ def output_of(name: str, brief: bool = False) -> str:
         brief: True to run it for its form only, with ``Command.brief``.
 
     Raises:
-        CommandFailed: the exit status is unexpected, or a line to show is missing.
+        CommandFailed: the command failed, or a line to show is missing.
     """
     command = COMMANDS[name]
     with tempfile.TemporaryDirectory(prefix="fp8dist-pages-") as folder:
@@ -126,17 +105,21 @@ def output_of(name: str, brief: bool = False) -> str:
         done = subprocess.run(
             _argv((*command.words, *(command.brief if brief else ()))),
             cwd=ROOT if command.in_checkout else folder,
-            env=_environment(command.environment),
+            env=_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=900,
             check=False,
         )
-    if done.returncode != command.status:
-        raise CommandFailed(f"{command.line} ended with status {done.returncode}: {done.stdout}")
-    lines = _shown(command, [line.rstrip() for line in done.stdout.replace(f"{folder}/", "").splitlines()])
-    return _anonymous("\n".join(lines).strip("\n"))
+    line = " ".join(command.words)
+    if done.returncode:
+        raise CommandFailed(f"{line} ended with status {done.returncode}: {done.stdout}")
+    lines = [line.rstrip() for line in done.stdout.replace(f"{folder}/", "").splitlines()]
+    first = next((number for number, text in enumerate(lines) if re.search(command.first, text)), None)
+    if first is None:
+        raise CommandFailed(f"{line}: no line has {command.first!r}:\n{done.stdout}")
+    return _anonymous("\n".join(lines[first:]).strip("\n"))
 
 
 def _argv(words: Sequence[str]) -> list[str]:
@@ -144,25 +127,12 @@ def _argv(words: Sequence[str]) -> list[str]:
     return [*ours.get(words[0], words[:1]), *words[1:]]
 
 
-def _environment(given: Mapping[str, str]) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Return the environment without the caller's FP8 and job variables, and with a fixed terminal width."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FP8DIST_", "PYTEST_")) and k not in _OF_JOBS}
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     fixed = {"PYTHON": sys.executable, "PYTHONPATH": path, "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
-    return {**kept, **fixed, "CUDA_VISIBLE_DEVICES": "", **given}
-
-
-def _shown(command: Command, lines: Sequence[str]) -> list[str]:
-    def place(pattern: str, whole: int) -> int:
-        if not pattern:
-            return whole
-        found = [number for number, line in enumerate(lines) if re.search(pattern, line)]
-        if not found:
-            raise CommandFailed(f"{command.line}: no line has {pattern!r}:\n" + "\n".join(lines))
-        return found[0]
-
-    first, last = place(command.first, 0), place(command.last, len(lines) - 1)
-    return [*lines[first : last + 1], *(["…"] if last < len(lines) - 1 else [])]
+    return {**kept, **fixed, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _anonymous(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -144,22 +144,29 @@ def errors() -> str:
     Messages that the written tables of the page have are left out.
     """
     written = quoted((ROOT / "docs" / "mistakes.md").read_text(encoding="utf-8"))
-    kinds = [[f"`{name}`", _first_line(error), _INSTEAD[name]] for name, error in public_errors().items()]
+    kinds = []
+    for name, error in public_errors().items():
+        meaning = (inspect.getdoc(error) or "").splitlines()[0].replace("``", "`")
+        kinds.append([f"`{name}`", meaning, _INSTEAD[name]])
     found: dict[str, dict[str, None]] = {group.title: {} for group in GROUPS}
     for path in sorted((ROOT / "fp8dist").rglob("*.py")):
         place = path.relative_to(ROOT / "fp8dist").as_posix()
         if place not in _OF_DAMAGED_FILES:
-            for kind, text in [*messages_in(path), *_from_elsewhere(path)]:
+            for kind, text in messages_in(path, place):
                 if text.startswith(_OF_DAMAGED_STATE) or any(quote in text for quote in written):
                     continue
                 if len(set(re.findall(r"[A-Za-z]+", shortened(text))) - _IN_MANY) >= 2:  # Else nothing to search for.
-                    found[_group_of(kind, place).title][shortened(text)] = None
+                    title = next(one.title for one in GROUPS if kind in one.kinds or place.startswith(one.places))
+                    found[title][shortened(text)] = None
     texts = [table(["exception", "meaning", "what to do"], kinds)]
     for group in GROUPS:
         lines = "".join(f"{text}\n" for text in found[group.title])
         texts.append(f"### {group.title}\n\n{group.advice}\n\n```text\n{lines}```\n")
-    by_phase = {phase: ", ".join(f"`{call}`" for call in calls) for phase, calls in _calls_by_phase().items()}
-    refused = "".join(f"- {phase}: {calls}\n" for phase, calls in by_phase.items())
+    by_phase: dict[str, list[str]] = {}
+    for call, phases in order._REFUSED.items():
+        for phase in phases:
+            by_phase.setdefault(phase.value, []).append(f"`{call}`")
+    refused = "".join(f"- {phase}: {', '.join(calls)}\n" for phase, calls in by_phase.items())
     texts.append(f"### Calls that a phase refuses\n\nThe message says where to call it instead.\n\n{refused}")
     return "\n".join(texts)
 
@@ -169,14 +176,6 @@ def quoted(page: str) -> list[str]:
     tables = re.findall(r"^\| message has \|.*?\n\n", page, re.M | re.S)
     rows = [line for text in tables for line in text.splitlines()[2:]]
     return [text for line in rows for _, text in re.findall(r"^\| (`+) ?(.+?) ?\1", line)]
-
-
-def _calls_by_phase() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for call, phases in order._REFUSED.items():
-        for phase in phases:
-            found.setdefault(phase.value, []).append(call)
-    return found
 
 
 def shortened(text: str) -> str:
@@ -194,53 +193,40 @@ def shortened(text: str) -> str:
     return re.sub(rf"( {PLACE})+$", "", " ".join(words if len(words) <= 6 else words[:5]))
 
 
-def _first_line(error: type[Exception]) -> str:
-    return (inspect.getdoc(error) or "").splitlines()[0].replace("``", "`")
-
-
-def _group_of(kind: str, place: str) -> Group:
-    return next(group for group in GROUPS if kind in group.kinds or place.startswith(group.places))
-
-
-def messages_in(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (public exception, message template) for each ``raise`` with a known text in a file, in order."""
+def messages_in(path: Path, place: str) -> Iterator[tuple[str, str]]:
+    """Yield (public exception, message template) for each ``raise`` with a known text in a file, in order, then for
+    texts that the file builds and other code raises. ``place``: the path of the file in fp8dist."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     public = public_errors()
     constants = _texts_in(tree.body)
-    defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    functions = {node.name: node for node in defined}
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     seen: set[int] = set()
-    for function in [*defined, tree]:
-        known = {**constants, **_texts_in(list(ast.walk(function)))}
+    for function in [*(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), tree]:
+        known = {**constants, **_texts_in(ast.walk(function))}
         for call in ast.walk(function):
             if not isinstance(call, ast.Call) or not call.args or id(call) in seen:
                 continue
             called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
             kind = _AS.get(called, called)
-            if kind not in public:
-                continue
-            seen.add(id(call))
-            for text in _templates(call.args[0], known, functions):
-                if re.search(r"[a-zA-Z]{3}", text):
-                    yield kind, " ".join(text.split())
+            if kind in public:
+                seen.add(id(call))
+                texts = _templates(call.args[0], known, functions)
+                yield from ((kind, " ".join(text.split())) for text in texts if re.search(r"[a-zA-Z]{3}", text))
+    for name, function in functions.items():
+        if kind := _ELSEWHERE.get((place, name), ""):
+            known = _texts_in(ast.walk(function))
+            values = _returned(function)
+            if name == "_read_outcome":
+                values += [each for texts in known.values() for each in texts]
+            texts = [text for value in values for text in _templates(value, known, {})]
+            yield from ((kind, " ".join(text.split())) for text in texts if re.search(r"[a-z]{3} ", text))
 
 
-def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (public exception, message template) for texts that this file builds and other code raises."""
-    place = path.relative_to(ROOT / "fp8dist").as_posix()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.FunctionDef) or (place, node.name) not in _ELSEWHERE:
-            continue
-        known = _texts_in(list(ast.walk(node)))
-        values = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
-        if node.name == "_read_outcome":
-            values += [each for texts in known.values() for each in texts]
-        for text in (text for value in values for text in _templates(value, known, {})):
-            if re.search(r"[a-z]{3} ", text):
-                yield _ELSEWHERE[place, node.name], " ".join(text.split())
+def _returned(function: ast.AST) -> list[ast.expr]:
+    return [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
 
 
-def _texts_in(nodes: list[ast.stmt] | list[ast.AST]) -> dict[str, list[ast.expr]]:
+def _texts_in(nodes: Iterable[ast.AST]) -> dict[str, list[ast.expr]]:
     """Return the expressions that are assigned to each name."""
     found: dict[str, list[ast.expr]] = {}
     for node in nodes:
@@ -265,20 +251,12 @@ def _templates(node: ast.expr, known: Texts, functions: Mapping[str, ast.Functio
     if isinstance(node, ast.Name) and node.id in known:
         return [text for value in known[node.id] for text in _templates(value, known, functions, depth + 1)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return _of_call(node.func.id, node, known, functions, depth)
+        if node.func.id in _UNCHANGED and node.args:
+            return _templates(node.args[0], known, functions, depth + 1)
+        if called := functions.get(node.func.id):
+            known = {**known, **_texts_in(ast.walk(called))}
+            return [text for value in _returned(called) for text in _templates(value, known, functions, depth + 1)]
     return [PLACE]
-
-
-def _of_call(
-    name: str, call: ast.Call, known: Texts, functions: Mapping[str, ast.FunctionDef], depth: int
-) -> list[str]:
-    if name in _UNCHANGED and call.args:
-        return _templates(call.args[0], known, functions, depth + 1)
-    if name not in functions:
-        return [PLACE]
-    inside = _texts_in(list(ast.walk(functions[name])))
-    returned = [node.value for node in ast.walk(functions[name]) if isinstance(node, ast.Return) and node.value]
-    return [text for value in returned for text in _templates(value, {**known, **inside}, functions, depth + 1)]
 
 
 def _piece(value: ast.expr, known: Texts) -> str:

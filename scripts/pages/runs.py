@@ -1,7 +1,8 @@
-"""Tested versions of Python, torch and trainers, and tested hardware, from the results files."""
+"""Tested versions of Python, torch and trainers, tested hardware, and exported models, from the results files."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,6 +93,18 @@ def front(
         rows.append([what, ", ".join(texts), "`scripts/convergence/run --layers 3 --width 128`"])
     gpu = "; ".join(_gpu(data) for data in measured) or "nothing has run on one yet"
     return table(["what", "measured", "made by"], [*rows, ["on a GPU", gpu, "`scripts/gpu check`"]])
+
+
+def serving(results: Results | None) -> str:
+    """Return the table about exported models on held-out text."""
+    head = ["recipe", "perplexity in eval()", "exported", "KL", "quantised again", "KL", "weights that differ"]
+    lines = []
+    for row in (results or {"rows": ()})["rows"]:
+        cells = [f"`{row['recipe']}`", f"{math.exp(row['loss']):.5f}"]
+        for name in ("exported", "again"):
+            cells += [f"{math.exp(row[name]['loss']):.5f}", f"{max(0.0, row[name]['divergence']):.1e}"]
+        lines.append([*cells, f"{row['changed']:.1%}"])
+    return table(head, lines)
 
 
 def _gpu(data: Results) -> str:

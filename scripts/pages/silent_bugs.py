@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from scripts import results_files
 from scripts.benchmarks.markdown import table
 from tests.silent_bugs.bugs import BUGS
 from tests.silent_bugs.outcomes import ARGUMENT, DEFAULT, NOT_VISIBLE, PROGRAMS, TOOL
 
-__all__ = ["counts", "front", "of_alike", "of_bugs", "of_counts", "parts_of"]
+__all__ = ["counts", "front", "of_alike", "of_bugs", "of_counts"]
 
 Results = dict[str, Any]
-
-
-def parts_of(root: Path) -> Mapping[str, Callable[[], str]]:
-    """Return the parts of the page, from the published results."""
-    results = results_files.load("silent_bugs", root) or {"rows": []}
-    return {
-        "silent-bugs": partial(of_bugs, results),
-        "silent-bugs-afterwards": partial(of_bugs, results, afterwards=True),
-        "silent-counts": partial(of_counts, results),
-        "silent-alike": partial(of_alike, results),
-    }
 
 
 def _rows(results: Results, afterwards: bool) -> list[dict[str, Any]]:
@@ -44,10 +30,9 @@ def counts(results: Results) -> tuple[str, str]:
     return first, second
 
 
-def front(root: Path) -> str:
+def front(results: Results) -> str:
     """Return the cell of README's table."""
-    results = results_files.load("silent_bugs", root)
-    if results is None:
+    if not results["rows"]:
         return "not counted yet"
     default, argument, tool = (_found(_rows(results, False), way) for way in (DEFAULT, ARGUMENT, TOOL))
     ways = f"{default} by default, {argument} with an argument, {tool} by a tool"
@@ -58,22 +43,27 @@ def front(root: Path) -> str:
 def of_counts(results: Results) -> str:
     """Return the table of what is found, by whether ranks differ."""
     rows = []
-    for of, afterwards in (("the forty", False), ("the ten", True)):
-        for text, alike in (("ranks differ", False), ("alike on all ranks", True)):
-            some = [row for row in _rows(results, afterwards) if PROGRAMS[row["name"]].alike == alike]
-            ways = [_found(some, way) for way in (DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE)]
-            rows.append([f"{of}: {text}", str(len(some)), *map(str, ways)])
+    for of, alike, some in _groups(results):
+        ways = [_found(some, way) for way in (DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE)]
+        rows.append([f"{of}: {'alike on all ranks' if alike else 'ranks differ'}", str(len(some)), *map(str, ways)])
     return table(["", "bugs", DEFAULT, ARGUMENT, TOOL, NOT_VISIBLE], rows)
 
 
 def of_alike(results: Results) -> str:
     """Return the table of what sees the bugs that are alike on all ranks."""
     rows = []
-    for of, afterwards in (("the forty", False), ("the ten", True)):
-        some = [row for row in _rows(results, afterwards) if PROGRAMS[row["name"]].alike]
-        counted = Counter(map(_seen_by, some))
-        rows.append([of, str(len(some)), *(str(counted[way]) for way in _SEEN_BY)])
+    for of, alike, some in _groups(results):
+        if alike:
+            counted = Counter(map(_seen_by, some))
+            rows.append([of, str(len(some)), *(str(counted[way]) for way in _SEEN_BY)])
     return table(["", "alike on all ranks", *_SEEN_BY], rows)
+
+
+def _groups(results: Results) -> Iterator[tuple[str, bool, list[dict[str, Any]]]]:
+    """Yield (list, whether the bug is alike on all ranks, the rows of these bugs)."""
+    for of, afterwards in (("the forty", False), ("the ten", True)):
+        for alike in (False, True):
+            yield of, alike, [row for row in _rows(results, afterwards) if PROGRAMS[row["name"]].alike == alike]
 
 
 def _seen_by(row: Results) -> str:

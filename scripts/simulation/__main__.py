@@ -11,12 +11,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from scripts.simulation.calibration import Calibration, fit, read_run
-from scripts.simulation.model import ALGORITHMS, Algorithm, Constant, Constants, Topology, Unusable, defaults, ways
-from scripts.simulation.prediction import KINDS, Cost, Job, Kind, Stragglers
+from scripts.simulation.calibration import fit, read_run
+from scripts.simulation.model import ALGORITHMS, Constant, Constants, Topology, Unusable, defaults, ways
+from scripts.simulation.prediction import KINDS, Job, Stragglers
 
 UPDATES = ("same_step", "next_step")
 CHOICES = (
@@ -68,18 +68,8 @@ STYLES = (("#0072b2", "o", "-"), ("#d55e00", "s", "--"), ("#009e73", "^", ":"))
 """Line styles of the ways. Colour-blind safe (Okabe and Ito), and distinct without colours."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """A prediction, as ``--json`` prints it. ``assumptions``: all numbers that it rests on. Times are in µs."""
-
-    ranks: int
-    nodes: int
-    algorithm: Algorithm
-    update: str
-    straggler: Kind
-    ways: tuple[Cost, ...]
-    assumptions: list[Constant]
-    calibration: Calibration | None
+Report = dict[str, Any]
+"""A prediction, as ``--json`` prints it. "assumptions": all numbers that it rests on. Times are in µs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Unusable as error:
         print(f"simulation: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(asdict(report), indent=1, allow_nan=False) if options.json else _text(report))
+    print(json.dumps(report, indent=1, allow_nan=False, default=asdict) if options.json else _text(report))
     return 0
 
 
@@ -144,16 +134,14 @@ def _predict(options: argparse.Namespace) -> Report:
         steps=values["steps"],
         seed=values["seed"],
     )
-    report = Report(
-        ranks=topology.ranks,
-        nodes=topology.nodes,
-        algorithm=options.algorithm,
-        update=options.update,
-        straggler=options.straggler,
-        ways=job.costs(topology),
-        assumptions=[*constants.values(), *used],
-        calibration=calibration,
-    )
+    report = {
+        "ranks": topology.ranks,
+        "nodes": topology.nodes,
+        **{name: getattr(options, name) for name in ("algorithm", "update", "straggler")},
+        "ways": job.costs(topology),
+        "assumptions": [*constants.values(), *used],
+        "calibration": calibration,
+    }
     if options.plot is not None:
         how = f"{options.algorithm}, {options.update}, {values['gpus_per_node']} ranks per node"
         _plot(options.plot, job, topology, f"{values['slots']} slots, {how}")
@@ -194,26 +182,27 @@ def _network(options: argparse.Namespace) -> Constants:
 
 def _text(report: Report) -> str:
     """Return the prediction as a table with all that it rests on."""
-    late = "no rank late" if report.straggler == "none" else f"{report.straggler} delays"
-    where = _where(report.ranks, report.nodes)
-    lines = [f"{where}, {report.algorithm}, {report.update}, {late}: per step", ""]
+    late = "no rank late" if report["straggler"] == "none" else f"{report['straggler']} delays"
+    where = _where(report["ranks"], report["nodes"])
+    lines = [f"{where}, {report['algorithm']}, {report['update']}, {late}: per step", ""]
     rows: list[tuple[str, ...]] = [
         ("", "collectives", "bytes", "sync", "step longer by", "wait mean", "p50", "p99", "of the step")
     ]
-    for cost in report.ways:
+    for cost in report["ways"]:
         times = map(_time, (cost.sync, cost.added, cost.wait_mean, cost.wait_p50, cost.wait_p99))
         rows.append((cost.way, str(cost.collectives), str(cost.bytes), *times, f"{100 * cost.share:.3g}%"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for first, *cells in rows:
         numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
         lines.append("  ".join((f"{first:<{widths[0]}}", *numbers)))
-    lines += ["", "Constants and assumptions:", *map(str, report.assumptions)]
-    if report.calibration is not None:
+    lines += ["", "Constants and assumptions:", *map(str, report["assumptions"])]
+    if calibration := report["calibration"]:
         lines += ["", "Calibrated with:"]
-        for run in report.calibration.runs:
-            where, measured, fitted = _where(run.ranks, run.nodes), _time(run.measured_us), _time(run.fitted_us)
-            lines.append(f"{run.path}: {where}, {run.field}: {measured}, fitted {fitted}")
-        lines += ["Limits of the fit:", *report.calibration.notes]
+        for run in calibration["runs"]:
+            measured, fitted = _time(run["measured_us"]), _time(run["fitted_us"])
+            where = _where(run["ranks"], run["nodes"])
+            lines.append(f"{run['path']}: {where}, {run['field']}: {measured}, fitted {fitted}")
+        lines += ["Limits of the fit:", *calibration["notes"]]
     return "\n".join(lines)
 
 
@@ -242,22 +231,18 @@ def _plot(path: str, job: Job, last: Topology, title: str) -> None:
     sizes = [n for n in doubled if n < last.ranks and (n <= per_node or n % per_node == 0)]
     ranks = [*sizes, last.ranks]
     costs = [job.costs(Topology(n, per_node, last.shared_cores)) for n in ranks]
-    figure = Figure(figsize=(7.5, 7.5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
     for of_way, (color, marker, line) in zip(zip(*costs), STYLES):
         style = {"color": color, "marker": marker, "linestyle": line, "label": of_way[0].way, "markersize": 4}
-        above.plot(ranks, [cost.wait_mean / 1e3 for cost in of_way], **style)
-        below.plot(ranks, [100 * cost.share for cost in of_way], **style)
-    above.set_ylabel("waiting per step, ms")
-    below.set_ylabel("share of the step, %")
-    below.set_xlabel("ranks")
-    for axes in (above, below):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("symlog", linthresh=1e-3)
-        axes.set_ylim(0, 2 * max(axes.dataLim.y1, 1e-3))
-        axes.grid(alpha=0.3)
-    below.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    above.legend(frameon=False)
+        axes.plot(ranks, [cost.wait_mean / 1e3 for cost in of_way], **style)
+    axes.set(ylabel="waiting per step, ms", xlabel="ranks")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", linthresh=1e-3)
+    axes.set_ylim(0, 2 * max(axes.dataLim.y1, 1e-3))
+    axes.grid(alpha=0.3)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(frameon=False)
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=150)

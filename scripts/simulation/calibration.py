@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -33,24 +32,9 @@ class Run:
     field: str
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A run that constants were fitted to: µs per step as measured, and with the fitted constants."""
-
-    path: str
-    ranks: int
-    nodes: int
-    field: str
-    measured_us: float
-    fitted_us: float
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """How well the fitted constants explain the runs. ``notes``: limits of the fit."""
-
-    runs: list[Fitted]
-    notes: list[str]
+Calibration = dict[str, Any]
+"""How well the fitted constants explain the runs, as ``--json`` prints it. "runs": for each its path, ranks, nodes,
+field, and µs per step as measured and fitted. "notes": limits of the fit."""
 
 
 # reading a run ----------------------------------------------------------------------------------------
@@ -67,19 +51,17 @@ def read_run(given: str, per_node: int, shared_cores: int | None) -> Run:
         Unusable: the run cannot be read, or has no sync time.
     """
     path, _, nodes = given.rpartition("@") if given.rpartition("@")[2].isdigit() else (given, "", "")
-    wait, field = _wait(path)
-    summary_path = Path(path).with_name("summary.json")
-    summary = _object(_text(summary_path))
-    if summary is None:
-        raise Unusable(f"{summary_path}: not a JSON object: give a run of the example job that has ended")
-    for name in ("ranks", "fp8_collectives_per_step", "fp8_bytes_per_sync"):
-        if not (_is_number(summary.get(name)) and summary[name] > 0):
-            raise Unusable(f"{path}: summary.json has no {name} above 0: give an FP8 run of several ranks")
-    ranks = int(summary["ranks"])
-    if ranks != summary["ranks"] or ranks < 2:
+    fields = ("ranks", "fp8_collectives_per_step", "fp8_bytes_per_sync")
+    try:
+        wait, field = _wait(Path(path).read_text(encoding="utf-8"))
+        summary = json.loads(Path(path).with_name("summary.json").read_text(encoding="utf-8"))
+        ranks, collectives, size = (round(summary[name]) for name in fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unusable(
-            f"{path}: a run of {summary['ranks']:g} ranks has no sync to calibrate with: give a run of several ranks"
-        )
+            f"{path}: {error}: give the metrics.jsonl of an FP8 run of the example job, with its summary.json beside it"
+        ) from error
+    if not (wait > 0 and ranks > 1 and collectives > 0 and size > 0):
+        raise Unusable(f"{path}: no time was spent waiting in a sync: give a same_step run of several ranks")
     count = int(nodes) if nodes else _hosts(summary)
     if count is None:
         if ranks > per_node and ranks % per_node:
@@ -87,62 +69,29 @@ def read_run(given: str, per_node: int, shared_cores: int | None) -> Run:
         count = max(1, ranks // per_node)
     if count < 1 or ranks % count:
         raise Unusable(f"{path}: {ranks} ranks do not divide equally over {count} nodes: give PATH@NODES")
-    words = round(summary["fp8_bytes_per_sync"] / 4)
-    way = Way("run", ((words, max(1, round(summary["fp8_collectives_per_step"]))),))
+    way = Way("run", ((round(size / 4), collectives),))
     return Run(path, Topology(ranks, ranks // count, shared_cores), way, wait, field)
 
 
-def _wait(path: str) -> tuple[float, str]:
-    """Return the median wait in µs, and its field. Skip an incomplete last line, which a killed run may leave."""
-    texts = [text for text in _text(Path(path)).split("\n") if text.strip()]
-    lines = [_object(text) for text in texts]
-    for number, line in enumerate(lines, 1):
-        if line is None and (number < len(lines) or number == 1):
-            raise Unusable(f"{path}: line {number} is not a JSON object: give a metrics.jsonl of the example job")
+def _wait(text: str) -> tuple[float, str]:
+    """Return the median wait in µs, and its field. A killed run may leave an incomplete last line, which is skipped.
+
+    Raises:
+        ValueError: no line has a wait.
+    """
+    lines = [json.loads(line) for line in text.split("\n")[:-1]]
     for field in FIELDS:
-        waits = [line[field] for line in lines if line and line.get(field) is not None]
-        if not all(_is_number(wait) and wait >= 0 for wait in waits):
-            raise Unusable(f"{path}: {field} is not a time in every line: give a metrics.jsonl of the example job")
-        if waits and median(waits) == 0:
-            raise Unusable(f"{path}: no time was spent waiting in the sync: calibrate with a same_step run")
+        waits = [float(line[field]) for line in lines if line.get(field) is not None]
         if waits:
             return 1e3 * median(waits), field
-    raise Unusable(
-        f"{path}: no line has {' or '.join(FIELDS)}: give the metrics.jsonl of a run of the example job in FP8"
-    )
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object in a text, or None if it is something else."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise Unusable(
-            f"{path}: {reason}: give the metrics.jsonl of a run of the example job, with its summary.json beside it"
-        ) from error
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    raise ValueError(f"no line has {' or '.join(FIELDS)}")
 
 
 def _hosts(summary: dict[str, Any]) -> int | None:
     """Return the number of hosts, or None if the summary does not name the host of every rank."""
-    waiting = summary.get("waiting")
-    ranks = waiting.get("ranks") if isinstance(waiting, dict) else None
-    if not isinstance(ranks, list) or len(ranks) != summary["ranks"]:
-        return None
-    hosts = {rank.get("host") if isinstance(rank, dict) else None for rank in ranks}
-    return None if None in hosts else len(hosts)
+    ranks = (summary.get("waiting") or {}).get("ranks") or []
+    hosts = {rank.get("host") for rank in ranks}
+    return None if len(ranks) != summary["ranks"] or None in hosts else len(hosts)
 
 
 # fitting ----------------------------------------------------------------------------------------------
@@ -182,11 +131,11 @@ def fit(runs: Sequence[Run], algorithm: Algorithm, constants: Constants) -> tupl
     solution = shares @ _least_squares(columns @ shares, (measured - known) / measured)
     source = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
     constants = constants.having(dict(zip(free, map(float, solution))), "fitted", source)
-    fitted = [
-        Fitted(run.path, run.topology.ranks, run.topology.nodes, run.field, run.wait, time)
-        for run, time in zip(runs, _times(runs, parts, constants))
-    ]
-    return constants, Calibration(fitted, _notes(runs, groups))
+    fitted = []
+    for run, time in zip(runs, _times(runs, parts, constants)):
+        place = {"path": run.path, "ranks": run.topology.ranks, "nodes": run.topology.nodes}
+        fitted.append({**place, "field": run.field, "measured_us": run.wait, "fitted_us": time})
+    return constants, {"runs": fitted, "notes": _notes(runs, groups)}
 
 
 def _times(runs: Sequence[Run], parts: Array, constants: Constants) -> list[float]:

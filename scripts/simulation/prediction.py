@@ -60,7 +60,7 @@ class Stragglers:
         factor = self.delay
         if self.kind == "slow":
             late = np.zeros(shape, np.float32)
-            late[0, : self._slow(ranks)] = 1
+            late[0, : max(1, round(self.share * ranks))] = 1
         elif self.kind == "exponential":
             late = random.standard_exponential(shape, np.float32)
         else:
@@ -72,21 +72,6 @@ class Stragglers:
         late *= np.float32(factor)
         return np.subtract(late.max(axis=1, keepdims=True), late, out=late)
 
-    def _slow(self, ranks: int) -> int:
-        return max(1, round(self.share * ranks))
-
-    def mean_wait(self, ranks: int) -> float | None:
-        """Return the exact mean wait over ranks and steps, or None if there is no formula.
-
-        The largest of n exponential delays has mean H(n) · ``delay``, with H(n) the n-th harmonic number, so the mean
-        wait is (H(n) - 1) · ``delay``.
-        """
-        if self.kind == "none" or self.delay == 0 or ranks == 1:
-            return 0.0
-        if self.kind == "exponential":
-            return self.delay * float(np.sum(1 / np.arange(2, ranks + 1)))
-        return self.delay * (1 - self._slow(ranks) / ranks) if self.kind == "slow" else None
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -94,7 +79,7 @@ class Cost:
 
     ``sync``: time of all its collectives if no rank is late. ``added``: wait of the last rank, which makes the step
     longer. ``wait_…``: wait of a rank for the collectives and for later ranks, over all ranks and steps. ``share``:
-    share of the mean wait in a step that includes it. ``exact_wait``: the mean by formula, or None if there is none.
+    share of the mean wait in a step that includes it.
     """
 
     way: str
@@ -106,7 +91,6 @@ class Cost:
     wait_p50: float
     wait_p99: float
     share: float
-    exact_wait: float | None
 
 
 @dataclass(frozen=True)
@@ -138,21 +122,19 @@ class Job:
     def costs(self, topology: Topology) -> tuple[Cost, ...]:
         """Return the cost of each way. All use the same random draws."""
         if topology.ranks == 1:
-            return tuple(Cost(way.name, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for way in self.ways)
+            return tuple(Cost(way.name, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for way in self.ways)
         waits = self.stragglers.waits(topology.ranks, self.steps, self.seed)
         places = [int(share * waits.size) for share in (0.5, 0.99)]
         ordered = np.partition(waits.reshape(-1), places)  # For many values faster than a sort.
         p50, p99 = (float(ordered[place]) for place in places)
-        mean_wait, exact = float(waits.mean(dtype=np.float64)), self.stragglers.mean_wait(topology.ranks)
+        mean_wait = float(waits.mean(dtype=np.float64))
         found = []
         for way in self.ways:
             sync = time_of(way.parts(self.algorithm, topology), topology, self.constants)
             left = sync - (self.window if way.overlaps else 0.0)
-            if left >= 0:
-                mean, by_formula = mean_wait + left, None if exact is None else exact + left
-            else:  # The window hides delays as well.
+            mean = mean_wait + left
+            if left < 0:  # The window hides delays as well.
                 mean = float(np.maximum(waits + np.float32(left), 0).mean(dtype=np.float64))
-                by_formula = None if waits.any() else 0.0
             found.append(
                 Cost(
                     way=way.name,
@@ -164,7 +146,6 @@ class Job:
                     wait_p50=max(0.0, p50 + left),
                     wait_p99=max(0.0, p99 + left),
                     share=mean / (self.step + mean),
-                    exact_wait=by_formula,
                 )
             )
         return tuple(found)

@@ -18,7 +18,7 @@ import fp8dist
 from fp8dist.checks.contents import TensorContent
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 
 
 def _flip(tensor: Tensor, place: int = 5) -> None:
@@ -78,7 +78,9 @@ def test_intervals_are_compared_every_so_many_steps(every: int | None, found: li
     assert [f"between steps {step} and" in text for text, step in zip(texts, found, strict=True)] == [True] * len(found)
 
 
-def _shards(between: str) -> Any:
+@pytest.mark.parametrize(("between", "name"), [("shard", "0.weight"), ("moment", "0.weight.exp_avg")])
+@on_ranks(2)
+def test_a_bit_of_a_shard_that_exists_once_is_named_on_its_rank(between: str, name: str) -> None:
     def flip(step: int, model: Any, optimizer: Any) -> None:
         weight = model[0].weight
         if step == 4:
@@ -87,30 +89,22 @@ def _shards(between: str) -> Any:
         if step == 2 and dist.get_rank() == 1:
             _flip((weight if between == "shard" else optimizer.state[weight]["exp_avg"]).to_local())
 
-    return _train(flip, shard=True)
+    texts = _train(flip, shard=True)
+    assert len(texts) == dist.get_rank()
+    begin = f"rank 1: changed between steps 2 and 3, and torch counted no write: {name}. "
+    assert all(text.startswith(begin) for text in texts)
 
 
-@pytest.mark.parametrize(("between", "name"), [("shard", "0.weight"), ("moment", "0.weight.exp_avg")])
-def test_a_bit_of_a_shard_that_exists_once_is_named_on_its_rank(two_ranks: RankPool, between: str, name: str) -> None:
-    first, second = two_ranks.run(_shards, between)
-    assert first == []
-    assert len(second) == 1
-    assert second[0].startswith(f"rank 1: changed between steps 2 and 3, and torch counted no write: {name}. ")
-
-
-def _gathered() -> Any:
+@on_ranks(2)
+def test_shards_that_are_gathered_in_fp8_are_covered() -> None:
     """A bit of an FP8 weight's shard, which FSDP2 gathers as FP8 bytes."""
 
     def flip(step: int, model: Any, optimizer: Any) -> None:
         if step == 3:
             _flip(model[0].weight._local_tensor.as_subclass(Tensor))
 
-    return _train(flip, shard=True, gather=True)
-
-
-def test_shards_that_are_gathered_in_fp8_are_covered(two_ranks: RankPool) -> None:
-    for (text,) in two_ranks.run(_gathered):
-        assert "changed between steps 3 and 4, and torch counted no write: 0.weight" in text
+    (text,) = _train(flip, shard=True, gather=True)
+    assert "changed between steps 3 and 4, and torch counted no write: 0.weight" in text
 
 
 def test_an_error_ends_the_comparisons_and_not_the_training() -> None:
@@ -150,14 +144,8 @@ def _offload(step: int, model: Any, optimizer: Any) -> None:
     ("write", "expected"),
     [
         (_clip, ["written to between steps 1 and 2: 0.weight"]),  # The same in each interval: once.
-        (
-            _load,
-            ["written to between steps 3 and 4: 0.bias, 0.weight, 1.bias, 1.weight and 2 more"],
-        ),
-        (
-            _replace,
-            ["written to between steps 3 and 4: 0.weight"],
-        ),
+        (_load, ["written to between steps 3 and 4: 0.bias, 0.weight, 1.bias, 1.weight and 2 more"]),
+        (_replace, ["written to between steps 3 and 4: 0.weight"]),
         (_offload, []),
     ],
 )
@@ -197,11 +185,11 @@ def test_a_habit_is_reported_once() -> None:
     ]
 
 
-def _collectives(every: int) -> list[str]:
-    with counted_collectives() as calls:
-        _train(lambda *_: None, every)
-    return calls.names
-
-
-def test_it_needs_no_collective(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_collectives, 1) == two_ranks.run(_collectives, 0)
+@on_ranks(2)
+def test_it_needs_no_collective() -> None:
+    names = []
+    for every in (1, 0):
+        with counted_collectives() as calls:
+            _train(lambda *_: None, every)
+        names.append(calls.names)
+    assert names[0] == names[1]

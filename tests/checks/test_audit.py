@@ -1,4 +1,4 @@
-"""Audits: a cast or product of training that another rank repeats. Faulty devices are found, sound ones are not."""
+"""Audits: a cast or product of training, of experts too, that another rank repeats. Faulty devices are found."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,14 +22,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fp8dist
 from fp8dist.checks import audit
 from fp8dist.checks.audit import Round, judge
+from fp8dist.checks.works import _unpacked
 from fp8dist.errors import DivergenceError, SyncError
 from fp8dist.modules.linear_slots import SITES
 from fp8dist.state.groups import local_part
-from tests.support.audited import bad_casts, bad_products
+from tests.support.audited import bad_casts, bad_grouped_products, bad_products
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.parallel import mesh_of, same_on_all_ranks
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import RankPool, on_ranks, run_apart
+from tests.support.sharded_experts import Job, Routed, build, routed_batch
+from tests.support.suite import few
 from tests.support.training import batch, make_net, parameter_bits, state_bits
 
 RECIPES = {
@@ -39,39 +43,56 @@ RECIPES = {
     "mx": fp8dist.MXFP8Scaling(),
     "nvfp4": fp8dist.NVFP4Scaling(),
 }
-LINEARS = 3
-SITES_OF_NET = LINEARS * len(SITES)
+SITES_OF_NET = 3 * len(SITES)
+
+PARTS = ("inlet", "experts.gate_up", "experts.down")
+"""Of a Linear and a mixture of experts."""
+EXPERTS = {
+    "experts, ddp": Job(parallel="ddp"),
+    "experts, fsdp2": Job(fp8_all_gather=False),
+    "experts, gather": Job(),
+    "experts, rows": Job(dim=1),
+}
+"""How experts are distributed: the last two gather them in FP8, cut along experts and along rows."""
 
 
 class Trained:
-    """A net that trains with audits."""
+    """A net that trains with audits, or a Linear and a mixture, on other numbers of rows on each rank."""
 
-    def __init__(self, layout: str = "ddp", recipe: str = "delayed", audit_every: int = 1, **options: Any) -> None:
-        net = make_net()
-        world = dist.get_world_size()
-        group: Any = dist.group.WORLD
-        whole: nn.Module = net
-        options = {"check_policy": "warn", "audit_every": audit_every, **options}
-        self.manager = fp8dist.prepare(net, RECIPES[recipe], group=group, **options)
-        if layout == "ddp":
-            whole = nn.parallel.DistributedDataParallel(net)
-        elif layout == "tp":
-            mesh = mesh_of((world,), ("tp",))
+    def __init__(self, layout: str = "ddp", recipe: str = "delayed", audit_every: int = 1, **settings: Any) -> None:
+        settings = {"check_policy": "warn", "audit_every": audit_every, **settings}
+        self.layout = layout
+        if layout in EXPERTS:
+            job = replace(EXPERTS[layout], recipe=RECIPES[recipe], settings=settings)
+            self.net, self.whole, self.manager, self.optimizer = build(job)
+        else:
+            self._build(layout, recipe, settings)
+        self.findings: list[Any] = []
+        self.manager.on_event(
+            lambda event: self.findings.extend(event.report.findings) if event.kind == "diverged" else None
+        )
+
+    def _build(self, layout: str, recipe: str, settings: dict[str, Any]) -> None:
+        self.net, world = make_net(), dist.get_world_size()
+        self.manager = fp8dist.prepare(self.net, RECIPES[recipe], group=dist.group.WORLD, **settings)
+        self.whole: Any = nn.parallel.DistributedDataParallel(self.net) if layout == "ddp" else self.net
+        if layout == "tp":
             whole_output = ColwiseParallel(output_layouts=Replicate())
-            parallelize_module(net, mesh, {"first": whole_output, "branch": whole_output})
+            parallelize_module(self.net, mesh_of((world,), ("tp",)), {"first": whole_output, "branch": whole_output})
         elif layout in ("fsdp2", "hsdp"):
             mesh = mesh_of((world,), ("dp",)) if layout == "fsdp2" else mesh_of((2, world // 2), ("replicate", "shard"))
-            for part in (net.first, net.branch, net.last):
+            for part in (self.net.first, self.net.branch, self.net.last, self.net):
                 fully_shard(part, mesh=mesh)
-            fully_shard(net, mesh=mesh)
-        self.net, self.whole = net, whole
-        self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-        self.manager.attach(whole, optimizer=self.optimizer)
-        self.reports: list[Any] = []
-        self.manager.on_event(lambda event: self.reports.append(event.report) if event.kind == "diverged" else None)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+        self.manager.attach(self.whole, optimizer=self.optimizer)
 
     def step(self, index: int) -> Tensor:
-        x, y = batch(0 if self.same_data else dist.get_rank(), index)
+        """Experts get 1 to 12 rows, and some of them none."""
+        if self.layout in EXPERTS:
+            x = routed_batch(dist.get_rank(), index, 4)[: 1 + (5 * index + 7 * dist.get_rank()) % 12]
+            y = x[:, :32]
+        else:
+            x, y = batch(dist.get_rank() if self.layout == "ddp" else 0, index)
         loss = (self.whole(x) - y).square().mean()
         loss.backward()
         self.optimizer.step()
@@ -79,14 +100,10 @@ class Trained:
         return loss.detach()
 
     @property
-    def same_data(self) -> bool:
-        return not isinstance(self.whole, nn.parallel.DistributedDataParallel)
-
-    @property
     def audited(self) -> int:
+        """Number of this rank's works that were audited."""
         audits = self.manager._cycle.audits
-        assert audits is not None
-        return audits.done
+        return 0 if audits is None else audits.done
 
 
 GOOD, BAD, WORSE = [1, 1], [2, 2], [3, 3]
@@ -135,48 +152,64 @@ def _with_faulty_rank(layout: str, recipe: str, faulty: int, what: str) -> Any:
     trained = Trained(layout, recipe)
     fault: Any = contextlib.nullcontext()
     if dist.get_rank() == faulty:
-        fault = bad_products() if what == "products" else bad_casts()
+        products = bad_grouped_products if layout in EXPERTS else bad_products
+        fault = products() if what == "products" else bad_casts()
     checks = []
     with captured_log(), fault:
         for index in range(SITES_OF_NET):
             trained.step(index)
-            checks.append(fp8dist.check(trained.net, policy="warn", group=_replicas(layout)).diverged)
-    found = {
-        (finding.name.partition(": ")[2], finding.ranks, finding.reference_rank, finding.detail.partition(" (")[0])
-        for report in trained.reports
-        for finding in report.findings
-    }
+            if layout not in EXPERTS:
+                replicas = dist.group.WORLD if layout == "ddp" else None
+                checks.append(fp8dist.check(trained.net, policy="warn", group=replicas).diverged)
+    found = {(f.name, f.ranks, f.reference_rank, f.detail.partition(" (")[0]) for f in trained.findings}
     return found, trained.audited, any(checks)
 
 
-def _replicas(layout: str) -> Any:
-    return dist.group.WORLD if layout == "ddp" else None
+GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "faulty"), [("ddp", 0), ("fsdp2", 2), ("tp", 2)])
+@pytest.mark.parametrize(
+    ("layout", "faulty"),
+    few(
+        [("ddp", 0), ("fsdp2", 2), ("tp", 2), ("experts, ddp", 1), ("experts, gather", 1)],
+        ("fsdp2", 2),
+        ("experts, ddp", 1),
+    ),
+)
 def test_products_of_a_faulty_device_are_found_and_nothing_else_sees_them(
     layout: str, faulty: int, three_ranks: RankPool
 ) -> None:
     for found, audited, diverged in three_ranks.run(_with_faulty_rank, layout, "delayed", faulty, "products"):
-        assert audited >= SITES_OF_NET - 2  # The first layer has no input gradient.
+        # The first layer has no input gradient, and rank 2 no expert's weight.
+        assert audited >= SITES_OF_NET - (4 if layout in EXPERTS else 2)
         assert {rank for _, ranks, _, _ in found for rank in ranks} == {faulty}
-        assert {name for name, *_ in found} == {"fprop", "dgrad", "wgrad"}
+        if layout in EXPERTS:
+            assert {name for name, *_ in found} == {f"{part}: {gemm}" for part in PARTS[1:] for gemm in GEMMS}
+        else:
+            assert {name.partition(": ")[2] for name, *_ in found} == {*GEMMS}
         texts = {text for *_, text in found}
-        assert any(text.startswith(f"rank {faulty} computes wrong repeatedly") for text in texts)
+        assert any(text.startswith(f"rank {faulty} computes wrong repeatedly; ranks ") for text in texts)
         assert any(text.startswith(f"rank {faulty}, which audits") for text in texts)
         assert not diverged or layout == "tp"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "row", "block"])
-def test_casts_of_a_faulty_device_are_found(recipe: str, three_ranks: RankPool) -> None:
-    for found, *_ in three_ranks.run(_with_faulty_rank, "ddp", recipe, 1, "casts"):
+@pytest.mark.parametrize("layout", ["ddp", "experts, ddp"])
+@pytest.mark.parametrize("recipe", few(["delayed", "row", "block"], "row"))
+def test_casts_of_a_faulty_device_are_found(recipe: str, layout: str, three_ranks: RankPool) -> None:
+    for found, *_ in three_ranks.run(_with_faulty_rank, layout, recipe, 1, "casts"):
         assert {rank for _, ranks, _, _ in found for rank in ranks} == {1}
-        assert {name for name, *_ in found} == {"cast of input", "cast of weight", "cast of grad_output"}
+        parts = PARTS if layout in EXPERTS else ("first", "branch", "last")
+        roles = ("input", "weight", "grad_output")
+        names = {f"{part}: cast of {role}" for part in parts for role in roles}
+        found_names = {name for name, *_ in found}
+        assert found_names == names if layout in EXPERTS else found_names <= names
+        assert {name.partition(": ")[2] for name in found_names} == {f"cast of {role}" for role in roles}
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_of_four_ranks_the_faulty_one_is_named(four_ranks: RankPool) -> None:
     for found, *_ in four_ranks.run(_with_faulty_rank, "hsdp", "block", 3, "products"):
         assert {(ranks, reference is not None) for _, ranks, reference, _ in found} == {((3,), True)}
@@ -199,7 +232,7 @@ def _transient() -> Any:
                 loss.backward()
             trained.optimizer.step()
             trained.optimizer.zero_grad()
-    return {(f.ranks, f.detail.partition(" (")[0]) for r in trained.reports for f in r.findings}, len(log)
+    return {(f.ranks, f.detail.partition(" (")[0]) for f in trained.findings}, len(log)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -294,33 +327,49 @@ def _bits(audit_every: int, layout: str, recipe: str) -> Any:
     trained = Trained(layout, recipe, audit_every)
     losses = [trained.step(index).item() for index in range(SITES_OF_NET)]
     local = nn.ParameterDict({n.replace(".", "_"): local_part(p.detach()) for n, p in trained.net.named_parameters()})
-    return losses, parameter_bits(local), state_bits(trained.manager), trained.reports
+    return (losses, parameter_bits(local), state_bits(trained.manager)), trained.findings, trained.audited
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "recipe"), [("ddp", "current"), ("ddp", "row"), ("fsdp2", "delayed"), ("fsdp2", "block")]
+    ("layout", "recipe"),
+    few(
+        [
+            *(("ddp", "current"), ("ddp", "row"), ("fsdp2", "delayed"), ("fsdp2", "block")),
+            *(("experts, gather", "delayed"), ("experts, rows", "delayed")),
+            *(("experts, ddp", "row"), ("experts, fsdp2", "block")),
+        ],
+        ("ddp", "row"),
+        ("experts, gather", "delayed"),
+    ),
 )
-def test_audits_change_no_bit(layout: str, recipe: str, two_ranks: RankPool) -> None:
+def test_audits_change_no_bit_and_find_nothing_on_sound_devices(layout: str, recipe: str, two_ranks: RankPool) -> None:
+    """One step for each site, with experts that have no rows, and other numbers of rows on each rank."""
     with_audits = two_ranks.run(_bits, 1, layout, recipe)
-    assert with_audits == two_ranks.run(_bits, 0, layout, recipe)
-    assert all(not reports for *_, reports in with_audits)
+    without = two_ranks.run(_bits, 0, layout, recipe)
+    assert [results for results, *_ in with_audits] == [results for results, *_ in without]
+    assert [findings for _, findings, _ in with_audits] == [[], []]
+    assert all(audited >= SITES_OF_NET - 2 for *_, audited in with_audits)
 
 
+@pytest.mark.parametrize(("layout", "most"), [("ddp", 20_000), ("experts, ddp", 60_000)])
 @on_ranks(2)
-def test_an_audit_is_three_collectives() -> None:
-    trained = Trained(audit_every=4, audit_bytes=1 << 26)
+def test_an_audit_is_three_collectives(layout: str, most: int) -> None:
+    """``most``: bytes that are received. Experts have 24,576 weights in float32, and there is a header."""
+    trained, got = Trained(layout, audit_every=2, audit_bytes=1 << 26), []
     for index in range(12):
         with counted_collectives() as counted:
             trained.step(index)
         calls = [(name, size) for name, size in zip(counted.names, counted.sizes) if name != "all_reduce"]
-        if (index + 1) % 4:
+        if index % 2 == 0:
             assert calls == []
             continue
         (gather, sizes), (exchange, received), (digests, of_digests) = calls
         assert (gather, exchange, digests) == ("all_gather", "all_to_all_single", "all_gather")
         assert (sizes, of_digests) == (16, 32)
-        assert received == 0 or 1_000 < received < 20_000
+        assert received == 0 or 1_000 < received < most
+        got.append(received > 0)
+    assert sum(got) >= len(got) - 1
 
 
 def _without_the_module() -> Any:
@@ -333,12 +382,12 @@ def _without_the_module() -> Any:
         loss = (trained.net(x[: 1 + index % 7], skip=dist.get_rank() == 1) - y[: 1 + index % 7]).square().sum()
         loss.backward()
         trained.optimizer.step()
-    return trained.reports, trained.audited
+    return trained.findings, trained.audited
 
 
 def test_a_rank_that_does_not_run_the_module_takes_part(three_ranks: RankPool) -> None:
     results = three_ranks.run(_without_the_module)
-    assert [reports for reports, _ in results] == [[]] * 3
+    assert [findings for findings, _ in results] == [[]] * 3
     audited = [count for _, count in results]
     assert audited[1] < audited[0] < audited[2]
 
@@ -376,11 +425,7 @@ def _absent() -> Any:
 
 @pytest.mark.slow
 def test_a_rank_that_is_gone_is_named() -> None:
-    pool = RankPool(2)  # Its own pool: others cannot use a connection that timed out.
-    try:
-        text, absent = pool.run(_absent)
-    finally:
-        pool.close()
+    text, absent = run_apart(2, _absent)
     assert absent is None
     assert text.startswith("rank 0: StateManager of Net: the audit of step 4 with ranks 0, 1 failed after ")
     assert "Missing of 2 ranks: rank 1 (" in text
@@ -398,7 +443,7 @@ def test_only_ranks_that_are_alike_audit_each_other(which: int, found: set[tuple
     with captured_log(), bad_products() if dist.get_rank() == 2 else contextlib.nullcontext():
         for index in range(SITES_OF_NET):
             trained.step(index)
-    assert {f.ranks for report in trained.reports for f in report.findings} == found
+    assert {f.ranks for f in trained.findings} == found
 
 
 def _until_it_raises(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
@@ -462,3 +507,71 @@ def test_detached_and_switched_off_nothing_is_audited(monkeypatch: pytest.Monkey
 def test_settings_of_wrong_values_are_refused(name: str, value: Any) -> None:
     with pytest.raises(fp8dist.errors.ConfigurationError, match=name):
         fp8dist.prepare(make_net(), **{name: value})
+
+
+# Experts: grouped casts and products ---------------------------------------------------
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_a_part_of_a_product_names_the_expert() -> None:
+    """Rank 1 has a wrong last row, of expert 3, in each fprop and dgrad."""
+    trained = Trained("experts, ddp", audit_bytes=1)
+    with captured_log(), bad_grouped_products(-1) if dist.get_rank() == 1 else contextlib.nullcontext():
+        for _ in range(2 * SITES_OF_NET):
+            x = torch.cat([routed_batch(0, 0, 4)[:, :32], torch.tensor([[0.0, 3.0]]).expand(12, 2)], 1)
+            (trained.whole(x) - x[:, :32]).square().mean().backward()
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
+    found = {(f.name.partition(": ")[2], f.detail.rpartition(", ")[2]) for f in trained.findings}
+    assert {expert for work, expert in found if work in ("fprop", "dgrad")} == {"expert 3)"}
+
+
+def test_audits_reach_every_expert_of_a_weight_cast_by_block() -> None:
+    """A weight [4, n, k] is cast in one call, of which an audit repeats one expert."""
+    torch.manual_seed(0)
+    model = Routed()
+    manager = fp8dist.prepare(model, RECIPES["block"], audit_every=1)
+    manager.attach(model)
+    audits, experts = manager._cycle.audits, model.experts
+    assert audits is not None
+    found = set()
+    for step in range(1, 24 * SITES_OF_NET):
+        audits.begin(step, True)
+        if audits._names[0] != "experts.down: cast of weight":
+            continue
+        model(routed_batch(0, 0, 4))
+        (message,) = (work.message for work in audits._recorded.values())
+        sent = _unpacked(message)[1]["x"]
+        found |= {expert for expert in range(4) if torch.equal(sent, experts.down_proj[expert])}
+    assert found == {0, 1, 2, 3}
+
+
+def _operations(audit_every: int) -> Counter[str]:
+    """Return how often a training step called each operation, inside of others, too."""
+    torch.manual_seed(0)
+    model: nn.Module = Routed()
+    manager = fp8dist.prepare(model, audit_every=audit_every)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer)
+    x = routed_batch(0, 0, 4)
+    for _ in range(2):
+        with torch.autograd.profiler.profile() as seen:
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Counter({event.key: event.count for event in seen.key_averages()})
+
+
+def test_a_step_that_is_not_audited_runs_the_same_operations() -> None:
+    off = _operations(0)
+    assert off["fp8dist::matmul_grouped"] == 4
+    assert _operations(100) == off
+    assert sum(_operations(1).values()) > sum(off.values())
+
+
+def test_attach_says_nothing_of_experts_that_it_audits() -> None:
+    model = Routed()
+    with captured_log() as log:
+        fp8dist.prepare(model, audit_every=2).attach(model)
+    assert log == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.large_world import AXES, mesh_of, world
 from tests.support.large_world import SIZE as MANY
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 SIZE = pytest.mark.parametrize("size", [2, 4])
 
@@ -77,51 +78,52 @@ def test_a_gradient_that_is_not_added_up_is_named_in_its_step(
         assert f"{forgotten}: compared along axis tp" in " ".join(text.split())
 
 
-def test_a_job_that_adds_all_up_is_consistent(two_ranks: RankPool) -> None:
-    for compared, skipped in two_ranks.run(_forgets, "", True, True):
-        assert compared["parameter"] == compared["gradient"] == 9
-        assert compared["optimizer"] == 27
-        assert "2 parameters not known to be copies along axis tp" in skipped
-
-
-def test_without_axes_nothing_is_compared_and_the_report_says_so(two_ranks: RankPool) -> None:
-    with pytest.raises(Exception, match="nothing here is known to be the same on several ranks"):
-        two_ranks.run(_forgets, "norm.weight", False, True)
+@on_ranks(2)
+def test_a_job_that_adds_all_up_is_consistent_and_without_axes_nothing_is_compared() -> None:
+    compared, skipped = _forgets("", True, True)
+    assert compared["parameter"] == compared["gradient"] == 9
+    assert compared["optimizer"] == 27
+    assert "2 parameters not known to be copies along axis tp" in skipped
+    with pytest.raises(ConfigurationError, match="nothing here is known to be the same on several ranks"):
+        _forgets("norm.weight", False, True)
 
 
 # What is no copy --------------------------------------------------------------------------------------
 
 
-def _zero_shards(distinct: str | tuple[str, ...]) -> str:
+@pytest.mark.parametrize("distinct", ["qkv.bias", ("none.*", "*.bi?s"), ()])
+@on_ranks(2)
+def test_a_shard_that_starts_as_zeros_is_distinct_or_reported_with_what_to_pass(distinct: Any) -> None:
     model = ByHand(dist.group.WORLD, bias_shard=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     axes = fp8dist.Axes({"tp": dist.group.WORLD}, distinct=distinct)
-    with captured_log(logging.WARNING) as log:
-        try:
-            for step in range(3):
-                report = fp8dist.check(model, axes=axes, step=step)
-                _step(model, optimizer, step)
-        except DivergenceError as error:
-            return f"{_found(error)} {' '.join(str(error).split())}"
-    return "; ".join([str(report.compared), *(text for _, text in log)])
+
+    def train() -> Any:
+        for step in range(3):
+            report = fp8dist.check(model, axes=axes, step=step)
+            _step(model, optimizer, step)
+        return report.compared
+
+    with captured_log() as log:
+        if not distinct:
+            with pytest.raises(DivergenceError) as caught:
+                train()
+            assert _found(caught.value) == [("parameter", "qkv.bias", 1)]
+            text = " ".join(str(caught.value).split())
+            assert "pass axes=fp8dist.Axes(…, distinct='qkv.bias')" in text
+            return
+        # The second leaves out all biases of modules.
+        assert train() == {"parameter": 9 if isinstance(distinct, str) else 6}
+    unmatched = ["fp8dist: axis tp: distinct=none.* matches no parameter"]
+    told = isinstance(distinct, tuple) and dist.get_rank() == 0
+    assert [text for _, text in log] == (unmatched if told else [])
 
 
-@pytest.mark.parametrize("distinct", ["qkv.bias", ("none.*", "*.bi?s")])
-def test_a_shard_that_starts_as_zeros_is_distinct(two_ranks: RankPool, distinct: str | tuple[str, ...]) -> None:
-    compared = 9 if isinstance(distinct, str) else 6  # The second leaves out all biases of modules.
-    first, second = two_ranks.run(_zero_shards, distinct)
-    assert second == f"{{'parameter': {compared}}}"
-    assert first == second + ("" if compared == 9 else "; fp8dist: axis tp: distinct=none.* matches no parameter")
-
-
-def test_a_shard_that_starts_equal_is_reported_with_what_to_pass(two_ranks: RankPool) -> None:
-    for text in two_ranks.run(_zero_shards, ()):
-        assert text.startswith("[('parameter', 'qkv.bias', 1)]")
-        assert "pass axes=fp8dist.Axes(…, distinct='qkv.bias')" in text
-
-
-def _parted(later: bool) -> Any:
-    """Four norms, of which one has parted before the first comparison, or after it."""
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(2)
+def test_what_has_parted_before_is_not_compared_and_stands_out_from_its_kin(later: bool) -> None:
+    """Four norms, of which one has parted before the first comparison, or after it: the module remembers what was
+    equal."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(4)))
     axes = {"tp": dist.group.WORLD}
@@ -131,23 +133,15 @@ def _parted(later: bool) -> Any:
         with torch.no_grad():
             model[2].weight[5] += dist.get_rank()
         report = fp8dist.check(model, axes=axes, policy="warn", step=7)
-    texts = [text for level, text in log if "axis tp" in text]
-    return [(f.name, f.index) for f in report.findings], report.compared, texts
-
-
-def test_what_has_parted_before_is_not_compared_and_stands_out_from_its_kin(two_ranks: RankPool) -> None:
-    (found, compared, texts), (_, _, elsewhere) = two_ranks.run(_parted, False)
-    assert (found, compared) == ([], {"parameter": 7})
-    assert texts == [
+    assert [(f.name, f.index) for f in report.findings] == ([("2.weight", (5,))] if later else [])
+    assert report.compared == {"parameter": 8 if later else 7}
+    texts = [
         "fp8dist: axis tp: 7 of 8 tensors are equal on its ranks, and compared from now on; not compared: *.weight (1)",
         "fp8dist: axis tp: 3 of 4 tensors *.weight are equal on its ranks, but not 2.weight: if these are copies, "
         "they have parted already, and are not compared",
     ]
-    assert elsewhere == []
-
-
-def test_the_module_remembers_what_was_equal(two_ranks: RankPool) -> None:
-    assert [of[:2] for of in two_ranks.run(_parted, True)] == [([("2.weight", (5,))], {"parameter": 8})] * 2
+    if not later:
+        assert [text for _, text in log if "axis tp" in text] == ([] if dist.get_rank() else texts)
 
 
 # Pipelines ---------------------------------------------------------------------------------------------
@@ -216,44 +210,21 @@ def test_an_embedding_that_parts_from_its_copy_is_named(size: int, two_ranks: Ra
         assert {of[1] for of in found} == {"head.weight", "head.weight.exp_avg", "head.weight.exp_avg_sq"}
 
 
-def test_stages_have_norms_of_their_own(four_ranks: RankPool) -> None:
-    with pytest.raises(Exception, match="nothing here is known to be the same on several ranks"):
-        four_ranks.run(_tied, None, False)
+@on_ranks(4)
+def test_stages_have_norms_of_their_own() -> None:
+    with pytest.raises(ConfigurationError, match="nothing here is known to be the same on several ranks"):
+        _tied(None, False)
 
 
-def _misnamed() -> str:
-    model = _Stage()
-    with pytest.raises(ConfigurationError) as caught:
-        fp8dist.check(model, axes=fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embedding.weight": "head.weight"}))
-    return str(caught.value)
-
-
-def test_copies_that_no_rank_holds_are_an_error(two_ranks: RankPool) -> None:
-    expected = "copies={'embedding.weight': 'head.weight'}: no axis (pp) has ranks that hold both names"
-    assert all(expected in text for text in two_ranks.run(_misnamed))
+@on_ranks(2)
+def test_copies_that_no_rank_holds_are_an_error() -> None:
+    axes = fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embedding.weight": "head.weight"})
+    text = r"copies=\{'embedding\.weight': 'head\.weight'\}: no axis \(pp\) has ranks that hold both names"
+    with pytest.raises(ConfigurationError, match=text):
+        fp8dist.check(_Stage(), axes=axes)
 
 
 # With DDP, FSDP2 and prepared models ---------------------------------------------------------------------
-
-
-def _mesh(wrapper: str, damaged: tuple[int, ...]) -> Any:
-    """Two replicas of a block that two ranks share. Damage a norm on some ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model: Any = ByHand(mesh.get_group("tp"))
-    norm, called = model.final_norm, model
-    if wrapper == "ddp":
-        called = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
-    if wrapper == "fsdp2":
-        fully_shard(model, mesh=mesh["dp"])
-    axes = mesh if wrapper == "mesh" else {"tp": mesh.get_group("tp")}
-    compared = fp8dist.check(called, axes=axes).compared
-    if dist.get_rank() in damaged:
-        local = norm.weight.detach()
-        local = local.to_local() if wrapper == "fsdp2" else local
-        with torch.no_grad():
-            local[1] += 1
-    report = fp8dist.check(called, axes=axes, policy="warn")
-    return compared, sorted((f.name, f.ranks, f.mesh_coords[0]) for f in report.findings)
 
 
 @pytest.mark.parametrize(
@@ -264,13 +235,27 @@ def _mesh(wrapper: str, damaged: tuple[int, ...]) -> Any:
         ("fsdp2", (2,), [(2, 3)], 9),  # Nothing else compares the shard of one rank.
     ],
 )
-def test_axes_beside_a_wrapper(
-    four_ranks: RankPool, wrapper: str, damaged: tuple[int, ...], sides: list[Any], compared: int
-) -> None:
-    for counted, found in four_ranks.run(_mesh, wrapper, damaged):
-        assert counted == {"parameter": compared}
-        assert [(name, ranks) for name, ranks, _ in found] == [("final_norm.weight", ranks) for ranks in sides]
-        assert all({"dp", "tp"} >= set(coords) >= {"tp"} for *_, coords in found)
+@on_ranks(4)
+def test_axes_beside_a_wrapper(wrapper: str, damaged: tuple[int, ...], sides: list[Any], compared: int) -> None:
+    """Two replicas of a block that two ranks share. Damage a norm on some ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = ByHand(mesh.get_group("tp"))
+    norm, called = model.final_norm, model
+    if wrapper == "ddp":
+        called = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    if wrapper == "fsdp2":
+        fully_shard(model, mesh=mesh["dp"])
+    axes = mesh if wrapper == "mesh" else {"tp": mesh.get_group("tp")}
+    assert fp8dist.check(called, axes=axes).compared == {"parameter": compared}
+    if dist.get_rank() in damaged:
+        local = norm.weight.detach()
+        local = local.to_local() if wrapper == "fsdp2" else local
+        with torch.no_grad():
+            local[1] += 1
+    with captured_log():
+        findings = fp8dist.check(called, axes=axes, policy="warn").findings
+    assert sorted((f.name, f.ranks) for f in findings) == [("final_norm.weight", ranks) for ranks in sides]
+    assert all({"dp", "tp"} >= set(f.mesh_coords[0] or {}) >= {"tp"} for f in findings)
 
 
 def _prepared(forgotten: str) -> Any:
@@ -301,21 +286,17 @@ def test_a_prepared_model_adopts_at_attach_and_checks_every_so_often(two_ranks: 
     assert [found for found, _ in two_ranks.run(_prepared, "")] == [9, 9]
 
 
-def _unreadable() -> Any:
-    """Rank 1 cannot read its model when it is first compared."""
-    model = ByHand(dist.group.WORLD)
-    axes = {"tp": dist.group.WORLD}
+@on_ranks(2)
+def test_a_rank_that_cannot_read_its_model_delays_the_first_comparison() -> None:
+    model, axes = ByHand(dist.group.WORLD), {"tp": dist.group.WORLD}
     if dist.get_rank() == 1:
         model.norm.weight = nn.Parameter(model.norm.weight.detach().to("meta"))
     with captured_log():
         report = fp8dist.check(model, axes=axes, policy="warn")
     if dist.get_rank() == 1:
         model.norm.weight = nn.Parameter(torch.ones(WIDTH))
-    return [(f.kind, f.ranks) for f in report.findings], fp8dist.check(model, axes=axes).compared
-
-
-def test_a_rank_that_cannot_read_its_model_delays_the_first_comparison(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_unreadable) == [([("error", (1,))], {"parameter": 9})] * 2
+    assert [(f.kind, f.ranks) for f in report.findings] == [("error", (1,))]
+    assert fp8dist.check(model, axes=axes).compared == {"parameter": 9}
 
 
 def _listed(named: bool) -> list[str]:
@@ -344,8 +325,18 @@ def test_without_axes_attach_lists_what_is_equal_and_not_compared(four_ranks: Ra
 # Ranks that disagree, and axes that cannot be compared --------------------------------------------------
 
 
-def _disagrees(how: str) -> str:
-    """Return what a check says in which rank 1 has other axes, or an argument that is wrong."""
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("axes", "axis tp, compared for the first time"),
+        ("copies", "axis tp: b"),
+        ("memory", "axis tp, compared for the first time"),
+        ("groups", "group must be a ProcessGroup or a DeviceMesh"),
+    ],
+)
+@on_ranks(2, timeout=30)
+def test_ranks_that_disagree_are_reported_and_do_not_hang(how: str, text: str) -> None:
+    """Rank 1 has other axes, or an argument that is wrong."""
     rank, world = dist.get_rank(), dist.group.WORLD
     model = ByHand(world)
     given: dict[str, Any] = {
@@ -359,91 +350,38 @@ def _disagrees(how: str) -> str:
         model = ByHand(world) if rank else model
     with captured_log():
         try:
-            return repr(fp8dist.check(model, policy="warn", **given).findings)
+            said = repr(fp8dist.check(model, policy="warn", **given).findings)
         except ConfigurationError as error:
-            return str(error)
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("axes", "axis tp, compared for the first time"),
-        ("copies", "axis tp: b"),
-        ("memory", "axis tp, compared for the first time"),
-        ("groups", "group must be a ProcessGroup or a DeviceMesh"),
-    ],
-)
-def test_ranks_that_disagree_are_reported_and_do_not_hang(two_ranks: RankPool, how: str, text: str) -> None:
-    assert all(text in said for said in two_ranks.run(_disagrees, how, timeout=30))
-
-
-def _wide(prepares: bool) -> Any:
-    """Check, on the two ranks of a part, a model along an axis of all four."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16))
-    axes = {"all": dist.group.WORLD}
-    if not prepares:
-        with pytest.raises(ConfigurationError) as caught:
-            fp8dist.check(model, group=mesh["tp"], axes=axes)
-        return str(caught.value)
-    manager = fp8dist.prepare(model, group=mesh["tp"], axes=axes)
-    with captured_log():
-        manager.attach(model)
-    with pytest.raises(ConfigurationError) as caught:
-        manager.check()
-    return str(caught.value)
+            said = str(error)
+    assert text in said
 
 
 @pytest.mark.parametrize("prepares", [True, False])
-def test_all_ranks_of_an_axis_must_take_part(four_ranks: RankPool, prepares: bool) -> None:
-    for text in four_ranks.run(_wide, prepares, timeout=30):
-        assert "axis all has ranks that do not take part: all ranks of an axis must check" in text
+@on_ranks(4, timeout=30)
+def test_all_ranks_of_an_axis_must_take_part(prepares: bool) -> None:
+    """The two ranks of a part check along an axis of all four."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model, axes = nn.Sequential(nn.Linear(16, 16)), {"all": dist.group.WORLD}
+    check: Any = partial(fp8dist.check, model, group=mesh["tp"], axes=axes)
+    if prepares:
+        manager = fp8dist.prepare(model, group=mesh["tp"], axes=axes)
+        with captured_log():
+            check = manager.attach(model).check
+    text = "axis all has ranks that do not take part: all ranks of an axis must check"
+    with pytest.raises(ConfigurationError, match=text):
+        check()
 
 
-def _attaches(how: str) -> str:
-    """Attach a model of which rank 1 was prepared otherwise."""
+@pytest.mark.parametrize("how", ["axes", "values"])
+@on_ranks(2, timeout=30)
+def test_attach_names_what_ranks_were_prepared_with(how: str) -> None:
     rank, world = dist.get_rank(), dist.group.WORLD
     model = nn.Sequential(nn.Linear(16, 16))
     options: dict[str, Any] = {"axes": {"axes": {"tp": world}}, "values": {"values": dict}}[how] if rank else {}
     manager = fp8dist.prepare(model, group=world, check_every=1, **options)
-    with pytest.raises(fp8dist.ManifestMismatchError) as caught:
+    with pytest.raises(fp8dist.ManifestMismatchError, match=how):
         manager.attach(model, start=None)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("how", ["axes", "values"])
-def test_attach_names_what_ranks_were_prepared_with(two_ranks: RankPool, how: str) -> None:
-    assert all(how in text for text in two_ranks.run(_attaches, how, timeout=30))
-
-
-def _parts_later(how: str) -> Any:
-    """Part a norm on one rank after it was adopted. Return what a check then finds."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
-    model: Any = ByHand(tp)
-    axes = {"tp": tp}
-    called = DistributedDataParallel(model, process_group=dp) if how == "ddp of one rank" else model
-    if how in ("start=None", "no sync", "by the manager", "a deep copy", "attached again in a wrapper"):
-        sync = how != "no sync"
-        manager = fp8dist.prepare(model, group=mesh, axes=axes, amax_sync=sync, skip=["*router", "*gate"])
-        if how == "a deep copy":
-            del model.group  # torch cannot copy it.
-            model = called = copy.deepcopy(model)
-            manager = fp8dist.get_manager(model)
-        with captured_log():
-            manager.attach(called, start=None if how == "start=None" else "raise")
-            if how == "attached again in a wrapper":
-                manager.detach()
-                called = nn.ModuleDict({"inner": model})
-                manager.attach(called)
-    else:
-        fp8dist.check(called, axes=axes)
-    if dist.get_rank():
-        with torch.no_grad():
-            model.norm.weight[3] += 1
-    report = fp8dist.check(called, axes=axes, policy="warn")
-    return [f.name for f in report.findings if f.kind == "parameter"]
 
 
 @pytest.mark.parametrize(
@@ -453,10 +391,34 @@ def _parts_later(how: str) -> Any:
         "attached again in a wrapper",
     ],
 )
-def test_a_copy_that_parts_is_found(two_ranks: RankPool, how: str) -> None:
-    prefix = "inner." if how == "attached again in a wrapper" else ""
+@on_ranks(2)
+def test_a_copy_that_parts_is_found(how: str) -> None:
+    """A norm on one rank parts after it was adopted."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
+    model: Any = ByHand(tp)
+    axes, prefix = {"tp": tp}, ""
+    called = DistributedDataParallel(model, process_group=dp) if how == "ddp of one rank" else model
     with captured_log():
-        assert two_ranks.run(_parts_later, how) == [[f"{prefix}norm.weight"]] * 2
+        if how in ("plain", "ddp of one rank"):
+            fp8dist.check(called, axes=axes)
+        else:
+            sync, skip = how != "no sync", ["*router", "*gate"]
+            manager = fp8dist.prepare(model, group=mesh, axes=axes, amax_sync=sync, skip=skip)
+            if how == "a deep copy":
+                del model.group  # torch cannot copy it.
+                model = called = copy.deepcopy(model)
+                manager = fp8dist.get_manager(model)
+            manager.attach(called, start=None if how == "start=None" else "raise")
+            if how == "attached again in a wrapper":
+                manager.detach()
+                called, prefix = nn.ModuleDict({"inner": model}), "inner."
+                manager.attach(called)
+        if dist.get_rank():
+            with torch.no_grad():
+                model.norm.weight[3] += 1
+        report = fp8dist.check(called, axes=axes, policy="warn")
+    assert [f.name for f in report.findings if f.kind == "parameter"] == [f"{prefix}norm.weight"]
 
 
 class _Holds(nn.Module):
@@ -468,130 +430,95 @@ class _Holds(nn.Module):
             getattr(self, name).weight = weight if name != "other" else nn.Parameter(torch.ones(2))
 
 
-def _stages(holds: list[list[str]]) -> dict[str, int]:
-    model = _Holds(*holds[dist.get_rank()])
-    axes = fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embed.weight": "head.weight"})
-    try:
-        return dict(fp8dist.check(model, axes=axes).compared)
-    except ConfigurationError as error:
-        return {str(error): 0}
-
-
 @pytest.mark.parametrize(
     ("holds", "compared"),
     [
-        ([["embed", "head"], []], [0, 0]),  # A V-shaped schedule: the first rank has both ends, tied.
-        ([["embed", "head"], ["head"]], [1, 1]),
-        ([["embed"], ["head"]], [1, 1]),
-        ([["embed", "head"], ["embed", "head"]], [2, 2]),  # As along tensor parallelism: equal, and of one name.
+        ([["embed", "head"], []], None),  # A V-shaped schedule: the first rank has both ends, tied.
+        ([["embed", "head"], ["head"]], 1),
+        ([["embed"], ["head"]], 1),
+        ([["embed", "head"], ["embed", "head"]], 2),  # As along tensor parallelism: equal, and of one name.
     ],
 )
-def test_which_ranks_hold_copies(two_ranks: RankPool, holds: list[list[str]], compared: list[int]) -> None:
-    found = two_ranks.run(_stages, holds)
-    for counted, expected in zip(found, compared):
-        if holds[1]:
-            assert counted == {"parameter": expected}
-        else:  # Nothing else is compared here.
-            assert "nothing here is known to be the same" in next(iter(counted))
+@on_ranks(2)
+def test_which_ranks_hold_copies(holds: list[list[str]], compared: int | None) -> None:
+    model = _Holds(*holds[dist.get_rank()])
+    axes = fp8dist.Axes({"pp": dist.group.WORLD}, copies={"embed.weight": "head.weight"})
+    if compared is None:  # Nothing else is compared here.
+        with pytest.raises(ConfigurationError, match="nothing here is known to be the same"):
+            fp8dist.check(model, axes=axes)
+    else:
+        assert fp8dist.check(model, axes=axes).compared == {"parameter": compared}
 
 
-def _odd_buffers() -> dict[str, int]:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_buffers_without_plain_bytes_are_left_out() -> None:
     model = ByHand(dist.group.WORLD)
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     model.register_buffer("meta", torch.empty(3, device="meta"))
     model.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
-    return dict(fp8dist.check(model, axes={"tp": dist.group.WORLD}).compared)
+    assert fp8dist.check(model, axes={"tp": dist.group.WORLD}).compared == {"parameter": 9}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_buffers_without_plain_bytes_are_left_out(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_odd_buffers) == [{"parameter": 9}] * 2
-
-
-def _only_buffers() -> list[Any]:
+@on_ranks(2)
+def test_buffers_are_compared_along_an_axis_without_other_copies() -> None:
     """Shards of a weight, and a buffer that the ranks hold alike until rank 1 changes it, checked three times."""
     model, axes = nn.Linear(4, 4, bias=False), {"tp": dist.group.WORLD}
     nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(dist.get_rank()))
     model.register_buffer("scale", torch.ones(4))
-    found = []
     for step in range(3):
         if step and dist.get_rank() == 1:
             model.scale[2] += 1
         with captured_log():
             report = fp8dist.check(model, axes=axes, buffers=True, step=step, policy="warn")
-        found.append([(f.kind, f.name, f.ranks) for f in report.findings])
-    return found
+        differs = [("buffer", "scale", (0, 1))] if step else []
+        assert [(f.kind, f.name, f.ranks) for f in report.findings] == differs
 
 
-def test_buffers_are_compared_along_an_axis_without_other_copies(two_ranks: RankPool) -> None:
-    differs = [("buffer", "scale", (0, 1))]
-    assert two_ranks.run(_only_buffers) == [[[], differs, differs]] * 2
-
-
-def _repairs(tied: bool) -> Any:
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(4)
+def test_a_majority_of_replicas_repairs_what_has_none_along_an_axis_but_no_copies_of_other_names(tied: bool) -> None:
     """Three replicas of one rank, which has a copy along an axis on a fourth rank; or a tied weight of three ranks."""
     rank, world = dist.get_rank(), dist.group.WORLD
     groups = {ranks: dist.new_group(ranks) for ranks in [(0, 1, 2), (3,), (0, 3), (1,), (2,)]}
     if tied:
         model: nn.Module = _Holds("embed") if rank == 0 else _Holds("head") if rank < 3 else _Holds()
-        axes, patterns = fp8dist.Axes({"pp": world}, copies={"embed.weight": "head.weight"}, distinct="other*"), None
+        axes = fp8dist.Axes({"pp": world}, copies={"embed.weight": "head.weight"}, distinct="other*")
     else:
         model = nn.LayerNorm(4)
         axes = fp8dist.Axes({"tp": groups[(0, 3) if rank in (0, 3) else (rank,)]})
         model = DistributedDataParallel(model, process_group=groups[(0, 1, 2) if rank < 3 else (3,)])
-        patterns = None
-    fp8dist.check(model, axes=axes, groups=patterns, policy="warn")
-    odd = 2 if tied else 0
-    if rank == odd:
-        with torch.no_grad():
-            next(model.parameters())[0].add_(1)
     with captured_log():
-        try:
-            return fp8dist.check(model, axes=axes, policy="repair").repaired
-        except DivergenceError as error:
-            return str(error)
-
-
-def test_a_majority_of_replicas_repairs_what_has_none_along_an_axis(four_ranks: RankPool) -> None:
-    for repaired in four_ranks.run(_repairs, False):
-        assert repaired == ("parameter 'weight' on rank 0, from rank 1",)
-
-
-def test_copies_of_other_names_are_not_repaired(four_ranks: RankPool) -> None:
-    for text in four_ranks.run(_repairs, True):
-        assert "nothing was copied: not all findings have a majority" in text
+        fp8dist.check(model, axes=axes, policy="warn")
+        if rank == (2 if tied else 0):
+            with torch.no_grad():
+                next(model.parameters())[0].add_(1)
+        if tied:
+            with pytest.raises(DivergenceError, match="nothing was copied: not all findings have a majority"):
+                fp8dist.check(model, axes=axes, policy="repair")
+        else:
+            repaired = fp8dist.check(model, axes=axes, policy="repair").repaired
+            assert repaired == ("parameter 'weight' on rank 0, from rank 1",)
 
 
 # Arguments and cost ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
+@on_ranks(2)
+def test_arguments_of_another_type_are_refused() -> None:
+    refused: list[tuple[Any, str]] = [
         ([("tp", 1)], "axes must map names to groups"),
         ({1: None}, "axes must map names to groups"),
         ({"tp": "group"}, "group must be a ProcessGroup or a DeviceMesh"),
-    ],
-)
-def test_axes_of_another_type(two_ranks: RankPool, given: Any, text: str) -> None:
-    assert all(text in caught for caught in two_ranks.run(_refused, given))
-
-
-def test_no_axes_are_none() -> None:
-    assert fp8dist.Axes.of({}) is None
-
-
-def _refused(given: Any) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        fp8dist.check(ByHand(dist.group.WORLD), axes=given)
-    return str(caught.value)
-
-
-def test_copies_and_distinct_of_another_type() -> None:
+    ]
+    for given, text in refused:
+        with pytest.raises(ConfigurationError, match=text):
+            fp8dist.check(ByHand(dist.group.WORLD), axes=given)
     with pytest.raises(ConfigurationError, match="copies must map names to names"):
         fp8dist.Axes({}, copies=["embed"])  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="distinct must hold patterns"):
         fp8dist.Axes({}, distinct=3)  # type: ignore[arg-type]
+    assert fp8dist.Axes.of({}) is None
 
 
 def _cost(linears: int) -> Any:

@@ -1,19 +1,26 @@
-"""State that differs between ranks by design is not compared, and the report lists it as left out."""
+"""State that differs by design is left out, and the report says so. A check that can compare nothing raises."""
 
 from __future__ import annotations
 
+import gc
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling
+from fp8dist.cli.main import USAGE, main
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import batch, make_net
+from tests.support.ranks import on_ranks
+from tests.support.training import SmallJob, batch, make_net
 
 
 def _seeded_differently(module: nn.Module) -> nn.Module:
@@ -86,82 +93,53 @@ class _Experts(nn.Module):
 @pytest.mark.parametrize("how", ["prepared", "ignored by DDP", "named"])
 @on_ranks(2)
 def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm(how: str) -> None:
-    model = _Experts()
-    own = [name for name, _ in model.named_parameters() if "experts" in name]
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    manager = None
+    """The shared part is still compared."""
+    inner: Any = _Experts()
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model, manager, checks = inner, None, []
     if how == "prepared":
-        manager = fp8dist.prepare(
-            model,
-            DelayedScaling(history_len=3),
-            group=dist.group.WORLD,
-            groups={"*.experts.*": groups[dist.get_rank()]},
-        )
+        manager = fp8dist.prepare(inner, group=dist.group.WORLD, groups={"*.experts.*": alone})
     if how != "named":
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
-        model = nn.parallel.DistributedDataParallel(model)  # type: ignore[assignment]
+        own = [name for name, _ in inner.named_parameters() if "experts" in name]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, own)
+        model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if manager is not None:
         manager.attach(model, optimizer=optimizer)
+        checks = [manager.check]
     if how != "named":
         for step in range(2):
             x, _ = batch(dist.get_rank(), step)  # Each rank has other data and other BatchNorm statistics.
             model(x[:, :16]).sum().backward()
             optimizer.step()
-    reports = []
-    if manager is not None:
-        reports.append(manager.check(gradients=True, optimizer=optimizer, policy="warn"))
-    groups_given = {"*.experts.*": None} if how == "named" else None
-    group = dist.group.WORLD if how == "named" else None
-    reports.append(
-        fp8dist.check(model, group=group, groups=groups_given, gradients=True, optimizer=optimizer, policy="warn")
-    )
-    reports = [(report.findings, dict(report.compared), report.skipped) for report in reports]
-    for findings, compared, skipped in reports:
-        assert findings == ()
-        assert compared["parameter"] == 4  # Weight and bias of dense and norm.
-        assert compared.get("slot", 0) == (3 if how == "prepared" else 0)
-        if how != "named":
-            assert compared["gradient"] == 4
-            assert compared["optimizer"] == 12  # exp_avg, exp_avg_sq and step, for each parameter.
-        reason = "that DDP was told to ignore" if how == "ignored by DDP" else "matching *.experts.*"
-        assert any(text.startswith(f"4 parameters {reason}") for text in skipped) or (
-            how == "prepared" and "4 parameters that DDP was told to ignore" in skipped
-        )
-
-
-@on_ranks(4)
-def test_beside_experts_the_shared_part_is_still_compared() -> None:
-    """With experts as above, damage to shared parameters is still found."""
-    model = _Experts()
-    if dist.get_rank() == 2:
-        model.norm.weight.data[3] += 1
+    named: Any = {"group": dist.group.WORLD, "groups": {"*.experts.*": None}} if how == "named" else {}
+    for check in (*checks, partial(fp8dist.check, model, **named)):
+        report = check(gradients=True, optimizer=optimizer, policy="warn")
+        assert report.findings == ()
+        compared = {"parameter": 4}  # Weight and bias of dense and norm.
+        if how != "named":  # exp_avg, exp_avg_sq and step, for each parameter.
+            compared |= {"gradient": 4, "optimizer": 12, **({"slot": 3} if how == "prepared" else {})}
+        assert report.compared == compared
+        reasons = {"ignored by DDP": ("that DDP was told to ignore",), "named": ("matching *.experts.*",)}
+        both = ("matching *.experts.*", "that DDP was told to ignore")
+        assert any(f"4 parameters {why}" in text for why in reasons.get(how, both) for text in report.skipped)
+    if dist.get_rank() == 1:
+        inner.norm.weight.data[3] += 1
     with captured_log():
-        report = fp8dist.check(model, group=dist.group.WORLD, groups={"*.experts.*": None}, policy="warn")
-    assert [(f.name, f.ranks, f.index) for f in report.findings] == [("norm.weight", (2,), (3,))]
+        report = fp8dist.check(model, policy="warn", **named)
+    assert [(f.name, f.ranks, f.index) for f in report.findings] == [("norm.weight", (0, 1), (3,))]
 
 
-def _unsynced_state() -> Any:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=3), amax_sync=False)
-    model = nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
+@on_ranks(2)
+def test_state_that_is_not_synced_is_not_compared() -> None:
+    job = SmallJob(DelayedScaling(history_len=3), amax_sync=False)
     for step in range(3):
-        x, y = batch(dist.get_rank(), step)
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    scale = manager.slot("first", "input").scale.item()
-    reports = [manager.check(policy="warn"), fp8dist.check(model, policy="warn")]
-    return scale, [(report.findings, report.compared) for report in reports]
-
-
-def test_state_that_is_not_synced_is_not_compared(two_ranks: RankPool) -> None:
-    results = two_ranks.run(_unsynced_state)
-    assert results[0][0] != results[1][0]
-    for _, reports in results:
-        assert reports == [((), {"parameter": 6})] * 2
+        job.step(step)
+    scales: list[Any] = [None] * 2
+    dist.all_gather_object(scales, job.manager.slot("first", "input").scale.item())
+    assert scales[0] != scales[1]
+    for report in (job.manager.check(policy="warn"), fp8dist.check(job.called, policy="warn")):
+        assert (report.findings, report.compared) == ((), {"parameter": 6})
 
 
 @pytest.mark.slow
@@ -172,31 +150,190 @@ def test_the_state_of_a_zero_redundancy_optimizer_is_not_compared() -> None:
     warnings.simplefilter("ignore")
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = nn.parallel.DistributedDataParallel(make_net())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    job = SmallJob(optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.01), enabled=False)
     for step in range(2):
-        x, y = batch(dist.get_rank(), step)
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    saved: list[Any] = [None]
+        job.step(step)
+    optimizer, saved = job.optimizer, [None]
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
-        saved[0] = optimizer.state_dict()
+        saved = [optimizer.state_dict()]
     dist.broadcast_object_list(saved, src=0)
     optimizer.load_state_dict(saved[0])  # Like a resumed job: it then shows the state of its own part.
-    owners = sorted(len(state or ()) for state in optimizer.state.values())
-    report = fp8dist.check(model, optimizer=optimizer, policy="warn")
-    assert owners[-1] == 3
+    assert max(len(state or ()) for state in optimizer.state.values()) == 3
+    report = fp8dist.check(job.called, optimizer=optimizer, policy="warn")
     assert report.findings == ()
     assert dict(report.compared) == {"parameter": 6}
     assert any("states of a ZeroRedundancyOptimizer" in text for text in report.skipped)
 
 
+# Checks that verify nothing --------------------------------------------------------------------------
+
+
+def _refused(call: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        call()
+    return str(caught.value)
+
+
 @on_ranks(2)
-def test_a_check_that_could_compare_nothing_says_so() -> None:
-    with pytest.raises(fp8dist.errors.ConfigurationError) as caught:
-        fp8dist.check(nn.Linear(4, 4))
-    text = str(caught.value)
-    assert "pass group=" in text
-    assert "2 parameters not known to be replicated" in text
+def test_a_check_that_has_nothing_to_compare_says_what_to_pass() -> None:
+    sharded = FullyShardedDataParallel(nn.Linear(16, 16), device_id=torch.device("cpu"), use_orig_params=True)
+    unshared = make_net()
+    manager = fp8dist.prepare(unshared, amax_sync=False).attach()
+    switched_off = make_net()
+    off = fp8dist.prepare(switched_off, group=dist.group.WORLD, enabled=False)
+    never_attached = make_net()
+    fp8dist.prepare(never_attached, group=dist.group.WORLD, enabled=False)
+    with captured_log() as log:
+        reports = [off.attach().check(), off.check()]
+        reports += [fp8dist.check(never_attached), fp8dist.check(never_attached)]
+    said = {
+        "plain": _refused(lambda: fp8dist.check(nn.Linear(4, 4))),
+        "no parameters": _refused(lambda: fp8dist.check(nn.ReLU(), group=dist.group.WORLD)),
+        "shards": _refused(lambda: fp8dist.check(sharded)),
+        "left out": _refused(lambda: fp8dist.check(nn.Linear(4, 4), group=dist.group.WORLD, groups={"*": None})),
+        "state of its own": _refused(manager.check),
+        "state alone": _refused(lambda: manager.check(parameters=False)),
+        "module": _refused(lambda: fp8dist.check(unshared)),
+        "switched off": [(report.consistent, dict(report.compared)) for report in reports],
+        "logged": len(log),
+    }
+    assert (
+        "2 parameters not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)): "
+        "pass " in said["plain"]
+    )
+    assert "it has no parameters" in said["no parameters"]
+    assert "parameters sharded by FSDP1" in said["shards"]
+    assert "leave the check out" in said["shards"]
+    assert "2 parameters matching *: left out" in said["left out"]
+    assert "9 slots that this rank shares with no other" in said["state of its own"]
+    assert "pass the DDP module to attach()" in said["state of its own"]
+    assert "parameters" not in said["state alone"].split(":")[0]
+    assert "9 slots that this rank shares with no other" in said["module"]
+    assert said["switched off"] == [(False, {})] * 4
+    assert said["logged"] == (2 if dist.get_rank() == 0 else 0)
+
+
+@on_ranks(4)
+def test_one_rank_with_replicas_is_enough_for_all() -> None:
+    """Two of four ranks hold replicas, so no rank gets the error, and none is told that all is consistent."""
+    rank = dist.get_rank()
+    mine = [dist.new_group([0, 1]), dist.new_group([2]), dist.new_group([3])][max(0, rank - 1)]
+    report = fp8dist.check(make_net(), groups={"*": mine})
+    assert (report.consistent, report.compared) == (False, {"parameter": 6} if rank < 2 else {})
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    assert "shared with no other rank" in _refused(lambda: fp8dist.check(make_net(), groups={"*": alone}))
+
+
+@on_ranks(2)
+def test_check_every_says_it_as_well() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, amax_sync=False, check_every=1).attach()
+    manager.step()
+    assert "otherwise do not use check() and check_every" in _refused(manager.step)
+
+
+@on_ranks(2)
+def test_a_kind_of_which_nothing_is_compared_is_not_consistent() -> None:
+    world = dist.group.WORLD
+    net, ignored, sharded = make_net(), make_net(), make_net()
+    reports = [fp8dist.check(net, group=world, gradients=True)]
+    optimizer = torch.optim.SGD(ignored.parameters(), lr=0.1, momentum=0.9)
+    ignored(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    reports.append(fp8dist.check(net, group=world, optimizer=optimizer))
+    frozen = ignored.first.weight.requires_grad_(False)
+    others = [name for name, parameter in ignored.named_parameters() if parameter is not frozen]
+    reports.append(fp8dist.check(ignored, group=world, groups=dict.fromkeys(others)))
+    manager = fp8dist.prepare(sharded, group=world)
+    fully_shard(sharded)
+    reports.append(manager.attach(sharded).check())
+    gradients, states, frozen, shards = [
+        (report.consistent, report.diverged, report.compared, dict(report.unverified)) for report in reports
+    ]
+    reason = "0 gradients exist now (there are none between zero_grad() and backward)"
+    assert gradients == (False, False, {"parameter": 6}, {"gradient": reason})
+    assert states[:2] == (False, False)
+    assert "of parameters that are not the module's" in states[3]["optimizer"]
+    assert frozen[:3] == (False, False, {"parameter": 1})  # The only one that is not trained.
+    assert list(frozen[3]) == ["parameter"]
+    assert shards[:3] == (False, False, {"slot": 9})
+    assert "6 parameters that are DTensors without a Replicate axis" in shards[3]["parameter"]
+
+
+@on_ranks(4)
+def test_some_parameters_do_not_stand_for_all() -> None:
+    """Ranks 0 and 1 hold all parameters alike, ranks 2 and 3 all but two. Then a check of the manager's."""
+    pairs, alone = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([rank]) for rank in range(4)]
+    pair, rank = pairs[dist.get_rank() // 2], dist.get_rank()
+    reports = [fp8dist.check(make_net(), groups={"first.*": pair if rank < 2 else alone[rank], "*": pair})]
+    frozen = make_net()
+    frozen.last.requires_grad_(False)
+    reports.append(fp8dist.check(frozen, group=dist.group.WORLD, groups={"first.*": None}))
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    fully_shard(net.first)
+    fully_shard(net.branch)
+    net.last = DistributedDataParallel(net.last)
+    reports.append(manager.attach(net, boundary="manual").check())
+    assert manager.verified.last_check is not None
+    assert "compared only 2 of 6 parameters" in manager.verified.last_check.text
+    assert manager.verified.checked_step is None
+    lone = "4 of 6 parameters" if rank >= 2 else "not all parameters on another rank"
+    expected = [lone, "2 of 4 trainable parameters", "2 of 6 parameters"]
+    assert [report.partial.get("parameter") for report in reports] == expected
+    assert len([line for report in reports for line in str(report).splitlines() if "compared only" in line]) == 3
+
+
+@pytest.mark.parametrize(
+    ("which", "compared", "name"),
+    [("model", {"parameter": 6, "slot": 9}, "first.weight"), ("part", {"parameter": 2}, "weight")],
+)
+@on_ranks(2)
+def test_an_attached_model_is_compared_as_it_is_wrapped(which: str, compared: dict[str, int], name: str) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    manager.attach(ddp)
+    checked = net if which == "model" else net.first
+    clean = fp8dist.check(checked)
+    with torch.no_grad():
+        net.first.weight[0, 0] += 5.0 * dist.get_rank()
+    report = fp8dist.check(checked, policy="warn")
+    assert (clean.consistent, dict(clean.compared), [(finding.kind, finding.name) for finding in report.findings]) == (
+        True,
+        compared,
+        [("parameter", name)],
+    )
+
+
+def test_the_command_line_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / f"{i}.safetensors") for i in range(2)]
+    for path in paths:
+        save_file({}, path)
+    assert main(["check", *paths]) == USAGE
+    assert "nothing to compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("again", [False, True])
+@on_ranks(2)
+def test_a_wrapper_that_is_gone_is_not_taken_for_equal_parameters(again: bool) -> None:
+    model = make_net()
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    manager.attach(DistributedDataParallel(model))  # Nobody keeps it.
+    gc.collect()
+    if again:
+        wrapper = DistributedDataParallel(model)
+        manager.attach(wrapper)
+    with torch.no_grad():
+        model.first.weight[3, 5] += dist.get_rank()
+    with captured_log() as log:
+        report, state = manager.check(policy="warn", buffers=True), manager.check(parameters=False)
+    found = [(f.kind, f.name, f.index) for f in report.findings]
+    assert found == ([("parameter", "first.weight", (3, 5))] if again else [])
+    assert (report.consistent, state.consistent) == (False, True)
+    gone = "can be found: the module that attach() was given is gone. Keep it, or call attach() with another one"
+    unverified = {} if again else {"buffer": f"0 buffers {gone}", "parameter": f"0 parameters {gone}"}
+    assert dict(report.unverified) == unverified
+    logged = [f"fp8dist: no parameters are compared: 0 parameters {gone}"] if dist.get_rank() == 0 else []
+    assert again or [text for _, text in log] == logged

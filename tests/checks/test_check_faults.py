@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -93,17 +94,18 @@ def test_one_rank_of_the_majority_says_it_once_and_all_do_as_the_policy_says(
     assert bool(result.repaired) == (policy == "repair")
 
 
-def _raised_after_the_message() -> tuple[float, float]:
-    """Return (when this rank had logged, when it raised). Logging is slow on the reporting rank."""
+@pytest.mark.slow
+@on_ranks(4)
+def test_no_rank_raises_before_the_message_is_out() -> None:
+    """torchelastic kills all ranks as soon as one fails. Logging is slow on the reporting rank."""
     model, manager = _prepared()
     _damage(model, manager, [2])
-    logged = 0.0
+    logged: list[float] = []
 
     class Slow(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            nonlocal logged
             time.sleep(0.5)
-            logged = time.monotonic()
+            logged.append(time.monotonic())
 
     handler = Slow()
     logger = logging.getLogger("fp8dist")
@@ -113,16 +115,10 @@ def _raised_after_the_message() -> tuple[float, float]:
             fp8dist.check(model, group=dist.group.WORLD, policy="raise")
     finally:
         logger.removeHandler(handler)
-    return logged, time.monotonic()
-
-
-@pytest.mark.slow
-def test_no_rank_raises_before_the_message_is_out(four_ranks: RankPool) -> None:
-    """torchelastic kills all ranks as soon as one fails."""
-    results = four_ranks.run(_raised_after_the_message)
-    said = results[0][0]
-    assert said > 0
-    assert all(raised >= said for _, raised in results)
+    raised, everyones = time.monotonic(), [None] * 4
+    dist.all_gather_object(everyones, logged)
+    (said,) = (times for of in everyones for times in of or ())
+    assert raised >= said
 
 
 def _evidence_in(folder: str) -> Any:
@@ -204,18 +200,15 @@ def test_a_sync_that_fails_leaves_what_was_sent_in_files(four_ranks: RankPool, t
         assert sorted(map(float, fields["history"])) == sorted(results[rank]["history"])
 
 
-def test_without_a_majority_both_sides_leave_evidence(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_without_a_majority_both_sides_leave_evidence_which_is_not_overwritten(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
     two_ranks.run(_with_evidence, str(tmp_path), "raise", "check", [1])
-    assert {p.name for p in tmp_path.iterdir()} == {
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert before.keys() == {
         f"step00000012-{name}" for name in ("report.txt", "report.json", "rank0.json", "rank1.json")
     }
-
-
-@pytest.mark.slow
-def test_evidence_of_an_earlier_divergence_is_not_overwritten(three_ranks: RankPool, tmp_path: Path) -> None:
-    three_ranks.run(_with_evidence, str(tmp_path), "warn", "check", [1])
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    three_ranks.run(_with_evidence, str(tmp_path), "warn", "check", [1])
+    two_ranks.run(_with_evidence, str(tmp_path), "warn", "check", [1])
     after = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert {name: after[name] for name in before} == before
     assert len(after) == 2 * len(before)
@@ -245,7 +238,8 @@ def test_healthy_ranks_write_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _evidence_of_odd_types(folder: str) -> int:
+@on_ranks(3)
+def test_evidence_of_any_type_is_json(tmp_path: Path) -> None:
     model = nn.Module()
     values = {
         "nan": torch.tensor([1.0, math.nan]),
@@ -257,56 +251,43 @@ def _evidence_of_odd_types(folder: str) -> int:
     }
     for name, value in values.items():
         model.register_parameter(f"p_{name}", nn.Parameter(value, requires_grad=False))
-    if dist.get_rank() == 1:
-        for p in model.parameters():
-            if p.numel():
-                p.data.view(torch.uint8)[0] ^= 1
-    with _evidence_in(folder), captured_log() as log:
+        if dist.get_rank() == 1 and value.numel():
+            value.view(torch.uint8)[0] ^= 1
+    with _evidence_in(str(tmp_path)), captured_log() as log:
         report = fp8dist.check(model, group=dist.group.WORLD, policy="warn")
     assert not any("no evidence" in text for _, text in log)
-    return len(report.findings)
-
-
-def test_evidence_of_any_type_is_json(three_ranks: RankPool, tmp_path: Path) -> None:
-    assert three_ranks.run(_evidence_of_odd_types, str(tmp_path)) == [5] * 3
+    assert len(report.findings) == 5
+    dist.barrier()
     files = sorted(tmp_path.glob("*.json"))
     assert len(files) == 3
     for path in files:
         _strict(path.read_text())
 
 
-def _raising_callback(entry: str) -> Any:
+@pytest.mark.parametrize("entry", ["sync", "manager.check", "fp8dist.check"])
+@on_ranks(3, timeout=30)
+def test_a_callback_that_raises_leaves_nobody_waiting(entry: str) -> None:
     """An exception in a callback on one rank affects only that rank: the message is logged, and no rank waits."""
+    first = dist.get_rank() == 0
     model, manager = _prepared(check_policy="warn")
     if dist.get_rank() == 1:
         manager.slot(*A).scale.mul_(2)
 
     def heard(event: fp8dist.Event) -> None:
-        if dist.get_rank() == 0:
+        if first:
             raise KeyError("the logger is down")
 
     manager.on_event(heard)
-    raised = ""
-    with captured_log() as log:
-        try:
-            if entry == "sync":
-                manager.slot(*A).record(torch.tensor([2.0]))
-                manager.step()
-            elif entry == "manager.check":
-                manager.check(policy="warn")
-            else:
-                fp8dist.check(model, group=dist.group.WORLD, policy="warn")
-        except KeyError as error:
-            raised = str(error)
+    with captured_log() as log, pytest.raises(KeyError) if first else contextlib.nullcontext():
+        if entry == "sync":
+            manager.slot(*A).record(torch.tensor([2.0]))
+            manager.step()
+        elif entry == "manager.check":
+            manager.check(policy="warn")
+        else:
+            fp8dist.check(model, group=dist.group.WORLD, policy="warn")
     dist.barrier()
-    return raised, len(log)
-
-
-@pytest.mark.parametrize("entry", ["sync", "manager.check", "fp8dist.check"])
-def test_a_callback_that_raises_leaves_nobody_waiting(three_ranks: RankPool, entry: str) -> None:
-    results = three_ranks.run(_raising_callback, entry, timeout=30)
-    assert [bool(raised) for raised, _ in results] == [True, False, False]
-    assert [logged for _, logged in results] == [1, 0, 0]
+    assert len(log) == first
 
 
 @on_ranks(3)

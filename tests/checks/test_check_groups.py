@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,23 +20,20 @@ from fp8dist import DelayedScaling, DivergenceReport, StateManager
 from fp8dist.errors import ConfigurationError, DivergenceError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.parallel import same_on_all_ranks
+from tests.support.parallel import Block, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import batch, make_net
+from tests.support.training import SmallJob, batch, make_net, unwrapped
 
 HANG = 30.0
 """Seconds after which ranks count as hung. Some import DTensor here for the first time."""
 
 
-class Block(nn.Module):
-    """A LayerNorm before two Linears."""
+HISTORY = DelayedScaling(history_len=3)
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
+
+def _block() -> Block:
+    torch.manual_seed(0)
+    return Block()
 
 
 def _nudge(p: nn.Parameter, place: int = 0) -> None:
@@ -70,7 +66,7 @@ def test_a_norm_that_drifts_under_tensor_parallelism_is_found(
 ) -> None:
     """Norms drift on some ranks, in a model whose Linears are split over the last axis of a mesh."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
-    model = Block()
+    model = _block()
     plan: Any = {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, mesh["tp"] if len(shape) > 1 else mesh, plan)
     if dist.get_rank() in damaged:
@@ -85,9 +81,9 @@ def test_a_norm_that_drifts_under_tensor_parallelism_is_found(
     assert report.skipped == ("3 parameters that are DTensors without a Replicate axis: each rank has its own",)
 
 
-def _pairs() -> Callable[[], dist.ProcessGroup]:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return lambda: groups[dist.get_rank() // 2]  # type: ignore[return-value]
+def _pair() -> dist.ProcessGroup:
+    """Return the group of ranks 0 and 1, or of 2 and 3. COLLECTIVE."""
+    return [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(("damaged", "found"), [([], []), ([0, 3], [(0, 1), (2, 3)])])
@@ -96,8 +92,8 @@ def test_plain_norms_are_compared_over_the_group_that_is_named(
     damaged: list[int], found: list[tuple[int, ...]]
 ) -> None:
     """Megatron's layout: plain norms, replicated over the tensor-parallel group that the caller names."""
-    tp = _pairs()()
-    model = Block()
+    tp = _pair()
+    model = _block()
     with torch.no_grad():  # Shards: other values on each rank of the pair.
         model.up.weight.add_(dist.get_rank())
         model.down.weight.add_(dist.get_rank())
@@ -137,14 +133,14 @@ def test_hsdp_replicas_that_differ_are_found_in_the_right_replica_group(
 ) -> None:
     """``places``: coordinates (replicate, shard) of the ranks that are named."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    model = Block()
+    model = _block()
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
     if dist.get_rank() in damaged:
-        _nudge(model.up.weight, 17)
+        _nudge(model.up.weight, 33)
     with captured_log(), counted_collectives() as calls:
         report = fp8dist.check(model, gradients=True, optimizer=optimizer, policy="warn")
     assert _names(report) == [("parameter", "up.weight", ranks, reference, (1, 1)) for ranks in named]
@@ -208,7 +204,7 @@ def test_a_tensor_replicated_over_two_axes_is_checked_over_either(axis: str, pai
 def test_groups_of_different_sizes_with_one_rank_alone_are_not_left_waiting(vouched: bool, damaged: int | None) -> None:
     """Three ranks share, one is alone. ``vouched``: all four also share another parameter."""
     trio, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
-    model = Block()
+    model = _block()
     if dist.get_rank() == 3:
         _nudge(model.norm.weight, 1)
     if dist.get_rank() == damaged:
@@ -228,7 +224,7 @@ def test_groups_of_different_sizes_with_one_rank_alone_are_not_left_waiting(vouc
 @on_ranks(4, timeout=HANG)
 def test_two_groups_of_the_same_ranks_meet_in_the_same_order_everywhere() -> None:
     """Two communicators of the same ranks, whose parameters are in different orders."""
-    first, second = _pairs()(), _pairs()()
+    first, second = _pair(), _pair()
     model = nn.Module()
     for name in ("ab", "ba")[dist.get_rank() % 2]:
         model.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name)))))
@@ -238,9 +234,9 @@ def test_two_groups_of_the_same_ranks_meet_in_the_same_order_everywhere() -> Non
 @on_ranks(4, timeout=HANG)
 def test_stages_of_a_pipeline_are_compared_each_for_itself() -> None:
     """Pipeline stages hold different modules; two ranks share each stage."""
-    pair = _pairs()()
+    pair = _pair()
     stage = dist.get_rank() // 2
-    model = nn.ModuleDict({f"stage{stage}": Block()})
+    model = nn.ModuleDict({f"stage{stage}": _block()})
     if stage:
         model["head"] = nn.Linear(16, 16)
         nn.init.ones_(model["head"].weight), nn.init.ones_(model["head"].bias)
@@ -258,7 +254,7 @@ def test_a_subgroup_checks_by_itself_and_ranks_are_global() -> None:
     group = dist.new_group([1, 2, 3])
     if dist.get_rank() == 0:
         return
-    model = Block()
+    model = _block()
     assert _names(fp8dist.check(model, group=group, policy="warn")) == []
     if dist.get_rank() == 2:
         _nudge(model.down.bias, 4)
@@ -272,7 +268,7 @@ def test_a_subgroup_checks_by_itself_and_ranks_are_global() -> None:
 @on_ranks(4, timeout=HANG)
 def test_a_part_of_the_replicas_may_check() -> None:
     """Two of four replicas check. The others do not take part."""
-    pair = _pairs()()
+    pair = _pair()
     model = nn.parallel.DistributedDataParallel(make_net())
     if dist.get_rank() == 1:
         _nudge(model.module.last.bias, 2)
@@ -287,7 +283,7 @@ def test_a_part_of_the_replicas_may_check() -> None:
 @on_ranks(4, timeout=HANG)
 def test_ddp_over_subgroups_is_compared_within_each() -> None:
     """DDP keeps pairs equal, and the pairs train separately."""
-    pair = _pairs()()
+    pair = _pair()
     net = make_net(seed=dist.get_rank() // 2)
     model = nn.parallel.DistributedDataParallel(net, process_group=pair)
     with counted_collectives() as calls:
@@ -303,7 +299,7 @@ def test_ddp_over_subgroups_is_compared_within_each() -> None:
 @on_ranks(4, timeout=HANG)
 def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for() -> None:
     """DDP keeps pairs equal. Rank 1 has zeroed its gradients, and rank 0 has not."""
-    pair = _pairs()()
+    pair = _pair()
     net = make_net(seed=dist.get_rank() // 2)
     manager = fp8dist.prepare(net, group=dist.group.WORLD, amax_sync=False)
     model = nn.parallel.DistributedDataParallel(net, process_group=pair)
@@ -378,7 +374,7 @@ def test_a_pattern_beats_what_ddp_says() -> None:
 @on_ranks(4, timeout=HANG)
 def test_state_of_several_groups_is_compared_within_each(damaged: str, found: Any) -> None:
     """Pairs share the FP8 state of experts; all ranks share the rest."""
-    pair = _pairs()()
+    pair = _pair()
     model = nn.Module()
     model.block = nn.Module()
     torch.manual_seed(0)
@@ -397,40 +393,30 @@ def test_state_of_several_groups_is_compared_within_each(damaged: str, found: An
     assert dict(report.compared) == {"slot": 6}
 
 
-@pytest.mark.parametrize("how", ["plain", "ddp"])
+@pytest.mark.parametrize("how", ["plain", "ddp", pytest.param("slots", marks=pytest.mark.slow)])
 @on_ranks(2, timeout=120)
 def test_a_clean_check_is_one_small_all_reduce_whatever_the_number_of_tensors(how: str) -> None:
     sizes = set()
-    for tensors in (10, 1_000):
+    for count in (3, 300) if how == "slots" else (10, 1_000):
         model = nn.Module()
-        for i in range(tensors):
-            model.register_parameter(f"p{i}", nn.Parameter(torch.full((3,), float(i))))
-        wrapped = nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
+        manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
+        for i in range(count):
+            if how == "slots":
+                manager.register(f"m{i}", "input", "e4m3")
+            else:
+                model.register_parameter(f"p{i}", nn.Parameter(torch.full((3,), float(i))))
+        called = nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
+        if how == "slots":
+            manager.attach()
+        group = None if how == "ddp" else dist.group.WORLD
         with counted_collectives() as calls:
-            report = fp8dist.check(wrapped, group=None if how == "ddp" else dist.group.WORLD, policy="warn")
-        assert (report.findings, dict(report.compared), calls.names) == ((), {"parameter": tensors}, ["all_reduce"])
+            report = manager.check() if how == "slots" else fp8dist.check(called, group=group)
+        kind = "slot" if how == "slots" else "parameter"
+        assert (report.findings, dict(report.compared), calls.names) == ((), {kind: count}, ["all_reduce"])
         sizes.update(calls.sizes)
     same_on_all_ranks(sizes)
     assert len(sizes) == 1
     assert max(sizes) <= 128
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_clean_check_of_many_slots_is_one_small_all_reduce() -> None:
-    sizes = []
-    for slots in (3, 300):
-        model = nn.Module()
-        manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
-        for i in range(slots):
-            manager.register(f"m{i}", "input", "e4m3")
-        manager.attach()
-        with counted_collectives() as calls:
-            report = manager.check(policy="warn")
-        assert (dict(report.compared), calls.names) == ({"slot": slots}, ["all_reduce"])
-        sizes += calls.sizes
-    same_on_all_ranks(sizes)
-    assert len(set(sizes)) == 1
 
 
 @pytest.mark.slow
@@ -441,27 +427,26 @@ def test_a_clean_check_of_many_slots_is_one_small_all_reduce() -> None:
 def test_check_every_fires_after_so_many_steps_and_costs_nothing_in_between(
     every: int, boundary: str, ddp: bool
 ) -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=every)
-    model: nn.Module = nn.parallel.DistributedDataParallel(net) if ddp else net
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer, boundary=boundary)  # type: ignore[arg-type]
+    job = SmallJob(
+        HISTORY,
+        wrap=nn.parallel.DistributedDataParallel if ddp else unwrapped,
+        attach={"boundary": boundary},
+        check_every=every,
+    )
     counts = []
     for step in range(8):
-        x, y = batch(dist.get_rank(), step)
-        nn.functional.mse_loss(model(x), y).backward()
-        if not ddp:
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
+        job.backward(step)
+        for p in () if ddp else job.net.parameters():
+            dist.all_reduce(p.grad)
         with counted_collectives() as calls:
-            optimizer.step()
+            job.optimizer.step()
             if boundary == "manual":
-                manager.step()
-        optimizer.zero_grad()
+                job.manager.step()
+        job.optimizer.zero_grad()
         counts.append(len(calls.names))
     # The check after step n runs when step n + 1 ends: by then each rank has committed step n.
     assert counts == [1 + bool(every and step and step % every == 0) for step in range(8)]
-    assert manager._cycle.checker.checks == sum(counts) - 8
+    assert job.manager._cycle.checker.checks == sum(counts) - 8
 
 
 @pytest.mark.parametrize(
@@ -470,45 +455,36 @@ def test_check_every_fires_after_so_many_steps_and_costs_nothing_in_between(
 @on_ranks(4, timeout=60)
 def test_a_weight_that_drifts_is_found_by_all_ranks_at_the_next_check(policy: str) -> None:
     """A weight drifts on rank 2 after the third step; checks run every second step. One rank speaks."""
-    net = make_net()
-    manager = fp8dist.prepare(
-        net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=2, check_policy=policy
-    )
-    model = nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
+    job = SmallJob(HISTORY, check_every=2, check_policy=policy)
     told: list[Any] = []
-    manager.on_event(lambda event: told.append((event.kind, event.step)))
+    job.manager.on_event(lambda event: told.append((event.kind, event.step)))
     raised = []
     with captured_log() as log:
         for step in range(6):
-            x, y = batch(dist.get_rank(), step)
-            nn.functional.mse_loss(model(x), y).backward()
             try:
-                optimizer.step()
+                job.step(step)
             except DivergenceError as error:
                 (finding,) = error.report.findings
                 raised.append((step, finding.name, finding.ranks, finding.step, finding.last_good_step))
-            optimizer.zero_grad()
+                job.optimizer.zero_grad()
             if step == 2 and dist.get_rank() == 2:
-                _nudge(net.last.bias, 1)
+                _nudge(job.net.last.bias, 1)
     same_on_all_ranks(raised)
     if policy == "raise":  # In the fifth step; the previous check saw the update of the second.
         assert raised[0] == (4, "last.bias", (2,), 5, 2)
         assert told[0] == ("diverged", 5)
-        said = len(raised)
     else:
         assert raised == []
         assert ("diverged", 5) in told
         assert policy == "warn" or len(told) == 1
-        said = len(told)
+    said = len(raised) if policy == "raise" else len(told)
     assert len(log) == (said if dist.get_rank() == 0 else 0)
 
 
 @on_ranks(4, timeout=60)
 def test_the_last_good_step_is_one_that_was_good_on_all_ranks() -> None:
     """Ranks 0 and 1 have checked without the others since the last check of all ranks."""
-    model, pair = Block(), _pairs()()
+    model, pair = _block(), _pair()
     fp8dist.check(model, group=dist.group.WORLD, step=3)
     if dist.get_rank() < 2:
         fp8dist.check(model, group=pair, step=5)
@@ -527,7 +503,7 @@ def test_the_last_good_step_is_one_that_was_good_on_all_ranks() -> None:
 def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(pickled: bool) -> None:
     """Checks that do not compare the optimizer's state say nothing of it."""
     torch.manual_seed(0)
-    model = Block()
+    model = _block()
     optimizer = torch.optim.Adam(model.parameters())
     model.norm.bias.grad = torch.ones_like(model.norm.bias)
     optimizer.step()
@@ -569,42 +545,29 @@ def test_no_step_was_good_on_a_rank_that_has_not_checked() -> None:
 
 @on_ranks(2, timeout=60)
 def test_a_check_inside_join_is_refused_and_check_every_waits() -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=1)
-    model = nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
-    before = manager._cycle.checker.checks
-    with torch.distributed.algorithms.join.Join([model, manager]):
+    job = SmallJob(HISTORY, check_every=1)
+    before = job.manager._cycle.checker.checks
+    with torch.distributed.algorithms.join.Join([job.called, job.manager]):
         for step in range(2 + dist.get_rank()):
-            x, y = batch(dist.get_rank(), step)
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            job.step(step)
             with pytest.raises(ConfigurationError, match="Join"):
-                manager.check()
+                job.manager.check()
             if step == 0:  # Both ranks are here: a rank without an error returns.
                 with pytest.raises(ConfigurationError, match="Join"):
-                    fp8dist.check(model)
-    assert manager._cycle.checker.checks == before
-    assert manager.check().consistent
+                    fp8dist.check(job.called)
+    assert job.manager._cycle.checker.checks == before
+    assert job.manager.check().consistent
 
 
 def test_a_single_process_verifies_nothing_and_raises_nothing() -> None:
-    net = make_net()
-    report = fp8dist.check(net, policy="warn")
-    assert not report.consistent
-    assert report.findings == ()
-    assert "one rank" in str(report)
-    manager = fp8dist.prepare(net, check_every=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    manager.attach(optimizer=optimizer)
+    report = fp8dist.check(make_net())
+    assert (report.consistent, report.diverged, report.compared) == (False, False, {})
+    assert str(report) == "not verified: nothing was compared\nnot compared: there is one rank, or no process group"
+    job = SmallJob(wrap=unwrapped, check_every=1)
     for step in range(3):
-        x, y = batch(0, step)
-        nn.functional.mse_loss(net(x), y).backward()
-        optimizer.step()
-    assert not manager.check(gradients=True, optimizer=optimizer, policy="raise").diverged
-    assert not fp8dist.check(net, policy="repair").diverged
+        job.step(step)
+    assert not job.manager.check(gradients=True, optimizer=job.optimizer, policy="raise").diverged
+    assert not fp8dist.check(job.net, policy="repair").diverged
 
 
 def test_a_wrong_policy_is_refused() -> None:

@@ -1,21 +1,25 @@
-"""A check names the ranks that differ from a majority, or none if there is no majority."""
+"""A check names the ranks that differ from a majority, or none, and ranks that hold other tensors or none to read."""
 
 from __future__ import annotations
 
 import pickle
+import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import DelayedScaling, DivergenceReport
+from fp8dist import ConfigurationError, DelayedScaling, DivergenceReport
+from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from tests.support.checked import SLOTS, prepared, whole_world
 from tests.support.logs import captured_log
+from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
 
 
@@ -50,14 +54,12 @@ def _disagreeing(values: list[float], where: str) -> Any:
 
 Findings = list[tuple[tuple[int, ...], "int | None", tuple[tuple[int, ...], ...], float, float]]
 
-TWO_OF_TWO: list[tuple[list[float], Findings, int]] = [([1, 2], [((0, 1), None, ((0,), (1,)), 2, 1)], 0)]
-OF_THREE: list[tuple[list[float], Findings, int]] = [
+CASES: list[tuple[list[float], Findings, int]] = [
+    ([1, 2], [((0, 1), None, ((0,), (1,)), 2, 1)], 0),
     ([1, 1, 2], [((2,), 0, ((0, 1), (2,)), 2, 1)], 0),
     ([1, 2, 1], [((1,), 0, ((0, 2), (1,)), 2, 1)], 0),
     ([2, 1, 1], [((0,), 1, ((1, 2), (0,)), 2, 1)], 1),
     ([1, 2, 4], [((0, 1, 2), None, ((0,), (1,), (2,)), 2, 1)], 0),
-]
-OF_FOUR: list[tuple[list[float], Findings, int]] = [
     ([2, 1, 1, 1], [((0,), 1, ((1, 2, 3), (0,)), 2, 1)], 1),
     ([1, 1, 1, 2], [((3,), 0, ((0, 1, 2), (3,)), 2, 1)], 0),
     ([1, 1, 2, 2], [((0, 1, 2, 3), None, ((0, 1), (2, 3)), 2, 1)], 0),
@@ -65,27 +67,25 @@ OF_FOUR: list[tuple[list[float], Findings, int]] = [
     ([1, 2, 4, 4], [((0, 1, 2, 3), None, ((2, 3), (0,), (1,)), 1, 4)], 0),
     ([1, 2, 4, 8], [((0, 1, 2, 3), None, ((0,), (1,), (2,), (3,)), 2, 1)], 0),
 ]
-PLACES = ("parameter", "slot", "sync")
+"""Values of the ranks, findings, and the rank that reports. Of two ranks nobody is the culprit, of three the odd one is
+named, of four the majority decides, and two against two is none."""
 
 
-def _in_turn(cases: list[tuple[list[float], Findings, int]], first: int) -> pytest.MarkDecorator:
-    """Distribute the cases over the places in turn."""
-    return pytest.mark.parametrize(
-        ("values", "expected", "speaker", "where"), [(*case, PLACES[i % 3]) for i, case in enumerate(cases, first)]
-    )
+def _cases_of(ranks: int) -> pytest.MarkDecorator:
+    """The cases of so many ranks, distributed over the places in turn."""
+    cases = [(*case, ("sync", "slot", "parameter")[i % 3]) for i, case in enumerate(CASES) if len(case[0]) == ranks]
+    return pytest.mark.parametrize(("values", "expected", "speaker", "where"), cases)
 
 
 def _assert_sides(pool: RankPool, values: list[float], where: str, expected: Findings, speaker: int) -> None:
     results = pool.run(_disagreeing, values, where)
     for findings, who, text in results:
-        assert [f[:3] for f in findings] == [f[:3] for f in expected]
-        assert [f[3:] for f in findings] == [f[3:] for f in expected]
-        assert who == speaker
+        assert (findings, who) == (expected, speaker)
         assert ("no majority" in text) == (expected[0][1] is None)
         assert (findings, who, text) == results[0]
 
 
-@_in_turn(TWO_OF_TWO, 2)
+@_cases_of(2)
 def test_of_two_ranks_nobody_is_the_culprit(
     two_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
 ) -> None:
@@ -93,7 +93,7 @@ def test_of_two_ranks_nobody_is_the_culprit(
 
 
 @pytest.mark.slow
-@_in_turn(OF_THREE, 1)
+@_cases_of(3)
 def test_of_three_ranks_the_odd_one_is_named(
     three_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
 ) -> None:
@@ -101,17 +101,19 @@ def test_of_three_ranks_the_odd_one_is_named(
 
 
 @pytest.mark.slow
-@_in_turn(OF_FOUR, 2)
+@_cases_of(4)
 def test_of_four_ranks_the_majority_decides_and_two_against_two_is_none(
     four_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
 ) -> None:
     _assert_sides(four_ranks, values, where, expected, speaker)
 
 
-def _at_other_places() -> Any:
+@on_ranks(4)
+def test_the_values_of_all_sides_are_of_one_element() -> None:
     """Ranks 1 and 2 differ from ranks 0 and 3, each first in another element and another field."""
     model, manager = prepared()
     rank = dist.get_rank()
+    usual = manager.slot(*SLOTS[2]).scale.item()
     with torch.no_grad(), captured_log():
         model.p_float32[1] = 7.0
         model.p_float32[1, rank if rank in (1, 2) else 6] = {1: 2.0, 2: 4.0}.get(rank, 7.0)
@@ -119,23 +121,18 @@ def _at_other_places() -> Any:
             manager.slot(*SLOTS[2]).inv_scale.fill_(0.25)
         if rank == 2:
             manager.slot(*SLOTS[2]).scale.fill_(8.0)
-        usual = manager.slot(*SLOTS[1]).scale.item(), manager.slot(*SLOTS[2]).scale.item()
         report = whole_world(model)
-    shown = [(f.name, f.field, f.index, f.value, f.expected, f.values) for f in report.findings]
-    return shown, usual, str(report)
+    assert [(f.name, f.field, f.index, f.value, f.expected, f.values) for f in report.findings] == [
+        ("b:grad_output", "scale", (), 8.0, usual, (usual, usual, 8.0)),
+        ("p_float32", "", (1, 1), 2.0, 7.0, (7.0, 2.0, 7.0)),
+    ]
+    lines = str(report).splitlines()
+    assert ["2", "8.0"] in [line.split()[:2] for line in lines]
+    assert all(any(line.startswith(f"  rank {r}: host ") for line in lines) for r in range(4))
 
 
-def test_the_values_of_all_sides_are_of_one_element(four_ranks: RankPool) -> None:
-    results = four_ranks.run(_at_other_places)
-    (slot, parameter), (_, scale), text = results[0]
-    assert parameter == ("p_float32", "", (1, 1), 2.0, 7.0, (7.0, 2.0, 7.0))
-    assert slot == ("b:grad_output", "scale", (), 8.0, scale, (scale, scale, 8.0))
-    rows = [line.split() for line in text.splitlines()]
-    assert ["2", "8.0"] in [row[:2] for row in rows]
-    assert all(any(line.startswith(f"  rank {r}: host ") for line in text.splitlines()) for r in range(4))
-
-
-def _damaged_apart() -> Any:
+@on_ranks(3)
+def test_ranks_damaged_in_different_tensors_are_each_named() -> None:
     model, manager = prepared()
     with torch.no_grad(), captured_log():
         if dist.get_rank() == 1:
@@ -146,23 +143,18 @@ def _damaged_apart() -> Any:
             manager.slot(*SLOTS[1]).amax.fill_(9.0)
         if dist.get_rank() == 0:
             model.scalar.fill_(3.0)
-        return [(f.kind, f.name, f.ranks, f.reference_rank) for f in whole_world(model).findings]
-
-
-def test_ranks_damaged_in_different_tensors_are_each_named(three_ranks: RankPool) -> None:
-    expected = {
+        found = [(f.kind, f.name, f.ranks, f.reference_rank) for f in whole_world(model).findings]
+    assert sorted(found) == [
+        ("history", "a:input", (1,), 0),
+        ("history", "a:weight", (2,), 0),
         ("parameter", "p_float32", (1,), 0),
         ("parameter", "p_float64", (2,), 0),
         ("parameter", "scalar", (0,), 1),
-        ("history", "a:input", (1,), 0),
-        ("history", "a:weight", (2,), 0),
-    }
-    for findings in three_ranks.run(_damaged_apart):
-        assert set(findings) == expected
-        assert len(findings) == len(expected)
+    ]
 
 
-def _hidden_behind_others() -> Any:
+@on_ranks(3)
+def test_a_sync_does_not_accuse_the_wrong_rank_of_a_slot_that_another_did_not_tell_of() -> None:
     """Of 40 slots, rank 1 has 16 wrong ones; in a later slot only rank 0 is wrong."""
     model = nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=2), group=dist.group.WORLD, check_policy="warn")
@@ -178,12 +170,9 @@ def _hidden_behind_others() -> Any:
     manager.on_event(lambda event: reports.append(event.report))  # type: ignore[arg-type]
     with captured_log():
         manager.step()
-    assert model is not None
-    return [(f.ranks, f.reference_rank) for f in reports[0].findings if f.name == "m30:input"]
-
-
-def test_a_sync_does_not_accuse_the_wrong_rank_of_a_slot_that_another_did_not_tell_of(three_ranks: RankPool) -> None:
-    assert three_ranks.run(_hidden_behind_others) in ([[((0,), 1)]] * 3, [[]] * 3)
+    found = [(f.ranks, f.reference_rank) for f in reports[0].findings if f.name == "m30:input"]
+    assert found in ([], [((0,), 1)])
+    same_on_all_ranks(found)
 
 
 @on_ranks(3)
@@ -222,7 +211,8 @@ class _Stack(nn.Module):
         return out
 
 
-def _with_a_later_head() -> tuple[list[str], list[str], str]:
+@on_ranks(2)
+def test_a_parameter_that_came_after_ddp_explains_the_others() -> None:
     torch.manual_seed(0)
     model = _Stack()
     wrapper = DistributedDataParallel(model)
@@ -231,15 +221,134 @@ def _with_a_later_head() -> tuple[list[str], list[str], str]:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     wrapper(x).square().sum().backward()  # Its bucket waits for the old head: DDP reduces nothing.
     optimizer.step()
-    report = fp8dist.check(wrapper, step=1, policy="warn")
+    with captured_log():
+        report = fp8dist.check(wrapper, step=1, policy="warn")
     late = [finding.name for finding in report.findings if "DDP was made before this parameter" in finding.detail]
-    return [finding.name for finding in report.findings], late, str(report)
-
-
-def test_a_parameter_that_came_after_ddp_explains_the_others(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_with_a_later_head)
-    assert first == second
-    names, late, text = first
+    names = [finding.name for finding in report.findings]
     assert names[:2] == late == ["head.bias", "head.weight"]
     assert names[2:4] == ["blocks.0.bias", "blocks.0.weight"]
-    assert "and does not reduce its gradient" in " ".join(text.split())
+    assert "and does not reduce its gradient" in " ".join(str(report).split())
+    same_on_all_ranks(str(report))
+
+
+# Ranks that hold other tensors, or fail to read theirs -----------------------------------------------
+
+
+def _plain(**parameters: Tensor) -> nn.Module:
+    model = nn.Module()
+    for name, value in parameters.items():
+        model.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    return model
+
+
+ones = torch.ones
+
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], set[str]]] = {
+    "one more": (lambda: _plain(a=ones(3)), lambda: _plain(a=ones(3), b=ones(2)), {"b"}),
+    "one less": (lambda: _plain(a=ones(3), b=ones(2)), lambda: _plain(a=ones(3)), {"b"}),
+    "none at all": (lambda: _plain(a=ones(3)), lambda: _plain(), {"a"}),
+    "another name": (lambda: _plain(a=ones(3)), lambda: _plain(b=ones(3)), {"a", "b"}),
+    "another dtype": (lambda: _plain(a=ones(3)), lambda: _plain(a=ones(3, dtype=torch.bfloat16)), {"a"}),
+    "another shape": (lambda: _plain(a=ones(3, 2)), lambda: _plain(a=ones(2, 3)), {"a"}),
+    "another size": (lambda: _plain(a=ones(3)), lambda: _plain(a=ones(4)), {"a"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "odd", "also_damaged"), [(what, 3 * (i % 2), i % 4 > 1) for i, what in enumerate(DIFFERENT)]
+)
+@on_ranks(4, timeout=30)
+def test_a_rank_that_holds_other_tensors_is_reported(what: str, odd: int, also_damaged: bool) -> None:
+    reference = 1 if odd == 0 else 0
+    usual, other, different = DIFFERENT[what]
+    model = (other if dist.get_rank() == odd else usual)()
+    model.same = nn.Parameter(torch.full((2, 2), 5.0))
+    if also_damaged and dist.get_rank() == 2:
+        model.same.data[1, 0] = 6.0
+    start = time.monotonic()
+    with captured_log():
+        report = whole_world(model)
+    assert time.monotonic() - start < 5
+    layout = [f for f in report.findings if f.kind == "layout"]
+    assert {f.name for f in layout} == different
+    assert {(f.ranks, f.reference_rank) for f in layout} == {((odd,), reference)}
+    assert all(f"rank {odd}: " in f.detail and f"rank {reference}: " in f.detail for f in layout)
+    rest = [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings if f.kind != "layout"]
+    assert rest == ([("parameter", "same", (2,), 0)] if also_damaged else [])
+    same_on_all_ranks([(f.kind, f.name, f.ranks, f.reference_rank, f.detail) for f in report.findings])
+
+
+@on_ranks(4)
+def test_the_order_of_parameters_does_not_matter() -> None:
+    names = ["a", "b", "c"] if dist.get_rank() else ["c", "a", "b"]
+    assert whole_world(_plain(**{name: torch.full((3,), float(ord(name))) for name in names})).findings == ()
+
+
+class _Raises(nn.Module):
+    """A model that raises when it is inspected."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        raise KeyError("broken property")
+
+
+def _uninitialised() -> nn.Module:
+    model = nn.Module()
+    model.a = nn.UninitializedParameter()
+    return model
+
+
+BROKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "meta": (lambda: _plain(a=torch.ones(3, device="meta")), "meta device"),
+    "raises": (_Raises, "broken property"),
+    "uninitialised": (_uninitialised, "ninitialized"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@on_ranks(2)
+def test_the_same_mistake_on_all_ranks_is_no_divergence(what: str) -> None:
+    with captured_log() as log, pytest.raises(ConfigurationError) as caught:
+        whole_world(BROKEN[what][0]())
+    assert log == []
+    text = str(caught.value)
+    assert text.startswith("check() could not read what it compares, on any rank: ")
+    assert text.count(BROKEN[what][1]) == 1  # Once for all ranks.
+
+
+@pytest.mark.parametrize(("what", "odd"), [("meta", [0]), ("raises", [1, 2]), ("uninitialised", [3])])
+@on_ranks(4, timeout=30)
+def test_a_rank_that_cannot_build_its_part_is_reported_by_all(what: str, odd: list[int]) -> None:
+    model = BROKEN[what][0]() if dist.get_rank() in odd else _plain(a=ones(3))
+    start = time.monotonic()
+    with captured_log():
+        report = whole_world(model)
+    assert time.monotonic() - start < 5
+    assert not report.consistent
+    assert [(f.kind, f.ranks) for f in report.findings] == [("error", (rank,)) for rank in odd]
+    assert all(BROKEN[what][1] in f.detail for f in report.findings)
+    same_on_all_ranks([(f.kind, f.ranks, f.detail) for f in report.findings])
+
+
+@pytest.mark.parametrize("damage", [True, False])
+@on_ranks(4)
+def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(damage: bool) -> None:
+    """``module`` is a name that wrappers use, and that a model may use too."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(4))
+    model.module = nn.Module()
+    model.module.weight = nn.Parameter(torch.ones(4))
+    if dist.get_rank() == 1:
+        if damage:
+            model.weight.data[2] = 5.0
+        else:
+            model.weight, model.module.weight = model.module.weight, model.weight
+    with captured_log():
+        report = whole_world(model)
+    assert not report.consistent
+    assert {(f.kind, f.ranks, f.reference_rank) for f in report.findings} == {("parameter", (1,), 0)}
+
+
+def test_a_tensor_that_cannot_be_read_is_named() -> None:
+    content = TensorContent("parameter", [NamedTensor("there", torch.zeros(3, device="meta"))])
+    with pytest.raises(ValueError, match=r"parameter 'there': it is on the meta device"):
+        content.digests(Digester())

@@ -1,9 +1,10 @@
-"""With policy "warn", a difference that stands gets one table, then a line for each report, and one when it is gone."""
+"""A difference that stands gets one table, then a line for each report. What a sync proves is reported."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from torch import nn
 import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport, StateManager
 from tests.support.collectives import counted_collectives
+from tests.support.elements import flip
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import RankPool, on_ranks
+from tests.support.training import SmallJob, batch, make_net, unwrapped
 
 
 def _model(**settings: Any) -> tuple[nn.Module, StateManager]:
@@ -116,7 +120,6 @@ def _syncs(ranks: list[int]) -> Any:
         with captured_log() as log:
             manager.step()
         logged.append([text for _, text in log])
-    assert model is not None
     return logged, [(f.step, f.kind, f.name, f.ranks) for f in findings]
 
 
@@ -140,26 +143,23 @@ def test_a_sync_logs_a_table_once_then_lines(pool: int, two_ranks: RankPool, fou
         assert found == findings
 
 
-def _without_a_manager() -> list[int]:
+@on_ranks(2)
+def test_a_check_without_a_manager_logs_tables() -> None:
     model = nn.Linear(3, 3)
     model.bias.data.fill_(dist.get_rank())
     model.weight.data.fill_(0)
-    logged = []
-    for step in (1, 2):
-        with captured_log() as log:
+    with captured_log() as log:
+        for step in (1, 2):
             fp8dist.check(model, group=dist.group.WORLD, step=step, policy="warn")
-        logged.append([text.split("\n")[0] for _, text in log])
-    return logged
+    first = dist.get_rank() == 0
+    assert [text.split("\n")[0] for _, text in log] == ["parameters differ between ranks"] * 2 * first
 
 
-def test_a_check_without_a_manager_logs_tables(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_without_a_manager)[0] == [["parameters differ between ranks"]] * 2
-
-
-def _with_two_managers() -> Any:
+@on_ranks(3)
+def test_each_manager_remembers_for_itself() -> None:
     """Two prepared models, and a copy of one: each manager remembers what it has logged itself."""
     first, manager = _model()
-    second, other = _model()
+    _second, other = _model()
     for each in (manager, other):
         _damage(each, 1)
     with captured_log() as log:
@@ -168,25 +168,17 @@ def _with_two_managers() -> Any:
         other.check(policy="warn")
         fp8dist.check(first, step=9, policy="warn")
         fp8dist.check(copy.deepcopy(first.module), group=dist.group.WORLD, step=9, policy="warn")
-    lines = [text.split("\n")[0] for _, text in log]
-    assert second is not None
-    return lines
-
-
-def test_each_manager_remembers_for_itself(three_ranks: RankPool) -> None:
     table, line = "FP8 state differs between ranks", "still: history of '0:input' on rank 1"
-    assert three_ranks.run(_with_two_managers) == [
-        [table, f"fp8dist: {line}", table, f"fp8dist: step 9: {line}", table],
-        [],
-        [],
-    ]
+    expected = [table, f"fp8dist: {line}", table, f"fp8dist: step 9: {line}", table]
+    assert [text.split("\n")[0] for _, text in log] == ([] if dist.get_rank() else expected)
 
 
-def _many() -> Any:
-    """Of a model with 40 parameters, all differ; later all but one."""
+@on_ranks(3)
+def test_many_lines_are_counted() -> None:
+    """Of a model with 40 parameters, all differ; later all are equal again."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(40)])
     holder = nn.ModuleList([nn.Linear(2, 2), model])
-    manager = fp8dist.prepare(holder, DelayedScaling(history_len=2), group=dist.group.WORLD)
+    fp8dist.prepare(holder, DelayedScaling(history_len=2), group=dist.group.WORLD)
     texts = []
     for value in (1.0, 1.0, 0.0):
         for parameter in model:
@@ -194,13 +186,47 @@ def _many() -> Any:
         with captured_log() as log:
             fp8dist.check(holder, group=dist.group.WORLD, policy="warn")
         texts.append([text for _, text in log])
-    assert manager is not None
-    return texts
+    if dist.get_rank() == 0:
+        assert [len(each) for each in texts] == [1, 9, 9]
+        assert texts[1][-1] == "fp8dist: still: 32 more"
+        assert texts[2][-1] == "fp8dist: equal again: 32 more"
 
 
-def test_many_lines_are_counted(three_ranks: RankPool) -> None:
-    first, second, third = three_ranks.run(_many)[0]
-    assert len(first) == 1
-    assert len(second) == len(third) == 9
-    assert second[-1] == "fp8dist: still: 32 more"
-    assert third[-1] == "fp8dist: equal again: 32 more"
+# Damage that a sync proves, although its commit has repaired it --------------------------------------
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_who_catches_what_a_check_raised_goes_on() -> None:
+    """The step after a caught error gets no additional check."""
+    job = SmallJob(DelayedScaling(history_len=4), wrap=unwrapped, check_every=3)
+    checker, errors = job.manager._cycle.checker, 0
+    with mock.patch.object(checker, "check", side_effect=fp8dist.DivergenceError(DivergenceReport())):
+        for step in range(9):
+            try:
+                job.step(step)
+            except fp8dist.DivergenceError:
+                errors += 1
+    assert (errors, job.manager.steps) == (2, 7)
+
+
+@on_ranks(3, timeout=60)
+def test_ranks_act_on_a_verdict_together_though_one_has_compiled() -> None:
+    """Under next_step without hooks, where only rank 0 has compiled a function. It commits earlier, but must not read
+    verdicts earlier than the others, or ranks would hang."""
+    net = make_net()
+    recipe = DelayedScaling(history_len=4, update="next_step")
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy="warn")
+    manager.attach(boundary="manual")
+    told: list[int] = []
+    manager.on_event(lambda event: told.append(event.step) if event.kind == "diverged" else None)
+    with mock.patch("fp8dist.job.cycle.compiled_any", return_value=dist.get_rank() == 0), captured_log():
+        for step in range(5):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(net(x), y).backward()
+            if step == 2 and dist.get_rank() == 1:
+                manager.steps  # noqa: B018 (commits what is due)
+                flip(manager.slot("branch", "weight").scale, 20)
+            manager.step()
+    same_on_all_ranks(told)
+    assert len(told) == 1

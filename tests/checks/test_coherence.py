@@ -10,6 +10,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -201,25 +202,19 @@ def test_what_wraps_optimizers_is_looked_into() -> None:
     assert stale_weights(engine, []) == ["0.weight"]
 
 
-def test_what_no_rule_can_read_is_named() -> None:
-    """Masters under no known name, in another format, as the remainders of weights; a weight in a subclass."""
+@pytest.mark.parametrize("kind", ["Masters", "SGD"])
+def test_what_no_rule_can_read_is_named(kind: str) -> None:
+    """Masters under no known name, in another format, as the remainders of weights: also of an optimizer that holds the
+    model's own parameters."""
     model = _mlp()
-    optimizer = Masters(model)
-    for weight, master in zip(optimizer.weights, optimizer.masters):
-        del weight.main_param  # type: ignore[attr-defined]
-        optimizer.state[weight] = {"master_param": master.detach().to(torch.int16)}
-    report = fp8dist.check(model, coherence=True, optimizer=optimizer)
-    assert report.compared_by == {"inside the rank": 0}
-    assert report.skipped[-1] == "4 tensors of Masters that are not the model's parameters"
-
-
-def test_remainders_are_named_although_the_optimizer_holds_the_model_s_own_parameters() -> None:
-    model = _mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: Any = Masters(model) if kind == "Masters" else torch.optim.SGD(model.parameters(), lr=0.1)
     for weight in model.parameters():
+        if kind == "Masters":
+            del weight.main_param  # type: ignore[attr-defined]
         optimizer.state[weight] = {"master_param": torch.zeros(weight.shape, dtype=torch.int16)}
     report = fp8dist.check(model, coherence=True, optimizer=optimizer)
-    assert report.skipped[-1] == "4 tensors of SGD that are not the model's parameters"
+    assert report.compared_by == {"inside the rank": 0}
+    assert report.skipped[-1] == f"4 tensors of {kind} that are not the model's parameters"
 
 
 class _Odd:
@@ -283,29 +278,28 @@ def test_bits_count_but_not_those_of_nan(value: float, master: float, differs: i
     assert len(stale_weights(model, [])) == differs
 
 
-def _many(model: nn.Module) -> fp8dist.DivergenceReport:
+def _stale(count: int) -> nn.ParameterList:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(count)])
     for weight in model.parameters():
         weight.main_param = weight.detach().float() + 1  # type: ignore[attr-defined]
-    return fp8dist.check(model, coherence=True, policy="warn", group=dist.group.WORLD)
+    return model
 
 
-def test_ranks_that_find_the_same_share_a_finding_and_the_rest_is_counted(three_ranks: RankPool) -> None:
+@on_ranks(3)
+def test_ranks_that_find_the_same_share_a_finding_and_the_rest_is_counted() -> None:
     with captured_log():
-        reports = three_ranks.run(_many, nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(20)]))
-    for report in reports:
-        assert [f.ranks for f in report.findings] == [(0, 1, 2)] * 17
-        assert [len(f.hosts) for f in report.findings] == [3] * 17
-        assert "4 further tensors that do not fit together" in str(report)
-        assert str(report).startswith("tensors of a rank that must belong together differ")
-        assert "no majority" not in str(report)
-        assert "coherence of '0' on ranks 0, 1, 2 (" in report.summary()
+        report = fp8dist.check(_stale(20), coherence=True, policy="warn", group=dist.group.WORLD)
+    assert [f.ranks for f in report.findings] == [(0, 1, 2)] * 17
+    assert [len(f.hosts) for f in report.findings] == [3] * 17
+    assert "4 further tensors that do not fit together" in str(report)
+    assert str(report).startswith("tensors of a rank that must belong together differ")
+    assert "no majority" not in str(report)
+    assert "coherence of '0' on ranks 0, 1, 2 (" in report.summary()
 
 
 def test_only_what_is_shown_is_located() -> None:
     """A load may leave thousands of masters behind, and to locate an element reads the tensor again."""
-    model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(40)])
-    for weight in model.parameters():
-        weight.main_param = weight.detach().float() + 1  # type: ignore[attr-defined]
+    model = _stale(40)
     with mock.patch.object(coherence, "unravel", wraps=coherence.unravel) as located:
         assert stale_weights(model, []) == [str(i) for i in range(40)]
         assert not located.called
@@ -396,25 +390,21 @@ def test_a_load_that_cannot_be_compared_does_not_stop_the_step() -> None:
     ]
 
 
-def _repaired() -> Any:
+@on_ranks(3)
+def test_an_odd_weight_with_a_master_is_still_repaired() -> None:
     """An element of a weight changes on the last rank, which has its master; and then in the masters of all ranks."""
     model = _mlp()
     Masters(model)
     whole = DistributedDataParallel(model)
-    if dist.get_rank() == dist.get_world_size() - 1:
+    if dist.get_rank() == 2:
         model[2].weight.data[1, 2] = 3.0
     with captured_log():
         report = fp8dist.check(whole, coherence=True, policy="repair")
         model[2].weight.main_param.data[1, 2] = 3.0  # type: ignore[union-attr]
         with pytest.raises(fp8dist.DivergenceError, match="nothing was copied"):
             fp8dist.check(whole, coherence=True, policy="repair")
-    return report.repaired, sorted({f.kind for f in report.findings})
-
-
-def test_an_odd_weight_with_a_master_is_still_repaired(three_ranks: RankPool) -> None:
-    for repaired, kinds in three_ranks.run(_repaired):
-        assert repaired == ("parameter '2.weight' on rank 2, from rank 0",)
-        assert kinds == ["coherence", "parameter"]
+    assert report.repaired == ("parameter '2.weight' on rank 2, from rank 0",)
+    assert {f.kind for f in report.findings} == {"coherence", "parameter"}
 
 
 # FP8 casts ---------------------------------------------------------------------------------------
@@ -466,7 +456,7 @@ def test_casts_that_are_kept_for_a_step_fit_their_weights(name: str) -> None:
     assert " at [3, 4], 1 of " in finding.detail
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name].casts_experts])
+@pytest.mark.parametrize("name", RECIPES)
 def test_casts_of_experts_that_are_stored_transposed_fit_their_weights(name: str) -> None:
     model = Mixture(Experts(transposed=True))
     manager = fp8dist.prepare(model, RECIPES[name])
@@ -503,9 +493,12 @@ def test_a_cast_is_freed_before_the_next_weight_is_cast() -> None:
 # FSDP2's gathered weights ------------------------------------------------------------------------
 
 
-def _gathered(keeps: bool, half: bool, gather: bool) -> Any:
+@pytest.mark.parametrize(("half", "gather"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("keeps", [False, True])
+@on_ranks(3)
+def test_weights_that_stay_gathered_while_their_shards_change_are_named(keeps: bool, half: bool, gather: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))  # Cut into 11, 11 and 10 rows.
+    model: Any = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))  # Cut into 11, 11 and 10 rows.
     options: Any = {"group": dist.group.WORLD, "amax_sync": True, "check_every": 1, "fp8_all_gather": gather}
     manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), check_policy="warn", **options)
     mixed = MixedPrecisionPolicy(param_dtype=BF16) if half else MixedPrecisionPolicy()
@@ -518,6 +511,7 @@ def _gathered(keeps: bool, half: bool, gather: bool) -> Any:
         model.set_reshard_after_backward(False)
     seen: list[Any] = []
     manager.on_event(lambda event: seen.append((event.step, _found(event.report))) if event.report else None)
+    found: list[Any] = []
     with captured_log():
         for _ in range(3):
             model(torch.randn(16, 16)).float().square().mean().backward()
@@ -526,26 +520,14 @@ def _gathered(keeps: bool, half: bool, gather: bool) -> Any:
             optimizer.zero_grad()
             found = _found(manager.check(coherence=True, policy="warn"))
             if found:
-                return found
-    assert seen == []
-    return []
-
-
-@pytest.mark.parametrize(("half", "gather"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_weights_that_stay_gathered_while_their_shards_change_are_named(
-    three_ranks: RankPool, keeps: bool, half: bool, gather: bool
-) -> None:
-    for found in three_ranks.run(_gathered, keeps, half, gather):
-        if not keeps:
-            assert found == []
-            continue
-        names = {name for _, name, _, _ in found}
-        assert names == ({"0.bias", "2.bias"} if gather else {"0.weight", "0.bias", "2.weight", "2.bias"})
-        assert {ranks for _, _, ranks, _ in found} == {(0, 1, 2)}
-        assert all(
-            "gathered before its shard changed: " in detail and detail.endswith(" (rank 0)") for *_, detail in found
-        )
+                break
+    if not keeps:
+        assert (found, seen) == ([], [])
+        return
+    names = {"0.bias", "2.bias"} if gather else {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert {name for _, name, _, _ in found} == names
+    assert {ranks for _, _, ranks, _ in found} == {(0, 1, 2)}
+    assert all("gathered before its shard changed: " in text and text.endswith(" (rank 0)") for *_, text in found)
 
 
 # Ties --------------------------------------------------------------------------------------------
@@ -556,27 +538,21 @@ def _untie(model: nn.Module) -> None:
     model.load_state_dict(state, assign=True)
 
 
-def test_a_tie_that_a_load_has_cut_is_named() -> None:
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_tie_that_a_load_has_cut_is_named(prepared: bool) -> None:
     torch.manual_seed(0)
     model = Tied()
-    manager = fp8dist.prepare(model, fp8dist.CurrentScaling())
-    manager.attach(model, start=None)
-    assert manager.check(coherence=True).findings == ()
+    check: Any = partial(fp8dist.check, model)
+    if prepared:
+        check = fp8dist.prepare(model, fp8dist.CurrentScaling()).attach(model, start=None).check
+    assert check(coherence=True).findings == ()
+    if not prepared:
+        fp8dist.check(copy.deepcopy(model), coherence=True)
     _untie(model)
     with captured_log():
-        report = manager.check(coherence=True, policy="warn")
-    assert _found(report) == [
-        ("coherence", "head.weight", (0,), "no longer tied to 'embed.weight', as at attach: another tensor")
-    ]
-
-
-def test_a_model_that_is_not_prepared_remembers_its_ties_too() -> None:
-    model = Tied()
-    fp8dist.check(model, coherence=True)
-    fp8dist.check(copy.deepcopy(model), coherence=True)
-    _untie(model)
-    with captured_log(), pytest.raises(fp8dist.DivergenceError, match=r"no longer tied to 'embed.weight'"):
-        fp8dist.check(model, coherence=True)
+        report = check(coherence=True, policy="warn")
+    says = "no longer tied to 'embed.weight', as at attach: another tensor"
+    assert _found(report) == [("coherence", "head.weight", (0,), says)]
 
 
 @pytest.mark.parametrize("attached", [True, False])
@@ -634,15 +610,13 @@ def test_ties_of_names_that_wrappers_make_alike() -> None:
         assert fp8dist.check(model, coherence=True).findings == ()
 
 
-def _wrapped_ties(how: str) -> Any:
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@on_ranks(2)
+def test_ties_that_wrappers_keep_are_silent(how: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = Tied(config=True)
     manager = fp8dist.prepare(model, fp8dist.CurrentScaling(), group=dist.group.WORLD, check_every=1)
-    whole: nn.Module = model
-    if how == "ddp":
-        whole = DistributedDataParallel(model)
-    else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    whole = DistributedDataParallel(model) if how == "ddp" else fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager.attach(whole, optimizer=optimizer)
     for _ in range(3):
@@ -650,18 +624,13 @@ def _wrapped_ties(how: str) -> Any:
         optimizer.step()
         optimizer.zero_grad()
         assert fp8dist.check(whole, coherence=True).findings == ()
-    return True
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_ties_that_wrappers_keep_are_silent(two_ranks: RankPool, how: str) -> None:
-    assert two_ranks.run(_wrapped_ties, how) == [True, True]
 
 
 # Cost, and the bytes by way ----------------------------------------------------------------------
 
 
-def _cost() -> Any:
+@on_ranks(2)
+def test_without_a_finding_it_sends_nothing_more() -> None:
     model = _mlp()
     optimizer = Masters(model)
     fp8dist.check(model, group=dist.group.WORLD)
@@ -670,15 +639,11 @@ def _cost() -> Any:
         with counted_collectives() as calls:
             fp8dist.check(model, group=dist.group.WORLD, coherence=asked, optimizer=optimizer)
         counts.append((calls.names, calls.sizes))
-    return counts
+    assert counts[0] == counts[1]
 
 
-def test_without_a_finding_it_sends_nothing_more(two_ranks: RankPool) -> None:
-    for without, with_it in two_ranks.run(_cost):
-        assert with_it == without
-
-
-def _ways() -> Any:
+@on_ranks(2)
+def test_the_report_says_how_many_bytes_were_compared_by_which_way() -> None:
     """Of a model by hand: one parameter in DDP, one along an axis, one of this rank alone, and masters of all."""
     torch.manual_seed(0)
     inner = nn.Linear(8, 8, bias=False)
@@ -688,14 +653,10 @@ def _ways() -> Any:
     for weight in model.parameters():
         weight.main_param = weight.detach().clone()  # type: ignore[attr-defined]
     report = fp8dist.check(model, axes={"tp": dist.group.WORLD}, coherence=True)
-    return dict(report.compared_by), list(report.compared_by), str(report)
-
-
-def test_the_report_says_how_many_bytes_were_compared_by_which_way(two_ranks: RankPool) -> None:
-    for ways, order, text in two_ranks.run(_ways):
-        assert ways == {"copies": 256, "axis tp": 32, "inside the rank": 256 + 32 + 64, "not compared": 64}
-        assert order == ["copies", "axis tp", "inside the rank", "not compared"]
-        assert "bytes by way: copies 256 B, axis tp 32 B, inside the rank 352 B, not compared 64 B\n" in text
+    ways = {"copies": 256, "axis tp": 32, "inside the rank": 256 + 32 + 64, "not compared": 64}
+    assert list(report.compared_by.items()) == list(ways.items())
+    told = "bytes by way: copies 256 B, axis tp 32 B, inside the rank 352 B, not compared 64 B\n"
+    assert told in str(report)
 
 
 def test_at_rest_is_a_way_too() -> None:

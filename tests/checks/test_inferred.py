@@ -18,7 +18,7 @@ from fp8dist.state.groups import SyncGroup
 from tests.support.collectives import counted_collectives
 from tests.support.large_world import SIZE, world
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 WIDTH = 16
 
@@ -131,13 +131,24 @@ QUIET: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("program", QUIET)
-def test_what_may_part_is_silent(two_ranks: RankPool, program: str) -> None:
-    assert [texts for texts, *_ in two_ranks.run(_trains, QUIET[program])] == [[], []]
+@on_ranks(2)
+def test_what_may_part_is_silent(program: str) -> None:
+    assert _train(**QUIET[program])[0] == []
 
 
-def test_a_frozen_copy_that_parts_is_warned_of(two_ranks: RankPool) -> None:
-    (texts, _, _), _ = two_ranks.run(_trains, {"changes": "freeze", "damaged": "norm.bias", "at": 6})
-    assert [text.partition(" no longer")[0] for text in texts] == ["fp8dist: step 5:"]
+@on_ranks(2)
+def test_a_frozen_copy_that_parts_is_warned_of() -> None:
+    texts, *_ = _train(changes="freeze", damaged="norm.bias", at=6)
+    said = [] if dist.get_rank() else ["fp8dist: step 5:"]
+    assert [text.partition(" no longer")[0] for text in texts] == said
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_read_ends_it_on_all_ranks() -> None:
+    texts, ways, _ = _train(damaged="norm.bias", at=6, fails=True)
+    said = ["fp8dist: rank 1: cannot look for copies, and no longer does: out of memory"]
+    assert texts == said * dist.get_rank()
+    assert "inferred" not in ways
 
 
 def test_which_parameters_are_trained() -> None:
@@ -157,10 +168,6 @@ def test_which_parameters_are_trained() -> None:
     assert inferred._trained({}) == set()
 
 
-def _trains(options: dict[str, Any]) -> Any:
-    return _train(**options)
-
-
 def _messages(rank: int, size: int) -> list[tuple[str, int]]:
     with world(rank, size), counted_collectives() as calls:
         model = Net()
@@ -172,10 +179,3 @@ def _messages(rank: int, size: int) -> list[tuple[str, int]]:
 
 def test_16_384_ranks_send_the_same_messages_as_two() -> None:
     assert _messages(SIZE - 1, SIZE) == _messages(1, 2) == [("all_reduce", 8 * (1 + 3 * len(ALL)))] * 3
-
-
-def test_a_rank_that_cannot_read_ends_it_on_all_ranks(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_trains, {"damaged": "norm.bias", "at": 6, "fails": True})
-    assert first[0] == []
-    assert second[0] == ["fp8dist: rank 1: cannot look for copies, and no longer does: out of memory"]
-    assert "inferred" not in first[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from fp8dist.errors import DivergenceError
 from tests.support.logs import captured_log
 from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
+from tests.support.training import SmallJob, batch, bits, make_net, parameter_bits, state_bits, unwrapped
 
 HANG = 30.0
 """Seconds after which ranks count as hung."""
@@ -130,7 +132,7 @@ def _slots(policy: str = "warn") -> tuple[nn.Module, StateManager]:
 @on_ranks(3)
 def test_whole_slots_are_repaired() -> None:
     odd = 1
-    model, manager = _slots()
+    _model, manager = _slots()
     healthy = state_bits(manager)
     arena = manager._syncs[0].arena
     if dist.get_rank() == odd:
@@ -154,12 +156,11 @@ def test_whole_slots_are_repaired() -> None:
         manager.slot(name, "input").record(torch.tensor([0.5 + i]))
     manager.step()
     same_on_all_ranks((bits(arena.block_max), state_bits(manager)))
-    assert model is not None
 
 
 def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
     """Policy "repair" in a running job: the sync finds the scale, and the check repairs other damage with it."""
-    model, manager = _slots(policy="repair")
+    _model, manager = _slots(policy="repair")
     events: list[Any] = []
     manager.on_event(lambda event: events.append(event.report))
     if dist.get_rank() == odd:
@@ -173,7 +174,6 @@ def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
                 manager.slot(name, "input").record(torch.tensor([2.0 + step]))
             manager.step()
         report = manager.check(policy="warn")
-    assert model is not None
     return state_bits(manager), [r.repaired for r in events], report.consistent, len(log)
 
 
@@ -202,14 +202,9 @@ def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
     if layout == "extra" and dist.get_rank() == 1:
         model.extra = nn.Parameter(torch.ones(2))
     step = 5 + (layout == "step" and dist.get_rank() == 1)
-    before = parameter_bits(model)
-    start = time.monotonic()
+    before, start = parameter_bits(model), time.monotonic()
     with captured_log() as log:
-        try:
-            report = fp8dist.check(model, group=dist.group.WORLD, policy="repair", step=step)
-            raised = False
-        except DivergenceError as error:
-            report, raised = error.report, True
+        report, raised = _repaired(model, step=step)
     assert time.monotonic() - start < 10 or len(values) == 1300
     same_on_all_ranks(repr(report.findings))
     return raised, parameter_bits(model) == before, report.repaired, str(report), len(log)
@@ -227,6 +222,14 @@ REFUSED: dict[str, tuple[dict[str, list[float]], str]] = {
 }
 """Values of parameters by rank. Without a majority for everything, or if ranks differ in more than content, nothing is
 touched."""
+
+
+def _repaired(model: nn.Module, **arguments: Any) -> tuple[fp8dist.DivergenceReport, bool]:
+    """Return the report of a repair, and True if it raised."""
+    try:
+        return fp8dist.check(model, group=dist.group.WORLD, policy="repair", **arguments), False
+    except DivergenceError as error:
+        return error.report, True
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -296,53 +299,36 @@ def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused() 
     if odd:
         with torch.no_grad():
             model.last.bias[0] += 1
-    before = parameter_bits(model)
-    start = time.monotonic()
+    before, start = parameter_bits(model), time.monotonic()
     with captured_log():
-        try:
-            report = fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer, policy="repair")
-        except DivergenceError as error:
-            report = error.report
+        report, _ = _repaired(model, optimizer=optimizer)
     unchanged = parameter_bits(model) == before
     if report.consistent:
         assert optimizer.state[model.first.weight]["step"] == 3
-        assert unchanged == (dist.get_rank() != 2)
-    else:
-        assert unchanged
+    assert unchanged == (not report.consistent or not odd)
     assert time.monotonic() - start < 3
 
 
 def _train(damaged_rank: int | None, entry: str) -> Any:
     """Run eight steps of DDP in FP8. After the fourth, scramble and repair everything on one rank."""
-    net = make_net(seed=3)
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
-    model = nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
+    job = SmallJob(DelayedScaling(history_len=4), net=make_net(seed=3), optimizer=torch.optim.AdamW)
     losses = []
     for step in range(8):
-        x, y = batch(dist.get_rank(), step)
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(job.step(step))
         if step == 3 and damaged_rank is not None:
             if dist.get_rank() == damaged_rank:
-                for i, p in enumerate(net.parameters()):
+                for i, p in enumerate(job.net.parameters()):
                     _scramble(p, i)
-                    for j, value in enumerate(optimizer.state[p].values()):
+                    for j, value in enumerate(job.optimizer.state[p].values()):
                         _scramble(value, 100 + 10 * i + j)
-                _scramble(manager.slot("branch", "weight").scale, 7)
-                _scramble(manager.slot("first", "input").amax, 8)
+                _scramble(job.manager.slot("branch", "weight").scale, 7)
+                _scramble(job.manager.slot("first", "input").amax, 8)
+            check = job.manager.check if entry == "manager.check" else partial(fp8dist.check, job.called)
             with captured_log():
-                if entry == "manager.check":
-                    report = manager.check(optimizer=optimizer, policy="repair")
-                else:
-                    report = fp8dist.check(model, optimizer=optimizer, policy="repair")
+                report = check(optimizer=job.optimizer, policy="repair")
             assert report.consistent
             assert report.repaired
-    return losses, parameter_bits(net), state_bits(manager)
+    return losses, parameter_bits(job.net), state_bits(job.manager)
 
 
 @pytest.mark.slow
@@ -356,23 +342,15 @@ def test_training_after_a_repair_equals_the_undisturbed_run_bitwise(three_ranks:
 @on_ranks(3)
 def test_a_repaired_weight_is_cast_anew(entry: str) -> None:
     """The odd rank has already cast its wrong weight when it is repaired."""
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=2), group=dist.group.WORLD)
-    model = nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
-    x, y = batch(0, 0)
-    nn.functional.mse_loss(model(x), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    job = SmallJob(DelayedScaling(history_len=2))
+    job.step(0, rank=0)
+    net, (x, _) = job.net, batch(0, 0)
     if dist.get_rank() == 2:
         net.first.weight.data.mul_(-0.5)
     before = bits(net(x))
+    check = job.manager.check if entry == "manager.check" else partial(fp8dist.check, net, group=dist.group.WORLD)
     with captured_log():
-        if entry == "manager.check":
-            report = manager.check(policy="repair")
-        else:
-            report = fp8dist.check(net, group=dist.group.WORLD, policy="repair")
+        report = check(policy="repair")
     assert report.repaired == ("parameter 'first.weight' on rank 2, from rank 0",)
     after = bits(net(x))
     assert (before != after) == (dist.get_rank() == 2)
@@ -440,22 +418,17 @@ def test_a_repair_that_repeats_says_that_its_cause_persists(prepared: bool) -> N
 @pytest.mark.parametrize(("how", "raises"), [("check", 2), ("prepare", 2), ("check_every", 3)])
 @on_ranks(3)
 def test_a_number_of_repairs_after_which_all_ranks_raise(how: str, raises: int) -> None:
-    net = make_net()
     settings: dict[str, Any] = {"check_every": 1, "check_policy": "repair"} if how == "check_every" else {}
-    limit = {} if how == "check" else {"max_repairs": 2}
-    manager = fp8dist.prepare(net, group=dist.group.WORLD, **settings, **limit)
-    called = nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0001)
-    manager.attach(called, optimizer=optimizer)
+    limit: Any = {"max_repairs": 2}
+    job = SmallJob(optimizer=partial(torch.optim.SGD, lr=0.0001), **settings, **({} if how == "check" else limit))
 
     def step(index: int) -> None:
-        x, y = batch(dist.get_rank(), index)
-        nn.functional.mse_loss(called(x), y).backward()
+        job.backward(index)
         with captured_log():
-            optimizer.step()
-            _nudge(net, "last.bias")
+            job.optimizer.step()
+            _nudge(job.net, "last.bias")
             if how != "check_every":
-                manager.check(policy="repair", **({"max_repairs": 2} if how == "check" else {}))
+                job.manager.check(policy="repair", **(limit if how == "check" else {}))
 
     for index in range(raises):
         step(index)
@@ -463,34 +436,23 @@ def test_a_number_of_repairs_after_which_all_ranks_raise(how: str, raises: int) 
     with pytest.raises(DivergenceError, match=text):
         step(raises)
     biases: list[Any] = [None] * 3
-    dist.all_gather_object(biases, bits(net.last.bias))
+    dist.all_gather_object(biases, bits(job.net.last.bias))
     assert biases[0] != biases[1]
 
 
-def _scale_of_one_rank(max_repairs: int | None) -> Any:
+@pytest.mark.parametrize("limit", [None, 3])
+@on_ranks(3)
+def test_scales_that_each_sync_repairs_count_too(limit: int | None) -> None:
     """Set a scale on rank 1 before each step, so that each sync finds and repairs it."""
-    net = make_net()
-    manager = fp8dist.prepare(
-        net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_policy="repair", max_repairs=max_repairs
-    )
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0001)
-    reports: list[Any] = []
-    manager.on_event(lambda event: reports.append(event.report))
-    manager.attach(optimizer=optimizer)
-    for step in range(5):
-        x, y = batch(0, step)
-        nn.functional.mse_loss(net(x), y).backward()
-        manager.slot("first", "weight").scale.mul_(1 + (dist.get_rank() == 1))
-        try:
-            with captured_log():
-                optimizer.step()
-        except DivergenceError as error:
-            return step, str(error)
-    return [bool(report.notes) for report in reports]
-
-
-def test_scales_that_each_sync_repairs_count_too(three_ranks: RankPool) -> None:
-    assert three_ranks.run(_scale_of_one_rank, None) == [[False, False, True, True, True]] * 3
-    for step, text in three_ranks.run(_scale_of_one_rank, 3):
-        assert step == 3
-        assert "the cause persists: first:weight repaired in 3 checks in a row (max_repairs)" in text
+    recipe, sgd = DelayedScaling(history_len=3), partial(torch.optim.SGD, lr=0.0001)
+    job = SmallJob(recipe, wrap=unwrapped, optimizer=sgd, check_policy="repair", max_repairs=limit)
+    noted: list[bool] = []
+    job.manager.on_event(lambda event: noted.append(bool(event.report.notes)))  # type: ignore[union-attr]
+    for step in range(5 if limit is None else 4):
+        job.backward(step, rank=0)
+        job.manager.slot("first", "weight").scale.mul_(1 + (dist.get_rank() == 1))
+        text = r"the cause persists: first:weight repaired in 3 checks in a row \(max_repairs\)"
+        error = pytest.raises(DivergenceError, match=text) if step == limit else contextlib.nullcontext()
+        with captured_log(), error:
+            job.optimizer.step()
+    assert limit is not None or noted == [False, False, True, True, True]

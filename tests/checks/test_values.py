@@ -17,7 +17,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 
 def _batch(rank: int) -> torch.Tensor:
@@ -56,14 +56,6 @@ def _values(what: str, rank: int) -> dict[str, Any]:
     }[what]
 
 
-def _equal(what: str) -> Any:
-    try:
-        report = fp8dist.check_values(_values(what, dist.get_rank()), step=3)
-    except DivergenceError as error:
-        return [(f.kind, f.name, f.ranks, f.reference_rank, f.step, f.detail) for f in error.report.findings]
-    return report.consistent, report.compared
-
-
 @pytest.mark.parametrize(
     ("what", "name", "detail"),
     [
@@ -78,16 +70,20 @@ def _equal(what: str) -> Any:
         ("integer", "a", "rank 1: 1.0; rank 0: 1"),
     ],
 )
-def test_a_value_of_one_rank_is_named(three_ranks: RankPool, what: str, name: str, detail: str) -> None:
-    for found in three_ranks.run(_equal, what):
-        kind, first, ranks, reference, step, text = found[0]
-        assert (kind, first, ranks, reference, step) == ("value", name, (1,), 0, 3)
-        assert text.startswith(detail)
-        assert len(found) == (2 if what == "generator" else 1)  # The seed, and the state.
+@on_ranks(3)
+def test_a_value_of_one_rank_is_named(what: str, name: str, detail: str) -> None:
+    with captured_log(), pytest.raises(DivergenceError) as caught:
+        fp8dist.check_values(_values(what, dist.get_rank()), step=3)
+    first, *more = caught.value.report.findings
+    assert (first.kind, first.name, first.ranks, first.reference_rank, first.step) == ("value", name, (1,), 0, 3)
+    assert first.detail.startswith(detail)
+    assert len(more) == (what == "generator")  # The seed, and the state.
 
 
-def test_equal_values_are_consistent(three_ranks: RankPool) -> None:
-    assert three_ranks.run(_equal, "healthy") == [(True, {"value": 16})] * 3
+@on_ranks(3)
+def test_equal_values_are_consistent() -> None:
+    report = fp8dist.check_values(_values("healthy", dist.get_rank()))
+    assert (report.consistent, report.compared) == (True, {"value": 16})
 
 
 def _distinct(same: tuple[int, ...]) -> Any:
@@ -108,58 +104,45 @@ def test_ranks_that_read_the_same_batch_are_named(three_ranks: RankPool) -> None
     assert three_ranks.run(_distinct, (0,)) == [([], ["all_gather_object"], [])] * 3
 
 
-def _every(policy: str) -> Any:
+@pytest.mark.parametrize(("policy", "times"), [("warn", 2), ("raise", 1)])
+@on_ranks(2)
+def test_periodic_checks_compare_what_a_function_returns(policy: str, times: int) -> None:
     """Train with a learning rate that rank 1 has otherwise from step 4 on, and checks after every second step."""
     torch.manual_seed(0)
     random.seed(3)
-    model = nn.Sequential(nn.Linear(16, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = fp8dist.prepare(
-        model,
-        group=dist.group.WORLD,
-        check_every=2,
-        check_policy=policy,
-        values=lambda: {"lr": rates, "random": fp8dist.random_state().python},
-    )
-    manager.attach(model, optimizer=optimizer, boundary="manual")
+    model, rates = nn.Sequential(nn.Linear(16, 16)), [0.1]
+    options: Any = {"group": dist.group.WORLD, "check_every": 2, "check_policy": policy}
+    options["values"] = lambda: {"lr": rates, "random": fp8dist.random_state().python}
+    manager = fp8dist.prepare(model, **options)
+    manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), boundary="manual")
     seen: list[Any] = []
     manager.on_event(lambda event: seen.append((event.kind, [f.name for f in event.report.findings])))
-    try:
-        with captured_log():
+    raised = []
+    with captured_log():
+        try:
             for step in range(1, 8):
                 rates = [0.1 + (step > 3 and dist.get_rank() == 1)]
                 model(torch.ones(4, 16)).sum().backward()
                 manager.step()
-    except DivergenceError as error:
-        seen += [(f.name, f.step, f.detail) for f in error.report.findings]
-    return seen
+        except DivergenceError as error:
+            raised = [(f.name, f.step, f.detail) for f in error.report.findings]
+    assert seen == [("diverged", ["lr.0"])] * times
+    assert raised == ([("lr.0", 4, "rank 1: 1.1; rank 0: 0.1")] if policy == "raise" else [])
 
 
-@pytest.mark.parametrize(("policy", "times"), [("warn", 2), ("raise", 1)])
-def test_periodic_checks_compare_what_a_function_returns(two_ranks: RankPool, policy: str, times: int) -> None:
-    for seen in two_ranks.run(_every, policy):
-        raised = [("lr.0", 4, "rank 1: 1.1; rank 0: 0.1")] if policy == "raise" else []
-        assert seen == [("diverged", ["lr.0"])] * times + raised
-
-
-def _fails(rank: int) -> str:
+@on_ranks(2)
+def test_a_function_that_raises_is_named_on_all_ranks() -> None:
     def values() -> dict[str, Any]:
-        raise KeyError("epoch") if dist.get_rank() == rank else RuntimeError("stop")
+        raise RuntimeError("stop") if dist.get_rank() else KeyError("epoch")
 
     model = nn.Sequential(nn.Linear(16, 16))
     manager = fp8dist.prepare(model, group=dist.group.WORLD, check_every=1, values=values)
-    torch.nn.init.ones_(model[0].weight)
-    torch.nn.init.ones_(model[0].bias)
+    nn.init.ones_(model[0].weight), nn.init.ones_(model[0].bias)
     manager.attach(model)
     model(torch.ones(4, 16)).sum().backward()
     manager.step()
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match=r"^check_values\(\) on rank 0: KeyError: 'epoch'$"):
         manager.step()
-    return str(caught.value)
-
-
-def test_a_function_that_raises_is_named_on_all_ranks(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_fails, 0) == ["check_values() on rank 0: KeyError: 'epoch'"] * 2
 
 
 def test_values_must_be_a_function() -> None:
@@ -167,24 +150,17 @@ def test_values_must_be_a_function() -> None:
         fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), values={"lr": 0.1})  # type: ignore[arg-type]
 
 
-def _refused(values: Any) -> str:
-    if dist.get_rank() == 1:
-        values = {"lr": 0.1}
-    with pytest.raises(ConfigurationError) as caught:
-        fp8dist.check_values(values)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
+@on_ranks(2)
+def test_what_cannot_be_compared_is_refused_on_all_ranks() -> None:
+    refused: list[tuple[Any, str]] = [
         ({"model": {"of": object}}, "check_values() on rank 0: model.of: cannot compare type: pass numbers"),
         (3, "check_values() on rank 0: values must map names to values, got int"),
         ({"x": torch.empty(3, device="meta")}, "check_values() on rank 0: x: cannot read this tensor"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_on_all_ranks(two_ranks: RankPool, values: Any, text: str) -> None:
-    assert all(caught.startswith(text) for caught in two_ranks.run(_refused, values))
+    ]
+    for values, text in refused:
+        with pytest.raises(ConfigurationError) as caught:
+            fp8dist.check_values({"lr": 0.1} if dist.get_rank() else values)
+        assert str(caught.value).startswith(text)
 
 
 def test_one_rank_alone() -> None:

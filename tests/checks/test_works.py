@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist.checks.contents import Digester
-from fp8dist.checks.work_parts import part_of_lines
-from fp8dist.checks.works import Work, describe_work, digest_of, part_of_call, repeat_work, work_of_call
+from fp8dist.checks.works import Work, describe_work, digest_of, part_of_call, part_of_lines, repeat_work, work_of_call
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels import grouped_ops, ops
 from fp8dist_kernels.formats import Role
 from tests.support.audited import RECIPES, Heard, flip
 from tests.support.experts import Experts, Mixture, routes, rows
+from tests.support.suite import few
 
 MASK = (1 << 64) - 1
 WIDTH = 144
@@ -87,8 +87,8 @@ def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RECIPES, "mx", "nvfp4"])
-@pytest.mark.parametrize("backend", ["auto", pytest.param("torch", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", few([*RECIPES, "mx", "nvfp4"], "delayed", "block", "nvfp4"))
+@pytest.mark.parametrize("backend", few(["auto", "torch"], "auto"))
 def test_what_was_recorded_repeats(name: str, backend: str) -> None:
     """Whole and in blocks: values of all sizes, NaN, infinities, ragged batches, no tokens, recomputation,
     accumulation, autocast, several calls. Each bit of a result counts."""
@@ -153,10 +153,9 @@ class Mixed(nn.Module):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.parametrize("experts", ["delayed", *(pytest.param(r, marks=pytest.mark.long) for r in ("row", "block"))])
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", *(pytest.param(c, marks=pytest.mark.long) for c in ("eager", "inductor"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("experts", few(["delayed", "row", "block"], "delayed"))
+@pytest.mark.parametrize("compiler", few(["aot_eager", "eager", "inductor"], "aot_eager"))
 def test_compiled_works_repeat_and_nothing_is_compiled_again(compiler: str, experts: str) -> None:
     """Products, and casts that no compiler has fused, are heard. Which site is wanted changes no graph."""
     torch._dynamo.reset()
@@ -293,7 +292,10 @@ def _stepped(heard: Heard, tokens: int, among: Sequence[int], seed: int, scale: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*zip(RECIPES, ("gated", "gpt-oss", "gpt-oss", "gated", "gated")), ("row", "gpt-oss"), ("block", "gpt-oss")],
+    few(
+        [*zip(RECIPES, ("gated", "gpt-oss", "gpt-oss", "gated", "gated")), ("row", "gpt-oss"), ("block", "gpt-oss")],
+        *[("delayed", "gated"), ("row", "gpt-oss"), ("block", "gated")],
+    ),
 )
 def test_what_was_recorded_of_experts_repeats(name: str, layout: str) -> None:
     """Whole and in parts: experts without tokens (cold ones too), with one, with all; values of all sizes, NaN, no
@@ -312,7 +314,7 @@ def test_what_was_recorded_of_experts_repeats(name: str, layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["delayed", "row", "block"])
+@pytest.mark.parametrize("name", few(["delayed", "row", "block"], "row"))
 def test_what_triton_computes_repeats(name: str) -> None:
     model = Routed(Experts(experts=3, hidden=32, inner=80, bias=True))
     heard = Heard(model, RECIPES[name], limits=(1,), backend="triton")

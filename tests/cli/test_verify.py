@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 import fp8dist
 from fp8dist.cli.main import CONSISTENT, DIVERGED, UNREADABLE, USAGE, main
-from fp8dist.files.certificate_reading import Certified, model_digest
+from fp8dist.files.certificate import Certified, model_digest
 from tests.support.serving import RECIPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

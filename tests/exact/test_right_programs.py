@@ -11,6 +11,7 @@ import pytest
 from tests.support import exact_programs
 from tests.support.exact import random_kind
 from tests.support.ranks import RankPool
+from tests.support.suite import NIGHTLY
 
 ZERO_BUBBLE = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 """They run parts of the backward by themselves, which checkpoints and ties do not allow: these models have none."""
@@ -47,7 +48,11 @@ def programs(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 ALL = [(ranks, name) for ranks in (1, 2, 3, 4) for name in programs(ranks)]
-ALWAYS = [(4, "hsdp"), (4, "fsdp2_tp"), *((2, name) for name in programs(2) if not name.endswith(("BFS", "PipeV")))]
+ALWAYS = [
+    (4, "fsdp2_tp"),
+    *((2, name) for name in ("fsdp2", "hand_sp", "expert_parallel", "tied pipeline", "ScheduleInterleavedZeroBubble")),
+]
+"""The others are nightly."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +85,7 @@ def run(request: pytest.FixtureRequest, ranks: int, *arguments: Any) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [pytest.param(*case, marks=pytest.mark.slow if case in ALWAYS else pytest.mark.long) for case in ALL],
+    [pytest.param(*case, marks=pytest.mark.slow if case in ALWAYS else NIGHTLY) for case in ALL],
 )
 def test_a_right_program_is_equal(request: pytest.FixtureRequest, ranks: int, name: str, tmp_path: Path) -> None:
     run(request, ranks, name, [ALL.index((ranks, name))], tmp_path)

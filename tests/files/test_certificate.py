@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist.cli.main import main
 from fp8dist.errors import CheckpointError
-from fp8dist.files.certificate_reading import Certified, model_digest, read_certificate, sealed
+from fp8dist.files.certificate import Certified, model_digest, read_certificate, sealed
 from fp8dist.files.safetensor_files import DTYPES
 from fp8dist.files.verification import sha256_of
 from tests.files.test_export import trained

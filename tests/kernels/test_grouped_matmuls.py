@@ -21,7 +21,7 @@ from tests.support.grouped import COUNTS, WRONG, ends
 from tests.support.products import E4M3, PAIRS
 
 VERSIONS = pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fused"])
-SCALINGS = pytest.mark.parametrize("scaling", FLOAT32_SCALINGS, ids=lambda scaling: scaling.value)
+SCALINGS = pytest.mark.parametrize("scaling", Scaling, ids=lambda scaling: scaling.value)
 WIDE = Tile(rows=128, columns=256, depth=128, warps=8, stages=3, group=2)
 TILES = (
     Tile(rows=64, columns=64, depth=128, warps=4, stages=3, group=2),
@@ -46,6 +46,8 @@ class Case:
         n: int = 144,
         k: int = 272,
     ) -> None:
+        multiple = 32 if scaling is Scaling.MX else 16
+        k = -(-k // multiple) * multiple
         self.generator = torch.Generator().manual_seed(len(counts) + n + k)
         self.exact, self.scaling, self.counts, groups = exact, scaling, counts, len(counts)
         self.offsets, tokens, blocks = ends(counts), sum(counts) + BEYOND, -(-k // 128)
@@ -56,22 +58,26 @@ class Case:
             Scaling.ROWWISE: ((tokens, 1), (groups, n, 1)),
             Scaling.BLOCKWISE: ((tokens, blocks), (groups, -(-n // 128), blocks)),
             Scaling.BLOCKWISE_1D: ((tokens, blocks), (groups, n, blocks)),
+            Scaling.MX: ((tokens, k // 32), (groups, n, k // 32)),
         }[scaling]
         self.scales = self.inverses(shapes[0]), self.inverses(shapes[1])
-        if scaling is not Scaling.TENSORWISE:
+        if scaling is Scaling.MX:
+            self.scales[0].view(torch.uint8)[sum(counts) :] = 255
+        elif scaling is not Scaling.TENSORWISE:
             self.scales[0][sum(counts) :] = torch.nan
         self.bias = self.numbers((groups, n), torch.bfloat16)
-        width = columns_bound(tokens, groups)
+        width = columns_bound(tokens, groups, multiple)
         self.left, self.right = self.numbers((n, width), pair[0]), self.numbers((k, width), pair[1])
-        columns = [column for _, column, _ in rows_of(self.offsets)]
+        columns = [column for _, column, _ in rows_of(self.offsets, None, multiple)]
         for side in (self.left, self.right):
             for column in columns:  # Padding is zeros; columns of nobody are never read.
-                side[:, column.stop : -(-column.stop // 16) * 16] = 0
-            side[:, -(-columns[-1].stop // 16) * 16 :] = torch.nan
+                side[:, column.stop : -(-column.stop // multiple) * multiple] = 0
+            side[:, -(-columns[-1].stop // multiple) * multiple :] = torch.nan
         lines = {
             Scaling.TENSORWISE: ((groups,), (groups,)),
             Scaling.ROWWISE: ((groups, n, 1), (groups, k, 1)),
             Scaling.BLOCKWISE_1D: tuple((size, blocks_bound(tokens, groups)) for size in (n, k)),
+            Scaling.MX: ((n, width // 32), (k, width // 32)),
         }.get(scaling)
         self.line_scales = None if lines is None else (self.inverses(lines[0]), self.inverses(lines[1]))
 
@@ -81,8 +87,9 @@ class Case:
         return torch.randn(shape, generator=self.generator).to(dtype).to(DEVICE)
 
     def inverses(self, shape: tuple[int, ...]) -> Tensor:
-        if self.exact:
-            return (2.0 ** torch.randint(-2, 2, shape, generator=self.generator)).to(DEVICE)
+        if self.exact or self.scaling is Scaling.MX:
+            powers = (2.0 ** torch.randint(-2, 2, shape, generator=self.generator)).to(DEVICE)
+            return powers.to(torch.float8_e8m0fnu) if self.scaling is Scaling.MX else powers
         return (torch.rand(shape, generator=self.generator) + 0.01).to(DEVICE)
 
     def rows(
@@ -129,7 +136,7 @@ def test_rows_are_exact_where_sums_are(scaling: Scaling) -> None:
         assert_equal(case.rows(fused, out_dtype, bias=biased), case.rows(plain, out_dtype, bias=biased))
 
 
-@pytest.mark.parametrize("scaling", [Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCKWISE_1D], ids=str)
+@pytest.mark.parametrize("scaling", [Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCKWISE_1D, Scaling.MX], ids=str)
 def test_columns_are_exact_where_sums_are(scaling: Scaling) -> None:
     case = Case((5, 0, 130, 1), scaling)
     assert_equal(case.columns(fused, torch.float32), case.columns(plain, torch.float32))
@@ -170,7 +177,7 @@ def test_wide_tiles_are_exact_where_sums_are(scaling: Scaling) -> None:
     assert_equal(case.columns(fused, torch.bfloat16, True, tile=WIDE), case.columns(plain, torch.bfloat16))
 
 
-@SCALINGS
+@pytest.mark.parametrize("scaling", FLOAT32_SCALINGS, ids=lambda scaling: scaling.value)
 def test_an_expert_has_the_bits_of_a_product_of_its_own(scaling: Scaling) -> None:
     """With our own kernels, any scales and any numbers: the same steps, and the same order of scales."""
     case, tile = Case((5, 0, 70, 1), scaling, exact=False, n=48, k=144), TILES[0]
@@ -194,6 +201,19 @@ def test_random_numbers_are_within_one_ulp_of_the_twin(scaling: Scaling) -> None
         apart = (got.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
         close = (got.float() - expected.float()).abs() <= ACCUMULATOR * expected.abs().max().float()
         assert ((apart <= 1) | close).all()
+
+
+@VERSIONS
+def test_an_mx_scale_of_nan_stays_with_its_expert(version: Any) -> None:
+    """A step of a product of columns reaches into blocks of the next experts."""
+    case = Case((5, 40, 3), Scaling.MX)
+    assert case.line_scales is not None
+    for scales, line in zip(case.line_scales, (7, 9)):
+        scales.view(torch.uint8)[line, 1] = 255  # The second expert's first block.
+    expected = torch.zeros(3, 144, 288, dtype=torch.bool)
+    expected[1, 7] = True
+    expected[1, :, 9] = True
+    assert torch.equal(case.columns(version, torch.float32).isnan().cpu(), expected)
 
 
 @VERSIONS
@@ -224,16 +244,16 @@ def test_kernels_cut_offsets(given: tuple[int, ...]) -> None:
     """Nothing is read or written beyond the rows, and no row twice."""
     offsets = torch.tensor(given, dtype=torch.int32, device=DEVICE)
     fitting = cut(offsets, 50)
-    for scaling in (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCKWISE_1D):
-        case = Case((16, 16, 18 - BEYOND), scaling, n=48, k=144)
-        case.a = case.numbers((50, 144), E4M3)
+    for scaling in (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCKWISE_1D, Scaling.MX):
+        case = Case((16, 16, 18 - BEYOND), scaling, n=48, k=160)
+        case.a = case.numbers((50, 160), E4M3)
         if scaling is not Scaling.TENSORWISE:
             case.scales = case.inverses(tuple(case.scales[0].shape)), case.scales[1]
         case.offsets = fitting
         expected = case.rows(plain, torch.float32)
         case.offsets = offsets
         assert_equal(case.rows(fused, torch.float32), expected)
-        sides = [_columns_of(case.numbers((50, size), torch.float32), fitting, scaling) for size in (48, 144)]
+        sides = [_columns_of(case.numbers((50, size), torch.float32), fitting, scaling) for size in (48, 160)]
         (left, of_left), (right, of_right) = sides
         both = [
             version.matmul_grouped_columns(left, right, of_left, of_right, ends_, torch.float32, False)
@@ -251,6 +271,8 @@ def _columns_of(x: Tensor, offsets: Tensor, scaling: Scaling) -> tuple[Tensor, T
             rows=True, columns=True,
         )  # fmt: skip
         return columns, inv_scale
+    if scaling is Scaling.MX:
+        return plain_casts.quantize_grouped_mx(x, offsets, E4M3, round_up=False, rows=True, columns=True)[2:]
     options: Any = {"in_blocks": scaling.in_blocks, "power_of_two": True, "rows": True, "columns": True}
     return plain_casts.quantize_grouped_lines(x, offsets, E4M3, **options)[2:]
 

@@ -18,6 +18,7 @@ from launch.train_gpt.ranks import most_restarts
 from tests.support.lab.failures import CollectiveFailed, Whereabouts
 from tests.support.main_job import ALONE, RANKS, STEPS, TINY, TORCHRUN, Run, Runs, assert_refused, finish, start
 from tests.support.ranks import RankPool
+from tests.support.suite import NIGHTLY, few
 
 SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
 
@@ -53,7 +54,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", TWO_RANKS)
+@pytest.mark.parametrize("flags", few(TWO_RANKS, "", "--update next_step", "--parallel fsdp2", "--no-amax-sync"))
 def test_two_ranks_hold_the_same_state_for_one_collective_a_step(runs: Runs, flags: str) -> None:
     """Metrics have a line per step. Validation does not affect training."""
     compared, fields = TWO_RANKS[flags]
@@ -110,8 +111,8 @@ def test_switched_off_by_environment_equals_high_precision(runs: Runs) -> None:
     "flags",
     [
         ["--precision", "fp8", "--calibrate-steps", "2", "--amax-algo", "most_recent", "--format", "e4m3"],
-        ["--precision", "fp8", "--parallel", "ddp", "--backend", "torch", "--margin", "1"],
-        ["--precision", "bf16"],
+        pytest.param(["--precision", "fp8", "--parallel", "ddp", "--backend", "torch", "--margin", "1"], marks=NIGHTLY),
+        pytest.param(["--precision", "bf16"], marks=NIGHTLY),
     ],
     ids=lambda flags: flags[1] + flags[-1],
 )

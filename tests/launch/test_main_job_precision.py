@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.main_job import ALONE, RANKS, STEPS, TINY, Runs, finish, metrics, start
+from tests.support.suite import NIGHTLY
 
 TWO_BLOCKS = [*TINY, "--layers", "2", "--width", "64", "--log-every", "1"]
 MODULES = [f"blocks.{block}.{name}" for block in (0, 1) for name in ("attention_out", "mlp_in", "mlp_out", "qkv")]
@@ -24,10 +25,10 @@ COLD = "slots had no amax in the first step"
 @pytest.mark.parametrize(
     ("recipe", "parallel"),
     [
-        ("current", "ddp"),
         ("rowwise", "fsdp2"),
-        pytest.param("delayed", "fsdp2", marks=pytest.mark.long),
-        pytest.param("block", "ddp", marks=pytest.mark.long),
+        pytest.param("current", "ddp", marks=NIGHTLY),
+        pytest.param("delayed", "fsdp2", marks=NIGHTLY),
+        pytest.param("block", "ddp", marks=NIGHTLY),
     ],
 )
 def test_each_recipe_learns_and_leaves_ranks_alike(runs: Runs, recipe: str, parallel: str) -> None:
@@ -41,7 +42,8 @@ def test_each_recipe_learns_and_leaves_ranks_alike(runs: Runs, recipe: str, para
     assert [line["high_precision_modules"] for line in run.lines] == [0] * STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_recipes_and_single_modules_differ(runs: Runs) -> None:
     kinds = [["--recipe", kind] for kind in ("delayed", "current", "rowwise", "block")]
     kinds += [["--override", "blocks.0.mlp_in=rowwise"], ["--high-first", "1"], ["--high-gemms", "wgrad"]]
@@ -166,7 +168,8 @@ def test_a_loss_that_jumps_sends_all_to_high_precision(runs: Runs) -> None:
     assert run.summary["fallbacks"] == 0  # Counts only modules that fall back by themselves.
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_a_loss_that_jumps_skips_the_update_on_all_ranks(tmp_path: Path) -> None:
     """After step 11 the model equals that of step 10, although only rank 1 had the spike. Then training continues."""
     flags = [*TWO_BLOCKS, "--precision", "fp8", "--loss-guard", "skip", "--save-every", "100"]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.support.lab import mixture as mixture_module
 from tests.support.lab.mixture import Experts, Mixture, MixtureGPT
 from tests.support.main_job import RANKS, STEPS, TINY, Run, Runs, stop
+from tests.support.suite import NIGHTLY, few
 
 MIXED = [*TINY, "--experts", "4", "--top-k", "2"]
 WATCHED = [*MIXED, "--check-every", "4", "--watch-every", "4", "--watch-ranks"]
@@ -73,7 +74,7 @@ def test_tokens_of_experts_are_recorded(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["fsdp2 --save-every 6", "hsdp"])
+@pytest.mark.parametrize("flags", few(["fsdp2 --save-every 6", "hsdp"], "fsdp2 --save-every 6"))
 def test_sharded_mixtures_learn_what_ddp_learns(runs: Runs, flags: str) -> None:
     run = runs(RANKS, *WATCHED, "--parallel", *flags.split())
     assert run.losses == pytest.approx(runs(RANKS, *WATCHED).losses, rel=1e-5)
@@ -87,10 +88,9 @@ def test_sharded_mixtures_learn_what_ddp_learns(runs: Runs, flags: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--precision", "bf16"],
-        ["--precision", "fp32", "--parallel", "fsdp1"],
-        ["--recipe", "current"],
-        ["--recipe", "rowwise"],
+        *(pytest.param(flags.split(), marks=NIGHTLY) for flags in ("--precision bf16", "--recipe current")),
+        pytest.param(["--precision", "fp32", "--parallel", "fsdp1"], marks=NIGHTLY),
+        pytest.param(["--recipe", "rowwise"], marks=NIGHTLY),
         ["--recipe", "block", "--override", f"{EXPERTS}.up_proj=delayed"],
     ],
     ids=lambda flags: flags[1],
@@ -109,7 +109,7 @@ def test_a_flipped_bit_of_an_expert_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "gemm"), [(4, "dgrad"), (11, "wgrad")])
+@pytest.mark.parametrize(("step", "gemm"), few([(4, "dgrad"), (11, "wgrad")], (4, "dgrad")))
 def test_a_wrong_product_of_experts_is_found_by_its_audit(step: int, gemm: str, tmp_path: Path) -> None:
     """Of the last experts, whose products are the first of a backward. Audits visit them in these steps."""
     flags = ["--experts", "4", "--steps", str(step + 1), "--audit-every", "1", "--inject", f"product:1:{step}:{gemm}"]

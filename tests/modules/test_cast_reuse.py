@@ -17,6 +17,7 @@ import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError
 from tests.support.linear import watched_casts
+from tests.support.suite import NIGHTLY
 from tests.support.training import batch, bits, gradient_bits, make_net, parameter_bits, state_bits
 
 MICROBATCHES = 3
@@ -166,9 +167,12 @@ def with_a_copied_part(job: Job) -> None:
 @pytest.mark.parametrize(
     ("loop", "name", "casts"),
     [
-        *((plainly, name, STEPS) for name in ("AdamW, fused", "AdamW", "SGD", "SGD, fused")),
-        *((evaluating, name, STEPS * (1 + MICROBATCHES)) for name in ("AdamW, fused", "SGD")),
-        *((by_closure, name, None) for name in ("LBFGS", "wandering", "SGD, fused")),
+        (plainly, "AdamW, fused", STEPS),
+        *(pytest.param(plainly, name, STEPS, marks=NIGHTLY) for name in ("AdamW", "SGD", "SGD, fused")),
+        pytest.param(evaluating, "AdamW, fused", STEPS * (1 + MICROBATCHES), marks=NIGHTLY),
+        (evaluating, "SGD", STEPS * (1 + MICROBATCHES)),
+        (by_closure, "wandering", None),
+        *(pytest.param(by_closure, name, None, marks=NIGHTLY) for name in ("LBFGS", "SGD, fused")),
         *((loop, "SGD, fused", None) for loop in (with_temporaries, with_an_unknown_optimizer, with_a_copied_part)),
     ],
 )

@@ -21,6 +21,7 @@ from fp8dist_kernels import ops
 from fp8dist_kernels.formats import Role
 from tests.support.experts import Experts
 from tests.support.linear import watched_casts
+from tests.support.suite import crossed, few
 from tests.support.training import batch, bits, gradient_bits, histories, parameter_bits, state_bits
 
 # Reentrant, with grad off.
@@ -316,6 +317,9 @@ def _threaded_backwards() -> Iterator[None]:
         yield
 
 
+KEPT = ("reentrant", "non-reentrant", "selective, FP8 products saved", "selective, FP8 casts saved")
+
+
 def assert_repeated(kind: str, names: tuple[str, ...], block: Callable[[], nn.Module] = Block, **options: Any) -> None:
     for name in names:
         if name == "retained" and "selective" in kind:
@@ -326,15 +330,14 @@ def assert_repeated(kind: str, names: tuple[str, ...], block: Callable[[], nn.Mo
         assert fly(name, kind, block, **options) == expected, name
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
+@pytest.mark.parametrize("kind", few([kind for kind in KINDS if kind != "plain"], *KEPT))
 def test_microbatches_and_evaluations(kind: str) -> None:
     """Also in each way to save some results, and with weights that are cast anew each time."""
     assert_repeated(kind, ("accumulated",))
     assert_repeated(kind, ("accumulated",), reuse=False)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "selective, FP8 products saved"])
-@pytest.mark.parametrize("warmup", ["current", "unit"])
+@crossed(kind=["reentrant", "non-reentrant", "selective, FP8 products saved"], warmup=["current", "unit"])
 def test_scales_that_lag(kind: str, warmup: str) -> None:
     """next_step without reads: the commit happens in a forward, and the recomputation uses the same scales."""
     recipe = DelayedScaling(history_len=3, update="next_step", warmup=warmup, amax_algo="most_recent")
@@ -356,12 +359,12 @@ def test_every_recipe(kind: str, recipe: Recipe, overrides: Any) -> None:
     assert_repeated(kind, ("accumulated", "in_flight"), recipe=recipe, overrides=overrides)
 
 
-@pytest.mark.parametrize("kind", REPEATING)
+@pytest.mark.parametrize("kind", few(REPEATING, "reentrant", "non-reentrant", "selective, nothing saved"))
 def test_a_repeated_forward_computes_as_it_did(kind: str) -> None:
     assert_repeated(kind, MODES)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("kind", few(["reentrant", "non-reentrant"], "reentrant"))
 def test_experts_compute_as_they_did(kind: str) -> None:
     assert_repeated(kind, MODES, Mixing)
 
@@ -369,15 +372,14 @@ def test_experts_compute_as_they_did(kind: str) -> None:
 BLOCKS = {calls.__name__: partial(Calling, calls) for calls in CALLS}
 
 
-@pytest.mark.parametrize("kind", REPEATING)
-@pytest.mark.parametrize("block", BLOCKS)
+@crossed(block=BLOCKS, kind=REPEATING)
 def test_a_forward_in_several_modes(block: str, kind: str) -> None:
     """Each call of a module computes as it did."""
     more = ("high_backward", "retained") if kind in ("reentrant", "non-reentrant") else ()
     assert_repeated(kind, ("in_flight", "evaluated_before", *more), BLOCKS[block])
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", few(WHOLE, "reentrant", "non-reentrant"))
 def test_backwards_in_a_thread_of_their_own(kind: str) -> None:
     """As on a GPU. Each thread counts its nodes."""
     assert_repeated(kind, ("in_flight", "evaluated_before"), apart=True)
@@ -385,7 +387,7 @@ def test_backwards_in_a_thread_of_their_own(kind: str) -> None:
         assert_repeated(kind, ("in_flight",), block, apart=True)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", few(WHOLE, "reentrant", "non-reentrant in reentrant"))
 def test_evaluations_in_high_precision(kind: str) -> None:
     assert_repeated(kind, ("in_flight", "evaluated_before", "validated_with_grad"), eval_precision="high")
 
@@ -413,7 +415,7 @@ def test_reentrant_records_in_its_recomputation_only() -> None:
     assert float(arena.pending[place]) > 0
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", few(WHOLE, "reentrant", "non-reentrant in reentrant"))
 def test_a_forward_whose_mode_is_forgotten_is_not_repeated_in_another(kind: str) -> None:
     flight = Flight(kind, Block)
     losses = []

@@ -20,13 +20,13 @@ from fp8dist.modules.overrides import High
 from fp8dist_kernels import direct, ops
 from tests.support.graphs import EmulatedGraph
 from tests.support.linear import E4M3, NONE, inputs
+from tests.support.suite import NIGHTLY, few
 from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo does it itself.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Dynamo looks at each input's.
 ]
-LONG = pytest.mark.long
 
 
 @pytest.fixture(autouse=True)
@@ -161,21 +161,20 @@ CASES = {
     "two in one, any size": Case(**MIXED, **ANY_SIZE),
     "row-wise, any size": Case(RowwiseScaling(), **ANY_SIZE),
     "changed precision": Case(high=2, warm=None, sizes=(35,) * 6),
-}
-LONG_CASES = {
     "one by one, selective": Case(model=blocks, parts=True, run=selective),
     "current, any size": Case(CurrentScaling(), **ANY_SIZE),
     "blocks, any size": Case(BlockScaling(), **ANY_SIZE),
     "mx, any size": Case(MXFP8Scaling(), **ANY_SIZE),
     **{f"{run.func.__name__} on Triton": Case(run=run, backend="triton") for run in (checkpointed, selective)},  # type: ignore[attr-defined]
 }
+KEPT = ("delayed", "next step, manual", "two in one, checkpointed", "selective", "row-wise, any size")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=LONG) for name in LONG_CASES)])
+@pytest.mark.parametrize("name", few(CASES, *KEPT))
 def test_compiled_in_one_graph_it_trains_as_in_eager_mode(name: str) -> None:
     """And where sizes and precision stay the same, it is not compiled again."""
-    case = {**CASES, **LONG_CASES}[name]
+    case = CASES[name]
     assert train(case, "aot_eager") == train(replace(case, run=plain), None)
 
 
@@ -348,8 +347,8 @@ class CapturedJob(Job):
     ("name", "backend", "compiled"),
     [
         *((name, "auto", name == "same_step") for name in RECIPES),
-        *(pytest.param(name, "auto", True, marks=LONG) for name in ("row", "next_step", "most_recent", "block")),
-        pytest.param("same_step", "triton", True, marks=LONG),
+        *(pytest.param(name, "auto", True, marks=NIGHTLY) for name in ("row", "next_step", "most_recent", "block")),
+        pytest.param("same_step", "triton", True, marks=NIGHTLY),
     ],
 )
 def test_the_same_bits(name: str, backend: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

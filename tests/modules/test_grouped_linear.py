@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
 from tests.support.experts import Experts, LoopedExperts, Mixture, looped, routes, rows
 from tests.support.states import state_of
@@ -27,6 +27,7 @@ RECIPES: dict[str, Recipe] = {
     "current-dgrad": CurrentScaling(high_precision=("fprop", "dgrad")),
     "rowwise": RowwiseScaling(),
     "block": BlockScaling(),
+    "mx": MXFP8Scaling(),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "gated": {},
@@ -120,7 +121,7 @@ def test_equal_an_fp8_linear_for_each_expert(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mx"])
 def test_every_layout_computes_the_same(layout: dict[str, Any], recipe: str) -> None:
     pair = Pair(RECIPES[recipe], layout)
     for step in range(3):

@@ -26,6 +26,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.sharded import Job, Outcome, full, train
+from tests.support.suite import few
 from tests.support.training import (
     AmaxRecorder,
     Net,
@@ -116,7 +117,7 @@ EARLY = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EARLY)
+@pytest.mark.parametrize("name", few(EARLY, "unused", "no_sync", "PowerSGD, accumulation without no_sync"))
 def test_comm_hook_gives_the_state_of_the_boundary_launch(two_ranks: RankPool, name: str) -> None:
     kind, job = EARLY[name]
     early = two_ranks.run(train, replace(job, hook=_hook(kind, early=True)))

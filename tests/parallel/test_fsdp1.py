@@ -20,6 +20,7 @@ from tests.support.logs import captured_log
 from tests.support.meshes import HISTORY, Job, assert_bitwise, assert_synced, build, clean_fqn, train
 from tests.support.parallel import loss_of, make_blocks, tokens, watched_reductions
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.suite import NIGHTLY, few
 from tests.support.training import AmaxRecorder, expected_histories, histories, state_bits
 
 FSDP1 = Job("fsdp1", optimizer="momentum")
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
-        replace(FSDP1, strategy="SHARD_GRAD_OP", buffer=True, steps=10, optimizer="fused"),
-        replace(FSDP1, strategy="NO_SHARD"),
+        pytest.param(replace(FSDP1, strategy="SHARD_GRAD_OP", buffer=True, steps=10, optimizer="fused"), marks=NIGHTLY),
+        pytest.param(replace(FSDP1, strategy="NO_SHARD"), marks=NIGHTLY),
         replace(FSDP1, per_block=False, optimizer="foreach", update="next_step"),
         replace(FSDP1, accumulate=3, no_sync=True, steps=2),
         replace(FSDP1, frozen=("blocks.0.up.weight", "blocks.1.norm.bias")),
@@ -190,7 +191,11 @@ HOOKED = [
 ]
 
 
-@pytest.mark.parametrize("job", HOOKED, ids=["inner, grad_op, next_step", "inner, no_shard", "accumulation", "no_sync"])
+@pytest.mark.parametrize(
+    "job",
+    few(HOOKED, HOOKED[0], HOOKED[2]),
+    ids=["inner, grad_op, next_step", "inner, no_shard", "accumulation", "no_sync"],
+)
 def test_comm_hook_gives_the_state_of_the_boundary_launch(two_ranks: RankPool, job: Job) -> None:
     early = two_ranks.run(train, job)
     late = two_ranks.run(train, replace(job, hook=""))

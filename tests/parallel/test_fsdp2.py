@@ -12,29 +12,34 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import Job, Outcome, arena_bits, assert_same, full, train
+from tests.support.suite import NIGHTLY
 from tests.support.training import bits, state_bits
 
 SKIPPING = Job(per_module=False, optimizer="sgd", steps=4, ddp={"find_unused_parameters": True})
 SAME = [
     pytest.param(Job(steps=8, model="deep", update="next_step"), id="next_step"),
     pytest.param(Job(accumulate=3, no_sync=True, steps=3), id="accumulation"),
-    pytest.param(Job(reshard="mixed", model="deep", accumulate=2, no_sync=True, steps=2), id="kept by some"),
+    pytest.param(
+        Job(reshard="mixed", model="deep", accumulate=2, no_sync=True, steps=2), id="kept by some", marks=NIGHTLY
+    ),
     pytest.param(
         Job(per_module=False, reshard=False, accumulate=2, no_sync=True, update="next_step", steps=3),
         id="root only, kept, next_step",
+        marks=NIGHTLY,
     ),
-    pytest.param(Job(optimizer="adamw_foreach", steps=3), id="foreach"),
-    pytest.param(Job(autocast=True, steps=3), id="autocast"),
+    pytest.param(Job(optimizer="adamw_foreach", steps=3), id="foreach", marks=NIGHTLY),
+    pytest.param(Job(autocast=True, steps=3), id="autocast", marks=NIGHTLY),
     pytest.param(Job(optimizer="adamw_fused", update="next_step", reshard=False, steps=3), id="fused, next_step, kept"),
     pytest.param(
         Job(fp8_all_gather=False, reshard=False, optimizer="sgd", update="next_step", steps=3),
         id="high precision, kept, next_step",
+        marks=NIGHTLY,
     ),
     pytest.param(
         Job(model="deep", steps=2, shard={"offload_policy": CPUOffloadPolicy(pin_memory=False)}), id="offload"
     ),
     # A rank that runs an FSDP module alone would hang in its collectives, so skipped Linears are in the only one.
-    pytest.param(replace(SKIPPING, skip=((0, 1), (1, 1), (0, 2), (1, 2))), id="skipped on all ranks"),
+    pytest.param(replace(SKIPPING, skip=((0, 1), (1, 1), (0, 2), (1, 2))), id="skipped on all ranks", marks=NIGHTLY),
     pytest.param(
         replace(SKIPPING, skip=((0, 0), (1, 2), (0, 3)), reduce_unused=True, update="next_step"),
         id="skipped on one rank",
@@ -91,7 +96,8 @@ def test_three_ranks_differ_from_ddp_no_more_than_float32_does(three_ranks: Rank
     assert_as_ddp(three_ranks, job, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_four_ranks_differ_from_ddp_no_more_than_float32_does(four_ranks: RankPool) -> None:
     job = Job(model="deep", optimizer="sgd", accumulate=2, no_sync=True, steps=2)
     assert_as_ddp(four_ranks, job, 4)

@@ -28,6 +28,7 @@ from tests.support.ranks import RankPool, on_ranks
 from tests.support.sharded import full
 from tests.support.sharded_experts import Job, Routed, build, routed_batch, step, train
 from tests.support.states import state_of
+from tests.support.suite import crossed, few
 from tests.support.training import bits
 
 pytestmark = pytest.mark.slow
@@ -50,9 +51,10 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_equals_ddp(two_ranks: RankPool, job: Job) -> None:
+@pytest.mark.parametrize("name", few(JOBS, "uneven", "columns", "next_step", "transposed", "current, rows", "blocks"))
+def test_equals_ddp(two_ranks: RankPool, name: str) -> None:
     """Bit for bit: losses, parameters and FP8 state."""
+    job = JOBS[name]
     ours = two_ranks.run(train, job)
     theirs = two_ranks.run(train, replace(job, parallel="ddp"))
     for mine, other in zip(ours, theirs):
@@ -97,8 +99,7 @@ def _whole(job: Job, ranks: int) -> Any:
     return state_of(manager)
 
 
-@pytest.mark.parametrize("experts", [3, 6])
-@pytest.mark.parametrize("gathers", [False, True])
+@crossed(experts=[3, 6], gathers=[False, True])
 def test_scales_of_four_ranks_equal_those_of_one_process(four_ranks: RankPool, experts: int, gathers: bool) -> None:
     """Also with fewer experts than ranks, with a weight of zeros, and after a write to one expert."""
     job = Job(experts=experts, fp8_all_gather=gathers)
@@ -135,7 +136,7 @@ def _gathered(job: Job) -> tuple[int, int, list[str]]:
     return size, calls.names.count("all_reduce"), wrong
 
 
-@pytest.mark.parametrize(("dim", "experts"), [(0, 4), (1, 4), (0, 2), (1, 2)])
+@pytest.mark.parametrize(("dim", "experts"), few([(0, 4), (1, 4), (0, 2), (1, 2)], (1, 4), (0, 2)))
 def test_bytes_of_a_gather_under_mixed_precision(four_ranks: RankPool, dim: int, experts: int) -> None:
     """Shards are cast from their own dtype. Along experts, fewer experts than ranks are padded."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

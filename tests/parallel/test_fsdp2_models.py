@@ -258,5 +258,6 @@ def _compiled(compiled: bool) -> list[float] | str:
     return losses
 
 
+@pytest.mark.long
 def test_a_compiled_block_is_as_an_eager_one(two_ranks: RankPool) -> None:
     assert two_ranks.run(_compiled, True) == two_ranks.run(_compiled, False)

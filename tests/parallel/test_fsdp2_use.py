@@ -19,6 +19,7 @@ from fp8dist.errors import ConfigurationError
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import OPTIMIZERS, Job, arena_bits, full
+from tests.support.suite import few
 from tests.support.training import Net, batch, bits
 
 pytestmark = pytest.mark.slow
@@ -266,7 +267,10 @@ def _trained(what: str, harmless: bool) -> tuple[list[float], dict[str, bytes], 
     return losses, arena_bits(run.manager), {name: bits(value) for name, value in full(run.model).items()}
 
 
-@pytest.mark.parametrize("what", HARMLESS)
+KEPT = ("attach again", "a failed forward", "evaluations with grad", "a NaN in a weight for a while")
+
+
+@pytest.mark.parametrize("what", few(HARMLESS, *KEPT))
 def test_training_goes_on_as_without(three_ranks: RankPool, what: str) -> None:
     assert three_ranks.run(_trained, what, True) == three_ranks.run(_trained, what, False)
 

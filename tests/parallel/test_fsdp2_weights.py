@@ -33,6 +33,7 @@ from tests.support.logs import captured_log
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import FITS, Running
 from tests.support.sharded import Job, arena_bits, fp8_linears, full, seeded
+from tests.support.suite import few
 from tests.support.training import batch, bits
 
 
@@ -334,7 +335,7 @@ def _like(called: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("update", "small"), [("same_step", 0.02), ("next_step", 0.0)])
+@pytest.mark.parametrize(("update", "small"), few([("same_step", 0.02), ("next_step", 0.0)], ("next_step", 0.0)))
 def test_weights_that_an_optimizer_makes_grow_fast_are_cast_as_under_ddp(
     two_ranks: RankPool, small: float, update: str
 ) -> None:
@@ -397,7 +398,7 @@ LOADED = [
 ]
 
 
-@pytest.mark.parametrize(("gather", "recipe", "factor", "first"), LOADED)
+@pytest.mark.parametrize(("gather", "recipe", "factor", "first"), few(LOADED, *LOADED[2:11:3]))
 def test_a_checkpoint_that_is_loaded_in_place(
     two_ranks: RankPool, tmp_path: Path, gather: bool, recipe: fp8dist.Recipe, factor: float, first: str
 ) -> None:

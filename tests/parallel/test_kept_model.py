@@ -214,6 +214,7 @@ print((after - before) / 1024)
 """
 
 
+@pytest.mark.long
 def test_memory_is_that_of_gradients_and_buffers_once() -> None:
     """64 MiB of gradients and 32 MiB of buffers, beside some for digests and for one activation."""
     command = [sys.executable, "-c", _IN_A_PROCESS_OF_ITS_OWN]

@@ -18,6 +18,7 @@ from tests.support import meshes
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import assert_affine, mesh_of, same_on_all_ranks, whole
 from tests.support.ranks import RankPool
+from tests.support.suite import few
 
 pytestmark = [pytest.mark.slow]
 
@@ -139,7 +140,7 @@ def test_what_is_not_cut_is_taken(two_ranks: RankPool, up: int, name: str) -> No
     assert two_ranks.run(_cut, up, RECIPES[name]) == [""] * 2
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "tp"])
+@pytest.mark.parametrize("layout", few(["hsdp", "tp"], "tp"))
 def test_current_scaling_gathered_in_fp8_on_four_ranks(four_ranks: RankPool, layout: str) -> None:
     """HSDP is bitwise equal to casts after the gather. Under tensor parallelism × FSDP2, parts across the
     tensor-parallel axis share a scale, unlike separate casts."""

@@ -52,7 +52,7 @@ def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
     assert run_all([task], 1, said.append) == 1, "an interrupted run has none"
     other = _task(tmp_path / "a", version="2")
     assert run_all([other], 1, said.append) == 1, "another stamp"
-    assert other.made_by == {"commit": "2"}
+    assert other.noted()["about"] == {"commit": "2"}
     assert run_all([_task(tmp_path / "a", "time.sleep(0)", version="2")], 1, said.append) == 1, "another program"
     assert _runs(task) == 4
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import fp8dist
-from fp8dist.checks.computations import linear_computations
+from fp8dist.checks.computations import casts_and_products
 from scripts.benchmarks.growth import BLOCK, LAYOUTS, calls
 from tests.support.counted import counted_calls
 from tests.support.ranks import on_ranks
@@ -39,7 +39,7 @@ def test_the_trial_of_products_looks_at_each_kind_of_linear_once() -> None:
     for linears in (1, 40):
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(linears)), nn.Linear(32, 64, bias=False))
         manager = fp8dist.prepare(model, skip=None)
-        with mock.patch("fp8dist.job.trial.linear_computations", side_effect=linear_computations) as computations:
+        with mock.patch("fp8dist.job.trial.casts_and_products", side_effect=casts_and_products) as computations:
             manager.attach(model)
         counts.append(computations.call_count)
     assert counts[0] == counts[1] > 0

@@ -38,7 +38,7 @@ def _counted(launched: Launched, recipe: fp8dist.Recipe, bias: bool) -> tuple[in
     return len(names), sum(launched.moved)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", BYTES)
 def test_launches_and_bytes(name: str) -> None:
     each, expected = BYTES[name], LAUNCHES[name]
     with without_launches("triton") as launched:

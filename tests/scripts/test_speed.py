@@ -21,7 +21,7 @@ import fp8dist
 import scripts.benchmarks.gpu.stopwatch
 from fp8dist import BlockScaling, CurrentScaling
 from fp8dist_kernels import GEMMS, direct
-from fp8dist_kernels.reference.matmuls import FLOAT32_SCALINGS, Scaling, scaling_of
+from fp8dist_kernels.reference.matmuls import Scaling, scaling_of
 from scripts.benchmarks.gpu import environment, jobs, linears, matmuls, memory, results, sustained
 from scripts.benchmarks.gpu.kernels import LIKE_THE_LAST, run_part
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, same_bits
@@ -341,18 +341,19 @@ def _product(m: int, n: int, k: int, scaling: Scaling) -> Product:
     return Product("p", "fprop", m, n, k, scaling, True, E4M3, E4M3)
 
 
-@pytest.mark.parametrize("kind", [scaling.value for scaling in FLOAT32_SCALINGS])
+@pytest.mark.parametrize("kind", [scaling.value for scaling in Scaling])
 def test_the_reference_of_products(kind: str) -> None:
     """Compare with sums over plain Python floats."""
     torch.manual_seed(1)
-    operands = Operands.random(_product(3, 130, 260, Scaling(kind)), torch.device("cpu"))
+    k, wide = (288, 32) if kind == "mx" else (260, 128)
+    operands = Operands.random(_product(3, 130, k, Scaling(kind)), torch.device("cpu"))
     exact = operands.exactly(torch.tensor([0, 2]))
     a, b = operands.a.float().tolist(), operands.b.float().tolist()
 
     def scale_of(inv_scale: torch.Tensor, row: int, column: int, rows: int) -> float:
         if inv_scale.ndim == 0:
             return float(inv_scale)
-        return float(inv_scale[row // rows, column // 128 if kind.startswith("blockwise") else 0])
+        return float(inv_scale[row // rows, column // wide if kind != "rowwise" else 0])
 
     tall = 128 if kind == "blockwise" else 1
     for place, row in enumerate((0, 2)):
@@ -362,7 +363,7 @@ def test_the_reference_of_products(kind: str) -> None:
                 * scale_of(operands.inv_scale_a, row, i, 1)
                 * b[column][i]
                 * scale_of(operands.inv_scale_b, column, i, tall)
-                for i in range(260)
+                for i in range(k)
             )
             assert float(exact[place, column]) == pytest.approx(math.fsum(terms), rel=1e-6)
 
@@ -478,7 +479,7 @@ def test_the_benchmark_measures_what_training_runs(kind: str) -> None:
     everywhere = [one for layer in LINEARS[:4] for one in products_of(recipe, layer, 8192, GEMMS)]
     assert planned[: len(default)] == default, "what training runs comes first"
     assert len({product.name for product in planned}) == len(planned)
-    more = [] if kind == "blockwise" else [product for product in everywhere if product not in default]
+    more = [] if kind in ("blockwise", "mx") else [product for product in everywhere if product not in default]
     assert planned[len(default) :] == more
 
 

@@ -98,8 +98,18 @@ def smallest_set(pools: Pools, name: str) -> tuple[tuple[str, ...], list[Ran]]:
     raise AssertionError("what all watches together find does not repeat")
 
 
-def outcome(pools: Pools, name: str) -> Outcome:
-    """Return what is reported of a program.
+def known_set(pools: Pools, name: str, known: tuple[str, ...]) -> tuple[tuple[str, ...], list[Ran]]:
+    """Return what ``smallest_set`` does if its set is ``known``, without the search for a smaller one."""
+    ran = _run(pools, name, True)
+    if _texts(ran):
+        return (), ran
+    on = known or WATCHES
+    ran = _run(pools, name, True, *on)
+    return (on if _texts(ran) else ()), ran
+
+
+def outcome(pools: Pools, name: str, known: tuple[str, ...] | None = None) -> Outcome:
+    """Return what is reported of a program. ``known``: the smallest set of watches; None: searched for.
 
     Raises:
         AssertionError: the bug changes nothing, a healthy run is not silent, or a finding names something else.
@@ -107,7 +117,7 @@ def outcome(pools: Pools, name: str) -> Outcome:
     damaged, plain = plain_outcome(pools, name)
     for on in ((), WATCHES):
         assert _texts(healthy := _run(pools, name, False, *on)) == [], _texts(healthy)
-    on, ran = smallest_set(pools, name)
+    on, ran = smallest_set(pools, name) if known is None else known_set(pools, name, known)
     if not _texts(ran):
         return Outcome(NOT_VISIBLE, "", damaged, None, None, plain)
     way = DEFAULT if not on else ARGUMENT if {*on} <= {*ARGUMENTS} else TOOL

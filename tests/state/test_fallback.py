@@ -1,8 +1,9 @@
-"""Fallback: modules whose tensors do not fit FP8 switch to high precision and back, on all ranks at the same step."""
+"""Fallback: modules whose tensors do not fit FP8 go to high precision and back, on all ranks at the same step."""
 
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Event, Fallback, MXFP8Scaling, Recipe, StateManager
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
+from fp8dist.modules.grouped_slots import slot_names
+from fp8dist.state.precision import OBSERVED_STEPS, Precision, Precisions
+from fp8dist.state.recipe import GEMMS
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.training import batch, make_net, parameter_bits, state_bits
 
 ALL = ("fprop", "dgrad", "wgrad")
@@ -74,21 +78,6 @@ def faint(x: Tensor) -> Tensor:
 RECIPES = [DelayedScaling(history_len=4), CurrentScaling(), BlockScaling(), MXFP8Scaling()]
 
 
-def test_a_saturated_share_beyond_the_limit() -> None:
-    job = Job(DelayedScaling(history_len=4), Fallback(steps=3, saturated=0.004))
-    job.hurt[4] = outlier
-    with captured_log() as log:
-        high = [job.step() for _ in range(10)]
-    assert high == [()] * 4 + [("branch",)] * 3 + [()] * 3
-    (event,) = (e for e in job.events if e.kind == "fallback")
-    assert event.step == 4
-    assert ("branch", "input") in event.slots
-    assert {slot.fqn for slot in event.slots} == {"branch"}
-    assert job.manager.metrics()["fp8/fallbacks"] == 1
-    (text,) = [text for _, text in log]
-    assert text.startswith("fp8dist: step 4: 1 module(s) go to high precision for 3 steps, 'branch' first (branch:")
-
-
 def test_a_share_at_the_limit_is_none_beyond_it() -> None:
     """2 of 8 x 48 elements; the limit is this share in float32."""
     share = (torch.tensor(2.0) / torch.tensor(8.0 * 48)).item()
@@ -127,46 +116,29 @@ def test_a_nonfinite_amax(recipe: Recipe) -> None:
     assert high[2] == ()
 
 
-def test_trouble_that_goes_on_starts_the_steps_anew() -> None:
-    """In high precision, tensors are still observed, so a non-finite amax still counts."""
+@pytest.mark.parametrize(
+    ("high_for", "hurt", "high", "fell"),
+    [
+        (0, (3, 4), [False, True, True, True, False], [3, 4]),  # Trouble that goes on starts the steps anew.
+        (6, (3,), [True] * 4 + [False] * 2, []),  # Who is in high precision for longer stays as long,
+        (None, (3,), [True] * 6, []),  # and who is for good stays.
+    ],
+)
+def test_trouble_in_high_precision(high_for: int | None, hurt: Any, high: list[bool], fell: list[int]) -> None:
+    """There tensors are still observed, so a non-finite amax still counts."""
     job = Job(DelayedScaling(history_len=4), Fallback(steps=2))
-    job.hurt.update({3: infinite, 4: infinite})
+    if high_for != 0:
+        job.manager.set_precision("*", "high", steps=high_for)
+    job.hurt.update(dict.fromkeys(hurt, infinite))
     with captured_log():
         for _ in range(2):
             job.step()
-        weights = copy.deepcopy(job.net.state_dict())
-        high = []
-        for _ in range(5):
-            high.append("branch" in job.step())
-            job.net.load_state_dict(weights)
-    assert high == [False, True, True, True, False]
-    assert [e.step for e in job.events if e.kind == "fallback"] == [3, 4]
-
-
-def test_who_is_in_high_precision_for_good_stays() -> None:
-    job = Job(DelayedScaling(history_len=4), Fallback(steps=2))
-    job.manager.set_precision("*", "high")
-    job.hurt[2] = infinite
-    for _ in range(4):
-        job.step()
-    assert job.manager.slot("branch", "input").high_precision == ALL
-    assert not [e for e in job.events if e.kind == "fallback"]
-
-
-def test_who_is_in_high_precision_for_longer_stays_as_long() -> None:
-    job = Job(DelayedScaling(history_len=4), Fallback(steps=2))
-    job.manager.set_precision("*", "high", steps=6)
-    job.hurt[3] = infinite
-    with captured_log():
-        for _ in range(2):
-            job.step()
-        weights = copy.deepcopy(job.net.state_dict())
-        high = []
-        for _ in range(6):
-            high.append("branch" in job.step())
-            job.net.load_state_dict(weights)
-    assert high == [True] * 4 + [False] * 2
-    assert not [e for e in job.events if e.kind == "fallback"]
+        weights, found = copy.deepcopy(job.net.state_dict()), []
+        for _ in high:
+            found.append("branch" in job.step())
+            job.net.load_state_dict(weights)  # Like a loop that undoes a bad step.
+    assert found == high
+    assert [e.step for e in job.events if e.kind == "fallback"] == fell
 
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
@@ -197,45 +169,48 @@ def test_both_users_of_a_tied_weight() -> None:
     assert manager.slot("0", "input").high_precision == manager.slot("1", "input").high_precision == ALL
 
 
-def test_next_step_falls_back_a_step_later() -> None:
-    """The next boundary reads what a sync proved, on all ranks."""
-    job = Job(DelayedScaling(history_len=4, update="next_step"), Fallback(steps=2, saturated=0.004))
-    job.hurt[3] = outlier
-    with captured_log():
-        high = [job.step() for _ in range(8)]
-    assert high == [()] * 4 + [("branch",)] * 2 + [()] * 2
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_a_saturated_share_beyond_the_limit(update: Any) -> None:
+    """Under next_step the next boundary reads what a sync proved, on all ranks: a step later."""
+    job = Job(DelayedScaling(history_len=4, update=update), Fallback(steps=3, saturated=0.004))
+    job.hurt[4] = outlier
+    with captured_log() as log:
+        high = [job.step() for _ in range(10)]
+    before = 4 if update == "same_step" else 5
+    assert high == [()] * before + [("branch",)] * 3 + [()] * (7 - before)
+    (event,) = (e for e in job.events if e.kind == "fallback")
+    assert event.step == 4
+    assert ("branch", "input") in event.slots
+    assert {slot.fqn for slot in event.slots} == {"branch"}
+    assert job.manager.metrics()["fp8/fallbacks"] == 1
+    (text,) = [text for _, text in log]
+    assert text.startswith("fp8dist: step 4: 1 module(s) go to high precision for 3 steps, 'branch' first (branch:")
 
 
-def test_a_resume_in_the_middle_of_a_fallback_is_bitwise() -> None:
-    jobs = [Job(DelayedScaling(history_len=4), Fallback(steps=4, saturated=0.004)) for _ in range(2)]
-    unbroken, resumed = jobs
+@pytest.mark.parametrize(
+    ("update", "fallback", "saved_after", "high"),
+    [
+        ("same_step", 4, 5, [("branch",)] * 2 + [()] * 3),
+        # A fallback follows one step after its cause; a save in between keeps it.
+        ("next_step", 2, 3, [(), ("branch",), ("branch",), (), ()]),
+    ],
+)
+def test_a_resume_in_the_middle_of_a_fallback_is_bitwise(
+    update: Any, fallback: int, saved_after: int, high: list[Any]
+) -> None:
+    recipe, policy = DelayedScaling(history_len=4, update=update), Fallback(steps=fallback, saturated=0.004)
+    unbroken, resumed = Job(recipe, policy), Job(recipe, policy)
     unbroken.hurt[3] = outlier
     with captured_log():
-        for _ in range(5):
+        for _ in range(saved_after):
             unbroken.step()
         resumed.net.load_state_dict(copy.deepcopy(unbroken.net.state_dict()))
         resumed.manager.load_state_dict(unbroken.manager.state_dict())
-        resumed.done = 5
-        assert [resumed.step() for _ in range(5)] == [unbroken.step() for _ in range(5)] == [("branch",)] * 2 + [()] * 3
+        resumed.done = saved_after
+        assert [resumed.step() for _ in range(5)] == [unbroken.step() for _ in range(5)] == high
+    assert [e.step for e in resumed.events if e.kind == "fallback"] == ([3] if update == "next_step" else [])
     assert parameter_bits(resumed.net) == parameter_bits(unbroken.net)
     assert state_bits(resumed.manager) == state_bits(unbroken.manager)
-
-
-def test_a_resume_between_trouble_and_its_consequence_is_bitwise() -> None:
-    """Under next_step a fallback follows one step after its cause; a save in between keeps it."""
-    recipe, fallback = DelayedScaling(history_len=4, update="next_step"), Fallback(steps=2, saturated=0.004)
-    unbroken, resumed = Job(recipe, fallback), Job(recipe, fallback)
-    unbroken.hurt[3] = outlier
-    with captured_log():
-        for _ in range(3):
-            unbroken.step()
-        resumed.net.load_state_dict(copy.deepcopy(unbroken.net.state_dict()))
-        resumed.manager.load_state_dict(unbroken.manager.state_dict())
-        resumed.done = 3
-        assert [resumed.step() for _ in range(5)] == [unbroken.step() for _ in range(5)]
-    assert [e.step for e in resumed.events if e.kind == "fallback"] == [3]
-    assert state_bits(resumed.manager) == state_bits(unbroken.manager)
-    assert parameter_bits(resumed.net) == parameter_bits(unbroken.net)
 
 
 def test_without_a_policy_nothing_is_measured() -> None:
@@ -286,27 +261,21 @@ def test_mistakes() -> None:
             fp8dist.prepare(make_net(), fallback=3)  # type: ignore[arg-type]
 
 
-def _one_rank_hurts(recipe: Recipe, hurt: str) -> tuple[list[tuple[str, ...]], list[tuple[str, int]], list[int], int]:
-    rank = dist.get_rank()
-    fallback = Fallback(steps=2, saturated=0.004, underflow=0.2)
-    job = Job(recipe, fallback, group=dist.group.WORLD)
-    if rank == 1:
-        job.hurt[3] = {"outlier": outlier, "faint": faint}[hurt]
-    with captured_log() as log, counted_collectives() as calls:
-        high = [job.step(rank) for _ in range(7)]
-    return high, [(e.kind, e.step) for e in job.events], calls.sizes, len(log)
-
-
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=lambda recipe: type(recipe).__name__)
-def test_an_outlier_on_one_rank_sends_the_module_back_on_all(two_ranks: RankPool, recipe: Recipe) -> None:
+@on_ranks(2)
+def test_an_outlier_on_one_rank_sends_the_module_back_on_all(recipe: Recipe) -> None:
     """The switch happens at the same step, ends after K, and uses the sync's one collective: two more words per
     slot."""
-    hurt = "outlier" if recipe.delayed else "faint"
-    first, second = two_ranks.run(_one_rank_hurts, recipe, hurt)
-    assert first[0] == second[0] == [()] * 3 + [("branch",)] * 2 + [()] * 2
-    assert first[1] == second[1] == [("fallback", 3)]
-    assert first[2] == second[2] == [4 * (8 + 3 * 9)] * 7
-    assert [first[3], second[3]] == [1, 0]  # One rank logs it.
+    rank = dist.get_rank()
+    job = Job(recipe, Fallback(steps=2, saturated=0.004, underflow=0.2), group=dist.group.WORLD)
+    if rank == 1:
+        job.hurt[3] = outlier if recipe.delayed else faint
+    with captured_log() as log, counted_collectives() as calls:
+        high = [job.step(rank) for _ in range(7)]
+    assert high == [()] * 3 + [("branch",)] * 2 + [()] * 2
+    assert [(e.kind, e.step) for e in job.events] == [("fallback", 3)]
+    assert calls.sizes == [4 * (8 + 3 * 9)] * 7
+    assert len(log) == (rank == 0)  # One rank logs it.
 
 
 @on_ranks(2)
@@ -317,40 +286,29 @@ def test_ranks_with_other_limits_are_told() -> None:
         manager.attach()
 
 
-def _experts_of_their_own() -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], str]:
+@on_ranks(2)
+def test_an_expert_that_one_rank_has_falls_back_alone() -> None:
     """``branch`` is an expert that only this rank has, so its fallback does not affect the other rank."""
     rank = dist.get_rank()
     own = [dist.new_group([r]) for r in range(2)][rank]
     job = Job(DelayedScaling(history_len=4), Fallback(steps=2), group=dist.group.WORLD, groups={"branch": own})
-    error = ""
+    high = []
     with captured_log():
         for step in range(6):
             if step == 2 and rank == 1:
                 job.manager.slot("branch", "input").record(torch.tensor([torch.nan]))
-            try:
-                high = job.step(rank)
-            except fp8dist.DivergenceError as caught:
-                error = str(caught)
-                break
-            (steps := getattr(job, "high", [])).append(high)
-            job.high = steps  # type: ignore[attr-defined]
-    return job.high, [job.manager.slot(name, "input").high_precision for name in MODULES], error  # type: ignore[attr-defined]
+            high.append(job.step(rank))
+    assert high == ([()] * 3 + [("branch",)] * 2 + [()] if rank == 1 else [()] * 6)
 
 
-def test_an_expert_that_one_rank_has_falls_back_alone(two_ranks: RankPool) -> None:
-    (first, _, error), (second, _, there) = two_ranks.run(_experts_of_their_own)
-    assert error == there == ""
-    assert first == [()] * 6
-    assert second == [()] * 3 + [("branch",)] * 2 + [()]
-
-
-def _in_a_join_context(update: Any) -> tuple[list[tuple[str, ...]], str]:
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@on_ranks(2)
+def test_ranks_that_had_no_data_fall_back_with_the_others(update: Any) -> None:
     """Rank 0 has data for two more steps, and an outlier in the last one."""
     rank = dist.get_rank()
     net = make_net()
-    manager = fp8dist.prepare(
-        net, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD, fallback=Fallback(steps=2)
-    )
+    recipe = DelayedScaling(history_len=4, update=update)
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, fallback=Fallback(steps=2))
     ddp = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes nothing; a step with 0 would not count.
     manager.attach(ddp, optimizer=optimizer)
@@ -367,15 +325,63 @@ def _in_a_join_context(update: Any) -> tuple[list[tuple[str, ...]], str]:
                 if index == 3:
                     manager.slot("branch", "input").record(torch.tensor([torch.nan]))
                 step(index)
-        try:
-            for index in range(4):
-                high.append(manager.slot("branch", "input").high_precision)
-                step(index)
-        except fp8dist.DivergenceError as error:
-            return high, str(error)
-    return high, ""
+        for index in range(4):
+            high.append(manager.slot("branch", "input").high_precision)
+            step(index)
+    assert high == [ALL, ALL, (), ()]
 
 
-@pytest.mark.parametrize("update", ["same_step", "next_step"])
-def test_ranks_that_had_no_data_fall_back_with_the_others(two_ranks: RankPool, update: str) -> None:
-    assert two_ranks.run(_in_a_join_context, update) == [([ALL, ALL, (), ()], "")] * 2
+# Precisions of experts -------------------------------------------------------------------------------
+
+
+def made() -> Precisions:
+    each = [Precision(slots, ()) for slots in slot_names("experts.down", 4)]
+    return Precisions({f"experts.down.{number}": precision for number, precision in enumerate(each)})
+
+
+class _Plain(Precision):
+    def count_down(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counting_down_equals_an_end_step_of_each_expert(seed: int) -> None:
+    """Over random changes, long enough to see the last observed steps."""
+    ours, theirs = made(), made()
+    for precision in theirs.by_fqn.values():
+        precision.__class__ = _Plain
+    draw = random.Random(seed)
+    for _ in range(120):
+        if draw.random() < 0.15:
+            fqns = draw.sample(sorted(ours.by_fqn), 2)
+            gemms = tuple(gemm for gemm in GEMMS if draw.random() < 0.6) or GEMMS
+            how: tuple[Any, ...] = gemms, draw.random() < 0.7, draw.choice([None, 1, 3, 17, 18, 30])
+            assert ours.change(fqns, *how) == theirs.change(fqns, *how)
+        if draw.random() < 0.03:
+            assert ours.restore(theirs.describe()) == theirs.restore(theirs.describe())
+        assert ours.end_step() == theirs.end_step()
+        assert ours.describe() == theirs.describe()
+        for fqn, precision in ours.by_fqn.items():
+            other = theirs.by_fqn[fqn]
+            assert (precision.high, precision.observing, precision.recorded) == (
+                other.high,
+                other.observing,
+                other.recorded,
+            )
+        assert ours.version == theirs.version
+
+
+def test_only_steps_that_change_something_visit_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 92,160 slots, a visit of all of them took 0.4 s."""
+    precisions, visits = made(), []
+    end_step = Precision.end_step
+    monkeypatch.setattr(Precision, "end_step", lambda self: (visits.append(self), end_step(self))[1])
+    precisions.change(precisions.by_fqn, GEMMS, True, 50)
+    per_step = []
+    for _ in range(52):
+        visits.clear()
+        precisions.end_step()
+        per_step.append(len(visits))
+    begin, observed = 50 - OBSERVED_STEPS - 1, 50 - 1
+    assert [step for step, count in enumerate(per_step) if count] == [0, begin, begin + 1, observed]
+    assert not any(precision.high for precision in precisions.by_fqn.values())

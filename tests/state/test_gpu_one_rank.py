@@ -69,6 +69,14 @@ def _run(pool: RankPool, program: Callable[[bool], Any], record: Callable[[str, 
     return alone, together
 
 
+def _trained(update: Any = "same_step", **options: Any) -> tuple[nn.Module, StateManager, torch.optim.Optimizer]:
+    model = _net()
+    manager = _prepared(model, update, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager.attach(model, optimizer=optimizer)
+    return model, manager, optimizer
+
+
 def _net() -> nn.Module:
     return make_net().to(DEVICE)
 
@@ -91,10 +99,7 @@ def _prepared(model: nn.Module, update: Any = "same_step", **options: Any) -> St
 
 
 def _train(update: str, communicates: bool) -> tuple[Bits, int]:
-    model = _net()
-    manager = _prepared(model, update)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    manager.attach(model, optimizer=optimizer)
+    model, manager, optimizer = _trained(update)
     with counted_collectives() as calls:
         _steps(model, optimizer)
         manager.refresh_weights()
@@ -125,16 +130,8 @@ def _early(communicates: bool) -> Bits:
     return _bits(manager, model)
 
 
-def test_early_launches(one_rank: RankPool, record_property: Any) -> None:
-    alone, together = _run(one_rank, _early, record_property)
-    assert together == alone
-
-
 def _graph(communicates: bool) -> tuple[Bits, int]:
-    model = _net()
-    manager = _prepared(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    manager.attach(model, optimizer=optimizer)
+    model, manager, optimizer = _trained()
     x = torch.zeros(8, 32, device=DEVICE)
 
     def step() -> None:
@@ -207,12 +204,6 @@ def _fsdp1(communicates: bool) -> dict[str, bytes]:
     return state_bits(manager)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_fsdp1_with_its_hook(one_rank: RankPool, record_property: Any) -> None:
-    alone, together = _run(one_rank, _fsdp1, record_property)
-    assert together == alone
-
-
 def _checked(communicates: bool) -> tuple[bool, int]:
     """A check, then one that is made to look for a difference where there is none: it localises, and finds nothing."""
     model = _net()
@@ -235,11 +226,6 @@ def _checked(communicates: bool) -> tuple[bool, int]:
     return found.diverged, len(found.findings)
 
 
-def test_checks_and_audits(one_rank: RankPool, record_property: Any) -> None:
-    alone, together = _run(one_rank, _checked, record_property)
-    assert together == alone == (False, 0)
-
-
 def _collectives(communicates: bool) -> list[Any]:
     """Return the results of the collectives that a check uses when ranks differ."""
     group = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
@@ -259,16 +245,26 @@ def _collectives(communicates: bool) -> list[Any]:
     return [gathered[0].tolist(), block.tolist(), box, group.gather("text")]
 
 
-def test_collectives_of_a_check(one_rank: RankPool, record_property: Any) -> None:
-    alone, together = _run(one_rank, _collectives, record_property)
-    assert together == alone == [[3, -1, 1 << 62], list(range(7)), [{"a": 1}], ["text"]]
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (_early, None),
+        (_fsdp1, None),
+        (_checked, (False, 0)),
+        (_collectives, [[3, -1, 1 << 62], list(range(7)), [{"a": 1}], ["text"]]),
+    ],
+)
+def test_programs_give_the_same(
+    one_rank: RankPool, record_property: Any, program: Callable[[bool], Any], expected: Any
+) -> None:
+    alone, together = _run(one_rank, program, record_property)
+    assert together == alone
+    assert expected is None or alone == expected
 
 
 def _saved(folder: str, communicates: bool) -> tuple[Bits, Bits, int]:
-    model = _net()
-    manager = _prepared(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    manager.attach(model, optimizer=optimizer)
+    model, manager, optimizer = _trained()
     _steps(model, optimizer)
     before = _bits(manager, model)
     path = str(Path(folder, str(communicates)))

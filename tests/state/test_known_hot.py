@@ -1,26 +1,35 @@
-"""The host learns from a sync that no slot is cold, and forgets it whenever slots may be cold again."""
+"""The host knows from a sync that no slot is cold. Its work does not depend on the number of slots."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
-from fp8dist import StateManager
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.checks.contents import ArenaContent
 from fp8dist.state import overwrites
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist_kernels.reference import casts
+from fp8dist_kernels.reference import casts, update
 
 
-def trained(steps: int = 2, **options: Any) -> tuple[nn.Module, StateManager, torch.optim.Optimizer]:
+def trained(
+    steps: int = 2, recipe: Any = None, zero: bool = False, **options: Any
+) -> tuple[nn.Module, StateManager, torch.optim.Optimizer]:
+    """``zero``: the second weight is zero at first. A zero amax does not end the cold state, here for one step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
-    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4, **options))
+    if zero:
+        nn.init.zeros_(model[1].weight)
+    manager = fp8dist.prepare(model, recipe or fp8dist.DelayedScaling(history_len=4), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     manager.attach(optimizer=optimizer)
     for _ in range(steps):
@@ -61,79 +70,51 @@ def test_casts_look_for_cold_slots_until_a_sync_has_shown_that_there_are_none(mo
     assert just_in_time(model, monkeypatch) == [False] * 6
 
 
-def test_a_slot_that_stays_cold_keeps_them_looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
-    nn.init.zeros_(model[1].weight)  # A zero amax does not end the cold state, here for one step.
-    manager = fp8dist.prepare(model, fp8dist.DelayedScaling())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(optimizer=optimizer)
-    for hot in (False, True):
-        step(model, optimizer)
-        assert sync_of(manager).arena.known_hot is hot
+def test_a_slot_that_stays_cold_keeps_them_looking_and_is_no_reason_for_a_fallback() -> None:
+    """Both travel in one verdict."""
+    model, manager, optimizer = trained(1, zero=True, fallback=fp8dist.Fallback(4))
+    assert sync_of(manager).verdict is None
+    assert not sync_of(manager).arena.known_hot
+    step(model, optimizer)
+    assert sync_of(manager).arena.known_hot
+    assert manager.metrics()["fp8/high_precision_modules"] == 0
+    model(torch.full((8, 32), torch.inf)).sum().backward()
+    optimizer.step()
+    assert manager.metrics()["fp8/high_precision_modules"] == 2
 
 
-def _loaded(manager: StateManager) -> None:
-    manager.load_state_dict(manager.state_dict())
+WRITES: dict[str, Callable[[StateManager, Any], Any]] = {
+    "loaded": lambda manager, arena: manager.load_state_dict(manager.state_dict()),
+    "cooled": lambda manager, arena: overwrites.make_cold(arena, [0]),
+    "put back": lambda manager, arena: arena.put_back(arena.copied_state()),
+    "slots put back": lambda _, arena: overwrites.put_back_slots(arena, arena.copied_state(), torch.tensor([0])),
+    "shared": lambda manager, arena: arena.shared_state(),
+    "repaired": lambda manager, arena: ArenaContent(arena).fields(0),
+    "reset": lambda manager, arena: manager.reset(),
+}
 
 
-def _cooled(manager: StateManager) -> None:
-    overwrites.make_cold(sync_of(manager).arena, [0])
-
-
-def _put_back(manager: StateManager) -> None:
+@pytest.mark.parametrize("write", WRITES)
+def test_calls_that_may_make_slots_cold_are_noted(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, manager, optimizer = trained()
     arena = sync_of(manager).arena
-    arena.put_back(arena.copied_state())
-
-
-def _put_back_slots(manager: StateManager) -> None:
-    arena = sync_of(manager).arena
-    overwrites.put_back_slots(arena, arena.copied_state(), torch.tensor([0]))
-
-
-def _shared(manager: StateManager) -> None:
-    sync_of(manager).arena.shared_state()
-
-
-def _repaired(manager: StateManager) -> None:
-    from fp8dist.checks.contents import ArenaContent
-
-    ArenaContent(sync_of(manager).arena).fields(0)
-
-
-def _reset(manager: StateManager) -> None:
-    manager.reset()
-
-
-@pytest.mark.parametrize("write", [_loaded, _cooled, _put_back, _put_back_slots, _shared, _repaired, _reset])
-def test_calls_that_may_make_slots_cold_are_noted(
-    write: Callable[[StateManager], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, manager, _ = trained()
-    sync = sync_of(manager)
-    assert sync.arena.known_hot
-    write(manager)
-    assert not sync.arena.known_hot
+    assert arena.known_hot
+    WRITES[write](manager, arena)
+    assert not arena.known_hot
     assert just_in_time(model, monkeypatch) == [True] * 6
+    for _ in range(2):  # It is learned again.
+        step(model, optimizer)
+    assert arena.known_hot
 
 
 def test_a_verdict_from_before_such_a_call_says_nothing() -> None:
-    model, manager, optimizer = trained(0, update="next_step")
-    step(model, optimizer)
+    _model, manager, _ = trained(1, fp8dist.DelayedScaling(history_len=4, update="next_step"))
     manager.metrics()  # Reading commits the sync that is due.
     sync = sync_of(manager)
     assert sync.verdict is not None
     overwrites.make_cold(sync.arena, [0])
     assert sync.read_verdict()[0].hot
     assert not sync.arena.known_hot
-
-
-def test_after_a_reset_it_is_learned_again() -> None:
-    model, manager, optimizer = trained()
-    manager.reset()
-    for _ in range(2):
-        step(model, optimizer)
-    assert sync_of(manager).arena.known_hot
 
 
 def test_a_slot_that_is_registered_is_cold() -> None:
@@ -147,26 +128,6 @@ def test_a_slot_that_is_registered_is_cold() -> None:
     manager.register("extra", "input", "e4m3")
     manager.step()
     assert not sync_of(manager).arena.known_hot
-
-
-def test_a_slot_that_stays_cold_is_no_reason_for_a_fallback() -> None:
-    """Both travel in one verdict."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
-    nn.init.zeros_(model[1].weight)
-    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), fallback=fp8dist.Fallback(4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(optimizer=optimizer)
-    step(model, optimizer)
-    proof = sync_of(manager).verdict
-    assert proof is None
-    assert not sync_of(manager).arena.known_hot
-    step(model, optimizer)
-    assert sync_of(manager).arena.known_hot
-    assert manager.metrics()["fp8/high_precision_modules"] == 0
-    model(torch.full((8, 32), torch.inf)).sum().backward()
-    optimizer.step()
-    assert manager.metrics()["fp8/high_precision_modules"] == 2
 
 
 def test_a_graph_keeps_looking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +146,59 @@ def test_a_copy_learns_it_anew() -> None:
 
 
 def test_recipes_without_a_history_always_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
-    manager = fp8dist.prepare(model, fp8dist.CurrentScaling())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(optimizer=optimizer)
-    step(model, optimizer)
+    model, *_ = trained(1, fp8dist.CurrentScaling())
     assert just_in_time(model, monkeypatch) == [True] * 6
+
+
+# A step's operations ---------------------------------------------------------------------------------
+
+
+MOST = 69
+"""Torch ops of a step, including fp8dist::launch and fp8dist::commit, and the ops that these two run inside. Three look
+if a slot is still cold; they end when none is."""
+
+
+class _Ops(TorchDispatchMode):
+    """Counts torch ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function to enter this mode: torch disables a mode while an op runs that the mode has seen."""
+
+        def counted(*args: Any) -> Any:
+            with self:
+                return function(*args)
+
+        return counted
+
+
+def _ops_of_a_step(slots: int, history_len: int) -> Counter[str]:
+    model = nn.Identity()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=history_len))
+    names = [f"m{i}" for i in range(slots)]
+    for name in names:
+        manager.register(name, "input", "e4m3")
+    for name in names[::2]:  # Every other module does not run.
+        manager.slot(name, "input").record(torch.ones(1))
+    ops = _Ops()
+    within = {name: ops.inside(getattr(update, name)) for name in ("launch", "commit")}
+    with ops, mock.patch.multiple(update, **within):
+        manager.step()
+    assert manager.steps == 1
+    assert ops.seen["fp8dist.launch.default"] == ops.seen["fp8dist.commit.default"] == 1
+    assert ops.seen["aten.reciprocal.out"] == 1, "what a commit runs inside must be counted"
+    return ops.seen
+
+
+@pytest.mark.parametrize("history_len", [1, 64])
+def test_ops_of_a_step_are_constant_in_slots(history_len: int) -> None:
+    few, many = _ops_of_a_step(3, history_len), _ops_of_a_step(300, history_len)
+    assert few == many
+    assert sum(few.values()) <= MOST

@@ -32,7 +32,7 @@ from fp8dist.state.groups import SyncGroup, local_part
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST
 from tests.support.collectives import counted_collectives
 from tests.support.large_world import AXES, RANKS, SIZE, Crowd, group_of, mesh_of, nobody_answers, world
-from tests.support.ranks import ROOT, RankPool
+from tests.support.ranks import ROOT, run_apart
 
 LINEARS = ("up", "down", "expert")
 
@@ -209,11 +209,7 @@ def _with_a_crowd(port: int) -> list[int]:
 @pytest.mark.long
 def test_four_of_many_ranks_agree_with_all_others_and_train_with_tensor_parallelism() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pool = RankPool(len(RANKS) + 1)
-    try:
-        *words, _ = pool.run(_with_a_crowd, store.port, timeout=200)
-    finally:
-        pool.close()
+    *words, _ = run_apart(len(RANKS) + 1, _with_a_crowd, store.port, timeout=200)
     assert words == [words[0]] * len(RANKS)
     assert len(words[0]) == 2
 

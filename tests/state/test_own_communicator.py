@@ -24,7 +24,7 @@ import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, StateManager, SyncError
 from fp8dist.state.groups import SyncGroup
 from tests.support.collectives import counted_collectives
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import on_ranks, run_apart
 from tests.support.training import batch, make_net, state_bits
 
 SOON = timedelta(seconds=3)
@@ -75,11 +75,7 @@ def _apart(how: str) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_skips_its_step_is_named() -> None:
-    pool = RankPool(2)
-    try:
-        first, second = pool.run(_apart, "skip")
-    finally:
-        pool.close()
+    first, second = run_apart(2, _apart, "skip")
     assert "the FP8 sync of step 3" in first
     assert "Missing of 2 ranks: rank 1" in first
     assert second == ""
@@ -87,11 +83,7 @@ def test_a_rank_that_skips_its_step_is_named() -> None:
 
 @pytest.mark.slow
 def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
-    pool = RankPool(2)
-    try:
-        said = pool.run(_apart, "check")
-    finally:
-        pool.close()
+    said = run_apart(2, _apart, "check")
     for text in said:
         assert "All 2 ranks wait, but not for the same" in text
         assert "the FP8 sync of step 3: rank 0" in text
@@ -100,7 +92,7 @@ def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
 
 @on_ranks(2)
 def test_joining_without_the_manager_is_refused() -> None:
-    """A Join context that has ended is no mistake, nor is one of an evaluation. Return the errors."""
+    """A Join context that has ended is no mistake, nor is one of an evaluation."""
     net, manager = _prepared(dist.group.WORLD)
     ddp = DistributedDataParallel(net)
     manager.attach(ddp)
@@ -109,31 +101,21 @@ def test_joining_without_the_manager_is_refused() -> None:
     manager.check()
     fp8dist.check(ddp)
     _train(ddp, manager)
-    errors = []
     for _ in range(2):
-        try:
-            with ddp.join():
-                _train(ddp, manager, 1)
-        except ConfigurationError as error:
-            errors.append(str(error))
-    assert len(errors) == 2
-    assert all("use Join([ddp, manager])" in error for error in errors)
-
-
-def _alone_on_a_mesh() -> str:
-    """Rank 1 checks alone, with a mesh of several axes that has no communicator yet."""
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "pp"))
-    if dist.get_rank() != 1:
-        time.sleep(4)
-        return ""
-    with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=1)), pytest.raises(SyncError) as caught:
-        fp8dist.check(make_net(), group=mesh["dp", "tp"])
-    return str(caught.value)
+        with pytest.raises(ConfigurationError, match=r"use Join\(\[ddp, manager\]\)"), ddp.join():
+            _train(ddp, manager, 1)
 
 
 @pytest.mark.slow
-def test_a_check_on_a_mesh_alone_communicates_nothing(four_ranks: RankPool) -> None:
-    assert "fp8dist.check() was not reached by all ranks within 1 s" in four_ranks.run(_alone_on_a_mesh)[1]
+@on_ranks(4)
+def test_a_check_on_a_mesh_alone_communicates_nothing() -> None:
+    """Rank 1 checks alone, with a mesh of several axes that has no communicator yet."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "pp"))
+    if dist.get_rank() != 1:
+        return time.sleep(4)
+    text = r"fp8dist\.check\(\) was not reached by all ranks within 1 s"
+    with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=1)), pytest.raises(SyncError, match=text):
+        fp8dist.check(make_net(), group=mesh["dp", "tp"])
 
 
 @pytest.mark.slow
@@ -197,8 +179,11 @@ def test_the_life_of_a_communicator(share: bool) -> None:
     assert len(_world.pg_map) == before
 
 
-def _made(kind: str) -> tuple[list[int], float, dict[str, bytes], list[str]]:
-    """Ranks with different numbers of groups. Return (ranks, time-out in s, state, collectives of a step)."""
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["world", "half", "mesh", "axis"])
+@on_ranks(4)
+def test_groups_of_all_kinds(kind: str) -> None:
+    """Ranks have different numbers of groups."""
     rank = dist.get_rank()
     if rank < 3:  # torch names a group after the number of groups that a rank has.
         dist.new_group([0, 1, 2], use_local_synchronization=True)
@@ -207,22 +192,16 @@ def _made(kind: str) -> tuple[list[int], float, dict[str, bytes], list[str]]:
     groups = {"world": dist.group.WORLD, "half": halves[rank // 2], "mesh": mesh, "axis": mesh["shard"]}
     net, manager = _prepared(groups[kind])
     manager.attach(net)
-    names = _train(net, manager)
+    assert _train(net, manager) == ["all_reduce"]
     group = _group(manager)
     own = group.process_group
     assert own not in (dist.group.WORLD, *halves, mesh.get_group(0), mesh.get_group(1))
-    return dist.get_process_group_ranks(own), group.timeout.total_seconds(), state_bits(manager), names
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["world", "half", "mesh", "axis"])
-def test_groups_of_all_kinds(four_ranks: RankPool, kind: str) -> None:
-    found = four_ranks.run(_made, kind)
-    for rank, (ranks, seconds, state, names) in enumerate(found):
-        assert ranks == ([0, 1, 2, 3] if kind in ("world", "mesh") else [rank // 2 * 2, rank // 2 * 2 + 1])
-        assert seconds == (77 if kind == "half" else 1800)
-        assert state == found[ranks[0]][2]
-        assert names == ["all_reduce"]
+    members = [0, 1, 2, 3] if kind in ("world", "mesh") else [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(own) == members
+    assert group.timeout.total_seconds() == (77 if kind == "half" else 1800)
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, state_bits(manager))
+    assert states[rank] == states[members[0]]
 
 
 @on_ranks(2)
@@ -235,8 +214,10 @@ def test_groups_of_torch_keep_their_names() -> None:
     dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1], use_local_synchronization=True))
 
 
-def _busy() -> float:
-    """Return the seconds that it takes to drop a manager whose sync the other rank does not join yet."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_manager_with_a_sync_under_way_goes_at_once() -> None:
+    """It is dropped while the other rank does not join its sync yet."""
     group: Any = dist.new_group(timeout=timedelta(seconds=8))
     net, manager = _prepared(group, recipe=DelayedScaling(update="next_step"))
     manager.attach(net)
@@ -246,12 +227,7 @@ def _busy() -> float:
     start = time.monotonic()
     del net, manager
     gc.collect()
-    return time.monotonic() - start
-
-
-@pytest.mark.slow
-def test_a_manager_with_a_sync_under_way_goes_at_once(two_ranks: RankPool) -> None:
-    assert max(two_ranks.run(_busy)) < 2
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -316,11 +292,7 @@ def _anew() -> None:
 
 
 def test_groups_that_are_destroyed_and_made_again() -> None:
-    pool = RankPool(2)
-    try:
-        pool.run(_anew)
-    finally:
-        pool.close()
+    run_apart(2, _anew)
 
 
 @on_ranks(2)

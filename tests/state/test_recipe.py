@@ -35,19 +35,27 @@ def test_defaults_are_those_of_the_design() -> None:
 
 
 def test_a_bad_value_is_named() -> None:
-    for field, value in (
+    every = (
+        [("format", v) for v in ("e5m2", "HYBRID", None, E4M3)]
+        + [("power_of_two", v) for v in (1, 0, None, "yes")]
+        + [("high_precision", v) for v in ("fprop", ("bprop",), None, 3, ("fprop", None), {"fprop": True})]
+    )
+    delayed = (
         [("history_len", v) for v in (0, -1, 1_000_001, 2.0, "4", None, True)]
         + [("margin", v) for v in (-65, 65, 0.5, "0", None, False)]
         + [("amax_algo", v) for v in ("mean", "MAX", None, 3)]
-        + [("format", v) for v in ("e5m2", "HYBRID", None, E4M3)]
         + [("update", v) for v in ("now", None, 1)]
         + [("warmup", v) for v in ("none", None, True)]
-        + [("power_of_two", v) for v in (1, 0, None, "yes")]
-    ):
-        with pytest.raises(ConfigurationError) as caught:
-            DelayedScaling(**{field: value})  # type: ignore[arg-type]
-        assert str(caught.value).startswith(f"{field} must be ")
-        assert str(caught.value).endswith(f"got {value!r}")
+    )
+    fast = [("fast_accumulation", v) for v in ("fprop", ("bprop",), None, True, ("fprop", None), {"fprop": True})]
+    for kind in (DelayedScaling, *JUST_IN_TIME):
+        own = [*(delayed if kind is DelayedScaling else []), *(fast if kind in WITH_ACCUMULATION else [])]
+        for field, value in [*every, *own]:
+            with pytest.raises(ConfigurationError) as caught:
+                kind(**{field: value})
+            of = "a tuple of fprop, dgrad, wgrad" if field == "fast_accumulation" else ""
+            assert str(caught.value).startswith(f"{field} must be {of}")
+            assert str(caught.value).endswith(f"got {value!r}")
 
 
 def test_values_at_the_ends_are_taken() -> None:
@@ -85,48 +93,23 @@ def test_recipes_without_state() -> None:
             kind(margin=1)
 
 
-def test_a_bad_value_of_what_all_recipes_have() -> None:
-    for kind in [DelayedScaling, *JUST_IN_TIME]:
-        for field, value in (
-            [("format", v) for v in ("e5m2", "HYBRID", None)]
-            + [("power_of_two", v) for v in (1, None, "yes")]
-            + [("high_precision", v) for v in ("fprop", ("bprop",), None, 3, ("fprop", None), {"fprop": True})]
+def test_gemms_with_fast_accumulation() -> None:
+    for kind in WITH_ACCUMULATION:
+        assert kind().fast_accumulation == ("fprop",)
+        for given, taken in (
+            ((), ()),
+            (["wgrad", "fprop", "wgrad"], ("fprop", "wgrad")),
+            ({"dgrad"}, ("dgrad",)),
+            (("wgrad", "dgrad", "fprop"), ("fprop", "dgrad", "wgrad")),
         ):
-            with pytest.raises(ConfigurationError) as caught:
-                kind(**{field: value})
-            assert str(caught.value).startswith(f"{field} must be ")
-            assert str(caught.value).endswith(f"got {value!r}")
-
-
-@pytest.mark.parametrize("kind", WITH_ACCUMULATION)
-def test_gemms_with_fast_accumulation(kind: Any) -> None:
-    assert kind().fast_accumulation == ("fprop",)
-    for given, taken in (
-        ((), ()),
-        (["wgrad", "fprop", "wgrad"], ("fprop", "wgrad")),
-        ({"dgrad"}, ("dgrad",)),
-        (("wgrad", "dgrad", "fprop"), ("fprop", "dgrad", "wgrad")),
-    ):
-        recipe = kind(fast_accumulation=given)
-        assert recipe.fast_accumulation == taken
-        described = json.loads(json.dumps(recipe.describe()))
-        assert described["fast_accumulation"] == list(taken)
-        assert Recipe.from_description(described) == recipe
-    for bad in ("fprop", ("bprop",), None, True, ("fprop", None), {"fprop": True}):
-        with pytest.raises(ConfigurationError) as caught:
-            kind(fast_accumulation=bad)
-        assert str(caught.value).startswith("fast_accumulation must be a tuple of fprop, dgrad, wgrad")
-        assert str(caught.value).endswith(f"got {bad!r}")
-
-
-@pytest.mark.parametrize("kind", WITH_ACCUMULATION)
-def test_a_description_from_before_fast_accumulation_gives_its_default(kind: Any) -> None:
-    described = kind(power_of_two=True).describe()
-    del described["fast_accumulation"]
-    assert Recipe.from_description(described) == kind(power_of_two=True)
-
-
-def test_blocks_have_no_accumulation_to_choose() -> None:
+            recipe = kind(fast_accumulation=given)  # type: ignore[arg-type]
+            assert recipe.fast_accumulation == taken
+            described = json.loads(json.dumps(recipe.describe()))
+            assert described["fast_accumulation"] == list(taken)
+            assert Recipe.from_description(described) == recipe
+        described = kind(power_of_two=True).describe()
+        del described["fast_accumulation"]  # From before there was one: the default.
+        assert Recipe.from_description(described) == kind(power_of_two=True)
     assert BlockScaling().fast_accumulation == ()
     assert "fast_accumulation" not in BlockScaling().describe()
     with pytest.raises(ConfigurationError, match="BlockScaling does not have it"):
@@ -147,11 +130,6 @@ def test_a_checkpoint_from_before_fast_accumulation_loads() -> None:
         assert bits(loader.slot("0", "input").scale) == bits(saver.slot("0", "input").scale)
 
 
-def test_what_recipes_have_in_common_is_none() -> None:
-    with pytest.raises(ConfigurationError, match="Recipe is the base class of all recipes"):
-        Recipe()
-
-
 def test_frozen() -> None:
     recipe = DelayedScaling()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -159,12 +137,11 @@ def test_frozen() -> None:
     assert recipe == DelayedScaling()
     assert recipe != DelayedScaling(margin=1)
     assert hash(recipe) == hash(DelayedScaling())
-
-
-def test_formats_of_roles() -> None:
     hybrid, e4m3 = DelayedScaling(), DelayedScaling(format="e4m3")
     assert [hybrid.format_of(role) for role in (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT)] == [E4M3, E4M3, E5M2]
     assert [e4m3.format_of(role) for role in Role] == [E4M3] * 3
+    with pytest.raises(ConfigurationError, match="Recipe is the base class of all recipes"):
+        Recipe()
 
 
 def _median(windows: Tensor) -> Tensor:

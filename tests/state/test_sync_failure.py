@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import socket
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,7 +19,7 @@ import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import Fp8DistError, SyncError
 from fp8dist.state.roll_call import failing_by_name
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks, run_apart
 from tests.support.training import batch, make_net
 
 
@@ -44,11 +47,7 @@ def _absent(update: str) -> Any:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_a_sync_error() -> None:
-    pool = RankPool(2)  # Its own pool: others cannot use a connection that timed out.
-    try:
-        (text, cause, both, steps, unchanged), absent = pool.run(_absent, "next_step")
-    finally:
-        pool.close()
+    (text, cause, both, steps, unchanged), absent = run_apart(2, _absent, "next_step")
     assert absent is None
     assert both
     assert cause is not SyncError
@@ -79,11 +78,7 @@ def _not_checked(policy: Any, late: bool) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "late"), [("warn", False), ("repair", True)])
 def test_a_rank_that_does_not_call_a_check_is_named(policy: str, late: bool) -> None:
-    pool = RankPool(3)
-    try:
-        text, _, other = pool.run(_not_checked, policy, late)
-    finally:
-        pool.close()
+    text, _, other = run_apart(3, _not_checked, policy, late)
     failed = (
         ": the check of step 7 with ranks 0, 1, 2 failed after " if late else "() was not reached by all ranks within"
     )
@@ -97,3 +92,90 @@ def test_an_error_of_this_rank_says_nothing_of_others() -> None:
         with pytest.raises(type(error)) as caught, failing_by_name("a", lambda: "b", [0, 1]):
             raise error
         assert caught.value is error
+
+
+# A thread names the missing rank where the host does not wait ----------------------------------------
+
+
+ON_DEVICE = "fp8dist.state.arena_sync.waits_on_the_device"
+
+
+def _lookouts() -> int:
+    return sum(thread.name == "fp8dist lookout" for thread in threading.enumerate())
+
+
+def _soon(lookouts: int) -> bool:
+    """True if there are this many within three seconds."""
+    deadline = time.monotonic() + 3
+    while _lookouts() != lookouts and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return _lookouts() == lookouts
+
+
+class _Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _asleep() -> list[str]:
+    """Rank 2 does not take the third step. The others never wait for it. Return what they log in ten seconds."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=4))
+    log, net = _Log(), make_net()
+    logging.getLogger("fp8dist").addHandler(log)
+    manager = fp8dist.prepare(net, DelayedScaling(update="next_step"), group=group)
+    with mock.patch(ON_DEVICE, return_value=True):
+        manager.attach(net)
+    for step in range(3):
+        net(batch(dist.get_rank(), step)[0]).sum().backward()
+        if step < 2 or dist.get_rank() < 2:
+            manager.step()
+        else:
+            manager.metrics()  # Ends the second step, as the others do before their third.
+    time.sleep(10)
+    logging.getLogger("fp8dist").removeHandler(log)
+    return log.texts
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_is_named_although_nobody_waits() -> None:
+    *awake, asleep = run_apart(3, _asleep)
+    for rank, texts in enumerate(awake):
+        assert len(texts) == 1
+        assert texts[0].startswith(
+            f"fp8dist: rank {rank}: StateManager of Net: the FP8 sync of a step with ranks 0, 1, 2"
+        )
+        assert "Missing of 3 ranks: rank 2" in texts[0]
+    assert asleep == []
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_no_thread_is_left() -> None:
+    """Syncs that end in time are not reported. Threads come with attach(), once per arena, and go."""
+    log, net = _Log(), make_net()
+    logging.getLogger("fp8dist").addHandler(log)
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    manager = fp8dist.prepare(net, group=group)
+    manager.attach(net)
+    assert _lookouts() == 0  # The wait blocks the host.
+    with mock.patch(ON_DEVICE, return_value=True):
+        manager.attach(net)
+        manager.attach(net)
+    assert _soon(1)
+    for step in range(3):
+        net(batch(dist.get_rank(), step)[0]).sum().backward()
+        manager.step()
+    time.sleep(2.5)  # No step ends meanwhile: the newest work is old, but done.
+    manager.detach()
+    assert _soon(0)
+    with mock.patch(ON_DEVICE, return_value=True):
+        manager.attach(net)
+    del net, manager
+    gc.collect()
+    assert _soon(0)
+    logging.getLogger("fp8dist").removeHandler(log)
+    assert log.texts == []

@@ -18,7 +18,7 @@ from fp8dist.state.waits import KEPT, Moment, Waits, clock_of
 from tests.support.collectives import counted_collectives
 from tests.support.graphs import EmulatedGraph
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import batch, fp8_count, make_net, parameter_bits, state_bits
+from tests.support.training import SmallJob, batch, fp8_count, make_net, parameter_bits, state_bits, unwrapped
 
 
 class Hand:
@@ -226,19 +226,14 @@ def test_steps_in_a_graph_are_left_out() -> None:
 
 
 def _asks(often: bool) -> Any:
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4, update="next_step"), group=dist.group.WORLD)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    manager.attach(net, optimizer=optimizer)
+    job = SmallJob(DelayedScaling(history_len=4, update="next_step"), wrap=unwrapped)
     with counted_collectives() as calls:
         for step in range(STEPS):
-            net(batch(dist.get_rank(), step)[0]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            job.step(step)
             if often:
-                fp8dist.take_waits(manager)
-                assert manager._syncs[0].phase.value == "due"  # The commit does not come early.
-    return state_bits(manager), parameter_bits(net), calls.names
+                fp8dist.take_waits(job.manager)
+                assert job.manager._syncs[0].phase.value == "due"  # The commit does not come early.
+    return state_bits(job.manager), parameter_bits(job.net), calls.names
 
 
 def test_asking_changes_nothing(two_ranks: RankPool) -> None:

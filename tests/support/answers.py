@@ -104,10 +104,8 @@ def recorded_calls() -> Iterator[set[Any]]:
 def flipping(op: str, shape: tuple[int, ...], byte: int, bit: int, result: int = 0, when: int = 0) -> Iterator[None]:
     """Flip one bit of a result of ``direct``'s function ``op``, if its first argument has this shape.
 
-    Args:
-        byte: place in the memory of the result.
-        result: which of several results.
-        when: which of these calls, counted from 1; 0: each of them. Calls of the reference backend do not count.
+    ``byte``: place in the memory of the result. ``result``: which of several results. ``when``: which of these calls,
+    counted from 1; 0: each of them. Calls of the reference backend do not count.
     """
     original, calls = getattr(direct, op), 0
 

@@ -17,8 +17,6 @@ from fp8dist.checks.contents import Digester
 from fp8dist.checks.works import Work, digest_of, repeat_work, work_of_call
 from fp8dist_kernels import grouped_ops, ops
 
-__all__ = ["RECIPES", "Heard", "bad_casts", "bad_grouped_products", "bad_products", "flip"]
-
 LIMITS = (1 << 26, 1 << 15, 1)
 """Whole, in blocks, in the smallest blocks."""
 
@@ -92,14 +90,8 @@ def flip(tensor: Tensor, place: int, bit: int = 3) -> None:
 
 @contextlib.contextmanager
 def bad_products(share: float = 1.0, seed: int = 0, steady: bool = True) -> Iterator[list[int]]:
-    """A device whose products have a wrong bit: each of this share of them, repeated ones included.
-
-    Args:
-        steady: always the same element. False: any.
-
-    Yields:
-        a list with one number, that of the wrong products so far.
-    """
+    """A device whose products have a wrong bit: each of this share of them, repeated ones included. ``steady``: always
+    the same element; False: any. Yields a list with one number, that of the wrong products so far."""
     chance, original, count = random.Random(seed), ops._product, [0]
 
     def product(*args: Any, **options: Any) -> Tensor:

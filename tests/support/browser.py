@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["needs_chromium", "opened_browser"]
-
 CHROMIUM = shutil.which("chromium")
 
 needs_chromium = pytest.mark.skipif(

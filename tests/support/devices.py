@@ -7,8 +7,6 @@ import os
 import pytest
 import torch
 
-__all__ = ["DEVICE", "needs_gpu"]
-
 DEVICE: str = "cuda" if torch.cuda.is_available() else "cpu"
 """With a GPU, kernels run compiled; otherwise in Triton's interpreter."""
 

@@ -118,16 +118,19 @@ def hsdp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) -> P
     return fsdp2(kind, shards, faults, mesh["shard"] if "shards alone" in faults else mesh)
 
 
+def _plan(kind: Kind) -> dict[str, Any]:
+    """Return torch's plan of tensor parallelism for a layer."""
+    columns = [*(f"attention.{name}" for name in "qkv"), "mlp.up", *(["mlp.gate"] if kind.gated else [])]
+    rows = ("attention.o", "mlp.down")
+    return {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
+
+
 def dtensor_tp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) -> Program:
     """Tensor parallelism by torch's plans. All ranks read all shards."""
     model = Transformer(kind)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    columns = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
-    plan = {**columns, "attention.o": RowwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
-    if kind.gated:
-        plan["mlp.gate"] = ColwiseParallel()
     for layer in model.layers.values():
-        parallelize_module(layer, mesh, plan)
+        parallelize_module(layer, mesh, _plan(kind))
     if not kind.tied:
         assert model.head is not None
         parallelize_module(model.head, mesh, ColwiseParallel(output_layouts=Replicate()))
@@ -143,12 +146,8 @@ def fsdp2_tp(kind: Kind, shards: Sequence[Shard], faults: Collection[str] = ()) 
     """FSDP2 over pairs of ranks, and in each pair of the other axis tensor parallelism."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
     model = Transformer(kind)
-    columns = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
-    plan = {**columns, "attention.o": RowwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
-    if kind.gated:
-        plan["mlp.gate"] = ColwiseParallel()
     for layer in model.layers.values():
-        parallelize_module(layer, mesh["tensor"], plan)
+        parallelize_module(layer, mesh["tensor"], _plan(kind))
         fully_shard(layer, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
     ranks = mesh["data"].size()

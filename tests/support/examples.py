@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tests.support.forked import ROOT
 
-__all__ = ["run_example"]
-
 
 def run_example(stack: str, *flags: str, through: tuple[str, ...] = (), folder: Path | None = None) -> str:
     """Return what the example of a stack prints on two ranks.

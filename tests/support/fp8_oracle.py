@@ -14,8 +14,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["E4M3", "E5M2", "FP8", "Operand", "block_shape", "cast", "current_scale", "formats", "mx_scale", "operands"]
-
 Array = npt.NDArray[np.float32]
 By = Literal["tensor", "row", "block", "mx down", "mx up"]
 

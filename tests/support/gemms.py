@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8dist_kernels import ops
 from tests.support.fp8_oracle import E4M3, E5M2, Operand
 
-__all__ = ["Gemm", "Gemms", "assert_gemm", "assert_operand", "numbers"]
-
 
 class Gemm(NamedTuple):
     """One product ``a @ b.T``: copies of its operands, and the result."""

@@ -25,13 +25,8 @@ class HostedJob:
     def __init__(
         self, lab: Lab, out: Path, *flags: str, program: Sequence[str] = (), cwd: Path | None = None, **variables: str
     ) -> None:
-        """
-        Args:
-            flags: flags of the fault lab; they override TINY and TIMEOUT.
-            program: the program that torchrun.sh starts instead of the fault lab, with its arguments.
-            cwd: the working directory; default: the repository's root.
-            variables: environment variables on all hosts.
-        """
+        """``flags``: of the fault lab; they override TINY and TIMEOUT. ``program``: what torchrun.sh starts instead,
+        with its arguments. ``cwd``: default: the repository's root. ``variables``: of the environment on all hosts."""
         out.mkdir(exist_ok=True)
         self.lab, self.out, self._cwd = lab, out, cwd
         tiny = [*TINY, "--timeout", str(TIMEOUT), "--out", str(out / "run")]

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["CUBLAS", "Stand"]
-
 CUBLAS = "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`"
 E5M2, HALF = torch.float8_e5m2, torch.float16
 

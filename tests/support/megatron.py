@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["causal_mask", "forward", "gpt", "gradients", "initialize", "optimized", "with_stand_ins"]
-
 LENGTH, VOCABULARY = 16, 64
 
 

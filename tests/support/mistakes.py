@@ -13,7 +13,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,8 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import StateManager
 from fp8dist.errors import Fp8DistError
+from tests.support.logs import captured_log
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.scenarios import RAISED, RIGHT, SAID, WARNED, Scenario
+from tests.support.sharded import full
 from tests.support.training import bits
 
 OUTPUT = 0.08
@@ -141,11 +143,7 @@ def weights_of(called: nn.Module) -> dict[str, Tensor]:
     if isinstance(called, FullyShardedDataParallel):
         summon = FullyShardedDataParallel.summon_full_params(called, writeback=False)
     with summon:
-        found = {}
-        for name, parameter in called.named_parameters():
-            value = parameter.detach()
-            found[clean(name)] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        return found
+        return {clean(name): value for name, value in full(called).items()}
 
 
 def load(called: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -345,37 +343,18 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@contextlib.contextmanager
-def _logged(seen: Seen) -> Iterator[None]:
-    handler = logging.Handler(logging.INFO)
-
-    def emit(record: logging.LogRecord) -> None:
-        (seen.warnings if record.levelno >= logging.WARNING else seen.infos).append(record.getMessage())
-
-    handler.emit = emit  # type: ignore[method-assign]
-    logger = logging.getLogger("fp8dist")
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
-
-
 def run_case(scenario: Scenario, rank: int = 0, group: Any = None, mesh: DeviceMesh | None = None) -> Seen:
     """Run the scenario on one rank."""
     seen = Seen()
     case = Case(rank, scenario.ranks, group, mesh, seen)
-    with _logged(seen), warnings.catch_warnings():
+    with captured_log(logging.INFO) as log, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             scenario.program(case)
         except Exception as error:
             _note(error, seen)
+    seen.warnings = [text for level, text in log if level >= logging.WARNING]
+    seen.infos = [text for level, text in log if level < logging.WARNING]
     del case
     gc.collect(1)  # The program's objects are young; a full collection would scan all of torch.
     return seen
@@ -446,27 +425,23 @@ class Bench:
         return seen
 
 
-def outcome_of(scenario: Scenario, seen: list[Seen]) -> str:
+def outcome_of(seen: list[Seen]) -> str:
     """Return raised, warned or right; or a forbidden outcome: bare (Python's own error from inside fp8dist), foreign
     (torch's error, and nothing from fp8dist), SILENT_WRONG."""
     if any(each.origin == "bare" for each in seen):
         return "bare"
     if any(each.origin == "ours" for each in seen):
         return RAISED
-    if any(_of_interest(scenario, each) for each in seen):
+    if any(each.warnings for each in seen):
         return WARNED
     if any(each.origin == "foreign" for each in seen):
         return "foreign"
     return "SILENT_WRONG" if any(each.wrong for each in seen) else RIGHT
 
 
-def _of_interest(scenario: Scenario, seen: Seen) -> list[str]:
-    return [text for text in seen.warnings if not any(re.search(pattern, text) for pattern in scenario.may)]
-
-
 def complaints(scenario: Scenario, seen: list[Seen]) -> list[str]:
     """Return the deviations from the expectations; [] if there are none."""
-    outcome = outcome_of(scenario, seen)
+    outcome = outcome_of(seen)
     found = [f"rank {rank}: {flaw}" for rank, each in enumerate(seen) for flaw in each.flaws]
     if outcome not in scenario.outcomes:
         found.append(f"{outcome}, expected {' or '.join(sorted(scenario.outcomes))}")

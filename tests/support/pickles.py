@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["HOSTILE", "LEGACY_HEAD", "Call", "bombs"]
-
 LEGACY_HEAD = b"".join(pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
 """How files begin that torch.save writes without a zip archive."""
 

@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.libtorch import Stand
 
-__all__ = ["PROPERTIES", "Graph", "OnGpu", "install"]
-
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 

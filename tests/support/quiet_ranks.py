@@ -24,6 +24,7 @@ from fp8dist import DelayedScaling
 from tests.support.pages import ROOT, blocks
 from tests.support.quiet import HISTORY, Loop, Trial, batch, fp8_bits, mlp, state_is_right, take, weight_bits
 from tests.support.scenarios import Scenarios
+from tests.support.sharded import full
 
 SCENARIOS = Scenarios(ranks=2)
 STEPS = 5
@@ -169,15 +170,6 @@ def local_sgd(attached: str) -> Any:
     return fp8_bits(trial.manager)
 
 
-def whole_weights(net: nn.Module) -> dict[str, Tensor]:
-    """Return the weights by the plain net's names. COLLECTIVE."""
-    found = {}
-    for name, p in net.named_parameters():
-        value = p.detach()
-        found[name] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-    return found
-
-
 def sharded_trial(gather: bool) -> Trial:
     trial = Trial(group=dist.group.WORLD, fp8_all_gather=gather, judged=False)
     for layer in (trial.net[0], trial.net[2], trial.net):
@@ -195,7 +187,7 @@ def fsdp2_trial(gather: bool) -> tuple[Trial, Optimizer]:
 
 def train_sharded(trial: Trial, optimizer: Optimizer, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
-        weights = whole_weights(trial.net)
+        weights = full(trial.net)
         x, y = batch(step, me())
         output = trial.net(x)
         trial.compare(output, x, weights)
@@ -219,7 +211,7 @@ def fsdp2_ema_swapped_in_and_out(gather: bool) -> Any:
                     mine = [p.detach().clone() for p in trial.net.parameters()]
                     for mean, p in zip(average, trial.net.parameters()):
                         p.copy_(mean)
-                    weights = whole_weights(trial.net)
+                    weights = full(trial.net)
                     trial.net.eval()
                     trial.compare(trial.net(batch(0)[0]), batch(0)[0], weights)
                     trial.net.train()

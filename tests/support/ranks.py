@@ -142,6 +142,15 @@ class RankPool:
         raise RanksFailed("\n".join(lines))
 
 
+def run_apart(count: int, function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
+    """Run a function on ranks of its own, as one whose connections time out: no other can use them then."""
+    pool = RankPool(count)
+    try:
+        return pool.run(function, *args, timeout=timeout)
+    finally:
+        pool.close()
+
+
 POOLS = {2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}
 """The fixture of the pool with so many ranks."""
 

@@ -17,8 +17,6 @@ from fp8dist.cli.main import main
 from fp8dist.runs.report.numbers import RunNumbers, read_run
 from tests.support.ranks import RankPool, RanksFailed
 
-__all__ = ["die", "fingerprint", "recorder", "require_readable", "require_resumed", "require_run"]
-
 
 def recorder(folder: str) -> Callable[[fp8dist.StateManager], fp8dist.Recorder]:
     """Return a function for ``run=`` that records FP8 numbers every 4 steps."""
@@ -26,12 +24,8 @@ def recorder(folder: str) -> Callable[[fp8dist.StateManager], fp8dist.Recorder]:
 
 
 def require_run(folder: Path, losses: Mapping[int, float], slots: int) -> RunNumbers:
-    """Read a run that was recorded every 4 steps, and compare it with what the trainer logged.
-
-    Args:
-        losses: by step.
-        slots: number of slots in FP8.
-    """
+    """Read a run that was recorded every 4 steps, and compare it with what the trainer logged. ``losses``: by step.
+    ``slots``: number of slots in FP8."""
     run = read_run(folder)
     assert dict(zip(run.metrics.step.tolist(), run.metrics.columns["loss"].tolist())) == losses
     assert not run.left_out

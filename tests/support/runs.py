@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ROLES", "header", "lines", "made_run", "module_names"]
-
 ROLES = ("grad_output", "input", "weight")
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 GOOD = 300
@@ -70,11 +68,8 @@ def made_run(
     seed: int = 0,
     change: Callable[[int, str, dict[str, Any]], Any] = lambda step, slot, line: None,
 ) -> Path:
-    """Write a run with an outlier, a NaN, a fallback, a spike, a resume, checkpoints and a divergence.
-
-    Args:
-        change: gets (step, slot, line) of each line of scales.jsonl, and may change the line.
-    """
+    """Write a run with an outlier, a NaN, a fallback, a spike, a resume, checkpoints and a divergence. ``change``: gets
+    (step, slot, line) of each line of scales.jsonl, and may change the line."""
     folder.mkdir(parents=True)
     modules = module_names(layers)
     (folder / "run.json").write_text(json.dumps(header(modules, ranks)))

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-__all__ = ["NOT_SILENT", "RAISED", "RIGHT", "SAID", "SILENT", "WARNED", "Scenario", "Scenarios"]
-
 SILENT, RIGHT, WARNED, RAISED = "silent", "right", "warned", "raised"
 """SILENT: right, and nothing is logged or warned of; see ``quiet.py``."""
 SAID = frozenset({WARNED, RAISED})
@@ -26,7 +24,7 @@ class Scenario:
 
     ``words``: regular expressions that must all match one error or warning. ``loses``: the program loses a rank, so its
     groups are not reused and time out soon. ``everywhere``: all ranks must raise. ``once``: no rank may repeat the
-    text. ``may``: regular expressions of unrelated warnings that are allowed.
+    text.
     """
 
     name: str
@@ -39,7 +37,6 @@ class Scenario:
     everywhere: bool = False
     once: bool = False
     info: tuple[str, ...] = ()
-    may: tuple[str, ...] = ()
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

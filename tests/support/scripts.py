@@ -10,8 +10,6 @@ from unittest import mock
 
 from tests.support.forked import ROOT
 
-__all__ = ["program"]
-
 
 def program(name: str) -> ModuleType:
     """Return ``scripts/NAME`` as a module."""

@@ -22,6 +22,7 @@ from fp8dist.modules.overrides import High
 from fp8dist_kernels.header import WORD_MANIFEST
 from tests.support.collectives import counted_collectives
 from tests.support.quiet import silence
+from tests.support.reference_nets import Block
 from tests.support.training import Amaxes, AmaxRecorder, Net, SlotName, batch, bits, fp8_count, histories
 
 HISTORY = 4
@@ -41,19 +42,6 @@ class Deep(nn.Module):
         for block in self.blocks:
             h = block(h)
         return self.last(h)
-
-
-class Block(nn.Module):
-    """x + down(relu(up(norm(x))))."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Mlp(nn.Module):

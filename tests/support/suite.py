@@ -8,17 +8,45 @@ take longer, but needs hardly more CPU time for them, so the limit is one of CPU
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["PROPERTY", "Spent", "in_tenth", "lines"]
+import pytest
+
+__all__ = ["NIGHTLY", "PROPERTY", "Spent", "crossed", "few", "in_tenth", "lines"]
+
+NIGHTLY = (pytest.mark.long, pytest.mark.nightly)
+"""Marks of a case that need not run for every change, because another one is of the same behaviour."""
 
 PROPERTY = "cpu_s"
 """Name of the user property of a report."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def few(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Return ``cases`` for ``parametrize``: those in ``kept`` run for every change, the others nightly. A tuple has a
+    value for each argument."""
+    of = [case if isinstance(case, tuple) else (case,) for case in cases]
+    few = [case if isinstance(case, tuple) else (case,) for case in kept]
+    assert all(case in of for case in few), few
+    return [pytest.param(*case, marks=() if case in few else NIGHTLY) for case in of]
+
+
+def crossed(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrise with all combinations of values. As many run for every change as make each value come up; the others
+    are nightly."""
+    values = [list(of) for of in axes.values()]
+    kept = {tuple(i % len(of) for of in values) for i in range(max(map(len, values)))}
+    cases = [
+        pytest.param(*(of[i] for of, i in zip(values, places)), marks=() if places in kept else NIGHTLY)
+        for places in itertools.product(*(range(len(of)) for of in values))
+    ]
+    return pytest.mark.parametrize(tuple(axes), cases)
 
 
 def in_tenth(node: str, number: int) -> bool:
@@ -52,12 +80,8 @@ class Spent:
 
 
 def lines(spent: Mapping[str, float], most: int = 10) -> list[str]:
-    """Return a table: the CPU time per folder of tests, the sum, and the tests that needed most.
-
-    Args:
-        spent: CPU time in s, by node id.
-        most: number of tests that are listed.
-    """
+    """Return a table: the CPU time per folder of tests, the sum, and the ``most`` tests that needed most. ``spent``:
+    CPU time in s, by node id."""
     rooms: dict[str, float] = {}
     for node, seconds in spent.items():
         room = "/".join(node.partition("::")[0].split("/")[:-1]) or "."

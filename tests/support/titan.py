@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["with_stand_ins"]
-
 
 def with_stand_ins(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, which installs the stand-ins before it imports torchtitan."""

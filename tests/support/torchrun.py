@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tests.support.forked import ROOT
 
-__all__ = ["torchrun"]
-
 
 def torchrun(ranks: int, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run ``words`` on this many ranks, on a free port: a program, or ``-m`` and a module, with arguments."""

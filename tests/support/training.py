@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import fp8dist
 from fp8dist import StateManager
 from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.collectives import Calls
@@ -47,6 +51,55 @@ def batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + index)
     x = torch.randn(8, 32, generator=generator) * (1 + 0.3 * ((7 * index + 3 * rank) % 5))
     return x, torch.randn(8, 16, generator=generator)
+
+
+def unwrapped(net: nn.Module) -> nn.Module:
+    """Return the net."""
+    return net
+
+
+_SGD = partial(torch.optim.SGD, lr=0.01)
+
+
+class SmallJob:
+    """A net that is prepared with the group of all ranks, wrapped, and attached. ``called``: what the loop calls.
+
+    Args:
+        wrap: ``unwrapped``, for a net that is called as it is.
+        attach: arguments of ``attach`` beside the optimizer.
+        options: of ``prepare``.
+    """
+
+    def __init__(
+        self,
+        recipe: Any = None,
+        net: nn.Module | None = None,
+        wrap: Callable[..., Any] = DistributedDataParallel,
+        optimizer: Callable[..., Any] = _SGD,
+        attach: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        group = {"group": dist.group.WORLD} if dist.is_initialized() else {}
+        self.net: Any = make_net() if net is None else net
+        self.manager: StateManager = fp8dist.prepare(self.net, recipe, **{**group, **options})
+        self.called: Any = wrap(self.net)
+        self.optimizer = optimizer(self.called.parameters())
+        self.manager.attach(self.called, optimizer=self.optimizer, **(attach or {}))
+
+    def backward(self, index: int, rank: int | None = None) -> Tensor:
+        """Return the loss of a batch, after its backward. ``rank``: whose batch it is, by default this rank's."""
+        rank = (dist.get_rank() if dist.is_initialized() else 0) if rank is None else rank
+        x, y = batch(rank, index)
+        loss = nn.functional.mse_loss(self.called(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def step(self, index: int, rank: int | None = None) -> float:
+        """Train on a batch. Return its loss."""
+        loss = self.backward(index, rank)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
 
 
 def bits(tensor: Tensor) -> bytes:

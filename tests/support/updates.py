@@ -11,8 +11,6 @@ from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist_kernels.reference.rings import RingShape
 
-__all__ = ["RULE", "assert_equal", "random_amaxes", "random_arrays"]
-
 RULE = UpdateRule(4, 0, False, True, "max")
 BITS = (
     *(0, 1, 0x007FFFFF, 0x00800000, 0x3F800000, 0x43E00000, 0x43E80000, 0x43E80001, 0x7F7FFFFF),

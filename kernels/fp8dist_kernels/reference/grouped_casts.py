@@ -5,14 +5,17 @@ These twins loop over the experts on the host. The kernels in ``triton`` do not 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fp8dist_kernels.reference import blocks, casts
+from fp8dist_kernels import MX_BLOCK
+from fp8dist_kernels.reference import blocks, casts, mx
 from fp8dist_kernels.reference.casts import padded
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, require_groups, rows_of
 
-__all__ = ["quantize_grouped", "quantize_grouped_lines", "require_slots"]
+__all__ = ["quantize_grouped", "quantize_grouped_lines", "quantize_grouped_mx", "require_slots"]
 
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -118,6 +121,36 @@ def quantize_grouped_lines(
     return (
         *((row_major, row_scales) if rows else (nothing, no_scale)),
         *((transposed, column_scales) if columns else (nothing, no_scale)),
+    )
+
+
+def quantize_grouped_mx(
+    x: Tensor, offsets: Tensor, dtype: torch.dtype, *, round_up: bool, rows: bool, columns: bool
+) -> Copies:
+    """Do ``mx.quantize_mx`` for each expert.
+
+    Args:
+        x: [tokens, features], sorted by expert. Any float dtype, any strides.
+        offsets: int32[E], see ``groups``.
+
+    The other arguments are those of ``mx.quantize_mx``.
+
+    Returns:
+        (row-major, inv_scale, transposed, inv_scale): FP8 [tokens, features rounded up to 32] and FP8 [features,
+        ``columns_bound(tokens, E, 32)``], in which each expert starts at a multiple of 32, so that no block has tokens
+        of two experts. The scales are E8M0, one for each 32 elements of a row of a copy. Rows and columns of no expert
+        are cast as zeros.
+    """
+    require_groups(offsets, x.device)
+    (tokens, features), groups = x.shape, len(offsets)
+    straight = torch.zeros(tokens, features, device=x.device)
+    padded_rows = torch.zeros(columns_bound(tokens, groups, MX_BLOCK), features, device=x.device)
+    for group, column, _ in rows_of(offsets, tokens, MX_BLOCK):
+        straight[group] = padded_rows[column] = x[group].float()
+    options: dict[str, Any] = {"round_up": round_up}
+    return (
+        *mx.quantize_mx(straight, dtype, rows=rows, columns=False, **options)[:2],
+        *mx.quantize_mx(padded_rows, dtype, rows=False, columns=columns, **options)[2:],
     )
 
 

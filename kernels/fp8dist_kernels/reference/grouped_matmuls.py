@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8dist_kernels import BLOCK
-from fp8dist_kernels.reference.casts import padded
+from fp8dist_kernels import BLOCK, MX_BLOCK
+from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import require_groups, rows_of
 from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling, multiply_reference
 
@@ -38,7 +38,7 @@ def matmul_grouped(
         b: FP8 [E, n, k] contiguous. n and k are multiples of 16.
         inv_scale_a, inv_scale_b: float32: [E] and [E] (per tensor of an expert), [tokens, 1] and [E, n, 1] (per row),
             or [tokens, ceil(k / 128)] with [E, ceil(n / 128), ceil(k / 128)] (1 x 128 by 128 x 128) or
-            [E, n, ceil(k / 128)] (1 x 128 both). Any strides.
+            [E, n, ceil(k / 128)] (1 x 128 both). Any strides. For MX E8M0 [tokens, k / 32] and [E, n, k / 32].
         offsets: int32[E], see ``groups``.
         out_dtype, fast_accumulation: as in ``torch_matmuls.matmul_torch``.
         bias: [E, n] of any float dtype.
@@ -72,7 +72,8 @@ def matmul_grouped_columns(
         a: FP8 [n, columns] contiguous: a transposed copy of ``quantize_grouped``. n is a multiple of 16.
         b: FP8 [k, columns] likewise, of the same offsets. k is a multiple of 16.
         inv_scale_a, inv_scale_b: float32: [E] and [E] (per tensor of an expert), [E, n, 1] and [E, k, 1] (per row), or
-            [n, blocks] and [k, blocks] (1 x 128), as the cast returns them. Any strides.
+            [n, blocks] and [k, blocks] (1 x 128), as the cast returns them. Any strides. For MX E8M0 [n, columns / 32]
+            and [k, columns / 32].
         offsets: int32[E] of the rows, see ``groups``.
 
     Raises:
@@ -80,9 +81,12 @@ def matmul_grouped_columns(
     """
     scaling = column_scaling_of(a, b, inv_scale_a, inv_scale_b, offsets)
     out = torch.zeros(len(offsets), len(a), len(b), dtype=out_dtype, device=a.device)
-    for index, (_, column, block) in enumerate(rows_of(offsets)):
-        of = (slice(None), block) if scaling.in_blocks else index
-        wide = slice(column.start, column.start + padded(column.stop - column.start))
+    multiple = MX_BLOCK if scaling is Scaling.MX else TOKEN_ALIGNMENT
+    for index, (_, column, block) in enumerate(rows_of(offsets, None, multiple)):
+        wide = slice(column.start, -(-column.stop // multiple) * multiple)
+        if scaling is Scaling.MX:
+            block = slice(wide.start // MX_BLOCK, wide.stop // MX_BLOCK)
+        of = (slice(None), block) if scaling.in_blocks or scaling is Scaling.MX else index
         out[index] = multiply_reference(
             scaling, a[:, wide], b[:, wide], inv_scale_a[of], inv_scale_b[of], out_dtype, fast_accumulation, None
         )
@@ -108,6 +112,9 @@ def grouped_scaling_of(
         Scaling.BLOCKWISE: ((tokens, blocks), (groups, -(-n // BLOCK), blocks)),
         Scaling.BLOCKWISE_1D: ((tokens, blocks), (groups, n, blocks)),
     }
+    if inv_scale_a.dtype == torch.float8_e8m0fnu:
+        kinds = {Scaling.MX: ((tokens, k // MX_BLOCK), (groups, n, k // MX_BLOCK))}
+        _require_whole_blocks(k)
     return _kind(kinds, inv_scale_a, inv_scale_b)
 
 
@@ -123,16 +130,27 @@ def column_scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Te
         Scaling.ROWWISE: ((groups, len(a), 1), (groups, len(b), 1)),
         Scaling.BLOCKWISE_1D: ((len(a), inv_scale_a.shape[-1]), (len(b), inv_scale_a.shape[-1])),
     }
+    if inv_scale_a.dtype == torch.float8_e8m0fnu:
+        blocks = a.shape[1] // MX_BLOCK
+        kinds = {Scaling.MX: ((len(a), blocks), (len(b), blocks))}
+        _require_whole_blocks(a.shape[1])
     return _kind(kinds, inv_scale_a, inv_scale_b)
 
 
 def _require_operands(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, aligned: tuple[int, int]) -> None:
     if not (a.is_contiguous() and b.is_contiguous()):
         raise ValueError("FP8 operands must be contiguous with the contracted dim last")
-    if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:
-        raise ValueError(f"inverse scales must be float32, got {inv_scale_a.dtype} and {inv_scale_b.dtype}")
+    if inv_scale_a.dtype != inv_scale_b.dtype or inv_scale_a.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        raise ValueError(
+            f"inverse scales must be float32, or E8M0 for MX, got {inv_scale_a.dtype} and {inv_scale_b.dtype}"
+        )
     if any(size % ALIGNMENT for size in aligned):
         raise ValueError(f"grouped FP8 products need n and k in multiples of {ALIGNMENT}, got {aligned}")
+
+
+def _require_whole_blocks(length: int) -> None:
+    if length % MX_BLOCK:
+        raise ValueError(f"MX products contract multiples of {MX_BLOCK}, got {length}")
 
 
 def _kind(

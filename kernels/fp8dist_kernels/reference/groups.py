@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from fp8dist_kernels import BLOCK
-from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT, padded
+from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 
 __all__ = ["blocks_bound", "columns_bound", "cut", "require_groups", "rows_of"]
 
 
-def columns_bound(tokens: Any, groups: Any) -> Any:
-    """Return the row length of the transposed copy, in which each group starts at a multiple of 16.
+def columns_bound(tokens: Any, groups: Any, multiple: int = TOKEN_ALIGNMENT) -> Any:
+    """Return the row length of the transposed copy, in which each group starts at a multiple of 16 (of 32 for MX).
 
     At most ``tokens + 15 * groups``, and ``padded(tokens)`` for one group. May be symbolic, as its arguments.
     """
-    return (tokens + (TOKEN_ALIGNMENT - 1) * groups) // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT
+    return (tokens + (multiple - 1) * groups) // multiple * multiple
 
 
 def blocks_bound(tokens: Any, groups: Any) -> Any:
@@ -53,9 +53,11 @@ def cut(offsets: Tensor, tokens: int) -> Tensor:
     return offsets.clamp(0, tokens).cummax(0).values
 
 
-def rows_of(offsets: Tensor, tokens: int | None = None) -> list[tuple[slice, slice, slice]]:
+def rows_of(
+    offsets: Tensor, tokens: int | None = None, multiple: int = TOKEN_ALIGNMENT
+) -> list[tuple[slice, slice, slice]]:
     """Return, for each group: its rows, its columns in the transposed copy without padding, and its blocks of 128
-    tokens. Waits for the device, so only the plain-torch versions use it.
+    tokens. Waits for the device, so only the plain-torch versions use it. ``multiple``: as in ``columns_bound``.
 
     Raises:
         ValueError: ``offsets`` decrease, or exceed ``tokens``, the number of rows.
@@ -67,5 +69,5 @@ def rows_of(offsets: Tensor, tokens: int | None = None) -> list[tuple[slice, sli
             raise ValueError(f"offsets must not decrease, nor exceed the number of rows: {end} after {start}")
         blocks = -(-count // BLOCK)
         found.append((slice(start, end), slice(column, column + count), slice(block, block + blocks)))
-        start, column, block = end, column + padded(count), block + blocks
+        start, column, block = end, column + -(-count // multiple) * multiple, block + blocks
     return found

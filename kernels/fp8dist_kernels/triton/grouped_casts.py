@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8dist_kernels import BLOCK
+from fp8dist_kernels import BLOCK, MX_BLOCK
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT, padded
 from fp8dist_kernels.reference.grouped_casts import require_slots
-from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, require_groups
+from fp8dist_kernels.reference.grouped_shares import expert_of_rows
+from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, cut, require_groups
+from fp8dist_kernels.triton import mx
 from fp8dist_kernels.triton.blocks import write_flipped, write_straight
 from fp8dist_kernels.triton.groups import find_group, tiles_bound
 from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of, scale_strides
@@ -24,7 +26,7 @@ from fp8dist_kernels.triton.magnitude import grow, magnitude_bits, newest, tile_
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
 
-__all__ = ["quantize_grouped", "quantize_grouped_lines"]
+__all__ = ["quantize_grouped", "quantize_grouped_lines", "quantize_grouped_mx"]
 
 _TALL, _WIDE = 128, 64  # As in ``casts``.
 _FLAT_TALL, _FLAT_WIDE = 32, 256
@@ -383,6 +385,32 @@ def quantize_grouped_lines(
                 **common,
             )  # fmt: skip
     return row_major, of_rows, transposed, of_columns
+
+
+def quantize_grouped_mx(
+    x: Tensor, offsets: Tensor, dtype: torch.dtype, *, round_up: bool, rows: bool, columns: bool
+) -> Copies:
+    """See ``reference.grouped_casts.quantize_grouped_mx``. One launch for each copy, and torch's that copy the rows to
+    where the casts read them."""
+    require_groups(offsets, x.device)
+    (tokens, features), groups = x.shape, len(offsets)
+    ends = cut(offsets, tokens).long()
+    expert = expert_of_rows(tokens, ends)
+    nobodys = (expert == groups)[:, None]
+    made: Copies = mx.quantize_mx(x, dtype, round_up=round_up, rows=False, columns=False)
+    if rows:
+        made = mx.quantize_mx(x.masked_fill(nobodys, 0), dtype, round_up=round_up, rows=True, columns=False)
+    if columns:
+        length = columns_bound(tokens, groups, MX_BLOCK)
+        starts = torch.cat([ends.new_zeros(1), ends])
+        whole = -(-starts.diff() // MX_BLOCK) * MX_BLOCK
+        # By how much each expert's rows move down. Rows of no expert go to a row after the last.
+        moved = torch.cat([whole.cumsum(0) - whole - starts[:-1], ends.new_zeros(1)])
+        place = torch.where(nobodys[:, 0], length, torch.arange(tokens, device=x.device) + moved[expert])
+        padded_rows = x.new_zeros(length + 1, features).index_copy_(0, place, x)[:length]
+        turned = mx.quantize_mx(padded_rows, dtype, round_up=round_up, rows=False, columns=True)
+        made = (*made[:2], *turned[2:])
+    return made
 
 
 def _page_of(x: Tensor, offsets: Tensor | None) -> Page:

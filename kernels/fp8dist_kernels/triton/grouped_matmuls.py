@@ -8,7 +8,7 @@ are contracted, so tokens of the next group would be added to the sum: the last 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -18,11 +18,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fp8dist_kernels import MX_BLOCK
+from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.grouped_matmuls import column_scaling_of, grouped_scaling_of
 from fp8dist_kernels.reference.matmuls import Scaling, aligned
 from fp8dist_kernels.triton.groups import columns_of, find_group, tiles_bound
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, ceil_power_of_two, on_device_of, processors
 from fp8dist_kernels.triton.matmuls import require_pair
+from fp8dist_kernels.triton.mx import FORMATS, add_mx, is_native
 from fp8dist_kernels.triton.products import tile_at
 from fp8dist_kernels.triton.tables import Tile, bucket
 from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, capability_of
@@ -33,6 +36,11 @@ _HOPPER = 9
 _LARGEST = 128
 """Most rows and columns of a tile, except with fast accumulation on Hopper. There, products go straight into the
 accumulator; elsewhere, a larger tile would have to be computed in parts, as in ``products``."""
+
+_MX_TILE = Tile(rows=128, columns=128, depth=128, warps=8, stages=3, group=8)
+"""The tile of MX products, as in ``mx``."""
+
+_MX = tl.constexpr(MX_BLOCK)
 
 
 @triton.jit
@@ -74,7 +82,7 @@ def _rows_kernel(
     out,  # [tokens, n]
     inv_scale_a,  # "one": float32[groups]; "lines": [tokens]; else [tokens, blocks], strides as given
     inv_scale_b,  # "one": float32[groups]; "lines": [groups, n]; "squares": [groups, ceil(n / TILE_K), blocks]; else
-    # [groups, n, blocks]
+    # [groups, n, blocks]. "mx": both are E8M0 as uint8, contiguous
     bias,  # [groups, n]; unused if not BIASED
     offsets,  # int32[groups]
     groups,
@@ -89,6 +97,9 @@ def _rows_kernel(
     SCALES: tl.constexpr,
     BIASED: tl.constexpr,
     FAST: tl.constexpr,
+    FORMAT_A: tl.constexpr,
+    FORMAT_B: tl.constexpr,
+    NATIVE: tl.constexpr,  # See ``mx.add_mx``.
     GROUPS: tl.constexpr,  # A power of two, at least ``groups``.
     TOGETHER: tl.constexpr,  # Rows of tiles that are walked together, as GROUP in ``products``.
     TILE_M: tl.constexpr,
@@ -115,11 +126,17 @@ def _rows_kernel(
         scales_b += (column // TILE_K).to(tl.int64) * b_row_stride
     elif SCALES != "one":
         scales_b += place.to(tl.int64) * b_row_stride
-    product = tl.zeros((TILE_M, TILE_N), tl.float32)
+    product, blocks = tl.zeros((TILE_M, TILE_N), tl.float32), k // _MX
     for step in range(0, tl.cdiv(length, TILE_K)):
         x = a.load([top, step * TILE_K])
         y = b.load([group * n + column, step * TILE_K])
-        product = _add(product, x, y, scales_a, scales_b, inside, wide, SCALES, FAST)
+        if SCALES == "mx":
+            product = add_mx(
+                product, x, y, inv_scale_a, row, tokens, inv_scale_b, group * n + place, groups * n, step * TILE_K,
+                blocks, blocks, FORMAT_A, FORMAT_B, _MX, NATIVE,
+            )  # fmt: skip
+        else:
+            product = _add(product, x, y, scales_a, scales_b, inside, wide, SCALES, FAST)
         if SCALES != "one" and SCALES != "lines":
             scales_a += a_block_stride
             scales_b += b_block_stride
@@ -146,7 +163,8 @@ def _columns_kernel(
     a,  # descriptor of FP8 [n, columns], blocks [TILE_M, TILE_K]
     b,  # descriptor of FP8 [k, columns], blocks [TILE_N, TILE_K]
     out,  # [groups, n, k]
-    inv_scale_a,  # "one": float32[groups]; "lines": [groups, n]; "blocks": [n, blocks], strides as given
+    inv_scale_a,  # "one": float32[groups]; "lines": [groups, n]; "blocks": [n, blocks], strides as given; "mx": E8M0 as
+    # uint8 [n, columns / 32], contiguous
     inv_scale_b,  # likewise, with k in place of n
     offsets,  # int32[groups]
     groups,
@@ -162,6 +180,10 @@ def _columns_kernel(
     b_block_stride,
     SCALES: tl.constexpr,
     FAST: tl.constexpr,
+    FORMAT_A: tl.constexpr,
+    FORMAT_B: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # A group's first column is a multiple of it.
     GROUPS: tl.constexpr,  # A power of two, at least ``groups``.
     TOGETHER: tl.constexpr,  # Rows of tiles that are walked together, as GROUP in ``products``.
     TILE_M: tl.constexpr,
@@ -173,7 +195,7 @@ def _columns_kernel(
     group = tl.program_id(0) // (across * down)
     i, j = tile_at(tl.program_id(0) % (across * down), down, across, TOGETHER)
     top, left = i * TILE_M, j * TILE_N
-    first, count, block = columns_of(offsets, groups, group, columns, blocks, TILE_K, GROUPS)
+    first, count, block = columns_of(offsets, groups, group, columns, blocks, TILE_K, GROUPS, ALIGNMENT)
     row, place = top + tl.arange(0, TILE_M), left + tl.arange(0, TILE_N)
     tall, wide = row < n, place < k
     scales_a = inv_scale_a + group.to(tl.int64) * a_group_stride
@@ -185,18 +207,32 @@ def _columns_kernel(
         scales_a += block.to(tl.int64) * a_block_stride
         scales_b += block.to(tl.int64) * b_block_stride
     product = tl.zeros((TILE_M, TILE_N), tl.float32)
-    steps = count // TILE_K
+    steps, end = count // TILE_K, tl.cdiv(first + count, _MX)
     for step in range(0, steps):
-        x = a.load([top, first + step * TILE_K])
-        y = b.load([left, first + step * TILE_K])
-        product = _add(product, x, y, scales_a, scales_b, tall, wide, SCALES, FAST)
+        start = first + step * TILE_K
+        x = a.load([top, start])
+        y = b.load([left, start])
+        if SCALES == "mx":
+            product = add_mx(
+                product, x, y, inv_scale_a, row, n, inv_scale_b, place, k, start, columns // _MX, end,
+                FORMAT_A, FORMAT_B, _MX, NATIVE,
+            )  # fmt: skip
+        else:
+            product = _add(product, x, y, scales_a, scales_b, tall, wide, SCALES, FAST)
         scales_a += a_block_stride
         scales_b += b_block_stride
     left_over = count - steps * TILE_K
     if left_over > 0:
-        x = _cleared(a.load([top, first + steps * TILE_K]), left_over, TILE_K)
-        y = _cleared(b.load([left, first + steps * TILE_K]), left_over, TILE_K)
-        product = _add(product, x, y, scales_a, scales_b, tall, wide, SCALES, FAST)
+        start = first + steps * TILE_K
+        x = _cleared(a.load([top, start]), left_over, TILE_K)
+        y = _cleared(b.load([left, start]), left_over, TILE_K)
+        if SCALES == "mx":
+            product = add_mx(
+                product, x, y, inv_scale_a, row, n, inv_scale_b, place, k, start, columns // _MX, end,
+                FORMAT_A, FORMAT_B, _MX, NATIVE,
+            )  # fmt: skip
+        else:
+            product = _add(product, x, y, scales_a, scales_b, tall, wide, SCALES, FAST)
     if count > 0:  # A group without rows is 0. Its scales may be Inf or NaN, and 0 times these is NaN.
         if SCALES == "one":
             product = product * tl.load(scales_a) * tl.load(scales_b)
@@ -213,6 +249,7 @@ _SCALES: Mapping[Scaling, str] = MappingProxyType(
         Scaling.ROWWISE: "lines",
         Scaling.BLOCKWISE: "squares",
         Scaling.BLOCKWISE_1D: "blocks",
+        Scaling.MX: "mx",
     }
 )
 
@@ -240,7 +277,9 @@ def matmul_grouped(
     out = torch.empty(tokens, n, dtype=out_dtype, device=a.device)
     if out.numel() == 0 or k == 0:
         return out if k else out.zero_()
-    if tile is None:
+    if scaling is Scaling.MX:
+        tile, inv_scale_a, inv_scale_b = _MX_TILE, *_bytes_of(inv_scale_a, inv_scale_b)
+    elif tile is None:
         rows = bucket(ceil_div(tokens, groups))
         tile = tile_of(rows, n, k, groups, scaling, fast_accumulation, (a.dtype, b.dtype, out_dtype), a.device)
     # At most ``tokens`` experts have rows.
@@ -266,7 +305,7 @@ def matmul_grouped(
             b_row_stride=inv_scale_b.stride(1) if lines else 0,
             b_block_stride=inv_scale_b.stride(2) if blocks else 0,
             BIASED=bias is not None,
-            **_constants(tile, scaling, fast_accumulation, groups),
+            **_constants(tile, scaling, fast_accumulation, groups, a.dtype, b.dtype),
         )
     return out
 
@@ -289,7 +328,9 @@ def matmul_grouped_columns(
     out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
     if out.numel() == 0 or columns == 0:
         return out if columns else out.zero_()
-    if tile is None:
+    if scaling is Scaling.MX:
+        tile, inv_scale_a, inv_scale_b = _MX_TILE, *_bytes_of(inv_scale_a, inv_scale_b)
+    elif tile is None:
         depth = bucket(ceil_div(columns, groups))
         tile = tile_of(n, k, depth, groups, scaling, fast_accumulation, (a.dtype, b.dtype, out_dtype), a.device)
     programs = groups * ceil_div(n, tile.rows) * ceil_div(k, tile.columns)
@@ -306,9 +347,10 @@ def matmul_grouped_columns(
             k=k,
             columns=columns,
             blocks=inv_scale_a.shape[1] if scaling.in_blocks else ceil_div(columns, tile.depth) + groups,
+            ALIGNMENT=MX_BLOCK if scaling is Scaling.MX else TOKEN_ALIGNMENT,
             **dict(zip(("a_group_stride", "a_row_stride", "a_block_stride"), _strides(inv_scale_a, scaling))),
             **dict(zip(("b_group_stride", "b_row_stride", "b_block_stride"), _strides(inv_scale_b, scaling))),
-            **_constants(tile, scaling, fast_accumulation, groups),
+            **_constants(tile, scaling, fast_accumulation, groups, a.dtype, b.dtype),
         )
     return out
 
@@ -337,11 +379,20 @@ def grouped_candidates(problem: Problem, capability: tuple[int, int]) -> tuple[T
     return tuple(tile for tile in tiles if max(tile.rows, tile.columns) <= _LARGEST)
 
 
-def _constants(tile: Tile, scaling: Scaling, fast_accumulation: bool, groups: int) -> dict[str, Any]:
+def _bytes_of(*scales: Tensor) -> Iterator[Tensor]:
+    return (scale.contiguous().view(torch.uint8) for scale in scales)
+
+
+def _constants(
+    tile: Tile, scaling: Scaling, fast_accumulation: bool, groups: int, a: torch.dtype, b: torch.dtype
+) -> dict[str, Any]:
     """Return the compile-time arguments that both kernels have."""
     return {
         "SCALES": _SCALES[scaling],
         "FAST": fast_accumulation,
+        "FORMAT_A": FORMATS[a],
+        "FORMAT_B": FORMATS[b],
+        "NATIVE": is_native(),
         "GROUPS": ceil_power_of_two(groups),
         "TOGETHER": tile.group,
         "TILE_M": tile.rows,

@@ -64,16 +64,19 @@ def find_group(offsets, groups, index, length, TILE: tl.constexpr, GROUPS: tl.co
 
 
 @triton.jit
-def columns_of(offsets, groups, group, length, blocks, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+def columns_of(
+    offsets, groups, group, length, blocks,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """Return a group's first column in the transposed copy, its number of rows, and the number of blocks of BLOCK
-    tokens in the groups before it.
+    tokens in the groups before it. Each group begins at a multiple of ALIGNMENT.
 
     ``length``, ``blocks``: the number of columns and of blocks of the copy, which limit the rows of a group. A group
     that ends beyond the tokens, whose number is not known here, was cut by the cast: its further columns are zeros.
     """
     each, sizes = _sizes(offsets, groups, length, GROUPS)
     before = each < group
-    column = tl.sum(tl.where(before, (sizes + _ALIGNMENT - 1) // _ALIGNMENT, 0), 0) * _ALIGNMENT
+    column = tl.sum(tl.where(before, (sizes + ALIGNMENT - 1) // ALIGNMENT, 0), 0) * ALIGNMENT
     block = tl.sum(tl.where(before, (sizes + BLOCK - 1) // BLOCK, 0), 0)
     rows = tl.sum(tl.where(each == group, sizes, 0), 0)
     return column, tl.maximum(tl.minimum(rows, tl.minimum(length - column, (blocks - block) * BLOCK)), 0), block

@@ -17,7 +17,7 @@ from fp8dist_kernels.triton.launching import ceil_div, on_device_of
 from fp8dist_kernels.triton.magnitude import magnitude_bits
 from fp8dist_kernels.triton.products import tile_at
 
-__all__ = ["multiply_mx", "quantize_mx"]
+__all__ = ["FORMATS", "add_mx", "is_native", "multiply_mx", "quantize_mx"]
 
 _LINES, _LENGTH, _WARPS = 64, 128, 16
 """A program casts 64 lines of 4 blocks: 16 elements per thread."""
@@ -28,7 +28,7 @@ _ROWS, _COLUMNS, _DEPTH, _GROUP = 128, 128, 128, 8
 _LARGEST_OFFSET = 2**31 - 1
 _MANTISSA, _MANTISSA_OF_MAX = tl.constexpr(0x7FFFFF), tl.constexpr(0x600000)
 _QUIET_NAN = tl.constexpr(0x7FC00000)
-_NAMES: Mapping[torch.dtype, str] = MappingProxyType({torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"})
+FORMATS: Mapping[torch.dtype, str] = MappingProxyType({torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"})
 
 
 @triton.jit
@@ -81,12 +81,13 @@ def _mx_kernel(
 
 
 @triton.jit
-def _tile_of_scales(inv_scale, line, lines, start, blocks, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return E8M0 bytes [lines of a tile, DEPTH / BLOCK]; 1 beyond the operand."""
+def _tile_of_scales(inv_scale, line, lines, start, blocks, end, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return E8M0 bytes [lines of a tile, DEPTH / BLOCK] of an operand [lines, blocks]; 1 beyond it, and from block
+    ``end`` on."""
     block = start // BLOCK + tl.arange(0, DEPTH // BLOCK)
     return tl.load(
         inv_scale + (line[:, None].to(tl.int64) * blocks + block[None, :]),
-        mask=(line < lines)[:, None] & (block < blocks)[None, :],
+        mask=(line < lines)[:, None] & (block < end)[None, :],
         other=127,
     )
 
@@ -99,6 +100,23 @@ def _dequantised(fp8, byte, BLOCK: tl.constexpr):
     scale = tl.where(byte == 255, _QUIET_NAN, bits).to(tl.float32, bitcast=True)
     wide = tl.reshape(fp8.to(tl.float32), (fp8.shape[0], fp8.shape[1] // BLOCK, BLOCK)) * scale[:, :, None]
     return tl.reshape(wide, (fp8.shape[0], fp8.shape[1]))
+
+
+@triton.jit
+def add_mx(
+    product, x, y, inv_scale_a, row, m, inv_scale_b, column, n, start, blocks, end,
+    FORMAT_A: tl.constexpr, FORMAT_B: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Return ``product`` plus that of two tiles, with the scales of rows ``row`` of m and ``column`` of n, from element
+    ``start`` on. NATIVE: the tensor cores apply the scales; else they are applied before."""
+    DEPTH: tl.constexpr = x.shape[1]
+    of_x = _tile_of_scales(inv_scale_a, row, m, start, blocks, end, DEPTH, BLOCK)
+    of_y = _tile_of_scales(inv_scale_b, column, n, start, blocks, end, DEPTH, BLOCK)
+    if NATIVE:
+        product = tl.dot_scaled(x, of_x, FORMAT_A, y.T, of_y, FORMAT_B, product)
+    else:
+        product = tl.dot(_dequantised(x, of_x, BLOCK), _dequantised(y, of_y, BLOCK).T, product, input_precision="ieee")
+    return product
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -122,7 +140,7 @@ def _mx_scaled_kernel(
     BIASED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """A tile of the product a @ b.T. NATIVE: the tensor cores apply the scales; else they are applied before."""
+    """A tile of the product a @ b.T."""
     i, j = tile_at(tl.program_id(0), tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N), GROUP)
     row, column = i * TILE_M + tl.arange(0, TILE_M), j * TILE_N + tl.arange(0, TILE_N)
     blocks = k // BLOCK
@@ -130,18 +148,19 @@ def _mx_scaled_kernel(
     for start in range(0, k, TILE_K):
         x = a.load([i * TILE_M, start])
         y = b.load([j * TILE_N, start])
-        of_x = _tile_of_scales(inv_scale_a, row, m, start, blocks, TILE_K, BLOCK)
-        of_y = _tile_of_scales(inv_scale_b, column, n, start, blocks, TILE_K, BLOCK)
-        if NATIVE:
-            product = tl.dot_scaled(x, of_x, FORMAT_A, y.T, of_y, FORMAT_B, product)
-        else:
-            product = tl.dot(
-                _dequantised(x, of_x, BLOCK), _dequantised(y, of_y, BLOCK).T, product, input_precision="ieee"
-            )
+        product = add_mx(
+            product, x, y, inv_scale_a, row, m, inv_scale_b, column, n, start, blocks, blocks,
+            FORMAT_A, FORMAT_B, BLOCK, NATIVE,
+        )  # fmt: skip
     if BIASED:
         product += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     place = row[:, None].to(tl.int64) * n + column[None, :]
     tl.store(out + place, product.to(out.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+def is_native() -> bool:
+    """True if there are products that apply scales: the interpreter has none."""
+    return isinstance(_mx_scaled_kernel, triton.JITFunction)
 
 
 def quantize_mx(x: Tensor, dtype: torch.dtype, *, round_up: bool, rows: bool, columns: bool) -> Copies:
@@ -200,15 +219,15 @@ def multiply_mx(
             m,
             n,
             k,
-            FORMAT_A=_NAMES[a.dtype],
-            FORMAT_B=_NAMES[b.dtype],
+            FORMAT_A=FORMATS[a.dtype],
+            FORMAT_B=FORMATS[b.dtype],
             TILE_M=_ROWS,
             TILE_N=_COLUMNS,
             TILE_K=_DEPTH,
             BLOCK=MX_BLOCK,
             GROUP=_GROUP,
             BIASED=bias is not None,
-            NATIVE=isinstance(_mx_scaled_kernel, triton.JITFunction),  # The interpreter has no such product.
+            NATIVE=is_native(),
             num_warps=8,
             num_stages=3,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
@@ -17,7 +16,9 @@ import fp8dist
 
 def facts(device: torch.device) -> dict[str, Any]:
     """Return the fields "device" and "versions" of a results file."""
-    return {"device": _device(device), "versions": _versions()}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions |= {"triton": _version("triton"), "torchao": _version("torchao"), "fp8dist": fp8dist.__version__}
+    return {"device": _device(device), "versions": versions}
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -51,21 +52,8 @@ def _driver() -> str | None:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
 
 
-def _versions() -> dict[str, str | None]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": _version("triton"),
-        "torchao": _version("torchao"),
-        "fp8dist": fp8dist.__version__,
-    }
-
-
 def _version(name: str) -> str | None:
-    if importlib.util.find_spec(name) is None:
-        return None
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return None

@@ -47,8 +47,6 @@ class Planned(NamedTuple):
 class Experts:
     """FP8Experts with each recipe."""
 
-    name = "experts"
-
     def plan(self, lab: Lab) -> list[Planned]:
         """Return both sizes, the default recipe first."""
         if lab.smoke:

@@ -24,14 +24,12 @@ class Lab:
         smoke: use tiny sizes, to check that everything runs. Such figures mean nothing, and are never published.
         seconds: limit of each comparison.
         share: seconds for the whole case, if all cases of the part that are left get the same.
-        left: seconds that are left of the part's time.
     """
 
     stopwatch: Stopwatch
     smoke: bool = False
     seconds: float = 1.0
     share: float = 5.0
-    left: float = 60.0
 
     @property
     def device(self) -> torch.device:
@@ -41,8 +39,6 @@ class Lab:
 
 class Part(Protocol):
     """One part of the benchmark."""
-
-    name: str
 
     def plan(self, lab: Lab) -> Sequence[Any]:
         """Return the cases to measure, most important first."""
@@ -81,19 +77,16 @@ def summary_of(cases: Sequence[Case], key: str) -> dict[str, Any]:
 
 
 def by_field(cases: Sequence[Case], field: str, values: Iterable[str], key: str) -> dict[str, Any]:
-    """Return the summary of the ratios ``key`` by the value of a field of the cases."""
-    chosen = {value: [case for case in cases if case.get(field) == value] for value in values}
+    """Return the summary of the ratios ``key`` by the value of a field of the cases. A case without the field has
+    failed, and is counted as a failure of every value."""
+    chosen = {value: [case for case in cases if case.get(field, value) == value] for value in values}
     return {value: summary for value, mine in chosen.items() if (summary := summary_of(mine, key))}
 
 
 def by_recipe(cases: Sequence[Case], recipes: Iterable[str], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the summaries of all ratios by recipe and key. A case without a recipe has failed, and is counted as a
-    failure of every recipe."""
-    found = {}
-    for recipe in recipes:
-        mine = [case for case in cases if case.get("recipe", recipe) == recipe]
-        found |= {f"{recipe}: {key}": summary for key in keys if (summary := summary_of(mine, key))}
-    return found
+    """Return the summaries of all ratios by recipe and key."""
+    found = {key: by_field(cases, "recipe", recipes, key) for key in keys}
+    return {f"{recipe}: {key}": summary for key, mine in found.items() for recipe, summary in mine.items()}
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -109,11 +102,8 @@ def same_bits(mine: Tensor, theirs: Tensor) -> bool:
     if not mine.is_floating_point():
         return torch.equal(mine, theirs.to(mine.device))
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.element_size()]
-    theirs = theirs.to(mine.device)
-    rows = max(1, (1 << 26) // max(1, mine[0].numel())) if mine.ndim > 1 else 1 << 26
-    if mine.ndim == 0:
-        mine, theirs = mine.reshape(1), theirs.reshape(1)
-    for ours, other in zip(mine.split(rows), theirs.split(rows)):
+    pieces = (x.to(mine.device).reshape(-1).split(1 << 26) for x in (mine, theirs))
+    for ours, other in zip(*pieces):
         equal = ours.view(words) == other.view(words)
         if not bool((equal | (ours.float().isnan() & other.float().isnan())).all()):
             return False

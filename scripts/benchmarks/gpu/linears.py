@@ -10,7 +10,7 @@ import bisect
 import copy
 import importlib.util
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import fp8dist
 from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from scripts.benchmarks.gpu.lab import Case, Lab, by_field, by_recipe
-from scripts.benchmarks.gpu.stopwatch import Action, Comparison, compare, compare_in_a_row, issue_time, repeated
+from scripts.benchmarks.gpu.stopwatch import Action, Comparison, compare, compare_in_a_row, repeated
 from scripts.benchmarks.llama_shapes import LINEARS, RECIPES, Layer, fast_everywhere
 
 OURS, FAST, TRITON, BF16, TORCHAO = "fp8dist", "fp8dist, fast", "fp8dist, triton", "bf16", "torchao"
@@ -99,8 +99,6 @@ class Prepared:
 class Linears:
     """FP8Linear with each recipe against nn.Linear."""
 
-    name = "linears"
-
     def plan(self, lab: Lab) -> list[Planned]:
         """See ``Part``: the layers of Llama 3 8B. The recipe that has a goal in ``tables.GOALS`` comes first."""
         if lab.smoke:
@@ -126,8 +124,6 @@ class Linears:
 class Torchao:
     """FP8Linear and torchao's dynamic scaling (compiled, as torchao recommends) against nn.Linear."""
 
-    name = "torchao"
-
     def plan(self, lab: Lab) -> list[Planned]:
         """Return few layers, because each is compiled."""
         if importlib.util.find_spec("torchao") is None:
@@ -150,8 +146,6 @@ class Torchao:
 class Crossover:
     """The number of tokens from which on an eager FP8Linear beats nn.Linear, by width."""
 
-    name = "crossover"
-
     def plan(self, lab: Lab) -> list[Planned]:
         """Return square layers, each with the largest number of tokens that is tried."""
         widths, most = ((32,), 64) if lab.smoke else (WIDTHS, TOKENS[-1])
@@ -172,7 +166,8 @@ class Crossover:
             case["ratios"][str(tokens)] = ratio = comparison.ratio(BF16, OURS)
             return ratio.low > 1.0
 
-        case["crossover"] = first_that_beats(counts, beats)
+        place = bisect.bisect_left(counts, True, key=beats)  # From the crossover on it always beats.
+        case["crossover"] = counts[place] if place < len(counts) else None
         found = f"FP8 is faster from {case['crossover']} tokens on" if case["crossover"] else "bf16 is always faster"
         print(f"    {case['name']}, eager, forward + backward: {found}", flush=True)
         return case
@@ -180,15 +175,6 @@ class Crossover:
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: tokens by layer."""
         return {case["name"]: case["crossover"] for case in cases if "crossover" in case}
-
-
-def first_that_beats(counts: Sequence[int], beats: Callable[[int], bool]) -> int | None:
-    """Return the first of ascending ``counts`` at which ``beats`` is true, by bisection; None if at none.
-
-    From the first such number on ``beats`` must be true.
-    """
-    place = bisect.bisect_left(counts, True, key=beats)
-    return counts[place] if place < len(counts) else None
 
 
 def _linear(layer: Layer, device: torch.device) -> nn.Module:
@@ -258,17 +244,14 @@ def measured(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for action in actions.values():
-            action()
-        head_start = max(issue_time(lab.stopwatch, action) for action in actions.values())
-        comparison = compare(lab.stopwatch, actions, lab.seconds / 2, head_start, forget)
+        comparison = compare(lab.stopwatch, actions, lab.seconds / 2, forget)
         eager = _eagerly(lab, bench, models, lab.seconds / 2)
     ratios = {name: comparison.ratio(against, name) for name in models if name != against}
     return {
         **case,
         "timings": {**comparison.timings(), **{f"{name}, eager": one for name, one in eager.timings().items()}},
         "ratios": {**ratios, **{f"{name}, eager": eager.ratio(against, name) for name in ratios}},
-        "issue_us": head_start,
+        "issue_us": comparison.issue_us,
     }
 
 

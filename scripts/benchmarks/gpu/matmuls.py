@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8dist_kernels import BLOCK, GEMMS, direct
+from fp8dist_kernels import BLOCK, GEMMS, MX_BLOCK, direct
 from fp8dist_kernels.reference.matmuls import Scaling, column_major
-from fp8dist_kernels.reference.torch_matmuls import block_scales_for_torch
+from fp8dist_kernels.reference.torch_matmuls import block_scales_for_torch, mx_scales_for_torch
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, summary_of
-from scripts.benchmarks.gpu.stopwatch import Ratio, compare, issue_time
-from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Layer, Product, products_of
+from scripts.benchmarks.gpu.stopwatch import Ratio, compare
+from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Layer, Product, fast_everywhere, products_of
 
 AUTO, TRITON, TORCH, BF16 = "auto", "triton", "torch._scaled_mm", "bf16"
 OURS = (AUTO, TRITON)
@@ -47,7 +47,7 @@ def planned_products(kind: str, steps: Sequence[tuple[str, int]]) -> list[Produc
     """
     recipe = KINDS[kind]
     products: dict[Product, None] = {}
-    for fast in (None,) if recipe.by == "block" else (None, GEMMS):  # Blocks are always added in float32.
+    for fast in (None, GEMMS) if fast_everywhere(recipe) else (None,):
         for model, tokens in steps:
             layers = [layer for layer in LINEARS if layer.name.startswith(model)]
             products |= dict.fromkeys(one for layer in layers for one in products_of(recipe, layer, tokens, fast))
@@ -57,7 +57,7 @@ def planned_products(kind: str, steps: Sequence[tuple[str, int]]) -> list[Produc
 @dataclass(frozen=True)
 class Operands:
     """FP8 [m, k] and [n, k] with inverse scales: 0-d, or [m, 1] and [n, 1], or one per 1 x 128 block and
-    one per 128 x 128 block, or one per 1 x 128 block of either."""
+    one per 128 x 128 block, or one per 1 x 128 block of either, or E8M0 per 1 x 32 block of either."""
 
     a: Tensor
     b: Tensor
@@ -74,9 +74,12 @@ class Operands:
             Scaling.ROWWISE: ((m, 1), (n, 1)),
             Scaling.BLOCKWISE: ((m, blocks), (-(-n // BLOCK), blocks)),
             Scaling.BLOCKWISE_1D: ((m, blocks), (n, blocks)),
+            Scaling.MX: ((m, k // MX_BLOCK), (n, k // MX_BLOCK)),
         }
         of_a, of_b = shapes[scaling]
         inv_scale_a, inv_scale_b = (torch.rand(shape, device=device).add_(0.5) for shape in (of_a, of_b))
+        if scaling is Scaling.MX:
+            inv_scale_a, inv_scale_b = (one.to(torch.float8_e8m0fnu) for one in (inv_scale_a, inv_scale_b))
         if scaling.in_blocks:  # As casts lay them out.
             inv_scale_a = column_major(inv_scale_a)
         if scaling is Scaling.BLOCKWISE_1D:
@@ -99,6 +102,8 @@ class Operands:
 
 def _of_elements(inv_scale: Tensor, height: int, width: int) -> Tensor:
     """Return [height, width]: the scale of each element."""
+    if inv_scale.dtype == torch.float8_e8m0fnu:
+        return inv_scale.double().repeat_interleave(MX_BLOCK, 1)
     if inv_scale.ndim and inv_scale.shape != (height, 1):
         inv_scale = inv_scale.repeat_interleave(BLOCK, 1)[:, :width]
         if len(inv_scale) != height:
@@ -111,7 +116,6 @@ class Matmuls:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.name = f"matmul_{kind}"
 
     def plan(self, lab: Lab) -> list[Product]:
         """See ``Part``."""
@@ -135,8 +139,7 @@ class Matmuls:
             sides[TORCH] = theirs
         a, b = (torch.randn(one.shape, dtype=torch.bfloat16, device=lab.device) for one in (operands.a, operands.b))
         sides[BF16] = functools.partial(torch.matmul, a, b.t())
-        head_start = max(issue_time(lab.stopwatch, action) for action in sides.values())
-        comparison = compare(lab.stopwatch, sides, lab.seconds, head_start)
+        comparison = compare(lab.stopwatch, sides, lab.seconds)
         case["timings"] = comparison.timings()
         operations = 2 * planned.m * planned.n * planned.k
         case["tflops"] = {side: operations / 1e6 / case["timings"][side]["median_us"] for side in sides}
@@ -184,7 +187,12 @@ def _theirs(product: Product, operands: Operands) -> tuple[Callable[[], Tensor] 
     """Return torch's product as a call without arguments, with scales in its layout; or None and the reason."""
     a, b, inv_scale_a, inv_scale_b = operands.a, operands.b.t(), operands.inv_scale_a, operands.inv_scale_b
     call: Callable[[], Tensor]
-    if product.scaling.in_blocks:
+    if product.scaling is Scaling.MX:
+        blocks, swizzle = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
+        laid_out = [mx_scales_for_torch(scale) for scale in (inv_scale_a, inv_scale_b)]
+        scales = (laid_out[0], blocks, laid_out[1], blocks, swizzle, swizzle)
+        call = functools.partial(functional.scaled_mm, a, b, *scales, output_dtype=torch.bfloat16)
+    elif product.scaling.in_blocks:
         inv_scale_a, inv_scale_b = block_scales_for_torch(inv_scale_a, inv_scale_b, product.scaling)
         lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
         of_b = squares if product.scaling is Scaling.BLOCKWISE else lines

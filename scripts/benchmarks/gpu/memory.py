@@ -12,7 +12,7 @@ cast_128x128        reads it, writes FP8 twice                     4
 cast_rowwise        reads it, then again, and writes FP8 twice     6
 =================== ============================================== =====
 
-Scales are not counted. The read is a sum, by torch or by the kernel below, whichever is faster.
+Scales are not counted. The read is torch's sum.
 
 Casts are timed as those of inputs and gradients in training: the host knows that the slot is not cold, and the slot has
 recorded no amax in this step.
@@ -27,8 +27,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fp8dist_kernels.reference import blocks as block_twins
@@ -37,20 +35,19 @@ from fp8dist_kernels.reference.content import ContentDigest
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.triton import blocks, casts, magnitude
 from scripts.benchmarks.gpu.lab import Case, Lab, by_field, poison, same_bits
-from scripts.benchmarks.gpu.stopwatch import Action, compare, issue_time
+from scripts.benchmarks.gpu.stopwatch import Action, compare
 
-OURS, COPY = "fp8dist", "copy"
-READS = ("read by torch", "read by Triton")
+OURS, COPY, READ = "fp8dist", "copy", "read by torch"
 READ_ONLY = ("amax", "digest")
-KERNELS = ("cast_transpose_amax", "amax", "cast", "digest", "cast_1x128", "cast_128x128", "cast_rowwise")
-BYTES = dict(zip(KERNELS, (4, 2, 3, 2, 4, 4, 6)))
+BYTES = MappingProxyType(
+    {"cast_transpose_amax": 4, "amax": 2, "cast": 3, "digest": 2, "cast_1x128": 4, "cast_128x128": 4, "cast_rowwise": 6}
+)
+KERNELS = tuple(BYTES)
 EVERYWHERE = 3
 """The first EVERYWHERE kernels are measured at each size."""
 SIZES = ((8192, 14336, 1), (16384, 4096, 1), (8192, 4096, 1), (32768, 28672, 1))
 MANY = ((8192, 4096, 64), (32768, 28672, 1))
 """Shapes for digests, which cover many tensors at a time: (rows, columns, tensors)."""
-READ_AT_ONCE = 4096
-"""Words of 8 bytes per program of the read."""
 SCALE = 37.3
 
 
@@ -78,8 +75,6 @@ class Planned:
 class Memory:
     """Casts, amax and digest."""
 
-    name = "memory"
-
     def plan(self, lab: Lab) -> list[Planned]:
         """Return the kernels of delayed scaling at each size, then the others."""
         sizes, many = (((64, 48, 1), (100, 160, 1)), ((64, 48, 3),)) if lab.smoke else (SIZES, MANY)
@@ -97,12 +92,12 @@ class Memory:
         action, problem = _MEASURES[planned.kernel](tensors, pending)
         if problem:
             return {**case, "problem": f"wrong: {problem}"}
-        actions: dict[str, Action] = {OURS: action, **_references(planned, lab.device)}
+        case["reference"], reference = _reference(planned, lab.device)
+        actions: dict[str, Action] = {OURS: action, case["reference"]: reference}
         # As at the beginning of a step: once the amax is recorded, the kernel skips the recording.
         before = functools.partial(pending.fill_, DID_NOT_RUN)
-        comparison = compare(lab.stopwatch, actions, lab.seconds, issue_time(lab.stopwatch, action), before)
+        comparison = compare(lab.stopwatch, actions, lab.seconds, before)
         case["timings"] = comparison.timings()
-        case["reference"] = min(list(actions)[1:], key=lambda side: case["timings"][side]["median_us"])
         case["ratios"] = {OURS: comparison.ratio(case["reference"], OURS)}
         case["gb_per_s"] = {s: planned.moved / 1e3 / t["median_us"] for s, t in case["timings"].items()}
         return case
@@ -112,34 +107,13 @@ class Memory:
         return by_field(cases, "kernel", KERNELS, OURS)
 
 
-def _references(planned: Planned, device: torch.device) -> dict[str, Action]:
-    """Return the actions with which a kernel is compared: a copy or reads of as many bytes as it moves.
-
-    Raises:
-        RuntimeError: a read did not read everything.
-    """
-    if planned.kernel not in READ_ONLY:
-        source = torch.ones(planned.moved // 2, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        return {COPY: lambda: target.copy_(source)}
-    words = torch.randint(-(1 << 61), 1 << 61, (planned.moved // 8,), device=device)
-    sums = words.new_empty(-(-len(words) // READ_AT_ONCE))
-    reads: tuple[Action, ...] = (
-        functools.partial(torch.sum, words),
-        functools.partial(_read[(len(sums),)], words, sums, len(words), READ_AT_ONCE),
-    )
-    reads[1]()
-    if not torch.equal(sums.sum(), words.sum()):
-        raise RuntimeError("the reference does not read all of the memory")
-    return dict(zip(READS, reads))
-
-
-@triton.jit
-def _read(words, sums, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum ``words``, int64 [count]: one partial sum per program."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    read = tl.load(words + places, mask=places < count, other=0)
-    tl.store(sums + tl.program_id(0), tl.sum(read))
+def _reference(planned: Planned, device: torch.device) -> tuple[str, Action]:
+    """Return what a kernel is compared with: a copy or a read of as many bytes as it moves."""
+    if planned.kernel in READ_ONLY:
+        words = torch.randint(-(1 << 61), 1 << 61, (planned.moved // 8,), device=device)
+        return READ, functools.partial(torch.sum, words)
+    source = torch.ones(planned.moved // 2, dtype=torch.uint8, device=device)
+    return COPY, functools.partial(torch.empty_like(source).copy_, source)
 
 
 Examined = tuple[Callable[[], object], str | None]

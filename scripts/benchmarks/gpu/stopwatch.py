@@ -40,37 +40,25 @@ class Ratio(NamedTuple):
     high: float
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Median, 10th and 90th percentile of ``count`` runs, in µs."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    @staticmethod
-    def of(samples: Sequence[float]) -> Timing:
-        """Summarise at least one sample."""
-        ordered = sorted(samples)
-        last = len(ordered) - 1
-        low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
-        return Timing(statistics.median(ordered), low, high, len(ordered))
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the form of the results file."""
-        return {"median_us": self.median, "low_us": self.low, "high_us": self.high, "count": self.count}
+def timing_of(samples: Sequence[float]) -> dict[str, float]:
+    """Summarise at least one sample in µs, in the form of the results file: median, 10th and 90th percentile."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+    return {"median_us": statistics.median(ordered), "low_us": low, "high_us": high, "count": len(ordered)}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Interleaved runs of several actions. ``samples``: µs of each action, round by round."""
+    """Interleaved runs of several actions. ``samples``: µs of each action, round by round. ``issue_us``: what the host
+    takes to issue the slowest of them."""
 
     samples: Mapping[str, Sequence[float]]
+    issue_us: float = 0.0
 
     def timings(self) -> dict[str, dict[str, float]]:
-        """Return the ``Timing`` of each action, in the form of the results file."""
-        return {name: Timing.of(samples).as_dict() for name, samples in self.samples.items()}
+        """Return ``timing_of`` each action."""
+        return {name: timing_of(samples) for name, samples in self.samples.items()}
 
     def ratio(self, of: str, to: str) -> Ratio:
         """Return the time of ``of`` over the time of ``to``: the median of the ratios of single rounds, because a drift
@@ -144,7 +132,7 @@ class Stopwatch:
                 actions[which]()
                 marks[which].append((start, self._mark()))
         self.now()
-        return [[self._between(*pair) for pair in pairs] for pairs in marks]
+        return [[1e3 * float(start.elapsed_time(end)) for start, end in pairs] for pairs in marks]
 
     def _get_ahead(self, head_start: float) -> None:
         """Keep the device busy for ``head_start`` µs."""
@@ -152,13 +140,29 @@ class Stopwatch:
     def _flush(self) -> None:
         """Empty the device's cache."""
 
-    def _mark(self) -> Any:
-        """Return a mark of this point on the device."""
-        return self.now()
+    def event(self, external: bool = False) -> Any:
+        """Return an event that can be recorded, and read after the device has passed it. ``external``: also if it is
+        recorded in a CUDA graph."""
+        return _HostEvent(self._clock)
 
-    def _between(self, start: Any, end: Any) -> float:
-        """Return the time between two marks that the device has passed."""
-        return float(end - start)
+    def _mark(self) -> Any:
+        event = self.event()
+        event.record()
+        return event
+
+
+class _HostEvent:
+    """Stands for an event of the device where there is none."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+
+    def record(self) -> None:
+        self._at = self._clock()
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        """Return the ms between two events."""
+        return 1e3 * (end._at - self._at)
 
 
 class CudaStopwatch(Stopwatch):
@@ -184,13 +188,8 @@ class CudaStopwatch(Stopwatch):
         # Reading leaves no dirty cache lines, whose write-back would be timed with the next action.
         self._clean.amax()
 
-    def _mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        return 1e3 * float(start.elapsed_time(end))
+    def event(self, external: bool = False) -> Any:
+        return torch.cuda.Event(enable_timing=True, external=external)
 
     def replay(self, action: Action, repeats: int) -> Action:
         here, apart = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
@@ -220,19 +219,19 @@ def stopwatch_of(device: torch.device) -> Stopwatch:
 
 
 def compare(
-    stopwatch: Stopwatch,
-    actions: Mapping[str, Action],
-    seconds: float,
-    head_start: float = 0.0,
-    before: Action | None = None,
+    stopwatch: Stopwatch, actions: Mapping[str, Action], seconds: float, before: Action | None = None
 ) -> Comparison:
     """Run rounds with a cold cache until the ratios are settled, ``MOST`` are done, or ``seconds`` are over.
 
-    Two rounds that do not count come first, then at least ``FEWEST``. ``head_start``, ``before``: see
-    ``Stopwatch.rounds``.
+    Two rounds that do not count come first, then at least ``FEWEST``. The host gets ahead of the device by the time
+    that it takes to issue an action. ``before``: see ``Stopwatch.rounds``.
     """
     todo = list(actions.values())
-    return _settled(stopwatch, actions, seconds, lambda count: stopwatch.rounds(todo, count, head_start, before))
+    for action in todo:
+        action()  # Compiles.
+    ahead = max(issue_time(stopwatch, action) for action in todo)
+    found = _settled(stopwatch, actions, seconds, lambda count: stopwatch.rounds(todo, count, ahead, before))
+    return Comparison(found.samples, ahead)
 
 
 def compare_in_a_row(stopwatch: Stopwatch, actions: Mapping[str, Action], seconds: float, repeats: int) -> Comparison:
@@ -242,11 +241,8 @@ def compare_in_a_row(stopwatch: Stopwatch, actions: Mapping[str, Action], second
     """
 
     def rounds(count: int) -> list[list[float]]:
-        times: list[list[float]] = [[] for _ in actions]
-        for _ in range(count):
-            for action, mine in zip(actions.values(), times):
-                mine.append(_timed(stopwatch, action) / repeats)
-        return times
+        times = [[_timed(stopwatch, action) / repeats for action in actions.values()] for _ in range(count)]
+        return [list(mine) for mine in zip(*times)]
 
     return _settled(stopwatch, actions, seconds, rounds)
 

@@ -10,7 +10,7 @@ import torch
 
 from scripts.benchmarks.gpu.lab import Case, Lab
 from scripts.benchmarks.gpu.matmuls import AUTO, BF16, SMOKE, Operands, ours
-from scripts.benchmarks.gpu.stopwatch import FEWEST, Action, Comparison, Timing, compare, issue_time, sustained
+from scripts.benchmarks.gpu.stopwatch import FEWEST, Action, Comparison, compare, sustained, timing_of
 from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Product, products_of
 
 SECONDS = 30.0
@@ -35,8 +35,6 @@ class Planned(NamedTuple):
 class Sustained:
     """Long runs, in turn: bf16, then each kind of products."""
 
-    name = "sustained"
-
     def __init__(self) -> None:
         self._plain: list[float] = []
         """µs per run in the last windows of bf16, with which the FP8 products are compared."""
@@ -54,13 +52,12 @@ class Sustained:
         a, b = (torch.randn(one.shape, dtype=torch.bfloat16, device=lab.device) for one in (operands.a, operands.b))
         plain = functools.partial(torch.matmul, a, b.t())
         sides: dict[str, Action] = {AUTO: ours(product, operands, AUTO), BF16: plain}
-        head_start = max(issue_time(lab.stopwatch, action) for action in sides.values())
-        comparison = compare(lab.stopwatch, sides, lab.seconds / 4, head_start)
+        comparison = compare(lab.stopwatch, sides, lab.seconds / 4)
         side = BF16 if planned.kind == BF16 else AUTO
         seconds = 0.0 if lab.smoke else min(SECONDS, lab.share - OTHERS)
         windows = sustained(lab.stopwatch, sides[side], seconds)
         last = windows[-max(FEWEST, len(windows) // LAST) :]
-        timings = {"cold": comparison.timings()[side], "sustained": Timing.of(last).as_dict()}
+        timings = {"cold": comparison.timings()[side], "sustained": timing_of(last)}
         case: Case = {"name": planned.name, "kind": planned.kind, "seconds": seconds, "timings": timings}
         operations = 2 * product.m * product.n * product.k
         case["tflops"] = {state: operations / 1e6 / timing["median_us"] for state, timing in timings.items()}

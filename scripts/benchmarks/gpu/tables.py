@@ -38,6 +38,7 @@ GOALS = (
     Goal('GEMM, "auto", tensorwise, as FP8Linear runs it', _SCALED_MM, 1.0, "matmul_tensorwise", "auto"),
     Goal("the same, row-wise", _SCALED_MM, 1.0, "matmul_rowwise", "auto"),
     Goal("the same, block-scaled", _SCALED_MM, 1.0, "matmul_blockwise", "auto"),
+    Goal("the same, MX, on Blackwell", _SCALED_MM, 1.0, "matmul_mx", "auto"),
     Goal("GEMM, Triton, tensorwise", _SCALED_MM, None, "matmul_tensorwise", "triton"),
     Goal("cast + transpose + amax", _COPY, 0.92, "memory", "cast_transpose_amax"),
     Goal("cast only", _COPY, 0.92, "memory", "cast"),
@@ -70,7 +71,13 @@ def goals(measured: Sequence[Results]) -> str:
 
 def machines(measured: Sequence[Results]) -> str:
     """Return the table of devices, versions, dates and test counts."""
-    rows = [_machine(data) for data in measured]
+    names = (("Python", "python"), ("torch", "torch"), ("Triton", "triton"), ("torchao", "torchao"))
+    rows = []
+    for data in measured:
+        device, versions, tests = data["device"], data["versions"], data["tests"]
+        said = ", ".join(f"{name} {versions[key]}" for name, key in names if versions.get(key))
+        row = [device["name"], str(device["driver"] or "-"), said, _commit(data), data["date"][:10]]
+        rows.append([*row, _tests(tests) if tests else NOT_YET])
     return _table(["device", "driver", "versions", "commit", "date", "tests on it"], rows)
 
 
@@ -79,7 +86,7 @@ def matmuls(measured: Sequence[Results]) -> str:
     head = ["device", "scaling", "side", "shapes", "geometric mean", *GEMMS, "lowest", "against bf16"]
     rows = []
     for data in measured:
-        for kind in ("tensorwise", "rowwise", "blockwise"):
+        for kind in ("tensorwise", "rowwise", "blockwise", "mx"):
             figures = data["parts"].get(f"matmul_{kind}", {"figures": {}})["figures"]
             for side, found in figures.items():
                 if side == "refused_by_torch":
@@ -91,24 +98,25 @@ def matmuls(measured: Sequence[Results]) -> str:
     return _table(head, rows)
 
 
-class _Listed(NamedTuple):
-    """A table with a row for each case of a part.
+Table = Callable[[Sequence[Results]], str]
+"""Makes a table of the results of devices."""
+
+
+def _listed(part: str, head: Sequence[str], row: Callable[[Results, Results], list[str]]) -> Table:
+    """Return a table with a row for each case of a part.
 
     ``row``: a function of a case and the figures of its part that returns the cells after the name of the device.
     """
 
-    part: str
-    head: Sequence[str]
-    row: Callable[[Results, Results], list[str]]
-
-    def __call__(self, measured: Sequence[Results]) -> str:
-        """Return the table of these results."""
+    def made(measured: Sequence[Results]) -> str:
         rows = []
         for data in measured:
-            part = data["parts"].get(self.part, {"cases": (), "figures": {}})
-            cases = [case for case in part["cases"] if case.get("timings")]
-            rows += [[data["device"]["name"], *self.row(case, part["figures"])] for case in cases]
-        return _table(["device", *self.head], rows)
+            found = data["parts"].get(part, {"cases": (), "figures": {}})
+            cases = [case for case in found["cases"] if case.get("timings")]
+            rows += [[data["device"]["name"], *row(case, found["figures"])] for case in cases]
+        return _table(["device", *head], rows)
+
+    return made
 
 
 def _sustained(case: Results, _: Results) -> list[str]:
@@ -137,14 +145,14 @@ def _update(case: Results, _: Results) -> list[str]:
     return [case["update"], f"{case['slots']:,}", str(case["history"]), *(text or "-" for text in texts)]
 
 
-def _both_ways(part: str, module: str, sides: Mapping[str, str]) -> _Listed:
+def _both_ways(part: str, module: str, sides: Mapping[str, str]) -> Table:
     """Return the table of forward and backward. ``sides``: {heading of a column: name of the ratio in the results}."""
 
     def row(case: Results, _: Results) -> list[str]:
         times = (f"{case['timings'][side]['median_us'] / 1e3:.2f}" for side in ("fp8dist", "bf16"))
         return [case["name"], *times, *(_ratio(case["ratios"].get(side)) for side in sides.values())]
 
-    return _Listed(part, ["layer", f"{module}, ms", "bf16, ms", *(f"bf16 / ours, {name}" for name in sides)], row)
+    return _listed(part, ["layer", f"{module}, ms", "bf16, ms", *(f"bf16 / ours, {name}" for name in sides)], row)
 
 
 def _crossover(case: Results, _: Results) -> list[str]:
@@ -176,18 +184,18 @@ _LINEARS = {
 }
 _EXPERTS = {"by default": "fp8dist", "only our kernels": "fp8dist, triton", "eager": "fp8dist, eager"}
 
-TABLES: Mapping[str, Callable[[Sequence[Results]], str]] = MappingProxyType(
+TABLES: Mapping[str, Table] = MappingProxyType(
     {
         "goals": goals,
         "machines": machines,
         "matmuls": matmuls,
-        "sustained": _Listed("sustained", ["product", "s", *_SPEEDS], _sustained),
-        "memory": _Listed("memory", _MEMORY, _memory),
-        "updates": _Listed("update", _UPDATES, _update),
+        "sustained": _listed("sustained", ["product", "s", *_SPEEDS], _sustained),
+        "memory": _listed("memory", _MEMORY, _memory),
+        "updates": _listed("update", _UPDATES, _update),
         "linears": _both_ways("linears", "FP8Linear", _LINEARS),
         "experts": _both_ways("experts", "FP8Experts", _EXPERTS),
-        "crossover": _Listed("crossover", ["layer", "tokens", "bf16 / ours by tokens"], _crossover),
-        "jobs": _Listed("job", _JOBS, _job),
+        "crossover": _listed("crossover", ["layer", "tokens", "bf16 / ours by tokens"], _crossover),
+        "jobs": _listed("job", _JOBS, _job),
     }
 )
 
@@ -198,7 +206,8 @@ def _reached(goal: Goal, data: Results) -> str:
         return NOT_YET
     figure = part["figures"].get(goal.figure)
     if figure is None:
-        return _why_not(part)
+        reason = part["problem"] or part["figures"].get("refused_by_torch")
+        return f"no figure: {reason}" if reason else NOT_YET
     text = _ratio(figure["geomean"])
     if goal.least is not None:
         text = f"{verdict(figure['geomean'], goal.least)}: {text}"
@@ -213,24 +222,6 @@ def _commit(of: Results) -> str:
     return f"{of['commit'][:10]}{' and changes' if of['dirty'] else ''}" if of["commit"] else "not known"
 
 
-def _why_not(part: Results) -> str:
-    reason = part["problem"] or part["figures"].get("refused_by_torch")
-    return f"no figure: {reason}" if reason else NOT_YET
-
-
-def _machine(data: Results) -> list[str]:
-    device, versions, tests = data["device"], data["versions"], data["tests"]
-    names = (("Python", "python"), ("torch", "torch"), ("Triton", "triton"), ("torchao", "torchao"))
-    return [
-        device["name"],
-        str(device["driver"] or "-"),
-        ", ".join(f"{name} {versions[key]}" for name, key in names if versions.get(key)),
-        _commit(data),
-        data["date"][:10],
-        _tests(tests) if tests else NOT_YET,
-    ]
-
-
 def _tests(tests: Results) -> str:
     counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
     cut_off = "; cut off, not all were run" if tests["cut_off"] else ""
@@ -242,16 +233,8 @@ def _ratio(ratio: Sequence[float] | None) -> str:
 
 
 def summary(folder: Path) -> str:
-    """Return goals and devices of the results in a folder, formatted for a terminal."""
+    """Return goals and devices of the results in a folder."""
     found = [results.earlier(path) for path in sorted(folder.glob("*.json"))]
     measured = [data for data in found if data is not None]
     smoke = "figures of smoke runs mean nothing\n" if any(data["smoke"] for data in measured) else ""
-    return f"{smoke}{_aligned(goals(measured))}\n{_aligned(machines(measured))}"
-
-
-def _aligned(markdown: str) -> str:
-    """Align a Markdown table for a terminal."""
-    lines = [line.strip("| \n").split(" | ") for line in markdown.splitlines()]
-    lines = [[cell[:60] for cell in line] for line in lines if set(line[0]) != {"-"}]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return f"{smoke}{goals(measured)}\n{machines(measured)}"

@@ -1,16 +1,15 @@
 """Measure tiles of FP8 GEMMs on this GPU, and write the table that is shipped for it.
 
-    python -m scripts.benchmarks.gpu.tune_matmuls [--tokens 8192 16384] [--kinds tensorwise …] [--seconds 200]
-        [--out FILE] [--commit ID] [--run ID] [--smoke]
+    python -m scripts.benchmarks.gpu.tune_matmuls --out FILE [--tokens 8192 16384] [--kinds tensorwise …]
+        [--seconds 200] [--commit ID] [--run ID] [--smoke]
 
 Measures the GEMMs that FP8Linear runs in the layers of Llama 3 8B and 70B, with the dtypes and the accumulation of each
 recipe, and with fast accumulation everywhere. First it times the tiles whose modelled cost is near the best, then, in
 new rounds, the fastest of them against torch's GEMM. All runs are interleaved, with a cold L2 cache. Only a GEMM that
 is surely faster than torch's gets an entry.
 
-Writes the table after each GEMM, so you can stop it at any time. It keeps entries of an earlier table with the same
-commit and versions, and drops others: a table belongs to one commit. Where the commit is not known, or has changes, it
-keeps the entries of the same run.
+Writes the table after each GEMM, so you can stop it at any time. The table replaces an earlier one: it belongs to one
+run.
 Exit status: 0 success; 1 nothing could be measured; 2 no GPU; 130 interrupted.
 """
 
@@ -32,16 +31,14 @@ import torch
 
 from fp8dist_kernels.reference.torch_matmuls import matmul_torch
 from fp8dist_kernels.triton.launching import processors
-from fp8dist_kernels.triton.tables import FORMAT, Entry, Key, Tile, TileTable, file_name
+from fp8dist_kernels.triton.tables import FORMAT, Entry, Key, Tile, TileTable
 from fp8dist_kernels.triton.tiles import Problem, candidates, cost_of, key_of
 from scripts import results_files
 from scripts.benchmarks.gpu import results
 from scripts.benchmarks.gpu.matmuls import SMOKE, Operands, planned_products
-from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch, compare, issue_time, stopwatch_of
+from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch, compare, stopwatch_of
 from scripts.benchmarks.llama_shapes import KINDS, Product, products_of
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-TABLES = REPOSITORY / "kernels" / "fp8dist_kernels" / "triton" / "tables"
 OUT_DTYPE = torch.bfloat16
 DIRTY = "-dirty"
 NEAR = 1.3
@@ -72,21 +69,16 @@ def measured(product: Product, seconds: float, stopwatch: Stopwatch) -> Entry:
     theirs()
     best = next(iter(ours))
     if len(ours) > 1:
-        timings = compare(stopwatch, ours, seconds / 3, _issue_time(stopwatch, ours[best])).timings()
+        timings = compare(stopwatch, ours, seconds / 3).timings()
         best = min(ours, key=lambda name: timings[name]["median_us"])
     # New rounds, because the fastest of several tiles was in part lucky in the first rounds.
     sides: dict[str, Action] = {"torch": theirs, "triton": ours[best]}
-    comparison = compare(stopwatch, sides, seconds / 1.5, _issue_time(stopwatch, ours[best]))
+    comparison = compare(stopwatch, sides, seconds / 1.5)
     entry = Entry(*key_of(problem), tiles[best], *comparison.ratio("torch", "triton"))
     speed = 2e-6 * product.m * product.n * product.k / comparison.timings()["triton"]["median_us"]
     interval = f"{entry.vs_torch:6.3f} ({entry.low:.3f} to {entry.high:.3f})"
     print(f"{product.name:44} {product.scaling.value:12} {interval} {speed:6.0f} TFLOP/s {best}", flush=True)
     return entry
-
-
-def _issue_time(stopwatch: Stopwatch, action: Action) -> float:
-    action()  # Compiles.
-    return issue_time(stopwatch, action)
 
 
 def versions() -> dict[str, str]:
@@ -109,36 +101,16 @@ def products(options: argparse.Namespace) -> list[Product]:
     return list(planned.values())
 
 
-def kept(path: Path, table: dict[str, Any]) -> list[Entry]:
-    """Return the entries of an earlier table that can stay: same device, commit and versions.
-
-    Drops entries of an unknown commit or a tree with changes, unless the run is the same: the code may have changed.
-    """
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    before: dict[str, Any] = json.loads(text)
-    alike = all(before.get(key) == table[key] for key in ("format", "device", "commit", "versions"))
-    clean = table["commit"] is not None and not table["commit"].endswith(DIRTY)
-    if alike and (clean or (table["run"] is not None and before.get("run") == table["run"])):
-        return list(TileTable.from_json(text).entries)
-    if before["entries"]:
-        of = f"commit {before.get('commit')}, {before.get('versions')}"
-        print(f"tune_matmuls: drops {len(before['entries'])} entries of {of}", file=sys.stderr)
-    return []
-
-
-def write(path: Path, table: dict[str, Any], entries: dict[Key, Entry]) -> None:
+def write(path: Path, table: dict[str, Any], entries: Sequence[Entry]) -> None:
     """Write the table atomically. Raise ValueError if the result could not be read back."""
-    whole = {**table, "entries": [entries[key].described() for key in sorted(entries)]}
+    whole = {**table, "entries": [entry.described() for entry in sorted(entries, key=lambda entry: entry.key)]}
     TileTable.from_json(json.dumps(whole))
     results_files.write(path, whole)
 
 
-def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:
+def tuned(options: argparse.Namespace, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:
     """Measure each product, and write the table after each. Return torch's time over the best tile's, per product."""
-    entries = {entry.key: entry for entry in kept(out, table)}
-    ratios: list[float] = []
+    entries: dict[Key, Entry] = {}
     planned, end = products(options), time.monotonic() + min(SECONDS, options.seconds)
     for place, product in enumerate(planned):
         left = end - time.monotonic()
@@ -152,44 +124,40 @@ def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwat
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"{product.name:44} {product.scaling.value:12} skipped: {reason}", flush=True)
             continue
-        ratios.append(entry.vs_torch)
-        entries.pop(entry.key, None)
-        if entry.faster:
-            entries[entry.key] = entry
-        write(out, table, entries)
-    return ratios
+        entries[entry.key] = entry
+        write(options.out, table, [entry for entry in entries.values() if entry.faster])
+    return [entry.vs_torch for entry in entries.values()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line described at the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    tiled = [kind for kind in KINDS if kind != "mx"]  # Its kernel has one tile.
+    parser.add_argument("--kinds", nargs="+", default=tiled, choices=tiled)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all products together, at most 200")
-    parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
+    parser.add_argument("--out", type=Path, required=True, help="the table of this device")
     results.add_flags(parser)
-    parser.set_defaults(run=None)  # Entries of two runs without an ID do not belong together.
+    parser.set_defaults(run=None)
     options = parser.parse_args(arguments)
-    if options.smoke and options.out is None:
-        parser.error("--smoke needs --out: its table must not be shipped")
     if not (torch.cuda.is_available() or options.smoke):
         print("tune_matmuls: no GPU found; nothing was measured or written", file=sys.stderr)
         return 2
     of = f"{options.commit}{DIRTY if options.dirty else ''}" if options.commit else None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     name, today = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", datetime.date.today().isoformat()
-    out = options.out or TABLES / file_name(name)
     table = {"format": FORMAT, "device": name, "measured": today, "commit": of, "run": options.run}
     table["versions"] = versions()
     try:
-        ratios = tuned(options, out, table, stopwatch_of(device))
+        ratios = tuned(options, table, stopwatch_of(device))
     except KeyboardInterrupt:
-        print(f"tune_matmuls: interrupted; what was measured is in {out}", file=sys.stderr)
+        print(f"tune_matmuls: interrupted; what was measured is in {options.out}", file=sys.stderr)
         return 130
     if not ratios:
         print("tune_matmuls: every product was skipped; nothing was written", file=sys.stderr)
         return 1
-    print(f"geometric mean {statistics.geometric_mean(ratios):.3f} of {len(ratios)}, worst {min(ratios):.3f}: {out}")
+    mean = statistics.geometric_mean(ratios)
+    print(f"geometric mean {mean:.3f} of {len(ratios)}, worst {min(ratios):.3f}: {options.out}")
     return 0
 
 

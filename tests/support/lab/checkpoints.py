@@ -27,8 +27,6 @@ from tests.support.lab.failures import CheckpointFailed, cause_of, is_of_a_colle
 from tests.support.lab.options import Options
 from tests.support.lab.ranks import Ranks, digest_of_state
 
-__all__ = ["Checkpoints", "Loaded"]
-
 
 class Loaded(NamedTuple):
     """The loaded checkpoint. ``step``: the step after which it was saved, 0 without a checkpoint. ``fp8``: True if it
@@ -56,11 +54,8 @@ class Checkpoints:
         self._pending: tuple[int, Future[Any]] | None = None
 
     def find(self) -> Path | None:
-        """Return the checkpoint to resume from, or None. COLLECTIVE. Call it before ``save`` and ``load``.
-
-        Raises:
-            BadInput: ``--out`` has checkpoints of another run.
-        """
+        """Return the checkpoint to resume from, or None. COLLECTIVE. Call it before ``save`` and ``load``. Raises
+        BadInput if ``--out`` has checkpoints of another run."""
         if self._options.async_save:  # Background saves must not mix with the collectives of a step.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._options.timeout))
         return example.find(self._options, self._ranks)
@@ -87,15 +82,10 @@ class Checkpoints:
     def save(
         self, step: int, module: nn.Module, optimizer: Optimizer, manager: StateManager | None, guard: str | None = None
     ) -> None:
-        """Save the state after this step. COLLECTIVE.
+        """Save the state after this step. ``guard``: the result of ``Guard.describe``. COLLECTIVE.
 
-        Returns when the checkpoint is complete, or with ``--async-save`` when its tensors are copied.
-
-        Args:
-            guard: the result of ``Guard.describe``.
-
-        Raises:
-            CheckpointFailed: this checkpoint, or the previous asynchronous one, could not be written.
+        Returns when the checkpoint is complete, or with ``--async-save`` when its tensors are copied. Raises
+        CheckpointFailed if this checkpoint, or the previous asynchronous one, could not be written.
         """
         self.wait()
         run = {"step": step, "ranks": self._ranks.size, "gathered_in": self.gathered_in, "guard": guard}
@@ -115,20 +105,12 @@ class Checkpoints:
                 self._finish(step)
 
     def poll(self) -> None:
-        """If a background save is done, complete its checkpoint. Local.
-
-        Raises:
-            CheckpointFailed: it could not be written.
-        """
+        """If a background save is done, complete its checkpoint, as ``wait`` does. Local."""
         if self._pending is not None and self._pending[1].done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the background save and complete its checkpoint. Local.
-
-        Raises:
-            CheckpointFailed: it could not be written.
-        """
+        """Wait for the background save and complete its checkpoint. Raises CheckpointFailed if it cannot. Local."""
         if self._pending is not None:
             (step, future), self._pending = self._pending, None
             with self._telling_why(step):

@@ -11,11 +11,10 @@ from fp8dist.state.settings import Settings
 from tests.support.lab.options import Options
 from tests.support.lab.ranks import Ranks
 
-__all__ = ["Checks"]
-
 
 class Checks:
-    """Compares the ranks every ``--check-every`` steps and at the end of the run.
+    """Compares the ranks every ``--check-every`` steps and at the end of the run. Raises DivergenceError if they differ
+    and the policy does not let the run continue.
 
     In an FP8 job the manager runs the periodic checks, at the boundary of the next step. In other jobs ``after`` runs
     them. Both follow the same flags and environment variables.
@@ -42,21 +41,13 @@ class Checks:
         return int(metrics["fp8/checks"]), metrics["fp8/check_ms"]
 
     def after(self, step: int) -> None:
-        """Run the check that is due after this step, if the job has no manager. COLLECTIVE if a check is due.
-
-        Raises:
-            DivergenceError: ranks differ, and the policy does not let the run continue.
-        """
+        """Run the check that is due after this step, if the job has no manager. COLLECTIVE if a check is due."""
         every = self._settings.check_every
         if self._manager is None and every and step % every == 0:
             self._check(step)
 
     def at_the_end(self, step: int) -> None:
-        """Check the state after the last step, unless a periodic check has covered it. COLLECTIVE.
-
-        Raises:
-            DivergenceError: ranks differ, and the policy does not let the run continue.
-        """
+        """Check the state after the last step, unless a periodic check has covered it. COLLECTIVE."""
         every = self._settings.check_every
         if not every:
             return

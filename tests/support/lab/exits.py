@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FAILED_COLLECTIVE", "LOSS_DIVERGED", "UNWRITTEN"]
-
 UNWRITTEN = 3
 """A checkpoint could not be written."""
 

@@ -17,8 +17,6 @@ from fp8dist import StateManager, roll_call
 from fp8dist.errors import ManifestMismatchError, SyncError
 from launch.train_gpt.ranks import leave
 
-__all__ = ["CheckpointFailed", "CollectiveFailed", "Whereabouts", "cause_of", "is_of_a_collective", "outlive_torchrun"]
-
 MARKS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 """Texts that identify errors of collectives, for errors without a type of their own."""
 
@@ -97,13 +95,10 @@ def cause_of(error: BaseException) -> str:
 
 
 def outlive_torchrun(status: int) -> None:
-    """Delay the exit after SIGTERM by LAST_WORDS seconds, so that this rank can report its own error first.
+    """Delay the exit, with ``status``, after SIGTERM by LAST_WORDS seconds: this rank can report its own error first.
 
     torchrun kills all ranks as soon as one fails, and the others may be about to report that they miss it. A Python
     signal handler cannot run before a blocking collective returns, so a thread reads the signal's wake-up file.
-
-    Args:
-        status: exit status after the delay.
     """
     ours, pythons = socket.socketpair()
     pythons.setblocking(False)

@@ -7,26 +7,6 @@ from typing import NamedTuple, TypeVar
 from fp8dist_kernels import GEMMS, Gemm
 from launch.train_gpt.options import RECIPES
 
-__all__ = [
-    "BAD_DEVICE",
-    "FAULTS",
-    "HIDDEN_STATE",
-    "HIGH",
-    "NAN_SAMPLE",
-    "NONDETERMINISM",
-    "PRODUCT",
-    "RANKED",
-    "REPLAYS",
-    "SLOW",
-    "Fault",
-    "Override",
-    "fault",
-    "gemms",
-    "gemms_or_none",
-    "override",
-    "replays",
-]
-
 Word = TypeVar("Word", bound=str)
 
 HIGH = "high"

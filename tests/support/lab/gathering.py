@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-__all__ = ["WAYS", "GatheredBytes", "replaced"]
-
 WAYS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
 """Functions of torch.distributed that FSDP1 gathers with. They depend on the device and the torch version."""
 
@@ -39,12 +37,7 @@ class GatheredBytes:
         self._counting = False
 
     def add(self, whole: int, own: int) -> None:
-        """Count one all-gather.
-
-        Args:
-            whole: bytes of the result.
-            own: bytes that this rank contributed.
-        """
+        """Count one all-gather: bytes of the result, and those that this rank contributed."""
         if self._counting:
             self.total += whole - own
 

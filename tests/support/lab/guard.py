@@ -14,8 +14,6 @@ import fp8dist
 from tests.support.lab.options import Options
 from tests.support.lab.ranks import Ranks
 
-__all__ = ["Guard"]
-
 FACTOR = 1.5
 """Default of ``--loss-factor``."""
 
@@ -57,15 +55,8 @@ class Guard:
         return 0 if self._guard is None else self._guard.alarms
 
     def observe(self, step: int, loss: Tensor) -> fp8dist.LossAlarm | None:
-        """Check the loss of a step, and return the alarm, if any. Call it between the backward and the update.
-        COLLECTIVE, unless it is off.
-
-        Args:
-            loss: this rank's mean loss, on the device.
-
-        Raises:
-            LossDiverged: on all ranks, with "stop".
-        """
+        """Check this rank's mean loss of a step, and return the alarm, if any; with "stop", raise LossDiverged on all
+        ranks. Call it between the backward and the update. COLLECTIVE, unless it is off."""
         return None if self._guard is None else self._guard.observe(loss, step)
 
     def halve_learning_rate(self, alarm: fp8dist.LossAlarm) -> None:

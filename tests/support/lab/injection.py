@@ -27,8 +27,6 @@ from tests.support.lab.flags import BAD_DEVICE, HIDDEN_STATE, NAN_SAMPLE, NONDET
 from tests.support.lab.options import Options
 from tests.support.lab.ranks import Ranks
 
-__all__ = ["MARK", "Injection"]
-
 WEIGHT, EXPERTS_WEIGHT = "blocks.0.mlp_in.weight", "blocks.0.mlp.experts.up_proj"
 """The parameter that ``weight`` damages, and whose gradient ``gradient`` does: the middle element of the rank's local
 part. The second one with ``--experts``."""

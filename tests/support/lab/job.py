@@ -3,17 +3,9 @@
     python -m tests.support.lab --precision fp8                                 one process
     NPROC=3 launch/torchrun.sh -m tests.support.lab --inject scale:1:5          three ranks, of which one is damaged
 
-Data and training are those of the example job: with equal flags, the same bits. The lab adds the flags of options.py;
-losses are shared every ``--log-every`` steps, with the waits of each rank; ``summary.json`` has more fields.
-
-``--save-every N`` saves checkpoints to ``checkpoints/step-…`` under ``--out``, each of them complete or absent.
-``--resume auto`` resumes from the newest one. With the same flags and ranks, the resumed run gives the same bits as an
-uninterrupted run; another ``--parallel`` or number of ranks is allowed. ``metrics.jsonl`` is continued. A job that
-torchrun restarted resumes automatically if it saves checkpoints.
-
-``exits.py`` lists the exit statuses. If ranks differ (``--check-policy``), the report is in ``divergence.txt`` and
-``divergence.json`` under ``--out``. A run that fails writes no ``summary.json``; its
-``metrics.jsonl`` ends with the last completed step, or the step that the loss guard refused.
+With equal flags it trains as the example job does, bit for bit. docs/fault-lab.md describes flags, outputs and exit
+statuses. A run that fails writes no ``summary.json``; its ``metrics.jsonl`` ends with the last completed step, or the
+step that the loss guard refused.
 """
 
 from __future__ import annotations
@@ -52,8 +44,6 @@ from tests.support.lab.progress import Progress
 from tests.support.lab.ranks import Ranks, digest_of, digest_of_state, joined_ranks, mean_of, meet_at_the_end
 from tests.support.lab.recipes import fallback_of, overrides_of, recipe_of
 from tests.support.lab.skew import lines_of
-
-__all__ = ["Job", "main", "start"]
 
 VALIDATION_BATCHES = 8
 """Number of validation batches, over all ranks together."""
@@ -314,11 +304,8 @@ class Job(Training):
         return float(total / windows)
 
     def summarise(self, spent: dict[str, float]) -> dict[str, Any]:
-        """Return the contents of ``summary.json``. COLLECTIVE.
-
-        Args:
-            spent: increase of this rank's FP8 metrics over the training steps.
-        """
+        """Return the contents of ``summary.json``. ``spent``: increase of this rank's FP8 metrics in training.
+        COLLECTIVE."""
         options, ranks, manager = self.options, self.ranks, self.manager
         collectives = spent.get("fp8/collectives", 0.0)
         steps = options.last_step - self.done  # Steps of this process: 0 if the checkpoint is of the last step.

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from launch.train_gpt.model import GPT, Block
 
-__all__ = ["Experts", "Mixture", "MixtureGPT"]
-
 BALANCE = 0.01
 """Weight of a mixture's imbalance, as in Switch Transformer (arXiv 2101.03961)."""
 
@@ -30,13 +28,8 @@ class Experts(nn.Module):
         self.act_fn = nn.GELU(approximate="tanh")
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of the chosen experts' outputs: [tokens, width].
-
-        Args:
-            hidden_states: [tokens, width].
-            top_k_index: int64 [tokens, k], the experts of each token.
-            top_k_weights: [tokens, k].
-        """
+        """Return the weighted sum of the chosen experts' outputs, [tokens, width], as ``hidden_states``.
+        ``top_k_index``: int64 [tokens, k], the experts of each token; ``top_k_weights``: likewise."""
         chosen, order = top_k_index.flatten().sort(stable=True)
         experts = torch.arange(len(self.up_proj), device=chosen.device)
         ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)

@@ -19,8 +19,6 @@ from launch.train_gpt.flags import count, flag, number
 from tests.support.lab import flags
 from tests.support.lab.flags import BAD_DEVICE, HIGH, PRODUCT, RANKED, SLOW, Fault, Override
 
-__all__ = ["FOR_DELAYED", "Options", "check", "parse", "prepare_input"]
-
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The values of ``--parallel`` that shard parameters."""
 
@@ -183,11 +181,8 @@ class Options(example.Options):
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Parse and check the flags.
-
-    Raises:
-        BadInput: an unknown flag, a value out of range, or flags that do not go together.
-    """
+    """Parse and check the flags. Raise BadInput for an unknown one, a value out of range, or flags that do not go
+    together."""
     return example.parse(arguments, Options)
 
 
@@ -209,8 +204,6 @@ def _require_consistent_recipes(options: Options) -> None:
         raise BadInput(f"--fast-gemms is for delayed, current and rowwise scaling, got {', '.join(options.recipes)}")
     if "mxfp8" in options.recipes and (options.power_of_two or options.format):
         raise BadInput("--power-of-two and --format are not for mxfp8, whose scales and formats are fixed")
-    if options.recipe == "mxfp8" and options.experts:
-        raise BadInput("--recipe mxfp8 is not for --experts")
     if "nvfp4" not in options.recipes and (options.no_hadamard or options.to_nearest):
         raise BadInput(f"--no-hadamard and --to-nearest are for nvfp4, got {', '.join(sorted(options.recipes))}")
     if "nvfp4" in options.recipes and (options.power_of_two or options.format):
@@ -281,11 +274,7 @@ def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
 
 
 def prepare_input(options: Options) -> Text:
-    """Return the text, and create the output folder.
-
-    Raises:
-        BadInput: the text cannot be used, or the folder cannot be written to.
-    """
+    """Return the text, and create the output folder. Raise BadInput if one cannot be used."""
     text = read_text(options.data, options.context)
     try:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,6 @@ from tests.support.lab.gathering import GatheredBytes
 from tests.support.lab.options import Options
 from tests.support.lab.waiting import Waiting
 
-__all__ = ["Measured", "parallel_of"]
-
 
 class Measured(Parallel):
     """``--parallel none``, and base class of the other modes."""

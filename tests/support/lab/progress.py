@@ -20,8 +20,6 @@ from tests.support.lab.ranks import Ranks, mean_of
 from tests.support.lab.skew import Skew
 from tests.support.lab.waiting import Waiting
 
-__all__ = ["Progress"]
-
 FINAL_STEPS = 10
 """The final training loss is the mean over this many steps."""
 
@@ -53,11 +51,7 @@ class Progress:
         waits: Waiting,
         done: int = 0,
     ) -> None:
-        """
-        Args:
-            waits: the measured waits of this rank.
-            done: steps of the run that this one resumes from.
-        """
+        """``waits``: the measured waits of this rank. ``done``: steps of the run that this one resumes from."""
         self.training_seconds = 0.0
         self.final_losses: deque[float] = deque(maxlen=FINAL_STEPS)
         self.skew = Skew(ranks.size)
@@ -96,11 +90,8 @@ class Progress:
         return step % options.log_every == 0 or step == options.last_step or bool(validates) or saves
 
     def flush(self, validate: Callable[[], float] | None = None) -> None:
-        """Give the steps since the last flush to the recorder. COLLECTIVE.
-
-        Args:
-            validate: returns a validation loss for the last step's line. Its time is not measured.
-        """
+        """Give the steps since the last flush to the recorder. ``validate``: returns a validation loss for the last
+        step's line; its time is not measured. COLLECTIVE."""
         own = torch.stack([step.loss for step in self._waiting])
         waits = self._waits.take(self._manager, len(own)).to(own.device)
         everyones = torch.stack(self._ranks.gather(torch.cat([own[None], waits]))).cpu()

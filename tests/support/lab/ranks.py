@@ -17,8 +17,6 @@ from torch import Tensor
 from fp8dist import StateManager
 from launch.train_gpt import ranks as example
 
-__all__ = ["Ranks", "digest_of", "digest_of_state", "joined_ranks", "mean_of", "meet_at_the_end"]
-
 PATIENCE = timedelta(seconds=10)
 """How long a failing rank waits for the other ranks to write their files and messages."""
 

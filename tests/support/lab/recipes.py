@@ -10,8 +10,6 @@ import fp8dist
 from tests.support.lab.flags import HIGH
 from tests.support.lab.options import FOR_DELAYED, Options
 
-__all__ = ["fallback_of", "overrides_of", "recipe_of"]
-
 
 def recipe_of(options: Options) -> fp8dist.Recipe:
     """Return the recipe of ``--recipe`` and its scale flags."""

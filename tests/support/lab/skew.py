@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Skew", "lines_of"]
-
 Floats = npt.NDArray[np.float64]
 
 KEPT, KEPT_STEPS = 1 << 21, 10_000
@@ -46,13 +44,11 @@ class Skew:
         self._steps = 0  # Total steps in _parts.
 
     def add(self, measured: Floats) -> list[dict[str, Any]]:
-        """Add measurements, and return the fields of each step for ``metrics.jsonl``.
+        """Add measurements, in ms, [ranks, 3, steps]: FP8 sync, other collectives, whole step. Return the fields of
+        each step for ``metrics.jsonl``.
 
         Waits are quantiles over the ranks in one step. Skew is the largest minus the smallest own time. The fields are
         empty with one rank, and for a step that did not end.
-
-        Args:
-            measured: ms, [ranks, 3, steps]: FP8 sync, other collectives, whole step.
         """
         steps = measured.shape[2]
         ended: npt.NDArray[np.bool_] = ~np.any(np.isnan(measured[:, 2]), axis=0)
@@ -73,11 +69,7 @@ class Skew:
         return [next(lines) if done else {} for done in ended.tolist()]
 
     def summary(self, hosts: Sequence[str]) -> dict[str, Any] | None:
-        """Return the summary of the newest steps, or None with one rank or no steps.
-
-        Args:
-            hosts: host names by rank.
-        """
+        """Return the summary of the newest steps, or None with one rank or no steps. ``hosts``: names by rank."""
         if not self._parts:
             return None
         measured = self._newest(self._steps)

@@ -28,8 +28,6 @@ from fp8dist import StateManager
 from fp8dist.state.waits import Waits, clock_of
 from tests.support.lab.gathering import WAYS, replaced
 
-__all__ = ["Waiting"]
-
 REDUCTIONS = ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
 """Functions of torch.distributed that FSDP reduces gradients with, by torch version. The last reduces over replicas."""
 
