@@ -32,8 +32,5 @@ VARIANTS = MappingProxyType(
         "block": Variant("FP8, block", _fp8("block"), 0.25),
         "mxfp8": Variant("MXFP8", _fp8("mxfp8"), 0.25),
         "nvfp4": Variant("NVFP4, emulated", _fp8("nvfp4")),
-        "nvfp4-no-hadamard": Variant("NVFP4, no Hadamard", _fp8("nvfp4", "--no-hadamard")),
-        "nvfp4-to-nearest": Variant("NVFP4, to nearest", _fp8("nvfp4", "--to-nearest")),
-        "nvfp4-plain": Variant("NVFP4, neither", _fp8("nvfp4", "--no-hadamard", "--to-nearest")),
     }
 )
