@@ -31,11 +31,12 @@ from tests.support.main_job import (
     start,
 )
 from tests.support.ranks import on_ranks
+from tests.support.suite import NIGHTLY
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_has_its_folder(tmp_path: Path) -> None:
-    run = finish(tmp_path / "run", EXAMPLE, *SIZE, "--check-every", "4", "--watch-every", "4", "--watch-ranks")
+def test_a_run_on_two_ranks_has_its_folder(runs: Runs) -> None:
+    run = runs(EXAMPLE_RANKS, *SIZE, "--check-every", "4", "--watch-every", "4", "--watch-ranks")
     assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
     assert run.losses[-1] < run.losses[0] - 0.3
     assert all(line["grad_norm"] > 0 and line["tokens"] == 256 for line in run.lines)
@@ -52,12 +53,12 @@ def test_a_run_on_two_ranks_has_its_folder(tmp_path: Path) -> None:
     [
         [],
         ["--parallel", "fsdp2", "--accumulate", "2"],
-        pytest.param(["--parallel", "hsdp", "--update", "next_step"], marks=pytest.mark.long),
-        pytest.param(["--parallel", "fsdp2", "--recipe", "rowwise"], marks=pytest.mark.long),
-        pytest.param(["--parallel", "fsdp2", "--recipe", "block", "--width", "96"], marks=pytest.mark.long),
-        pytest.param(["--recipe", "current", "--no-amax-sync"], marks=pytest.mark.long),
-        pytest.param(["--precision", "bf16", "--parallel", "fsdp2"], marks=pytest.mark.long),
-        pytest.param(["--precision", "fp32", "--check-every", "5"], marks=pytest.mark.long),
+        pytest.param(["--parallel", "hsdp", "--update", "next_step"], marks=NIGHTLY),
+        pytest.param(["--parallel", "fsdp2", "--recipe", "rowwise"], marks=NIGHTLY),
+        pytest.param(["--parallel", "fsdp2", "--recipe", "block", "--width", "96"], marks=NIGHTLY),
+        pytest.param(["--recipe", "current", "--no-amax-sync"], marks=NIGHTLY),
+        pytest.param(["--precision", "bf16", "--parallel", "fsdp2"], marks=NIGHTLY),
+        pytest.param(["--precision", "fp32", "--check-every", "5"], marks=NIGHTLY),
     ],
     ids=" ".join,
 )

@@ -346,7 +346,8 @@ class CapturedJob(Job):
 @pytest.mark.parametrize(
     ("name", "backend", "compiled"),
     [
-        *((name, "auto", name == "same_step") for name in RECIPES),
+        *((name, "auto", name == "same_step") for name in ("same_step", "row", "block", "mx")),
+        *(pytest.param(name, "auto", False, marks=NIGHTLY) for name in ("next_step", "most_recent", "current")),
         *(pytest.param(name, "auto", True, marks=NIGHTLY) for name in ("row", "next_step", "most_recent", "block")),
         pytest.param("same_step", "triton", True, marks=NIGHTLY),
     ],
