@@ -22,6 +22,7 @@ from tests.support.ranks import RankPool, on_ranks
 from tests.support.sharded import full
 from tests.support.sharded_experts import Job, Routed, build, routed_batch
 from tests.support.states import state_of
+from tests.support.suite import few
 from tests.support.training import bits
 
 PARTS = ("inlet", "experts.gate_up", "experts.down")
@@ -70,7 +71,7 @@ def _with_faulty_rank(layout: str, recipe: str, what: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "gather"])
+@pytest.mark.parametrize("layout", few(["ddp", "gather"], "ddp"))
 def test_grouped_products_of_a_faulty_device_are_found(layout: str, three_ranks: RankPool) -> None:
     for found, audited in three_ranks.run(_with_faulty_rank, layout, "delayed", "products"):
         assert audited >= SITES_OF_MODEL - 4  # The first Linear has no input gradient, and rank 2 no expert's weight.
@@ -84,7 +85,7 @@ def test_grouped_products_of_a_faulty_device_are_found(layout: str, three_ranks:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "row", "block"])
+@pytest.mark.parametrize("recipe", few(["delayed", "row", "block"], "block"))
 def test_grouped_casts_of_a_faulty_device_are_found(recipe: str, three_ranks: RankPool) -> None:
     for found, _ in three_ranks.run(_with_faulty_rank, "ddp", recipe, "casts"):
         assert {ranks for _, ranks, _ in found} == {(1,)}
@@ -116,7 +117,8 @@ def _bits(layout: str, recipe: str, audit_every: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "recipe"), [("gather", "delayed"), ("rows", "delayed"), ("ddp", "row"), ("fsdp2", "block")]
+    ("layout", "recipe"),
+    few([("gather", "delayed"), ("rows", "delayed"), ("ddp", "row"), ("fsdp2", "block")], ("gather", "delayed")),
 )
 def test_sound_devices_have_no_finding_and_the_same_bits(layout: str, recipe: str, two_ranks: RankPool) -> None:
     """One step for each site, with experts that have no rows, and other numbers of rows on each rank."""

@@ -31,7 +31,7 @@ from tests.support.main_job import (
     start,
 )
 from tests.support.ranks import on_ranks
-from tests.support.suite import NIGHTLY
+from tests.support.suite import NIGHTLY, few
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "ranks", "flag", "variables"),
-    [("ddp", "3", ("--resume", "auto"), {}), ("fsdp2", "2", (), RESTARTED)],
+    [("ddp", "3", ("--resume", "auto"), {}), pytest.param("fsdp2", "2", (), RESTARTED, marks=NIGHTLY)],
     ids=["resumed", "restarted by torchrun"],
 )
 def test_a_resumed_run_is_the_same_run(
@@ -116,7 +116,7 @@ def _damaged(flags: list[str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+@pytest.mark.parametrize("precision", few(["fp8", "bf16"], "fp8"))
 def test_ranks_that_differ_end_with_status_4_and_a_report(tmp_path: Path, precision: str) -> None:
     flags = [*SIZE, "--precision", precision, "--check-every", "3", "--out", str(tmp_path)]
     done = forked.run(flags, 3, {}, main=_damaged)
