@@ -43,6 +43,7 @@ from scripts.benchmarks.gpu.stopwatch import (
 )
 from scripts.benchmarks.llama_shapes import KINDS, LINEARS, RECIPES, Layer, Product, fast_everywhere, products_of
 from tests.support.graphs import EmulatedGraph
+from tests.support.suite import crossed, few
 
 
 class FakeClock:
@@ -367,8 +368,7 @@ def test_the_reference_of_products(kind: str) -> None:
             assert float(exact[place, column]) == pytest.approx(math.fsum(terms), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("fault", [None, "nan", "tile", "scale", "varies"])
+@crossed(kind=["tensorwise", "rowwise"], fault=[None, "nan", "tile", "scale", "varies"])
 def test_a_wrong_product_is_not_timed(kind: str, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
@@ -557,10 +557,11 @@ def test_poison_is_nan_in_every_float_format() -> None:
     poison((0,), torch.bfloat16, torch.device("cpu"))
 
 
+TIMED = [*itertools.product([jobs.BF16, *RECIPES], ["eager", "graph"]), ("rowwise", "compiled")]
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
-@pytest.mark.parametrize(
-    ("recipe", "mode"), [("rowwise", "compiled"), *itertools.product([jobs.BF16, *RECIPES], ["eager", "graph"])]
-)
+@pytest.mark.parametrize(("recipe", "mode"), few(TIMED, TIMED[0], TIMED[-2]))
 def test_a_training_step_is_timed(recipe: str, mode: str) -> None:
     case = jobs.trained(jobs.Planned(recipe, mode), jobs.SMALL, torch.device("cpu"))
     assert ("sync" in case["timings"]) == (recipe != jobs.BF16)
