@@ -180,7 +180,7 @@ def _written(what: str) -> tuple[Any, ...]:
     return shares, scales, fitting, windows, inputs, loss, counted, arena_bits(run.manager)
 
 
-@pytest.mark.parametrize("what", WRITES)
+@pytest.mark.parametrize("what", few(WRITES, *[*WRITES][1::2]))
 def test_scales_follow_weights_that_were_written_to(two_ranks: RankPool, what: str) -> None:
     outcomes = two_ranks.run(_written, what)
     for shares, scales, fitting, windows, inputs, loss, counted, state in outcomes:
