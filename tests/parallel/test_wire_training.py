@@ -27,6 +27,7 @@ from tests.parallel.test_wire import everything_in_fp8
 from tests.support.collectives import counted_collectives
 from tests.support.lab.mixture import MixtureGPT
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.suite import few
 from tests.support.training import batch, bits, make_net
 
 NORM, WORST = 0.04, 0.06
@@ -101,7 +102,7 @@ def _errors(kind: str, seed: int, steps: int, jump: int) -> tuple[float, float, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", few(MODELS, "main job"))
 def test_few_gradients_are_lost(two_ranks: RankPool, kind: str) -> None:
     for norm, worst, _ in two_ranks.run(errors, kind, 0, 8, 4):
         assert norm <= NORM
