@@ -163,7 +163,8 @@ def all_reduce_by_nodes(
     Args:
         within: the ranks of this node. ``between``: those that have this rank's place in their nodes.
     """
-    ranks, parts = within.size() * between.size(), []
+    ranks = within.size() * between.size()
+    parts: list[Tensor] = []
     for tensor, dtype, unit in ((flat, torch.bfloat16, BLOCK), (exact, exact.dtype, 4)):
         length = -(-tensor.numel() // (ranks * unit)) * unit
         sent = tensor.new_zeros(ranks * length, dtype=dtype)
@@ -171,7 +172,7 @@ def all_reduce_by_nodes(
         parts.append(sent.new_empty(between.size() * length))
         if length:
             yield _reduce_scatter(parts[-1], sent, group=within, async_op=True)
-    rows, length, damaged = yield from all_reduce(*parts, between, number, 1.0)
+    rows, length, damaged = yield from all_reduce(parts[0], parts[1], between, number, 1.0)
     everyone = rows.new_empty(within.size() * len(rows), rows.shape[1])
     yield _all_gather(everyone, rows, group=within, async_op=True)
     return Reduced(everyone, length, damaged)

@@ -89,12 +89,10 @@ class Received:
 
     def pass_boundary(self) -> None:
         """Let the next header carry the messages so far. Local."""
-        self._sent = None
+        self._sent, digests = None, [*self._digests.values()]
         if self._damaged:
-            damaged = torch.cat([damaged for damaged, _ in self._damaged.values()])
-            self._sent = damaged.sum().reshape(1) * (1 + dist.get_rank())
-        if self._digests:
-            self._sent += mix(torch.cat([*self._digests.values()])[:, 0]).sum()
+            damaged = torch.cat([damaged for damaged, _ in self._damaged.values()]).sum() * (1 + dist.get_rank())
+            self._sent = (damaged + mix(torch.cat(digests)[:, 0]).sum() if digests else damaged).reshape(1)
         self._sent_generation = self.generation
 
     def write_to(self, message: Tensor) -> int:
