@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import has_base, is_dtensor, local_part
@@ -27,6 +28,7 @@ __all__ = [
     "fsdp2_gathered",
     "fsdp2_gathered_dtypes",
     "fsdp2_groups",
+    "fsdp2_mesh",
     "fsdp2_modules",
     "fsdp2_reductions",
     "fsdp2_shard_groups",
@@ -159,6 +161,18 @@ def fsdp2_reductions(module: nn.Module) -> list[tuple[int, int]]:
         numbers = sum(one.sharded_param.numel() for one in group.fsdp_params if one.sharded_param.requires_grad)
         found.append((numbers, 1 if shards is None else shards.size()))
     return found
+
+
+def fsdp2_mesh(module: nn.Module) -> DeviceMesh:
+    """Return the mesh of an FSDP2 module: its shards, and with HSDP its replicas.
+
+    Raises:
+        ConfigurationError: a name is missing; see ``refusal``.
+    """
+    for group in fsdp2_groups(module, *_WIRE):
+        if isinstance(mesh := getattr(group.mesh_info, "mesh", None), DeviceMesh):
+            return mesh
+    raise refusal(_WIRE[0], "FSDPMeshInfo.mesh", _WIRE[1])
 
 
 def fsdp2_gathered_dtypes(whole: nn.Module) -> dict[int, torch.dtype]:
