@@ -17,7 +17,7 @@ from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.modes import arithmetic
 from fp8dist.exact.outputs import judge_outputs
 from fp8dist.exact.placement import HeldPart
-from fp8dist.exact.reference import Reference, outputs_of, read_reference, stored
+from fp8dist.exact.reference import Reference, outputs_of, read_reference, replaced_by, stored
 from fp8dist.exact.shards import judge_parameters, swapped
 from fp8dist.exact.verdict import ExactFinding, ExactReport, Holding, judge_gradients
 from fp8dist.state.accord import Accord
@@ -57,14 +57,14 @@ def compare(
         rename: from a name of a parameter or module in ``model`` to its name in the reference, for stages whose names
             have other prefixes; or such a function for each model. Prefixes of DDP and of checkpoint wrappers are
             removed before.
-        surrogates: as of ``arithmetic``.
+        surrogates: as of ``arithmetic``, for the same functions as those that ``record`` got.
 
     Returns:
         The report, the same on all ranks. ``str(report)`` is the verdict in sentences.
 
     Raises:
-        ConfigurationError: a parameter has a name or a shape that the reference has not; or another rank failed: the
-            message says where. A rank whose ``step`` fails raises at once, and those that wait for it in a collective
+        ConfigurationError: a parameter has a name or a shape that the reference has not; or ``record`` got surrogates
+            for other functions; or another rank failed: the message says where. A rank whose ``step`` fails raises at once, and those that wait for it in a collective
             of the step wait as in the job.
         CheckpointError: the file cannot be read.
     """
@@ -78,16 +78,23 @@ def compare(
     reference: list[Reference] = []  # On rank 0 alone.
     parts: list[Mapping[str, HeldPart]] = []
 
-    def judge_held(held: Sequence[Mapping[str, Tensor]]) -> ExactReport:
+    def judge_held(held: Sequence[tuple[list[str], Mapping[str, Tensor]]]) -> ExactReport:
         reference.append(read_reference(path))
-        findings, placed = judge_parameters(reference[0], held)
+        for rank, (replaced, _) in enumerate(held):
+            if replaced != (recorded := reference[0].surrogates):
+                raise ConfigurationError(
+                    f"exact.record got surrogates for {first_few(recorded)}, and exact.compare on rank {rank} for "
+                    f"{first_few(replaced)}: give both surrogates for the same functions, also for unused ones"
+                )
+        findings, placed = judge_parameters(reference[0], [parameters for _, parameters in held])
         parts.extend(placed)
         return ExactReport(tuple(findings), (), 0)
 
     def judge_computed(computed: Sequence[_Computed]) -> ExactReport:
         return _judge(reference[0], parts, computed)
 
-    report = _on_rank_0(judge_held, {name: _whole(parameter) for name, parameter in named.items()})
+    whole = {name: _whole(parameter) for name, parameter in named.items()}
+    report = _on_rank_0(judge_held, (replaced_by(surrogates), whole))
     if not report.equal:
         return report
     for parameter in named.values():

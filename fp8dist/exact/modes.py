@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from fp8dist.exact.collectives import averages_as_sums, collective
 from fp8dist.exact.field import FILLED, P, are_numbers, are_residues, reduced, residue_of, residues
 from fp8dist.exact.rules import FILLS, MOVES, ORDER, RING, RULES, complex_mul, mask_mul, mul
 from fp8dist.exact.surrogates import SURROGATES
+from fp8dist.parallel.torch_internals import engine_replaced
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -61,14 +61,15 @@ class ModularFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _BACKWARDS:
             return self._surrogates.get(func, func)(*args, **kwargs)
-        engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        with engine_replaced(self._within):
+            return func(*args, **kwargs)
 
+    def _within(self, name: str, engine: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return engine(*args, **kwargs)
 
-        with mock.patch.object(torch.autograd, "_engine_run_backward", run):
-            return func(*args, **kwargs)
+        return run
 
 
 class ModularOps(TorchDispatchMode):

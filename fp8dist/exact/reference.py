@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import resolve_name
 
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.exact.conversion import to_residues
@@ -21,9 +22,9 @@ from fp8dist.exact.modes import arithmetic
 from fp8dist.state.groups import local_part
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Reference", "outputs_of", "read_reference", "record", "stored"]
+__all__ = ["Reference", "outputs_of", "read_reference", "record", "replaced_by", "stored"]
 
-_FORMAT = "fp8dist.exact 1"
+_FORMAT = "fp8dist.exact 2"
 
 
 class Reference(NamedTuple):
@@ -31,13 +32,15 @@ class Reference(NamedTuple):
 
     ``parameters``: by name. ``shards``: by name of a parameter that is trained, each data shard's contribution to its
     gradient, a shard per row; in the order of the backward. ``outputs``: by module, in the order in which they end, the
-    output of each call. ``ties``: further names of a parameter, and its name here.
+    output of each call. ``ties``: further names of a parameter, and its name here. ``surrogates``: of the functions
+    that the user's replace.
     """
 
     parameters: dict[str, Tensor]
     shards: dict[str, Tensor]
     outputs: dict[str, list[Tensor]]
     ties: dict[str, str]
+    surrogates: list[str]
 
 
 def record(
@@ -83,7 +86,8 @@ def record(
     }
     if not any(bool((each.sum(0) % P).any()) for each in shares.values()):
         raise ConfigurationError("the backward of loss(model, shards) gives zero for every parameter")
-    _write(Reference(parameters, shares, {name: list(map(stored, each)) for name, each in outputs.items()}, ties), path)
+    sent = {name: list(map(stored, each)) for name, each in outputs.items()}
+    _write(Reference(parameters, shares, sent, ties, replaced_by(surrogates)), path)
 
 
 def _gradients(losses: Sequence[Tensor], trained: Mapping[str, nn.Parameter]) -> dict[str, dict[int, Tensor]]:
@@ -138,6 +142,12 @@ def stored(tensor: Tensor) -> Tensor:
     return reduced(tensor.detach().double()).to("cpu", torch.int32).contiguous().clone()
 
 
+def replaced_by(surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | None) -> list[str]:
+    """Return the names of the functions that surrogates replace, sorted. What replaces them may differ: in a job it may
+    communicate."""
+    return sorted(resolve_name(each) or getattr(each, "__qualname__", str(each)) for each in surrogates or ())
+
+
 def _flat(output: Any) -> list[Any]:
     if isinstance(output, dict):
         output = list(output.values())
@@ -158,6 +168,7 @@ def _write(reference: Reference, path: str | os.PathLike[str]) -> None:
         "order": list(reference.shards),
         "outputs": {name: len(calls) for name, calls in reference.outputs.items()},
         "ties": reference.ties,
+        "surrogates": reference.surrogates,
     }
     save_file(tensors, path, {"format": _FORMAT, "prime": str(P), "index": json.dumps(index)})
 
@@ -181,6 +192,7 @@ def read_reference(path: str | os.PathLike[str]) -> Reference:
             {name: tensors[f"shards/{name}"] for name in index["order"]},
             {name: [tensors[f"output/{call}/{name}"] for call in range(count)] for name, count in outputs},
             index["ties"],
+            index["surrogates"],
         )
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from None

@@ -21,7 +21,7 @@ def reference() -> Reference:
         "up.bias": torch.zeros(8, dtype=torch.int64),
         "down.weight": residues(4, 8, seed=3),
     }
-    return Reference(parameters, {}, {}, {"head.weight": "embed.weight"})
+    return Reference(parameters, {}, {}, {"head.weight": "embed.weight"}, [])
 
 
 def cut(rank: int, ranks: int = 2) -> dict[str, Tensor]:
