@@ -13,12 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
 
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.field import P, reduced
-from fp8dist.exact.modes import arithmetic
+from fp8dist.exact.modes import arithmetic, to_residues
 from fp8dist.state.groups import local_part
 from fp8dist.state.slots import clean_fqn
 
@@ -121,9 +122,10 @@ def outputs_of(
     def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # A backward runs, and a checkpoint in it.
             return
-        first = next((each for each in _flat(output) if isinstance(each, Tensor)), None)
-        if first is not None and first.is_floating_point() and not _is_shape(local_part(first)):
-            outputs.setdefault(name, []).append(local_part(first).detach().clone())
+        first = next((local_part(each) for each in tree_leaves(output) if isinstance(each, Tensor)), None)
+        shape = first is None or first.is_meta or isinstance(first, FakeTensor)  # Pipelines infer shapes.
+        if first is not None and first.is_floating_point() and not shape:
+            outputs.setdefault(name, []).append(first.detach().clone())
 
     hooks = [
         module.register_forward_hook(partial(keep, rename(clean_fqn(name))))
@@ -146,17 +148,6 @@ def replaced_by(surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | No
     """Return the names of the functions that surrogates replace, sorted. What replaces them may differ: in a job it may
     communicate."""
     return sorted(resolve_name(each) or getattr(each, "__qualname__", str(each)) for each in surrogates or ())
-
-
-def _flat(output: Any) -> list[Any]:
-    if isinstance(output, dict):
-        output = list(output.values())
-    return [part for each in output for part in _flat(each)] if isinstance(output, (list, tuple)) else [output]
-
-
-def _is_shape(tensor: Tensor) -> bool:
-    """True for a tensor without values: pipelines run a stage with such, to infer shapes."""
-    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
 def _write(reference: Reference, path: str | os.PathLike[str]) -> None:

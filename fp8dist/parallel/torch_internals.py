@@ -68,7 +68,7 @@ _REDUCTIONS = (
     *("allreduce", "allreduce_coalesced", "reduce"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
 )
-"""Of a ProcessGroup: what torch.distributed calls to reduce. Newer torch has more, which have "reduce" in their name."""
+"""Of a ProcessGroup: what torch.distributed calls to reduce. Newer torch has more, with "reduce" in their names."""
 _RESOLVE = "_resolve_process_group"
 """Of torch._C._distributed_c10d: gets the name of a process group, and returns the group."""
 
