@@ -77,8 +77,7 @@ class Training:
 
     def make_model(self) -> GPT:
         """Return the model."""
-        options = self.options
-        return GPT(options.layers, options.width, options.heads, options.context)
+        return GPT(self.options.layers, self.options.width, self.options.heads, self.options.context)
 
     def prepare(self) -> fp8dist.StateManager:
         """Convert the model's Linears to FP8."""
