@@ -93,8 +93,8 @@ def prepare(
     call ``manager.attach(…)``.
 
     Args:
-        recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()``, ``BlockScaling()`` or
-            ``MXFP8Scaling()``.
+        recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()``, ``BlockScaling()``,
+            ``MXFP8Scaling()`` or ``NVFP4Scaling()`` (emulated: no GPU path).
         group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened). None is allowed on
             one rank only, or with ``amax_sync=False``.
         groups: other groups by pattern, such as ``{"*.experts.*": expert_group}``. A pattern matches the fqn of a
@@ -112,8 +112,8 @@ def prepare(
             ``torch._scaled_mm`` for products that the table for this GPU does not show to be faster in Triton.
         eval_precision: precision in ``eval()``: "fp8" or "high".
         fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes, half the bytes of bf16.
-            Needs ``amax_sync``. Not with ``RowwiseScaling`` or ``MXFP8Scaling``. ``no_fp8()`` and ``calibrate()``
-            dequantise them.
+            Needs ``amax_sync``. Not with ``RowwiseScaling``, ``MXFP8Scaling`` or ``NVFP4Scaling``. ``no_fp8()`` and
+            ``calibrate()`` dequantise them.
         overrides: recipes, or "high" for high precision, by fqn pattern: ``{"blocks.0.*": CurrentScaling()}``. The
             first match counts. A recipe overrides ``skip``. A ``DelayedScaling`` that differs from ``recipe`` has its
             own arena and collective.
@@ -196,8 +196,14 @@ def _build(
     """Return the state of a model, and the slots of its Linears and products, by fqn.
 
     Raises:
-        ConfigurationError: there are several ranks and no group, or a recipe excludes ``fp8_all_gather``.
+        ConfigurationError: there are several ranks and no group, or a recipe excludes ``fp8_all_gather`` or experts.
     """
+    for product in products:
+        if not product.recipe.casts_experts:
+            raise ConfigurationError(
+                f"{product.fqn}: {type(product.recipe).__name__} does not multiply experts: give them another recipe "
+                f'(overrides={{"{product.owner}": BlockScaling()}}), or "high" for high precision'
+            )
     _require_gatherable(settings, assignment, products)
     pairs = sorted(arenas.values(), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
     syncs, groups = zip(*pairs)
@@ -357,6 +363,6 @@ def _require_gatherable(settings: Settings, assignment: Assignment, products: It
     if settings.fp8_all_gather and name is not None:
         raise ConfigurationError(
             f"{name}: fp8_all_gather=True does not work with {type(recipes[name]).__name__}: dgrad needs scales by "
-            "columns, which cannot be computed from gathered FP8 rows. Use another recipe for it, or leave "
-            "fp8_all_gather out"
+            "columns, which cannot be computed from gathered FP8 rows, and both copies take as many bytes as bfloat16. "
+            "Use another recipe for it, or leave fp8_all_gather out"
         )

@@ -20,6 +20,7 @@ from scripts import results_files
 from scripts.convergence.accumulation import PROMOTED_EVERY, compared, emulated, emulated_product
 from scripts.convergence.fast_accumulation import CASES, RECIPES, main, products
 from tests.support.linear import inputs
+from tests.support.suite import crossed
 
 ROOT = Path(__file__).resolve().parents[2]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -96,8 +97,7 @@ def operands(kind: str, m: int, n: int, k: int, left: torch.dtype = E4M3) -> tup
     return (x * 30).to(left), (y * 30).to(E4M3)
 
 
-@pytest.mark.parametrize("promoted_every", [None, 64, 128])
-@pytest.mark.parametrize("kind", ["normal", "positive", "tiny", "sparse", "subnormal", "any bits"])
+@crossed(promoted_every=[None, 64, 128], kind=["normal", "positive", "tiny", "sparse", "subnormal", "any bits"])
 def test_the_emulation_is_the_oracle_bit_for_bit(kind: str, promoted_every: int | None) -> None:
     """Few bits also show what exponent a subnormal number has."""
     for left, k, bits in ((E4M3, 400, 13), (E5M2, 256, 13), (E4M3, 16, 13), (E4M3, 160, 2), (E5M2, 160, 3)):

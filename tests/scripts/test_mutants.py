@@ -87,7 +87,7 @@ def found(tool: ModuleType) -> dict[str, list[Any]]:
     return dict(tool.candidates())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_draw_is_even_over_rooms_and_kinds(tool: ModuleType, found: dict[str, list[Any]]) -> None:
     drawn = list(itertools.islice(tool.draw(found, 17), 120))
     assert len({mutant.name for mutant in drawn}) == 120
@@ -98,7 +98,7 @@ def test_the_draw_is_even_over_rooms_and_kinds(tool: ModuleType, found: dict[str
     assert Counter(mutant.kind for mutant in some) == dict.fromkeys(tool.KINDS, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_draw_is_the_same_for_the_same_seed(tool: ModuleType, found: dict[str, list[Any]]) -> None:
     """A change elsewhere in a file leaves names as they are."""
     some, same, other = (

@@ -16,6 +16,7 @@ from tests.support import forked
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 
+@pytest.mark.long
 def test_a_server_has_the_trainers_loss_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With scales of powers of two, x * s and x / (1 / s) are the same number, and so is all that follows. The trainer
     is forked, and 20 windows of text are held out."""

@@ -69,6 +69,7 @@ def test_lines_functions_and_classes(tool: ModuleType, tmp_path: Path) -> None:
     assert tool.row_of("room", size) == ("room", "2", str(len(CODE)), "3", "0", "4", "1", "2", "Thing")
 
 
+@pytest.mark.long  # scripts/sizes itself is a step of CI.
 def test_every_room_is_printed_once_with_the_sums(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([]) == 0
     names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
