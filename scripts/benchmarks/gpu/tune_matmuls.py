@@ -40,7 +40,6 @@ from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch, compare, stopwat
 from scripts.benchmarks.llama_shapes import KINDS, Product, products_of
 
 OUT_DTYPE = torch.bfloat16
-DIRTY = "-dirty"
 NEAR = 1.3
 """Tiles are measured up to this many times the lowest modelled cost."""
 
@@ -133,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (torch.cuda.is_available() or options.smoke):
         print("tune_matmuls: no GPU found; nothing was measured or written", file=sys.stderr)
         return 2
-    of = f"{options.commit}{DIRTY if options.dirty else ''}" if options.commit else None
+    of = f"{options.commit}{'-dirty' if options.dirty else ''}" if options.commit else None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     name, today = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", datetime.date.today().isoformat()
     table = {"format": FORMAT, "device": name, "measured": today, "commit": of, "run": options.run}
