@@ -526,3 +526,7 @@ def test_a_check_acts_on_what_the_last_sync_proved(update: str, on_gpu: bool) ->
     report = manager.check(policy="warn")
     assert (_names(report) if report.findings else [_names(r) for r in seen]) == [("scale", ":weight", (1,), 0)]
     assert not manager.check().diverged
+
+
+def test_errors_of_configuration_are_value_errors() -> None:
+    assert issubclass(ConfigurationError, ValueError)
