@@ -435,8 +435,11 @@ def test_rank_zero_alone_may_evaluate_save_and_read_in_mid_flight(tmp_path: Path
     assert not (tmp_path / "1.safetensors").exists()
 
 
-def _evaluation_between(update: str, evaluate: bool) -> Any:
-    model, manager, optimizer, _ = _started(update)
+def _evaluation_between(update: Any, evaluate: bool) -> Any:
+    model = _Branches()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(optimizer=optimizer)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
         x = torch.randn(4, HIDDEN, generator=generator)
