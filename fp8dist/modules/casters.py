@@ -479,7 +479,7 @@ def _as_one_matrix(
 ) -> Cast:
     """Return a cast of weights [E, n, k] as one matrix [E n, k], and likewise of columns: no scale belongs to more than
     a row."""
-    copies = []
+    copies: list[Tensor] = []
     for wanted, stored in ((request.rows, x), (request.columns, x.mT)):
         experts, lines, width = stored.shape
         made: Iterable[Tensor] = (x.new_empty(0),) * 2
