@@ -23,8 +23,8 @@ CHANGELOG = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text()
 
 EXPORTS = """Attendance Axes BlockScaling Cause CheckpointError ConfigurationError Coverage CoverageRow CurrentScaling
 DelayedScaling DivergenceError DivergenceReport Event Exporter FP8Experts Fallback Finding Fp8DistError ImportReport
-LossAlarm LossDiverged LossGuard MXFP8Scaling ManifestMismatchError Monitor NotAModelError Observation RankTimes
-Recipe Recorder ReplayBuffer ReplayFinding ReplayReport Replayed RowwiseScaling ScaleJump Slot SlotState
+LossAlarm LossDiverged LossGuard MXFP8Scaling ManifestMismatchError Monitor NVFP4Scaling NotAModelError Observation
+RankTimes Recipe Recorder ReplayBuffer ReplayFinding ReplayReport Replayed RowwiseScaling ScaleJump Slot SlotState
 SlotStatistics StateManager SyncError UnknownArgumentError Verification Verified check check_values ddp describe
 errors export exported first_and_last fsdp get_manager grouped_linear load_transformer_engine prepare random_state
 replay replay_on restore roll_call take_waits trace verify watch

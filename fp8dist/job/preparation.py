@@ -93,8 +93,8 @@ def prepare(
     call ``manager.attach(…)``.
 
     Args:
-        recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()``, ``BlockScaling()`` or
-            ``MXFP8Scaling()``.
+        recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()``, ``BlockScaling()``,
+            ``MXFP8Scaling()`` or ``NVFP4Scaling()`` (emulated: no GPU path).
         group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened). None is allowed on
             one rank only, or with ``amax_sync=False``.
         groups: other groups by pattern, such as ``{"*.experts.*": expert_group}``. A pattern matches the fqn of a
@@ -112,8 +112,8 @@ def prepare(
             ``torch._scaled_mm`` for products that the table for this GPU does not show to be faster in Triton.
         eval_precision: precision in ``eval()``: "fp8" or "high".
         fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes, half the bytes of bf16.
-            Needs ``amax_sync``. Not with ``RowwiseScaling`` or ``MXFP8Scaling``. ``no_fp8()`` and ``calibrate()``
-            dequantise them.
+            Needs ``amax_sync``. Not with ``RowwiseScaling``, ``MXFP8Scaling`` or ``NVFP4Scaling``. ``no_fp8()`` and
+            ``calibrate()`` dequantise them.
         overrides: recipes, or "high" for high precision, by fqn pattern: ``{"blocks.0.*": CurrentScaling()}``. The
             first match counts. A recipe overrides ``skip``. A ``DelayedScaling`` that differs from ``recipe`` has its
             own arena and collective.

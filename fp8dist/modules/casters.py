@@ -399,7 +399,7 @@ class NVFP4Caster(TensorCaster):
         name = f"{recipe.seed} {precision.slots[Role.INPUT].fqn}".encode()
         self._key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
         self._part = (0, 1)  # First output feature of this rank, and their number on all ranks.
-        self._backwards = (-1, 0)  # Boundaries passed, and casts of gradients since.
+        self._backwards = (-1, 0)  # Boundaries passed, and gradients since.
 
     def counted_step(self, parameter: Tensor, module: Any) -> Tensor:
         """Return the training step, int64 0-d. Autograd keeps it for the backward, which may run after the step's end.
@@ -409,7 +409,9 @@ class NVFP4Caster(TensorCaster):
             module: the FP8Linear.
         """
         if capturing(parameter.device):
-            raise ConfigurationError("NVFP4Scaling: a CUDA graph would repeat the random numbers of one step")
+            raise ConfigurationError(
+                "NVFP4Scaling: a CUDA graph would repeat the random numbers of one step: capture with another recipe"
+            )
         dim = 1 if module.transposed else 0
         self._part = first_local_row(parameter, dim) if is_dtensor(parameter) else 0, parameter.shape[dim]
         return self.sync.arena.step.to(torch.int64)
@@ -421,7 +423,7 @@ class NVFP4Caster(TensorCaster):
         if request.step is not None:
             draw[0] = request.step
         if role is Role.GRAD_OUTPUT:
-            draw[1:] = torch.tensor((self._next_backward(), self.job.data_rank * len(x), *self._part))
+            draw[1:] = torch.tensor((self._next_backward(request), self.job.data_rank * len(x), *self._part))
         copies = direct.quantize_nvfp4(
             x,
             encode,
@@ -445,11 +447,12 @@ class NVFP4Caster(TensorCaster):
         unfit = self._unfit(x, request) if (limits.written if of_weight else limits.upstream is not None) else None
         return encode if unfit is None else torch.where(unfit, scale_for(amax, state, self.recipe, None), encode)
 
-    def _next_backward(self) -> int:
-        """Return how many gradients were cast since the last boundary. In a recomputation no gradient is cast."""
+    def _next_backward(self, request: Request) -> int:
+        """Return how many gradients were cast and recorded since the last boundary. A recomputation casts none, and an
+        evaluation records none."""
         boundaries, number = self._backwards
         number = number if boundaries == self.job.boundaries else 0
-        self._backwards = self.job.boundaries, number + 1
+        self._backwards = self.job.boundaries, number + (request.record is not False)
         return number
 
     def _measured(self, x: Tensor, request: Request, cast: Cast) -> Cast:
@@ -469,8 +472,13 @@ class NVFP4Caster(TensorCaster):
 
 def caster_for(recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precision | None) -> Caster:
     """Return the caster of a recipe. See ``Caster`` for the arguments."""
-    casters: dict[str, type[Caster]] = {"tensor": TensorCaster, "row": RowCaster, "block": BlockCaster, "mx": MXCaster}
-    casters["nvfp4"] = NVFP4Caster
+    casters: dict[str, type[Caster]] = {
+        "tensor": TensorCaster,
+        "row": RowCaster,
+        "block": BlockCaster,
+        "mx": MXCaster,
+        "nvfp4": NVFP4Caster,
+    }
     return casters[recipe.by](recipe, job, sync, precision)
 
 

@@ -24,6 +24,7 @@ RECIPES = (
     fp8dist.RowwiseScaling,
     fp8dist.BlockScaling,
     fp8dist.MXFP8Scaling,
+    fp8dist.NVFP4Scaling,
 )
 
 _DEFAULT = re.compile(r"\s*\(default: (?P<value>.*)\)$|^default: (?P<whole>.*)$")
@@ -101,7 +102,8 @@ def of_recipes() -> str:
         default = "; ".join(_value(v) + (f" ({', '.join(of)})" if several else "") for v, of in defaults.items())
         having = [of for each in defaults.values() for of in each]
         lacking = [f"`{recipe.__name__}`" for recipe in RECIPES if f"`{recipe.__name__}`" not in having]
-        owners = ", ".join(having) if len(lacking) > 1 else f"all but {lacking[0]}" if lacking else "all"
+        few = f"all but {', '.join(lacking)}" if lacking else "all"
+        owners = ", ".join(having) if len(lacking) > 2 else few
         rows.append([f"`{name}`", owners, default, meanings[name]])
     return table(["field", "recipes", "default", "meaning"], rows)
 

@@ -164,6 +164,24 @@ def test_seeds_steps_and_microbatches_differ() -> None:
     assert len({*gradients(NVFP4Scaling()), *gradients(NVFP4Scaling(seed=1))}) == 8
 
 
+def test_an_evaluation_does_not_change_training() -> None:
+    """Although it runs a backward between two microbatches."""
+    seen = []
+    for evaluates in (False, True):
+        net, _, optimizer = _prepared(NVFP4Scaling())
+
+        def forward(_: nn.Module, x: Tensor, net: nn.Module = net, evaluates: bool = evaluates) -> Tensor:
+            if evaluates:
+                net.eval()
+                torch.autograd.grad(net(x).sum(), list(net.parameters()))
+                net.train()
+            result: Tensor = net(x)
+            return result
+
+        seen.append(_train(net, optimizer, range(3), forward))
+    assert seen[0] == seen[1]
+
+
 def test_replays_repeat_a_step() -> None:
     net, _, optimizer = _prepared(NVFP4Scaling())
     _train(net, optimizer, range(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -165,11 +166,9 @@ def test_a_planted_global_amax_is_named() -> None:
             place = arena.index[fp8dist.Slot("0", "grad_output")]
             arena.amax[place] *= 2
             arena.rescale(arena.amax, arena.mask([place]))
+        steps = functools.partial(_casts, model, manager, 2, lambda x, g: (x.requires_grad_(), g))
         with pytest.raises(DivergenceError, match="0:grad_output"):
-            if finds == "check":
-                manager.check()
-            else:
-                _casts(model, manager, 2, lambda x, g: (x.requires_grad_(), g))
+            (manager.check if finds == "check" else steps)()
 
 
 @on_ranks(2)

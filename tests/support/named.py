@@ -169,6 +169,7 @@ def known_classes() -> frozenset[str]:
         "Float8CurrentScaling",
         "Float8BlockScaling",
         "MXFP8BlockScaling",
+        "NVFP4BlockScaling",
         "ChildFailedError",
         "DistBackendError",
     )
