@@ -163,7 +163,8 @@ def test_what_is_refused_says_so(tmp_path: Path) -> None:
     for format in ("block", "compressed-tensors", "compressed-tensors-channel"):
         with pytest.raises(ConfigurationError, match=r"1 x 32 elements .* formats that fit: compressed-tensors-mxfp8"):
             fp8dist.export(manager, tmp_path / "out", format=format)
-    manager = fp8dist.prepare(nn.Sequential(nn.Linear(48, 64)), MXFP8Scaling())
+    net = nn.Sequential(nn.Linear(48, 64))
+    manager = fp8dist.prepare(net, MXFP8Scaling())
     with pytest.raises(ConfigurationError, match=r"^0: rows of its weight have 48 elements, no multiple of 32"):
         fp8dist.export(manager, tmp_path / "out", format="compressed-tensors-mxfp8")
     linear = nn.Linear(64, 32)
