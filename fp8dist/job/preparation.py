@@ -196,8 +196,14 @@ def _build(
     """Return the state of a model, and the slots of its Linears and products, by fqn.
 
     Raises:
-        ConfigurationError: there are several ranks and no group, or a recipe excludes ``fp8_all_gather``.
+        ConfigurationError: there are several ranks and no group, or a recipe excludes ``fp8_all_gather`` or experts.
     """
+    for product in products:
+        if not product.recipe.casts_experts:
+            raise ConfigurationError(
+                f"{product.fqn}: {type(product.recipe).__name__} does not multiply experts: give them another recipe "
+                f'(overrides={{"{product.owner}": BlockScaling()}}), or "high" for high precision'
+            )
     _require_gatherable(settings, assignment, products)
     pairs = sorted(arenas.values(), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
     syncs, groups = zip(*pairs)

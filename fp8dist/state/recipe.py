@@ -44,12 +44,14 @@ class Recipe:
     ``delayed``: True if scales come from earlier steps. They are then state that ranks synchronise at every step.
     Otherwise each tensor is cast just in time, with scales from its own amaxes: nothing is kept, and only weights that
     ranks share as FP8 bytes are synchronised. ``by``: the part of a tensor that has a scale of its own. ``gathers``:
-    FSDP2 can gather weights in FP8, because the cast for dgrad follows from the gathered rows.
+    FSDP2 can gather weights in FP8, because the cast for dgrad follows from the gathered rows. ``casts_experts``: it
+    multiplies experts.
     """
 
     delayed: ClassVar[bool] = False
     by: ClassVar[By] = "tensor"
     gathers: ClassVar[bool] = True
+    casts_experts: ClassVar[bool] = True
     # Defaults for recipes that are not delayed: their arenas keep only the newest amax.
     history_len: int = 1
     amax_algo: AmaxAlgorithm = "most_recent"

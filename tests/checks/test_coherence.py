@@ -456,7 +456,7 @@ def test_casts_that_are_kept_for_a_step_fit_their_weights(name: str) -> None:
     assert " at [3, 4], 1 of " in finding.detail
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name].casts_experts])
 def test_casts_of_experts_that_are_stored_transposed_fit_their_weights(name: str) -> None:
     model = Mixture(Experts(transposed=True))
     manager = fp8dist.prepare(model, RECIPES[name])
