@@ -12,13 +12,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from fp8dist.checks.report import DivergenceReport
-from fp8dist.checks.values import compare_values
-from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.checks.values import check_received
+from fp8dist.errors import ConfigurationError
 from fp8dist.job.early_launch import early_launcher
 from fp8dist.job.gradient_hook import GradientHook
 from fp8dist.job.manager import Internals, StateManager
 from fp8dist.state.groups import SyncGroup
-from fp8dist.state.roll_call import enrol
 
 __all__ = ["check_gradients", "comm_hook"]
 
@@ -41,8 +40,8 @@ def comm_hook(
 
         ddp.register_comm_hook(powersgd_state, fp8dist.ddp.comm_hook(manager, powersgd_hook))
 
-    With ``gradients="fp8"``, buckets of at least 32,768 numbers per rank travel in FP8, and all ranks end with the same
-    bits::
+    With ``gradients="fp8"``, buckets of at least 32,768 numbers per rank travel in FP8, but for vectors, and all ranks
+    end with the same bits::
 
         ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager, gradients="fp8"))
 
@@ -58,9 +57,10 @@ def comm_hook(
             ``inner`` starts further collectives from callbacks of its futures, as PowerSGD does, their order relative
             to the FP8 sync is not fixed: do not combine it with ``prepare(share_group=True)``.
         gradients: None: they travel as ``inner`` sends them.
-        exclude: with ``gradients="fp8"``: patterns of names of parameters that travel as before; "!" before a pattern
-            takes its matches out again. A bucket in which some are excluded has one more collective. If DDP holds more
-            than the manager's model, call ``attach`` with the DDP module first: names are then those of all of it.
+        exclude: with ``gradients="fp8"``: patterns of names of parameters that travel in their own dtype, in the same
+            messages; "!" before a pattern takes its matches out again. Parameters of one dimension do, such as biases
+            and norms, unless ``exclude="!*"``. If DDP holds more than the manager's model, call ``attach`` with the
+            DDP module first: names are then those of all of it.
 
     Raises:
         ConfigurationError: the weight of an FP8Linear is frozen. Its grad_output comes after the last bucket, so its
@@ -114,12 +114,4 @@ def check_gradients(hook: CommHook, policy: Literal["raise", "warn"] = "raise") 
     if not isinstance(owner, GradientHook):
         raise ConfigurationError(f'check_gradients() expects what comm_hook(…, gradients="fp8") returns, got {hook!r}')
     group = owner.group or SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    enrol()
-    try:
-        report = compare_values(owner.received.texts, group, False, 0, policy == "raise")
-    except DivergenceError:
-        owner.received.forget()
-        raise
-    if report.diverged:
-        owner.received.forget()
-    return report
+    return check_received(owner.received, group, policy)

@@ -7,21 +7,29 @@ For the sync FSDP2 needs no hook: ``DelayedScaling(update="next_step")`` hides i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from fp8dist.checks.report import DivergenceReport
+from fp8dist.checks.values import check_received
 from fp8dist.common.patterns import matching
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.early_launch import early_launcher
-from fp8dist.job.manager import StateManager
+from fp8dist.job.manager import Internals, StateManager, managers_in
 from fp8dist.parallel import wire
-from fp8dist.parallel.torch_internals import fsdp2_modules, fsdp2_reductions, set_reduce_scatter
+from fp8dist.parallel.torch_internals import fsdp2_mesh, fsdp2_modules, fsdp2_reductions, set_reduce_scatter
+from fp8dist.state.arena_sync import carry
+from fp8dist.state.groups import SyncGroup
+from fp8dist.state.received import Received
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["comm_hook", "reduce_in_fp8"]
+__all__ = ["check_gradients", "comm_hook", "reduce_in_fp8"]
+
+_RECEIVED = "_fp8dist_received"
+"""Attribute of a model whose gradients FSDP2 reduces in FP8: what was received, and the mesh."""
 
 
 def comm_hook(manager: StateManager, inner: Callable[..., None] | None = None) -> Callable[..., None]:
@@ -71,8 +79,10 @@ def reduce_in_fp8(model: nn.Module, exclude: str | Iterable[str] = ()) -> tuple[
     Call it after ``fully_shard``, before the first backward. Each rank casts the gradients of a module to E4M3 in
     blocks of 128, each with a scale from its own amax, and adds up its own shard in float32. A module of less than
     32,768 numbers for each rank of its shard group, or whose shard group is one rank, reduces as before. So does HSDP's
-    all-reduce across replicas, for which FSDP2 has no seam: it stays in ``reduce_dtype``. Ranks keep other shards, so
-    nothing compares what they have received.
+    all-reduce across replicas, for which FSDP2 has no seam: it stays in ``reduce_dtype``.
+
+    Each message has a checksum, and ranks note from whom a message came damaged. ``check_gradients`` reports it. If the
+    model was prepared, so do ``manager.check()``, and the next step's sync if it has the ranks of FSDP2's mesh.
 
     Args:
         model: the model that ``fully_shard`` was called on.
@@ -95,6 +105,36 @@ def reduce_in_fp8(model: nn.Module, exclude: str | Iterable[str] = ()) -> tuple[
         for name, module in named.items()
         if any(numbers >= wire.LEAST * ranks and ranks > 1 for numbers, ranks in fsdp2_reductions(module))
     )
-    for name in (reduced := tuple(name for name in large if name not in excluded)):
-        set_reduce_scatter(named[name], wire.FP8ReduceScatter())
+    if reduced := tuple(name for name in large if name not in excluded):
+        mesh, received = fsdp2_mesh(named[reduced[0]]), Received()
+        ranks, cycles = SyncGroup(mesh).ranks, [Internals(manager).cycle for manager in managers_in(model)]
+        for cycle in cycles:
+            received = cycle.job.received.setdefault(tuple(ranks), received)
+        syncs = [sync for cycle in cycles for sync in cycle.syncs]
+        for name in reduced:
+            comm = wire.FP8ReduceScatter(name, received, lambda: carry(syncs, received, ranks))
+            set_reduce_scatter(named[name], comm)
+        model.__dict__[_RECEIVED] = received, mesh
     return reduced
+
+
+def check_gradients(model: nn.Module, policy: Literal["raise", "warn"] = "raise") -> DivergenceReport:
+    """Check that no rank has received other gradients in FP8 than were sent to it, since ``reduce_in_fp8`` or the last
+    report. COLLECTIVE: one gather, by all ranks of FSDP2's mesh, between two steps.
+
+    Args:
+        model: what ``reduce_in_fp8`` was called with.
+        policy: "raise", or "warn": one rank logs the differences, and the report has them.
+
+    Returns:
+        A report whose findings name the receivers and the FSDP2 module, and in ``detail`` the senders.
+
+    Raises:
+        DivergenceError: on all ranks, if the policy is "raise" and a message was damaged.
+        ConfigurationError: ``reduce_in_fp8`` was not called with this model, or has found no module.
+        SyncError: a rank did not take part. The message names it.
+    """
+    if _RECEIVED not in model.__dict__:
+        raise ConfigurationError("check_gradients() expects a model whose gradients reduce_in_fp8() has put in FP8")
+    received, mesh = model.__dict__[_RECEIVED]
+    return check_received(received, SyncGroup(mesh), policy)

@@ -69,7 +69,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return wheel, sdist
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wheel_imports_every_module_in_a_clean_venv(distributions: tuple[Path, Path], tmp_path: Path) -> None:
     """The installed wheel also launches a program, without a folder launch/."""
     wheel, _ = distributions
@@ -109,7 +109,7 @@ def test_sdist_and_wheel_carry_licence_type_marker_and_tables(distributions: tup
         assert any(name.endswith("kernels/fp8dist_kernels/reference/casts.py") for name in archive.getnames())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_clone_that_is_not_installed_runs(tmp_path: Path) -> None:
     """PYTHONPATH is enough: no symlink, no copy, no editable install."""
     flags = [*SIZE, "--steps", "2", "--precision", "fp8", "--out", "run"]

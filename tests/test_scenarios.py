@@ -18,6 +18,7 @@ from tests.support.mistakes import Bench, complaints, report, run_case
 from tests.support.quiet import TOLERANCE, Trial, attached, silence
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.scenarios import SILENT, Scenarios
+from tests.support.suite import NIGHTLY
 
 TABLES = (
     *("mistaken_starts", "mistaken_steps", "mistaken_writes"),
@@ -33,10 +34,13 @@ for _table in TABLES:
 BY_DATA = ("weights written after each step: .data", "local sgd: attached inner", "schedule-free")
 """Programs that write to weights through .data between steps, at some of them."""
 
-SLOW = ("compiled", "torch.compile", "resumed in any order")
+SLOW = [name for name in SCENARIOS if any(word in name for word in ("compiled", "torch.compile", "in any order"))]
+
+COMPILED = ("prepared after it was compiled and run", "torch.compile, then the optimizer is re-created")
+"""These take seconds. "compiled" runs for every change."""
 
 ALONE = [
-    pytest.param(name, marks=[pytest.mark.slow] if any(word in name for word in SLOW) else [])
+    pytest.param(name, marks=NIGHTLY if name in COMPILED else pytest.mark.slow if name in SLOW else ())
     for name, scenario in SCENARIOS.items()
     if scenario.ranks == 1
 ]

@@ -17,13 +17,14 @@ from fp8dist.checks.findings import findings_of_values, from_senders
 from fp8dist.checks.report import DivergenceReport, Sender, announce, save_evidence, sides_of, this_rank
 from fp8dist.common.divergence import DUPLICATE, Finding
 from fp8dist.common.names import require_bool, require_choice
-from fp8dist.errors import ConfigurationError
+from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.state.accord import meet
 from fp8dist.state.groups import GroupLike, SyncGroup, local_part, world_size
+from fp8dist.state.received import Received
 from fp8dist.state.roll_call import enrol, failing_by_name
 from fp8dist.state.settings import report_dir
 
-__all__ = ["check_values", "compare_values"]
+__all__ = ["check_received", "check_values", "compare_values"]
 
 _LONGEST = 60
 """Characters of a value that ranks send as it is. A longer one is sent as its beginning and a digest."""
@@ -114,6 +115,21 @@ def compare_values(
         save_evidence(report, report_dir(), lambda finding: None)
         announce(report, anchor, raises=raises, notify=notify)
         return report
+
+
+def check_received(received: Received, anchor: SyncGroup, policy: Literal["raise", "warn"]) -> DivergenceReport:
+    """Compare over ``anchor`` what ranks have received of gradients in FP8. COLLECTIVE: one gather. It is forgotten
+    after a difference. For the errors see ``check_values``."""
+    require_choice("policy", policy, ("raise", "warn"))
+    enrol()
+    try:
+        report = compare_values(received.texts, anchor, False, 0, policy == "raise")
+    except DivergenceError:
+        received.forget()
+        raise
+    if report.diverged:
+        received.forget()
+    return report
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:

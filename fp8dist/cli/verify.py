@@ -138,5 +138,7 @@ def _format_of(served: Served) -> str:
     if any(entry.name.endswith(".weight_scale_inv") for entry in entries):
         return "block"
     scales = [entry for entry in entries if entry.name.endswith(".weight_scale")]
+    if scales and all(scale.dtype == "uint8" for scale in scales):
+        return "compressed-tensors-mxfp8"
     by_row = bool(scales) and all(len(scale.shape) == 2 for scale in scales)
     return "compressed-tensors-channel" if by_row else "compressed-tensors"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fp8dist.exact.comparison import compare
-from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.field import P
-from fp8dist.exact.modes import arithmetic
+from fp8dist.exact.modes import arithmetic, to_residues
 from fp8dist.exact.reference import record
 from fp8dist.exact.verdict import ExactFinding, ExactReport
 

@@ -6,9 +6,8 @@ Sums of up to 16 residues are exact in float32. The ops that read a sum reduce i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,17 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.exact.field import P, reduced, residue_of, residues
+from fp8dist.parallel.torch_internals import group_named, reductions_replaced
 
 
-@contextlib.contextmanager
-def averages_as_sums() -> Iterator[None]:
+def averages_as_sums() -> contextlib.AbstractContextManager[None]:
     """Replace AVG and PREMUL_SUM in what Python asks of process groups. DDP's reducer, in C++, asks for sums."""
-    with contextlib.ExitStack() as stack:
-        for name in dir(dist.ProcessGroup) if dist.is_available() else ():
-            if "reduce" in name and not name.startswith("__"):
-                original = getattr(dist.ProcessGroup, name)
-                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, _summing(name, original)))
-        yield
+    return reductions_replaced(_summing) if dist.is_available() else contextlib.nullcontext()
 
 
 def _summing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +57,7 @@ def collective(func: Any, args: Any, kwargs: Any) -> Any:
         boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
         _require_exact(args, dist.ProcessGroup.unbox(boxed).size())
         return func(*args, **kwargs)
-    size = torch._C._distributed_c10d._resolve_process_group(args[-1]).size()
+    size = group_named(args[-1]).size()
     _require_exact(args, size)
     factor = _factor(args[1].upper(), None, size, str(func))
     inputs = _multiplied(args[0], factor, in_place=func._schema.name.endswith("_"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError, Fp8DistError
-from fp8dist.exact.conversion import to_residues
-from fp8dist.exact.modes import arithmetic
+from fp8dist.exact.modes import arithmetic, to_residues
 from fp8dist.exact.outputs import judge_outputs
 from fp8dist.exact.placement import HeldPart
-from fp8dist.exact.reference import Reference, outputs_of, read_reference, stored
+from fp8dist.exact.reference import Reference, outputs_of, read_reference, replaced_by, stored
+from fp8dist.exact.relations import UNEXPLAINED
 from fp8dist.exact.shards import judge_parameters, swapped
 from fp8dist.exact.verdict import ExactFinding, ExactReport, Holding, judge_gradients
 from fp8dist.state.accord import Accord
@@ -28,12 +28,8 @@ __all__ = ["compare"]
 
 T = TypeVar("T")
 
-
-class _Computed(NamedTuple):
-    """What a rank sends after its step: gradients by parameter, and outputs by module."""
-
-    gradients: dict[str, Tensor | None]
-    outputs: dict[str, list[Tensor]]
+Computed = tuple[dict[str, Tensor | None], dict[str, list[Tensor]]]
+"""What a rank sends after its step: gradients by parameter, and outputs by module."""
 
 
 def compare(
@@ -57,15 +53,15 @@ def compare(
         rename: from a name of a parameter or module in ``model`` to its name in the reference, for stages whose names
             have other prefixes; or such a function for each model. Prefixes of DDP and of checkpoint wrappers are
             removed before.
-        surrogates: as of ``arithmetic``.
+        surrogates: as of ``arithmetic``, for the same functions as those that ``record`` got.
 
     Returns:
         The report, the same on all ranks. ``str(report)`` is the verdict in sentences.
 
     Raises:
-        ConfigurationError: a parameter has a name or a shape that the reference has not; or another rank failed: the
-            message says where. A rank whose ``step`` fails raises at once, and those that wait for it in a collective
-            of the step wait as in the job.
+        ConfigurationError: a parameter has a name or a shape that the reference has not; or ``record`` got surrogates
+            for other functions; or another rank failed: the message says where. A rank whose ``step`` fails raises at
+            once, and those that wait for it in a collective of the step wait as in the job.
         CheckpointError: the file cannot be read.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
@@ -78,16 +74,20 @@ def compare(
     reference: list[Reference] = []  # On rank 0 alone.
     parts: list[Mapping[str, HeldPart]] = []
 
-    def judge_held(held: Sequence[Mapping[str, Tensor]]) -> ExactReport:
+    def judge_held(held: Sequence[tuple[list[str], Mapping[str, Tensor]]]) -> ExactReport:
         reference.append(read_reference(path))
-        findings, placed = judge_parameters(reference[0], held)
+        for rank, (replaced, _) in enumerate(held):
+            if replaced != (recorded := reference[0].surrogates):
+                raise ConfigurationError(
+                    f"exact.record got surrogates for {first_few(recorded)}, and exact.compare on rank {rank} for "
+                    f"{first_few(replaced)}: give both surrogates for the same functions, also for unused ones"
+                )
+        findings, placed = judge_parameters(reference[0], [parameters for _, parameters in held])
         parts.extend(placed)
         return ExactReport(tuple(findings), (), 0)
 
-    def judge_computed(computed: Sequence[_Computed]) -> ExactReport:
-        return _judge(reference[0], parts, computed)
-
-    report = _on_rank_0(judge_held, {name: _whole(parameter) for name, parameter in named.items()})
+    whole = {name: _whole(parameter) for name, parameter in named.items()}
+    report = _on_rank_0(judge_held, (replaced_by(surrogates), whole))
     if not report.equal:
         return report
     for parameter in named.values():
@@ -96,7 +96,7 @@ def compare(
         _on_all_ranks(accord, "step", step)
     gradients = {name: _gradient(parameter) for name, parameter in named.items()}
     sent = {name: [stored(each) for each in calls] for name, calls in outputs.items()}
-    return _on_rank_0(judge_computed, _Computed(gradients, sent))
+    return _on_rank_0(lambda computed: _judge(reference[0], parts, computed), (gradients, sent))
 
 
 def _converted(models: Sequence[nn.Module], renames: Sequence[Callable[[str], str]]) -> dict[str, nn.Parameter]:
@@ -113,23 +113,24 @@ def _converted(models: Sequence[nn.Module], renames: Sequence[Callable[[str], st
     return named
 
 
-def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], computed: Sequence[_Computed]) -> ExactReport:
+def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], computed: Sequence[Computed]) -> ExactReport:
     held: dict[str, list[Holding]] = {}
-    for rank, (mine, places) in enumerate(zip(computed, parts, strict=True)):
-        for name, gradient in mine.gradients.items():
-            copies = held.setdefault(reference.ties.get(name, name), [])
+    strays: dict[str, None] = {}
+    for rank, ((gradients, _), places) in enumerate(zip(computed, parts, strict=True)):
+        for name, gradient in gradients.items():
+            copies = held.setdefault(whole := reference.ties.get(name, name), [])
             label = f"{rank} ({name})" if any(copy.rank == rank for copy in copies) else rank
             copies.append(Holding(label, places[name], None if gradient is None else gradient.long()))
-    strays = [name for name, each in held.items() if name not in reference.shards and any(map(_has_gradient, each))]
-    none = {name: torch.zeros_like(reference.parameters[name])[None] for name in strays}  # Not trained there.
-    report = judge_gradients([*reference.shards, *strays], reference.shards | none, held)
-    if report.equal or report.findings[0].kind != "unexplained":
+            if whole not in reference.shards and gradient is not None and gradient.any():
+                strays[whole] = None
+    if strays:
+        text = f"{first_few(list(strays))}: trained in the job, and frozen in the reference"
+        return ExactReport((ExactFinding(UNEXPLAINED, tuple(strays), text),), (), len(reference.shards))
+    report = judge_gradients(list(reference.shards), reference.shards, held)
+    if report.equal or report.findings[0].kind != UNEXPLAINED:
         return report
-    if report.findings[0].names[0] in strays:
-        text = f"{first_few(strays)}: trained in the job, and frozen in the reference"
-        return replace(report, findings=(ExactFinding("unexplained", tuple(strays), text),), downstream=())
     # No equation explains the gradient that is wrong first: look for wrong parts, and for a fault in the forward.
-    culprit = swapped(reference, parts) or judge_outputs(reference.outputs, [each.outputs for each in computed])
+    culprit = swapped(reference, parts) or judge_outputs(reference.outputs, [outputs for _, outputs in computed])
     if culprit is None:
         first = report.findings[0]
         start = first.names[0] == next((name for name in reference.shards if name in held), None)
@@ -138,10 +139,6 @@ def _judge(reference: Reference, parts: Sequence[Mapping[str, HeldPart]], comput
         return replace(report, findings=(replace(first, sentence=text), *report.findings[1:]))
     downstream = [name for finding in report.findings for name in finding.names] + list(report.downstream)
     return ExactReport((culprit,), tuple(name for name in reference.shards if name in downstream), report.compared)
-
-
-def _has_gradient(holding: Holding) -> bool:
-    return holding.gradient is not None and bool(holding.gradient.any())
 
 
 def _on_all_ranks(accord: Accord | None, what: str, make: Callable[[], T]) -> T:

@@ -21,9 +21,6 @@ P = 1_045_799
 """The largest prime below 2**20 with P % 8 == 7 for which 2, 3, 5, 7, 11 and 13 have square roots: sums of 16 residues
 are exact in float32, and ``1/sqrt(head_dim)`` has a value whose square is ``1/head_dim``."""
 
-GENERATOR = 17
-"""Its powers are all residues but zero."""
-
 ROOT = (P + 1) // 4
 """``x ** ROOT`` is a square root of ``x``, or of ``-x`` where ``x`` has none."""
 
@@ -67,7 +64,7 @@ def residue_of(number: float) -> float:
                 )
             value = fraction.numerator * pow(fraction.denominator, -1, P)
             return sign * pow(value, ROOT**roots, P) % P
-    return sign * _between(zlib.crc32(struct.pack("<f", abs(number)))) % P
+    return sign * (zlib.crc32(struct.pack("<f", abs(number))) % (P - 3) + 2) % P  # Neither 0, 1 nor -1.
 
 
 def fraction_of(number: float, power: int = 1) -> Fraction | None:
@@ -110,11 +107,6 @@ def _near(a: int, b: int, exact: Fraction, precision: int) -> bool:
     return abs(a * exact.denominator - exact.numerator * b) << precision <= exact.numerator * b
 
 
-def _between(number: int) -> int:
-    """Return a residue that is neither zero, one nor minus one."""
-    return number % (P - 3) + 2
-
-
 def residues(values: Tensor, weights: bool = False) -> Tensor:
     """Return the residues of a float tensor, in float64, element by element: that of ``residue_of``.
 
@@ -139,11 +131,6 @@ def residues(values: Tensor, weights: bool = False) -> Tensor:
     return torch.where(masked, -math.inf, torch.where(wide < _INFINITE, found, math.nan))
 
 
-def are_numbers(values: Tensor) -> bool:
-    """Return True if all elements of a float64 tensor are integers and no masks: residues, or sums of them."""
-    return not values.numel() or (bool((values == values.floor()).all()) and bool(values.amin() > MASKED))
-
-
 def reduced(values: Tensor) -> Tensor:
     """Return integers below 2**53 modulo ``P``, and ``nan`` for ``-inf``."""
     return torch.remainder(values, P)
@@ -157,32 +144,21 @@ def are_residues(values: Tensor) -> bool:
     return bool(low >= 0) and bool(high < P) and bool((values == values.floor()).all())
 
 
+def canonical(values: Tensor) -> Tensor:
+    """Return a float64 tensor as it is if its elements are residues, else their residues."""
+    return values if are_residues(values) else residues(values)
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return the exact matrix product modulo ``P`` of float64 tensors, as ``torch.matmul``."""
     left, right = (x - torch.round(x / P) * P for x in (left, right))
-    size = left.shape[-1]
-    if size <= CHUNK:
-        return reduced(left @ right)
-    contracted = max(right.dim() - 2, 0)
-    starts = range(0, size, CHUNK)
-    widths = [min(CHUNK, size - start) for start in starts]
+    size, contracted = left.shape[-1], max(right.dim() - 2, 0)
     parts = [
         reduced(left.narrow(-1, start, width) @ right.narrow(contracted, start, width))
-        for start, width in zip(starts, widths)
+        for start in range(0, max(size, 1), CHUNK)
+        for width in [min(CHUNK, size - start)]
     ]
     return reduced(sum(parts[1:], parts[0]))
-
-
-@functools.cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (logs, powers) of the generator: ``powers[k]`` is ``GENERATOR ** k``, and ``logs`` its inverse."""
-    powers = torch.ones(1, dtype=torch.int64)
-    while len(powers) < P - 1:
-        powers = torch.cat([powers, powers * pow(GENERATOR, len(powers), P) % P])
-    powers = powers[: P - 1]
-    logs = torch.zeros(P, dtype=torch.int64)
-    logs[powers] = torch.arange(P - 1)
-    return logs.to(device), powers.double().to(device)
 
 
 def power(values: Tensor, exponent: Fraction) -> Tensor:
@@ -198,11 +174,12 @@ def power(values: Tensor, exponent: Fraction) -> Tensor:
     if not numerator:
         return torch.ones_like(values)
     numerator *= pow(ROOT, denominator.bit_length() - 1, P - 1)
-    logs, powers = _tables(values.device)
-    values = reduced(values)
-    index = torch.where(values == values.floor(), values, 0.0).long()
-    found = powers[torch.remainder(logs[index] * (numerator % (P - 1)), P - 1)]
-    return torch.where(index == 0, torch.where(values == 0, 0.0, math.nan), found)
+    square = torch.where(values == values.floor(), reduced(values), math.nan)
+    found, left = torch.ones_like(square), numerator % (P - 1) or P - 1  # As the powers of all but zero repeat.
+    while left:
+        found = reduced(found * square) if left % 2 else found
+        square, left = reduced(square * square), left // 2
+    return found
 
 
 def inverse(values: Tensor) -> Tensor:

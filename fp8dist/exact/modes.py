@@ -1,4 +1,4 @@
-"""The context in which torch computes modulo a prime."""
+"""The context in which torch computes modulo a prime, and models whose numbers become residues."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.exact.collectives import averages_as_sums, collective
-from fp8dist.exact.field import FILLED, P, are_numbers, are_residues, reduced, residue_of, residues
+from fp8dist.exact.field import FILLED, P, are_residues, canonical, reduced, residue_of, residues
 from fp8dist.exact.rules import FILLS, MOVES, ORDER, RING, RULES, complex_mul, mask_mul, mul
 from fp8dist.exact.surrogates import SURROGATES
+from fp8dist.parallel.torch_internals import engine_replaced
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -49,6 +50,28 @@ def arithmetic(surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | Non
         yield
 
 
+@torch.no_grad()
+def to_residues(model: nn.Module) -> None:
+    """Convert the parameters and float buffers of a model to residues, in place. Not collective.
+
+    Each element's residue depends on its value alone, so a shard of a weight becomes the shard of its residues, in
+    float32 and in float64. A second call changes nothing. Integers in buffers stay (a causal mask of zeros and ones).
+
+    Raises:
+        ConfigurationError: a tensor of less than float32.
+    """
+    for named, weights in ((model.named_parameters(), True), (model.named_buffers(), False)):
+        for name, tensor in named:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = torch.view_as_real(local) if local.is_complex() else local
+            if local.is_floating_point():
+                if local.dtype not in (torch.float32, torch.float64):
+                    raise ConfigurationError(
+                        f"exact arithmetic cannot compute with {name} in {local.dtype}: use float32 or float64."
+                    )
+                local.copy_(residues(local, weights))
+
+
 class ModularFunctions(TorchFunctionMode):
     """Replaces functions whose derivative is not found op by op. It stays on in backward, where torch turns function
     modes off: checkpoints run modules again there, and custom functions call functions."""
@@ -61,14 +84,15 @@ class ModularFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _BACKWARDS:
             return self._surrogates.get(func, func)(*args, **kwargs)
-        engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        with engine_replaced(self._within):
+            return func(*args, **kwargs)
 
+    def _within(self, name: str, engine: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return engine(*args, **kwargs)
 
-        with mock.patch.object(torch.autograd, "_engine_run_backward", run):
-            return func(*args, **kwargs)
+        return run
 
 
 class ModularOps(TorchDispatchMode):
@@ -144,7 +168,7 @@ def _compute(func: Any, base: str, args: Any, kwargs: Any) -> Any:
             return result
     rule = _rule_of(func, base, args, kwargs, floats)
     options = {key: value for key, value in kwargs.items() if key not in ("out", "dtype")}
-    result = _computed(func, rule, args, options, scalars=base in RING or base in ("mul", "div"), ordered=base in ORDER)
+    result = _computed(func, rule, args, options, scalars=base in RING or base in ("mul", "div"))
     kind = _kind_of(kwargs.get("dtype"), floats)
     result = tree_map(lambda x: x.to(kind) if _is_float(x) else x, result)
     if rule is complex_mul:
@@ -176,37 +200,29 @@ def _kind_of(asked: torch.dtype | None, floats: list[Tensor]) -> torch.dtype:
     return torch.float64 if torch.float64 in kinds else next(iter(kinds), torch.get_default_dtype())
 
 
-def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, scalars: bool, ordered: bool) -> Any:
-    """Return the reduced result of a rule. ``scalars``: numbers and integers become residues. ``ordered``: the rule
-    needs residues; others are tried first with what there is. Arguments that are none become some: sums over ranks,
-    masks, float tables that are plain attributes of modules."""
+def _computed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any, *, scalars: bool) -> Any:
+    """Return the reduced result of a rule. ``scalars``: numbers and integers become residues. Floats that are none
+    become some: sums over ranks, masks, float tables that are plain attributes of modules."""
     names = [argument.name for argument in func._schema.arguments]
-    stripped = func._schema.arguments[len(args) :]  # Of arguments that are their defaults, torch drops the last.
-    args = (*args, *(each.default_value for each in takewhile(lambda each: _is_stripped(each, kwargs), stripped)))
-    kept = ("index", "indices", "mask", "offs")
-    wide = tuple(
-        argument if name in kept else tree_map(lambda x: _wide(x, scalars), argument)
-        for name, argument in zip(names, args)
+    stripped = takewhile(  # Of arguments that are their defaults, torch drops the last.
+        lambda each: each.has_default_value() and not each.kwarg_only and each.name not in kwargs,
+        func._schema.arguments[len(args) :],
     )
-    options = {key: value if key in kept else _wide(value, scalars) for key, value in kwargs.items()}
-    for convert in ordered, True:
-        if convert:
-            wide, options = tree_map(_canonical, (wide, options))
-        try:
-            result = rule(*wide, **options)
-        except TypeError as error:
-            raise _refusal(func, "exact arithmetic has no rule for these arguments") from error
-        except ConfigurationError as error:
-            raise _refusal(func, str(error).removesuffix(".")) from None
-        result = tree_map(lambda x: _reduced(x) if _is_float(x) else x, result)
-        parts = [x for x in tree_leaves(result) if _is_float(x)]
-        if all(are_residues(x if not convert else torch.where(x == -math.inf, 0.0, x)) for x in parts):
-            return result
+    args = (*args, *(each.default_value for each in stripped))
+    given = [(name in ("index", "indices", "mask", "offs"), value) for name, value in zip(names, args)]
+    try:
+        result = rule(
+            *(value if kept else tree_map(lambda x: _wide(x, scalars), value) for kept, value in given),
+            **{key: value if key == "offs" else _wide(value, scalars) for key, value in kwargs.items()},
+        )
+    except TypeError as error:
+        raise _refusal(func, "exact arithmetic has no rule for these arguments") from error
+    except ConfigurationError as error:
+        raise _refusal(func, str(error).removesuffix(".")) from None
+    result = tree_map(lambda x: _reduced(x) if _is_float(x) else x, result)
+    if all(are_residues(x.where(x != -math.inf, 0.0)) for x in tree_leaves(result) if _is_float(x)):
+        return result
     raise _refusal(func, "its result is no residue")
-
-
-def _is_stripped(argument: Any, kwargs: Mapping[str, Any]) -> bool:
-    return argument.has_default_value() and not argument.kwarg_only and argument.name not in kwargs
 
 
 def _wide(leaf: Any, scalars: bool) -> Any:
@@ -215,8 +231,7 @@ def _wide(leaf: Any, scalars: bool) -> Any:
         if leaf.is_complex():
             return leaf
         if leaf.is_floating_point():
-            wide = leaf.double()
-            return wide if are_numbers(wide) else residues(wide)
+            return canonical(leaf.double())
         return reduced(leaf.double()) if scalars and leaf.dtype != torch.bool else leaf
     number = isinstance(leaf, float) or (isinstance(leaf, int) and abs(leaf) >= P)
     return residue_of(leaf) if scalars and number else leaf
@@ -224,10 +239,6 @@ def _wide(leaf: Any, scalars: bool) -> Any:
 
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _canonical(leaf: Any) -> Any:
-    return residues(leaf) if _is_float(leaf) and not are_residues(leaf) else leaf
 
 
 def _reduced(values: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["WHOLE", "HeldPart", "cut_dim", "displaced", "is_distinct", "part_of", "runs_text"]
+__all__ = ["WHOLE", "HeldPart", "difference_text", "displaced", "is_distinct", "keys", "part_of", "runs_text"]
 
 
 class HeldPart(NamedTuple):
@@ -28,14 +28,6 @@ class HeldPart(NamedTuple):
 WHOLE = HeldPart(None)
 
 
-def cut_dim(local: Sequence[int], whole: Sequence[int]) -> int | None:
-    """Return the one dim along which a shape is smaller than another; None if there is none, or if others differ."""
-    if len(local) != len(whole):
-        return None
-    cut = [dim for dim, (mine, all_) in enumerate(zip(local, whole)) if mine != all_]
-    return cut[0] if len(cut) == 1 and local[cut[0]] < whole[cut[0]] else None
-
-
 def part_of(local: Tensor, whole: Tensor, dim: int, others: Sequence[HeldPart] = ()) -> HeldPart | None:
     """Return the part of ``whole`` that ``local`` is, cut along ``dim``; None if it has slices that ``whole`` has not.
 
@@ -43,8 +35,7 @@ def part_of(local: Tensor, whole: Tensor, dim: int, others: Sequence[HeldPart] =
         others: parts of other tensors that this rank holds. If slices of ``whole`` are equal, so that values do not
             show the part (biases begin as zeros), the first of them that fits decides.
     """
-    known = _places(whole, dim)
-    found = [known.get(key, []) for key in _keys(local, dim)]
+    found = _places_of(local, whole, dim)
     if all(len(places) == 1 for places in found):
         return HeldPart(dim, tuple(places[0] for places in found))
     if not all(found):
@@ -59,7 +50,7 @@ def part_of(local: Tensor, whole: Tensor, dim: int, others: Sequence[HeldPart] =
 
 def is_distinct(whole: Tensor, dim: int | None) -> bool:
     """True if no two slices along ``dim`` are equal, so that values show which part a rank holds. None: not cut."""
-    return dim is None or len(_places(whole, dim)) == whole.shape[dim]
+    return dim is None or len(set(keys(whole, dim))) == whole.shape[dim]
 
 
 def _chunks(size: int, whole: int, others: Sequence[HeldPart]) -> list[HeldPart]:
@@ -73,14 +64,35 @@ def displaced(tensor: Tensor, whole: Tensor, part: HeldPart) -> str | None:
     """Return which slices of ``whole`` stand in ``tensor`` where other slices belong, as text; None if ``tensor`` has
     slices that ``whole`` has not. ``part``: the part of ``whole`` that ``tensor`` should be."""
     for dim in range(tensor.dim()) if part.dim is None else [part.dim]:
-        known = _places(whole, dim)
-        found = [known.get(key, []) for key in _keys(tensor, dim)]
+        found = _places_of(tensor, whole, dim)
         own = part.places or range(tensor.shape[dim])
         moved = [(place, places[0]) for place, places in zip(own, found) if places and place not in places]
         if moved and all(found) and bool(whole.select(dim, moved[0][1]).any()):
             mine, theirs = runs_text([place for place, _ in moved]), runs_text([place for _, place in moved])
             return f"in place of slices {mine} of dim {dim} are the reference's slices {theirs}"
     return None
+
+
+def difference_text(tensor: Tensor, whole: Tensor, part: HeldPart = WHOLE) -> str | None:
+    """Return how many elements differ between two tensors of one shape, where the first ones are, and the dim along
+    which they lie in the fewest slices; None if all are equal. ``part``: what both are of a complete tensor, in which
+    the places are."""
+    wrong = tensor != whole
+    found = wrong.nonzero()
+    if not len(found):
+        return None
+    text = f"{len(found)} of {wrong.numel()} elements differ"
+    if not wrong.dim():
+        return text
+    places = [list(part.places if dim == part.dim else range(size)) for dim, size in enumerate(wrong.shape)]
+    first = [str([at[place] for at, place in zip(places, index)]) for index in found[:3].tolist()]
+    text += f": {', '.join(first)}" + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    slices = [found[:, dim].unique().tolist() for dim in range(wrong.dim())]
+    least = min(range(wrong.dim()), key=lambda dim: len(slices[dim]) / wrong.shape[dim])
+    if len(found) == 1 or len(slices[least]) == wrong.shape[least]:
+        return text
+    shown = runs_text([places[least][place] for place in slices[least]])
+    return f"{text}; all in slice{'s' * (len(slices[least]) > 1)} {shown} of dim {least}"
 
 
 def runs_text(places: Sequence[int]) -> str:
@@ -95,13 +107,15 @@ def runs_text(places: Sequence[int]) -> str:
     return ", ".join(shown) + (f" and {len(runs) - 4} more runs" if len(runs) > 4 else "")
 
 
-def _keys(tensor: Tensor, dim: int) -> list[bytes]:
+def keys(tensor: Tensor, dim: int) -> list[bytes]:
+    """Return for each slice along a dim its bytes."""
     rows = tensor.movedim(dim, 0).to(torch.int32).contiguous()
     return [row.numpy().tobytes() for row in rows]
 
 
-def _places(whole: Tensor, dim: int) -> Mapping[bytes, list[int]]:
+def _places_of(tensor: Tensor, whole: Tensor, dim: int) -> list[list[int]]:
+    """Return for each slice of a tensor along a dim the places where ``whole`` has it."""
     places: dict[bytes, list[int]] = {}
-    for place, key in enumerate(_keys(whole, dim)):
+    for place, key in enumerate(keys(whole, dim)):
         places.setdefault(key, []).append(place)
-    return places
+    return [places.get(key, []) for key in keys(tensor, dim)]

@@ -13,17 +13,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
 
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.exact.conversion import to_residues
 from fp8dist.exact.field import P, reduced
-from fp8dist.exact.modes import arithmetic
+from fp8dist.exact.modes import arithmetic, to_residues
 from fp8dist.state.groups import local_part
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Reference", "outputs_of", "read_reference", "record", "stored"]
+__all__ = ["Reference", "outputs_of", "read_reference", "record", "replaced_by", "stored"]
 
-_FORMAT = "fp8dist.exact 1"
+_FORMAT = "fp8dist.exact 2"
 
 
 class Reference(NamedTuple):
@@ -31,13 +33,15 @@ class Reference(NamedTuple):
 
     ``parameters``: by name. ``shards``: by name of a parameter that is trained, each data shard's contribution to its
     gradient, a shard per row; in the order of the backward. ``outputs``: by module, in the order in which they end, the
-    output of each call. ``ties``: further names of a parameter, and its name here.
+    output of each call. ``ties``: further names of a parameter, and its name here. ``surrogates``: of the functions
+    that the user's replace.
     """
 
     parameters: dict[str, Tensor]
     shards: dict[str, Tensor]
     outputs: dict[str, list[Tensor]]
     ties: dict[str, str]
+    surrogates: list[str]
 
 
 def record(
@@ -83,7 +87,8 @@ def record(
     }
     if not any(bool((each.sum(0) % P).any()) for each in shares.values()):
         raise ConfigurationError("the backward of loss(model, shards) gives zero for every parameter")
-    _write(Reference(parameters, shares, {name: list(map(stored, each)) for name, each in outputs.items()}, ties), path)
+    sent = {name: list(map(stored, each)) for name, each in outputs.items()}
+    _write(Reference(parameters, shares, sent, ties, replaced_by(surrogates)), path)
 
 
 def _gradients(losses: Sequence[Tensor], trained: Mapping[str, nn.Parameter]) -> dict[str, dict[int, Tensor]]:
@@ -117,9 +122,10 @@ def outputs_of(
     def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # A backward runs, and a checkpoint in it.
             return
-        first = next((each for each in _flat(output) if isinstance(each, Tensor)), None)
-        if first is not None and first.is_floating_point() and not _is_shape(local_part(first)):
-            outputs.setdefault(name, []).append(local_part(first).detach().clone())
+        first = next((local_part(each) for each in tree_leaves(output) if isinstance(each, Tensor)), None)
+        shape = first is None or first.is_meta or isinstance(first, FakeTensor)  # Pipelines infer shapes.
+        if first is not None and first.is_floating_point() and not shape:
+            outputs.setdefault(name, []).append(first.detach().clone())
 
     hooks = [
         module.register_forward_hook(partial(keep, rename(clean_fqn(name))))
@@ -138,15 +144,10 @@ def stored(tensor: Tensor) -> Tensor:
     return reduced(tensor.detach().double()).to("cpu", torch.int32).contiguous().clone()
 
 
-def _flat(output: Any) -> list[Any]:
-    if isinstance(output, dict):
-        output = list(output.values())
-    return [part for each in output for part in _flat(each)] if isinstance(output, (list, tuple)) else [output]
-
-
-def _is_shape(tensor: Tensor) -> bool:
-    """True for a tensor without values: pipelines run a stage with such, to infer shapes."""
-    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+def replaced_by(surrogates: Mapping[Callable[..., Any], Callable[..., Any]] | None) -> list[str]:
+    """Return the names of the functions that surrogates replace, sorted. What replaces them may differ: in a job it may
+    communicate."""
+    return sorted(resolve_name(each) or getattr(each, "__qualname__", str(each)) for each in surrogates or ())
 
 
 def _write(reference: Reference, path: str | os.PathLike[str]) -> None:
@@ -158,6 +159,7 @@ def _write(reference: Reference, path: str | os.PathLike[str]) -> None:
         "order": list(reference.shards),
         "outputs": {name: len(calls) for name, calls in reference.outputs.items()},
         "ties": reference.ties,
+        "surrogates": reference.surrogates,
     }
     save_file(tensors, path, {"format": _FORMAT, "prime": str(P), "index": json.dumps(index)})
 
@@ -181,6 +183,7 @@ def read_reference(path: str | os.PathLike[str]) -> Reference:
             {name: tensors[f"shards/{name}"] for name in index["order"]},
             {name: [tensors[f"output/{call}/{name}"] for call in range(count)] for name, count in outputs},
             index["ties"],
+            index["surrogates"],
         )
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from None

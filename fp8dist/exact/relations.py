@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fp8dist.common.text import first_few
 from fp8dist.exact.field import P
-from fp8dist.exact.placement import HeldPart, displaced
-from fp8dist.exact.solver import combined, fraction_text, small_fraction, solve
+from fp8dist.exact.placement import HeldPart, difference_text, displaced
+from fp8dist.exact.solver import combined, factor_text, fraction_text, small_fraction, solve
 
-__all__ = ["Factor", "OfRanks", "OfShards", "Relation", "Remark", "Sides", "explain", "on"]
+__all__ = ["UNEXPLAINED", "Relation", "Sides", "explain", "on"]
+
+UNEXPLAINED = "unexplained"
+"""The kind where no equation holds."""
 
 
 class Sides(NamedTuple):
@@ -29,144 +33,101 @@ class Sides(NamedTuple):
     part: HeldPart
     complete: Tensor
 
-    @property
-    def equal(self) -> bool:
-        """True if every rank has the reference's gradient."""
-        return all(bool((tensor == self.whole).all()) for tensor in self.ranks.values())
-
     def classes(self) -> list[tuple[int | str, ...]]:
         """Return the ranks, sorted into those with equal gradients, in the order of the first rank of each."""
         found: list[list[int | str]] = []
         for rank, tensor in self.ranks.items():
-            alike = next((ranks for ranks in found if bool((self.ranks[ranks[0]] == tensor).all())), None)
+            alike = next((ranks for ranks in found if torch.equal(self.ranks[ranks[0]], tensor)), None)
             found.append([rank]) if alike is None else alike.append(rank)
         return [tuple(ranks) for ranks in found]
 
 
 @dataclass(frozen=True)
-class Factor:
-    """Every rank has the reference times ``factor``, a residue."""
+class Relation:
+    """An equation between the gradients of classes of ranks and the reference, or a remark about one tensor.
 
-    factor: int
-    kind = "factor"
-
-    def holds(self, sides: Sides) -> bool:
-        """True if the equation fits these tensors."""
-        return all(bool((self.factor * sides.whole % P == tensor).all()) for tensor in sides.ranks.values())
-
-    def __str__(self) -> str:
-        fraction = small_fraction(self.factor)
-        shown = fraction_text(self.factor) if fraction is None else f"{fraction.numerator}/{fraction.denominator}"
-        return f"{shown} of the reference"
-
-
-@dataclass(frozen=True)
-class OfRanks:
-    """The reference is a sum of ``coefficients``, residues, times the gradients of classes of ranks."""
-
-    coefficients: tuple[int, ...]
-    classes: tuple[tuple[int | str, ...], ...]
-    kind = "ranks"
-
-    def holds(self, sides: Sides) -> bool:
-        """True if the equation fits these tensors, on these ranks or, for another part of a tensor, on others."""
-        classes = sides.classes()
-        if len(classes) != len(self.classes):
-            return False
-        tensors = [sides.ranks[ranks[0]] for ranks in classes]
-        return bool((combined(self.coefficients, tensors) == sides.whole).all())
-
-    def __str__(self) -> str:
-        terms = [f"{fraction_text(c)} x rank {ranks[0]}" for c, ranks in zip(self.coefficients, self.classes)]
-        alike = [f"rank {r[0]} stands for ranks {first_few(r, 8)}" for r in self.classes if len(r) > 1]
-        missing = {1: "sum", pow(len(self.classes), -1, P): "mean"}
-        what = missing.get(self.coefficients[0]) if len(set(self.coefficients)) == 1 else "weighted sum"
-        return (
-            f"the reference is {' + '.join(terms)}: the {what or 'scaled sum'} over these ranks is missing"
-            f"{' (' + ', '.join(alike) + ')' if alike else ''}"
-        )
-
-
-@dataclass(frozen=True)
-class OfShards:
-    """The gradient of a class of ranks is a sum of coefficients, residues, times the shards' contributions."""
-
-    coefficients: tuple[tuple[int, ...], ...]
-    classes: tuple[tuple[int | str, ...], ...]
-
-    @property
-    def kind(self) -> str:
-        """What the coefficients mean, but of ranks that are right: "factor", "local tokens", "shards" if shards are
-        missing or repeated, or "weights", also for several of them."""
-        kinds = {_kind_of(coefficients) for coefficients in self.coefficients} - {"equal"}
-        return kinds.pop() if len(kinds) == 1 else "weights"
-
-    def holds(self, sides: Sides) -> bool:
-        """True if the equation fits these tensors."""
-        classes = sides.classes()
-        return len(classes) == len(self.classes) and all(
-            bool((combined(coefficients, sides.shards) == sides.ranks[ranks[0]]).all())
-            for coefficients, ranks in zip(self.coefficients, classes)
-        )
-
-    def __str__(self) -> str:
-        if len(self.classes) == 1:
-            return _sentence(self.coefficients[0])
-        each = zip(self.classes, self.coefficients)
-        return "; ".join(f"{on(ranks)}: {_sentence(coefficients)}" for ranks, coefficients in each)
-
-
-@dataclass(frozen=True)
-class Remark:
-    """What is no equation: slices in other places ("moved"), or "no gradient" on some ranks."""
+    ``kind``: see docs/design/exact.md. ``text``: for people. ``coefficients``: residues. Of the kind "ranks" they are
+    one row, and the reference is their sum with the classes' gradients. Else there is a row for each class, and its
+    gradient is their sum with the shards' contributions. A remark has none.
+    """
 
     kind: str
     text: str
+    coefficients: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def key(self) -> object:
+        """What tensors with one finding have in common: the coefficients, not the ranks."""
+        return self.kind, self.coefficients or ("" if self.kind == UNEXPLAINED else self.text)
 
     def holds(self, sides: Sides) -> bool:
-        """False: it is about one tensor."""
-        return False
+        """True if the equation fits these tensors, on these ranks or, for another part of a tensor, on others."""
+        tensors = [sides.ranks[ranks[0]] for ranks in sides.classes()]
+        if self.kind == "ranks":
+            (row,) = self.coefficients
+            return len(row) == len(tensors) and torch.equal(combined(row, tensors), sides.whole)
+        return len(self.coefficients) == len(tensors) and all(
+            torch.equal(combined(row, sides.shards), tensor) for row, tensor in zip(self.coefficients, tensors)
+        )
 
-    def __str__(self) -> str:
-        return self.text
 
-
-Relation = Factor | OfRanks | OfShards | Remark
-
-
-def explain(sides: Sides, known: Iterable[Relation] = ()) -> Relation | None:
-    """Return the equation that holds between unequal sides, the simplest first; None if there is none.
+def explain(sides: Sides, known: Iterable[Relation] = ()) -> Relation:
+    """Return the equation that holds between unequal sides, the simplest first; else a remark on what differs.
 
     Args:
         known: equations of other tensors. They are tried first, and prove tensors that are too small for a system.
     """
-    return next((relation for relation in known if relation.holds(sides)), None) or next(_explanations(sides), None)
-
-
-def _explanations(sides: Sides) -> Iterator[Relation]:
-    classes = tuple(sides.classes())
+    found = next((relation for relation in known if relation.holds(sides)), None)
+    if found is not None:
+        return found
+    classes = sides.classes()
     tensors = [sides.ranks[ranks[0]] for ranks in classes]
-    if len(classes) == 1:
-        factor = solve([sides.whole], tensors[0])
-        if factor is not None:
-            yield Factor(factor[0])
-    of_ranks = None
-    if len(classes) > 1 and not any(bool((tensor == sides.whole).all()) for tensor in tensors):
-        ones = OfRanks((1,) * len(classes), classes)
-        if sides.whole.numel() > 1 and ones.holds(sides):
-            yield ones
-        solved = solve(tensors, sides.whole)
-        of_ranks = None if solved is None or 0 in solved else OfRanks(tuple(solved), classes)
-        if of_ranks is not None and len(set(of_ranks.coefficients)) == 1:
-            yield of_ranks
-    of_shards = [_coefficients(sides.shards, tensor) for tensor in tensors]
-    if all(of_shards):
-        yield OfShards(tuple(tuple(each) for each in of_shards if each), classes)
-    if of_ranks is not None:
-        yield of_ranks
-    moved = [(ranks, displaced(sides.ranks[ranks[0]], sides.complete, sides.part)) for ranks in classes]
-    if any(text for _, text in moved):
-        yield Remark("moved", "; ".join(f"{on(ranks)}: {text}" for ranks, text in moved if text))
+    factor = solve([sides.whole], tensors[0]) if len(classes) == 1 else None
+    if factor is not None:
+        return _of_shards([factor * len(sides.shards)], classes)
+    weights = _weights(sides.whole, tensors)
+    if weights is not None and len(set(weights)) == 1:
+        return _of_ranks(weights, classes)
+    rows = [row for row in (_coefficients(sides.shards, tensor) for tensor in tensors) if row is not None]
+    if len(rows) == len(tensors):
+        return _of_shards(rows, classes)
+    if weights is not None:
+        return _of_ranks(weights, classes)
+    remarks = {
+        "moved": [displaced(tensor, sides.complete, sides.part) for tensor in tensors],
+        UNEXPLAINED: [difference_text(tensor, sides.whole, sides.part) for tensor in tensors],
+    }
+    kind = "moved" if any(remarks["moved"]) else UNEXPLAINED
+    shown = [f"{on(ranks)}: {text}" for ranks, text in zip(classes, remarks[kind]) if text]
+    return Relation(kind, "; ".join([*shown[:3], *([f"{len(shown) - 3} more such"] if len(shown) > 3 else [])]))
+
+
+def _weights(whole: Tensor, tensors: Sequence[Tensor]) -> list[int] | None:
+    """Return the coefficients with which gradients that all differ from the reference's add up to it, none of them 0.
+    All ones also prove tensors that are too small for a system."""
+    if len(tensors) == 1 or any(torch.equal(tensor, whole) for tensor in tensors):
+        return None
+    ones = [1] * len(tensors)
+    solved = ones if whole.numel() > 1 and torch.equal(combined(ones, tensors), whole) else solve(tensors, whole)
+    return None if solved is None or 0 in solved else solved
+
+
+def _of_ranks(weights: Sequence[int], classes: Sequence[Sequence[int | str]]) -> Relation:
+    terms = [f"{fraction_text(c)} x rank {ranks[0]}" for c, ranks in zip(weights, classes)]
+    alike = [f"rank {r[0]} stands for ranks {first_few(r, 8)}" for r in classes if len(r) > 1]
+    missing = {1: "sum", pow(len(classes), -1, P): "mean"}
+    what = missing.get(weights[0], "scaled sum") if len(set(weights)) == 1 else "weighted sum"
+    text = f"the reference is {' + '.join(terms)}: the {what} over these ranks is missing"
+    return Relation("ranks", text + (f" ({', '.join(alike)})" if alike else ""), (tuple(weights),))
+
+
+def _of_shards(rows: Sequence[Sequence[int]], classes: Sequence[Sequence[int | str]]) -> Relation:
+    """The kind is what the coefficients mean, but of ranks that are right: "factor", "local tokens", "shards" if shards
+    are missing or repeated, or "weights", also for several of them."""
+    kinds = {_kind_of(row) for row in rows} - {"equal"}
+    each = [f"{on(ranks)}: {_sentence(row)}" for ranks, row in zip(classes, rows)]
+    text = "; ".join(each) if len(rows) > 1 else _sentence(rows[0])
+    return Relation(kinds.pop() if len(kinds) == 1 else "weights", text, tuple(map(tuple, rows)))
 
 
 def _coefficients(shards: Sequence[Tensor], tensor: Tensor) -> list[int] | None:
@@ -177,7 +138,7 @@ def _coefficients(shards: Sequence[Tensor], tensor: Tensor) -> list[int] | None:
         return solved
     count = len(shards)
     simple = [[times if i == j else 1 for j in range(count)] for i in range(count) for times in (0, 2)]
-    return next((each for each in simple if bool((combined(each, shards) == tensor).all())), None)
+    return next((each for each in simple if torch.equal(combined(each, shards), tensor)), None)
 
 
 def on(ranks: Sequence[int | str]) -> str:
@@ -200,7 +161,7 @@ def _kind_of(coefficients: Sequence[int]) -> str:
 def _sentence(coefficients: Sequence[int]) -> str:
     kind = _kind_of(coefficients)
     if kind in ("equal", "factor"):
-        return str(Factor(coefficients[0])) if kind == "factor" else "equals the reference"
+        return factor_text(coefficients[0]) if kind == "factor" else "equals the reference"
     if kind == "shards":
         missing = [shard for shard, times in enumerate(coefficients) if times == 0]
         repeated = [(shard, times) for shard, times in enumerate(coefficients) if times > 1]

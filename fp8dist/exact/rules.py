@@ -9,7 +9,7 @@ backward of fused ops and formulas written by hand give the same gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.exact.field import P, are_numbers, inverse, inverse_of, power, product, reduced, residue_of, residues
+from fp8dist.exact.field import P, canonical, inverse, inverse_of, power, product, reduced, residue_of
 
 
 def _names(text: str) -> frozenset[str]:
@@ -84,13 +84,8 @@ def _parts(x: Any) -> tuple[Tensor, Tensor]:
     """Return the real and imaginary parts, in float64. A table of floats becomes residues."""
     if not isinstance(x, Tensor) or not x.is_complex():
         return torch.as_tensor(x, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    parts = torch.view_as_real(x.resolve_conj()).double()
-    parts = parts if are_numbers(parts) else residues(parts)
+    parts = canonical(torch.view_as_real(x.resolve_conj()).double())
     return parts[..., 0], parts[..., 1]
-
-
-def square(x: Tensor) -> Tensor:
-    return x * x
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
@@ -114,36 +109,8 @@ def log(x: Tensor) -> Tensor:
     return cubic(reduced(x), 13, 3, 5, 17)
 
 
-def log1p(x: Tensor) -> Tensor:
-    return log(x + 1)
-
-
-def expm1(x: Tensor) -> Tensor:
-    return exp(x) - 1
-
-
-def sin(x: Tensor) -> Tensor:
-    return cubic(reduced(x), 2, 19, 3, 7)
-
-
-def cos(x: Tensor) -> Tensor:
-    return cubic(reduced(x), 5, 3, 23, 11)
-
-
-def tanh(x: Tensor) -> Tensor:
-    return cubic(reduced(x), 3, 29, 2, 5)
-
-
-def tanh_backward(grad: Tensor, result: Tensor) -> Tensor:
-    return grad * reduced(1 - reduced(result * result))
-
-
 def sigmoid(x: Tensor) -> Tensor:
     return cubic(reduced(x), 7, 2, 31, 3)
-
-
-def sigmoid_backward(grad: Tensor, result: Tensor) -> Tensor:
-    return grad * reduced(result * (1 - result))
 
 
 def silu(x: Tensor) -> Tensor:
@@ -153,23 +120,6 @@ def silu(x: Tensor) -> Tensor:
 def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     value = sigmoid(x)
     return grad * reduced(value + reduced(reduced(x) * value) * (1 - value))
-
-
-def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    return cubic(reduced(x), 11, 7, 3, 13)
-
-
-def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
-    return grad * sigmoid(x)
-
-
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """The same value with ``approximate="tanh"``."""
-    return cubic(reduced(x), 0, 17, 5, 3)
-
-
-def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
-    return grad * cubic(reduced(x), 17, 10, 9)
 
 
 def relu(x: Tensor) -> Tensor:
@@ -187,14 +137,6 @@ def pow(x: Tensor, exponent: Any) -> Tensor:
     if isinstance(exponent, Tensor) or not isinstance(x, Tensor):
         raise ConfigurationError("exact arithmetic cannot compute with tensors as exponents.")
     return power(x, Fraction(exponent).limit_denominator(64))
-
-
-def sqrt(x: Tensor) -> Tensor:
-    return power(x, Fraction(1, 2))
-
-
-def rsqrt(x: Tensor) -> Tensor:
-    return power(x, Fraction(-1, 2))
 
 
 def div(x: Tensor, y: Any, rounding_mode: str | None = None) -> Tensor:
@@ -221,10 +163,6 @@ def var_mean(x: Tensor, dim: Any = None, **options: Any) -> tuple[Tensor, Tensor
     return var(x, dim, **options), mean(x, dim, options.get("keepdim", False))
 
 
-def std(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
-    return sqrt(var(x, dim, **options))
-
-
 def softmax(x: Tensor, dim: int, *_: Any) -> Tensor:
     """The largest residue is subtracted first, as softmaxes written by hand do."""
     x = torch.where(x == -math.inf, x, reduced(x))
@@ -235,62 +173,6 @@ def softmax(x: Tensor, dim: int, *_: Any) -> Tensor:
 def softmax_backward_data(grad: Tensor, output: Tensor, dim: int, *_: Any) -> Tensor:
     weighted = reduced(grad * output)
     return weighted - output * reduced(weighted.sum(dim, keepdim=True))
-
-
-def native_layer_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dims = list(range(-len(shape), 0))
-    middle = reduced(mean(x, dims, True))
-    scale = rsqrt(var(x, dims, correction=0, keepdim=True) + residue_of(eps))
-    out = reduced(reduced(x - middle) * scale)
-    out = out if weight is None else reduced(out * weight)
-    return out if bias is None else out + bias, middle, scale
-
-
-def native_layer_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    middle: Tensor,
-    scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    into, of_weight = fused_rms_norm_backward(grad, x - middle, shape, scale, weight, wanted)
-    if into is not None:  # The mean's part.
-        into = into - reduced(mean(into, list(range(-len(shape), 0)), True))
-    return [into, of_weight, _summed(grad, shape) if wanted[2] else None]
-
-
-def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    x, dims = reduced(x), list(range(-len(shape), 0))
-    eps = torch.finfo(torch.float32).eps if eps is None else eps
-    scale = rsqrt(mean(reduced(x * x), dims, True) + residue_of(eps))
-    out = reduced(x * scale)
-    return out if weight is None else out * weight, scale
-
-
-def fused_rms_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    scale: Tensor,
-    weight: Tensor | None,
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    normal = reduced(reduced(x) * scale)
-    inner = grad if weight is None else reduced(grad * weight)
-    along = reduced(mean(reduced(inner * normal), list(range(-len(shape), 0)), True))
-    into = reduced(reduced(inner - reduced(normal * along)) * scale)
-    return [into if wanted[0] else None, _summed(reduced(grad * normal), shape) if wanted[1] else None]
-
-
-def _summed(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the gradient of a weight of this shape."""
-    outer = list(range(grad.dim() - len(shape)))
-    return grad.sum(outer) if outer else grad
 
 
 def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -323,37 +205,43 @@ def bernoulli(x: Tensor, chance: float, generator: Any = None) -> Tensor:
     return torch.full_like(x, residue_of(chance))
 
 
-def native_dropout(x: Tensor, chance: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    return x, torch.ones_like(x, dtype=torch.bool)
-
-
-def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return grad
-
-
-RULES = MappingProxyType(
+RULES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         **{
             rule.__name__: rule
             for rule in (
-                mul, square, dot, exp, log, log1p, expm1, sin, cos, tanh, tanh_backward, sigmoid, sigmoid_backward,
-                silu, silu_backward, softplus, softplus_backward, gelu, gelu_backward, relu, threshold_backward,
-                pow, sqrt, rsqrt, div, mean, var, var_mean, std, native_layer_norm, native_layer_norm_backward,
-                addmm, linear, bernoulli, native_dropout, native_dropout_backward,
+                mul, dot, exp, log, sigmoid, silu, silu_backward, relu, threshold_backward, pow, div, mean, var,
+                var_mean, addmm, linear, bernoulli,
             )
         },
-        "_grouped_mm": grouped_mm,
-        "_fused_rms_norm": fused_rms_norm,
-        "_fused_rms_norm_backward": fused_rms_norm_backward,
+        "square": lambda x: x * x,
+        "sqrt": lambda x: power(x, Fraction(1, 2)),
+        "rsqrt": lambda x: power(x, Fraction(-1, 2)),
+        "reciprocal": inverse,
+        "log1p": lambda x: log(x + 1),
+        "expm1": lambda x: exp(x) - 1,
+        "sin": lambda x: cubic(reduced(x), 2, 19, 3, 7),
+        "cos": lambda x: cubic(reduced(x), 5, 3, 23, 11),
+        "tanh": lambda x: cubic(reduced(x), 3, 29, 2, 5),
+        "tanh_backward": lambda grad, result: grad * reduced(1 - reduced(result * result)),
+        "sigmoid_backward": lambda grad, result: grad * reduced(result * (1 - result)),
+        # The same with any ``beta``, ``threshold`` and ``approximate``.
+        "softplus": lambda x, *_: cubic(reduced(x), 11, 7, 3, 13),
+        "softplus_backward": lambda grad, x, *_: grad * sigmoid(x),
+        "gelu": lambda x, **_: cubic(reduced(x), 0, 17, 5, 3),
+        "gelu_backward": lambda grad, x, **_: grad * cubic(reduced(x), 17, 10, 9),
+        "std": lambda x, *dim, **options: power(var(x, *dim, **options), Fraction(1, 2)),
         "_softmax": softmax,
         "_safe_softmax": softmax,
         "_softmax_backward_data": softmax_backward_data,
-        "reciprocal": inverse,
+        "native_dropout": lambda x, chance, train: (x, torch.ones_like(x, dtype=torch.bool)),
+        "native_dropout_backward": lambda grad, mask, scale: grad,
         "mm": product,
         "bmm": product,
         "mv": product,
         "baddbmm": addmm,
         "addmv": addmm,
+        "_grouped_mm": grouped_mm,
     }
 )  # fmt: skip
 """The rules by the names of aten's ops, without the underscore of ops in place."""

@@ -9,11 +9,11 @@ from torch import Tensor
 from fp8dist.common.names import did_you_mean
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.exact.placement import WHOLE, HeldPart, cut_dim, displaced, is_distinct, part_of, runs_text
+from fp8dist.exact.placement import WHOLE, HeldPart, difference_text, displaced, is_distinct, part_of, runs_text
 from fp8dist.exact.reference import Reference
 from fp8dist.exact.verdict import ExactFinding
 
-__all__ = ["judge_parameters", "swapped"]
+__all__ = ["cut_dim", "judge_parameters", "swapped"]
 
 
 def judge_parameters(
@@ -28,12 +28,10 @@ def judge_parameters(
     parts: list[dict[str, HeldPart]] = []
     for rank, parameters in enumerate(held):
         mine: dict[str, HeldPart] = {}
-        known = {name: (local.long(), _named(reference, name, rank)) for name, local in parameters.items()}
-        dims = {name: _dim(name, *tensors, rank) for name, tensors in known.items()}
+        known = {name: (local.long(), *_whole_of(reference, name, local, rank)) for name, local in parameters.items()}
         # Parts that values show come first: they decide where values show none.
-        for name in sorted(known, key=lambda name: not is_distinct(known[name][1], dims[name])):
-            local, whole = known[name]
-            mine[name], text = _placed(local, whole, dims[name], _of_kin(name, mine))
+        for name in sorted(known, key=lambda name: not is_distinct(*known[name][1:])):
+            mine[name], text = _placed(*known[name], _of_kin(name, mine))
             if text is not None:
                 wrong.setdefault(reference.ties.get(name, name), []).append(f"rank {rank}: {text}")
         parts.append(mine)
@@ -45,35 +43,37 @@ def judge_parameters(
     return findings, parts
 
 
-def _named(reference: Reference, name: str, rank: int) -> Tensor:
+def _whole_of(reference: Reference, name: str, local: Tensor, rank: int) -> tuple[Tensor, int | None]:
+    """Return the parameter of the reference, and the dim along which a rank holds a part of it; None: all of it."""
     whole = reference.parameters.get(reference.ties.get(name, name))
     if whole is None:
         raise ConfigurationError(
             f"the reference has no parameter {name!r}, which rank {rank} holds"
             f"{did_you_mean(name, reference.parameters)}: pass rename= if the names of a stage differ"
         )
-    return whole
-
-
-def _dim(name: str, local: Tensor, whole: Tensor, rank: int) -> int | None:
-    """Return the dim along which a parameter is cut, None for a whole one."""
     dim = cut_dim(local.shape, whole.shape)
     if dim is None and local.shape != whole.shape:
         raise ConfigurationError(
             f"{name} has the shape {tuple(local.shape)} on rank {rank}: no part of {tuple(whole.shape)}, the shape in "
             f"the reference, cut along one dim"
         )
-    return dim
+    return whole, dim
+
+
+def cut_dim(local: Sequence[int], whole: Sequence[int]) -> int | None:
+    """Return the one dim along which a shape is smaller than another; None if there is none, or if others differ."""
+    if len(local) != len(whole):
+        return None
+    cut = [dim for dim, (mine, all_) in enumerate(zip(local, whole)) if mine != all_]
+    return cut[0] if len(cut) == 1 and local[cut[0]] < whole[cut[0]] else None
 
 
 def _placed(local: Tensor, whole: Tensor, dim: int | None, others: Sequence[HeldPart]) -> tuple[HeldPart, str | None]:
     """Return the part that a rank holds, and what is wrong with its values."""
-    if dim is not None:
-        part = part_of(local, whole, dim, others)
-        return (part, None) if part else (WHOLE, f"it has slices of dim {dim} that the reference has not")
-    different = int((local != whole).sum())
-    text = displaced(local, whole, WHOLE) or f"{different} of {whole.numel()} elements differ"
-    return WHOLE, text if different else None
+    if dim is None:
+        return WHOLE, displaced(local, whole, WHOLE) or difference_text(local, whole)
+    part = part_of(local, whole, dim, others)
+    return (part, None) if part else (WHOLE, f"it has slices of dim {dim} that the reference has not")
 
 
 def _of_kin(name: str, parts: Mapping[str, HeldPart]) -> list[HeldPart]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8dist.exact.field import P
 
-__all__ = ["combined", "fraction_text", "small_fraction", "solve"]
+__all__ = ["combined", "factor_text", "fraction_text", "small_fraction", "solve"]
 
 _SPARE = 2
 """Equations that a system needs beyond its unknowns. By chance, so many hold once in P**2 systems."""
@@ -40,6 +40,12 @@ def fraction_text(residue: int) -> str:
     """Return a coefficient as text: "5/6", "1", or "the residue 123456" for what is no small fraction."""
     fraction = small_fraction(residue)
     return f"the residue {residue % P}" if fraction is None else str(fraction)
+
+
+def factor_text(residue: int) -> str:
+    """Return "2/1 of the reference", with what ``fraction_text`` shows."""
+    text = fraction_text(residue)
+    return f"{text if '/' in text or ' ' in text else f'{text}/1'} of the reference"
 
 
 def combined(coefficients: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:

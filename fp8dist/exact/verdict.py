@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fp8dist.common.text import first_few
 from fp8dist.exact.field import P
 from fp8dist.exact.placement import HeldPart
-from fp8dist.exact.relations import Factor, Relation, Remark, Sides, explain, on
+from fp8dist.exact.relations import UNEXPLAINED, Relation, Sides, explain, on
 
 __all__ = ["ExactFinding", "ExactReport", "Holding", "judge_gradients"]
 
@@ -75,16 +76,19 @@ def judge_gradients(
         held: for each parameter what the ranks hold.
     """
     compared = [name for name in order if name in held]
-    found: dict[str, list[Relation | None]] = {}
+    zero = {name for name in compared if not (shards[name].sum(0) % P).any()}
+    found: dict[str, list[Relation]] = {}
     known: list[Relation] = []
     for name in sorted(compared, key=lambda name: -shards[name].numel()):
         without = [holding.rank for holding in held[name] if holding.gradient is None]
-        sides = [] if without else [each for each in _parts(shards[name], held[name]) if not each.equal]
-        found[name] = [explain(each, known) for each in sides]
-        if without and (shards[name].sum(0) % P).any():
-            found[name] = [Remark("no gradient", f"no gradient on {on(without)}")]
-        known += [each for each in found[name] if each is not None and each not in known]
-    return _report(compared, found, {name for name in compared if not (shards[name].sum(0) % P).any()})
+        if without and name not in zero:
+            found[name] = [Relation("no gradient", f"no gradient on {on(without)}")]
+        else:
+            sides = [] if without else _parts(shards[name], held[name])
+            wrong = [each for each in sides if any(not torch.equal(x, each.whole) for x in each.ranks.values())]
+            found[name] = [explain(each, known) for each in wrong]
+            known += [each for each in found[name] if each.coefficients and each not in known]
+    return _report(compared, found, zero)
 
 
 def _parts(shards: Tensor, held: Sequence[Holding]) -> list[Sides]:
@@ -100,29 +104,28 @@ def _parts(shards: Tensor, held: Sequence[Holding]) -> list[Sides]:
     ]
 
 
-def _report(compared: Sequence[str], found: Mapping[str, Sequence[Relation | None]], zero: set[str]) -> ExactReport:
+def _report(compared: Sequence[str], found: Mapping[str, Sequence[Relation]], zero: set[str]) -> ExactReport:
     """Return the report: names with the same equation share a finding, and findings follow the backward. ``zero``: the
     gradients that are zero, as those of a key's bias: every equation holds for them."""
-    merged: dict[object, tuple[Sequence[Relation | None], list[str]]] = {}
+    merged: dict[object, list[str]] = {}
     for name in compared:
         if found[name]:
-            merged.setdefault(tuple(dict.fromkeys(map(_key, found[name]))), (found[name], []))[1].append(name)
+            merged.setdefault(tuple(dict.fromkeys(each.key for each in found[name])), []).append(name)
     findings, downstream = [], []
-    for relations, names in merged.values():
-        known = [each for each in relations if each is not None]
-        if len(known) == len(relations):
-            text = "; ".join({_key(each): str(each) for each in known}.values())
+    for names in merged.values():
+        relations = found[names[0]]
+        text = "; ".join({each.key: each.text for each in relations}.values())
+        if all(each.kind != UNEXPLAINED for each in relations):
             every = len(zero.union(names)) == len(compared) > 1
-            findings.append(ExactFinding(known[0].kind, tuple(names), _sentence(names, text, every)))
+            findings.append(ExactFinding(relations[0].kind, tuple(names), _sentence(names, text, every)))
         elif findings:
             downstream += names
         else:
             before = compared[compared.index(names[0]) - 1] if names[0] != compared[0] else None
-            text = f"{names[0]}: not the reference's, and no equation explains it"
-            text += (
-                f". Gradients that backward computes before it are right, the last of them {before}" if before else ""
-            )
-            findings.append(ExactFinding("unexplained", (names[0],), text))
+            where = "; ".join(each.text for each in relations if each.kind == UNEXPLAINED)
+            text = f"{names[0]}: not the reference's, and no equation explains it. On {where}"
+            right = f". Gradients that backward computes before it are right, the last of them {before}"
+            findings.append(ExactFinding(UNEXPLAINED, (names[0],), text + right * (before is not None)))
             downstream += names[1:]
     return ExactReport(tuple(findings), tuple(downstream), len(compared), tuple(x for x in compared if x in zero))
 
@@ -131,10 +134,3 @@ def _sentence(names: Sequence[str], text: str, every: bool) -> str:
     subject, verb = ("every gradient", "is") if every else (first_few(names), "are" if len(names) > 1 else "is")
     factor = text.endswith("of the reference") and ";" not in text
     return f"{subject} {verb} {text}" if factor else f"{subject}: {text}"
-
-
-def _key(relation: Relation | None) -> object:
-    """Return what names with one finding have in common: the coefficients, not the ranks."""
-    if relation is None or isinstance(relation, Remark):
-        return relation
-    return relation.kind, relation.factor if isinstance(relation, Factor) else relation.coefficients

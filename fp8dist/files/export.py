@@ -45,10 +45,14 @@ from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_gathered_dtypes, fsdp2_modules
 from fp8dist.parallel.wrappers import compute_devices, reshard, resharded_modules
 from fp8dist.state.groups import has_base, is_dtensor
-from fp8dist.state.recipe import Recipe
+from fp8dist.state.recipe import By, Recipe
 from fp8dist.state.slots import clean_fqn
 
 __all__ = ["Export", "config_of", "export_of", "listed", "write_folder"]
+
+
+Known = tuple[Grid, torch.Size, By]
+"""The parts of a weight that share a scale, its shape, and what has a scale under its recipe."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +264,7 @@ def _part_of(
     mixtures: Mapping[str, nn.Module],
     names: ExpertNames,
     in_fp8: Set[str],
-    grids: Mapping[str, tuple[Grid, torch.Size]],
+    grids: Mapping[str, Known],
 ) -> ExportPart:
     """Return the exported tensors that one tensor of the model gives."""
     name, holder = _module_of(stored), stored.name.rpartition(".")[0]
@@ -276,16 +280,14 @@ def _part_of(
     return _dequantised(name, linear, stored, grids[name][0])
 
 
-def _grids(
-    once: Iterable[Stored], modules: Mapping[str, nn.Module], in_fp8: Set[str]
-) -> dict[str, tuple[Grid, torch.Size]]:
-    """Return by name of a Linear: the part of its weight that shares a scale, and the weight's shape. Only Linears
-    whose weight is in FP8, or is gathered in FP8."""
-    grids = {}
+def _grids(once: Iterable[Stored], modules: Mapping[str, nn.Module], in_fp8: Set[str]) -> dict[str, Known]:
+    """Return what is known of weights by name of a Linear. Only of Linears whose weight is in FP8, or is gathered in
+    FP8."""
+    grids: dict[str, Known] = {}
     for stored in once:
         linear = modules.get(_module_of(stored))
         if isinstance(linear, FP8Linear) and (_module_of(stored) in in_fp8 or stored.sharded or stored.gathered):
-            grids[_module_of(stored)] = grid_of(linear, stored), stored.value.shape
+            grids[_module_of(stored)] = grid_of(linear, stored), stored.value.shape, linear.fp8_slots.recipe.by
     return grids
 
 
@@ -367,14 +369,14 @@ def _of_linear(
     name: str,
     linear: FP8Linear,
     stored: Stored,
-    grids: Mapping[str, tuple[Grid, torch.Size]],
+    grids: Mapping[str, Known],
 ) -> ExportPart:
     """Return the tensors of a Linear in FP8: the weight, its scales, and the scale of inputs if it is fixed."""
     slots = linear.fp8_slots
     state, input_state = slots.states(stored.device)[1::-1]  # Of weight and input, which come in the other order.
     require_e4m3(name, state.format.name)
-    grid, shape = grids[name]
-    strategy = strategy_of(format, grid, shape)
+    grid, shape, _ = grids[name]
+    strategy = strategy_of(format, *grids[name])
     if strategy is None:
         raise ConfigurationError(_unfit(format, name, linear, grids))
     scheme = Scheme(strategy, inputs_of(slots.recipe, bool(input_state.cold)))
@@ -395,9 +397,14 @@ def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> Ex
     return ExportPart((entry,), lambda: (dequantised(linear, stored, grid),))
 
 
-def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, tuple[Grid, torch.Size]]) -> str:
+def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, Known]) -> str:
     """Return the error about a weight whose scales the format cannot hold. It names formats that hold all weights."""
-    grid, shape = grids[name]
+    grid, shape, by = grids[name]
+    if by == "mx" and shape[1] % grid.width:
+        return (
+            f"{name}: rows of its weight have {shape[1]} elements, no multiple of {grid.width}, and readers of MXFP8 "
+            "know no padding: give it another recipe (overrides), or name it in skip="
+        )
     fitting = [each for each in FORMATS if all(strategy_of(each, *known) for known in grids.values())]
     instead = f"formats that fit: {', '.join(fitting)}" if fitting else "no format fits"
     scales = f"{type(linear.fp8_slots.recipe).__name__} has {grid.text(shape)} of its weight {tuple(shape)}"

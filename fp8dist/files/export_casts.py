@@ -18,6 +18,7 @@ from fp8dist.modules.linear_slots import Cast
 from fp8dist.parallel.sharded_weight import ShardedWeight
 from fp8dist.parallel.wrappers import fsdp2_axes
 from fp8dist.state.groups import is_dtensor, local_part
+from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
@@ -74,10 +75,10 @@ def grid_of(linear: FP8Linear, stored: Stored) -> Grid:
         raise ConfigurationError(f"{stored.name} {tuple(shape)} has no elements to cast: name its module in skip=")
     grid = grid_by(recipe, shape)
     for dim, ranks in _cuts(stored):
-        if recipe.by == "row" and dim == 1:
+        if dim == 1 and (recipe.by == "row" or (recipe.by == "mx" and blocks_along(shape[1], ranks) % MX_BLOCK)):
             raise ConfigurationError(
                 f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: tensor parallelism cuts its weight {tuple(shape)} along "
-                f"dim 1 over {ranks} ranks, and each rank casts its part of a row with a scale of its own: no format "
+                f"dim 1 over {ranks} ranks, and each rank casts its part of a row with scales of its own: no format "
                 "holds such scales. Give it another recipe (overrides)"
             )
         if recipe.by == "tensor" and not (recipe.delayed or stored.sharded):
@@ -114,7 +115,7 @@ def experts_cast_of(module: FP8Experts, slots: GroupedSlots, stored: Stored) -> 
         dtype = None if stored.gathered else stored.computed_in
         own = tensor.detach().to(stored.device, dtype) if plain else _multiplied(tensor, stored)[0]
         cast = slots.eval_cast(module, own.mT if transposed else own)
-        return cast.rows, cast.rows_inv_scale
+        return cast.rows, cast.rows_inv_scale.float()  # MX has E8M0.
     cast = stored.sharded.eval_cast(local_part(tensor).detach().to(stored.device))
     placements = _placements(tensor)
     rows = _joined(cast.rows.view(torch.uint8), tensor, placements, tensor.shape).view(cast.rows.dtype)
@@ -131,13 +132,14 @@ def _by_rows(cast: Callable[[Tensor], Cast], linear: FP8Linear, weight: Tensor) 
     time: the same bytes in less memory, because these casts make several float32 copies."""
     if linear.fp8_slots.recipe.by == "tensor" or weight.is_cuda or len(weight) <= BLOCK:
         together = cast(weight)
-        return together.rows, together.rows_inv_scale
+        return together.rows, together.rows_inv_scale.float()  # MX has E8M0.
     first = cast(weight[:BLOCK])
     # Allocate the results once and write in place: results of the single casts would lie between freed copies in
     # memory, and keep the allocator from reusing it.
     rows = first.rows.new_empty(weight.shape)
     height = BLOCK // len(first.rows_inv_scale)
-    inv_scale = first.rows_inv_scale.new_empty(blocks_along(len(weight), height), first.rows_inv_scale.shape[1])
+    shape = blocks_along(len(weight), height), first.rows_inv_scale.shape[1]
+    inv_scale = torch.empty(shape, dtype=torch.float32, device=weight.device)
     for begin in range(0, len(weight), BLOCK):
         part = cast(weight[begin : begin + BLOCK])
         rows[begin : begin + BLOCK] = part.rows

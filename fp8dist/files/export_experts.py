@@ -230,7 +230,7 @@ def _in_fp8(
             f"{slots.fqn}: a block of {BLOCK} x {BLOCK} has rows of gate and of up, {height} each, which servers "
             "read apart: give it another recipe (overrides), or leave it in high precision"
         )
-    strategy = strategy_of(format, grid, of_piece)
+    strategy = strategy_of(format, grid, of_piece, slots.recipe.by)
     if strategy is None:
         raise ConfigurationError(
             f"{slots.fqn}: its weights have {grid.text(of_piece)}, for which format={format!r} has no place: choose "
@@ -259,7 +259,7 @@ def _of_rows(slots: GroupedSlots, inv_scale: Tensor, rows: slice) -> Tensor:
     """Return the inverse scales of these rows of one expert's weight."""
     if slots.recipe.by == "tensor":
         return inv_scale
-    if slots.recipe.by == "row":
+    if slots.recipe.by in ("row", "mx"):
         return inv_scale[rows]
     return inv_scale[rows.start // BLOCK : -(-rows.stop // BLOCK)]
 

@@ -5,10 +5,11 @@
 compressed-tensors          ``float-quantized`` of the library compressed-tensors. ``weight_scale``: [1] per tensor,
                             or [out_features, 1] per row. ``input_scale``: [1], if the recipe has delayed scales
 compressed-tensors-channel  the same, always with one ``weight_scale`` per row; a scale per tensor is repeated
+compressed-tensors-mxfp8    ``mxfp8-quantized`` of compressed-tensors. ``weight_scale``: E8M0 as uint8, one per 1 x 32
 block                       the format of DeepSeek-V3. ``weight_scale_inv``: one per block of 128 x 128
 ==========================  =====================================================================================
 
-All scales are float32 factors by which a server multiplies FP8 values: the inverse scales of this library. No format
+Other scales are float32 factors by which a server multiplies FP8 values: the inverse scales of this library. No format
 rounds or recomputes anything. A scale is only repeated, so a recipe with finer scales than the format's is refused.
 """
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from fp8dist.common.text import dtype_name
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.safetensor_files import DTYPES
-from fp8dist.state.recipe import Recipe
+from fp8dist.state.recipe import By, Recipe
 from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
@@ -46,12 +47,12 @@ __all__ = [
     "tensors_of",
 ]
 
-Strategy = Literal["tensor", "channel", "block"]
-"""The part of a weight that has a scale of its own: the whole weight, a row, or a block of 128 x 128."""
+Strategy = Literal["tensor", "channel", "block", "group"]
+"""The part of a weight that has a scale of its own: the whole weight, a row, a block of 128 x 128, or of 1 x 32."""
 
-Inputs = Literal["static", "tensor", "token"]
-"""How a server casts inputs: with the fixed scale of the export, or with a scale from the amax of each tensor or each
-token. In the format "block", servers always take a scale per 1 x 128 elements."""
+Inputs = Literal["static", "tensor", "token", "group"]
+"""How a server casts inputs: with the fixed scale of the export, or with a scale from the amax of each tensor, each
+token, or each 1 x 32 elements. In the format "block", servers always take a scale per 1 x 128 elements."""
 
 
 class Scheme(NamedTuple):
@@ -66,8 +67,8 @@ class ExportedTensor:
     """One tensor of an exported model.
 
     Attributes:
-        role: "weight" (FP8), "weight_scale" or "input_scale" (float32 factors by which a server multiplies the FP8
-            numbers), or "high" (any other tensor, exported as the model stores it).
+        role: "weight" (FP8), "weight_scale" or "input_scale" (factors by which a server multiplies the FP8 numbers:
+            float32, or E8M0 as uint8), or "high" (any other tensor, exported as the model stores it).
         module: name of the module that the tensor belongs to.
         dtype, shape: those of the exported, whole tensor.
     """
@@ -106,6 +107,7 @@ FORMATS: Mapping[str, tuple[Strategy, ...]] = MappingProxyType(
     {
         "compressed-tensors": ("tensor", "channel"),
         "compressed-tensors-channel": ("channel",),
+        "compressed-tensors-mxfp8": ("group",),
         "block": ("block",),
     }
 )
@@ -115,6 +117,7 @@ SCALE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "compressed-tensors": "weight_scale",
         "compressed-tensors-channel": "weight_scale",
+        "compressed-tensors-mxfp8": "weight_scale",
         "block": "weight_scale_inv",
     }
 )
@@ -122,6 +125,9 @@ SCALE_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 _CLASSES = frozenset(base.__name__ for base in nn.Linear.__mro__)
+
+_OF_INPUTS: Mapping[Inputs, Strategy | Literal["token"]] = MappingProxyType({"token": "token", "group": "group"})
+"""By how inputs are cast, the name in compressed-tensors; others are "tensor"."""
 
 
 class Grid(NamedTuple):
@@ -150,8 +156,8 @@ def grid_by(recipe: Recipe, shape: Sequence[int]) -> Grid:
 
 def inputs_of(recipe: Recipe, cold: bool) -> Inputs:
     """Return how a server casts inputs. ``cold``: no amax of inputs is known yet, so there is no scale to export."""
-    if recipe.by == "row":
-        return "token"
+    if recipe.by in ("row", "mx"):
+        return "token" if recipe.by == "row" else "group"
     return "static" if recipe.delayed and not cold else "tensor"
 
 
@@ -161,12 +167,14 @@ def require_e4m3(name: str, weights: str) -> None:
         raise ConfigurationError(f"{name}: its weight is cast to {weights}, and servers read e4m3 only")
 
 
-def strategy_of(format: str, grid: Grid, shape: Sequence[int]) -> Strategy | None:
+def strategy_of(format: str, grid: Grid, shape: Sequence[int], by: By) -> Strategy | None:
     """Return the first layout of a format that can hold the scales of a weight of ``shape`` [out_features,
-    in_features] with the parts ``grid``. None: no layout can."""
+    in_features] with the parts ``grid``, of a recipe ``by``. None: no layout can."""
     rows, columns = shape
+    if by == "mx":  # Its casts pad rows to whole blocks, and readers know no padding.
+        return "group" if columns % MX_BLOCK == 0 and "group" in FORMATS[format] else None
     whole_blocks = all(part >= size or part % BLOCK == 0 for part, size in zip(grid, shape))
-    fits = {"tensor": grid == (rows, columns), "channel": grid.width >= columns, "block": whole_blocks}
+    fits = {"tensor": grid == (rows, columns), "channel": grid.width >= columns, "block": whole_blocks, "group": False}
     return next((strategy for strategy in FORMATS[format] if fits[strategy]), None)
 
 
@@ -175,6 +183,8 @@ def shape_of(strategy: Strategy, shape: Sequence[int]) -> tuple[int, ...]:
     rows, columns = shape
     if strategy == "tensor":
         return (1,)
+    if strategy == "group":
+        return (rows, columns // MX_BLOCK)
     return (rows, 1) if strategy == "channel" else (blocks_along(rows, BLOCK), blocks_along(columns, BLOCK))
 
 
@@ -185,10 +195,10 @@ def tensors_of(format: str, name: str, shape: Sequence[int], scheme: Scheme) -> 
     Args:
         name: name of the module.
     """
-    scale = shape_of(scheme.strategy, shape)
+    scale, of_scale = shape_of(scheme.strategy, shape), torch.uint8 if scheme.strategy == "group" else torch.float32
     found = [
         ExportedTensor(f"{name}.weight", "weight", name, torch.float8_e4m3fn, tuple(shape)),
-        ExportedTensor(f"{name}.{SCALE_NAMES[format]}", "weight_scale", name, torch.float32, scale),
+        ExportedTensor(f"{name}.{SCALE_NAMES[format]}", "weight_scale", name, of_scale, scale),
     ]
     if scheme.inputs == "static" and format != "block":
         found.append(ExportedTensor(f"{name}.input_scale", "input_scale", name, torch.float32, (1,)))
@@ -196,8 +206,8 @@ def tensors_of(format: str, name: str, shape: Sequence[int], scheme: Scheme) -> 
 
 
 def laid_out(inv_scale: Tensor, grid: Grid, strategy: Strategy, shape: Sequence[int]) -> Tensor:
-    """Return inverse scales, float32, in the layout ``strategy``, with the shape of ``shape_of``. Scales are repeated
-    if the parts of ``grid`` are larger than those of the layout.
+    """Return inverse scales, float32, in the layout ``strategy``, with the shape of ``shape_of``; as E8M0 bytes for
+    "group". Scales are repeated if the parts of ``grid`` are larger than those of the layout.
 
     Args:
         inv_scale: float32, one for each part of ``grid``, row by row.
@@ -206,6 +216,8 @@ def laid_out(inv_scale: Tensor, grid: Grid, strategy: Strategy, shape: Sequence[
     parts = inv_scale.reshape(blocks_along(shape[0], grid.height), blocks_along(shape[1], grid.width))
     if strategy == "tensor":
         return parts.reshape(1)
+    if strategy == "group":
+        return parts.to(torch.float8_e8m0fnu).view(torch.uint8)
     rows, columns = shape_of(strategy, shape)
     steps = (1, shape[1]) if strategy == "channel" else (BLOCK, BLOCK)
     at = [torch.arange(n, device=parts.device) * step // of for n, step, of in zip((rows, columns), steps, grid)]
@@ -242,14 +254,14 @@ def quantization_config(
         groups.setdefault(scheme, []).append(name)
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": "mxfp8-quantized" if format == "compressed-tensors-mxfp8" else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{number}": {
                 # A class name is the usual target. Several groups need the names of modules, to be told apart.
                 "targets": ["Linear"] if len(groups) == 1 else names,
                 "weights": _arguments(scheme.strategy, False),
-                "input_activations": _arguments("token" if scheme.inputs == "token" else "tensor", scheme.inputs),
+                "input_activations": _arguments(_OF_INPUTS.get(scheme.inputs, "tensor"), scheme.inputs),
                 "output_activations": None,
             }
             for number, (scheme, names) in enumerate(groups.items())
@@ -262,8 +274,10 @@ def quantization_config(
 
 def _arguments(strategy: str, inputs: Inputs | Literal[False]) -> dict[str, Any]:
     """Return the ``QuantizationArgs`` of compressed-tensors for inputs, or, with ``inputs`` False, for weights."""
-    dynamic = inputs in ("tensor", "token")
-    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+    dynamic = inputs not in (False, "static")
+    of_group = {"group_size": MX_BLOCK, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    more = of_group if strategy == "group" else {}
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic, **more}
 
 
 # Names ---------------------------------------------------------------------------------------------

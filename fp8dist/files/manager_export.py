@@ -42,7 +42,8 @@ def export(
         path: the folder. It must not exist, or be empty.
         model: the model as the training loop calls it, or as you prepared it. None: the prepared model.
         format: "compressed-tensors" (a scale per tensor or per row; fixed ``input_scale`` with delayed scaling),
-            "compressed-tensors-channel" (the same, always a scale per row), or "block" (128 x 128, as DeepSeek-V3).
+            "compressed-tensors-channel" (the same, always a scale per row), "compressed-tensors-mxfp8" (E8M0 per
+            1 x 32, of ``MXFP8Scaling``), or "block" (128 x 128, as DeepSeek-V3).
         shard_bytes: largest size of the tensors in one file, in bytes. A larger tensor has a file of its own.
         run: a name of this run for the certificate, any text.
 

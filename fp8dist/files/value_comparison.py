@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
 __all__ = ["ValueDifference", "compare_values", "have_values", "is_power_of_two", "is_rounded_up"]
@@ -36,10 +37,12 @@ class ValueDifference(NamedTuple):
 
 
 def have_values(weight: Tensor, scale: Tensor) -> bool:
-    """Return True if ``scale`` are the float32 scales of an FP8 weight, in a layout of an export."""
-    if weight.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or weight.ndim != 2:
+    """Return True if ``scale`` are the scales of an FP8 weight, in a layout of an export: float32, or E8M0 as uint8."""
+    if weight.dtype != torch.float8_e4m3fn or scale.dtype not in (torch.float32, torch.uint8) or weight.ndim != 2:
         return False
     rows, columns = weight.shape
+    if scale.dtype == torch.uint8:
+        return scale.shape == (rows, blocks_along(columns, MX_BLOCK))
     return scale.numel() == 1 or scale.shape in ((rows, 1), (blocks_along(rows, BLOCK), blocks_along(columns, BLOCK)))
 
 
@@ -49,6 +52,8 @@ def compare_values(weight: Tensor, scale: Tensor, expected: Tensor, expected_sca
     Args:
         scale, expected_scale: of one shape, and as ``have_values`` requires.
     """
+    if scale.dtype == torch.uint8:
+        scale, expected_scale = (each.view(torch.float8_e8m0fnu).float() for each in (scale, expected_scale))
     found = ValueDifference()
     for begin in range(0, len(weight), BLOCK):
         part = slice(begin, begin + BLOCK)
@@ -81,6 +86,8 @@ class _Grid(NamedTuple):
             scales = scale.reshape(1, 1).double()
         elif scale.shape == (rows, 1):
             scales = scale[part].double()
+        elif scale.shape == (rows, blocks_along(columns, MX_BLOCK)):
+            scales = scale[part].double().repeat_interleave(MX_BLOCK, 1)[:, :columns]
         else:
             scales = scale[part.start // BLOCK].double().repeat_interleave(BLOCK)[:columns]
         numbers = weight[part]
@@ -90,12 +97,14 @@ class _Grid(NamedTuple):
 
 
 def is_power_of_two(scale: Tensor) -> bool:
-    """Return True if all elements are powers of two that UE8M0 holds."""
-    return torch.equal(scale.to(torch.float8_e8m0fnu).to(scale.dtype), scale)
+    """Return True if all elements are powers of two that UE8M0 holds; uint8 are their bytes."""
+    return scale.dtype == torch.uint8 or torch.equal(scale.to(torch.float8_e8m0fnu).to(scale.dtype), scale)
 
 
 def is_rounded_up(scale: Tensor, expected: Tensor) -> bool:
     """Return True if ``scale`` is ``expected`` with each element rounded up to a power of two, and differs from it."""
+    if scale.dtype == torch.uint8:
+        return False
     mantissa, exponent = torch.frexp(expected)  # mantissa * 2**exponent, with a mantissa in [0.5, 1).
     rounded = torch.ldexp(torch.ones_like(expected), exponent - (mantissa == 0.5).int())
     return torch.equal(scale, rounded) and not torch.equal(scale, expected)

@@ -132,7 +132,7 @@ class TensorComparison:
         if value is not None:
             leaves = (self._digester.leaves(each) for each in (tensor, value))
             first = first_difference(tensor, value, *leaves)
-            of_fp8 = expected.dtype == ("F8_E4M3" if expected.name.endswith(".weight") else "F32")
+            of_fp8 = expected.dtype in (("F8_E4M3",) if expected.name.endswith(".weight") else ("F32", "U8"))
             if of_fp8 and _weights_and_scales(expected.name):
                 if len(self._kept) == _MOST_KEPT:
                     del self._kept[next(iter(self._kept))]

@@ -28,12 +28,7 @@ from fp8dist.parallel.ddp import find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, shard_weights
 from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, unknown, warning
-from fp8dist.parallel.wrappers import (
-    compute_devices,
-    local_parts,
-    reshard,
-    resharded_modules,
-)
+from fp8dist.parallel.wrappers import compute_devices, local_parts, reshard, resharded_modules
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.settings import Start
 from fp8dist.state.slots import Slot

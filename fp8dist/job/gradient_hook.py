@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from fp8dist.common.patterns import matching
 from fp8dist.errors import ConfigurationError
-from fp8dist.parallel.wire import Phases, all_reduce, all_reduce_by_nodes, decode, travels_in_fp8
-from fp8dist.state.arena_sync import ArenaSync
+from fp8dist.parallel.wire import Phases, Reduced, all_reduce, all_reduce_by_nodes, travels_in_fp8, unpack
+from fp8dist.state.arena_sync import ArenaSync, carry
 from fp8dist.state.groups import SyncGroup
 from fp8dist.state.received import Received
 from fp8dist.state.roll_call import failing_by_name
@@ -29,13 +30,12 @@ _UNKNOWN = "a parameter outside of the manager's model"
 
 @dataclass(eq=False)
 class _Bucket:
-    """A bucket under way. ``parts``: its memory that travels in FP8; ``names``: of the parameters there. ``rest``: the
-    all-reduce of the other parameters, its result, and their memory. ``work``: the collective under way."""
+    """A bucket under way. ``parts``: its memory that travels in FP8, and that which does not; ``names``: of all its
+    parameters. ``work``: the collective under way."""
 
     whole: Tensor
-    parts: list[Tensor]
+    parts: tuple[list[Tensor], list[Tensor]]
     names: tuple[str, ...]
-    rest: tuple[dist.Work, Tensor, list[Tensor]] | None
     phases: Phases
     work: dist.Work
     future: torch.futures.Future[Tensor]
@@ -52,7 +52,7 @@ class GradientHook:
 
     Args:
         model: has the names of the parameters.
-        exclude: patterns of names of parameters that travel as before.
+        exclude: patterns of names of parameters that travel in their own dtype, after those of all vectors.
         syncs: of the manager; the one of DDP's ranks carries the digests.
         known: of the manager: the digests by DDP's ranks. Hooks of the same ranks share them.
         ended: called when the last bucket is done.
@@ -72,16 +72,20 @@ class GradientHook:
         self._senders: tuple[int, ...] = ()
         self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._names = {id(one): clean_fqn(name) for name, one in model.named_parameters()}
-        chosen = matching("exclude", exclude, set(self._names.values()))
+        vectors = [self._names[id(one)] for one in model.parameters() if one.ndim <= 1]
+        given = (exclude,) if isinstance(exclude, str) else exclude
+        chosen = matching("exclude", (*vectors, *given), set(self._names.values()))
         self._excluded = {one for one, name in self._names.items() if name in chosen}
         self._syncs, self._known, self._ended = syncs, {} if known is None else known, ended
         self._under_way: list[_Bucket] = []
+        self._backwards = 0
 
     def run(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations as objects, or none.
         """Start to reduce a bucket. COLLECTIVE. ``state``: the process group; None: the default one. Or a DeviceMesh
         of the same ranks, with an axis of nodes and an axis of ranks of a node."""
         if bucket.index() == 0:  # Of a backward that has failed, some may be left.
             self._under_way.clear()
+            self._backwards += 1
             self._prepare(state)
         assert self.group is not None
         with failing_by_name(_OWNER, lambda: "the exchange of gradients in FP8", self.group.ranks):
@@ -110,35 +114,31 @@ class GradientHook:
                 "gradients in FP8 cannot be reduced by a hook that was registered with another process group or mesh "
                 "before. Make a hook for each DDP module"
             )
-        for sync in self._syncs:
-            of_ddp = sync.group is not None and list(sync.group.ranks) == list(self.group.ranks)
-            if of_ddp and sync.communicates and sync.every_step:
-                sync.received = self.received
-                return
+        carry(self._syncs, self.received, self.group.ranks)
 
     def _start(self, group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Any]:
         whole = bucket.buffer()
         if whole.layout is not torch.strided:  # Of an nn.Embedding(sparse=True).
             self._advance()
             return allreduce_hook(group, bucket)
-        parts, rest, names = self._divided(bucket)
+        parts = self._divided(bucket)
         within, between = (None, group) if self._levels is None else self._levels
-        numbers = sum(part.numel() for part in parts) // (1 if within is None else within.size())
+        numbers = sum(part.numel() for part in parts[0]) // (1 if within is None else within.size())
         if not travels_in_fp8(numbers, whole.dtype, between):
             self._advance()
             return allreduce_hook(group, bucket)
+        names = tuple(self._names.get(id(one), _UNKNOWN) for one in bucket.parameters())
+        number = (self._backwards << 20) + bucket.index()
         with self._beside(whole):
-            flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-            phases = all_reduce(flat, group) if self._levels is None else all_reduce_by_nodes(flat, *self._levels)
-            work, others = next(phases), None
-            if rest:
-                mean = torch.cat(rest).div_(group.size())
-                of_rest = dist.all_reduce(mean, group=group, async_op=True)
-                assert of_rest is not None
-                others = of_rest, mean, rest
+            flat, exact = (_together(of, whole) for of in parts)
+            if self._levels is None:
+                phases = all_reduce(flat, exact, group, number)
+            else:
+                phases = all_reduce_by_nodes(flat, exact, *self._levels, number)
+            work = next(phases)
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[whole.device] if whole.is_cuda else [])
         self._advance()
-        self._under_way.append(_Bucket(whole, parts, names, others, phases, work, future))
+        self._under_way.append(_Bucket(whole, parts, names, phases, work, future))
         return future
 
     def _advance(self) -> None:
@@ -150,37 +150,29 @@ class GradientHook:
                     bucket.work = next(bucket.phases)
                 except StopIteration as end:
                     self._under_way.remove(bucket)
-                    self._finish(bucket, *end.value)
+                    self._finish(bucket, end.value)
 
-    def _finish(self, bucket: _Bucket, messages: Tensor, length: int, damaged: Tensor) -> None:
+    def _finish(self, bucket: _Bucket, reduced: Reduced) -> None:
         """Write the gradients of a bucket. Each rank decodes what it has received, its own shard too, so that all ranks
         have the same bits."""
-        self.received.add(bucket.names, messages, damaged, self._senders)
-        flat = bucket.parts[0]
-        if len(bucket.parts) > 1:
-            flat = flat.new_empty(sum(part.numel() for part in bucket.parts))
-        decode(messages.unsqueeze(1), length, flat)
-        if len(bucket.parts) > 1:
-            _write_back(flat, bucket.parts)
-        if bucket.rest is not None:
-            work, mean, rest = bucket.rest
-            work.wait()
-            _write_back(mean, rest)
+        self.received.add(bucket.names, reduced.rows, reduced.damaged, self._senders)
+        sizes = [sum(part.numel() for part in of) for of in bucket.parts]
+        tensors = [of[0] if len(of) == 1 else bucket.whole.new_empty(n) for of, n in zip(bucket.parts, sizes)]
+        unpack(reduced, *tensors)
+        for tensor, parts in zip(tensors, bucket.parts):
+            if len(parts) > 1:
+                _write_back(tensor, parts)
         bucket.future.set_result(bucket.whole)
 
-    def _divided(self, bucket: Any) -> tuple[list[Tensor], list[Tensor], tuple[str, ...]]:
-        """Return the memory of the bucket that travels in FP8, the memory that does not, and the names of the
-        parameters that do."""
-        whole, parameters = bucket.buffer(), bucket.parameters()
-        names = tuple(self._names.get(id(one), _UNKNOWN) for one in parameters if id(one) not in self._excluded)
-        if len(names) == len(parameters):
-            return [whole], [], names
-        divided: tuple[list[Tensor], list[Tensor]] = [], []
+    def _divided(self, bucket: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the memory of the bucket that travels in FP8, and the memory that does not."""
+        parts: tuple[list[Tensor], list[Tensor]] = [], []
         first = 0
-        for parameter in parameters:  # They lie side by side.
-            divided[id(parameter) in self._excluded].append(whole[first : first + parameter.numel()])
-            first += parameter.numel()
-        return *divided, names
+        for exact, run in groupby(bucket.parameters(), lambda one: id(one) in self._excluded):
+            size = sum(parameter.numel() for parameter in run)  # They lie side by side.
+            parts[exact].append(bucket.buffer()[first : first + size])
+            first += size
+        return parts
 
     @contextlib.contextmanager
     def _beside(self, whole: Tensor) -> Iterator[None]:
@@ -193,6 +185,11 @@ class GradientHook:
         self.received.stream.wait_stream(torch.cuda.current_stream(whole.device))
         with torch.cuda.stream(self.received.stream):
             yield
+
+
+def _together(parts: list[Tensor], whole: Tensor) -> Tensor:
+    """Return parts of ``whole`` as one flat tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else whole.new_empty(0)
 
 
 def _write_back(flat: Tensor, parts: Sequence[Tensor]) -> None:

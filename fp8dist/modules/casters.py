@@ -472,8 +472,13 @@ class NVFP4Caster(TensorCaster):
 
 def caster_for(recipe: Recipe, job: JobState, sync: ArenaSync, precision: Precision | None) -> Caster:
     """Return the caster of a recipe. See ``Caster`` for the arguments."""
-    casters: dict[str, type[Caster]] = {"tensor": TensorCaster, "row": RowCaster, "block": BlockCaster, "mx": MXCaster}
-    casters["nvfp4"] = NVFP4Caster
+    casters: dict[str, type[Caster]] = {
+        "tensor": TensorCaster,
+        "row": RowCaster,
+        "block": BlockCaster,
+        "mx": MXCaster,
+        "nvfp4": NVFP4Caster,
+    }
     return casters[recipe.by](recipe, job, sync, precision)
 
 
@@ -482,7 +487,7 @@ def _as_one_matrix(
 ) -> Cast:
     """Return a cast of weights [E, n, k] as one matrix [E n, k], and likewise of columns: no scale belongs to more than
     a row."""
-    copies = []
+    copies: list[Tensor] = []
     for wanted, stored in ((request.rows, x), (request.columns, x.mT)):
         experts, lines, width = stored.shape
         made: Iterable[Tensor] = (x.new_empty(0),) * 2

@@ -1,4 +1,5 @@
-"""The private state of torch's FSDP and DDP that this package reads, with checks that this torch has it.
+"""The private state of torch's FSDP, DDP, autograd and process groups that this package reads or replaces, with checks
+that this torch has it.
 
 torch has no public API for these queries. If a new torch drops a private name, the answer must not silently become
 "no", because a check would then pass without looking. So this file names every private attribute that it reads, and
@@ -8,33 +9,40 @@ of ``refusal``. All functions are local.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import has_base, is_dtensor, local_part
 
 __all__ = [
     "TESTED",
+    "engine_replaced",
     "fsdp1_ignored",
     "fsdp1_modules",
     "fsdp1_replicas",
     "fsdp2_gathered",
     "fsdp2_gathered_dtypes",
     "fsdp2_groups",
+    "fsdp2_mesh",
     "fsdp2_modules",
     "fsdp2_reductions",
     "fsdp2_shard_groups",
+    "group_named",
     "has_fsdp1_mark",
     "has_fsdp2_hook",
     "missing_fsdp1_mark",
     "missing_fsdp2_hook",
     "reduced_by_ddp",
+    "reductions_replaced",
     "refusal",
     "require_checkable",
     "require_known_ddp",
@@ -56,12 +64,22 @@ _PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param")
 _DDP = ("_module_parameters", "_get_ddp_logging_data", "_delay_all_reduce_all_params", "_use_python_reducer")
 _REDUCER = ("prepare_for_backward", "_check_reducer_finalized", "_reset_state")
 """Of DDP's reducer."""
+_ENGINE = "_engine_run_backward"
+"""Of torch.autograd: what ``backward`` and ``grad`` call, looked up at each call."""
+_REDUCTIONS = (
+    *("allreduce", "allreduce_coalesced", "reduce"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+)
+"""Of a ProcessGroup: what torch.distributed calls to reduce. Newer torch has more, with "reduce" in their names."""
+_RESOLVE = "_resolve_process_group"
+"""Of torch._C._distributed_c10d: gets the name of a process group, and returns the group."""
 
 _SETTERS = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
 """Of an FSDPModule: public, but newer than FSDP2."""
 
 _EXPORT = ("export() under FSDP2", "export a checkpoint with fp8dist export")
 _WIRE = ("gradients in FP8 under FSDP2", "leave them in high precision")
+_EXACT = ("exact arithmetic", "compare the job with one process by tolerances")
 """What is refused, and what to do instead; see ``refusal``."""
 
 
@@ -159,6 +177,18 @@ def fsdp2_reductions(module: nn.Module) -> list[tuple[int, int]]:
         numbers = sum(one.sharded_param.numel() for one in group.fsdp_params if one.sharded_param.requires_grad)
         found.append((numbers, 1 if shards is None else shards.size()))
     return found
+
+
+def fsdp2_mesh(module: nn.Module) -> DeviceMesh:
+    """Return the mesh of an FSDP2 module: its shards, and with HSDP its replicas.
+
+    Raises:
+        ConfigurationError: a name is missing; see ``refusal``.
+    """
+    for group in fsdp2_groups(module, *_WIRE):
+        if isinstance(mesh := getattr(group.mesh_info, "mesh", None), DeviceMesh):
+            return mesh
+    raise refusal(_WIRE[0], "FSDPMeshInfo.mesh", _WIRE[1])
 
 
 def fsdp2_gathered_dtypes(whole: nn.Module) -> dict[int, torch.dtype]:
@@ -362,6 +392,58 @@ def require_known_ddp(wrapper: Any, what: str, instead: str) -> None:
     missing += [f"Reducer.{name}" for name in _REDUCER if not hasattr(wrapper.reducer, name)]
     if missing:
         raise refusal(what, missing[0], instead)
+
+
+# Autograd and process groups ---------------------------------------------------------------------
+
+Wrapper = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""Gets the name of a function, and the function. Returns what replaces it."""
+
+
+def engine_replaced(wrapper: Wrapper) -> contextlib.AbstractContextManager[None]:
+    """Replace the function that runs autograd's engine, in this block.
+
+    Raises:
+        ConfigurationError: this torch lacks it; see ``refusal``.
+    """
+    return _replaced(torch.autograd, [_ENGINE], wrapper)
+
+
+def reductions_replaced(wrapper: Wrapper) -> contextlib.AbstractContextManager[None]:
+    """Replace the methods of process groups that reduce, in this block. DDP's reducer, in C++, does not call them.
+
+    Raises:
+        ConfigurationError: this torch lacks one; see ``refusal``.
+    """
+    newer = [name for name in vars(dist.ProcessGroup) if "reduce" in name and not name.startswith("__")]
+    return _replaced(dist.ProcessGroup, list(dict.fromkeys([*_REDUCTIONS, *newer])), wrapper)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, names: list[str], wrapper: Wrapper) -> Iterator[None]:
+    missing = [name for name in names if name not in vars(owner)]
+    if missing:
+        raise refusal(_EXACT[0], f"{owner.__name__}.{missing[0]}", _EXACT[1])
+    originals = {name: vars(owner)[name] for name in names}  # Not by getattr, which would bind a method.
+    try:
+        for name in names:
+            setattr(owner, name, wrapper(name, getattr(owner, name)))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the process group that functional collectives give this name.
+
+    Raises:
+        ConfigurationError: this torch has no such query; see ``refusal``.
+    """
+    resolve: Callable[[str], dist.ProcessGroup] | None = getattr(torch._C._distributed_c10d, _RESOLVE, None)
+    if resolve is None:
+        raise refusal(_EXACT[0], f"_distributed_c10d.{_RESOLVE}", _EXACT[1])
+    return resolve(name)
 
 
 def _names(function: Any) -> set[str]:

@@ -3,14 +3,15 @@ in float32. DDP then gathers the sums, cast again; FSDP2 keeps its own. See docs
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.state.received import Received
 from fp8dist_kernels import BLOCK
 from fp8dist_kernels.ops import version_of_backend
 from fp8dist_kernels.reference import wire
@@ -20,15 +21,26 @@ __all__ = [
     "MOST_RANKS",
     "FP8ReduceScatter",
     "Phases",
+    "Reduced",
     "all_reduce",
     "all_reduce_by_nodes",
-    "decode",
     "travels_in_fp8",
+    "unpack",
 ]
 
-Phases = Generator[dist.Work, None, tuple[Tensor, int, Tensor]]
-"""What yields collectives, and returns messages, their length, and from which ranks of the all-to-all this rank has
-received other bytes than they had sent, bool[ranks]."""
+
+class Reduced(NamedTuple):
+    """What all ranks have received of a bucket. ``rows``: uint8[parts, bytes], for ``unpack``. ``length``: numbers of a
+    part. ``damaged``: from which ranks of the all-to-all this rank has received other bytes than they had sent,
+    bool[ranks]."""
+
+    rows: Tensor
+    length: int
+    damaged: Tensor
+
+
+Phases = Generator[dist.Work, None, Reduced]
+"""What yields collectives that have started. The caller waits for each, and goes on."""
 
 LEAST = 1 << 15
 """Fewest numbers of a message, in which each rank sends a shard to another one: of fewer, the time does not depend on
@@ -73,61 +85,112 @@ def decode(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> N
     version_of_backend("auto", out.device, wire).decode(messages, length, out, factor)
 
 
-def all_reduce(flat: Tensor, group: dist.ProcessGroup, factor: float | None = None) -> Phases:
-    """Start to add up a flat tensor over the ranks of a group. COLLECTIVE: an all-to-all, then an all-gather.
-
-    Yields each collective when it has started. The caller waits for it, and goes on.
+def all_reduce(
+    flat: Tensor, exact: Tensor, group: dist.ProcessGroup, number: int, factor: float | None = None
+) -> Phases:
+    """Start to average flat tensors over the ranks of a group. COLLECTIVE: an all-to-all, then an all-gather.
 
     Args:
-        flat: [n], contiguous.
-        factor: by what the terms of the sum are multiplied. None: one over the size of the group.
-
-    Returns:
-        The mean as messages, uint8[parts, bytes], and the ``length`` of a part, for ``decode``; and which senders'
-        messages were damaged: the all-gather carries checksums of what each rank has sent to each.
+        flat: [n], contiguous, travels in FP8.
+        exact: [m], travels in its own dtype in the same messages, and is added up in float64.
+        number: of this bucket of this backward, the same on all ranks: see ``_checksums``.
+        factor: by what the terms of a sum are multiplied. None: one over the size of the group.
     """
     count = group.size()
     length = -(-flat.numel() // (count * BLOCK)) * BLOCK
-    sent = encode(flat, count, length)
+    sent = _sealed(torch.cat([encode(flat, count, length), _pieces(exact, count)], 1), group, number)
     received = torch.empty_like(sent)
     yield dist.all_to_all_single(received, sent, group=group, async_op=True)
-    mean = torch.empty(length, device=flat.device)
-    decode(received.unsqueeze(0), length, mean, 1.0 / count if factor is None else factor)
-    mine = torch.cat([encode(mean, 1, length), _checksums(sent).view(torch.uint8).unsqueeze(0)], 1)
+    rows, damaged = _opened(received, group, number)
+    numbers, pieces = _divided(rows, length, exact.dtype)
+    mean, factor = torch.empty(length, device=flat.device), 1.0 / count if factor is None else factor
+    decode(numbers.unsqueeze(0), length, mean, factor)
+    of_exact = pieces.double().sum(0, keepdim=True).mul_(factor).to(exact.dtype)
+    mine = torch.cat([encode(mean, 1, length), of_exact.view(torch.uint8)], 1)
     gathered = mine.new_empty(count, mine.shape[1])
     yield _all_gather(gathered, mine, group=group, async_op=True)
-    messages, sums = gathered.split([sent.shape[1], 8 * count], 1)
-    damaged = sums.contiguous().view(torch.int64)[:, group.rank()] != _checksums(received)
-    return messages.contiguous(), length, damaged
+    return Reduced(gathered, length, damaged)
 
 
-def _checksums(messages: Tensor) -> Tensor:
-    """Return the sum of the 32-bit words of each message, int64[count]."""
-    return messages.view(torch.int32).sum(1)
+def unpack(reduced: Reduced, flat: Tensor, exact: Tensor) -> None:
+    """Write the means of ``all_reduce`` to tensors like those that were given to it. Local."""
+    numbers, pieces = _divided(reduced.rows, reduced.length, exact.dtype)
+    decode(numbers.unsqueeze(1), reduced.length, flat)
+    exact.copy_(pieces.view(-1)[: exact.numel()])
 
 
-def all_reduce_by_nodes(flat: Tensor, within: dist.ProcessGroup, between: dist.ProcessGroup) -> Phases:
+def _pieces(exact: Tensor, count: int) -> Tensor:
+    """Return a flat tensor as bytes, cut for so many ranks: uint8[count, bytes], padded to whole float64."""
+    size = -(-exact.numel() // (count * 4)) * 4
+    return nn.functional.pad(exact, (0, count * size - exact.numel())).view(count, size).view(torch.uint8)
+
+
+def _divided(rows: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the messages in FP8 of ``rows``, and the numbers in full precision after them, both contiguous."""
+    size = wire.message_bytes(length)
+    return rows[:, :size].contiguous(), rows[:, size:].contiguous().view(dtype)
+
+
+def _sealed(rows: Tensor, group: dist.ProcessGroup, number: int) -> Tensor:
+    """Return messages uint8[ranks, bytes] to the ranks of a group, each followed by its checksum. Local."""
+    ranks = torch.arange(group.size(), device=rows.device)
+    sums = _checksums(rows, number, group.rank(), ranks)
+    return torch.cat([rows, sums.unsqueeze(1).view(torch.uint8)], 1)
+
+
+def _opened(rows: Tensor, group: dist.ProcessGroup, number: int) -> tuple[Tensor, Tensor]:
+    """Return the messages that were received from the ranks of a group, and from whom other bytes came than were sent,
+    bool[ranks]. Local."""
+    rows, sums = rows.split([rows.shape[1] - 8, 8], 1)
+    rows = rows.contiguous()
+    ranks = torch.arange(group.size(), device=rows.device)
+    return rows, sums.contiguous().view(torch.int64)[:, 0] != _checksums(rows, number, ranks, group.rank())
+
+
+def _checksums(rows: Tensor, number: int, sender: Tensor | int, receiver: Tensor | int) -> Tensor:
+    """Return the sum of the 32-bit words of each message, int64[rows], plus what is sent by whom to whom: a message of
+    another step or bucket, or for another rank, is not taken for this one."""
+    return rows.view(torch.int32).sum(1) + (number * MOST_RANKS + sender) * MOST_RANKS + receiver
+
+
+def all_reduce_by_nodes(
+    flat: Tensor, exact: Tensor, within: dist.ProcessGroup, between: dist.ProcessGroup, number: int
+) -> Phases:
     """The same over a mesh: in bf16 within a node, and in FP8 between nodes, of each rank's part. COLLECTIVE: a
-    reduce-scatter and an all-gather within, and those of ``all_reduce`` between.
+    reduce-scatter and an all-gather within, and those of ``all_reduce`` between. ``exact`` has a reduce-scatter of its
+    own.
 
     Args:
         within: the ranks of this node. ``between``: those that have this rank's place in their nodes.
     """
     ranks = within.size() * between.size()
-    length = -(-flat.numel() // (ranks * BLOCK)) * BLOCK
-    sent = flat.new_zeros(ranks * length, dtype=torch.bfloat16)
-    sent[: flat.numel()] = flat / ranks  # Before the sums, which then stay finite, as in DDP.
-    part = sent.new_empty(between.size() * length)
-    yield _reduce_scatter(part, sent, group=within, async_op=True)
-    messages, length, damaged = yield from all_reduce(part, between, 1.0)
-    everyone = messages.new_empty(within.size() * len(messages), messages.shape[1])
-    yield _all_gather(everyone, messages, group=within, async_op=True)
-    return everyone, length, damaged
+    parts: list[Tensor] = []
+    for tensor, dtype, unit in ((flat, torch.bfloat16, BLOCK), (exact, exact.dtype, 4)):
+        length = -(-tensor.numel() // (ranks * unit)) * unit
+        sent = tensor.new_zeros(ranks * length, dtype=dtype)
+        sent[: tensor.numel()] = tensor / ranks  # Before the sums, which then stay finite, as in DDP.
+        parts.append(sent.new_empty(between.size() * length))
+        if length:
+            yield _reduce_scatter(parts[-1], sent, group=within, async_op=True)
+    rows, length, damaged = yield from all_reduce(parts[0], parts[1], between, number, 1.0)
+    everyone = rows.new_empty(within.size() * len(rows), rows.shape[1])
+    yield _all_gather(everyone, rows, group=within, async_op=True)
+    return Reduced(everyone, length, damaged)
 
 
 class FP8ReduceScatter:
     """What FSDP2's ``set_custom_reduce_scatter`` takes: reduces gradients in FP8. COLLECTIVE over the group of a call:
-    an all-to-all, or the plain reduce-scatter of fewer than ``LEAST`` numbers for each rank."""
+    an all-to-all, or the plain reduce-scatter of fewer than ``LEAST`` numbers for each rank.
+
+    Args:
+        name: of the module.
+        received: is given the messages that were damaged.
+        started: called before an exchange.
+    """
+
+    def __init__(self, name: str, received: Received, started: Callable[[], None]) -> None:
+        self._names, self._received, self._started = (name or "the model",), received, started
+        self._calls = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialised memory. Local."""
@@ -141,10 +204,14 @@ class FP8ReduceScatter:
         if not travels_in_fp8(input_tensor.numel(), input_tensor.dtype, group):
             return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         factor = _factor_of(op, group)
-        sent = encode(input_tensor, group.size(), output_tensor.numel())
+        self._started()
+        self._calls += 1
+        sent = _sealed(encode(input_tensor, group.size(), output_tensor.numel()), group, self._calls)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        decode(received.unsqueeze(0), output_tensor.numel(), output_tensor, factor)
+        rows, damaged = _opened(received, group, self._calls)
+        self._received.add_damaged(self._names, damaged, tuple(dist.get_process_group_ranks(group)))
+        decode(rows.unsqueeze(0), output_tensor.numel(), output_tensor, factor)
         return None
 
 

@@ -17,7 +17,7 @@ import contextlib
 import enum
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist_kernels.reference.update import OUTCOME
 
-__all__ = ["ArenaSync", "Evidence", "Phase", "Proof", "SyncCounters", "Verdict"]
+__all__ = ["ArenaSync", "Evidence", "Phase", "Proof", "SyncCounters", "Verdict", "carry"]
 
 _NEUTRAL_WORD = torch.iinfo(torch.int32).min
 
@@ -465,6 +465,14 @@ class ArenaSync:
         state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None)
         state.update(waits=Waits(), lookout=None, measured=None, received=None)
         return state
+
+
+def carry(syncs: Iterable[ArenaSync], received: Received, ranks: Sequence[int]) -> None:
+    """Let the sync of each step of exactly these ranks, if there is one, carry what they have received. Local."""
+    for sync in syncs:
+        if sync.communicates and sync.every_step and sync.group is not None and [*sync.group.ranks] == [*ranks]:
+            sync.received = received
+            return
 
 
 def waits_on_the_device(device: torch.device) -> bool:

@@ -1,5 +1,5 @@
-"""Digests of the gradients that a rank received in FP8. DDP's ranks receive the same bytes, or one of them has not got
-what the others have.
+"""What a rank received of gradients in FP8: digests, because DDP's ranks receive the same bytes, or one of them has not
+got what the others have; and from which ranks messages came damaged.
 
 With a manager, the header of each sync carries the digests of all steps before it, added to the digest of the scales:
 the message keeps its size. They change at boundaries only, because results of several launches between two boundaries
@@ -23,7 +23,8 @@ __all__ = ["Received"]
 
 
 class Received:
-    """A digest for each set of parameters whose gradients travelled in one message, of all its messages so far.
+    """For each set of parameters whose gradients travelled in one message: a digest of all its messages so far, and the
+    ranks that this rank has received damaged messages from. FSDP2's ranks keep other shards: no digest.
 
     By names and not by a bucket's number, because DDP makes other buckets after its first backward.
 
@@ -45,12 +46,11 @@ class Received:
         """Add messages, uint8 of any shape, with the gradients of these parameters. Local.
 
         Args:
-            damaged: bool[senders]: from whom this rank has received, before, other bytes than were sent.
-            senders: their ranks.
+            damaged, senders: of the messages before the sum, see ``add_damaged``.
         """
+        self.add_damaged(names, damaged, senders)
         if self._digester is None or self._digester.device != messages.device:
             self._digester = ContentDigest(messages.device, "torch")  # Triton's copies a table from pinned memory.
-        self._damaged[names] = damaged | self._damaged[names][0] if names in self._damaged else damaged, senders
         before = self._digests.get(names)
         if before is None:
             seed = int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), "little", signed=True)
@@ -58,16 +58,27 @@ class Received:
         leaves = self._digester.leaves(messages)
         self._digests[names] = self._digester.digests(leaves, [block_count(messages.nbytes)], before)
 
+    def add_damaged(self, names: tuple[str, ...], damaged: Tensor, senders: tuple[int, ...]) -> None:
+        """Note which messages were damaged. Local.
+
+        Args:
+            names: of the parameters, or of FSDP2's module.
+            damaged: bool[senders]: from whom this rank has received other bytes than were sent.
+            senders: their ranks.
+        """
+        before = self._damaged.get(names)
+        self._damaged[names] = damaged if before is None else damaged | before[0], senders
+
     def texts(self) -> dict[str, str]:
         """Return the digests as text, by a text with names of the parameters. Local; waits for the device."""
         found: dict[str, str] = {}
-        for names, digest in self._digests.items():
+        for names, (damaged, senders) in self._damaged.items():
             shown = f"{first_few(names)}, as received in FP8"
-            first, second = (word & (1 << 64) - 1 for word in digest[0].tolist())
-            damaged, senders = self._damaged[names]
             ranks = ", ".join(str(rank) for rank, wrong in zip(senders, damaged.tolist()) if wrong)
-            lost = f"damaged from rank {ranks}, " if ranks else ""  # First: long texts are cut.
-            found[shown] = f"{found.get(shown, '')}{lost}{first:016x}{second:016x}"
+            found[shown] = found.get(shown, "") + (f"damaged from rank {ranks}" if ranks else "intact")
+            if names in self._digests:  # Last: long texts are cut.
+                first, second = (word & (1 << 64) - 1 for word in self._digests[names][0].tolist())
+                found[shown] += f", {first:016x}{second:016x}"
         return found
 
     def forget(self) -> None:
@@ -78,12 +89,10 @@ class Received:
 
     def pass_boundary(self) -> None:
         """Let the next header carry the messages so far. Local."""
-        digests = [*self._digests.values()]
-        if digests:
-            self._sent = mix(torch.cat(digests)[:, 0]).sum(0, keepdim=True)
-            self._sent += torch.cat([damaged for damaged, _ in self._damaged.values()]).sum() * (1 + dist.get_rank())
-        else:
-            self._sent = None
+        self._sent, digests = None, [*self._digests.values()]
+        if self._damaged:
+            damaged = torch.cat([damaged for damaged, _ in self._damaged.values()]).sum() * (1 + dist.get_rank())
+            self._sent = (damaged + mix(torch.cat(digests)[:, 0]).sum() if digests else damaged).reshape(1)
         self._sent_generation = self.generation
 
     def write_to(self, message: Tensor) -> int:

@@ -44,8 +44,8 @@ class Recipe:
     ``delayed``: True if scales come from earlier steps. They are then state that ranks synchronise at every step.
     Otherwise each tensor is cast just in time, with scales from its own amaxes: nothing is kept, and only weights that
     ranks share as FP8 bytes are synchronised. ``by``: the part of a tensor that has a scale of its own. ``gathers``:
-    FSDP2 can gather weights in FP8, because the cast for dgrad follows from the gathered rows. ``casts_experts``: it
-    multiplies experts.
+    FSDP2 can gather weights in FP8, because the cast for dgrad follows from the gathered rows. ``casts_experts``: there
+    are kernels for experts.
     """
 
     delayed: ClassVar[bool] = False

@@ -77,8 +77,7 @@ class Training:
 
     def make_model(self) -> GPT:
         """Return the model."""
-        options = self.options
-        return GPT(options.layers, options.width, options.heads, options.context)
+        return GPT(self.options.layers, self.options.width, self.options.heads, self.options.context)
 
     def prepare(self) -> fp8dist.StateManager:
         """Convert the model's Linears to FP8."""
@@ -217,10 +216,13 @@ class Training:
 
         They depend only on seed, stream, step, rank and microbatch.
         """
+        return self.windows(self.texts[0], self.starts(step, microbatch, stream, self.ranks.rank))
+
+    def starts(self, step: int, microbatch: int, stream: int, rank: int) -> Tensor:
+        """Return where the windows of a rank's microbatch begin, int64 [batch]."""
         options = self.options
-        random = np.random.default_rng([options.seed, stream, step, self.ranks.rank, microbatch])
-        starts = random.integers(0, len(self.texts[0]) - options.context, options.batch_size)
-        return self.windows(self.texts[0], torch.from_numpy(starts))
+        random = np.random.default_rng([options.seed, stream, step, rank, microbatch])
+        return torch.from_numpy(random.integers(0, len(self.texts[0]) - options.context, options.batch_size))
 
     def windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Return (tokens, targets), int64 [n, context]: the windows of a text that begin at these bytes."""

@@ -34,9 +34,10 @@ from tests.support.lab.options import parse as parse_job
 
 FILE = "convergence.json"
 LAB = ("-m", "tests.support.lab")
+ON_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 OURS = (
     *("--precision", "--recipe", "--high-gemms", "--fast-gemms", "--seed", "--out", "--parallel"),
-    *("--steps", "--save-every", "--resume"),
+    *("--steps", "--save-every", "--resume", "--fp8-gradients", "--share-batch"),
 )
 """Flags of the lab that this program sets itself, or that would make the runs incomparable."""
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         for (name, _), task in tasks.items():
             if name != "gradients":
-                parse_job(task.program[len(LAB) :])  # Rejects wrong flags before anything runs.
+                parse_job(task.program[task.program.index(LAB[1]) + 1 :])  # Rejects wrong flags before anything runs.
         run_all(list(tasks.values()), own.jobs, _say)
     except BadInput as error:
         _say(f"error: {error}")
@@ -117,9 +118,11 @@ def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int
         made["gradients", 0] = Task("gradients", folder, program, "gradients.json", stamp, about)
     for seed in range(own.seeds):
         for name in own.variants:
-            folder = own.out / name / f"seed-{seed}"
-            place = ("--parallel", "none", "--seed", str(seed), "--out", str(folder))
-            program = (*LAB, *common, *VARIANTS[name].flags, *place)
+            folder, variant = own.out / name / f"seed-{seed}", VARIANTS[name]
+            place = ("--parallel", "none" if variant.ranks == 1 else "ddp", "--seed", str(seed), "--out", str(folder))
+            program = (*LAB, *common, *variant.flags, *place)
+            if variant.ranks > 1:
+                program = (*ON_RANKS, str(variant.ranks), *program)
             made[name, seed] = Task(f"{name}, seed {seed}", folder, program, "summary.json", stamp, about)
     return made
 

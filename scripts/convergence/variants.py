@@ -10,11 +10,13 @@ REFERENCE = "fp32"
 
 
 class Variant(NamedTuple):
-    """``goal``: the largest allowed gap of the final training loss to FP32, in percent; None: no goal."""
+    """``goal``: the largest allowed gap of the final training loss to FP32, in percent; None: no goal. ``ranks``: with
+    DDP, on the batches of one rank."""
 
     title: str
     flags: tuple[str, ...]
     goal: float | None = None
+    ranks: int = 1
 
 
 def _fp8(recipe: str, *more: str) -> tuple[str, ...]:
@@ -32,5 +34,8 @@ VARIANTS = MappingProxyType(
         "block": Variant("FP8, block", _fp8("block"), 0.25),
         "mxfp8": Variant("MXFP8", _fp8("mxfp8"), 0.25),
         "nvfp4": Variant("NVFP4, emulated", _fp8("nvfp4")),
+        "fp8-gradients": Variant(
+            "FP32, gradients in FP8", ("--precision", "fp32", "--fp8-gradients", "--share-batch"), ranks=2
+        ),
     }
 )

@@ -23,6 +23,7 @@ from tests.support.by_hand import WIDTH, ByHand, add_up
 from tests.support.logs import captured_log
 from tests.support.quiet_ranks import zero_redundancy
 from tests.support.ranks import RankPool
+from tests.support.suite import few
 
 CHECKS = 720
 """Of each job: fourteen jobs make ten thousand."""
@@ -230,8 +231,8 @@ def _train(name: str, checks: int) -> Any:
     return [text for _, text in log], manager.metrics()["fp8/checks"]
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("checks", [3, pytest.param(CHECKS, marks=[pytest.mark.long, pytest.mark.nightly])])
+@pytest.mark.parametrize("name", few(JOBS, "zero", "lora", "average of weights", "hsdp", "experts without tokens"))
+@pytest.mark.parametrize("checks", few([3, CHECKS], 3))
 @pytest.mark.timeout(300)
 def test_no_check_of_a_healthy_job_warns(name: str, checks: int, four_ranks: RankPool, two_ranks: RankPool) -> None:
     pool = four_ranks if name == "hsdp" else two_ranks

@@ -22,6 +22,7 @@ import fp8dist
 from fp8dist.cli.main import main
 from tests.support import forked
 from tests.support.pages import blocks, pages
+from tests.support.suite import few
 
 SAVED, KILLED, LAST = 5, 9, 10
 """Steps: the first save; the one that ends with SIGKILL; the last save. The recorder watches one after the kill."""
@@ -78,7 +79,7 @@ def _run(program: str, folder: Path, ranks: int, *actions: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("job", few(["ddp", "fsdp2"], "fsdp2"))
 def test_a_job_whose_weights_are_nan_on_all_ranks_saves_no_more(tmp_path: Path, job: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(_program(f"docs/{job}-complete.md"))
@@ -149,7 +150,7 @@ def test_a_ddp_job_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert f"step-{LAST:06d}" in page.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_fsdp2_job_resumes_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
     program = _program("docs/fsdp2-complete.md")
     _run(program, tmp_path / "whole", 2)

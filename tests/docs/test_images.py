@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fp8dist
-from scripts.convergence import results
+from scripts import results_files
 from scripts.convergence.comparison import compare
 from scripts.convergence.variants import VARIANTS
 from tests.support.pages import ROOT, pages
@@ -98,7 +98,7 @@ def _texts(name: str, look: str) -> list[str]:
 
 def test_final_gaps_in_the_picture_of_losses_are_those_of_the_results() -> None:
     """If this fails, the curves are of other runs than the tables: draw the picture anew from the results."""
-    data = results.load(ROOT)
+    data = results_files.load("convergence", ROOT)
     assert data is not None
     found = {VARIANTS[name].title: one.training_gap for name, one in compare(data["runs"]).items()}
     gaps = {title: f"{gap.mean:+.3f} %" for title, gap in found.items() if gap is not None}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -73,6 +74,29 @@ def test_modules_that_a_checkpoint_runs_again_compute_the_same(reentrant: bool) 
     for block in model.blocks:
         block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=reentrant)  # type: ignore[method-assign]
     assert all(map(torch.equal, gradients(model, tokens), expected))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch.autograd, "_engine_run_backward"),
+        (dist.ProcessGroup, "allreduce"),
+        (dist.ProcessGroup, "_reduce_scatter_base"),
+        (torch._C._distributed_c10d, "_resolve_process_group"),
+    ],
+)
+def test_a_torch_without_a_private_name_is_refused(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In silence, averages would be those of integers, and checkpoints would compute with real functions."""
+
+    def step() -> None:
+        with arithmetic():
+            torch.ones(2, requires_grad=True).sum().backward()
+            torch.ops._c10d_functional.all_reduce.default(torch.ones(2), "avg", "a group")
+
+    monkeypatch.delattr(owner, name)
+    refused = rf"^exact arithmetic: torch .* has no .*{name}, which fp8dist reads .* by tolerances$"
+    with pytest.raises(ConfigurationError, match=refused):
+        step()
 
 
 class Entropies(torch.autograd.Function):

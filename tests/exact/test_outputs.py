@@ -61,6 +61,16 @@ def test_the_first_wrong_output() -> None:
     )
 
 
+def test_the_first_wrong_output_is_compared_with_the_nearest_call() -> None:
+    first, second = right()
+    second["norm"] = [call.clone() for call in REFERENCE["norm"]]
+    second["norm"][1][2, 1] = residues(8, seed=8)
+    assert sentence(first, second) == (
+        "norm: the first wrong output, on rank 1 (8 of 96 elements differ: [2, 1, 0], [2, 1, 1], [2, 1, 2] and 5 more; "
+        "all in slice 1 of dim 1). All outputs before it are the reference's"
+    )
+
+
 def test_after_summands_a_sum_is_missing() -> None:
     first, second = right()
     first["mlp"], second["mlp"] = list(residues(2, 3, 4, 8, seed=6)), list(residues(2, 3, 4, 8, seed=7))

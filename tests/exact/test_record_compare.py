@@ -181,6 +181,28 @@ def test_a_user_adds_a_surrogate(tmp_path: Path) -> None:
     assert exact.compare(model, step, tmp_path / "reference", surrogates=cubic).equal
 
 
+def test_surrogates_of_the_job_alone_or_of_the_reference_alone_are_refused(tmp_path: Path) -> None:
+    """Otherwise a right program would be reported as wrong."""
+
+    def doubled(x: Tensor, **_: str) -> Tensor:
+        return x + x
+
+    def step() -> None:
+        raise AssertionError("does not run")
+
+    exact.record(small(), of_rows, ROWS, tmp_path / "plain")
+    mine = {nn.functional.gelu: doubled, doubled: torch.neg}
+    exact.record(small(), of_rows, ROWS, tmp_path / "changed", surrogates=mine)
+    job = r"^exact\.record got surrogates for none, and exact\.compare on rank 0 for .*doubled, torch\..*gelu: give"
+    with pytest.raises(ConfigurationError, match=job):
+        exact.compare(small(), step, tmp_path / "plain", surrogates=mine)
+    with pytest.raises(ConfigurationError, match=r"doubled, torch\.nn\.functional\.gelu, and .* on rank 0 for none:"):
+        exact.compare(small(), step, tmp_path / "changed")
+    model = small()
+    other = {nn.functional.gelu: lambda x, **_: x, doubled: torch.neg}  # Each side may have its own replacement.
+    assert not exact.compare(model, lambda: model(ROWS).sum().backward(), tmp_path / "changed", surrogates=other).equal
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
@@ -211,7 +233,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         save_file(kept, tmp_path / "cut", file.metadata())
     with pytest.raises(CheckpointError, match="cut: 'output/0/'"):
         read_reference(tmp_path / "cut")
-    save_file({"x": ROWS}, tmp_path / "other", {"format": "fp8dist.exact 1", "prime": "7"})
+    save_file({"x": ROWS}, tmp_path / "other", {"format": "fp8dist.exact 2", "prime": "7"})
     with pytest.raises(CheckpointError, match="not written by"):
         read_reference(tmp_path / "other")
 

@@ -21,7 +21,7 @@ def reference() -> Reference:
         "up.bias": torch.zeros(8, dtype=torch.int64),
         "down.weight": residues(4, 8, seed=3),
     }
-    return Reference(parameters, {}, {}, {"head.weight": "embed.weight"})
+    return Reference(parameters, {}, {}, {"head.weight": "embed.weight"}, [])
 
 
 def cut(rank: int, ranks: int = 2) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ def test_values_that_the_reference_has_not() -> None:
     whole = reference().parameters["embed.weight"].clone()
     whole[0, 0] += 1
     assert sentences(cut(0) | {"embed.weight": whole}, cut(1) | {"up.weight": other}) == [
-        "the parameter embed.weight is not the reference's: rank 0: 1 of 32 elements differ",
+        "the parameter embed.weight is not the reference's: rank 0: 1 of 32 elements differ: [0, 0]",
         "the parameter up.weight is not the reference's: rank 1: it has slices of dim 0 that the reference has not",
     ]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8dist.exact.field import P
-from fp8dist.exact.placement import HeldPart, cut_dim, displaced, part_of
+from fp8dist.exact.placement import HeldPart, displaced, part_of
+from fp8dist.exact.shards import cut_dim
 from fp8dist.exact.solver import combined, fraction_text, small_fraction, solve
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -157,10 +158,46 @@ def test_the_earliest_in_backward_is_the_culprit() -> None:
     shards = shards_of(2)
     report = judged(shards, {name: list(residues(2, *SHAPES[name], seed=7)) for name in ("first", "norm")})
     assert str(report) == (
-        "norm: not the reference's, and no equation explains it. Gradients that backward computes "
+        "norm: not the reference's, and no equation explains it. On rank 0: 4 of 4 elements differ: [0], [1], [2] and "
+        "1 more; rank 1: 4 of 4 elements differ: [0], [1], [2] and 1 more. Gradients that backward computes "
         "before it are right, the last of them head\ndownstream, 1 more differ: first"
     )
     assert (report.findings[0].names, report.downstream) == (("norm",), ("first",))
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "text"),
+    [
+        (
+            WHOLE,
+            (slice(2, 4),),
+            "8 of 24 elements differ: [2, 0], [2, 1], [2, 2] and 5 more; all in slices 2 to 3 of dim 0",
+        ),
+        (WHOLE, (5, 3), "1 of 24 elements differ: [5, 3]"),
+        (WHOLE, (slice(None),), "24 of 24 elements differ: [0, 0], [0, 1], [0, 2] and 21 more"),
+        (
+            HeldPart(1, (1, 3)),
+            (slice(4), 1),
+            "4 of 12 elements differ: [0, 3], [1, 3], [2, 3] and 1 more; all in slice 3 of dim 1",
+        ),
+    ],
+)
+def test_what_no_equation_explains_is_placed(part: HeldPart, place: tuple[int | slice, ...], text: str) -> None:
+    """The places are those in the whole tensor."""
+    shards = shards_of(2)
+    right = part.of(weighted(shards["head"], "1", "1"))
+    wrong = right.clone()
+    wrong[place] = residues(*wrong[place].shape, seed=5)
+    held = {"head": [Holding(rank, part, each) for rank, each in enumerate([right, wrong, wrong, right])]}
+    assert str(judge_gradients(["head"], shards, held)) == (
+        f"head: not the reference's, and no equation explains it. On ranks 1, 2: {text}"
+    )
+
+
+def test_a_scalar_that_no_equation_explains() -> None:
+    held = {"scale": [Holding(0, WHOLE, torch.tensor(5))]}
+    report = judge_gradients(["scale"], {"scale": torch.tensor([1, 2])}, held)
+    assert report.findings[0].sentence.endswith("On rank 0: 1 of 1 elements differ")
 
 
 def test_equations_come_in_the_order_of_the_backward() -> None:

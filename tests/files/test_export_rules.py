@@ -1,9 +1,9 @@
 """The rules by which vLLM and Transformers read exported models, as data. Each rule says where it is written.
 
 Sources: vLLM (github.com/vllm-project/vllm, below vllm/model_executor/: the schemes at commit de4766a, fp8 at
-1436674, compressed_tensors at 004dadb), Transformers 5.23 and compressed-tensors 0.20 (below the package). vLLM needs a
-GPU, so its rules are checked without it; tests/integrations/test_transformers_export.py loads such folders with the
-other two.
+1436674, compressed_tensors at 004dadb, its scheme for MXFP8 at 109f2f2), Transformers 5.23 and compressed-tensors 0.20
+(below the package). vLLM needs a GPU, so its rules are checked without it;
+tests/integrations/test_transformers_export.py loads such folders with the other two.
 """
 
 from __future__ import annotations
@@ -155,6 +155,27 @@ BLOCK: list[Rule] = [
 ]  # fmt: skip
 
 
+_MXFP8 = "layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_mxfp8.py"
+OF_GROUPS = {**FLOAT8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+MXFP8: list[Rule] = [
+    COMPRESSED[0],
+    ("format mxfp8-quantized",
+     "compressed_tensors/config/base.py CompressionFormat; compressors/mxfp8/base.py",
+     lambda s: s.quantization["format"] == "mxfp8-quantized"),
+    *COMPRESSED[2:4],
+    ("weights and input_activations: the preset MXFP8, groups of 32 with scales in uint8; inputs dynamic",
+     f"compressed_tensors/quantization/quant_scheme.py MXFP8; vLLM {_CT} _is_mxfp8",
+     _every(lambda s, n: (s.weights(n), s.inputs(n)) == (
+         {**OF_GROUPS, "dynamic": False}, {**OF_GROUPS, "dynamic": True}))),
+    ("weight_scale: uint8 [out_features, in_features / 32], the exponent plus 127",
+     f"vLLM {_MXFP8} create_weights: GroupQuantScaleParameter; compressed_tensors/compressors/mx_utils.py",
+     _every(lambda s, n: _is(s.tensors.get(f"{n}.weight_scale"), torch.uint8,
+                             (s.linears[n][0], s.linears[n][1] // 32)))),
+    COMPRESSED[-1],
+]  # fmt: skip
+RULES = {"block": BLOCK, "compressed-tensors-mxfp8": MXFP8}
+
+
 class Part(nn.Module):
     """Linears with the names of a Llama's, and one that is never in FP8."""
 
@@ -194,19 +215,22 @@ def _served(folder: Path, recipe: str, format: str, mixed: bool) -> Served:
         ("rowwise", "compressed-tensors"),
         ("delayed", "block"),
         ("block", "block"),
+        ("mx", "compressed-tensors-mxfp8"),
     ],
 )
 def test_an_export_obeys_its_readers_rules(tmp_path: Path, recipe: str, format: str, mixed: bool) -> None:
+    if mixed and recipe == "mx":
+        return  # Other recipes have no place in that format.
     served = _served(tmp_path / "out", recipe, format, mixed)
-    rules = [*OF_BOTH, *(BLOCK if format == "block" else COMPRESSED)]
+    rules = [*OF_BOTH, *RULES.get(format, COMPRESSED)]
     assert [f"{rule} ({source})" for rule, source, holds in rules if not holds(served)] == []
 
 
-@pytest.mark.parametrize("format", ["compressed-tensors", "block"])
+@pytest.mark.parametrize("format", ["compressed-tensors", "block", "compressed-tensors-mxfp8"])
 def test_the_rules_notice_what_is_wrong(tmp_path: Path, format: str) -> None:
     """Each rule about tensors fails for a tensor of another dtype or shape."""
-    served = _served(tmp_path / "out", "delayed", format, False)
-    rules = [*OF_BOTH, *(BLOCK if format == "block" else COMPRESSED)]
+    served = _served(tmp_path / "out", "mx" if format.endswith("mxfp8") else "delayed", format, False)
+    rules = [*OF_BOTH, *RULES.get(format, COMPRESSED)]
     for name, tensor in served.tensors.items():
         if not name.endswith("bias"):
             odd = served._replace(tensors={**served.tensors, name: tensor.float().reshape(-1)[:0].to(torch.bfloat16)})

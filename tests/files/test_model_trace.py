@@ -21,6 +21,7 @@ from fp8dist import ConfigurationError, DelayedScaling
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.files.partings import compare_traces, traces_text
 from tests.support.ranks import on_ranks
+from tests.support.suite import few
 from tests.support.training import batch, gradient_bits, make_net
 
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -232,7 +233,7 @@ def test_a_step_that_raises_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", few([False, True], False))
 def test_compiled_modules_stand_for_what_is_in_them(whole: bool, tmp_path: Path) -> None:
     def compile_it(model: Stack) -> None:
         for module in [model] if whole else model.blocks:

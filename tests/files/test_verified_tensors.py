@@ -23,6 +23,7 @@ from fp8dist.cli.main import main
 from fp8dist.files.value_comparison import compare_values
 from tests.support import forked
 from tests.support.serving import read, spread
+from tests.support.suite import crossed
 
 Tensors = dict[str, Tensor]
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -170,8 +171,7 @@ def _verified(exports: Mapping[str, Path], tmp_path: Path, recipe: str, fault: s
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
-@pytest.mark.parametrize("fault", FAULTS)
+@crossed(recipe=["tensor", "row", "block"], fault=FAULTS)
 def test_an_engine_in_another_process(exports: dict[str, Path], tmp_path: Path, recipe: str, fault: str) -> None:
     full, alone = _verified(exports, tmp_path, recipe, fault)
     folder = exports[recipe]

@@ -161,11 +161,14 @@ GROUPED_CASTS = {
 }
 
 
+MX_KERNELS = {"mx_kernel": 8, "mx_scaled_kernel": 2, "rows_kernel": 1, "columns_kernel": 1}
+
+
 @DATA_CENTRE
 def test_mx(checked: Check, capability: int) -> None:
     """Blackwell's tensor cores apply the scales; Hopper's multiply bfloat16, into which MX numbers fit."""
-    for kernel in checked("small:mx", capability, {"mx_kernel": 8, "mx_scaled_kernel": 2}, casts=True):
-        if kernel.kernel == "mx_scaled_kernel":
+    for kernel in checked("small:mx", capability, MX_KERNELS, casts=True):
+        if kernel.kernel != "mx_kernel":
             blocks = kernel.count(r"tcgen05\.mma\.[a-z0-9_:.]*mxf8f6f4[a-z0-9_:.]*block_scale", of="ptx")
             assert (blocks > 0, kernel.count(r"HGMMA.*BF16") > 0) == (capability == 100, capability == 90), kernel.case
             continue

@@ -7,7 +7,6 @@ import json
 import math
 import random
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -286,17 +285,9 @@ class Tuner:
         problem = Problem(p.m, p.n, p.k, p.scaling, p.fast, p.a_dtype, p.b_dtype, torch.bfloat16)
         return Entry(*key_of(problem), candidates(problem, HOPPER)[0], ratio, low, 2 * ratio - low)
 
-    def run(
-        self,
-        *outcomes: Any,
-        commit: str | None = "abc",
-        kind: str = "tensorwise",
-        seconds: float = 200.0,
-        run: str | None = None,
-    ) -> int:
+    def run(self, *outcomes: Any, commit: str | None = "abc", seconds: float = 200.0) -> int:
         self.outcomes = iter(outcomes)
-        options = ["--tokens", "4096", "--kinds", kind, "--out", str(self.out), "--seconds", str(seconds)]
-        options += ["--run", run] if run else []
+        options = ["--tokens", "4096", "--kinds", "tensorwise", "--out", str(self.out), "--seconds", str(seconds)]
         return tune_matmuls.main([*options, *(["--commit", commit] if commit else [])])
 
     @property
@@ -344,20 +335,13 @@ def test_the_tuner_runs_at_tiny_sizes(tmp_path: Path, capsys: pytest.CaptureFixt
     test_shipped_tables_hold_what_was_measured(out)
 
 
-def test_without_git_the_commit_is_unknown_and_entries_are_of_a_run(
-    tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def no_git(*_: Any, **__: Any) -> None:
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(subprocess, "run", no_git)
-    assert tuner.run(1.03, commit=None, run="tree-1") == 0
+def test_a_table_is_of_one_run(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without git the commit is not known."""
+    monkeypatch.setenv("PATH", "")
+    assert tuner.run(1.03, 1.04, commit=None) == 0
     assert json.loads(tuner.out.read_text())["commit"] is None
-    assert tuner.run(1.04, kind="rowwise", commit=None, run="tree-1") == 0
-    assert tuner.ratios == [1.03, 1.04]
-    assert tuner.run(1.05, kind="rowwise", commit=None, run="tree-2") == 0
-    assert tuner.ratios == [1.05]
-    assert "drops 2 entries of commit None" in capsys.readouterr().err
+    assert tuner.run(1.05, commit="def") == 0
+    assert (tuner.ratios, json.loads(tuner.out.read_text())["commit"]) == ([1.05], "def")
 
 
 def test_what_the_tuner_measured_before_it_was_ended_is_there(tuner: Tuner) -> None:
@@ -365,7 +349,7 @@ def test_what_the_tuner_measured_before_it_was_ended_is_there(tuner: Tuner) -> N
     assert tuner.ratios == [1.03, 1.04]
     with pytest.raises(SystemExit):
         tuner.run(1.05, SystemExit())
-    assert tuner.ratios == [1.04, 1.05], "the first was measured again"
+    assert tuner.ratios == [1.05]
 
 
 def test_a_tuner_without_a_product_leaves_the_table_alone(tuner: Tuner, capsys: pytest.CaptureFixture[str]) -> None:
@@ -374,19 +358,3 @@ def test_a_tuner_without_a_product_leaves_the_table_alone(tuner: Tuner, capsys: 
     assert tuner.run() == 1
     assert "every product was skipped" in capsys.readouterr().err
     assert tuner.out.read_text() == before
-
-
-def test_a_table_is_of_one_commit_and_its_versions(
-    tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tuner.run(1.03) == 0
-    assert tuner.run(1.04, kind="rowwise") == 0
-    assert tuner.ratios == [1.03, 1.04]
-    assert tuner.run(1.05, kind="rowwise", commit="def-dirty") == 0
-    assert tuner.ratios == [1.05]
-    assert "drops 2 entries of commit abc" in capsys.readouterr().err
-    assert tuner.run(1.06, commit="def-dirty") == 0
-    assert tuner.ratios == [1.06], "the changed tree may have changed again"
-    monkeypatch.setattr(tune_matmuls, "versions", lambda: {"torch": "99", "triton": "99", "cuda": "99"})
-    assert tuner.run(1.07, kind="rowwise", commit="def-dirty") == 0
-    assert tuner.ratios == [1.07]

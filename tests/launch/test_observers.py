@@ -9,6 +9,7 @@ import pytest
 
 from fp8dist.cli.main import main
 from tests.support.main_job import ALONE, RANKS, TINY, Runs
+from tests.support.suite import NIGHTLY
 
 PLAIN = ("--accumulate", "2", "--calibrate-steps", "2")
 WATCH = (*PLAIN, "--watch-every", "4", "--watch-ranks", "--save-every", "12")
@@ -28,9 +29,9 @@ OBSERVERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """The flags of a job, and those of its observer."""
 
-USUAL = [("the record", "ddp"), ("audits", "ddp"), ("audits of blocks", "fsdp2"), ("audits of a mixture", "ddp")]
+USUAL = [("the record", "ddp"), ("audits of blocks", "fsdp2")]
 CASES = [
-    pytest.param(observer, parallel, marks=[pytest.mark.slow] if (observer, parallel) in USUAL else [pytest.mark.long])
+    pytest.param(observer, parallel, marks=[pytest.mark.slow] if (observer, parallel) in USUAL else NIGHTLY)
     for observer in OBSERVERS
     for parallel in ("ddp", "fsdp2")
 ]

@@ -11,6 +11,7 @@ import pytest
 import fp8dist
 from fp8dist.runs.report.folder import RunFolder
 from tests.support.main_job import ALONE, RANKS, TINY, Runs, assert_refused, finish, start
+from tests.support.suite import few
 
 
 @pytest.mark.slow
@@ -28,7 +29,7 @@ def test_alarms_and_faults_are_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("parallel", few(["fsdp1", "fsdp2"], "fsdp2"))
 def test_the_gradient_norm_is_that_of_the_whole_model(runs: Runs, parallel: str) -> None:
     flags = (*TINY, "--precision", "fp32", "--steps", "3", "--parallel")
     sharded = runs(RANKS, *flags, parallel)

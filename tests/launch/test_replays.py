@@ -12,6 +12,7 @@ from fp8dist.runs.report import facts
 from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.numbers import read_run
 from tests.support.main_job import ALONE, RANKS, TINY, finish, start
+from tests.support.suite import NIGHTLY, few
 
 FLAGS = ["--layers", "2", "--accumulate", "2", "--log-every", "1"]
 NAN = ["--replay-on", "nonfinite", "--loss-guard", "skip"]
@@ -28,7 +29,7 @@ def replays(folder: Path) -> list[dict[str, Any]]:
 
 
 MODES = [
-    pytest.param(mode, precision, marks=[] if (mode, precision) == ("ddp", "fp8") else pytest.mark.long)
+    pytest.param(mode, precision, marks=[] if (mode, precision) == ("ddp", "fp8") else NIGHTLY)
     for mode in ("none", "ddp", "fsdp2")
     for precision in ("fp8", "fp32")
 ]
@@ -61,7 +62,7 @@ def test_a_sample_that_gives_a_nan_is_named(mode: str, precision: str, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["nondeterminism", "hidden-state"])
+@pytest.mark.parametrize("fault", few(["nondeterminism", "hidden-state"], "hidden-state"))
 @pytest.mark.parametrize(("mode", "precision"), MODES)
 def test_what_differs_from_run_to_run_is_named(fault: str, mode: str, precision: str, tmp_path: Path) -> None:
     rank = 0 if mode == "none" else 1
@@ -92,7 +93,7 @@ def test_a_text_that_has_the_mark_is_refused(tmp_path: Path) -> None:
     assert "the text has the byte 255, which marks the sample" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_spike_that_stops_the_run_is_replayed_before(tmp_path: Path) -> None:
     flags = ["--steps", "13", "--loss-guard", "stop", "--replay-on", "spike", "--inject", "spike:1:12"]
     done = start(RANKS, *TINY, *FLAGS, *flags, "--out", str(tmp_path))

@@ -13,6 +13,7 @@ from fp8dist.runs.report.folder import RunFolder
 from tests.support import forked
 from tests.support.lab import job
 from tests.support.main_job import ALONE, RANKS, STEPS, TINY, Run, Runs, finish
+from tests.support.suite import few
 
 TWO_BLOCKS = "--layers 2 --width 64 --log-every 1"
 SPIKE = "--loss-guard lower-lr --inject spike:0:11"
@@ -39,12 +40,9 @@ RESUMED: dict[str, tuple[str, str, int, int]] = {
 }
 """Flags, number of ranks, the step after which the run ends, and how often it saves."""
 
-OFTEN = ("ddp", "alone", "mixture in fsdp2")
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.long) for name in RESUMED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", few(RESUMED, "ddp"))
 def test_a_resumed_run_is_the_same_run(name: str, runs: Runs, tmp_path: Path) -> None:
     words, ranks, end, save = RESUMED[name]
     flags = [*TINY, *words.split(), "--save-every", str(save)]

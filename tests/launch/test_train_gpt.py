@@ -31,11 +31,12 @@ from tests.support.main_job import (
     start,
 )
 from tests.support.ranks import on_ranks
+from tests.support.suite import NIGHTLY, few
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_has_its_folder(tmp_path: Path) -> None:
-    run = finish(tmp_path / "run", EXAMPLE, *SIZE, "--check-every", "4", "--watch-every", "4", "--watch-ranks")
+def test_a_run_on_two_ranks_has_its_folder(runs: Runs) -> None:
+    run = runs(EXAMPLE_RANKS, *SIZE, "--check-every", "4", "--watch-every", "4", "--watch-ranks")
     assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
     assert run.losses[-1] < run.losses[0] - 0.3
     assert all(line["grad_norm"] > 0 and line["tokens"] == 256 for line in run.lines)
@@ -52,12 +53,12 @@ def test_a_run_on_two_ranks_has_its_folder(tmp_path: Path) -> None:
     [
         [],
         ["--parallel", "fsdp2", "--accumulate", "2"],
-        pytest.param(["--parallel", "hsdp", "--update", "next_step"], marks=pytest.mark.long),
-        pytest.param(["--parallel", "fsdp2", "--recipe", "rowwise"], marks=pytest.mark.long),
-        pytest.param(["--parallel", "fsdp2", "--recipe", "block", "--width", "96"], marks=pytest.mark.long),
-        pytest.param(["--recipe", "current", "--no-amax-sync"], marks=pytest.mark.long),
-        pytest.param(["--precision", "bf16", "--parallel", "fsdp2"], marks=pytest.mark.long),
-        pytest.param(["--precision", "fp32", "--check-every", "5"], marks=pytest.mark.long),
+        pytest.param(["--parallel", "hsdp", "--update", "next_step"], marks=NIGHTLY),
+        pytest.param(["--parallel", "fsdp2", "--recipe", "rowwise"], marks=NIGHTLY),
+        pytest.param(["--parallel", "fsdp2", "--recipe", "block", "--width", "96"], marks=NIGHTLY),
+        pytest.param(["--recipe", "current", "--no-amax-sync"], marks=NIGHTLY),
+        pytest.param(["--precision", "bf16", "--parallel", "fsdp2"], marks=NIGHTLY),
+        pytest.param(["--precision", "fp32", "--check-every", "5"], marks=NIGHTLY),
     ],
     ids=" ".join,
 )
@@ -75,7 +76,7 @@ RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "ranks", "flag", "variables"),
-    [("ddp", "3", ("--resume", "auto"), {}), ("fsdp2", "2", (), RESTARTED)],
+    [("ddp", "3", ("--resume", "auto"), {}), pytest.param("fsdp2", "2", (), RESTARTED, marks=NIGHTLY)],
     ids=["resumed", "restarted by torchrun"],
 )
 def test_a_resumed_run_is_the_same_run(
@@ -115,7 +116,7 @@ def _damaged(flags: list[str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+@pytest.mark.parametrize("precision", few(["fp8", "bf16"], "fp8"))
 def test_ranks_that_differ_end_with_status_4_and_a_report(tmp_path: Path, precision: str) -> None:
     flags = [*SIZE, "--precision", precision, "--check-every", "3", "--out", str(tmp_path)]
     done = forked.run(flags, 3, {}, main=_damaged)

@@ -344,18 +344,17 @@ def test_scales_that_lag(kind: str, warmup: str) -> None:
     assert_repeated(kind, ("accumulated",), reads=False, recipe=recipe, steps=3)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize(
-    ("recipe", "overrides"),
-    [
+@crossed(
+    kind=["reentrant", "non-reentrant"],
+    changed=[
         (CurrentScaling(), (("first", "high"), ("blocks.1.down", "high"))),
         (RowwiseScaling(high_precision=("fprop",)), ()),
         (BlockScaling(high_precision=("fprop", "wgrad")), ()),
         (DelayedScaling(history_len=3), (("blocks.0.up", BlockScaling()), ("*.1.*", RowwiseScaling()))),
     ],
-    ids=repr,
 )
-def test_every_recipe(kind: str, recipe: Recipe, overrides: Any) -> None:
+def test_every_recipe(kind: str, changed: tuple[Recipe, Any]) -> None:
+    recipe, overrides = changed
     assert_repeated(kind, ("accumulated", "in_flight"), recipe=recipe, overrides=overrides)
 
 

@@ -167,7 +167,7 @@ CASES = {
     "mx, any size": Case(MXFP8Scaling(), **ANY_SIZE),
     **{f"{run.func.__name__} on Triton": Case(run=run, backend="triton") for run in (checkpointed, selective)},  # type: ignore[attr-defined]
 }
-KEPT = ("delayed", "next step, manual", "two in one, checkpointed", "selective", "row-wise, any size")
+KEPT = ("next step, manual", "two in one, checkpointed", "row-wise, any size")
 
 
 @pytest.mark.slow
@@ -346,7 +346,11 @@ class CapturedJob(Job):
 @pytest.mark.parametrize(
     ("name", "backend", "compiled"),
     [
-        *((name, "auto", name == "same_step") for name in RECIPES),
+        *((name, "auto", name == "same_step") for name in ("same_step", "mx")),
+        *(
+            pytest.param(name, "auto", False, marks=NIGHTLY)
+            for name in ("next_step", "most_recent", "current", "row", "block")
+        ),
         *(pytest.param(name, "auto", True, marks=NIGHTLY) for name in ("row", "next_step", "most_recent", "block")),
         pytest.param("same_step", "triton", True, marks=NIGHTLY),
     ],

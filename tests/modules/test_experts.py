@@ -21,6 +21,7 @@ from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.states import state_of
+from tests.support.suite import few
 from tests.support.training import bits
 
 EXPERTS = 8
@@ -304,9 +305,12 @@ def test_a_registered_slot_does_not_part_the_experts() -> None:
     assert bool(manager.slot("experts.gate_up", "input").amax == 0)
 
 
+COMPILED = (DelayedScaling(history_len=4), fp8dist.RowwiseScaling(), fp8dist.BlockScaling())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
-@pytest.mark.parametrize("recipe", [DelayedScaling(history_len=4), fp8dist.RowwiseScaling(), fp8dist.BlockScaling()])
+@pytest.mark.parametrize("recipe", few(COMPILED, COMPILED[0]))
 def test_compiled_whole_without_recompiles(recipe: fp8dist.Recipe) -> None:
     """As token counts change, and equal to eager training bit for bit. A changed precision compiles once more."""
     outcomes = []

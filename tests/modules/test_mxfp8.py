@@ -14,9 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import ConfigurationError, MXFP8Scaling, Recipe
+from fp8dist.modules.grouped_linear import grouped_linear
 from fp8dist_kernels.reference.mx import quantize_mx
+from tests.support import fp8_oracle
 from tests.support.devices import DEVICE
-from tests.support.experts import Experts, Mixture
+from tests.support.experts import Experts, Mixture, rows
+from tests.support.gemms import numbers
 from tests.support.linear import assert_product
 from tests.support.training import bits
 
@@ -127,16 +130,42 @@ def test_shares_that_saturate_are_measured() -> None:
         assert (of_input.saturated, of_input.underflow, of_input.amax) == (expected, 0.0, 500.0)
 
 
+@pytest.mark.parametrize("up", [False, True], ids=["ocp", "up"])
+def test_products_of_experts_are_those_of_the_specification(up: bool) -> None:
+    """Forward and backward of experts with 5, no, and 34 rows, against exact products of the oracle's operands."""
+    experts = Experts(experts=3, hidden=48, inner=80)
+    mixture: Any = Mixture(experts)
+    fp8dist.prepare(mixture, MXFP8Scaling(scale_rounding="up" if up else "down"))
+    slots = mixture.experts.fp8_products["down_proj"]
+    by: Any = "mx up" if up else "mx down"
+    x, gradient = rows(41, 80, 1).requires_grad_(), rows(41, 48, 2)
+    ends, weight = torch.tensor([5, 5, 39], dtype=torch.int32), mixture.experts.down_proj
+    output = grouped_linear(x, weight, ends, slots)
+    output.backward(gradient)
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert not output[39:].any()
+    assert not weight.grad[1].any()
+    for expert, mine in ((0, slice(0, 5)), (2, slice(5, 39))):
+        given = (numbers(each) for each in (x[mine], weight[expert], gradient[mine]))
+        for gemm, (a, b) in fp8_oracle.operands(*given, by, "e4m3", True).items():
+            found = {"fprop": output[mine], "dgrad": x.grad[mine], "wgrad": weight.grad[expert]}[gemm]
+            exact = torch.from_numpy(a.dequantised() @ b.dequantised().T)
+            # Sums in float32 of up to 80 products.
+            torch.testing.assert_close(found.detach().double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
 def test_what_is_refused_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="fp8_all_gather=True does not work with MXFP8Scaling: dgrad needs"):
         fp8dist.prepare(_net(), MXFP8Scaling(), fp8_all_gather=True)
-    with pytest.raises(ConfigurationError, match=r"experts\.gate_up: MXFP8Scaling does not multiply experts"):
-        fp8dist.prepare(Mixture(Experts()), MXFP8Scaling())
     net = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
     manager = fp8dist.prepare(net, MXFP8Scaling())
     for format in ("block", "compressed-tensors", "compressed-tensors-channel"):
-        with pytest.raises(ConfigurationError, match="one scale for each 1 x 32 elements of its weight"):
+        with pytest.raises(ConfigurationError, match=r"1 x 32 elements .* formats that fit: compressed-tensors-mxfp8"):
             fp8dist.export(manager, tmp_path / "out", format=format)
+    manager = fp8dist.prepare(nn.Sequential(nn.Linear(48, 64)), MXFP8Scaling())
+    with pytest.raises(ConfigurationError, match=r"^0: rows of its weight have 48 elements, no multiple of 32"):
+        fp8dist.export(manager, tmp_path / "out", format="compressed-tensors-mxfp8")
     linear = nn.Linear(64, 32)
     with pytest.raises(ConfigurationError, match=r"fprop: torch does not multiply .* MX: not a Blackwell GPU"):
         fp8dist.prepare(linear, MXFP8Scaling(), backend="torch").attach(linear)

@@ -180,7 +180,7 @@ def _written(what: str) -> tuple[Any, ...]:
     return shares, scales, fitting, windows, inputs, loss, counted, arena_bits(run.manager)
 
 
-@pytest.mark.parametrize("what", WRITES)
+@pytest.mark.parametrize("what", few(WRITES, *[*WRITES][1::2]))
 def test_scales_follow_weights_that_were_written_to(two_ranks: RankPool, what: str) -> None:
     outcomes = two_ranks.run(_written, what)
     for shares, scales, fitting, windows, inputs, loss, counted, state in outcomes:
@@ -465,7 +465,7 @@ def _in_modes(job: Job, forwards: str) -> tuple[list[float], dict[str, bytes]]:
     return losses, {name: bits(value) for name, value in full(run.model).items()}
 
 
-@pytest.mark.parametrize("forwards", MODES)
+@pytest.mark.parametrize("forwards", few(MODES, "one Linear in eval", "an evaluation with its own backward before"))
 def test_weights_are_cast_as_under_ddp_in_whatever_mode(two_ranks: RankPool, forwards: str) -> None:
     """Weights that have outgrown their scales, as AdamW's steps here make them, are cast by mode."""
     expected = two_ranks.run(_in_modes, Job(parallel="ddp"), forwards)

@@ -249,6 +249,8 @@ def test_a_mesh_in_another_order_gives_the_same_numbers() -> None:
     assert histories(manager) == {slot: window[-4:] for slot, window in histories(straight.manager).items()}
 
 
+@pytest.mark.long
+@pytest.mark.nightly
 def test_hybrid_shards_of_fsdp1_are_those_of_fsdp2(four_ranks: RankPool) -> None:
     job = Job("hsdp", optimizer="sgd")
     ours = _trained(four_ranks, job, layout="fsdp1", strategy="HYBRID_SHARD")

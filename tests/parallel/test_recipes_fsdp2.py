@@ -34,6 +34,7 @@ from tests.support.collectives import CountingAllGather, counted_collectives
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import HISTORY, Job, Outcome, fp8_linears, full, seeded, shard, train
+from tests.support.suite import NIGHTLY
 from tests.support.training import batch, bits
 
 pytestmark = pytest.mark.slow
@@ -69,15 +70,26 @@ SAME = [
     pytest.param(
         replace(CURRENT, reshard=False, accumulate=2, no_sync=True, optimizer="adamw_fused"), id="current, kept, fused"
     ),
-    pytest.param(replace(CURRENT, reshard="mixed", model="net", optimizer="adamw_foreach"), id="current, kept by some"),
-    pytest.param(replace(CURRENT, per_module=False, optimizer="sgd"), id="current, root only, sgd"),
-    pytest.param(replace(CURRENT, recipe=CurrentScaling(format="e4m3", power_of_two=True)), id="current, powers of 2"),
+    pytest.param(
+        replace(CURRENT, reshard="mixed", model="net", optimizer="adamw_foreach"),
+        id="current, kept by some",
+        marks=NIGHTLY,
+    ),
+    pytest.param(replace(CURRENT, per_module=False, optimizer="sgd"), id="current, root only, sgd", marks=NIGHTLY),
+    pytest.param(
+        replace(CURRENT, recipe=CurrentScaling(format="e4m3", power_of_two=True)),
+        id="current, powers of 2",
+        marks=NIGHTLY,
+    ),
     pytest.param(
         replace(BLOCK, recipe=BlockScaling(power_of_two=True), reshard=False, accumulate=2, no_sync=True),
         id="block, kept",
+        marks=NIGHTLY,
     ),
     pytest.param(replace(BLOCK, overrides={"layers.3": "high"}, optimizer="adamw_fused"), id="block, fused"),
-    pytest.param(replace(BLOCK, per_module=False, overrides={"layers.3": DelayedScaling()}), id="block, root only"),
+    pytest.param(
+        replace(BLOCK, per_module=False, overrides={"layers.3": DelayedScaling()}), id="block, root only", marks=NIGHTLY
+    ),
     pytest.param(replace(CURRENT, overrides={"last": DelayedScaling(), "blocks.0.*": "high"}), id="mixed"),
 ]
 

@@ -16,6 +16,7 @@ import fp8dist
 from fp8dist import DelayedScaling
 from tests.support.ranks import RankPool
 from tests.support.sharded import Deep, arena_bits, full, shard
+from tests.support.suite import crossed
 from tests.support.training import batch, bits
 
 WRAPPERS = ("ddp", "fsdp2", "fsdp2 gather")
@@ -71,9 +72,7 @@ def plain(two_ranks: RankPool) -> Any:
     return cache(lambda wrapper, what: two_ranks.run(_run, wrapper, None, what))
 
 
-@pytest.mark.parametrize("what", ["written", "high forward", "eval in backward"])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@crossed(wrapper=WRAPPERS, reentrant=[True, False], what=["written", "high forward", "eval in backward"])
 def test_a_repeated_forward_has_the_bits_of_the_first(
     two_ranks: RankPool, plain: Any, wrapper: str, reentrant: bool, what: str
 ) -> None:

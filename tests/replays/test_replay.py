@@ -27,6 +27,7 @@ from tests.support.answers import flipping
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.replayed import Training
+from tests.support.suite import crossed, few
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def _changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
     return [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "ddp", "fsdp2, fp8 gather"))
 def test_training_goes_on_as_if_there_had_been_no_replay(kind: str, two_ranks: RankPool, four_ranks: RankPool) -> None:
     """With everything that could confuse a replay, and whoever asks for it."""
     ranks = four_ranks if kind == "tp" else two_ranks
@@ -198,8 +199,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2, fp8 gather"])
-@pytest.mark.parametrize("cause", CAUSES)
+@crossed(kind=["ddp", "fsdp2, fp8 gather"], cause=CAUSES)
 def test_each_cause_has_its_sentence(cause: str, kind: str, two_ranks: RankPool, three_ranks: RankPool) -> None:
     """Ranks that differ need a third one to be told apart; what one rank does alone needs no other."""
     wanted, module, words = CAUSES[cause]

@@ -16,10 +16,11 @@ from torch import Tensor
 import fp8dist
 from fp8dist_kernels import direct
 from fp8dist_kernels.reference.casts import dequantize
-from scripts.convergence import accumulation_tables as tables
+from scripts import results_files
 from scripts.convergence.accumulation import PROMOTED_EVERY, compared, emulated, emulated_product
 from scripts.convergence.fast_accumulation import CASES, RECIPES, main, products
-from tests.support.linear import inputs, linear
+from tests.support.linear import inputs
+from tests.support.suite import crossed
 
 ROOT = Path(__file__).resolve().parents[2]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -96,22 +97,13 @@ def operands(kind: str, m: int, n: int, k: int, left: torch.dtype = E4M3) -> tup
     return (x * 30).to(left), (y * 30).to(E4M3)
 
 
-@pytest.mark.parametrize("promoted_every", [None, 64, 128])
-@pytest.mark.parametrize("kind", ["normal", "positive", "tiny", "sparse", "subnormal", "any bits"])
+@crossed(promoted_every=[None, 64, 128], kind=["normal", "positive", "tiny", "sparse", "subnormal", "any bits"])
 def test_the_emulation_is_the_oracle_bit_for_bit(kind: str, promoted_every: int | None) -> None:
-    for left, k in ((E4M3, 400), (E5M2, 256), (E4M3, 16)):
-        a, b = operands(kind, 3, 4, k, left)
-        found = emulated_product(a, b, ONE, ONE, promoted_every)
-        assert found.tolist() == [[oracle(x, y, promoted_every) for y in b] for x in a], (left, k)
-
-
-def test_other_widths_are_the_oracle_too() -> None:
     """Few bits also show what exponent a subnormal number has."""
-    for kind, left in (("normal", E4M3), ("subnormal", E4M3), ("subnormal", E5M2)):
-        a, b = operands(kind, 2, 3, 160, left)
-        for bits in (2, 3, 10, 16):
-            found = emulated_product(a, b, ONE, ONE, None, bits)
-            assert found.tolist() == [[oracle(x, y, None, bits) for y in b] for x in a], (kind, left, bits)
+    for left, k, bits in ((E4M3, 400, 13), (E5M2, 256, 13), (E4M3, 16, 13), (E4M3, 160, 2), (E5M2, 160, 3)):
+        a, b = operands(kind, 3, 4, k, left)
+        found = emulated_product(a, b, ONE, ONE, promoted_every, bits)
+        assert found.tolist() == [[oracle(x, y, promoted_every, bits) for y in b] for x in a], (left, k, bits)
 
 
 def test_tiles_do_not_change_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,15 +111,6 @@ def test_tiles_do_not_change_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = emulated_product(a, b, ONE, ONE, None)
     monkeypatch.setattr("scripts.convergence.accumulation._TILE", 10)
     assert torch.equal(emulated_product(a, b, ONE, ONE, None), whole)
-
-
-def test_a_wide_accumulator_is_a_float32_product() -> None:
-    a, b = operands("normal", 16, 16, 1024)
-    exact = a.double() @ b.double().t()
-    found = emulated_product(a, b, ONE, ONE, None, 23)
-    assert float((found - exact).norm() / exact.norm()) < 1e-6  # 24 bits, about 2**-23 for each of 32 steps.
-    few = torch.randint(-3, 4, (16, 64)).float().to(E4M3)
-    assert torch.equal(emulated_product(few, few, ONE, ONE, None).double(), few.double() @ few.double().t())
 
 
 def test_what_the_sources_say() -> None:
@@ -164,13 +147,9 @@ def test_scales_bias_and_bad_values() -> None:
         assert not found[2].isfinite().any()
         assert found[[0, 1, 3, 4, 5]].isfinite().all()
     assert emulated_product(a[:0], b, ONE, ONE, None).shape == (0, 16)
-    with pytest.raises(ValueError, match="a multiple of 32, got 48"):
-        emulated_product(a, b, ONE, ONE, 48)
-    with pytest.raises(ValueError, match="from 1 to 23, got 24"):
-        emulated_product(a, b, ONE, ONE, None, 24)
 
 
-@pytest.mark.parametrize("kind", [fp8dist.CurrentScaling, fp8dist.DelayedScaling, fp8dist.RowwiseScaling])
+@pytest.mark.parametrize("kind", [fp8dist.DelayedScaling, fp8dist.RowwiseScaling])
 def test_only_the_gemms_of_the_recipe_are_fast(kind: Any) -> None:
     """256 tokens and features: promoted once on the way, or not."""
     found = {}
@@ -179,12 +158,13 @@ def test_only_the_gemms_of_the_recipe_are_fast(kind: Any) -> None:
         module = torch.nn.Linear(256, 256)
         fp8dist.prepare(torch.nn.Sequential(module), kind(fast_accumulation=fast))
         x = inputs(256, 256).requires_grad_()
-        before = direct.matmul
         with emulated():
             y = module(x)
             y.backward(inputs(256, 256, seed=3))
-        assert direct.matmul is before
         found[fast] = [y, x.grad, module.weight.grad]
+        plain = module(x)
+        assert not torch.equal(plain, y)
+        torch.testing.assert_close(plain, y, rtol=1e-3, atol=1e-3)
     slow = found.pop(())
     for number, results in enumerate(found.values()):
         same = [torch.equal(mine, theirs) for mine, theirs in zip(results, slow)]
@@ -192,26 +172,16 @@ def test_only_the_gemms_of_the_recipe_are_fast(kind: Any) -> None:
 
 
 def test_a_product_is_promoted_unless_the_call_wants_fast_accumulation() -> None:
-    a, b = operands("positive", 4, 16, 512)
+    """Products by block are left alone."""
+    a, b = operands("positive", 4, 128, 512)
     for fast, every in ((True, None), (False, 128)):
         with emulated():
             found = direct.matmul(a, b, ONE, ONE, torch.float32, fast_accumulation=fast)
         assert torch.equal(found, emulated_product(a, b, ONE, ONE, every))
-
-
-def test_the_emulation_multiplies_what_the_linear_multiplies() -> None:
-    results = []
-    for within in (False, True):
-        module, _ = linear("reference", bias=True)
-        x = inputs(17, 48).requires_grad_()
-        if within:
-            with emulated():
-                y = module(x)
-        else:
-            y = module(x)
-        results.append(y)
-    assert not torch.equal(*results)
-    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+    scales = torch.rand(4, 4), torch.rand(1, 4)
+    expected = direct.matmul(a, b, *scales, torch.float32, fast_accumulation=True)
+    with emulated():
+        assert torch.equal(direct.matmul(a, b, *scales, torch.float32, fast_accumulation=True), expected)
 
 
 @pytest.mark.parametrize(("gemm", "k"), [("fprop", 256), ("dgrad", 384), ("wgrad", 192)])
@@ -224,18 +194,11 @@ def test_errors_are_those_of_the_gemm_on_the_usual_operands(gemm: Any, k: int) -
         seen.append((options["fast_accumulation"], operands))
         return original(*operands, **options)
 
-    def gradients() -> list[Tensor]:
-        module.zero_grad()
-        x = inputs(192, 256).requires_grad_()
-        y = module(x)
+    usual = module(inputs(192, 256))
+    with mock.patch.object(direct, "matmul", spy), compared() as found:
+        y = module(inputs(192, 256).requires_grad_())
         y.backward(inputs(192, 384, seed=3))
-        return [y, x.grad, module.weight.grad]
-
-    with mock.patch.object(direct, "matmul", spy):
-        usual = gradients()
-    with compared() as found:
-        results = gradients()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(results, usual))
+    assert torch.equal(y, usual), "the products themselves stay as they are"
     (errors,) = found
     ((a, b, inv_scale_a, inv_scale_b),) = [operands[:4] for fast, operands in seen if fast]
     exact = (dequantize(a, inv_scale_a).double() @ dequantize(b, inv_scale_b).double().t()).norm()
@@ -247,21 +210,6 @@ def test_errors_are_those_of_the_gemm_on_the_usual_operands(gemm: Any, k: int) -
         assert error == pytest.approx(float(difference.norm() / exact), rel=1e-3)
     assert errors.k == k
     assert 0 < errors.slow < errors.fast < 0.01
-
-
-def test_products_by_block_are_left_alone() -> None:
-    a, b = operands("normal", 4, 128, 256)
-    scales = torch.rand(4, 2), torch.rand(1, 2)
-    expected = direct.matmul(a, b, *scales, torch.float32, fast_accumulation=True)
-    with emulated():
-        assert torch.equal(direct.matmul(a, b, *scales, torch.float32, fast_accumulation=True), expected)
-
-
-def test_an_error_inside_restores_the_product() -> None:
-    before = direct.matmul
-    with pytest.raises(ValueError, match="contiguous"), emulated():
-        direct.matmul(torch.zeros(16, 16).to(E4M3).t()[:, :8], ONE, ONE, ONE, torch.float32, fast_accumulation=True)
-    assert direct.matmul is before
 
 
 TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4")
@@ -287,8 +235,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
 
 
 def test_the_published_results_are_complete_and_from_a_commit() -> None:
-    data = tables.load(ROOT)
-    assert data is not None
+    data = results_files.load("accumulation", ROOT)
     assert not data["commit"].endswith("+")
     assert [(row["recipe"], row["fast"]) for row in data["points"][-1]["cases"]] == [
         (recipe, None if fast is None else list(fast)) for recipe in RECIPES for fast in CASES

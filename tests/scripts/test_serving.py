@@ -10,13 +10,13 @@ import pytest
 
 from scripts.benchmarks import serving
 from scripts.benchmarks.serving import CONTEXT, measure
-from scripts.pages.serving import parts_of
-from scripts.results_files import path_of, write
+from scripts.pages import runs
 from tests.support import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 
+@pytest.mark.long
 def test_a_server_has_the_trainers_loss_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With scales of powers of two, x * s and x / (1 / s) are the same number, and so is all that follows. The trainer
     is forked, and 20 windows of text are held out."""
@@ -34,5 +34,4 @@ def test_a_server_has_the_trainers_loss_bit_for_bit(tmp_path: Path, monkeypatch:
     assert row["exported"] == {"loss": row["loss"], "divergence": 0.0}
     assert row["again"]["divergence"] > 1e-7
     assert row["changed"] > 0
-    write(path_of("serving", tmp_path), {"torch": "2", "rows": [row]})
-    assert f"{row['changed']:.1%} |" in parts_of(tmp_path)["serving"]()
+    assert f"{row['changed']:.1%} |" in runs.serving({"rows": [row]})

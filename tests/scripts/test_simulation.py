@@ -89,47 +89,38 @@ def pass_around_as_gloo_does(words: int, links: list[float], largest: int = 1 <<
     return max(clock)
 
 
+def seconds_of(algorithm: Algorithm, topology: Topology, words: int = 680, **values: float) -> float:
+    """Return the time of an all-reduce in which only these times count."""
+    return time_of(parts_of(algorithm, topology, words), topology, only_times(algorithm, **values))
+
+
 def test_gloo_as_its_messages_are_passed() -> None:
     for ranks, per_node in [(2, 1), (3, 1), (4, 1), (9, 1), (4, 4), (8, 8), (8, 4), (8, 2), (12, 3)]:
-        topology = Topology(ranks, per_node)
-        constants = only_times("gloo", latency_intra=0.1, latency_inter=1.0)
-        links = link_times(topology, 0.1, 1.0)
+        topology, links = Topology(ranks, per_node), link_times(Topology(ranks, per_node), 0.1, 1.0)
+        latencies = {"latency_intra": 0.1, "latency_inter": 1.0}
         for words in (8 + 672, 8 + 10_000, 3 * ranks * (1 << 18), 4 * ranks * (1 << 18)):
-            found = time_of(parts_of("gloo", topology, words), topology, constants)
             passed = pass_around_as_gloo_does(words, links)
-            assert passed * (1 - 1e-9) <= found <= passed * 1.02, words
-        if len(set(links)) == 1:
-            for words in (1, 2):
-                one = time_of(parts_of("gloo", topology, words), topology, constants)
-                assert one == pytest.approx(pass_around_as_gloo_does(words, links))
+            assert passed * (1 - 1e-9) <= seconds_of("gloo", topology, words, **latencies) <= passed * 1.02, words
+        for words in (1, 2) if len(set(links)) == 1 else ():
+            passed = pass_around_as_gloo_does(words, links)
+            assert seconds_of("gloo", topology, words, **latencies) == pytest.approx(passed)
         for words in (3, 8, ranks, 2 * ranks - 1):
-            bound = time_of(parts_of("gloo", topology, words), topology, constants)
+            bound = seconds_of("gloo", topology, words, **latencies)
             assert bound >= pass_around_as_gloo_does(words, links) * (1 - 1e-9)
-
-
-def test_gloo_on_hosts_that_one_machine_plays() -> None:
-    """Each message keeps a core busy, and all ranks send at the same time."""
-    found = [
-        time_of(parts_of("gloo", shared, 680), shared, only_times("gloo", message=1.0))
-        for shared in (Topology(n, 1, shared_cores=2) for n in (2, 3, 4))
-    ]
+    # Hosts that one machine plays: each message keeps a core busy, and all ranks send at the same time.
+    found = [seconds_of("gloo", Topology(n, 1, shared_cores=2), message=1.0) for n in (2, 3, 4)]
     assert found == pytest.approx([4 * 1, 8 * 1.5, 12 * 2])
 
 
-def pass_around(links: list[float]) -> float:
-    """Return the time of a ring without ready messages: every part goes around nearly twice."""
-    n = len(links)
-    return max(sum(links[(start + hop) % n] for hop in range(2 * (n - 1))) for start in range(n))
-
-
 def test_ring_as_its_messages_are_passed() -> None:
+    """Every part goes around nearly twice, without ready messages."""
     for ranks, per_node in [(2, 2), (8, 8), (5, 1), (16, 8), (64, 8), (12, 2)]:
         topology = Topology(ranks, per_node)
-        constants = only_times("ring", latency_intra=0.6, latency_inter=2.7)
-        found = time_of(parts_of("ring", topology, 680), topology, constants)
-        passed = pass_around(link_times(topology, 0.6, 2.7))
+        links = link_times(topology, 0.6, 2.7)
+        passed = max(sum(links[(start + hop) % ranks] for hop in range(2 * (ranks - 1))) for start in range(ranks))
         # A part skips two neighbouring links; NCCL counts both as links between nodes.
         fewer = 0 if topology.nodes == 1 or per_node == 1 else min(2, per_node - 1)
+        found = seconds_of("ring", topology, latency_intra=0.6, latency_inter=2.7)
         assert found == pytest.approx(passed - fewer * (2.7 - 0.6))
 
 
@@ -139,13 +130,11 @@ def test_tree_as_its_messages_are_passed() -> None:
 
         def gathered(node: int, topology: Topology = topology) -> float:
             """Return the time when the node's first rank has all data from its node and the nodes below."""
-            own = sum(0.6 for _ in range(topology.ranks // topology.nodes - 1))
+            own = 0.6 * (topology.ranks // topology.nodes - 1)
             below = (2 * node + 1, 2 * node + 2)
             return max([own, *(gathered(child) + 5.0 for child in below if child < topology.nodes)])
 
-        found = time_of(
-            parts_of("tree", topology, 680), topology, only_times("tree", latency_intra=0.6, latency_inter=5.0)
-        )
+        found = seconds_of("tree", topology, latency_intra=0.6, latency_inter=5.0)
         assert found == pytest.approx(2 * gathered(0))
 
 
@@ -156,18 +145,15 @@ def test_published_figures() -> None:
     )
     assert 15 <= eight <= 33
     assert 47 <= sixteen <= 62
-    tuned = defaults("tree").having({"slowdown": 1.0, "bandwidth_intra": UNLIMITED}, "given", "test")
-    assert time_of(parts_of("tree", Topology(8), 680), Topology(8), tuned) == pytest.approx(15.2)
+    assert seconds_of("tree", Topology(8), overhead=6.8, latency_intra=0.6) == pytest.approx(15.2)
 
 
 def test_bandwidth() -> None:
     """A large message takes the bytes that each rank sends, divided by the link's bandwidth."""
-    for algorithm in ["tree", "ring", "gloo"]:
-        topology = Topology(8)
-        constants = only_times(algorithm).having({"bandwidth_intra": 2.0}, "given", "test")
-        size = 4 * 10_000_000
-        sent = {"tree": 2 * size, "ring": 14 / 8 * size, "gloo": 14 / 8 * size}[algorithm]
-        assert time_of(parts_of(algorithm, topology, size // 4), topology, constants) == pytest.approx(sent / 2e9 * 1e6)
+    size = 4 * 10_000_000
+    for algorithm, sent in (("tree", 2 * size), ("ring", 14 / 8 * size), ("gloo", 14 / 8 * size)):
+        found = seconds_of(algorithm, Topology(8), size // 4, bandwidth_intra=2.0)  # type: ignore[arg-type]
+        assert found == pytest.approx(sent / 2e9 * 1e6)
 
 
 def job(kind: Kind = "none", delay: float = 0.0, window: float = 0.0, **values: Any) -> Job:
@@ -229,21 +215,16 @@ def test_ways_count_what_they_send() -> None:
 
 
 def test_text_has_the_costs_and_what_they_rest_on(capsys: Capture) -> None:
+    """docs/design/simulation.md has a whole text."""
     arguments = ["--ranks", "1024", "--latency-inter-us", "7.5", "--update", "next_step"]
     assert main(list(arguments)) == 0
     text = capsys.readouterr().out
-    assert text.startswith("1024 ranks on 128 nodes, tree, next_step, no rank late: per step\n")
-    assert all(name in text for name in WAYS)
     lines = text[text.index("Constants and assumptions:") :].splitlines()[1:]
     by_name = {line.split()[0]: line.split()[1:] for line in lines}
     assert by_name["latency_inter"][:3] == ["7.5", "µs", "given"]
-    assert by_name["latency_intra"][:4] == ["0.6", "µs", "default", "NCCL"]
-    assert by_name["window_ms"][:4] == ["20", "ms", "default", "time"]
     report = simulate(capsys, *arguments)
     assert {constant["name"] for constant in report["assumptions"]} == set(by_name)
-    for constant in report["assumptions"]:
-        assert set(constant) == {"name", "value", "unit", "source", "origin"}
-        assert constant["source"]
+    assert all(constant["source"] for constant in report["assumptions"])
     assert (report["ranks"], report["nodes"], report["algorithm"]) == (1024, 128, "tree")
     expected = 2.1 * (6.8 + 2 * (7 * 0.6 + 7 * 7.5)) + 2 * 2720 / 35e3
     assert way(report)["sync"] == pytest.approx(expected)
@@ -374,8 +355,7 @@ def test_no_constant_is_negative(tmp_path: Path, capsys: Capture) -> None:
     slow = write_run(tmp_path / "a", 2, 1, {"overhead": 1000.0, "latency_inter": 100.0})
     fast = write_run(tmp_path / "b", 8, 1, {"overhead": 500.0, "latency_inter": 1.0})
     report = simulate(capsys, "--ranks", "8", *CALIBRATED, "--gpus-per-node", "1", "--calibrate", slow, fast)
-    assert all(value >= 0 for value in fitted(report).values())
-    assert fitted(report)["overhead"] > 0
+    assert min(fitted(report).values()) >= 0 < fitted(report)["overhead"]
 
 
 def test_the_wait_of_all_ranks_is_preferred_and_hosts_are_counted(tmp_path: Path, capsys: Capture) -> None:

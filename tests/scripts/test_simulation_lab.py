@@ -35,16 +35,10 @@ Waits = dict[tuple[int, int], list[float]]
 class Ranks:
     """One rank on each host of a lab. The ranks wait for the number of steps to take."""
 
-    def __init__(self, lab: Lab) -> None:
-        self._lab, self._stack = lab, ExitStack()
-        first = lab.hosts[0]
-        variables = {
-            "MASTER_ADDR": first.address,
-            "MASTER_PORT": "29500",
-            "WORLD_SIZE": str(len(lab.hosts)),
-            "GLOO_SOCKET_IFNAME": DEVICE,
-            "OMP_NUM_THREADS": "1",
-        }
+    def __init__(self, lab: Lab, stack: ExitStack) -> None:
+        self._lab = lab
+        variables = {"MASTER_ADDR": lab.hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": str(len(lab.hosts))}
+        variables |= {"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
         self._processes = []
         for host in lab.hosts:
             process = subprocess.Popen(
@@ -52,40 +46,27 @@ class Ranks:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env={**os.environ, **variables, "RANK": str(host.index)},
             )  # fmt: skip
-            self._stack.enter_context(process)
-            self._stack.callback(process.kill)
+            stack.enter_context(process)
+            stack.callback(process.kill)
             self._processes.append(process)
 
     def take(self, steps: int, latency: int) -> dict[int, list[float]]:
         """Take steps at this latency (ms). Return the waits in ms by number of hosts."""
+        first = self._processes[0]
+        assert first.stdin is not None
+        assert first.stdout is not None
         self._lab.set_latency(0)
-        assert self._line() == "ready\n"
+        assert first.stdout.readline() == "ready\n"
         self._lab.set_latency(latency / 1e3)
-        self._tell(str(steps))
-        found = json.loads(self._line())
+        print(steps, file=first.stdin, flush=True)
+        found = json.loads(first.stdout.readline())
         return {int(size): [wait for rank in ranks for wait in rank] for size, ranks in found.items()}
-
-    def _line(self) -> str:
-        pipe = self._processes[0].stdout
-        assert pipe is not None
-        return pipe.readline()
-
-    def _tell(self, text: str) -> None:
-        pipe = self._processes[0].stdin
-        assert pipe is not None
-        print(text, file=pipe, flush=True)
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    with lab_or_skip(max(HOSTS), delayed=True) as lab, Ranks(lab) as ranks:
-        yield ranks
+    with lab_or_skip(max(HOSTS), delayed=True) as lab, ExitStack() as stack:
+        yield Ranks(lab, stack)
 
 
 def write_run(folder: Path, waits: list[float]) -> str:

@@ -24,16 +24,21 @@ RECIPES: dict[str, fp8dist.Recipe] = {
     "current": fp8dist.CurrentScaling(),
     "rowwise": fp8dist.RowwiseScaling(),
     "block": fp8dist.BlockScaling(),
+    "mx": fp8dist.MXFP8Scaling(),
 }
-NATIVE = {name: "block" if name == "block" else "compressed-tensors" for name in RECIPES}
+NATIVE = {name: "compressed-tensors" for name in RECIPES} | {"block": "block", "mx": "compressed-tensors-mxfp8"}
 
 Multiplied = dict[str, tuple[bytes, bytes]]
 """By module: its weight's FP8 bytes and, for each element, its inverse scale."""
 
 
 def spread(scale: Tensor, shape: Iterable[int]) -> Tensor:
-    """Return the scale of each element of a weight: from one scale, one per row, or one per block of 128 x 128."""
+    """Return the scale of each element of a weight: from one scale, one per row, one per block of 128 x 128, or E8M0
+    per 1 x 32."""
     rows, columns = shape
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        assert scale.shape == (rows, columns // 32)
+        return torch.exp2(scale.view(torch.uint8).float() - 127).repeat_interleave(32, 1)
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(rows, columns)
     if tuple(scale.shape) == (rows, 1):
@@ -78,7 +83,7 @@ def served(tensors: Mapping[str, Tensor]) -> Multiplied:
         if tensor.dtype == torch.float8_e4m3fn:
             scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
             assert scale is not None
-            assert scale.dtype == torch.float32
+            assert scale.dtype in (torch.float32, torch.uint8)
             found[name.removesuffix(".weight")] = bits(tensor), bits(spread(scale, tensor.shape))
     return found
 

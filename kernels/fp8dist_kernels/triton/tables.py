@@ -18,7 +18,7 @@ import functools
 import importlib.resources
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
@@ -88,11 +88,6 @@ class TileTable:
 
     def __init__(self, entries: Mapping[Key, Entry]) -> None:
         self._entries = MappingProxyType(dict(entries))
-
-    @property
-    def entries(self) -> Iterable[Entry]:
-        """All measurements."""
-        return self._entries.values()
 
     @staticmethod
     @functools.cache

@@ -6,11 +6,13 @@ import torch
 
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.reference.content import BLOCK_WORDS
+from fp8dist_kernels.reference.groups import columns_bound
 from fp8dist_kernels.reference.rings import RingShape
 from fp8dist_kernels.triton import update as triton_update
 from fp8dist_kernels.triton.blocks import quantize_blocks, quantize_rowwise
 from fp8dist_kernels.triton.casts import quantize
 from fp8dist_kernels.triton.content import many_leaves
+from fp8dist_kernels.triton.grouped_matmuls import matmul_grouped, matmul_grouped_columns
 from fp8dist_kernels.triton.magnitude import observe
 from fp8dist_kernels.triton.mx import multiply_mx, quantize_mx
 from fp8dist_kernels.triton.scaled_grouped import clear_tail
@@ -149,6 +151,13 @@ def mx(compiler: Compiler) -> None:
     for out_dtype, bias in ((torch.bfloat16, torch.empty(1024, dtype=torch.bfloat16)), (torch.float32, None)):
         with compiler.naming(f"product {str(out_dtype).removeprefix('torch.')}"):
             multiply_mx(a, b, *scales, out_dtype, bias)
+    offsets, width = torch.zeros(8, dtype=torch.int32), columns_bound(8191, 8, 32)
+    with compiler.naming("product of experts"):
+        of_b = torch.empty(8, 1024, 128, dtype=torch.float8_e8m0fnu)
+        matmul_grouped(a, b.expand(8, *b.shape).contiguous(), scales[0], of_b, offsets, torch.bfloat16, False)
+        sides = [torch.empty(lines, width, dtype=E4M3) for lines in (1024, 4096)]
+        of_sides = [torch.empty(lines, width // 32, dtype=torch.float8_e8m0fnu) for lines in (1024, 4096)]
+        matmul_grouped_columns(*sides, *of_sides, offsets, torch.bfloat16, False)
 
 
 def wire(compiler: Compiler) -> None:

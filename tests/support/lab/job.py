@@ -251,6 +251,12 @@ class Job(Training):
                 total += self.backward(*batch)
         return total
 
+    def batch(self, step: int, microbatch: int, stream: int = 0) -> tuple[Tensor, Tensor]:
+        if not self.options.share_batch:
+            return super().batch(step, microbatch, stream)
+        starts = self.starts(step, microbatch, stream, 0)[self.ranks.rank :: self.ranks.size]
+        return self.windows(self.texts[0], starts)
+
     def backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.watch.during("forward"), self.parallel.precision():
             loss = self.module(tokens, targets) / self.options.accumulate

@@ -46,6 +46,8 @@ class Options(example.Options):
     sharding: Literal["full", "grad_op"] = flag(
         "full", "with fsdp1: grad_op keeps gathered parameters for the backward", choices=("full", "grad_op")
     )
+    fp8_gradients: bool = _on("with ddp: add up gradients in FP8")
+    share_batch: bool = _on("divide the batch of one rank among all ranks, for the same training as on one")
     eval_every: int = count(0, "validate every N steps; 0: only at the end", 0)
     log_every: int = count(10, "read losses from the device every N steps")
     stop_after: int = count(None, "save and exit after step N; the learning rate still follows --steps")
@@ -161,6 +163,10 @@ class Options(example.Options):
             raise BadInput(f"--shard-size {self.shard_size} does not divide the {ranks} ranks")
         if self.sharding != "full" and self.parallel != "fsdp1":
             raise BadInput(f"--sharding {self.sharding} is for --parallel fsdp1, got {self.parallel}")
+        if self.fp8_gradients and self.parallel != "ddp":
+            raise BadInput(f"--fp8-gradients is for --parallel ddp, got {self.parallel}")
+        if self.share_batch and self.batch_size % ranks:
+            raise BadInput(f"--share-batch needs a --batch-size that is a multiple of the {ranks} ranks")
         if self.width % self.heads:
             raise BadInput(f"--width {self.width} is not a multiple of --heads {self.heads}")
         if self.precision == "fp8" and self.width % 16:

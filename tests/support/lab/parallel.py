@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+import fp8dist
 from launch.train_gpt.model import GPT, Block
 from launch.train_gpt.parallel import DDP, FSDP2, Parallel
 from launch.train_gpt.ranks import Ranks
@@ -67,6 +69,15 @@ class Measured(Parallel):
 
 class MeasuredDDP(Measured, DDP):
     """Every rank holds the whole model."""
+
+    def wrap(self, model: GPT) -> nn.Module:
+        module = super().wrap(model)
+        if self.options.fp8_gradients:
+            assert isinstance(module, DistributedDataParallel)
+            prepared = fp8dist.get_manager(model) if self.options.precision == "fp8" else model
+            hook = fp8dist.ddp.comm_hook(prepared, gradients="fp8")
+            module.register_comm_hook(None, hook)
+        return module
 
     def backward(self, loss: Tensor) -> None:
         self.waiting.backward(loss)

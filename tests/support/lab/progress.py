@@ -67,7 +67,8 @@ class Progress:
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step, over all ranks and microbatches."""
         options = self._options
-        return options.batch_size * options.context * options.accumulate * self._ranks.size
+        batches = 1 if options.share_batch else self._ranks.size
+        return options.batch_size * options.context * options.accumulate * batches
 
     def add(self, step: int, learning_rate: float, loss: Tensor, grad_norm: Tensor | None = None) -> None:
         """Record a step. Local; does not wait for the device."""

@@ -1,0 +1,154 @@
+"""FSDP2's gradients in FP8: what was damaged on the wire is named by receiver, sender and module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp8dist
+from fp8dist import CurrentScaling, DelayedScaling
+from fp8dist.errors import ConfigurationError, DivergenceError
+from tests.parallel.test_wire import everything_in_fp8
+from tests.support.ranks import on_ranks
+
+Damage = Callable[[Tensor], None]
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+
+
+def sharded(model: nn.Sequential, mesh: Any = None) -> nn.Sequential:
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    with everything_in_fp8():
+        assert fp8dist.fsdp.reduce_in_fp8(model) == ("0", "1")
+    return model
+
+
+@contextlib.contextmanager
+def received(rank: int, damage: Damage) -> Iterator[None]:
+    """Damage what a rank receives first, which is of the last layer: ``damage`` writes to uint8[senders, bytes]."""
+    send, left = dist.all_to_all_single, [damage]
+
+    def sent(output: Tensor, *args: Any, **options: Any) -> None:
+        send(output, *args, **options)
+        if dist.get_rank() == rank and left:
+            left.pop()(output)
+
+    with mock.patch.object(dist, "all_to_all_single", sent):
+        yield
+
+
+def flipped(sender: int, place: int) -> Damage:
+    def damage(messages: Tensor) -> None:
+        messages[sender, place] ^= 0x20
+
+    return damage
+
+
+def backward(model: nn.Module) -> None:
+    with everything_in_fp8():
+        model(torch.randn(16, 32)).square().mean().backward()
+
+
+@pytest.mark.parametrize("place", [0, -9, -1], ids=["a byte of a number", "a byte of a scale", "of the checksum"])
+@on_ranks(3)
+def test_damage_is_named(place: int) -> None:
+    model = sharded(two_layers())
+    backward(model)
+    fp8dist.fsdp.check_gradients(model)
+    with received(1, flipped(2, place)):
+        backward(model)
+    backward(model)  # It is remembered.
+    with pytest.raises(DivergenceError) as caught:
+        fp8dist.fsdp.check_gradients(model)
+    (finding,) = caught.value.report.findings
+    assert (finding.ranks, finding.reference_rank) == ((1,), 0)
+    assert finding.name == "1, as received in FP8"
+    assert "damaged from rank 2" in finding.detail
+    fp8dist.fsdp.check_gradients(model)  # It was reported.
+    backward(model)
+    assert not fp8dist.fsdp.check_gradients(model, policy="warn").diverged
+
+
+@on_ranks(3)
+def test_messages_of_another_step_are_named() -> None:
+    """Memory that a rank reads before its messages have come, such as without a wait, holds intact older ones."""
+    model = sharded(two_layers())
+    older: list[Tensor] = []
+    with received(0, lambda messages: older.append(messages.clone())):
+        backward(model)
+    with received(0, lambda messages: messages.copy_(older[0])):
+        backward(model)
+    with pytest.raises(DivergenceError) as caught:
+        fp8dist.fsdp.check_gradients(model)
+    (finding,) = caught.value.report.findings
+    assert finding.ranks == (0,)
+    assert "damaged from rank 0, 1, 2" in finding.detail
+
+
+@on_ranks(4)
+def test_a_rank_of_one_replica_is_named() -> None:
+    """With HSDP ranks receive from those of their replica, 2 and 3 here, and all ranks get the report."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = sharded(two_layers(), mesh)
+    backward(model)
+    with received(3, flipped(0, 0)):
+        backward(model)
+    with pytest.raises(DivergenceError) as caught:
+        fp8dist.fsdp.check_gradients(model)
+    (finding,) = caught.value.report.findings
+    assert (finding.ranks, finding.reference_rank) == ((3,), 0)
+    assert "damaged from rank 2" in finding.detail
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling()], ids=["sync", "no sync"])
+@on_ranks(3)
+def test_a_manager_names_it(recipe: Any) -> None:
+    """In the next step's sync, or, with scales that need none, when it is asked."""
+    mesh = init_device_mesh("cpu", (3,))
+    model = two_layers()
+    manager = fp8dist.prepare(model, recipe, group=mesh)
+    sharded(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0001)
+    manager.attach(model, optimizer=optimizer)
+
+    def step(damage: Damage | None = None) -> None:
+        with received(2, damage) if damage else contextlib.nullcontext():
+            backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    manager.check()
+    step(flipped(1, 0))
+    finds = step if recipe.delayed else manager.check
+    with pytest.raises(DivergenceError) as caught:
+        finds()
+    (finding,) = caught.value.report.findings
+    assert (finding.kind, finding.ranks, finding.reference_rank) == ("gradient", (2,), 0)
+    assert finding.name == "1, as received in FP8"
+    for _ in range(2):  # It was reported.
+        step()
+    manager.check()
+    manager.detach()
+
+
+@on_ranks(2)
+def test_a_model_that_reduces_as_before_has_nothing_to_check() -> None:
+    model = two_layers()
+    fully_shard(model)
+    assert fp8dist.fsdp.reduce_in_fp8(model) == ()
+    with pytest.raises(ConfigurationError, match=r"reduce_in_fp8\(\) has put in FP8"):
+        fp8dist.fsdp.check_gradients(model)
