@@ -78,23 +78,27 @@ class GradientHook:
         self._excluded = {one for one, name in self._names.items() if name in chosen}
         self._syncs, self._known, self._ended = syncs, {} if known is None else known, ended
         self._under_way: list[_Bucket] = []
-        self._backwards = 0
+        self._backwards = self._buckets = 0
 
     def run(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations as objects, or none.
         """Start to reduce a bucket. COLLECTIVE. ``state``: the process group; None: the default one. Or a DeviceMesh
         of the same ranks, with an axis of nodes and an axis of ranks of a node."""
         if bucket.index() == 0:  # Of a backward that has failed, some may be left.
             self._under_way.clear()
-            self._backwards += 1
+            self._backwards, self._buckets = self._backwards + 1, 0
             self._prepare(state)
         assert self.group is not None
-        with failing_by_name(_OWNER, lambda: "the exchange of gradients in FP8", self.group.ranks):
+        self._buckets += 1  # Not the bucket's index: a rank that has left one out then waits for another number.
+        with failing_by_name(_OWNER, self._describe, self.group.ranks):
             future = self._start(self.group.process_group, bucket)
             while bucket.is_last() and self._under_way:
                 self._advance()
         if bucket.is_last() and self._ended is not None:
             self._ended()
         return future
+
+    def _describe(self) -> str:
+        return f"the exchange of gradients in FP8, bucket {self._buckets} of a backward"
 
     def _prepare(self, state: Any) -> None:
         """Note DDP's ranks, and let the sync of the same ranks carry the digests."""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError
-from fp8dist.parallel import torch_internals, wire
+from fp8dist.parallel import torch_internals
 from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
 from tests.parallel.test_wire import everything_in_fp8
