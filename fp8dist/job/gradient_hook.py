@@ -25,6 +25,8 @@ from fp8dist.state.slots import clean_fqn
 __all__ = ["GradientHook"]
 
 _OWNER = "fp8dist.ddp.comm_hook"
+_ROUTER = "router"
+"""In the names of parameters that travel in their own dtype as vectors do: ranks cancel, and they are small."""
 _UNKNOWN = "a parameter outside of the manager's model"
 
 
@@ -52,7 +54,7 @@ class GradientHook:
 
     Args:
         model: has the names of the parameters.
-        exclude: patterns of names of parameters that travel in their own dtype, after those of all vectors.
+        exclude: patterns of names of parameters that travel in their own dtype, after those of vectors and routers.
         syncs: of the manager; the one of DDP's ranks carries the digests.
         known: of the manager: the digests by DDP's ranks. Hooks of the same ranks share them.
         ended: called when the last bucket is done.
@@ -72,9 +74,10 @@ class GradientHook:
         self._senders: tuple[int, ...] = ()
         self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._names = {id(one): clean_fqn(name) for name, one in model.named_parameters()}
-        vectors = [self._names[id(one)] for one in model.parameters() if one.ndim <= 1]
+        named = [(self._names[id(one)], one) for one in model.parameters()]
+        small = [name for name, one in named if one.ndim <= 1 or _ROUTER in name]
         given = (exclude,) if isinstance(exclude, str) else exclude
-        chosen = matching("exclude", (*vectors, *given), set(self._names.values()))
+        chosen = matching("exclude", (*small, *given), set(self._names.values()))
         self._excluded = {one for one, name in self._names.items() if name in chosen}
         self._syncs, self._known, self._ended = syncs, {} if known is None else known, ended
         self._under_way: list[_Bucket] = []
