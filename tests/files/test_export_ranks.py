@@ -25,6 +25,7 @@ from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import on_ranks
 from tests.support.serving import NATIVE, RECIPES, as_bits, exported, multiplied, read, served, spread, tensor_bits
 from tests.support.sharded import Mlp, shard, wide
+from tests.support.suite import few
 from tests.support.training import batch, bits
 
 pytestmark = pytest.mark.slow
@@ -125,10 +126,13 @@ def _layouts(*parallels: str) -> list[tuple[str, str]]:
     return [(recipe, parallel) for recipe, parallel in pairs if not (recipe == "rowwise" and "gather" in parallel)]
 
 
+ON_FOUR = [each for each in _layouts("ddp", "fsdp2", "gather", "hsdp", "hsdp+gather") if each != ("block", "gather")]
+
+
 @pytest.mark.parametrize(
     ("recipe", "parallel"),
     # Shards of 64 rows are not whole blocks: those of two ranks are, below.
-    [each for each in _layouts("ddp", "fsdp2", "gather", "hsdp", "hsdp+gather") if each != ("block", "gather")],
+    few(ON_FOUR, *ON_FOUR[::3]),
 )
 @on_ranks(4)
 def test_four_ranks_export_the_bytes_of_one_process(

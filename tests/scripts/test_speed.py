@@ -43,7 +43,7 @@ from scripts.benchmarks.gpu.stopwatch import (
 )
 from scripts.benchmarks.llama_shapes import KINDS, LINEARS, RECIPES, Layer, Product, fast_everywhere, products_of
 from tests.support.graphs import EmulatedGraph
-from tests.support.suite import crossed, few
+from tests.support.suite import few
 
 
 class FakeClock:
@@ -368,7 +368,8 @@ def test_the_reference_of_products(kind: str) -> None:
             assert float(exact[place, column]) == pytest.approx(math.fsum(terms), rel=1e-6)
 
 
-@crossed(kind=["tensorwise", "rowwise"], fault=[None, "nan", "tile", "scale", "varies"])
+@pytest.mark.parametrize("kind", few(["tensorwise", "rowwise"], "rowwise"))
+@pytest.mark.parametrize("fault", [None, "nan", "tile", "scale", "varies"])
 def test_a_wrong_product_is_not_timed(kind: str, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
