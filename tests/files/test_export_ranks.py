@@ -126,12 +126,12 @@ def _layouts(*parallels: str) -> list[tuple[str, str]]:
     return [(recipe, parallel) for recipe, parallel in pairs if not (recipe == "rowwise" and "gather" in parallel)]
 
 
+# Shards of 64 rows are not whole blocks: those of two ranks are, below.
 ON_FOUR = [each for each in _layouts("ddp", "fsdp2", "gather", "hsdp", "hsdp+gather") if each != ("block", "gather")]
 
 
 @pytest.mark.parametrize(
     ("recipe", "parallel"),
-    # Shards of 64 rows are not whole blocks: those of two ranks are, below.
     few(ON_FOUR, *ON_FOUR[::3]),
 )
 @on_ranks(4)
