@@ -15,6 +15,7 @@ from fp8dist_kernels.triton import grouped_casts as fused
 from tests.support.casting import FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.devices import DEVICE
 from tests.support.grouped import COUNTS, WRONG, ends, poisoned_rows, slots_of
+from tests.support.suite import few
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
@@ -75,7 +76,7 @@ def test_a_cast_is_the_twins(counts: tuple[int, ...], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outgrown", [None, 0.9], ids=["delayed", "outgrown"])
+@pytest.mark.parametrize("outgrown", few([None, 0.9], 0.9))
 def test_all_options(outgrown: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     x, offsets = poisoned_rows((3, 0, 40, 2), 48, 9, finite=True).bfloat16(), ends((3, 0, 40, 2))
