@@ -153,7 +153,7 @@ def test_uneven_shards(tmp_path: Path, expected: Tensors) -> None:
         _assert_exported(tmp_path, "delayed", parallel, expected)
 
 
-@pytest.mark.parametrize("parallel", ["fsdp2", "gather", "hsdp"])
+@pytest.mark.parametrize("parallel", few(["fsdp2", "gather", "hsdp"], "gather"))
 @on_ranks(4)
 def test_large_tensors_are_gathered_in_pieces(tmp_path: Path, parallel: str, expected: Tensors) -> None:
     """Some rows of each rank at a time, to save memory on a CPU; the last piece is smaller."""
@@ -359,8 +359,10 @@ def test_parts_of_which_one_has_outgrown_the_scale() -> None:
         assert bits(used.reshape(1)) == bits(scale)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(("recipe", "gather"), [("delayed", False), ("delayed", True), ("block", False)])
+@pytest.mark.parametrize("bf16", few([False, True], True))
+@pytest.mark.parametrize(
+    ("recipe", "gather"), few([("delayed", False), ("delayed", True), ("block", False)], ("delayed", True))
+)
 @on_ranks(4)
 def test_fsdp2_and_tensor_parallelism_together(recipe: str, gather: bool, bf16: bool) -> None:
     torch.manual_seed(0)
