@@ -90,6 +90,7 @@ def _shards(between: str) -> Any:
     return _train(flip, shard=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("between", "name"), [("shard", "0.weight"), ("moment", "0.weight.exp_avg")])
 def test_a_bit_of_a_shard_that_exists_once_is_named_on_its_rank(two_ranks: RankPool, between: str, name: str) -> None:
     first, second = two_ranks.run(_shards, between)

@@ -129,6 +129,7 @@ def test_sound_devices_have_no_finding_and_the_same_bits(layout: str, recipe: st
     assert all(audited >= SITES_OF_MODEL - 1 for *_, audited in with_audits)
 
 
+@pytest.mark.slow
 def test_audits_reach_every_expert_of_a_weight_cast_by_block() -> None:
     """A weight [4, n, k] is cast in one call, of which an audit repeats one expert."""
     torch.manual_seed(0)
@@ -181,6 +182,7 @@ def _operations(audit_every: int) -> Counter[str]:
     return Counter({event.key: event.count for event in seen.key_averages()})
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_audited_runs_the_same_operations() -> None:
     off = _operations(0)
     assert off["fp8dist::matmul_grouped"] == 4

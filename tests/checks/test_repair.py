@@ -73,6 +73,7 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return found
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_parameters_gradients_and_optimizer_state_are_repaired_bit_for_bit() -> None:
     odd, reference = 0, 1
@@ -408,6 +409,7 @@ def _nudge(net: nn.Module, name: str) -> None:
             net.get_parameter(name).view(-1)[3] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared", [True, False])
 @on_ranks(3)
 def test_a_repair_that_repeats_says_that_its_cause_persists(prepared: bool) -> None:
@@ -437,6 +439,7 @@ def test_a_repair_that_repeats_says_that_its_cause_persists(prepared: bool) -> N
     assert found == [[], [], third, [], [], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "raises"), [("check", 2), ("prepare", 2), ("check_every", 3)])
 @on_ranks(3)
 def test_a_number_of_repairs_after_which_all_ranks_raise(how: str, raises: int) -> None:
@@ -489,6 +492,7 @@ def _scale_of_one_rank(max_repairs: int | None) -> Any:
     return [bool(report.notes) for report in reports]
 
 
+@pytest.mark.slow
 def test_scales_that_each_sync_repairs_count_too(three_ranks: RankPool) -> None:
     assert three_ranks.run(_scale_of_one_rank, None) == [[False, False, True, True, True]] * 3
     for step, text in three_ranks.run(_scale_of_one_rank, 3):

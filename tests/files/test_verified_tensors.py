@@ -294,6 +294,7 @@ def _ulp(byte: int) -> Fraction:
     return Fraction(2) ** (max((byte >> 3) & 15, 1) - 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor", "row", "block"])
 def test_values_are_compared_exactly(layout: str) -> None:
     """All bytes and their neighbours, by fractions: which differ, which by more than both ULPs, the first of these."""
@@ -523,6 +524,7 @@ class Stream:
             del tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights_first", "fault", "bound"),
     few([(False, False, 0), (True, False, 0), (False, True, 3), (True, True, 17)], (False, False, 0), (True, True, 17)),

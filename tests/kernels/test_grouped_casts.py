@@ -144,6 +144,7 @@ def test_lines_of_each_expert_are_cast_as_alone(in_blocks: bool) -> None:
     assert (of_columns[:, 3:] == 1).all() if in_blocks else (of_columns[1] == 1).all()
 
 
+@pytest.mark.slow
 @IN_BLOCKS
 @pytest.mark.parametrize("counts", [COUNTS[0], pytest.param(COUNTS[1]), pytest.param(COUNTS[5])], ids=str)
 def test_lines_are_the_twins(in_blocks: bool, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

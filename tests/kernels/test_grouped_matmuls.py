@@ -210,6 +210,7 @@ def test_a_nan_stays_with_its_expert(version: Any) -> None:
     assert torch.equal(case.columns(version, torch.float32).isnan().cpu(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", few([1, 512], 1))
 def test_many_experts(groups: int) -> None:
     counts = [0] * groups

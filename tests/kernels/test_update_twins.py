@@ -90,6 +90,7 @@ def test_rules(version: str, algorithm: Any, length: int) -> None:
             both.step(UpdateRule(length, margin, power_of_two, just_in_time, algorithm), rng)
 
 
+@pytest.mark.slow
 @VERSIONS
 @pytest.mark.parametrize("shards", [0, 1, 5])
 def test_holds_and_differences(version: str, shards: int) -> None:

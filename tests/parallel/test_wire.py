@@ -151,6 +151,7 @@ def compare_reductions() -> None:
         wire.FP8ReduceScatter()(torch.empty(1), torch.empty(ranks), group, dist.ReduceOp.MAX)
 
 
+@pytest.mark.slow
 @RANKS
 def test_a_reduce_scatter_has_the_bits_of_the_oracle(request: pytest.FixtureRequest, ranks: int) -> None:
     run(request, ranks, compare_reductions)
@@ -181,6 +182,7 @@ def count_bytes(dtype: torch.dtype) -> float:
     return sum(sizes) / (2 * (ranks - 1) / ranks * size * dtype.itemsize)
 
 
+@pytest.mark.slow
 @RANKS
 def test_bytes_on_the_wire(request: pytest.FixtureRequest, ranks: int) -> None:
     for share in run(request, ranks, count_bytes, torch.bfloat16):
@@ -258,6 +260,7 @@ def test_damage_before_the_sum_is_named() -> None:
     assert "damaged from rank 2" in finding.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 @on_ranks(3)
 def test_with_a_manager_the_next_sync_names_the_damage(update: Any) -> None:
@@ -293,6 +296,7 @@ def test_with_a_manager_the_next_sync_names_the_damage(update: Any) -> None:
     manager.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 @on_ranks(3)
 def test_two_modules_of_a_manager_have_one_report(update: Any) -> None:
@@ -321,6 +325,7 @@ def test_two_modules_of_a_manager_have_one_report(update: Any) -> None:
         assert finding.name.startswith(("1.weight", "1.bias"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [DelayedScaling(), fp8dist.CurrentScaling()], ids=["sync", "no sync"])
 @on_ranks(4)
 def test_a_check_compares_what_no_sync_does(recipe: Any) -> None:

@@ -105,6 +105,7 @@ def test_the_emulation_is_the_oracle_bit_for_bit(kind: str, promoted_every: int 
         assert found.tolist() == [[oracle(x, y, promoted_every) for y in b] for x in a], (left, k)
 
 
+@pytest.mark.slow
 def test_other_widths_are_the_oracle_too() -> None:
     """Few bits also show what exponent a subnormal number has."""
     for kind, left in (("normal", E4M3), ("subnormal", E4M3), ("subnormal", E5M2)):
@@ -130,6 +131,7 @@ def test_a_wide_accumulator_is_a_float32_product() -> None:
     assert torch.equal(emulated_product(few, few, ONE, ONE, None).double(), few.double() @ few.double().t())
 
 
+@pytest.mark.slow
 def test_what_the_sources_say() -> None:
     """A sum keeps 13 bits behind the leading one, and what is below is cut off."""
     for small, kept in ((2.0**-4, 2.0**-4), (2.0**-5, 0.0), (-(2.0**-5), 0.0), (1.75 * 2.0**-4, 2.0**-4)):

@@ -285,6 +285,7 @@ def test_a_lost_gpu_fails_one_test_and_no_other(processes: int, tmp_path: Path) 
         assert "the GPU is lost in this process" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A product of NaN has a NaN error, which JSON cannot represent."""
 

@@ -368,6 +368,7 @@ def test_the_reference_of_products(kind: str) -> None:
             assert float(exact[place, column]) == pytest.approx(math.fsum(terms), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few(["tensorwise", "rowwise"], "rowwise"))
 @pytest.mark.parametrize("fault", [None, "nan", "tile", "scale", "varies"])
 def test_a_wrong_product_is_not_timed(kind: str, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,6 +426,7 @@ def test_figures_of_memory() -> None:
     assert "amax" not in figures, "one of its results was wrong"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["digest", "cast"])
 def test_what_only_reads_is_compared_with_a_read(kernel: str) -> None:
     lab = Lab(Stopwatch(), smoke=True, seconds=0.0)
@@ -561,6 +563,7 @@ def test_poison_is_nan_in_every_float_format() -> None:
 TIMED = [*itertools.product([jobs.BF16, *RECIPES], ["eager", "graph"]), ("rowwise", "compiled")]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.parametrize(("recipe", "mode"), few(TIMED, TIMED[0], TIMED[-2]))
 def test_a_training_step_is_timed(recipe: str, mode: str) -> None:
