@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.ahead_of_time import HOPPER, SHARED_MEMORY_LIMIT, Compiled, compiled, table
+from tests.support.suite import few
 
 pytestmark = [pytest.mark.long, pytest.mark.compiled]
 
-DATA_CENTRE = pytest.mark.parametrize("capability", [90, 100])
+DATA_CENTRE = pytest.mark.parametrize("capability", few([90, 100], 90))
 CONSUMER_SHARED_MEMORY_LIMIT = 101_376
 """Bytes of shared memory that a block may use on an Ada or consumer Blackwell GPU."""
 REGISTERS = 64

@@ -164,6 +164,7 @@ def compare_reductions() -> None:
         comm(torch.empty(1), torch.empty(ranks), group, dist.ReduceOp.MAX)
 
 
+@pytest.mark.slow
 @RANKS
 def test_a_reduce_scatter_has_the_bits_of_the_oracle(request: pytest.FixtureRequest, ranks: int) -> None:
     run(request, ranks, compare_reductions)
@@ -194,6 +195,7 @@ def count_bytes(dtype: torch.dtype) -> float:
     return sum(sizes) / (2 * (ranks - 1) / ranks * size * dtype.itemsize)
 
 
+@pytest.mark.slow
 @RANKS
 def test_bytes_on_the_wire(request: pytest.FixtureRequest, ranks: int) -> None:
     for share in run(request, ranks, count_bytes, torch.bfloat16):
@@ -271,6 +273,7 @@ def test_damage_before_the_sum_is_named() -> None:
     assert "damaged from rank 2" in finding.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 @on_ranks(3)
 def test_with_a_manager_the_next_sync_names_the_damage(update: Any) -> None:
@@ -306,6 +309,7 @@ def test_with_a_manager_the_next_sync_names_the_damage(update: Any) -> None:
     manager.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 @on_ranks(3)
 def test_two_modules_of_a_manager_have_one_report(update: Any) -> None:
@@ -334,6 +338,7 @@ def test_two_modules_of_a_manager_have_one_report(update: Any) -> None:
         assert finding.name.startswith(("1.weight", "1.bias"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [DelayedScaling(), fp8dist.CurrentScaling()], ids=["sync", "no sync"])
 @on_ranks(4)
 def test_a_check_compares_what_no_sync_does(recipe: Any) -> None:

@@ -283,6 +283,7 @@ class Two(nn.Module):
         return self.last(torch.relu(self.down(torch.relu(self.up(x)))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exclude", [(), "down"], ids=str)
 @on_ranks(3)
 def test_fsdp2(exclude: Any) -> None:
