@@ -322,7 +322,7 @@ def test_the_reference_of_products(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rowwise"])
-@pytest.mark.parametrize("fault", few([None, "nan", "tile", "scale", "varies"], None, "tile"))
+@pytest.mark.parametrize("fault", few([None, "nan", "tile", "scale", "varies"], None, "nan", "tile"))
 def test_a_wrong_product_is_not_timed(
     kind: str, fault: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
