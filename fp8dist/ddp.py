@@ -40,8 +40,8 @@ def comm_hook(
 
         ddp.register_comm_hook(powersgd_state, fp8dist.ddp.comm_hook(manager, powersgd_hook))
 
-    With ``gradients="fp8"``, buckets of at least 32,768 numbers per rank travel in FP8, but for vectors, and all ranks
-    end with the same bits::
+    With ``gradients="fp8"``, buckets of at least 32,768 numbers per rank travel in FP8, but for vectors and routers,
+    and all ranks end with the same bits::
 
         ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager, gradients="fp8"))
 
@@ -59,8 +59,8 @@ def comm_hook(
         gradients: None: they travel as ``inner`` sends them.
         exclude: with ``gradients="fp8"``: patterns of names of parameters that travel in their own dtype, in the same
             messages; "!" before a pattern takes its matches out again. Parameters of one dimension do, such as biases
-            and norms, unless ``exclude="!*"``. If DDP holds more than the manager's model, call ``attach`` with the
-            DDP module first: names are then those of all of it.
+            and norms, and those with "router" in their names, unless ``exclude="!*"``. If DDP holds more than the
+            manager's model, call ``attach`` with the DDP module first: names are then those of all of it.
 
     Raises:
         ConfigurationError: the weight of an FP8Linear is frozen. Its grad_output comes after the last bucket, so its

@@ -79,6 +79,7 @@ def test_imports_go_one_way(trees: list[tuple[str, Path, ast.Module]]) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_the_core_loads_no_tool() -> None:
     """All names of the core are used in a process of its own, and a model trains."""
     program = (
@@ -144,6 +145,7 @@ def test_architecture_shows_the_same_rooms() -> None:
     assert [[name.rstrip("/") for name in row] for row in rows] == CORE + TOOLS
 
 
+@pytest.mark.slow
 def test_other_files_reach_into_a_manager_by_internals_alone(trees: list[tuple[str, Path, ast.Module]]) -> None:
     """``Internals`` of fp8dist/job/manager.py is the one way to what is not public."""
     reached = [
@@ -156,11 +158,13 @@ def test_other_files_reach_into_a_manager_by_internals_alone(trees: list[tuple[s
     assert not reached
 
 
+@pytest.mark.slow
 def test_a_class_name_stands_once(trees: list[tuple[str, Path, ast.Module]]) -> None:
     classes = Counter(node.name for _, _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert {name for name, count in classes.items() if count > 1} == set()
 
 
+@pytest.mark.slow
 def test_no_class_has_over_30_methods(trees: list[tuple[str, Path, ast.Module]]) -> None:
     classes = [node for _, _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     methods = {node.name: sum(isinstance(part, ast.FunctionDef) for part in node.body) for node in classes}

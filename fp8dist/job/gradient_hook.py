@@ -25,6 +25,8 @@ from fp8dist.state.slots import clean_fqn
 __all__ = ["GradientHook"]
 
 _OWNER = "fp8dist.ddp.comm_hook"
+_ROUTER = "router"
+"""In the names of parameters that travel in their own dtype as vectors do: ranks cancel, and they are small."""
 _UNKNOWN = "a parameter outside of the manager's model"
 
 
@@ -52,7 +54,7 @@ class GradientHook:
 
     Args:
         model: has the names of the parameters.
-        exclude: patterns of names of parameters that travel in their own dtype, after those of all vectors.
+        exclude: patterns of names of parameters that travel in their own dtype, after those of vectors and routers.
         syncs: of the manager; the one of DDP's ranks carries the digests.
         known: of the manager: the digests by DDP's ranks. Hooks of the same ranks share them.
         ended: called when the last bucket is done.
@@ -72,29 +74,34 @@ class GradientHook:
         self._senders: tuple[int, ...] = ()
         self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._names = {id(one): clean_fqn(name) for name, one in model.named_parameters()}
-        vectors = [self._names[id(one)] for one in model.parameters() if one.ndim <= 1]
+        named = [(self._names[id(one)], one) for one in model.parameters()]
+        small = [name for name, one in named if one.ndim <= 1 or _ROUTER in name]
         given = (exclude,) if isinstance(exclude, str) else exclude
-        chosen = matching("exclude", (*vectors, *given), set(self._names.values()))
+        chosen = matching("exclude", (*small, *given), set(self._names.values()))
         self._excluded = {one for one, name in self._names.items() if name in chosen}
         self._syncs, self._known, self._ended = syncs, {} if known is None else known, ended
         self._under_way: list[_Bucket] = []
-        self._backwards = 0
+        self._backwards = self._buckets = 0
 
     def run(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations as objects, or none.
         """Start to reduce a bucket. COLLECTIVE. ``state``: the process group; None: the default one. Or a DeviceMesh
         of the same ranks, with an axis of nodes and an axis of ranks of a node."""
         if bucket.index() == 0:  # Of a backward that has failed, some may be left.
             self._under_way.clear()
-            self._backwards += 1
+            self._backwards, self._buckets = self._backwards + 1, 0
             self._prepare(state)
         assert self.group is not None
-        with failing_by_name(_OWNER, lambda: "the exchange of gradients in FP8", self.group.ranks):
+        self._buckets += 1  # Not the bucket's index: a rank that has left one out then waits for another number.
+        with failing_by_name(_OWNER, self._describe, self.group.ranks):
             future = self._start(self.group.process_group, bucket)
             while bucket.is_last() and self._under_way:
                 self._advance()
         if bucket.is_last() and self._ended is not None:
             self._ended()
         return future
+
+    def _describe(self) -> str:
+        return f"the exchange of gradients in FP8, bucket {self._buckets} of a backward"
 
     def _prepare(self, state: Any) -> None:
         """Note DDP's ranks, and let the sync of the same ranks carry the digests."""

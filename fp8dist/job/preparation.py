@@ -35,7 +35,7 @@ from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.fallback import Fallback
 from fp8dist.state.groups import GroupLike, SyncGroup
 from fp8dist.state.precision import Precisions
-from fp8dist.state.recipe import DelayedScaling, Recipe, require_recipe
+from fp8dist.state.recipe import DelayedScaling, NVFP4Scaling, Recipe, require_recipe
 from fp8dist.state.settings import AUDIT_BYTES, Settings, unknown_variables
 from fp8dist.state.slots import Slot
 from fp8dist_kernels import grouped_ops, ops
@@ -361,8 +361,13 @@ def _require_gatherable(settings: Settings, assignment: Assignment, products: It
     recipes |= {product.owner: product.recipe for product in products}
     name = next((fqn for fqn, recipe in recipes.items() if not recipe.gathers), None)
     if settings.fp8_all_gather and name is not None:
+        why = (
+            "dgrad needs scales by columns, which cannot be computed from gathered FP8 rows, and both copies take as "
+            "many bytes as bfloat16"
+        )
+        if isinstance(recipes[name], NVFP4Scaling):
+            why = "it is emulated: no GPU path"
         raise ConfigurationError(
-            f"{name}: fp8_all_gather=True does not work with {type(recipes[name]).__name__}: dgrad needs scales by "
-            "columns, which cannot be computed from gathered FP8 rows, and both copies take as many bytes as bfloat16. "
-            "Use another recipe for it, or leave fp8_all_gather out"
+            f"{name}: fp8_all_gather=True does not work with {type(recipes[name]).__name__}: {why}. Use another recipe "
+            "for it, or leave fp8_all_gather out"
         )

@@ -71,7 +71,7 @@ def travels_in_fp8(numbers: int, dtype: torch.dtype, group: dist.ProcessGroup) -
             f"above {MOST_RANKS} ranks: this group has {group.size()}. Leave gradients in FP8 out, or register DDP's "
             "hook with a DeviceMesh of nodes and GPUs as its state"
         )
-    return numbers >= LEAST * group.size()
+    return numbers >= max(1, LEAST * group.size())
 
 
 def encode(x: Tensor, count: int, length: int) -> Tensor:

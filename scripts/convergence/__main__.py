@@ -17,7 +17,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     """Train and compare. Return the exit status: 0 success; 1 a run failed; 2 wrong flags."""
     own, flags = _parsed(arguments)
     tasks = _tasks(own, flags)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # Ends the runs, too.
     try:
         for (name, _), task in tasks.items():
             if name != "gradients":
@@ -148,10 +147,6 @@ def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[
         "runs": runs,
         "gradients": json.loads((measured.folder / measured.product).read_text()) if measured else None,
     }
-
-
-def _end(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
 
 
 def _say(text: str) -> None:

@@ -215,6 +215,7 @@ def test_of_four_ranks_the_faulty_one_is_named(four_ranks: RankPool) -> None:
         assert {(ranks, reference is not None) for _, ranks, reference, _ in found} == {((3,), True)}
 
 
+@pytest.mark.slow
 def test_of_two_ranks_nobody_is_named(two_ranks: RankPool) -> None:
     for found, *_ in two_ranks.run(_with_faulty_rank, "ddp", "delayed", 1, "products"):
         assert {(ranks, reference) for _, ranks, reference, _ in found} == {((0, 1), None)}
@@ -235,6 +236,7 @@ def _transient() -> Any:
     return {(f.ranks, f.detail.partition(" (")[0]) for f in trained.findings}, len(log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_fault_that_does_not_repeat_is_transient(world: int, two_ranks: RankPool, three_ranks: RankPool) -> None:
     results = (two_ranks if world == 2 else three_ranks).run(_transient)
@@ -385,6 +387,7 @@ def _without_the_module() -> Any:
     return trained.findings, trained.audited
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_run_the_module_takes_part(three_ranks: RankPool) -> None:
     results = three_ranks.run(_without_the_module)
     assert [findings for findings, _ in results] == [[]] * 3
@@ -431,6 +434,7 @@ def test_a_rank_that_is_gone_is_named() -> None:
     assert "Missing of 2 ranks: rank 1 (" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "found"), [(2, set()), (0, {(1, 2)})])
 @on_ranks(3)
 def test_only_ranks_that_are_alike_audit_each_other(which: int, found: set[tuple[int, ...]]) -> None:

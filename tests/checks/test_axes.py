@@ -276,6 +276,7 @@ def _prepared(forgotten: str) -> Any:
     return manager.check().compared["parameter"], [text for _, text in log if "axis" in text]
 
 
+@pytest.mark.slow
 def test_a_prepared_model_adopts_at_attach_and_checks_every_so_often(two_ranks: RankPool) -> None:
     (found, texts), _ = two_ranks.run(_prepared, "norm.weight")
     assert found == [("parameter", "norm.weight", 5)]
@@ -533,6 +534,7 @@ def _cost(linears: int) -> Any:
     return [[sum(1 for _ in of), sum(size for _, size in of)] for of in counts[:2]]
 
 
+@pytest.mark.slow
 def test_the_first_check_sends_16_bytes_for_each_tensor_and_later_ones_nothing_more(four_ranks: RankPool) -> None:
     costs = {n: four_ranks.run(_cost, n) for n in (10, 200)}
     for of in costs.values():

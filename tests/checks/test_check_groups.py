@@ -628,6 +628,7 @@ def _hybrid_fsdp1(seeds: str, strategy: str) -> Any:
     return [(f.kind, f.ranks) for f in report.findings], manager.verified.checked_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 def test_copies_of_fsdp1_shards_are_compared(four_ranks: RankPool, strategy: str) -> None:
     found = four_ranks.run(_hybrid_fsdp1, "all", strategy)

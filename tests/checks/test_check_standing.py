@@ -70,6 +70,7 @@ def _checks(odd: int, policy: str) -> Any:
     return texts, reports, calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [0, 2])
 def test_a_check_logs_a_table_once_then_lines(three_ranks: RankPool, odd: int) -> None:
     results = three_ranks.run(_checks, odd, "warn")
@@ -98,6 +99,7 @@ def test_a_check_logs_a_table_once_then_lines(three_ranks: RankPool, odd: int) -
             assert sum(len(texts[i]) for i in (1, 2, 3)) == 0
 
 
+@pytest.mark.slow
 def test_other_policies_log_the_table_each_time(three_ranks: RankPool) -> None:
     texts = three_ranks.run(_checks, 1, "raise")[0][0]
     assert [len(part) for part in texts] == [0, 1, 1, 1, 1, 0, 1]
@@ -123,6 +125,7 @@ def _syncs(ranks: list[int]) -> Any:
     return logged, [(f.step, f.kind, f.name, f.ranks) for f in findings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [2, 4])
 def test_a_sync_logs_a_table_once_then_lines(pool: int, two_ranks: RankPool, four_ranks: RankPool) -> None:
     results = (two_ranks if pool == 2 else four_ranks).run(_syncs, [1])

@@ -121,6 +121,7 @@ def _assert_named(
         assert all(bits in text for bits in shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", few(RECIPES, "delayed", "mx"))
 def test_of_two_ranks_nobody_is_the_culprit(two_ranks: RankPool, recipe: str) -> None:
     for found in two_ranks.run(_everywhere, recipe, (1,)):
@@ -145,6 +146,7 @@ def test_of_four_ranks_two_against_two_is_no_majority(four_ranks: RankPool) -> N
         _assert_named(found, (0, 1, 2, 3), None, ((0, 3), (1, 2)))
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_the_first_element_is_found_in_any_block() -> None:
     """A product of 512 KiB, with a wrong bit in its second block of 256 KiB, and one in the last element."""
@@ -188,6 +190,7 @@ def test_a_wrong_digest_is_told_from_a_wrong_result() -> None:
     assert found == [("fprop", (1,), "all elements are equal in host memory: the ")]
 
 
+@pytest.mark.slow
 def test_only_ranks_of_equal_hardware_are_compared(three_ranks: RankPool) -> None:
     """Rank 0 is of another kind, and computes otherwise: no finding, but what it computes is compared with nothing."""
     for rank, found in enumerate(three_ranks.run(_everywhere, "row", (0,), {0: "old", 1: "new", 2: "new"})):
@@ -228,6 +231,7 @@ def test_pipeline_stages_are_checked_apart() -> None:
     assert sorted(said) == [0, 0, 0, 2]
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_it_costs_one_small_all_reduce() -> None:
     _, manager = _attached()
@@ -383,6 +387,7 @@ def _trained(checked: bool, recipe: str, update: Any) -> Any:
     return losses, state_bits(job.manager), torch.get_rng_state().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "update"), [("delayed", "same_step"), ("delayed", "next_step"), ("block", "")])
 def test_training_is_the_same_bit_for_bit(two_ranks: RankPool, recipe: str, update: str) -> None:
     assert two_ranks.run(_trained, True, recipe, update) == two_ranks.run(_trained, False, recipe, update)

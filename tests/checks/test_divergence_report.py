@@ -307,12 +307,13 @@ def test_a_summary_is_one_short_line_with_place_values_and_steps() -> None:
 
 
 def test_errors_carry_the_report_and_the_summary_and_pickle() -> None:
-    report = DivergenceReport((_finding(), _finding(value=1j)), {"parameter": 2}, ("x",), ("y",))
+    report = DivergenceReport((_finding(), _finding(value=1j)), {"parameter": 2}, ("x",))
     assert not report.consistent
     with pytest.raises(DivergenceError) as caught:
         report.raise_if_diverged()
     assert caught.value.report is report
-    assert pickle.loads(pickle.dumps(report)) == report
+    for each in (report, DivergenceReport((_finding(),), {"parameter": 2}, ("x",), ("y",))):
+        assert pickle.loads(pickle.dumps(each)) == each
     for error in (caught.value, pickle.loads(pickle.dumps(DivergenceError(report)))):
         assert isinstance(error, DivergenceError)
         assert error.report == report

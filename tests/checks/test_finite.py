@@ -113,6 +113,7 @@ def _what_counts(ranks: int) -> Any:
 COUNTS: list[tuple[Any, int]] = [((), 0), (("mean",), 2), (("first.bias.momentum_buffer",), 2), ((), 0)]
 
 
+@pytest.mark.slow
 def test_what_training_continues_with_counts(two_ranks: RankPool) -> None:
     expected = [([names] * 3, told) for names, told in [*COUNTS, (("first.bias",), 2)]]
     assert _what_counts(1) == expected

@@ -101,6 +101,7 @@ def _train(
     return [text for _, text in log], dict(by), [n for n, c in zip(calls.sizes, calls.names) if c == "all_reduce"]
 
 
+@pytest.mark.slow
 def test_a_copy_that_parts_is_warned_of_once_and_the_last_check_counts_the_rest(three_ranks: RankPool) -> None:
     """The check of step n compares what step n - 1 has left, before its own step ends."""
     (texts, by, sizes), *others = three_ranks.run(_train, "norm.bias")

@@ -75,6 +75,7 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return found
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_parameters_gradients_and_optimizer_state_are_repaired_bit_for_bit() -> None:
     odd, reference = 0, 1
@@ -386,6 +387,7 @@ def _nudge(net: nn.Module, name: str) -> None:
             net.get_parameter(name).view(-1)[3] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared", [True, False])
 @on_ranks(3)
 def test_a_repair_that_repeats_says_that_its_cause_persists(prepared: bool) -> None:
@@ -415,6 +417,7 @@ def test_a_repair_that_repeats_says_that_its_cause_persists(prepared: bool) -> N
     assert found == [[], [], third, [], [], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "raises"), [("check", 2), ("prepare", 2), ("check_every", 3)])
 @on_ranks(3)
 def test_a_number_of_repairs_after_which_all_ranks_raise(how: str, raises: int) -> None:

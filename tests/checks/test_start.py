@@ -84,6 +84,7 @@ def _odd_net(rank: int) -> nn.Module:
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attached_before", [False, True])
 @on_ranks(3)
 def test_after_an_error_attach_begins_anew(attached_before: bool) -> None:

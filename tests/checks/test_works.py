@@ -62,6 +62,7 @@ def _assert_all_ran(heard: Heard, *fqns: str) -> None:
     assert ran == {f"{fqn} {kind}" for fqn in fqns for kind in (*Role, "fprop", "dgrad", "wgrad")}
 
 
+@pytest.mark.slow
 def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that lies sideways may be multiplied by another kernel, which gives other bits."""
     layouts, product = [], ops._product
@@ -251,6 +252,7 @@ class Peak(TorchDispatchMode):
         self.now -= size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["matmul", "quantize"])
 def test_memory_is_that_of_the_copies(op: str) -> None:
     """Of large tensors a block is recorded: temporary tensors do not grow with them."""
@@ -364,6 +366,7 @@ def _product(counts: Sequence[int], tail: int = 0, k: int = 256, n: int = 256) -
     return args, options, grouped_ops.matmul_grouped(*args, **options)
 
 
+@pytest.mark.slow
 def test_parts_of_a_product_reach_every_row_of_experts_with_rows() -> None:
     """A wrong element is found by some audits, which name its expert. Rows of nobody are not looked at."""
     counts, digester = (130, 0, 7, 400, 0), Digester()

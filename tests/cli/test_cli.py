@@ -501,6 +501,7 @@ def test_help_imports_no_torch() -> None:
     assert done.stdout.count("usage: fp8dist") == 3
 
 
+@pytest.mark.slow
 def test_public_names_are_there_after_any_import() -> None:
     """Submodules may be imported first, as a pickle does."""
     code = (

@@ -22,7 +22,6 @@ import fp8dist
 from fp8dist.cli.main import main
 from tests.support import forked
 from tests.support.pages import blocks, pages
-from tests.support.suite import few
 
 SAVED, KILLED, LAST = 5, 9, 10
 """Steps: the first save; the one that ends with SIGKILL; the last save. The recorder watches one after the kill."""
@@ -79,7 +78,7 @@ def _run(program: str, folder: Path, ranks: int, *actions: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", few(["ddp", "fsdp2"], "fsdp2"))
+@pytest.mark.parametrize("job", ["ddp", "fsdp2"])
 def test_a_job_whose_weights_are_nan_on_all_ranks_saves_no_more(tmp_path: Path, job: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(_program(f"docs/{job}-complete.md"))
@@ -127,7 +126,7 @@ def _counters(contents: dict[str, Any]) -> list[torch.Tensor]:
     return [state["step"], state["counters"][0]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ddp_job_resumes_bit_for_bit(tmp_path: Path) -> None:
     """On three ranks, where the order of sums counts."""
     ranks = 3

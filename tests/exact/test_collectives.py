@@ -107,6 +107,27 @@ def test_a_loss_of_sharded_classes_is_that_of_whole_ones() -> None:
     assert torch.equal(reduced(sharded.grad.full_tensor()), logits.grad)
 
 
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@on_ranks(2)
+def test_norms_of_a_sharded_sequence_are_those_of_the_whole_one(kind: type[nn.Module]) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.stack([values(row) for row in range(8)]).reshape(2, 4, 6)
+    whole, sharded = kind(6), kind(6)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            parameter.copy_(values(len(name)))
+            copied = distribute_tensor(parameter.detach().clone(), mesh, [Replicate()])
+            sharded.register_parameter(name, nn.Parameter(copied))
+    with arithmetic():
+        (whole(x) * x).sum().backward()
+        local = distribute_tensor(x, mesh, [Shard(1)])
+        (sharded(local) * local).sum().backward()
+    for mine, theirs in zip(sharded.parameters(), whole.parameters()):
+        assert theirs.grad is not None
+        assert theirs.grad.any()
+        assert torch.equal(reduced(mine.grad.double().full_tensor()), theirs.grad.double())
+
+
 @on_ranks(2)
 def test_shards_of_a_model_become_the_shards_of_its_residues() -> None:
     mesh = init_device_mesh("cpu", (2,))

@@ -278,6 +278,7 @@ def test_a_context_within_the_context_adds_surrogates() -> None:
         assert torch.equal(F.silu(x), expected)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind() -> None:
     with arithmetic():
         pass

@@ -108,7 +108,7 @@ def test_two_ranks_one_rank_and_the_offline_export(
     _all_the_same(tmp_path, two_ranks, recipe, parallel, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_one_rank_and_the_offline_export(four_ranks: RankPool, tmp_path: Path) -> None:
     _all_the_same(tmp_path, four_ranks, "delayed", "fsdp2", 4)
 

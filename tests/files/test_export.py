@@ -24,7 +24,7 @@ from fp8dist_kernels.formats import E5M2
 from tests.support import forked
 from tests.support.serving import NATIVE, RECIPES, as_bits, exported, multiplied, read, served, tensor_bits
 from tests.support.sharded import wide
-from tests.support.suite import few
+from tests.support.suite import crossed, few
 from tests.support.training import batch, bits, state_bits
 
 
@@ -101,9 +101,7 @@ def test_a_weight_written_since_its_scale_was_derived() -> None:
     assert bits(scale) != bits(manager.slot("layers.1", "weight").inv_scale.reshape(1))
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("factor", [1.02, 1.2, 1.9, 2.5])
-@pytest.mark.parametrize("write", [".data", "mul_", "load_state_dict"])
+@crossed(write=[".data", "mul_", "load_state_dict"], factor=[1.02, 1.2, 1.9, 2.5], swapped=[False, True])
 def test_an_export_saturates_no_weight(write: str, factor: float, swapped: bool) -> None:
     net, manager, _ = trained()
     manager.refresh_weights()

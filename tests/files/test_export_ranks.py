@@ -25,6 +25,7 @@ from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import on_ranks
 from tests.support.serving import NATIVE, RECIPES, as_bits, exported, multiplied, read, served, spread, tensor_bits
 from tests.support.sharded import Mlp, shard, wide
+from tests.support.suite import few
 from tests.support.training import batch, bits
 
 pytestmark = pytest.mark.slow
@@ -125,10 +126,13 @@ def _layouts(*parallels: str) -> list[tuple[str, str]]:
     return [(recipe, parallel) for recipe, parallel in pairs if not (recipe == "rowwise" and "gather" in parallel)]
 
 
+# Shards of 64 rows are not whole blocks: those of two ranks are, below.
+ON_FOUR = [each for each in _layouts("ddp", "fsdp2", "gather", "hsdp", "hsdp+gather") if each != ("block", "gather")]
+
+
 @pytest.mark.parametrize(
     ("recipe", "parallel"),
-    # Shards of 64 rows are not whole blocks: those of two ranks are, below.
-    [each for each in _layouts("ddp", "fsdp2", "gather", "hsdp", "hsdp+gather") if each != ("block", "gather")],
+    few(ON_FOUR, *ON_FOUR[::3]),
 )
 @on_ranks(4)
 def test_four_ranks_export_the_bytes_of_one_process(
@@ -149,7 +153,7 @@ def test_uneven_shards(tmp_path: Path, expected: Tensors) -> None:
         _assert_exported(tmp_path, "delayed", parallel, expected)
 
 
-@pytest.mark.parametrize("parallel", ["fsdp2", "gather", "hsdp"])
+@pytest.mark.parametrize("parallel", few(["fsdp2", "gather", "hsdp"], "gather"))
 @on_ranks(4)
 def test_large_tensors_are_gathered_in_pieces(tmp_path: Path, parallel: str, expected: Tensors) -> None:
     """Some rows of each rank at a time, to save memory on a CPU; the last piece is smaller."""
@@ -355,8 +359,10 @@ def test_parts_of_which_one_has_outgrown_the_scale() -> None:
         assert bits(used.reshape(1)) == bits(scale)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(("recipe", "gather"), [("delayed", False), ("delayed", True), ("block", False)])
+@pytest.mark.parametrize("bf16", few([False, True], True))
+@pytest.mark.parametrize(
+    ("recipe", "gather"), few([("delayed", False), ("delayed", True), ("block", False)], ("delayed", True))
+)
 @on_ranks(4)
 def test_fsdp2_and_tensor_parallelism_together(recipe: str, gather: bool, bf16: bool) -> None:
     torch.manual_seed(0)

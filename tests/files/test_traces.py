@@ -52,6 +52,7 @@ def sealed(path: Path, lines: list[bytes]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_truncation_and_flipped_bit_is_damage(tmp_path: Path) -> None:
     data = trace(tmp_path / "a", [1, 2, 3]).read_bytes()
     assert read(tmp_path / "a") == 3

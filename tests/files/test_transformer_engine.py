@@ -433,6 +433,7 @@ def numbers_of(tensors: dict[str, Tensor]) -> dict[str, Any] | None:
     return found if possible and all(0 <= amax < math.inf for amax in amaxes) else None
 
 
+@pytest.mark.slow
 def test_damaged_bytes_are_refused_or_read_as_they_stand() -> None:
     """A pickle has no checksum. Only a number's own bytes change it, but the bytes of a tensor's shape and strides may
     select other saved numbers."""

@@ -23,7 +23,7 @@ from fp8dist.cli.main import main
 from fp8dist.files.value_comparison import compare_values
 from tests.support import forked
 from tests.support.serving import read, spread
-from tests.support.suite import crossed
+from tests.support.suite import crossed, few
 
 Tensors = dict[str, Tensor]
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -294,6 +294,7 @@ def _ulp(byte: int) -> Fraction:
     return Fraction(2) ** (max((byte >> 3) & 15, 1) - 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor", "row", "block"])
 def test_values_are_compared_exactly(layout: str) -> None:
     """All bytes and their neighbours, by fractions: which differ, which by more than both ULPs, the first of these."""
@@ -523,8 +524,10 @@ class Stream:
             del tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("weights_first", "fault", "bound"), [(False, False, 0), (True, False, 0), (False, True, 3), (True, True, 17)]
+    ("weights_first", "fault", "bound"),
+    few([(False, False, 0), (True, False, 0), (False, True, 3), (True, True, 17)], (False, False, 0), (True, True, 17)),
 )
 def test_each_tensor_is_read_once_and_few_are_kept(
     exports: dict[str, Path], tmp_path: Path, weights_first: bool, fault: bool, bound: int

@@ -83,6 +83,7 @@ def _attached_optimizer(linears: int) -> Counter[str]:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [_end_of_step, _after_optimizer, _after_foreign_update, _attached_optimizer])
 def test_a_step_makes_no_call_per_linear(counts: Callable[[int], Counter[str]]) -> None:
     """There were once 6 to 18 calls of C, and 9 to 14 of Python, for each Linear."""

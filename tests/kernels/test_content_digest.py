@@ -286,6 +286,7 @@ def flipped(tensor: Tensor, *bits: int) -> tuple[int, int]:
     return found
 
 
+@pytest.mark.slow
 def test_every_single_flipped_bit_is_seen() -> None:
     """Flip 500 random bits of two blocks and a partial one: each flip changes both lanes."""
     tensor = any_tensor(torch.bfloat16, (BLOCK_BYTES + 13,), 6)
@@ -321,6 +322,7 @@ def test_a_single_flipped_bit_of_any_bytes_is_seen(content: bytes, data: st.Data
     assert after[1] != before[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, MASK), min_size=1, max_size=40), st.data())
 def test_one_changed_word_is_seen_in_both_lanes(words: list[int], data: st.DataObject) -> None:

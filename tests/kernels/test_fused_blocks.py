@@ -30,6 +30,7 @@ def compare(x: Tensor, dtype: torch.dtype, block: Any, **options: Any) -> None:
     assert_same(run(fused, x, dtype, block, **options), run(plain, x, dtype, block, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 528), (520, 16), (144, 400)], ids=str)
 def test_amaxes_of_rows_in_parts(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one row, of several tiles, and in more parts than usual, as of rows of more than 131,072 elements."""

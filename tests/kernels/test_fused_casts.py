@@ -355,6 +355,7 @@ def in_one_launch(x: Tensor, dtype: torch.dtype, **options: Any) -> None:
     assert_same((*got, sums[0]), (*run(plain, x, dtype, just_in_time=True, sums=sums[1], **options), sums[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "shifted"])
 def test_a_cold_slot_in_one_launch(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)

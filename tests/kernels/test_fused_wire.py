@@ -22,6 +22,7 @@ def _parts(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return messages[:, : 128 * blocks].view(torch.float8_e4m3fn), messages[:, 128 * blocks :].view(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_messages_and_sums(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)

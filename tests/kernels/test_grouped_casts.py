@@ -17,6 +17,7 @@ from tests.support.casting import FORMATS, LAYOUTS, assert_same, hard_values, po
 from tests.support.devices import DEVICE
 from tests.support.gemms import assert_operand, numbers
 from tests.support.grouped import COUNTS, WRONG, ends, poisoned_rows, slots_of
+from tests.support.suite import few
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
@@ -77,7 +78,7 @@ def test_a_cast_is_the_twins(counts: tuple[int, ...], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outgrown", [None, 0.9], ids=["delayed", "outgrown"])
+@pytest.mark.parametrize("outgrown", few([None, 0.9], 0.9))
 def test_all_options(outgrown: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     x, offsets = poisoned_rows((3, 0, 40, 2), 48, 9, finite=True).bfloat16(), ends((3, 0, 40, 2))
@@ -145,6 +146,7 @@ def test_lines_of_each_expert_are_cast_as_alone(in_blocks: bool) -> None:
     assert (of_columns[:, 3:] == 1).all() if in_blocks else (of_columns[1] == 1).all()
 
 
+@pytest.mark.slow
 @IN_BLOCKS
 @pytest.mark.parametrize("counts", [COUNTS[0], pytest.param(COUNTS[1]), pytest.param(COUNTS[5])], ids=str)
 def test_lines_are_the_twins(in_blocks: bool, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from fp8dist_kernels.triton.tables import Tile
 from tests.support.devices import DEVICE
 from tests.support.grouped import COUNTS, WRONG, ends
 from tests.support.products import E4M3, PAIRS
+from tests.support.suite import few
 
 VERSIONS = pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fused"])
 SCALINGS = pytest.mark.parametrize("scaling", Scaling, ids=lambda scaling: scaling.value)
@@ -229,7 +230,8 @@ def test_a_nan_stays_with_its_expert(version: Any) -> None:
     assert torch.equal(case.columns(version, torch.float32).isnan().cpu(), expected)
 
 
-@pytest.mark.parametrize("groups", [1, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", few([1, 512], 1))
 def test_many_experts(groups: int) -> None:
     counts = [0] * groups
     counts[groups // 2], counts[-1] = 2, 1

@@ -143,7 +143,7 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_opcheck() -> None:
     x, _, weight, offsets = layer((20, 0, 7))
     for given in ((x, offsets), (weight, None)):

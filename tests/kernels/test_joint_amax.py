@@ -50,6 +50,7 @@ def _share(place: int, x: Tensor, scratch: Tensor, out: Tensor, barrier: Barrier
         barrier.wait(60)
 
 
+@pytest.mark.slow
 def test_processes_measure_together() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROUNDS, 13, 37, generator=generator).share_memory_()

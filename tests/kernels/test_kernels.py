@@ -103,6 +103,7 @@ def _check(result: Tensor, values: list[float], scale: float, dtype: torch.dtype
         assert repr(found) == repr(right), f"{value!r} * {scale!r}"
 
 
+@pytest.mark.slow
 @FP8
 def test_all_bfloat16_values(dtype: torch.dtype) -> None:
     for scale in (1.0, 448.0 / 3.0, 1e-6, 3.0e38):
@@ -192,6 +193,7 @@ def test_the_input_is_left_alone_and_dequantized(dtype: torch.dtype) -> None:
     assert dequantize(rows, torch.tensor(0.5)).tolist() == [[1.0, -2.5, torch.finfo(dtype).max / 2, 0.0]]
 
 
+@pytest.mark.slow
 def test_rings_against_lists() -> None:
     """Random participation and magnitudes, over several laps of the ring."""
     for length in (1, 2, 3, 5, 16, 17, 1000):

@@ -46,6 +46,7 @@ def test_the_reference_of_one_scale_each_is_the_plain_expression() -> None:
     assert torch.equal(matmul_reference(*given.operands, torch.bfloat16), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", [Scaling.TENSORWISE, Scaling.ROWWISE])
 def test_torch_agrees(scaling: Scaling) -> None:
     for out_dtype, bias_dtype in itertools.product(OUT_DTYPES, (None, *OUT_DTYPES)):

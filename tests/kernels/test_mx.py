@@ -75,6 +75,7 @@ def test_rounding_up_saturates_nothing_and_equals_a_division() -> None:
     assert torch.equal(byte - down, (amax > 1.75).int())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("up", [False, True], ids=["floor", "rceil"])
 def test_torchao_gives_the_same_bytes(up: bool) -> None:
     """Where its rules are these: it takes an amax of Inf for a number, has other elements in NaN blocks, whose value is

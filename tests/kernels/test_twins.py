@@ -24,6 +24,7 @@ from fp8dist_kernels.triton import shares as fused_shares
 from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.devices import DEVICE
 from tests.support.grouped import ends, slots_of
+from tests.support.suite import NIGHTLY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
@@ -185,7 +186,7 @@ IN_TURN = [*zip(itertools.cycle(SHAPES), LAYOUTS)]
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 @pytest.mark.parametrize(
-    "cases", [pytest.param(IN_TURN, marks=pytest.mark.slow), pytest.param(EVERYTHING, marks=pytest.mark.long)],
+    "cases", [pytest.param(IN_TURN, marks=pytest.mark.slow), pytest.param(EVERYTHING, marks=NIGHTLY)],
     ids=["in turn", "everything"],
 )  # fmt: skip
 def test_all_shapes_and_strides(op: Op, cases: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from fp8dist_kernels.reference.rings import RingShape
 from fp8dist_kernels.triton import update as fused
 from tests.support.devices import DEVICE
 from tests.support.oracle import FP8_MAX, ROUNDS_TO_MAX, Rules, SlotOracle, bits_of, of_bits
+from tests.support.suite import crossed
 from tests.support.updates import RULE, assert_equal, random_amaxes, random_arrays
 
 VERSIONS = pytest.mark.parametrize("version", ["numpy", "triton"])
@@ -76,8 +77,7 @@ RULES = [*itertools.product((-200, -2, 0, 3, 200), (False, True), (False, True))
 
 
 @VERSIONS
-@pytest.mark.parametrize("length", [1, 2, 16, 1000, 1024])
-@pytest.mark.parametrize("algorithm", ["max", "most_recent", "none"])
+@crossed(length=[1, 2, 16, 1000, 1024], algorithm=["max", "most_recent", "none"])
 def test_rules(version: str, algorithm: Any, length: int) -> None:
     """Every rule, with and without sharded weights; Triton gets some of them. Margins reach scales that overflow and
     underflow. Positions are all over the rings."""
@@ -90,6 +90,7 @@ def test_rules(version: str, algorithm: Any, length: int) -> None:
             both.step(UpdateRule(length, margin, power_of_two, just_in_time, algorithm), rng)
 
 
+@pytest.mark.slow
 @VERSIONS
 @pytest.mark.parametrize("shards", [0, 1, 5])
 def test_holds_and_differences(version: str, shards: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.main_job import RANKS, ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, finish, metrics, start
+from tests.support.suite import NIGHTLY
 
 pytestmark = pytest.mark.long
 
@@ -41,12 +42,12 @@ def processes_of(out: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("parallel", "fault", "resumed"),
     [
-        ("ddp", "kill-backward:0:7", 4),
-        ("ddp", "kill-save:0:8", 4),
         ("ddp", "kill-sync:1:2", 0),
-        ("fsdp1", "kill-forward:1:7", 4),
         ("fsdp2", "kill-save:1:8", 4),
-        ("fsdp2", "kill-sync:0:7", 4),
+        pytest.param("ddp", "kill-backward:0:7", 4, marks=NIGHTLY),
+        pytest.param("ddp", "kill-save:0:8", 4, marks=NIGHTLY),
+        pytest.param("fsdp1", "kill-forward:1:7", 4, marks=NIGHTLY),
+        pytest.param("fsdp2", "kill-sync:0:7", 4, marks=NIGHTLY),
     ],
 )
 def test_a_killed_rank_costs_steps_but_no_bit(
@@ -106,6 +107,7 @@ def start_ranks(*commands: tuple[tuple[str, ...], str]) -> list[tuple[int, str]]
             process.kill()
 
 
+@pytest.mark.nightly
 def test_agents_that_count_differently_resume_alike(tmp_path: Path) -> None:
     """On two nodes the agents' restart counts may differ, here 0 and 1. Both ranks must resume from the same step."""
     flags = [*TINY, "--save-every", "6", "--inject", "kill-forward:0:9", "--out", str(tmp_path)]

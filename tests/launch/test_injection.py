@@ -42,6 +42,7 @@ def test_damage_is_reported(tmp_path: Path, flags: str, step: int, expected: dic
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_every_rank_fails_alike(tmp_path: Path) -> None:
     variables = {"FP8DIST_CHECK_EVERY": "4", "FP8DIST_CHECK_POLICY": "raise"}
     stopped = stop(tmp_path, "--precision", "fp32", "--inject", "weight:0:5", command=TORCHRUN, **THREE, **variables)

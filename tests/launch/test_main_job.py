@@ -24,6 +24,7 @@ SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "-
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_fp8_learns_like_fp32_on_two_ranks(runs: Runs) -> None:
     fp32, fp8 = (runs(RANKS, *SMALL, "--precision", precision) for precision in ("fp32", "fp8"))
     for run in (fp32, fp8):
@@ -137,6 +138,7 @@ def test_gathering_fp8_changes_bytes_and_no_bits(runs: Runs) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("flags", [["fsdp1", "--sharding", "grad_op"], ["fsdp2"]], ids=lambda flags: flags[0])
 def test_sharded_accumulation_and_bfloat16(runs: Runs, flags: list[str]) -> None:
     accumulates = ["--accumulate", "2", "--eval-every", "6", "--batch-size", "3"]  # Uneven validation.

@@ -55,6 +55,7 @@ def test_recipes_and_single_modules_differ(runs: Runs) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_whole_blocks_are_gathered_as_fp8(tmp_path: Path) -> None:
     flags = ["--layers", "1", "--width", "256", "--context", "16", "--batch-size", "2", "--steps", "3"]
     runs = [

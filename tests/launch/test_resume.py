@@ -121,6 +121,7 @@ def test_auto_starts_afresh_where_there_is_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("source", "others"),
     [("fsdp1", {"hsdp": "2", "fsdp2": "3"}), ("fsdp2", {"none": "1", "fsdp1": "2", "ddp": "3"})],
@@ -142,6 +143,7 @@ def test_others_read_the_same_state(runs: Runs, tmp_path: Path, source: str, oth
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_going_on_as_another_kind(runs: Runs, tmp_path: Path) -> None:
     first = runs(RANKS, *TINY, "--save-every", "6", "--stop-after", "6")
     folder = str(first.out / "checkpoints/step-00000006")
@@ -153,6 +155,7 @@ def test_going_on_as_another_kind(runs: Runs, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_fp8_may_begin_later_and_end_earlier(runs: Runs, tmp_path: Path) -> None:
     save = ["--save-every", "6", "--stop-after", "6"]
     folder = {

@@ -77,6 +77,7 @@ def test_measuring_changes_no_bit_and_no_collective(two_ranks: RankPool, kind: s
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.alone
 @KINDS
 def test_the_wait_is_that_of_the_other_rank(two_ranks: RankPool, kind: str) -> None:
@@ -164,6 +165,7 @@ def test_the_slow_rank_is_named_and_trains_the_same(runs: Runs) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.alone  # Other tests may delay a rank.
 def test_without_a_slow_rank_nobody_is_named(tmp_path: Path) -> None:
     even = even_run(tmp_path, *TINY, "--parallel", "ddp")

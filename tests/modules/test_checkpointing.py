@@ -358,11 +358,13 @@ def test_every_recipe(kind: str, changed: tuple[Recipe, Any]) -> None:
     assert_repeated(kind, ("accumulated", "in_flight"), recipe=recipe, overrides=overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few(REPEATING, "reentrant", "non-reentrant", "selective, nothing saved"))
 def test_a_repeated_forward_computes_as_it_did(kind: str) -> None:
     assert_repeated(kind, MODES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few(["reentrant", "non-reentrant"], "reentrant"))
 def test_experts_compute_as_they_did(kind: str) -> None:
     assert_repeated(kind, MODES, Mixing)
@@ -378,6 +380,7 @@ def test_a_forward_in_several_modes(block: str, kind: str) -> None:
     assert_repeated(kind, ("in_flight", "evaluated_before", *more), BLOCKS[block])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few(WHOLE, "reentrant", "non-reentrant"))
 def test_backwards_in_a_thread_of_their_own(kind: str) -> None:
     """As on a GPU. Each thread counts its nodes."""
@@ -426,6 +429,7 @@ def test_a_forward_whose_mode_is_forgotten_is_not_repeated_in_another(kind: str)
         losses[0].backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 def test_many_calls_of_a_module_in_one_checkpoint(kind: str) -> None:
     """More than are kept of each mode."""

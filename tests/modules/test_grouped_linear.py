@@ -110,6 +110,7 @@ def _run(model: Mixture, seed: int, among: tuple[int, ...], tokens: int) -> tupl
     return out, x.grad, weights.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(RECIPES, "delayed-unit", "delayed-next", "current-dgrad", "rowwise", "block"))
 def test_equal_an_fp8_linear_for_each_expert(name: str) -> None:
     """Over 12 steps of two microbatches, in which experts see no token, or one, or all."""
@@ -140,6 +141,7 @@ def test_momentum_moves_experts_that_do_not_run() -> None:
         pair.step()
 
 
+@pytest.mark.slow
 @crossed(recipe=["delayed", "current", "block"], gemms=[("fprop",), ("dgrad", "wgrad"), ("fprop", "dgrad", "wgrad")])
 def test_precision_of_single_experts(recipe: str, gemms: tuple[Any, ...]) -> None:
     """Some experts in high precision, then some for a number of steps, then all."""

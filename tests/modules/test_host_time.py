@@ -47,6 +47,7 @@ def calls_per_layer(chain: Chain) -> Counter[str]:
     return Counter({name: round(calls / LAYERS) for name, calls in found.items()})
 
 
+@pytest.mark.slow
 def test_counts_per_forward_and_backward() -> None:
     """Bounds a little above what was measured: 392 calls, 15 allocations. It was about 811 calls and 6 dispatches.
 
@@ -84,6 +85,7 @@ def test_the_first_launch_of_a_thread_encodes_no_descriptor(recipe: fp8dist.Reci
         assert sum("scaled" in name for name in launched.names) == 2 * LAYERS
 
 
+@pytest.mark.slow
 def test_plans_of_many_batch_sizes_are_forgotten() -> None:
     caches = (casts.plan_of, magnitude.reading_of, matmuls._plan_for, strips.page_of)
     with without_launches("triton"):

@@ -267,7 +267,7 @@ def test_compiled_models_leave_its_linears_out() -> None:
 
 
 def test_what_is_refused_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="fp8_all_gather=True does not work with NVFP4Scaling"):
+    with pytest.raises(ConfigurationError, match="does not work with NVFP4Scaling: it is emulated: no GPU path"):
         fp8dist.prepare(_net(), NVFP4Scaling(), fp8_all_gather=True)
     with pytest.raises(ConfigurationError, match=r"experts\.gate_up: NVFP4Scaling does not multiply experts"):
         fp8dist.prepare(Mixture(Experts()), NVFP4Scaling())

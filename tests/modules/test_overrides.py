@@ -265,6 +265,7 @@ def test_two_managers_with_other_recipes_do_not_see_each_other(second: Recipe) -
     assert alone[0].losses != alone[1].losses
 
 
+@pytest.mark.slow
 def test_each_recipe_trains_another_way() -> None:
     """Every option affects the losses, except options that must not."""
     assert len({tuple(Job(recipe).steps(*range(4)).losses) for recipe in RECIPES}) == len(RECIPES)

@@ -100,6 +100,7 @@ def test_one_collective_per_optimizer_step(two_ranks: RankPool, name: str) -> No
         assert outcome.steps == DDP.steps
 
 
+@pytest.mark.slow
 def test_three_ranks_with_unused_modules(three_ranks: RankPool) -> None:
     outcomes = three_ranks.run(train, replace(DDP, accumulate=2, no_sync=True, **UNUSED))
     assert_agree(outcomes, sharded.HISTORY)

@@ -465,6 +465,7 @@ def _in_modes(job: Job, forwards: str) -> tuple[list[float], dict[str, bytes]]:
     return losses, {name: bits(value) for name, value in full(run.model).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forwards", few(MODES, "one Linear in eval", "an evaluation with its own backward before"))
 def test_weights_are_cast_as_under_ddp_in_whatever_mode(two_ranks: RankPool, forwards: str) -> None:
     """Weights that have outgrown their scales, as AdamW's steps here make them, are cast by mode."""
@@ -581,6 +582,7 @@ def _loaded_and_attached(then_attach: bool) -> tuple[dict[str, bytes], float]:
     return arena_bits(second.manager), float(loss.detach())
 
 
+@pytest.mark.slow
 def test_attaching_again_forgets_no_trust(two_ranks: RankPool) -> None:
     assert two_ranks.run(_loaded_and_attached, True) == two_ranks.run(_loaded_and_attached, False)
 

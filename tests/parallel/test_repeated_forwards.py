@@ -72,6 +72,7 @@ def plain(two_ranks: RankPool) -> Any:
     return cache(lambda wrapper, what: two_ranks.run(_run, wrapper, None, what))
 
 
+@pytest.mark.slow
 @crossed(wrapper=WRAPPERS, reentrant=[True, False], what=["written", "high forward", "eval in backward"])
 def test_a_repeated_forward_has_the_bits_of_the_first(
     two_ranks: RankPool, plain: Any, wrapper: str, reentrant: bool, what: str

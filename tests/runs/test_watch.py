@@ -531,7 +531,7 @@ def test_tokens_are_those_of_all_backwards(recipe: Recipe, microbatches: int, re
         assert (load.module, load.tokens) == ("experts", expected_tokens(one.step, microbatches=microbatches))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("compiled watches")  # So that one process imports Dynamo.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 def test_compiled_experts_count_alike() -> None:

@@ -138,6 +138,7 @@ def _on_a_pretended_gpu(capability: str, cuda: str, chosen: str) -> None:
     assert "skipped" not in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.nightly
 def test_tune(tree: Path, tmp_path: Path) -> None:
     _run(tree, tmp_path / "out", "tune", "--smoke")
     text = (tmp_path / "out" / "tables" / FILE).read_text()
@@ -178,6 +179,7 @@ def _cases(path: Path) -> tuple[int, bool]:
     return sum(len(part["cases"]) for part in parts), all(part["status"] == "done" for part in parts)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "file", "found"),
     [

@@ -88,6 +88,7 @@ def predict(run: str, hosts: int, latency: int, capsys: pytest.CaptureFixture[st
     return float(json.loads(capsys.readouterr().out)["ways"][0]["wait_mean"]) / 1e3
 
 
+@pytest.mark.nightly
 def test_predictions_are_within_thirty_percent(
     ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

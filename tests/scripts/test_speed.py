@@ -479,6 +479,7 @@ def test_poison_is_nan_in_every_float_format() -> None:
         assert torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype).float().isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.parametrize(
     ("recipe", "mode"),

@@ -27,7 +27,7 @@ from scripts.convergence.tables import (
 from scripts.convergence.variants import VARIANTS
 from scripts.pages import audits
 from scripts.pages.__main__ import main
-from scripts.pages.runs import hardware
+from scripts.pages.runs import hardware, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -343,3 +343,14 @@ def test_sizes_are_those_of_the_operands() -> None:
     small = [("fprop", x + w), ("dgrad", y + w), ("wgrad", y + x)]
     large = [("fprop", 2 * x + 4 * w), ("dgrad", 2 * y + 4 * w), ("wgrad", 2 * y + 2 * x)]  # Both sizes doubled.
     assert rows == [(gemm, str(round(size / 1e6))) for gemm, size in (*small, *large)]
+
+
+def test_what_no_published_row_shows() -> None:
+    """Pages show the other rows of these tables, and are compared with them."""
+    rows = [ROW, {**ROW, "python": "3.9.1", "torch": "2.9.1", "failed": 2}]
+    assert versions(rows).splitlines()[2:] == [
+        "| 3.9.1 | 7 passed, 2 failed, 2026-01-31 | - |",
+        "| 3.10.13 | - | 7 passed, 2026-01-31 |",
+    ]
+    row = {"fault": "a bit", "inject": "weight:1:5", "header": [None], "check": [7], "audit": [3, None]}
+    assert audits.faults([row]).endswith("| not found | 7 steps later | in 1 of 2 runs |\n")

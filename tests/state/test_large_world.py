@@ -227,6 +227,7 @@ def _median_ms(job: Running, steps: int = 40) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["mesh", "experts, next_step"])
 def test_a_step_takes_the_host_as_long_as_on_two_ranks(name: str, record_property: Callable[[str, Any], None]) -> None:

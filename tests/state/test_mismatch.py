@@ -176,7 +176,7 @@ def test_a_mismatch_in_one_arena_leaves_nobody_hanging(outsider: int) -> None:
     groups = {"expert.*": alone if rank == outsider else pair}
     manager = fp8dist.prepare(model, group=dist.group.WORLD, groups=groups)
     dist.barrier()  # The timeout below excludes start-up.
-    with pytest.raises(ManifestMismatchError, match=None if rank == outsider else "slot expert.b:grad_output: "):
+    with pytest.raises(ManifestMismatchError, match=None if rank == outsider else r"slot expert\.b:grad_output: "):
         manager.attach(timeout=timedelta(seconds=2))
     assert _attach_differently({}, 60.0) is None
 
@@ -526,3 +526,7 @@ def test_a_check_acts_on_what_the_last_sync_proved(update: str, on_gpu: bool) ->
     report = manager.check(policy="warn")
     assert (_names(report) if report.findings else [_names(r) for r in seen]) == [("scale", ":weight", (1,), 0)]
     assert not manager.check().diverged
+
+
+def test_errors_of_configuration_are_value_errors() -> None:
+    assert issubclass(ConfigurationError, ValueError)

@@ -159,7 +159,7 @@ RELAXED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 @pytest.mark.slow
 @given(recipes, lives)
-@settings(max_examples=60, derandomize=True, database=None, **RELAXED)
+@settings(max_examples=30, derandomize=True, database=None, **RELAXED)
 def test_random_lives(recipe: dict[str, Any], life: list[tuple[str, Any]]) -> None:
     _live(recipe, life)
 

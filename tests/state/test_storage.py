@@ -308,6 +308,7 @@ UNFIT: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_content_that_does_not_fit_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
     for index, (name, value) in enumerate(UNFIT):
         path = _rewritten(trained[1], tmp_path / "odd", **{name: value})

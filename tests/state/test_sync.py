@@ -338,6 +338,18 @@ def test_one_collective_per_step_and_none_outside(update: Any, amax_sync: bool, 
             assert calls == [], name
 
 
+@on_ranks(2)
+def test_unsynced_state_is_each_ranks_own() -> None:
+    _model, manager = _foreign_manager("same_step", amax_sync=False)
+    manager.attach()
+    oracle = Oracle(FOREIGN, Rules(3))
+    for value in (1.0 + dist.get_rank(), 3.0):
+        manager.slot("a", "input").record(torch.tensor([value]))
+        manager.step()
+        oracle.step({A: value})
+        assert state_of(manager) == oracle.state()
+
+
 def _several_arenas(update: str) -> dict[str, Any]:
     rank = dist.get_rank()
     pair_01, pair_12, only_0, only_2 = (dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0], [2]))
@@ -421,6 +433,33 @@ def test_rank_zero_alone_may_evaluate_save_and_read_in_mid_flight(tmp_path: Path
     dist.barrier()
     assert (tmp_path / "0.safetensors").exists()
     assert not (tmp_path / "1.safetensors").exists()
+
+
+def _evaluation_between(update: Any, evaluate: bool) -> Any:
+    model = _Branches()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(optimizer=optimizer)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        x = torch.randn(4, HIDDEN, generator=generator)
+        if evaluate:
+            model.eval()
+            model(torch.full((4, HIDDEN), 1e6), "pqr").sum().backward()  # Grad is on, but nothing may be recorded.
+            optimizer.zero_grad()
+            model.train()
+            with torch.no_grad():
+                model(torch.full((4, HIDDEN), 1e6), "pqr")
+        model(x, "pqt").sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(manager)
+
+
+def test_evaluation_leaves_no_trace(two_ranks: RankPool) -> None:
+    plain = two_ranks.run(_evaluation_between, "next_step", False)
+    assert two_ranks.run(_evaluation_between, "next_step", True) == plain
+    assert plain[0] == plain[1]
 
 
 @on_ranks(2)

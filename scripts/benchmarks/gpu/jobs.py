@@ -109,9 +109,7 @@ def trained(planned: Planned, size: Size, stopwatch: Stopwatch) -> Case:
 
     for _ in range(WARM_UP):
         step()
-    run = step
-    if planned.mode == "graph":
-        run = captured(step, manager) if on_gpu else step
+    run = captured(step, manager) if on_gpu and planned.mode == "graph" else step
     step_us, sync_us = [], []
     for _ in range(WINDOWS):
         start = stopwatch.now()

@@ -26,9 +26,6 @@ START_UP = 25.0
 LONGEST = 2.0
 """Time limit of one comparison of a case, in seconds."""
 
-UNFINISHED = "not finished"
-"""The problem of a part whose process is under way, or was ended."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. Return 0 if all parts succeeded, 1 if one did not, 2 without a GPU."""
@@ -127,7 +124,9 @@ def run_part(
     """
     start = clock()
     cases: list[Case] = []
-    result: dict[str, Any] = {"status": "cut off", "seconds": 0.0, "problem": UNFINISHED, "cases": cases, "figures": {}}
+    # What is read if this process is ended.
+    result: dict[str, Any] = {"status": "cut off", "problem": "not finished"}
+    result |= {"seconds": 0.0, "cases": cases, "figures": {}}
     keep(result)
     planned = part.plan(lab)
     for place, one in enumerate(planned):

@@ -40,7 +40,6 @@ from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch, compare, stopwat
 from scripts.benchmarks.llama_shapes import KINDS, Product, products_of
 
 OUT_DTYPE = torch.bfloat16
-DIRTY = "-dirty"
 NEAR = 1.3
 """Tiles are measured up to this many times the lowest modelled cost."""
 
@@ -81,13 +80,6 @@ def measured(product: Product, seconds: float, stopwatch: Stopwatch) -> Entry:
     return entry
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that affect speed."""
-    import triton
-
-    return {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-
-
 def products(options: argparse.Namespace) -> list[Product]:
     """Return the products to measure, most important first, the kinds in turn."""
     if options.smoke:
@@ -99,13 +91,6 @@ def products(options: argparse.Namespace) -> list[Product]:
         if product is not None:  # With as many tokens as features, several GEMMs are the same product.
             planned.setdefault(product[2:], product)
     return list(planned.values())
-
-
-def write(path: Path, table: dict[str, Any], entries: Sequence[Entry]) -> None:
-    """Write the table atomically. Raise ValueError if the result could not be read back."""
-    whole = {**table, "entries": [entry.described() for entry in sorted(entries, key=lambda entry: entry.key)]}
-    TileTable.from_json(json.dumps(whole))
-    results_files.write(path, whole)
 
 
 def tuned(options: argparse.Namespace, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:
@@ -125,12 +110,16 @@ def tuned(options: argparse.Namespace, table: dict[str, Any], stopwatch: Stopwat
             print(f"{product.name:44} {product.scaling.value:12} skipped: {reason}", flush=True)
             continue
         entries[entry.key] = entry
-        write(options.out, table, [entry for entry in entries.values() if entry.faster])
+        faster = [entries[key].described() for key in sorted(entries) if entries[key].faster]
+        TileTable.from_json(json.dumps({**table, "entries": faster}))  # It can be read back.
+        results_files.write(options.out, {**table, "entries": faster})
     return [entry.vs_torch for entry in entries.values()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line described at the top of this file."""
+    import triton  # Not before a test has chosen its interpreter.
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     tiled = [kind for kind in KINDS if kind != "mx"]  # Its kernel has one tile.
@@ -143,11 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (torch.cuda.is_available() or options.smoke):
         print("tune_matmuls: no GPU found; nothing was measured or written", file=sys.stderr)
         return 2
-    of = f"{options.commit}{DIRTY if options.dirty else ''}" if options.commit else None
+    of = f"{options.commit}{'-dirty' if options.dirty else ''}" if options.commit else None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     name, today = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", datetime.date.today().isoformat()
     table = {"format": FORMAT, "device": name, "measured": today, "commit": of, "run": options.run}
-    table["versions"] = versions()
+    table["versions"] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
     try:
         ratios = tuned(options, table, stopwatch_of(device))
     except KeyboardInterrupt:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
@@ -161,11 +163,12 @@ def mx(compiler: Compiler) -> None:
 
 
 def wire(compiler: Compiler) -> None:
-    """Launch them for a bucket of 25 MB on 8 ranks: a cast of all of it, the sum of a shard, and the last step."""
-    length, numel = 6400 * 128, 8 * 6400 * 128 - 100
-    for dtype in (torch.float32, torch.bfloat16):
-        bucket = torch.empty(numel, dtype=dtype)
-        with compiler.naming(f"{dtype}"):
+    """Launch them for a bucket of 25 MB on 8 ranks: a cast of all of it, the sum of a shard, and the last step. Also
+    with a number of blocks that is no multiple of a program's."""
+    for blocks, dtype in itertools.product((6400, 6403), (torch.float32, torch.bfloat16)):
+        length = blocks * 128
+        bucket = torch.empty(8 * length - 100, dtype=dtype)
+        with compiler.naming(f"{blocks} blocks, {dtype}"):
             messages = encode(bucket, 8, length)
             decode(messages.unsqueeze(0), length, bucket[:length], 1 / 8)
             decode(messages.unsqueeze(1), length, bucket)
