@@ -26,7 +26,7 @@ from fp8dist.checks.works import _unpacked
 from fp8dist.errors import DivergenceError, SyncError
 from fp8dist.modules.linear_slots import SITES
 from fp8dist.state.groups import local_part
-from tests.support import audited
+from tests.support.audited import RECIPES as RECIPES_OF_EXPERTS
 from tests.support.audited import bad_casts, bad_grouped_products, bad_products
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
@@ -62,7 +62,7 @@ class Trained:
         settings = {"check_policy": "warn", "audit_every": audit_every, **settings}
         self.layout = layout
         if layout in EXPERTS:
-            job = replace(EXPERTS[layout], recipe=audited.RECIPES[recipe], settings=settings)
+            job = replace(EXPERTS[layout], recipe=RECIPES_OF_EXPERTS[recipe], settings=settings)
             self.net, self.whole, self.manager, self.optimizer = build(job)
         else:
             self._build(layout, recipe, settings)
