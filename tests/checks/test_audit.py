@@ -26,6 +26,7 @@ from fp8dist.checks.works import _unpacked
 from fp8dist.errors import DivergenceError, SyncError
 from fp8dist.modules.linear_slots import SITES
 from fp8dist.state.groups import local_part
+from tests.support.audited import RECIPES as RECIPES_OF_EXPERTS
 from tests.support.audited import bad_casts, bad_grouped_products, bad_products
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
@@ -63,7 +64,7 @@ class Trained:
         settings = {"check_policy": "warn", "audit_every": audit_every, **settings}
         self.layout = layout
         if layout in EXPERTS:
-            job = replace(EXPERTS[layout], recipe=RECIPES[recipe], settings=settings)
+            job = replace(EXPERTS[layout], recipe=RECIPES_OF_EXPERTS[recipe], settings=settings)
             self.net, self.whole, self.manager, self.optimizer = build(job)
         else:
             self._build(layout, recipe, settings)
@@ -360,7 +361,7 @@ def test_audits_change_no_bit_and_find_nothing_on_sound_devices(layout: str, rec
 @on_ranks(2)
 def test_an_audit_is_three_collectives(layout: str, most: int) -> None:
     """``most``: bytes that are received. Experts have 24,576 weights in float32, and there is a header."""
-    trained, got = Trained(layout, audit_every=2, audit_bytes=1 << 26), []
+    trained, got = Trained(layout, audit_every=2), []
     for index in range(12):
         with counted_collectives() as counted:
             trained.step(index)
