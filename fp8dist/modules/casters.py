@@ -495,7 +495,7 @@ def _as_one_matrix(
             flat = op(stored.reshape(-1, width), dtype, **{**how, "rows": True, "columns": False})[:2]
             made = (one.view(experts, lines, -1) for one in flat)
         copies += made
-    return Cast(*copies)
+    return Cast(copies[0], copies[1], copies[2], copies[3])
 
 
 def record_experts(values: Tensor, place: Tensor, recorded: ExpertMask) -> None:

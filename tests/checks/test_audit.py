@@ -338,10 +338,12 @@ def _bits(audit_every: int, layout: str, recipe: str) -> Any:
     few(
         [
             *(("ddp", "current"), ("ddp", "row"), ("fsdp2", "delayed"), ("fsdp2", "block")),
+            *(("ddp", "nvfp4"), ("fsdp2", "nvfp4")),
             *(("experts, gather", "delayed"), ("experts, rows", "delayed")),
             *(("experts, ddp", "row"), ("experts, fsdp2", "block")),
         ],
         ("ddp", "row"),
+        ("ddp", "nvfp4"),
         ("experts, gather", "delayed"),
     ),
 )
