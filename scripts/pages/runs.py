@@ -52,7 +52,7 @@ def hardware(measured: Sequence[Results], convergence: Results | None, rows: Seq
     ]
     cpu = "- **CPU:** all tests, with gloo"
     if convergence is not None:
-        cpu += f"; losses were compared with FP32 over {convergence['steps']} steps ({convergence['machine']})"
+        cpu += f"; losses were compared with FP32 over {convergence['steps']} steps\n  ({convergence['machine']})"
     lines.append(f"{cpu}.")
     if rows:
         pythons = _range([row["python"] for row in rows])

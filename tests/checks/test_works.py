@@ -295,15 +295,22 @@ def _stepped(heard: Heard, tokens: int, among: Sequence[int], seed: int, scale: 
 @pytest.mark.parametrize(
     ("name", "layout"),
     few(
-        [*zip(RECIPES, ("gated", "gpt-oss", "gpt-oss", "gated", "gated")), ("row", "gpt-oss"), ("block", "gpt-oss")],
-        *[("delayed", "gated"), ("row", "gpt-oss"), ("block", "gated")],
+        [
+            *zip(RECIPES, ("gated", "gpt-oss", "gpt-oss", "gated", "gated")),
+            ("row", "gpt-oss"),
+            ("block", "gpt-oss"),
+            ("mx", "gated"),
+            ("mx", "gpt-oss"),
+        ],
+        *[("delayed", "gated"), ("row", "gpt-oss"), ("block", "gated"), ("mx", "gpt-oss")],
     ),
 )
 def test_what_was_recorded_of_experts_repeats(name: str, layout: str) -> None:
     """Whole and in parts: experts without tokens (cold ones too), with one, with all; values of all sizes, NaN, no
     tokens at all."""
     chance = random.Random(name)
-    heard = Heard(Routed(Experts(**LAYOUTS[layout])), RECIPES[name])
+    recipe = fp8dist.MXFP8Scaling() if name == "mx" else RECIPES[name]
+    heard = Heard(Routed(Experts(**LAYOUTS[layout])), recipe)
     steps = ((20, (1, 3)), (200, (0, 1, 2, 3)), (0, (1, 3)), (150, (2,)), (1, (0, 1)))
     for seed, (tokens, among) in enumerate(steps):
         scale = 10.0 ** chance.randrange(-12, 12, 4) if seed > 1 else 1.0
