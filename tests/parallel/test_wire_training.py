@@ -96,7 +96,7 @@ def test_few_gradients_are_lost(two_ranks: RankPool, kind: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [("main job", 0), ("main job", 1), ("main job", 2), ("mixture", 0)],  # Other seeds of the mixture: not measured.
+    [("main job", 0), ("main job", 1), ("main job", 2), ("mixture", 0)],  # Others: not run.
 )
 def test_few_gradients_are_lost_in_300_steps(
     four_ranks: RankPool, kind: str, seed: int, record_property: Callable[[str, object], None]
