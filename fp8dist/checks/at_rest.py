@@ -23,8 +23,6 @@ from fp8dist.common.text import first_few
 from fp8dist.state.groups import has_base, local_part, own_rank
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["AtRest"]
-
 logger = logging.getLogger("fp8dist")
 
 

@@ -24,15 +24,14 @@ from fp8dist.checks.likeness import likeness
 from fp8dist.checks.report import DivergenceReport, this_rank
 from fp8dist.checks.works import Work, aligned, describe_work, digest_of, hash_of, repeat_work, work_of_call
 from fp8dist.common.divergence import Finding
-from fp8dist.modules.linear_slots import SITES, LinearSlots
+from fp8dist.modules.casters import SITES
+from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.model_state import ModelState
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import SyncGroup, own_rank
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.taps import tap_on
-
-__all__ = ["Audits", "audits_of", "judge"]
 
 KIND = "audit"
 """The ``kind`` of the findings of audits, and of the compared works in a report."""

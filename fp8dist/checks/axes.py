@@ -23,8 +23,6 @@ from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import GroupLike, SyncGroup, maximum
 
-__all__ = ["Adopted", "Axes", "OpenTensor", "log_equal"]
-
 logger = logging.getLogger("fp8dist")
 
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from fp8dist.common.divergence import Divergence, compared_text
 from fp8dist.common.text import first_few, plural
 
-__all__ = ["Checked"]
-
 _NAMED = 4
 """The most tensors with NaN or infinity whose names are written."""
 

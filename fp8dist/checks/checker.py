@@ -42,7 +42,7 @@ from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.parallel.torch_internals import unknown
 from fp8dist.state import overwrites
-from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
+from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync, Evidence, Proof
 from fp8dist.state.cause import Cause
 from fp8dist.state.groups import GroupLike, SyncGroup, world_size
@@ -50,9 +50,8 @@ from fp8dist.state.roll_call import failing_by_name
 from fp8dist.state.settings import Policy, Start
 from fp8dist.state.slots import Slot
 from fp8dist.state.watch import Watch
+from fp8dist_kernels.arrays import NONFINITE, SATURATED, TAKEN
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
-
-__all__ = ["Checker", "Comparison", "Event", "check_alone", "run_check"]
 
 logger = logging.getLogger("fp8dist")
 

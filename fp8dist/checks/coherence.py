@@ -27,8 +27,6 @@ from fp8dist.parallel.torch_internals import fsdp2_gathered
 from fp8dist.state.groups import has_base, is_dtensor, local_part, own_rank
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Asked", "Inside", "inside_of", "merged", "optimizers_in", "stale_weights", "ties_of"]
-
 _MOST = 16
 """The most findings of one rank. The rest is counted."""
 

@@ -17,13 +17,11 @@ from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.main_grad import fuses
 from fp8dist.modules.parts import Part
 from fp8dist.parallel.wrappers import multiplied_shape
-from fp8dist.state.recipe import GEMMS, Recipe
-from fp8dist_kernels import MX_BLOCK
+from fp8dist.state.recipe import Recipe
+from fp8dist_kernels import GEMMS, MX_BLOCK
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
-
-__all__ = ["KIND", "ComputedContent", "Factors", "casts_and_products", "computations_of", "factors_of"]
 
 KIND = "computation"
 """Kind of the results that are compared, and of findings about them."""

@@ -23,20 +23,6 @@ from fp8dist.common.text import dtype_name
 from fp8dist.state.arena import Arena
 from fp8dist_kernels.reference.content import ContentDigest, block_count
 
-__all__ = [
-    "FINDING_KINDS",
-    "ArenaContent",
-    "Content",
-    "Digester",
-    "Field",
-    "Key",
-    "NamedTensor",
-    "TensorContent",
-    "on_device",
-    "values_near",
-    "word_of",
-]
-
 FINDING_KINDS: Mapping[str, str] = MappingProxyType(
     {"slot": "scale", "inv_scale": "scale", "cold": "scale", "amax": "history", "counters": "history"}
 )

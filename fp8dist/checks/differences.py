@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fp8dist_kernels.reference.content import BLOCK_BYTES, as_bytes
 
-__all__ = ["Difference", "block_of", "compare_block", "first_difference", "first_differing_block", "ravel", "unravel"]
-
 
 @dataclass(frozen=True)
 class Difference:

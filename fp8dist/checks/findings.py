@@ -17,18 +17,6 @@ from fp8dist.checks.differences import Difference
 from fp8dist.checks.report import Sender, sides_of, split
 from fp8dist.common.divergence import MORE, Finding
 
-__all__ = [
-    "Differing",
-    "Seen",
-    "explained",
-    "findings_of_values",
-    "from_senders",
-    "is_odd",
-    "layout_findings",
-    "named_only",
-    "reference_of",
-]
-
 MAX_SIDES = 8
 """The most odd sides of a thing whose values are shown."""
 

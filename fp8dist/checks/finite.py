@@ -8,8 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["not_finite"]
-
 
 @torch.no_grad()
 def not_finite(tensors: Iterable[tuple[str, Tensor, bool]]) -> tuple[str, ...]:

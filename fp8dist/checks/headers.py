@@ -20,13 +20,12 @@ from fp8dist.checks.inventory import ReplicaSet
 from fp8dist.checks.localisation import localise_things
 from fp8dist.checks.report import DivergenceReport, sides_of, split, this_rank
 from fp8dist.common.divergence import Finding, Participant
-from fp8dist.state.arena import SATURATED, Arena
+from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync, Evidence
 from fp8dist.state.groups import SyncGroup
 from fp8dist.state.received import Received
+from fp8dist_kernels.arrays import SATURATED
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
-
-__all__ = ["findings_of_gradients", "localise"]
 
 _ARRAYS = ("scale", "inv_scale")
 """Rows of the scales that a rank sends."""

@@ -21,8 +21,6 @@ from fp8dist.parallel.megatron import gradient_of
 from fp8dist.state.groups import SyncGroup, maximum
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Inferred"]
-
 logger = logging.getLogger("fp8dist")
 
 _LOOKS = 2

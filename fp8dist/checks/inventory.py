@@ -36,8 +36,6 @@ from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of", "not_finite_in", "plain_tensors"]
-
 Store = Callable[[Tensor], None] | None
 """Writes a repaired value back to where it came from; None: the tensor is a view of that memory."""
 

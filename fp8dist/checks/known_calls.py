@@ -23,9 +23,9 @@ from fp8dist.state import overwrites
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.precision import Precision
-from fp8dist.state.recipe import Gemm, MXFP8Scaling, Recipe
+from fp8dist.state.recipe import MXFP8Scaling, Recipe
 from fp8dist.state.slots import SlotSpec
-from fp8dist_kernels import BLOCK, MX_BLOCK, NVFP4_BLOCK, direct, grouped_ops, ops
+from fp8dist_kernels import BLOCK, MX_BLOCK, NVFP4_BLOCK, Gemm, direct, grouped_ops, ops
 from fp8dist_kernels.formats import FORMATS, Role
 from fp8dist_kernels.multipliers import Product
 from fp8dist_kernels.reference.blocks import blocks_along
@@ -33,8 +33,6 @@ from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, rows_of
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.reference.operands import integers, inverse_scales, operand
-
-__all__ = ["SCALINGS", "TOKENS", "CastOf", "Computation", "GroupedProductOf", "ProductOf", "ends_of", "for_casts"]
 
 TOKENS = 256
 """Rows of inputs and gradients, whatever their number is in training: a kernel computes more rows in more tiles of the

@@ -20,8 +20,6 @@ from fp8dist.checks.outputs import is_compiled
 from fp8dist.state.groups import has_base
 from fp8dist.state.manifest import NUMERICS_VERSION
 
-__all__ = ["kernel_flags", "likeness", "unsteady_settings"]
-
 _PACKAGES = ("triton", "nvidia-cublas", "nvidia-cublas-cu12")
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",

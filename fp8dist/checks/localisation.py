@@ -41,8 +41,6 @@ from fp8dist.common.divergence import ALL_NAMES, MORE, Finding
 from fp8dist.state.groups import SyncGroup
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["localise_computed", "localise_set", "localise_things", "localise_tied"]
-
 MAX_DIFFERING = 1024
 """The most differing things whose odd ranks are found. Further things are only counted."""
 

@@ -26,8 +26,6 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import has_base, local_part
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Outputs", "Place", "Taken", "any_nonfinite", "is_compiled"]
-
 
 class Place(NamedTuple):
     """What tensor of a forward and backward it is.

@@ -30,8 +30,6 @@ from fp8dist.common.text import plural
 from fp8dist.errors import Fp8DistError
 from fp8dist.state.groups import SyncGroup
 
-__all__ = ["Compared", "check_replicas"]
-
 logger = logging.getLogger("fp8dist")
 
 _FAILED = 2

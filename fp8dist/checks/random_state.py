@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RandomState", "random_state", "set_random_state"]
-
 
 class RandomState(NamedTuple):
     """States of all generators, as tensors on the CPU. ``device``: of the GPU's generator; empty without one."""

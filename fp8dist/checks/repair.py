@@ -23,8 +23,6 @@ from fp8dist.common.text import first_few
 from fp8dist.state.groups import SyncGroup
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["Repairs", "mended_texts", "repair"]
-
 _AT_ONCE = 64 << 20
 """The most bytes per broadcast, to bound the memory of the copies."""
 

@@ -48,8 +48,6 @@ from fp8dist.state.slots import clean_fqn
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters", "is_plain", "late_for_ddp", "zero_groups"]
-
 ANCHOR = "all ranks that check"
 """Label of the anchor's home."""
 

@@ -22,8 +22,6 @@ from fp8dist.common.divergence import Divergence, Finding, Participant
 from fp8dist.errors import DivergenceError
 from fp8dist.state.groups import SyncGroup, own_rank
 
-__all__ = ["DivergenceReport", "Sender", "announce", "save_evidence", "sides_of", "split", "this_rank"]
-
 logger = logging.getLogger("fp8dist")
 
 MAX_WITH_EVIDENCE = 8

@@ -14,8 +14,6 @@ from fp8dist.checks.report import DivergenceReport
 from fp8dist.common.divergence import MORE, Finding
 from fp8dist.common.text import first_few
 
-__all__ = ["HEADER_KINDS", "Standing", "kinds_of"]
-
 HEADER_KINDS = frozenset({"manifest", "step", "scale"})
 """The kinds of findings that are over if the header of a sync agrees. The header is the part of a step's all-reduce
 that compares set-ups, step counters and scales."""

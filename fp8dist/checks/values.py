@@ -24,8 +24,6 @@ from fp8dist.state.received import Received
 from fp8dist.state.roll_call import enrol, failing_by_name
 from fp8dist.state.settings import report_dir
 
-__all__ = ["check_received", "check_values", "compare_values"]
-
 _LONGEST = 60
 """Characters of a value that ranks send as it is. A longer one is sent as its beginning and a digest."""
 

@@ -44,19 +44,6 @@ from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.reference.nvfp4 import COUNTERS
 
-__all__ = [
-    "Work",
-    "aligned",
-    "describe_work",
-    "digest_of",
-    "hash_of",
-    "part_of_call",
-    "part_of_lines",
-    "part_of_product",
-    "repeat_work",
-    "work_of_call",
-]
-
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}
 )

@@ -20,8 +20,6 @@ from fp8dist.state.groups import SyncGroup
 from fp8dist.state.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 from fp8dist_kernels.reference.content import ContentDigest, as_bytes
 
-__all__ = ["FP8_CAPABILITY", "Burned", "burn", "burned_across_ranks", "computations_on", "multiplies_fp8"]
-
 FP8_CAPABILITY = (8, 9)
 _SHAPE_ON_CPU, _SHAPE_ON_GPU = (384, 256), (4096, 2048)
 _RECIPES = (DelayedScaling(), CurrentScaling(format="e4m3"), RowwiseScaling(), BlockScaling(), MXFP8Scaling())

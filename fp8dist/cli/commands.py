@@ -39,8 +39,6 @@ from fp8dist.files.sources import open_source
 from fp8dist.files.traces import is_trace
 from fp8dist.state.groups import SyncGroup
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Run the command of a parsed command line, and return the exit code.

@@ -35,8 +35,6 @@ from fp8dist_kernels.reference.casts import saturating_cast
 from fp8dist_kernels.reference.matmuls import matmul_reference
 from fp8dist_kernels.reference.torch_matmuls import matmul_torch
 
-__all__ = ["Examination", "Probe", "examine"]
-
 Outcome = Literal["ok", "failed", "absent"]
 
 _TIMEOUT = 60.0

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-__all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE"]
-
 CONSISTENT, DIVERGED, USAGE, UNREADABLE = range(4)

@@ -32,8 +32,6 @@ from fp8dist.state.slots import clean_fqn
 from fp8dist.state.storage import to_bytes, validated_slots
 from fp8dist_kernels.formats import Role
 
-__all__ = ["add_flags", "add_model_flags", "export", "exported", "read_config"]
-
 _DTYPES = ("float32", "bfloat16", "float16")
 
 Shapes = Mapping[str, tuple[int, tuple[int, ...]]]

@@ -10,8 +10,6 @@ from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED
 from fp8dist.runs.report.checkpoints import GOOD, saved_checkpoints, why_none
 from fp8dist.runs.report.numbers import RunNumbers, read_steps
 
-__all__ = ["add_flags", "good"]
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""

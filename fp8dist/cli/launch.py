@@ -56,8 +56,6 @@ from fp8dist.cli.launcher.environment import BadVariable, Job, refuse
 from fp8dist.cli.launcher.interface import FAILED_COLLECTIVE, Unreachable
 from fp8dist.cli.launcher.plan import Plan
 
-__all__ = ["launch"]
-
 USAGE = "fp8dist launch [-h] (PROGRAM | -m MODULE) [ARGUMENT …]"
 
 

@@ -14,10 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 import fp8dist
-from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, USAGE
+from fp8dist.cli.exit_codes import UNREADABLE, USAGE
 from fp8dist.errors import CheckpointError, ConfigurationError
-
-__all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE", "main"]
 
 _EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: a check failed / good: no checkpoint is),
 2 wrong usage or nothing to compare, 3 input cannot be read; "fp8dist launch --help" lists those of launch

@@ -13,8 +13,6 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.runs.report.parting import Digests, part
 
-__all__ = ["add_flags", "report"]
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""

@@ -23,8 +23,6 @@ from fp8dist.files.value_comparison import is_power_of_two
 from fp8dist.files.verification import TensorComparison, sha256_of
 from fp8dist.files.verified_tensors import Verification, compared, verification
 
-__all__ = ["add_flags", "verify"]
-
 QUANTIZATION = "quantization_config"
 
 

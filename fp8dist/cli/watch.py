@@ -20,8 +20,6 @@ from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.screen import one_line, screen, stuck
 from fp8dist.runs.run_format import HEADER, METRICS
 
-__all__ = ["add_flags", "watch"]
-
 _NO_RICH = "fp8dist watch: for a screen in place of lines: pip install 'fp8dist[live]'"
 
 

@@ -18,18 +18,6 @@ import numpy as np
 
 from fp8dist.common.text import columns, first_few, plural, printable, ranks_text, size_text, wrapped
 
-__all__ = [
-    "COHERENCE",
-    "DUPLICATE",
-    "MORE",
-    "Divergence",
-    "Finding",
-    "Participant",
-    "compared_text",
-    "plain_values",
-    "word_for",
-]
-
 MORE = "…"
 """Name of the finding that counts differing things beyond those that have a finding each."""
 

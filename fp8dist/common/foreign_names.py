@@ -7,8 +7,6 @@ from types import MappingProxyType
 
 from fp8dist.common.names import did_you_mean
 
-__all__ = ["INSTEAD", "advice_on"]
-
 _PREPARE = "call fp8dist.prepare(model, recipe, group=…) once; it converts each nn.Linear in place"
 _PARTS = "build it of torch.nn modules; fp8dist.prepare converts each nn.Linear in it"
 _AUTOCAST = f"{_PREPARE}. manager.no_fp8() switches FP8 off inside, and manager.recording() calibrates"

@@ -12,18 +12,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 from fp8dist.errors import ConfigurationError, UnknownArgumentError
 
-__all__ = [
-    "check_fields",
-    "check_keywords",
-    "did_you_mean",
-    "is_number",
-    "nearest",
-    "require_bool",
-    "require_choice",
-    "require_int",
-    "warn_moved",
-]
-
 _SEARCHED = 2000
 """The most full names that ``nearest`` compares. Of further names it compares only the last components ("q_proj"), of
 which a model has few distinct ones."""

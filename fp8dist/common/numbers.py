@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["from_json", "number_or_none", "to_json"]
-
 
 def to_json(value: float | int | None) -> float | int | str | None:
     """Return the number as a JSON value. Python's ``float()`` reads the strings as well."""

@@ -20,20 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
 
-__all__ = [
-    "found_inf",
-    "has_closure",
-    "has_stepped",
-    "hooked_optimizers",
-    "is_real_step",
-    "retire_with",
-    "step_frames",
-    "untraced",
-    "unwrap_optimizers",
-    "weakly",
-]
-
-
 _WRAPPER: CodeType = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 """The code object of the wrapper that torch puts around the ``step`` of each optimizer class."""
 

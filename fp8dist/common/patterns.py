@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 from fp8dist.common.names import nearest
 from fp8dist.errors import ConfigurationError
 
-__all__ = ["DEFAULT_SKIP", "Skip", "matching", "require_patterns", "shadowed", "unmatched"]
-
 DEFAULT_SKIP = ("*lm_head", "*lora_*")
 """Modules that stay in high precision unless the caller includes them."""
 

@@ -5,20 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Sequence
 
-__all__ = [
-    "aligned",
-    "columns",
-    "dtype_name",
-    "first_few",
-    "placed",
-    "plural",
-    "printable",
-    "ranks_text",
-    "shortened",
-    "size_text",
-    "wrapped",
-]
-
 _SHOWN_RANKS = 8
 """The most ranks that a text lists. The rest is counted."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 
-__all__ = ["version_of"]
-
 
 def version_of(package: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""

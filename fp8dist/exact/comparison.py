@@ -24,8 +24,6 @@ from fp8dist.state.accord import Accord
 from fp8dist.state.groups import SyncGroup, is_dtensor, own_rank, world_size
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["compare"]
-
 T = TypeVar("T")
 
 Computed = tuple[dict[str, Tensor | None], dict[str, list[Tensor]]]

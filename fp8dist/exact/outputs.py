@@ -13,8 +13,6 @@ from fp8dist.exact.placement import difference_text, keys
 from fp8dist.exact.solver import factor_text, solve
 from fp8dist.exact.verdict import ExactFinding
 
-__all__ = ["judge_outputs"]
-
 _MOST_RANKS = 8
 """Ranks whose outputs are added in search of a whole output: all subsets of them are tried."""
 

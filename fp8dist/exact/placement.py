@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["WHOLE", "HeldPart", "difference_text", "displaced", "is_distinct", "keys", "part_of", "runs_text"]
-
 
 class HeldPart(NamedTuple):
     """A part of a whole tensor: the slices ``places`` along ``dim``. The whole tensor has no dim: None."""

@@ -23,8 +23,6 @@ from fp8dist.exact.modes import arithmetic, to_residues
 from fp8dist.state.groups import local_part
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Reference", "outputs_of", "read_reference", "record", "replaced_by", "stored"]
-
 _FORMAT = "fp8dist.exact 2"
 
 

@@ -14,8 +14,6 @@ from fp8dist.exact.field import P
 from fp8dist.exact.placement import HeldPart, difference_text, displaced
 from fp8dist.exact.solver import combined, factor_text, fraction_text, small_fraction, solve
 
-__all__ = ["UNEXPLAINED", "Relation", "Sides", "explain", "on"]
-
 UNEXPLAINED = "unexplained"
 """The kind where no equation holds."""
 

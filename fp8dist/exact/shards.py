@@ -13,8 +13,6 @@ from fp8dist.exact.placement import WHOLE, HeldPart, difference_text, displaced,
 from fp8dist.exact.reference import Reference
 from fp8dist.exact.verdict import ExactFinding
 
-__all__ = ["cut_dim", "judge_parameters", "swapped"]
-
 
 def judge_parameters(
     reference: Reference, held: Sequence[Mapping[str, Tensor]]

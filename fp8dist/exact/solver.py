@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fp8dist.exact.field import P
 
-__all__ = ["combined", "factor_text", "fraction_text", "small_fraction", "solve"]
-
 _SPARE = 2
 """Equations that a system needs beyond its unknowns. By chance, so many hold once in P**2 systems."""
 

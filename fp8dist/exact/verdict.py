@@ -13,8 +13,6 @@ from fp8dist.exact.field import P
 from fp8dist.exact.placement import HeldPart
 from fp8dist.exact.relations import UNEXPLAINED, Relation, Sides, explain, on
 
-__all__ = ["ExactFinding", "ExactReport", "Holding", "judge_gradients"]
-
 
 @dataclass(frozen=True)
 class ExactFinding:

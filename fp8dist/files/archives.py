@@ -25,8 +25,6 @@ from fp8dist.files.slices import FileSlice
 from fp8dist.files.values import TORCH_SAVE, Storage, StoredTensor, flatten, plain_tensor, storage_of
 from fp8dist.state.storage import from_bytes, looks_like_state
 
-__all__ = ["Archive", "Locate", "items_of", "legacy_content", "saved_content", "zip_content"]
-
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # ``torch.serialization.MAGIC_NUMBER``, pickled, without PROTO.
 _LEGACY_VERSION = 1001
 _LARGEST_PICKLE = 1 << 32  # FP8 state is in the pickle: 410 MB of history at 100,000 slots, 615 MB if text-encoded.

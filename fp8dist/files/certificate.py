@@ -22,17 +22,6 @@ from fp8dist.files.safetensor_files import dtype_text
 from fp8dist.state.manifest import NUMERICS_VERSION
 from fp8dist.state.recipe import Recipe
 
-__all__ = [
-    "CERTIFICATE",
-    "Certificate",
-    "Certified",
-    "Origin",
-    "certificate_of",
-    "model_digest",
-    "read_certificate",
-    "sealed",
-]
-
 CERTIFICATE = "fp8dist-certificate.json"
 FORMAT, VERSION = "fp8dist certificate", 1
 _SHA256 = re.compile("[0-9a-f]{64}")

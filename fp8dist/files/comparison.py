@@ -16,8 +16,6 @@ from fp8dist.checks.report import DivergenceReport, sides_of
 from fp8dist.common.divergence import Finding, Participant
 from fp8dist.files.entries import SavedEntry, Source
 
-__all__ = ["Progress", "SourceContent", "bytes_in", "compare_sources", "only_of"]
-
 MAX_EXPLAINED = 64
 """Differing tensors whose first differing element is searched for."""
 

@@ -27,8 +27,6 @@ from fp8dist.files.pickles import Builder, Record, Unpickler
 from fp8dist.files.slices import FileSlice
 from fp8dist.files.values import COMMON, StoredTensor, sizes
 
-__all__ = ["METADATA", "dcp_source", "tiles"]
-
 METADATA = ".metadata"
 _LARGEST_INDEX = 1 << 30
 _RECORDS = (

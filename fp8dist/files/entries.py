@@ -13,8 +13,6 @@ from fp8dist.common.text import dtype_name
 from fp8dist.errors import CheckpointError
 from fp8dist.files.failures import reading
 
-__all__ = ["PARAMETERS", "STATE", "Item", "SavedEntry", "Source", "States"]
-
 STATE, PARAMETERS = "state", "parameters"
 """The two families of checkpoints: files of FP8 state alone, and all others."""
 

@@ -48,9 +48,6 @@ from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.recipe import By, Recipe
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Export", "config_of", "export_of", "listed", "write_folder"]
-
-
 Known = tuple[Grid, torch.Size, By]
 """The parts of a weight that share a scale, its shape, and what has a scale under its recipe."""
 

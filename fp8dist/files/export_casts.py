@@ -10,20 +10,17 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_formats import Grid, grid_by
+from fp8dist.modules.casters import Cast
 from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.grouped_slots import GroupedSlots
-from fp8dist.modules.linear_slots import Cast
 from fp8dist.parallel.sharded_weight import ShardedWeight
 from fp8dist.parallel.wrappers import fsdp2_axes
 from fp8dist.state.groups import is_dtensor, local_part
-from fp8dist_kernels import MX_BLOCK
+from fp8dist_kernels import BLOCK, MX_BLOCK
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
-
-__all__ = ["Stored", "cast_of", "dequantised", "experts_cast_of", "grid_of", "whole"]
-
+from fp8dist_kernels.reference.blocks import blocks_along
 
 _PIECE = 1 << 20
 """Bytes of a rank's part that are gathered at a time on a CPU."""

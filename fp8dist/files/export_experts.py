@@ -36,10 +36,8 @@ from fp8dist.modules.foreign import expert_products, gate_fits
 from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.grouped_slots import GroupedSlots
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.reference.blocks import BLOCK
-
-__all__ = ["ExpertNames", "are_in_fp8", "expert_names", "list_experts", "mixtures_of", "require_served"]
 
 
 class ExpertNames(NamedTuple):

@@ -27,8 +27,6 @@ from fp8dist.files.served import CONFIG, INDEX
 from fp8dist.files.value_comparison import is_power_of_two
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["Folder", "destination"]
-
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 

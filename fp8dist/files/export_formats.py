@@ -28,24 +28,8 @@ from fp8dist.common.text import dtype_name
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.safetensor_files import DTYPES
 from fp8dist.state.recipe import By, Recipe
-from fp8dist_kernels import MX_BLOCK
-from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
-
-__all__ = [
-    "FORMATS",
-    "ExportPart",
-    "ExportedTensor",
-    "Grid",
-    "Scheme",
-    "grid_by",
-    "inputs_of",
-    "laid_out",
-    "quantization_config",
-    "require_e4m3",
-    "require_storable",
-    "strategy_of",
-    "tensors_of",
-]
+from fp8dist_kernels import BLOCK, MX_BLOCK
+from fp8dist_kernels.reference.blocks import blocks_along
 
 Strategy = Literal["tensor", "channel", "block", "group"]
 """The part of a weight that has a scale of its own: the whole weight, a row, a block of 128 x 128, or of 1 x 32."""

@@ -36,8 +36,6 @@ from fp8dist.files.slices import MemorySlice
 from fp8dist.files.values import TORCH_SAVE, Storage, StoredTensor
 from fp8dist_kernels.formats import Role
 
-__all__ = ["Gemms", "SavedSlot", "read_extra_state"]
-
 _SCALES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 _STATELESS = ("recipe", "extra_fp8_variables")  # Other keys. Recipes without state have only these.
 _RECIPES = "transformer_engine.common.recipe"

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from fp8dist.errors import CheckpointError
 
-__all__ = ["FileError", "Unsupported", "one_line", "reading"]
-
 _LONGEST = 1000
 
 

@@ -15,8 +15,6 @@ from fp8dist.files.entries import STATE, Source
 from fp8dist.files.failures import one_line
 from fp8dist.state.slots import Slot
 
-__all__ = ["inspect_source"]
-
 _SLOT_COLUMNS = ("slot", "scale", "amax", "window max", "cold", "taken", "non-finite", "saturated")
 
 

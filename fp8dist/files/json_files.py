@@ -9,8 +9,6 @@ from fp8dist.errors import CheckpointError
 from fp8dist.files.failures import reading
 from fp8dist.files.slices import FileSlice
 
-__all__ = ["json_object", "read_text"]
-
 LARGEST_TEXT = 1 << 25
 """Largest size of a JSON file, in bytes. The index of a model with 100,000 tensors has a third of this size."""
 

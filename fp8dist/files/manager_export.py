@@ -16,8 +16,6 @@ from fp8dist.files.export_files import destination
 from fp8dist.job.manager import Internals, StateManager, get_manager
 from fp8dist.state.groups import SyncGroup, own_rank, world_size
 
-__all__ = ["export", "exported"]
-
 
 @check_keywords("fp8dist.export")
 def export(

@@ -25,8 +25,6 @@ from fp8dist.state.groups import local_part, own_rank, world_size
 from fp8dist.state.slots import clean_fqn
 from fp8dist.state.storage import write_file
 
-__all__ = ["trace"]
-
 
 @contextlib.contextmanager
 def trace(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -24,8 +24,6 @@ from fp8dist.files.failures import one_line
 from fp8dist.files.traces import Head, TraceRow, open_trace
 from fp8dist.state.groups import SyncGroup
 
-__all__ = ["compare_traces", "compare_traces_of_ranks", "traces_text"]
-
 _SHOWN_DIGITS = 8
 _SHOWN_SIDES = 4
 _INPUTS = "inputs at the start"

@@ -19,8 +19,6 @@ from typing import Any, BinaryIO
 from fp8dist.errors import CheckpointError
 from fp8dist.files.failures import Unsupported
 
-__all__ = ["Builder", "Record", "Unpickler"]
-
 # Above this, a claimed length is compared with the rest of the file before the read allocates memory for it.
 _SMALL = 1 << 16
 _SCALARS = (str, int, float, bool, bytes, type(None))

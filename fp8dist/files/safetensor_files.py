@@ -20,18 +20,6 @@ from fp8dist.files.json_files import json_object
 from fp8dist.files.slices import FileSlice
 from fp8dist.state.storage import FILE_FORMAT, read_file, validated_slots
 
-__all__ = [
-    "DTYPES",
-    "SUFFIX",
-    "SafetensorsHeader",
-    "dtype_text",
-    "header_of",
-    "is_state",
-    "safetensors_source",
-    "slot_items",
-    "state_source",
-]
-
 SUFFIX = ".safetensors"
 _SHARDED = "DCP_SHARDING_INFO"
 _LARGEST_HEADER = 100_000_000  # As in the safetensors library.

@@ -23,8 +23,6 @@ from fp8dist.files.failures import reading
 from fp8dist.files.json_files import json_object, read_text
 from fp8dist.files.safetensor_files import SUFFIX, SafetensorsHeader, header_of, safetensors_source
 
-__all__ = ["CONFIG", "INDEX", "Served", "ServedTensors", "compare_configs", "mismatch", "served_model"]
-
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _SINGLE = "model.safetensors"

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fp8dist.files.failures import FileError
 
-__all__ = ["FileSlice", "MemorySlice"]
-
 _Stamp = tuple[int, int, int, int]
 
 

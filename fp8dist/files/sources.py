@@ -26,8 +26,6 @@ from fp8dist.files.safetensor_files import SUFFIX, is_state, safetensors_source,
 from fp8dist.files.slices import FileSlice
 from fp8dist.files.traces import BEGIN
 
-__all__ = ["open_source"]
-
 
 def open_source(path: str | os.PathLike[str]) -> Source:
     """List the entries of a checkpoint.

@@ -14,8 +14,6 @@ from fp8dist.errors import CheckpointError
 from fp8dist.files.failures import reading
 from fp8dist.files.slices import FileSlice
 
-__all__ = ["BEGIN", "Head", "TraceRow", "is_trace", "open_trace", "trace_bytes"]
-
 FORMAT, VERSION = "fp8dist trace", 1
 BEGIN = f'{{"format":"{FORMAT}",'.encode()
 _LONGEST_LINE = 1 << 20

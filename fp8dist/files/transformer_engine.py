@@ -15,12 +15,11 @@ from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.extra_states import Gemms, SavedSlot, read_extra_state
 from fp8dist.job.manager import Internals, StateManager
 from fp8dist.state import overwrites
-from fp8dist.state.arena import TAKEN, Arena, unchanged_on_failure
+from fp8dist.state.arena import Arena, unchanged_on_failure
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn
+from fp8dist_kernels.arrays import TAKEN
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.scaling import amax_behind_scale
-
-__all__ = ["ImportReport", "load_transformer_engine"]
 
 Theirs = str | tuple[str, int]
 NameMap = Mapping[str, Theirs] | Callable[[str], Theirs | None]

@@ -11,10 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8dist_kernels import MX_BLOCK
-from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
-
-__all__ = ["ValueDifference", "compare_values", "have_values", "is_power_of_two", "is_rounded_up"]
+from fp8dist_kernels import BLOCK, MX_BLOCK
+from fp8dist_kernels.reference.blocks import blocks_along
 
 
 class ValueDifference(NamedTuple):

@@ -16,8 +16,6 @@ from fp8dist.files.failures import Unsupported
 from fp8dist.files.pickles import Builder
 from fp8dist.files.slices import FileSlice
 
-__all__ = ["COMMON", "TORCH_SAVE", "Storage", "StoredTensor", "flatten", "plain_tensor", "sizes", "storage_of"]
-
 _DEEPEST = 100
 _LARGEST_DIM = 1 << 48
 _NUMBERS = (

@@ -20,8 +20,6 @@ from fp8dist.files.served import mismatch
 from fp8dist.files.value_comparison import ValueDifference, compare_values, have_values, is_rounded_up
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["TensorComparison", "sha256_of"]
-
 _Look = tuple[str | None, tuple[int, ...], str]
 """Dtype, shape and SHA-256 of a tensor: all but its name."""
 

@@ -26,8 +26,6 @@ from fp8dist.files.served import ServedTensors, served_model
 from fp8dist.files.verification import TensorComparison, sha256_of
 from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["Verification", "compared", "verification", "verify"]
-
 
 @dataclass(frozen=True)
 class Verification(DivergenceReport):

@@ -22,8 +22,6 @@ from fp8dist.state.settings import Settings
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 
-__all__ = ["agree", "require_groups"]
-
 
 def require_groups(settings: Settings, groups: Sequence[SyncGroup | None]) -> None:
     """Raise ConfigurationError if there are several ranks, but no group was given."""

@@ -24,8 +24,6 @@ from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, clean_fqn
 from fp8dist_kernels.formats import Role
 
-__all__ = ["hooked", "meant", "require_attachable", "require_mapping_of_groups", "require_match", "require_model"]
-
 _WRAPPERS: Mapping[str, str] = MappingProxyType(
     {
         "DistributedDataParallel": "model = DistributedDataParallel(model)",

@@ -34,9 +34,6 @@ from fp8dist.state.settings import Start
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 
-__all__ = ["Attachment", "local_weights"]
-
-
 logger = logging.getLogger("fp8dist")
 
 

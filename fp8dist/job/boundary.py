@@ -28,8 +28,6 @@ from fp8dist.common.optimizer_hooks import (
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.cycle import StepCycle
 
-__all__ = ["BoundaryHooks", "CompilationWatch"]
-
 _SCALER_STEP = GradScaler.step.__code__
 _SCALER_FRAMES = 8
 """Maximum number of frames between a scaler and the optimizer: its helper, and schedulers' wrappers of ``step``."""

@@ -14,8 +14,6 @@ from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import awaits_reduction, reshard
 from fp8dist.state.groups import has_base
 
-__all__ = ["calibration"]
-
 
 @contextlib.contextmanager
 def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:

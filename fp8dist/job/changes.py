@@ -18,8 +18,6 @@ from fp8dist.modules.parts import Part
 from fp8dist.modules.weight_notes import SAMPLED_WEIGHTS, WeightNote, sample_of
 from fp8dist.state.groups import local_part
 
-__all__ = ["Gradients", "Masters", "WeightLoads"]
-
 logger = logging.getLogger("fp8dist")
 
 _UNCHANGED_STEPS = 3

@@ -22,8 +22,6 @@ from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels.formats import FORMATS
 from fp8dist_kernels.scaling import amax_behind_scale
 
-__all__ = ["Checkpoint", "with_rank"]
-
 logger = logging.getLogger("fp8dist")
 
 _CONVERTIBLE = ("amax_algo", "margin", "power_of_two", "seed")

@@ -16,9 +16,7 @@ from fp8dist.modules.fp8_module import FP8Module
 from fp8dist.modules.job_state import JobState
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.state.groups import is_dtensor
-from fp8dist.state.recipe import GEMMS, Gemm
-
-__all__ = ["Coverage", "CoverageRow", "Survey", "survey", "survey_again"]
+from fp8dist_kernels import GEMMS, Gemm
 
 _LISTED = 20
 """Number of modules that the error of strict=True names."""

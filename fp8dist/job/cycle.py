@@ -24,8 +24,6 @@ from fp8dist.state.arena_sync import Phase
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.graphs import compiled_any
 
-__all__ = ["StepCycle"]
-
 
 class StepCycle:
     """Drives all arenas of one manager through their steps.

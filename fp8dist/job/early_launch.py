@@ -11,8 +11,6 @@ from fp8dist.job.manager import Internals, StateManager
 from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.formats import Role
 
-__all__ = ["early_launcher"]
-
 
 def early_launcher(manager: StateManager, frozen_weights: bool = False) -> Callable[[], None]:
     """Return a function that launches syncs before the boundary, for the hooks of DDP and FSDP1. Local; the function is

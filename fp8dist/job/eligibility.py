@@ -23,8 +23,6 @@ from fp8dist.state.groups import has_base, local_part
 from fp8dist.state.slots import clean_fqn
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
-__all__ = ["Candidate", "LeftOut", "ModelFacts", "Selection", "why_not"]
-
 _IN_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _BITSANDBYTES = ("Linear8bitLt", "Linear4bit")
 

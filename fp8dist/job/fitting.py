@@ -29,11 +29,9 @@ from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.parallel.wrappers import fsdp2_cut, managed_from_outside, mesh_ranks, multiplied_shape
 from fp8dist.state.groups import is_dtensor
 from fp8dist.state.slots import clean_fqn
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
-
-__all__ = ["require_fitting", "warn_of_padding", "warn_of_unheld"]
 
 logger = logging.getLogger("fp8dist")
 

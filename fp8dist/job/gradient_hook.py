@@ -22,8 +22,6 @@ from fp8dist.state.received import Received
 from fp8dist.state.roll_call import failing_by_name
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["GradientHook"]
-
 _OWNER = "fp8dist.ddp.comm_hook"
 _ROUTER = "router"
 """In the names of parameters that travel in their own dtype as vectors do: ranks cancel, and they are small."""

@@ -6,8 +6,6 @@ import logging
 
 from fp8dist.job.cycle import StepCycle
 
-__all__ = ["GraphPolling"]
-
 logger = logging.getLogger("fp8dist")
 
 

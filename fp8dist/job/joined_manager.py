@@ -14,8 +14,6 @@ from fp8dist.job.attachment import Attachment
 from fp8dist.job.cycle import StepCycle
 from fp8dist.job.joining import launch_idle, resync_after_join
 
-__all__ = ["JoinedManager"]
-
 
 class ManagerJoinHook(JoinHook):
     """Makes a rank without data take part in the syncs of the other ranks. ``Join`` calls its methods."""

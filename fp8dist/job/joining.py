@@ -27,8 +27,6 @@ from fp8dist.state.arena_sync import ArenaSync, Phase
 from fp8dist.state.groups import SyncGroup
 from fp8dist.state.precision import Precisions
 
-__all__ = ["JoinLink", "launch_from_hook", "launch_idle", "resync_after_join"]
-
 
 def launch_early(cycle: StepCycle) -> None:
     """Launch the sync of each arena. COLLECTIVE: one all-reduce per arena.

@@ -39,14 +39,13 @@ from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import reshard
-from fp8dist.state.arena import NONFINITE
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.recipe import GEMMS, Gemm, Recipe, gemms_in_order
+from fp8dist.state.recipe import Recipe, gemms_in_order
 from fp8dist.state.settings import Policy, Start
 from fp8dist.state.slots import Slot, SlotSpec, parse_role
+from fp8dist_kernels import GEMMS, Gemm
+from fp8dist_kernels.arrays import NONFINITE
 from fp8dist_kernels.formats import FORMATS, Role
-
-__all__ = ["ATTRIBUTE", "WHOLE", "Internals", "StateManager", "Verified", "get_manager", "managers_in"]
 
 logger = logging.getLogger("fp8dist")
 

@@ -11,8 +11,6 @@ from fp8dist.state.waits import Waits
 from fp8dist.state.watch import Watch
 from fp8dist_kernels.formats import Role
 
-__all__ = ["Measurement"]
-
 
 class Measurement:
     """Measures the steps of one manager. ``watch``: ``fp8dist.watch`` sets it; None: nothing is collected."""

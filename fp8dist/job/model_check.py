@@ -30,8 +30,6 @@ from fp8dist.state.roll_call import enrol
 from fp8dist.state.settings import Policy, report_dir
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["check"]
-
 _INSTEAD = (
     "pass group= (the ranks that hold the same plain parameters), or groups= for parts of the module. If all "
     "parameters are sharded without replicas, leave the check out"

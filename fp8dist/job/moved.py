@@ -18,8 +18,6 @@ from torch import nn
 from fp8dist.common.names import warn_moved
 from fp8dist.errors import NotAModelError
 
-__all__ = ["MOVED", "FormerNames"]
-
 _NOT_A_MODEL = "prepare() changes the model in place and returns its manager: keep using the model"
 
 

@@ -11,8 +11,6 @@ from types import MappingProxyType
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import Activity, Tie
 
-__all__ = ["require_order"]
-
 _AFTER_STEP = "a sync is in flight until a step that is not skipped: call it after that step"
 _AGAIN = "call prepare() again"
 _ATTACH_FIRST = "call attach() first, which connects the ranks that share this state"

@@ -17,8 +17,6 @@ from fp8dist.state.accord import meet
 from fp8dist.state.roll_call import failing_by_name
 from fp8dist.state.settings import Policy
 
-__all__ = ["PeriodicChecks"]
-
 
 class PeriodicChecks:
     """Runs the checks of one manager. Steps are counted on the host since ``attach``, so all ranks check at the same

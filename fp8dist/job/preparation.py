@@ -41,8 +41,6 @@ from fp8dist.state.slots import Slot
 from fp8dist_kernels import grouped_ops, ops
 from fp8dist_kernels.formats import Role
 
-__all__ = ["prepare", "restore"]
-
 logger = logging.getLogger("fp8dist")
 
 _LOW_SHARE = 0.9

@@ -10,11 +10,9 @@ from fp8dist.job.cycle import StepCycle
 from fp8dist.state import overwrites
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.recipe import Gemm, Recipe
+from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import Slot
-from fp8dist_kernels import ops
-
-__all__ = ["SlotState"]
+from fp8dist_kernels import Gemm, ops
 
 
 class SlotState:

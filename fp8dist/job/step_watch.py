@@ -41,8 +41,6 @@ from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import compiled_any
 
-__all__ = ["StepWatch"]
-
 logger = logging.getLogger("fp8dist")
 
 

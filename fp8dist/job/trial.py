@@ -22,8 +22,6 @@ from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist_kernels import BLOCK, ops
 from fp8dist_kernels.multipliers import ProductError, machine_of, refused, row_of
 
-__all__ = ["try_products"]
-
 TOKENS = (BLOCK + 16, BLOCK + 13, 13)
 """Numbers of tokens that are tried, because those of a batch are not known: a multiple of 16, as most are; an odd one;
 both beyond a block of scales; and fewer than a block."""

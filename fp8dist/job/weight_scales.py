@@ -17,8 +17,6 @@ from fp8dist.state.arena_sync import ArenaSync, all_reduce_max
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
 
-__all__ = ["WeightScales"]
-
 logger = logging.getLogger("fp8dist")
 
 _WHAT = "deriving FP8 scales of weights"

@@ -26,16 +26,13 @@ from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import first_local_row, is_dtensor
 from fp8dist.state.precision import Precision
-from fp8dist.state.recipe import GEMMS, Gemm, MXFP8Scaling, NVFP4Scaling, Recipe
-from fp8dist_kernels import MX_BLOCK, NVFP4_BLOCK, direct, ops
+from fp8dist.state.recipe import MXFP8Scaling, NVFP4Scaling, Recipe
+from fp8dist_kernels import BLOCK, GEMMS, MX_BLOCK, NVFP4_BLOCK, Gemm, direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
-from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows, measure_grouped
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
 from fp8dist_kernels.reference.nvfp4 import COUNTERS
-
-__all__ = ["SITES", "Cast", "Caster", "ExpertMask", "Request", "caster_for", "count_tokens", "record_experts"]
 
 SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
 """The casts and products of a module that a tap can observe. A site's number is the module's first plus its place."""

@@ -16,8 +16,6 @@ from fp8dist.errors import CheckpointError
 from fp8dist.modules.foreign import expert_products
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["describe_experts", "mixture_of", "model_type_of", "read_layouts"]
-
 _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["expert_products", "gate_fits", "gathered_input", "is_parallel", "is_transposed", "linear_base"]
-
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 _PARALLEL = (
     ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear"),

@@ -17,8 +17,6 @@ from fp8dist.modules.grouped_linear import grouped_linear
 from fp8dist.modules.grouped_slots import GroupedSlots
 from fp8dist.modules.linear_slots import LinearSlots
 
-__all__ = ["FP8Experts", "convert_experts", "fp8_experts"]
-
 
 class FP8Experts(FP8Module):
     """The E experts of a mixture-of-experts layer. Their grouped products run in FP8, with state for each expert.

@@ -27,8 +27,6 @@ from fp8dist.modules.unsupported import FLOATING, require_floating
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.state.groups import is_dtensor
 
-__all__ = ["FP8Linear", "convert", "fp8_linears"]
-
 
 class FP8Linear(FP8Module, nn.Linear):
     """nn.Linear whose three GEMMs run in FP8. Created by ``fp8dist.prepare``; do not construct it yourself.

@@ -12,8 +12,6 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.weight_notes import stored_parameters
 
-__all__ = ["FP8Module", "convert_to", "require_revertible", "revert"]
-
 
 class FP8Module(nn.Module):
     """A module with weights whose products run in FP8: an FP8Linear or an FP8Experts.

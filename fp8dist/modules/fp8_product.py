@@ -25,8 +25,6 @@ from fp8dist.modules.tensor_parallel import Multiply
 from fp8dist.modules.unsupported import differentiable_once
 from fp8dist_kernels.formats import Role
 
-__all__ = ["product_of"]
-
 
 class _Call(NamedTuple):
     """How one forward of a module computes, and its backward. Autograd keeps it until then, so it must not hold the

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8dist.errors import ConfigurationError
-from fp8dist_kernels.reference.blocks import BLOCK
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.reference.casts import dequantize
-
-__all__ = ["FP8Weight", "Gathered", "dequantised", "spread"]
 
 _aten = torch.ops.aten
 _TRANSPOSE = _aten.transpose.int

@@ -12,8 +12,6 @@ from fp8dist.modules.high_precision import in_high_precision
 from fp8dist.modules.unsupported import require_floating
 from fp8dist.state.groups import is_dtensor
 
-__all__ = ["grouped_linear"]
-
 
 def grouped_linear(
     x: Tensor, weight: Tensor, offsets: Tensor, slots: GroupedSlots, bias: Tensor | None = None

@@ -20,11 +20,10 @@ from fp8dist.modules.modes import ByGemm, Choice
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.recipe import GEMMS, Recipe
+from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import Slot
+from fp8dist_kernels import GEMMS
 from fp8dist_kernels.formats import Role
-
-__all__ = ["GroupedSlots", "slot_names"]
 
 
 def slot_names(fqn: str, experts: int) -> tuple[dict[Role, Slot], ...]:

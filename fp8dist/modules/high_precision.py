@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from fp8dist.modules.fp8_weight import FP8Weight, dequantised
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows
 
-__all__ = ["in_autocast", "in_high_precision", "of_rows", "product", "weight_gradient"]
-
 
 def in_high_precision(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor | None = None) -> Tensor:
     """Return x Wᵀ + b in the input's dtype, or in autocast's, whatever the weight's dtype. Differentiable.

@@ -22,8 +22,6 @@ from fp8dist.modules.weight_notes import WeightNote
 from fp8dist.state.microbatches import Microbatches
 from fp8dist.state.received import Received
 
-__all__ = ["Activity", "JobState", "Tie"]
-
 
 class Tie(enum.Enum):
     """Whether a manager is attached to a training job. Error messages contain the values: "a step before attach()"."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.casters import SITES, Cast, Request, caster_for
+from fp8dist.modules.casters import Cast, Request, caster_for
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.loop_monitor import LoopMonitor
@@ -33,14 +33,12 @@ from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import local_part
 from fp8dist.state.microbatches import Microbatches
 from fp8dist.state.precision import Changes, Precision
-from fp8dist.state.recipe import Gemm, Recipe
+from fp8dist.state.recipe import Recipe
 from fp8dist.state.slots import Slot
-from fp8dist_kernels import direct, ops
+from fp8dist_kernels import Gemm, direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.multipliers import ProductError
-
-__all__ = ["SITES", "Cast", "LinearSlots", "States", "refusal"]
 
 States = tuple[SlotViews, SlotViews, SlotViews]
 """The states of a module's input, weight and grad_output slots."""

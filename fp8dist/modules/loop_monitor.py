@@ -16,8 +16,6 @@ from fp8dist.modules.weight_notes import WeightNote, sample_of
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist_kernels.graphs import capturing
 
-__all__ = ["FIRST_LOOK", "LoopMonitor"]
-
 logger = logging.getLogger("fp8dist")
 
 FIRST_LOOK = 64

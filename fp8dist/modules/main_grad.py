@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["MainGrad", "fuses"]
-
 
 def fuses(module: nn.Module) -> bool:
     """True if the module is a Megatron-Core module with ``gradient_accumulation_fusion``, which uses ``main_grad``."""

@@ -13,8 +13,6 @@ from fp8dist.state.precision import Precisions
 from fp8dist.state.settings import Settings
 from fp8dist_kernels.graphs import capturing
 
-__all__ = ["ModelState"]
-
 
 @dataclass(frozen=True, eq=False)
 class ModelState:

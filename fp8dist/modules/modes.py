@@ -32,9 +32,7 @@ from torch._C import _autograd
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.casters import ExpertMask
 from fp8dist.modules.outgrown import Outgrown
-from fp8dist.state.recipe import GEMMS, Gemm
-
-__all__ = ["CHOICES", "ByGemm", "Choice", "Mode", "Modes", "Records"]
+from fp8dist_kernels import GEMMS, Gemm
 
 _MOST = 32
 """How many runs (consecutive calls in one mode) are kept for each module."""

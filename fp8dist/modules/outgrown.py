@@ -18,19 +18,6 @@ from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.magnitude import amax_bits
 from fp8dist_kernels.scaling import scale_from_amax
 
-__all__ = [
-    "OUTGROWN",
-    "Growth",
-    "Outgrown",
-    "amax_of",
-    "either",
-    "limits_of",
-    "meant_to_saturate",
-    "scale_for",
-    "shrunk",
-    "unfit_for",
-]
-
 OUTGROWN = 1.25
 """Overflow ratio above which a weight is cast with its own amax, in training as well. Measured: a weight that grew by a
 factor of 1.3 and saturates makes the product 11 % wrong, a factor of 8 makes it 82 % wrong. A weight that shrank does

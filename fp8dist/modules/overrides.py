@@ -13,8 +13,6 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.state.recipe import Recipe, require_recipe
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["High", "Overrides", "first_and_last"]
-
 High = Literal["high"]
 """Stands for high precision in place of a recipe."""
 

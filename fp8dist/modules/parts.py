@@ -11,8 +11,6 @@ from fp8dist.modules.fp8_module import FP8Module
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.weight_notes import stored_parameters
 
-__all__ = ["Part", "fp8_parts"]
-
 
 class Part(NamedTuple):
     """One FP8 weight: that of an FP8Linear, or one of the weights [E, …] of an FP8Experts."""

@@ -8,12 +8,10 @@ from collections.abc import Collection
 from fp8dist.modules.model_state import ModelState
 from fp8dist.state import overwrites
 from fp8dist.state.manifest import digest_word, manifest_digest
-from fp8dist.state.recipe import Gemm
 from fp8dist.state.slots import Slot
+from fp8dist_kernels import Gemm
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.header import WORD_MANIFEST
-
-__all__ = ["PrecisionControl"]
 
 logger = logging.getLogger("fp8dist")
 

@@ -29,8 +29,6 @@ from fp8dist.state.groups import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Multiply", "parallel_linear"]
-
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A function of (x, W, b) that returns x Wᵀ + b, as F.linear does."""
 

@@ -14,8 +14,6 @@ from torch.autograd import forward_ad
 from fp8dist.common.text import dtype_name
 from fp8dist.errors import ConfigurationError
 
-__all__ = ["FLOATING", "differentiable_once", "require_eager", "require_floating"]
-
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes of inputs that need no conversion."""
 

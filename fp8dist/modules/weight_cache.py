@@ -12,8 +12,6 @@ from fp8dist.modules.job_state import JobState
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist_kernels.graphs import capturing
 
-__all__ = ["WeightCache"]
-
 Key = tuple[int, int, int]
 """(generation of the job's casts, address of the weight, version of the parameter): equal while a cast is valid."""
 

@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from fp8dist.state.groups import is_dtensor, local_part
 
-__all__ = ["SAMPLED_WEIGHTS", "Held", "NoteList", "WeightNote", "sample_of", "stored_parameters"]
-
 SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
 """How many weights are compared by value with an earlier copy, and how many elements of each."""
 

@@ -20,8 +20,6 @@ from fp8dist.state.groups import is_dtensor, largest_of_parts
 from fp8dist.state.recipe import Recipe
 from fp8dist_kernels.graphs import capturing
 
-__all__ = ["WritePolicy"]
-
 
 class WritePolicy:
     """Chooses the limits for the casts of one module, and reports to other modules that its weight outgrew its scale.

@@ -10,8 +10,6 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["find_ddp", "in_join"]
-
 
 def find_ddp(module: nn.Module) -> DistributedDataParallel | None:
     """Return the first DDP module that ``module`` is or holds; None: there is none."""

@@ -36,10 +36,8 @@ from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import is_dtensor, largest_of_parts
 from fp8dist.state.slots import Slot
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.reference.blocks import BLOCK
-
-__all__ = ["ShardedWeights", "require_whole_blocks", "shard_weights"]
 
 LOOK_AHEAD = 3
 """After a weight has outgrown its scale, the ranks compare weights with their scales in so many steps, before the first

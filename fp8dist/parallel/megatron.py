@@ -21,22 +21,6 @@ from torch import Tensor, nn
 
 from fp8dist.state.groups import has_base
 
-__all__ = [
-    "NOT_GATHERED",
-    "NOT_SAVED",
-    "REDUCED_IN_PARTS",
-    "STAGE",
-    "TIED",
-    "Copies",
-    "coordinates",
-    "copies_of",
-    "gradient_of",
-    "groups",
-    "is_megatron",
-    "local_buffers",
-]
-
-
 # Labels of Megatron's groups, the same on all ranks of the job.
 STAGE, DATA, TENSOR = "Megatron's stage", "Megatron's data parallel ranks", "Megatron's tensor parallel ranks"
 EXPERT_DATA, EXPERT_TENSOR = "Megatron's expert data parallel ranks", "Megatron's expert tensor parallel ranks"

@@ -12,8 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["is_partitioned", "own_part"]
-
 
 def is_partitioned(parameter: Tensor) -> bool:
     """True if ZeRO's stage 3 partitions the parameter, whether it is gathered now or not."""

@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.casters import Cast
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
-from fp8dist.modules.linear_slots import Cast, LinearSlots
+from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.outgrown import OUTGROWN, amax_of, scale_for
 from fp8dist.modules.parts import Part
 from fp8dist.parallel.wrappers import local_parts
@@ -34,14 +35,13 @@ from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import first_local_row, is_dtensor, largest_of_parts, local_part
 from fp8dist.state.slots import Slot
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
+from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["ForwardState", "ShardedWeight", "in_backward"]
 
 SMALL = 0.25
 """Weights are small if their amax is below this divided by sqrt(in_features). torch initialises a Linear's weights to

@@ -23,34 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import has_base, is_dtensor, local_part
 
-__all__ = [
-    "TESTED",
-    "engine_replaced",
-    "fsdp1_ignored",
-    "fsdp1_modules",
-    "fsdp1_replicas",
-    "fsdp2_gathered",
-    "fsdp2_gathered_dtypes",
-    "fsdp2_groups",
-    "fsdp2_mesh",
-    "fsdp2_modules",
-    "fsdp2_reductions",
-    "fsdp2_shard_groups",
-    "group_named",
-    "has_fsdp1_mark",
-    "has_fsdp2_hook",
-    "missing_fsdp1_mark",
-    "missing_fsdp2_hook",
-    "reduced_by_ddp",
-    "reductions_replaced",
-    "refusal",
-    "require_checkable",
-    "require_known_ddp",
-    "set_reduce_scatter",
-    "unknown",
-    "warning",
-]
-
 TESTED = ("2.11", "2.12", "2.13", "2.14")
 """The torch releases that scripts/test-versions has run."""
 

@@ -16,18 +16,6 @@ from fp8dist_kernels import BLOCK
 from fp8dist_kernels.ops import version_of_backend
 from fp8dist_kernels.reference import wire
 
-__all__ = [
-    "LEAST",
-    "MOST_RANKS",
-    "FP8ReduceScatter",
-    "Phases",
-    "Reduced",
-    "all_reduce",
-    "all_reduce_by_nodes",
-    "travels_in_fp8",
-    "unpack",
-]
-
 
 class Reduced(NamedTuple):
     """What all ranks have received of a bucket. ``rows``: uint8[parts, bytes], for ``unpack``. ``length``: numbers of a

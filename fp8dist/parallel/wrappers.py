@@ -31,22 +31,6 @@ from fp8dist.parallel.torch_internals import (
 from fp8dist.state.groups import first_local_row, is_dtensor, local_part
 from fp8dist.state.slots import Slot
 
-__all__ = [
-    "awaits_reduction",
-    "compute_devices",
-    "fsdp2_axes",
-    "fsdp2_cut",
-    "is_sharded",
-    "is_tensor_parallel",
-    "local_parts",
-    "managed_from_outside",
-    "mesh_ranks",
-    "multiplied_shape",
-    "require_replicas",
-    "reshard",
-    "resharded_modules",
-]
-
 
 def awaits_reduction(module: nn.Module) -> bool:
     """True if an FSDP2 module holds gradients that it has not yet reduced over all its ranks, as it does between the

@@ -21,8 +21,6 @@ from fp8dist.parallel.wrappers import compute_devices
 from fp8dist.replays.neighbours import require_sendable
 from fp8dist.state.groups import world_size
 
-__all__ = ["KeptBatch", "ReplayBuffer"]
-
 
 class KeptBatch(NamedTuple):
     """A batch on the host.

@@ -17,8 +17,6 @@ from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_groups, fsdp2_
 from fp8dist.state.groups import has_base
 from fp8dist_kernels.graphs import capturing
 
-__all__ = ["KeptModel", "require_replayable"]
-
 _REPLAY = "replay()"
 _INSTEAD = "replay the model before it is sharded"
 

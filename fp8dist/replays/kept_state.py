@@ -9,8 +9,6 @@ from typing import Any
 from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.linear_slots import LinearSlots
 
-__all__ = ["kept_fp8_state"]
-
 _PERMANENT = ("_states", "replaying", "compiled", "graphed", "captured")
 """Attributes that are not restored: views of arenas, and facts that stay true, such as that a model was compiled."""
 

@@ -42,8 +42,6 @@ from fp8dist.state.groups import GroupLike, SyncGroup, is_dtensor, local_part, o
 from fp8dist.state.roll_call import failing_by_name
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["replay"]
-
 Step = Callable[[Any], Any]
 
 

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import SyncGroup, is_dtensor
 
-__all__ = ["copy_of", "from_next", "require_sendable"]
-
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.Size)
 
 

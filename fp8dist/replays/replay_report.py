@@ -11,8 +11,6 @@ from fp8dist.checks.outputs import Place
 from fp8dist.common.divergence import plain_values, word_for
 from fp8dist.common.text import aligned, ranks_text
 
-__all__ = ["RankResult", "ReplayFinding", "ReplayReport", "Replayed", "judge"]
-
 Kind = Literal["not deterministic", "ranks differ", "nonfinite"]
 
 _EVERYWHERE = "on all ranks, so the model may be the cause"

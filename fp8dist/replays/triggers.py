@@ -23,8 +23,6 @@ from fp8dist.replays.replay_report import Replayed, ReplayReport
 from fp8dist.state.groups import GroupLike, SyncGroup, own_rank, world_size
 from fp8dist.state.roll_call import failing_by_name
 
-__all__ = ["replay_on"]
-
 logger = logging.getLogger("fp8dist")
 
 Trigger = Literal["nonfinite", "jump", "spike"]

@@ -8,8 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["Exporter", "Exporters"]
-
 logger = logging.getLogger("fp8dist")
 
 

@@ -15,8 +15,6 @@ from fp8dist.common.optimizer_hooks import has_closure, retire_with, untraced, u
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.groups import is_dtensor
 
-__all__ = ["GuardedSteps"]
-
 
 class GuardedSteps:
     """Hooks on the optimizers of one guard. They live as long as this object, which keeps no optimizer alive.

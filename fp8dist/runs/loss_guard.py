@@ -19,8 +19,6 @@ from fp8dist.errors import AlarmKind, CheckpointError, ConfigurationError, LossA
 from fp8dist.runs.guarded_steps import GuardedSteps
 from fp8dist.state.groups import GroupLike, SyncGroup, is_dtensor, world_size
 
-__all__ = ["LossGuard"]
-
 logger = logging.getLogger("fp8dist")
 
 _NORMAL = 1.4826

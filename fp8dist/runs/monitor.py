@@ -17,8 +17,6 @@ from fp8dist.runs.run_files import append_lines, opened_lines, slot_lines
 from fp8dist.state.statistics import JumpAlarm, ScaleJump, SlotStatistics
 from fp8dist.state.watch import Observation
 
-__all__ = ["Monitor", "SlotOutputs", "boards"]
-
 logger = logging.getLogger("fp8dist")
 
 

@@ -31,8 +31,6 @@ from fp8dist.state.expert_loads import idle_numbers
 from fp8dist.state.groups import is_dtensor, own_rank, world_size
 from fp8dist.state.watch import Observation
 
-__all__ = ["Recorder"]
-
 logger = logging.getLogger("fp8dist")
 
 _OF_STEP = ("loss", "grad_norm")

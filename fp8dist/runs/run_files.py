@@ -17,8 +17,6 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.runs.run_format import EVENTS, HEADER
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["RunFiles", "append_lines", "keep_lines", "opened_lines", "slot_lines"]
-
 logger = logging.getLogger("fp8dist")
 
 

@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "EVENTS",
-    "EXPERTS",
-    "FORMAT",
-    "HEADER",
-    "METRICS",
-    "RANKS",
-    "SCALES",
-    "VERSION",
-]
-
 FORMAT, VERSION = "fp8dist run", 1
 """Value of ``format`` and ``version`` in the header."""
 

@@ -16,8 +16,6 @@ from fp8dist.runs.run_format import FORMAT, VERSION
 from fp8dist.state.groups import world_size
 from fp8dist.state.roll_call import known_hosts
 
-__all__ = ["header", "peaks_of"]
-
 # Dense FLOP/s of one GPU: bfloat16, and FP8 with accumulation in float32. The first name that the device's name
 # contains counts. Vendors print sparse numbers, which are twice these. An A100 has no FP8.
 _PEAKS = (

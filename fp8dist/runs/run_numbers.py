@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["KNOWN", "TABLE", "UNITS", "Kind", "Number", "NumberSource", "Unit", "number_of"]
-
 
 class Kind(enum.Enum):
     """What a number says. All but GAUGE become counters."""

@@ -12,12 +12,10 @@ from fp8dist.job.checkpoint import with_rank
 from fp8dist.job.manager import Internals, StateManager
 from fp8dist.runs.monitor import SlotOutputs
 from fp8dist.state.groups import own_rank
-from fp8dist.state.recipe import GEMMS
 from fp8dist.state.statistics import JumpAlarm
 from fp8dist.state.watch import Observer, Watch
+from fp8dist_kernels import GEMMS
 from fp8dist_kernels.formats import Role
-
-__all__ = ["describe", "take_waits", "watch"]
 
 
 @check_keywords("fp8dist.watch")

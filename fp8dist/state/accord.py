@@ -19,8 +19,6 @@ from fp8dist.errors import SyncError
 from fp8dist.state.groups import SyncGroup, identity_of
 from fp8dist.state.roll_call import roll_call
 
-__all__ = ["Accord", "Votes", "meet"]
-
 _WELL, _TOO_FEW, _VAIN = "well", "too few", "in vain"
 
 _PATIENCE = timedelta(seconds=60)

@@ -27,8 +27,6 @@ from fp8dist_kernels.reference.rings import RingShape, ordered_window
 from fp8dist_kernels.reference.update import give_back
 from fp8dist_kernels.scaling import scale_from_amax
 
-__all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotViews", "fitted", "unchanged_on_failure"]
-
 SHARES = 2
 """Number of shares per cast: of elements that saturate, and of elements that become 0."""
 

@@ -39,8 +39,6 @@ from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist_kernels.reference.update import OUTCOME
 
-__all__ = ["ArenaSync", "Evidence", "Phase", "Proof", "SyncCounters", "Verdict", "carry"]
-
 _NEUTRAL_WORD = torch.iinfo(torch.int32).min
 
 

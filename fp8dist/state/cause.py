@@ -9,8 +9,6 @@ from typing import NamedTuple
 from fp8dist.common.text import placed
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["Cause", "earliest"]
-
 
 class Cause(NamedTuple):
     """Which cast recorded a bad amax.

@@ -11,8 +11,6 @@ from torch import Tensor
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist_kernels.formats import Role
 
-__all__ = ["ExpertLoad", "LoadCounts", "idle_numbers"]
-
 
 class ExpertLoad(NamedTuple):
     """A mixture's experts in one step; each list has a number for each expert.

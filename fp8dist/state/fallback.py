@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from fp8dist.common.names import check_fields, is_number, require_bool, require_int
 from fp8dist.errors import ConfigurationError
 
-__all__ = ["Fallback"]
-
 
 @check_fields
 @dataclass(frozen=True)

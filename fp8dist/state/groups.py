@@ -23,20 +23,6 @@ from fp8dist.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "GroupLike",
-    "SyncGroup",
-    "absent",
-    "first_local_row",
-    "has_base",
-    "identity_of",
-    "is_dtensor",
-    "largest_of_parts",
-    "local_part",
-    "mesh_coordinates",
-    "world_size",
-]
-
 GroupLike = dist.ProcessGroup | DeviceMesh
 
 

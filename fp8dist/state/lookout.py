@@ -20,8 +20,6 @@ from fp8dist.common.text import ranks_text
 from fp8dist.state.groups import SyncGroup
 from fp8dist.state.roll_call import GRACE, PATIENCE, REACH, roll_call
 
-__all__ = ["Lookout"]
-
 logger = logging.getLogger("fp8dist")
 
 MARGIN = timedelta(seconds=REACH + PATIENCE + 4) + GRACE

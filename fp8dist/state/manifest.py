@@ -10,14 +10,6 @@ from typing import Any
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
 
-__all__ = [
-    "NUMERICS_VERSION",
-    "build_manifest",
-    "digest_word",
-    "first_difference",
-    "manifest_digest",
-]
-
 NUMERICS_VERSION = 2
 """Incremented whenever the same inputs would give other scales. See CHANGELOG, "Numerics"."""
 

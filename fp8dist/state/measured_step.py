@@ -12,8 +12,6 @@ from fp8dist.state.slots import Slot
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 
-__all__ = ["MeasuredStep"]
-
 
 class MeasuredStep:
     """The amaxes and shares that this rank's casts recorded in one measured step. Everything here is local.

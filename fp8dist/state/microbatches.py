@@ -8,8 +8,6 @@ import torch
 
 from fp8dist.state.arena_sync import ArenaSync
 
-__all__ = ["Microbatches"]
-
 
 class Microbatches:
     """The microbatches of one measured step on this rank, counted from 0.

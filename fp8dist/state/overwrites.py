@@ -14,16 +14,6 @@ from fp8dist.state.arena import Arena, fitted
 from fp8dist_kernels.arrays import TAKEN
 from fp8dist_kernels.reference.rings import write_window
 
-__all__ = [
-    "adopt_untaken_scales",
-    "convert_scales",
-    "derive_scales",
-    "load_slots",
-    "make_cold",
-    "put_back_slots",
-    "set_scale",
-]
-
 
 def derive_scales(arena: Arena, amax: Tensor, where: Tensor) -> None:
     """Set scales from ``amax`` (float32[n]) alone, where ``where`` (bool[n]) is True and the amax is positive and

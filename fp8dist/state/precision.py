@@ -11,11 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from fp8dist.errors import CheckpointError
-from fp8dist.state.recipe import GEMMS, Gemm
 from fp8dist.state.slots import Slot
+from fp8dist_kernels import GEMMS, Gemm
 from fp8dist_kernels.formats import Role
-
-__all__ = ["OBSERVED_STEPS", "Changes", "Precision", "Precisions"]
 
 OBSERVED_STEPS = 16
 """A time-limited override records amaxes in its last steps, so that the module returns to FP8 with current scales."""

@@ -21,8 +21,6 @@ from fp8dist.errors import ManifestMismatchError
 from fp8dist.state.groups import SyncGroup, absent
 from fp8dist.state.manifest import first_difference, manifest_digest
 
-__all__ = ["Publication", "agree_on_manifests", "publish_manifest"]
-
 _AGREED = "agreed"
 _COMPLETE, _ASKED, _VERDICT = "complete", "asked", "verdict"
 

@@ -19,8 +19,6 @@ from fp8dist_kernels.header import HEADER, WORD_SCALE_LOW, WORDS
 from fp8dist_kernels.reference.content import ContentDigest, block_count
 from fp8dist_kernels.reference.digest import mix
 
-__all__ = ["Received"]
-
 
 class Received:
     """For each set of parameters whose gradients travelled in one message: a digest of all its messages so far, and the

@@ -19,21 +19,6 @@ from fp8dist.errors import ConfigurationError
 from fp8dist_kernels import GEMMS, Gemm
 from fp8dist_kernels.formats import NVFP4, Format, Role, formats_by_role
 
-__all__ = [
-    "GEMMS",
-    "AmaxAlgorithm",
-    "BlockScaling",
-    "CurrentScaling",
-    "DelayedScaling",
-    "Gemm",
-    "MXFP8Scaling",
-    "NVFP4Scaling",
-    "Recipe",
-    "RowwiseScaling",
-    "gemms_in_order",
-    "require_recipe",
-]
-
 By = Literal["tensor", "row", "block", "mx", "nvfp4"]
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 

@@ -23,8 +23,6 @@ from fp8dist.common.text import ranks_text
 from fp8dist.errors import SyncError
 from fp8dist.state.groups import absent, identity_of
 
-__all__ = ["Attendance", "enrol", "failing_by_name", "leave_word", "roll_call"]
-
 GRACE = timedelta(seconds=3)
 """How long a rank that has reported waits for the others, which may notice the failure later."""
 

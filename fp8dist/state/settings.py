@@ -11,9 +11,7 @@ from typing import Any, Literal
 from fp8dist.common.names import did_you_mean, require_bool, require_choice, require_int
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.fallback import Fallback
-from fp8dist_kernels.backends import BACKENDS
-
-__all__ = ["AUDIT_BYTES", "VARIABLES", "Policy", "Settings", "Start", "report_dir", "unknown_variables"]
+from fp8dist_kernels import BACKENDS
 
 Policy = Literal["raise", "warn", "repair"]
 """What to do when ranks differ."""

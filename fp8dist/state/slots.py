@@ -10,8 +10,6 @@ from fp8dist.common.names import require_choice
 from fp8dist.errors import ConfigurationError
 from fp8dist_kernels.formats import Format, Role
 
-__all__ = ["Slot", "SlotSpec", "clean_fqn", "parse_role", "sorted_specs"]
-
 _WRAPPER_PREFIXES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 

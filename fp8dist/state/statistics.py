@@ -12,8 +12,6 @@ from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.slots import Slot
 
-__all__ = ["JumpAlarm", "ScaleJump", "SlotStatistics"]
-
 logger = logging.getLogger("fp8dist")
 
 _NAMED = 5

@@ -19,17 +19,6 @@ from torch import Tensor
 from fp8dist.errors import CheckpointError
 from fp8dist.state.slots import Slot
 
-__all__ = [
-    "FILE_FORMAT",
-    "FORMAT_VERSION",
-    "from_bytes",
-    "looks_like_state",
-    "read_file",
-    "to_bytes",
-    "validated_slots",
-    "write_file",
-]
-
 FORMAT_VERSION = 3
 """Version 3 has the recipe of every slot, and the modules in high precision. 1 and 2 were never released."""
 

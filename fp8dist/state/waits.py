@@ -11,8 +11,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["KEPT", "Clock", "Moment", "Waits", "clock_of"]
-
 KEPT = 4096
 """Maximum number of steps whose waits are kept."""
 

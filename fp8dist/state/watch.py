@@ -22,8 +22,6 @@ from fp8dist.state.statistics import JumpAlarm, ScaleJump, SlotStatistics
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.scaling import scale_from_amax
 
-__all__ = ["Observation", "Observer", "RankTimes", "Watch"]
-
 _FOR_MICROBATCH = 12
 """A holder is a rank and its microbatch, packed into 32 bits: the microbatch in the lowest 12, the rank above."""
 

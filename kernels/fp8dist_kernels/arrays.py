@@ -17,8 +17,6 @@ from fp8dist_kernels.reference.digest import position_keys
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.reference.rings import RingShape
 
-__all__ = ["NONFINITE", "SATURATED", "TAKEN", "StateArrays", "UpdateRule"]
-
 TAKEN, NONFINITE, SATURATED = range(3)
 """Rows of ``counters`` and ``flags``."""
 

@@ -8,10 +8,6 @@ import os
 
 import torch
 
-from fp8dist_kernels import BACKENDS
-
-__all__ = ["BACKENDS", "nvidia_capability", "runs_fused", "why_not_triton"]
-
 _LEAST_CAPABILITY = (8, 9)
 """FP8 conversions and products need compute capability 8.9 (Ada) or higher."""
 

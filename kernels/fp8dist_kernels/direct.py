@@ -20,28 +20,6 @@ from torch._C import DispatchKey, DispatchKeySet
 from fp8dist_kernels import grouped_ops, host, ops, traced
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 
-__all__ = [
-    "StateUpdates",
-    "add_up",
-    "is_eager",
-    "is_plain",
-    "matmul",
-    "matmul_grouped",
-    "matmul_grouped_columns",
-    "matmul_into",
-    "measure",
-    "observe",
-    "quantize",
-    "quantize_blocks",
-    "quantize_grouped",
-    "quantize_grouped_lines",
-    "quantize_grouped_mx",
-    "quantize_mx",
-    "quantize_nvfp4",
-    "quantize_rowwise",
-    "transpose",
-]
-
 _EAGER = DispatchKeySet(DispatchKey.BackendSelect)
 _STATES = (_EAGER | DispatchKeySet(DispatchKey.ADInplaceOrView), _EAGER)
 """The keys that the dispatcher adds to those of the arguments, in plain execution and in inference mode. Modes, tracers

@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["E4M3", "E5M2", "FORMATS", "NVFP4", "Format", "Role", "formats_by_role"]
-
 
 class Role(str, enum.Enum):
     """The role of a scaled tensor in its module. Compares equal to its plain string."""

@@ -11,8 +11,6 @@ import sys
 
 import torch
 
-__all__ = ["capturing", "compiled_any"]
-
 
 def capturing(device: torch.device) -> bool:
     """True if ``device`` is a CUDA device and the current stream is capturing a CUDA graph."""

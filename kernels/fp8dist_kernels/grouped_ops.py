@@ -32,17 +32,6 @@ from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.taps import notify
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "matmul_grouped",
-    "matmul_grouped_columns",
-    "multiplier_name",
-    "quantize_grouped",
-    "quantize_grouped_lines",
-    "quantize_grouped_mx",
-    "register_flops",
-]
-
 _LIBRARY = torch.library.Library("fp8dist", "FRAGMENT")
 _LIBRARY.define(
     "quantize_grouped(Tensor x, Tensor? offsets, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, "

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["HEADER", "WORDS", "WORD_MANIFEST", "WORD_SCALE_HIGH", "WORD_SCALE_LOW", "WORD_STEP", "header_agreement"]
-
 WORDS = 4
 HEADER = 2 * WORDS
 WORD_MANIFEST, WORD_STEP, WORD_SCALE_LOW, WORD_SCALE_HIGH = range(WORDS)

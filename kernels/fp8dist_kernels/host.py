@@ -19,8 +19,6 @@ from fp8dist_kernels.header import HEADER, WORD_STEP, WORDS
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist_kernels.scaling import FLOAT32_MAX, SMALLEST_NORMAL
 
-__all__ = ["HostArrays", "commit", "launch"]
-
 Array = npt.NDArray[Any]
 
 

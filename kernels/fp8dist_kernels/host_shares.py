@@ -17,8 +17,6 @@ from fp8dist_kernels.reference.magnitude import INFINITY_BITS
 from fp8dist_kernels.reference.shares import limits, require_scales
 from fp8dist_kernels.scaling import FLOAT32_MAX
 
-__all__ = ["measure"]
-
 PIECE = 1 << 16
 """Elements that are counted at once: 256 KiB of float32."""
 

@@ -28,21 +28,6 @@ from fp8dist_kernels import BLOCK
 from fp8dist_kernels.backends import nvidia_capability, why_not_triton
 from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling
 
-__all__ = [
-    "ROWS",
-    "ROW_MULTIPLE",
-    "Detour",
-    "Machine",
-    "Product",
-    "ProductError",
-    "Row",
-    "machine_of",
-    "reads_sideways",
-    "refused",
-    "row_of",
-    "torch_can_group",
-]
-
 ROW_MULTIPLE = 8
 """cuBLASLt wants rows that have a scale per 1 x 128 block in multiples of 8 (TransformerEngine's cublaslt_gemm.cu
 checks it: "Caller must pad")."""

@@ -48,32 +48,6 @@ from fp8dist_kernels.reference.groups import columns_bound
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.taps import notify
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "add_up",
-    "cast",
-    "choose_scale",
-    "commit",
-    "copies_fake",
-    "implementer",
-    "launch",
-    "matmul",
-    "matmul_into",
-    "measure",
-    "multiplier_name",
-    "mx_copies_fake",
-    "observe",
-    "quantize",
-    "quantize_blocks",
-    "quantize_mx",
-    "quantize_nvfp4",
-    "quantize_rowwise",
-    "register_flops",
-    "require_backend",
-    "transpose",
-    "version_of_backend",
-]
-
 _LIBRARY = torch.library.Library("fp8dist", "DEF")
 _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "

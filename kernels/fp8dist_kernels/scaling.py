@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["FLOAT32_MAX", "SMALLEST_NORMAL", "amax_behind_scale", "round_down_to_power_of_two", "scale_from_amax"]
-
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 

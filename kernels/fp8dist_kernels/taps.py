@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Listener", "listener_of", "notify", "tap_on"]
-
 Listener = Callable[[str, int, tuple[Any, ...], dict[str, Any], tuple[Tensor, ...]], None]
 """Called with the op's name, the site, the positional and the named arguments, and the results. It may change the
 results, and must copy what it keeps: callers free operands and results, or overwrite them."""

@@ -18,8 +18,6 @@ from fp8dist_kernels import ops
 from fp8dist_kernels.reference.casts import padded
 from fp8dist_kernels.scaling import round_down_to_power_of_two
 
-__all__ = ["observe", "quantize", "quantize_rowwise"]
-
 
 def observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
     """See ``ops.observe``."""

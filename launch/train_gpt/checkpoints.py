@@ -21,8 +21,6 @@ from launch.train_gpt.data import BadInput
 from launch.train_gpt.options import Options
 from launch.train_gpt.ranks import Ranks
 
-__all__ = ["find", "load", "save"]
-
 
 def find(options: Options, ranks: Ranks) -> Path | None:
     """Return the checkpoint to resume from, or None. COLLECTIVE.

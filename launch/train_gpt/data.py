@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BadInput", "Text", "read_text"]
-
 HELD_OUT = 0.1
 """Share of the text that is held out for validation, from its end."""
 

@@ -6,8 +6,6 @@ import os
 import sys
 from typing import NoReturn
 
-__all__ = ["DIVERGED", "MISTAKE", "exit_with"]
-
 MISTAKE = 2
 """A mistake in the flags, or an unusable file."""
 

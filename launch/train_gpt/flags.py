@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 from launch.train_gpt.data import BadInput
 
-__all__ = ["count", "flag", "number", "parser"]
-
 
 def flag(default: Any, help: str, **how: Any) -> Any:
     """Return a field that is a flag. ``how``: arguments of argparse."""

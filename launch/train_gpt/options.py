@@ -18,8 +18,6 @@ from launch.train_gpt.data import BadInput, read_text
 from launch.train_gpt.exits import DIVERGED, exit_with
 from launch.train_gpt.flags import count, flag, number
 
-__all__ = ["RECIPES", "Options", "check", "parse", "parser"]
-
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 
 

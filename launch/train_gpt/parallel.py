@@ -18,8 +18,6 @@ from launch.train_gpt.model import GPT
 from launch.train_gpt.options import Options
 from launch.train_gpt.ranks import Ranks
 
-__all__ = ["DDP", "FSDP2", "Parallel"]
-
 
 class Parallel:
     """``--parallel none``: one rank, the model is not wrapped. Base class of the other modes."""

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-__all__ = ["Ranks", "joined_ranks", "leave", "most_restarts", "run"]
-
 
 @dataclass(frozen=True)
 class Ranks:

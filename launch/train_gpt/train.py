@@ -43,8 +43,6 @@ from launch.train_gpt.options import Options, parse
 from launch.train_gpt.parallel import DDP, FSDP2, Parallel
 from launch.train_gpt.ranks import Ranks, joined_ranks
 
-__all__ = ["Training", "learning_rate_at", "main"]
-
 FINAL_STEPS = 10
 """The final training loss is the mean over this many steps."""
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.checks.audit import Audits
-from fp8dist.modules.linear_slots import SITES
+from fp8dist.modules.casters import SITES
 from fp8dist.state.settings import AUDIT_BYTES
 from fp8dist_kernels.taps import notify
 from launch.train_gpt.exits import DIVERGED

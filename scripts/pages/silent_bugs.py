@@ -10,8 +10,6 @@ from scripts.benchmarks.markdown import table
 from tests.silent_bugs.bugs import BUGS
 from tests.silent_bugs.outcomes import ARGUMENT, DEFAULT, NOT_VISIBLE, PROGRAMS, TOOL
 
-__all__ = ["counts", "front", "of_alike", "of_bugs", "of_counts"]
-
 Results = dict[str, Any]
 
 

@@ -24,7 +24,7 @@ from fp8dist.checks import audit
 from fp8dist.checks.audit import Round, judge
 from fp8dist.checks.works import _unpacked
 from fp8dist.errors import DivergenceError, SyncError
-from fp8dist.modules.linear_slots import SITES
+from fp8dist.modules.casters import SITES
 from fp8dist.state.groups import local_part
 from tests.support.audited import RECIPES as RECIPES_OF_EXPERTS
 from tests.support.audited import bad_casts, bad_grouped_products, bad_products

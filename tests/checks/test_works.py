@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8dist
 from fp8dist.checks.contents import Digester
 from fp8dist.checks.works import Work, describe_work, digest_of, part_of_call, part_of_lines, repeat_work, work_of_call
-from fp8dist.modules.linear_slots import SITES
+from fp8dist.modules.casters import SITES
 from fp8dist_kernels import grouped_ops, ops
 from fp8dist_kernels.formats import Role
 from tests.support.audited import RECIPES, Heard, flip

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import fp8dist
-from fp8dist.cli.main import CONSISTENT, DIVERGED, UNREADABLE, USAGE, main
+from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, USAGE
+from fp8dist.cli.main import main
 from fp8dist.files.certificate import Certified, model_digest
 from tests.support.serving import RECIPES
 

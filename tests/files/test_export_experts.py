@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fp8dist
 from fp8dist import BlockScaling, ConfigurationError, CurrentScaling, DelayedScaling
-from fp8dist.cli.main import DIVERGED, UNREADABLE, USAGE, main
+from fp8dist.cli.exit_codes import DIVERGED, UNREADABLE, USAGE
+from fp8dist.cli.main import main
 from fp8dist.state.storage import from_bytes, to_bytes
 from tests.support.experts import Experts, Mixture
 from tests.support.lab.mixture import MixtureGPT
@@ -151,7 +152,10 @@ def test_a_job_and_its_checkpoint_export_what_an_eval_forward_multiplies_with(
     _assert_one_folder(tmp_path / "job", tmp_path / "out")
     assert _verified(tmp_path, "job") == 0
     routed = manager._tested["mlp"]
-    for tensors in (read(tmp_path / "job"), *([] if recipe in ("rowwise", "mx") else [exported(manager, format="block")])):
+    for tensors in (
+        read(tmp_path / "job"),
+        *([] if recipe in ("rowwise", "mx") else [exported(manager, format="block")]),
+    ):
         _assert_multiplied(tensors, routed, routed_batch(0, 9, 4), layout == "interleaved")
         if LAYOUTS[layout].get("bias"):
             biases = routed.experts.gate_up_proj_bias[3]

@@ -18,8 +18,6 @@ from torch.distributed.run import main
 from fp8dist.cli.launcher.environment import BadVariable
 from fp8dist.cli.launcher.interface import FAILED_COLLECTIVE, Unreachable
 
-__all__ = ["run"]
-
 MISSED = (RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError, DistError)
 """Exceptions of torchrun if another node is missing. The last one comes from its store."""
 

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["BadVariable", "Job", "refuse"]
-
 MISTAKE = 2
 """Exit status after a mistake of the user."""
 

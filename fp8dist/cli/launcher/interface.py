@@ -12,8 +12,6 @@ import time
 
 from fp8dist.cli.launcher.environment import BadVariable
 
-__all__ = ["FAILED_COLLECTIVE", "Unreachable", "addresses", "chosen"]
-
 FAILED_COLLECTIVE = 5
 """Exit status if another rank or node is missing. tests/support/lab/exits.py has the same number."""
 

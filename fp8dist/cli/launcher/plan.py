@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from fp8dist.cli.launcher import interface
 from fp8dist.cli.launcher.environment import Job
 
-__all__ = ["Plan"]
-
 
 @dataclass(frozen=True)
 class Plan:

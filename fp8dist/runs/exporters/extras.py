@@ -7,8 +7,6 @@ from typing import Any
 
 from fp8dist.errors import ConfigurationError
 
-__all__ = ["imported"]
-
 
 def imported(module: str, extra: str) -> Any:
     """Return the module of an optional package.

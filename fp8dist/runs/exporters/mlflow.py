@@ -15,8 +15,6 @@ from fp8dist.runs.exporters.extras import imported
 from fp8dist.runs.exporters.samples import ended, event_text, flat_numbers, kind_of
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["MLflow"]
-
 MOST = 1_000
 """Metrics that MLflow takes in one request."""
 

@@ -11,8 +11,6 @@ from fp8dist.runs.exporters.samples import Sample, event_samples, no_events, ste
 from fp8dist.runs.run_numbers import KNOWN, UNITS, Kind, Number
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["OpenTelemetry", "instrument_name"]
-
 STEP_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Bounds of the histogram of step times."""
 

@@ -18,8 +18,6 @@ from fp8dist.runs.exporters.samples import Sample, event_samples, no_events, slo
 from fp8dist.runs.run_numbers import UNITS, Kind, Number
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["Prometheus", "PrometheusTextfile", "metric_name"]
-
 PREFIX = "fp8dist_"
 
 OWN_LABELS = ("kind", "role", "slot")

@@ -12,11 +12,6 @@ from fp8dist.runs.exporters.slots import by_role, headroom
 from fp8dist.runs.run_numbers import Kind, Number, number_of
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = [
-    "KINDS", "Sample", "ended", "event_samples", "event_text", "flat_numbers", "kind_of", "no_events", "slot_samples",
-    "step_samples",
-]  # fmt: skip
-
 KINDS = (
     *("start", "nonfinite", "saturated", "fallback", "jump", "diverged", "checked", "saved", "spike"),
     *("nonfinite_loss", "replayed", "end"),

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["RoleNumbers", "by_role", "headroom"]
-
 
 class RoleNumbers(NamedTuple):
     """Numbers of all slots of a role in one observation. None: no slot has it.

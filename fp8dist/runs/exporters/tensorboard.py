@@ -20,8 +20,6 @@ from fp8dist.runs.report.raster import NOT_FINITE, PALETTE, levels
 from fp8dist.state.slots import Slot
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["TensorBoard"]
-
 COLUMNS = 512
 """Observations in a heat map: the newest."""
 

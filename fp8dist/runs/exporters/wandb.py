@@ -12,8 +12,6 @@ from fp8dist.runs.exporters.samples import ended, event_text, flat_numbers, kind
 from fp8dist.runs.exporters.slots import by_role
 from fp8dist.state.statistics import SlotStatistics
 
-__all__ = ["Wandb"]
-
 STEP = "step"
 """Name of the number that is the x axis of all others."""
 

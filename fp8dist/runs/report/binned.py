@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from fp8dist.runs.report.columns import Columns, Floats, Ints
 
-__all__ = ["BINS", "Singles", "SlotBins", "paired"]
-
 BINS = 256
 """Bins over all steps. Widening halves their number, so that between half of them and all are in use."""
 

@@ -16,8 +16,6 @@ from fp8dist.runs.report.events import RunEvent
 from fp8dist.runs.report.facts import checks
 from fp8dist.runs.report.numbers import RunNumbers
 
-__all__ = ["bits_of", "checkpoint_table", "divergence_cards", "table"]
-
 MOST_CARDS, MOST_SAVED, SHOWN_DIGEST = 4, 20, 12
 
 LONG_WORD = 20

@@ -13,8 +13,6 @@ from fp8dist.runs.report.events import RunEvent
 from fp8dist.runs.report.facts import checks
 from fp8dist.runs.report.numbers import Metrics, RunNumbers
 
-__all__ = ["GOOD", "SavedCheckpoint", "saved_checkpoints", "why_none"]
-
 GOOD, DIVERGED, NOT_FINITE, UNCHECKED = "good", "after a divergence", "not finite", "unchecked"
 NOT_VERIFIABLE, NOT_RECORDED = "saved, not verifiable", "checked, not recorded what"
 

@@ -19,8 +19,6 @@ from fp8dist.common.numbers import from_json
 from fp8dist.runs.report.folder import Lines, objects_in
 from fp8dist.runs.report.records import LARGEST, slot_in
 
-__all__ = ["NUMBERS", "Columns", "Floats", "Ints", "scale_columns"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

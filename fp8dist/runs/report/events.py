@@ -11,8 +11,6 @@ from fp8dist.common.numbers import number_or_none
 from fp8dist.common.text import first_few, shortened
 from fp8dist.runs.report.records import LARGEST
 
-__all__ = ["Events", "RunEvent", "checks_in"]
-
 MOST_KINDS, MOST_ITEMS, MOST_CHARACTERS, DEEPEST = 64, 32, 2_000, 6
 """Bounds of what is kept of an event: kinds, items of a list, characters of a text, depth."""
 

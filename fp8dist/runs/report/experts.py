@@ -11,8 +11,6 @@ from fp8dist.runs.report.columns import Floats
 from fp8dist.runs.report.folder import Lines
 from fp8dist.runs.report.records import LARGEST
 
-__all__ = ["Idle", "MixtureTokens", "idle_experts", "mixtures_of", "relative_loads"]
-
 MOST_MIXTURES, MOST_EXPERTS = 1 << 10, 1 << 12
 """Mixtures, and experts of one, that are read."""
 

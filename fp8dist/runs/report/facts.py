@@ -13,22 +13,6 @@ from fp8dist.common.text import shortened
 from fp8dist.runs.report.events import RunEvent, checks_in
 from fp8dist.runs.report.numbers import RunNumbers
 
-__all__ = [
-    "COMPARE",
-    "TROUBLE",
-    "OddRank",
-    "Soundness",
-    "checks",
-    "goals",
-    "odd_rank",
-    "replayed_text",
-    "story",
-    "straggler",
-    "validation_losses",
-    "verdict",
-    "worst_slots",
-]
-
 TROUBLE = ("nonfinite", "saturated", "fallback", "jump", "spike", "nonfinite_loss", "diverged")
 """Kinds of events that a sound run may not have, in the order in which they usually follow each other."""
 

@@ -15,8 +15,6 @@ from fp8dist.runs.run_format import FORMAT, HEADER, METRICS, VERSION
 if TYPE_CHECKING:
     from fp8dist_kernels.formats import Format
 
-__all__ = ["Lines", "RunFolder", "objects_in"]
-
 BLOCK = 1 << 22
 """Bytes that are read at once."""
 

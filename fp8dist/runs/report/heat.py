@@ -11,8 +11,6 @@ from fp8dist.runs.report.plots import COLOURS, figure_of, hover, image, mapper_o
 from fp8dist.runs.report.raster import heat_map_png
 from fp8dist.runs.report.rows import QUANTITIES, Quantity, Rows
 
-__all__ = ["Heat", "heat_of", "picture"]
-
 TAP = """
 const chosen = document.getElementById("slot")
 chosen.value = String(first + Math.max(0, Math.min(count - 1, Math.floor(cb_obj.y))))

@@ -20,8 +20,6 @@ from fp8dist.runs.report.folder import Lines, RunFolder
 from fp8dist.runs.report.records import numbers_in, rank_record, slot_in
 from fp8dist.runs.run_format import EVENTS, HEADER, METRICS, RANKS, SCALES
 
-__all__ = ["LiveRun", "NewestOfSlot", "RankWait", "Trouble"]
-
 KEPT_LOSSES = 400
 """Losses of the last steps, for the sparkline."""
 

@@ -19,8 +19,6 @@ from fp8dist.runs.report.folder import Lines, RunFolder
 from fp8dist.runs.report.records import LARGEST, numbers_in, rank_record
 from fp8dist.runs.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 
-__all__ = ["Metrics", "RankWaits", "RunNumbers", "read_run", "read_steps"]
-
 FIELDS = ("loss", "grad_norm", "validation_loss", "tokens", "step_ms", "tokens_per_s", "proven", "checked")
 """Fields of metrics.jsonl that a report shows."""
 

@@ -17,8 +17,6 @@ from fp8dist.runs.report.numbers import RunNumbers
 from fp8dist.runs.report.panels import Panel, Plot, panels_of
 from fp8dist.runs.report.parting import Parting
 
-__all__ = ["page_of"]
-
 POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
 """The browser refuses every request. Bokeh compiles callbacks, for which it needs unsafe-eval."""
 

@@ -21,8 +21,6 @@ from fp8dist.runs.report.parting import Parting
 from fp8dist.runs.report.precision import FORMULA, GEMMS, modules_of, use_of
 from fp8dist.runs.report.rows import QUANTITIES, Rows, rows_of
 
-__all__ = ["Panel", "Plot", "panels_of"]
-
 MOST_ROWS, MOST_MODULES, MOST_RANKS = 24, 512, 256
 """Rows of the table of events; modules and columns of ranks that are drawn."""
 

@@ -14,8 +14,6 @@ from fp8dist.runs.report.folder import Lines
 from fp8dist.runs.report.numbers import Metrics, RunNumbers
 from fp8dist.runs.run_format import SCALES
 
-__all__ = ["Digests", "Parting", "SlotDifference", "part"]
-
 Words = npt.NDArray[np.uint64]
 
 STATE = ("amax", "scale")

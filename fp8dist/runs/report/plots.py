@@ -26,8 +26,6 @@ from fp8dist.common.text import shortened
 from fp8dist.runs.report.events import RunEvent
 from fp8dist.runs.report.raster import PALETTE
 
-__all__ = ["COLOURS", "curves", "figure_of", "image", "lanes", "mapper_of", "matrix", "plain", "two_colours"]
-
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Blue, vermilion, green, pink, orange, sky blue (Okabe and Ito 2008)."""
 

@@ -11,8 +11,6 @@ import numpy as np
 from fp8dist.common.numbers import from_json
 from fp8dist.runs.report.numbers import RunNumbers
 
-__all__ = ["FORMULA", "GEMMS", "Module", "Use", "modules_of", "use_of"]
-
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 FORMULA = (

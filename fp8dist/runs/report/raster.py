@@ -7,8 +7,6 @@ import io
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NOTHING", "NOT_FINITE", "PALETTE", "heat_map_png", "levels"]
-
 _VIRIDIS = (
     "440154 481567 482677 453781 404788 39568c 33638d 2d708e 287d8e 238a8d "
     "1f968b 20a387 29af7f 3cbb75 55c667 73d055 95d840 b8de29 dce319 fde725"

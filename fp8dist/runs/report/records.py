@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from fp8dist.common.numbers import from_json, number_or_none
 
-__all__ = ["LARGEST", "RankRecord", "numbers_in", "rank_record", "slot_in"]
-
 LARGEST = 1 << 53
 """Steps below it are exact in float64, which JavaScript has."""
 

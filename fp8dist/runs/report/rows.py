@@ -13,8 +13,6 @@ from fp8dist.runs.report.binned import Singles, paired
 from fp8dist.runs.report.numbers import RunNumbers
 from fp8dist_kernels.formats import Format, Role
 
-__all__ = ["QUANTITIES", "Quantity", "Rows", "SlotRow", "rows_of"]
-
 MOST_ROWS, MOST_CELLS = 1 << 10, 1 << 17
 """Rows and cells of a page. Each cell takes 40 bytes of it."""
 

@@ -15,8 +15,6 @@ from fp8dist.runs.report.live import MAX_TEXT, LiveRun, NewestOfSlot, RankWait, 
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["one_line", "screen", "sparkline", "stuck"]
-
 MOST_SLOTS, LEAST_SLOTS, MOST_RANKS = 10, 3, 8
 """Slots that are shown if the terminal has the lines, and if it has few; ranks."""
 

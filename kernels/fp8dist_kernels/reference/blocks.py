@@ -16,8 +16,6 @@ from fp8dist_kernels import BLOCK
 from fp8dist_kernels.reference.casts import padded_transpose, scaled
 from fp8dist_kernels.scaling import scale_from_amax
 
-__all__ = ["BLOCK", "BLOCK_SHAPES", "blocks_along", "quantize_blocks", "quantize_rowwise", "require_block"]
-
 BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK))
 
 _MAGNITUDE = 0x7FFFFFFF

@@ -8,22 +8,6 @@ from torch import Tensor
 from fp8dist_kernels.reference.magnitude import amax_bits, record_amax
 from fp8dist_kernels.scaling import scale_from_amax
 
-__all__ = [
-    "CPU_BLOCK",
-    "SUMMED",
-    "TOKEN_ALIGNMENT",
-    "add_up",
-    "choose_scale",
-    "column_sums",
-    "dequantize",
-    "padded",
-    "padded_transpose",
-    "quantize",
-    "saturating_cast",
-    "scaled",
-    "transpose",
-]
-
 TOKEN_ALIGNMENT = 16
 """FP8 GEMMs on CUDA need the contracted dim in multiples of 16. Only the transposed copy contracts over tokens, so only
 this copy is padded, with zeros, which add nothing to a product."""

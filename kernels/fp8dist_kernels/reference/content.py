@@ -30,8 +30,6 @@ from torch import Tensor
 from fp8dist_kernels.backends import runs_fused
 from fp8dist_kernels.reference.digest import mix, position_keys
 
-__all__ = ["BLOCK_BYTES", "BLOCK_WORDS", "FOLD", "ContentDigest", "as_bytes", "block_count"]
-
 BLOCK_WORDS = 1 << 15
 BLOCK_BYTES = 8 * BLOCK_WORDS
 

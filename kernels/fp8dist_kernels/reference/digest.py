@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["GOLDEN", "digest_words", "mix", "position_keys"]
-
 GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
 _MULTIPLIER_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB

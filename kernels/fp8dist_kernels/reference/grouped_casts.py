@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8dist_kernels import MX_BLOCK
+from fp8dist_kernels import BLOCK, MX_BLOCK
 from fp8dist_kernels.reference import blocks, casts, mx
 from fp8dist_kernels.reference.casts import padded
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, require_groups, rows_of
-
-__all__ = ["quantize_grouped", "quantize_grouped_lines", "quantize_grouped_mx", "require_slots"]
 
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -101,7 +99,7 @@ def quantize_grouped_lines(
     row_major = torch.zeros(tokens, features, device=x.device).to(dtype)
     transposed = torch.zeros(features, columns_bound(tokens, groups), device=x.device).to(dtype)
     if in_blocks:
-        row_scales = torch.ones(blocks.blocks_along(features, blocks.BLOCK), tokens, device=x.device).t()
+        row_scales = torch.ones(blocks.blocks_along(features, BLOCK), tokens, device=x.device).t()
         column_scales = torch.ones(blocks_bound(tokens, groups), features, device=x.device).t()
     else:
         row_scales = torch.ones(tokens, 1, device=x.device)
@@ -111,7 +109,7 @@ def quantize_grouped_lines(
             continue
         both = {"power_of_two": power_of_two, "rows": True, "columns": True}
         if in_blocks:
-            made = blocks.quantize_blocks(x[group], dtype, block=(1, blocks.BLOCK), **both)
+            made = blocks.quantize_blocks(x[group], dtype, block=(1, BLOCK), **both)
         else:
             made = blocks.quantize_rowwise(x[group], dtype, **both)
         row_major[group], row_scales[group] = made[0], made[1]

@@ -16,8 +16,6 @@ from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import require_groups, rows_of
 from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling, multiply_reference
 
-__all__ = ["column_scaling_of", "grouped_scaling_of", "matmul_grouped", "matmul_grouped_columns"]
-
 
 def matmul_grouped(
     a: Tensor,

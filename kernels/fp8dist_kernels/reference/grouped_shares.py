@@ -9,8 +9,6 @@ from torch import Tensor
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN_BITS
 from fp8dist_kernels.reference.shares import limits
 
-__all__ = ["expert_of_rows", "measure_grouped"]
-
 
 def expert_of_rows(tokens: int, offsets: Tensor) -> Tensor:
     """Return int64[tokens]: the expert of each row, E for rows without one (see ``groups.py``). Does not wait for the

@@ -23,8 +23,6 @@ from torch import Tensor
 from fp8dist_kernels import BLOCK
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 
-__all__ = ["blocks_bound", "columns_bound", "cut", "require_groups", "rows_of"]
-
 
 def columns_bound(tokens: Any, groups: Any, multiple: int = TOKEN_ALIGNMENT) -> Any:
     """Return the row length of the transposed copy, in which each group starts at a multiple of 16 (of 32 for MX).

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["DID_NOT_RUN", "DID_NOT_RUN_BITS", "INFINITY_BITS", "amax_bits", "observe", "record_amax"]
-
 DID_NOT_RUN = -1.0
 """Value of ``pending`` for a slot that saw no tensor. As int32 it is negative, so any recorded amax (bits >= 0) wins an
 integer max against it."""

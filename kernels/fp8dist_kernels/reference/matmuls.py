@@ -15,18 +15,6 @@ from fp8dist_kernels import BLOCK, MX_BLOCK, NVFP4_BLOCK
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.casts import dequantize
 
-__all__ = [
-    "ALIGNMENT",
-    "FLOAT32_SCALINGS",
-    "Scaling",
-    "aligned",
-    "column_major",
-    "matmul_reference",
-    "multiply_reference",
-    "product_of_nothing",
-    "scaling_of",
-]
-
 ALIGNMENT = 16
 """cuBLASLt needs the contracted dim and the rows of ``b`` in multiples of 16. The CPU does not, but follows the same
 rule, so that code that passes tests on a CPU also runs on CUDA."""

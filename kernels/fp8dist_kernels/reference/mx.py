@@ -20,8 +20,6 @@ from torch import Tensor
 from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.reference.blocks import blocks_along
 
-__all__ = ["MX_BLOCK", "exponents", "quantize_mx"]
-
 _MAGNITUDE, _MANTISSA, _MANTISSA_OF_MAX = 0x7FFFFFFF, 0x7FFFFF, 0x600000
 """Bits of float32. The largest numbers of E4M3 and E5M2 both have the mantissa 1.75."""
 

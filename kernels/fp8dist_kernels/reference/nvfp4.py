@@ -20,8 +20,6 @@ from fp8dist_kernels import NVFP4_BLOCK
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.scaling import SMALLEST_NORMAL
 
-__all__ = ["COUNTERS", "NVFP4_BLOCK", "hadamard_signs", "quantize_nvfp4", "uniform"]
-
 COUNTERS = ("step", "backward", "first_token", "first_feature", "features")
 """Elements of ``draw``, int64[5]: the training step; the number of this backward of the module in the step; and where x
 lies in the whole tensor: its first row, its first column, and the number of columns of the whole."""

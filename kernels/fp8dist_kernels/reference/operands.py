@@ -26,8 +26,6 @@ from torch import Tensor
 
 from fp8dist_kernels.reference.digest import GOLDEN, mix
 
-__all__ = ["integers", "inverse_scales", "operand"]
-
 _EXPONENT_BITS: Mapping[torch.dtype, int] = MappingProxyType(
     {
         torch.float64: 11,

@@ -15,8 +15,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["RingShape", "ordered_window", "write", "write_window"]
-
 
 class RingShape:
     """Layout of rings of ``length`` entries: ``blocks`` × ``block`` >= ``length``.

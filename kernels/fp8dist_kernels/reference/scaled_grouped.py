@@ -16,8 +16,6 @@ from fp8dist_kernels.reference.grouped_shares import expert_of_rows
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.matmuls import Scaling, aligned
 
-__all__ = ["clear_tail", "multiply_grouped_torch"]
-
 
 def multiply_grouped_torch(
     scaling: Scaling,

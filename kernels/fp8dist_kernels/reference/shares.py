@@ -10,8 +10,6 @@ from fp8dist_kernels.formats import FORMATS
 from fp8dist_kernels.reference.blocks import BLOCK_SHAPES, blocks_along
 from fp8dist_kernels.reference.magnitude import record_amax
 
-__all__ = ["WHOLE", "limits", "measure", "require_scales"]
-
 WHOLE = (0, 0)
 """The ``block`` of a tensor with a single scale."""
 

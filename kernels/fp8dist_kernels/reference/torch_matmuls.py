@@ -10,8 +10,6 @@ from fp8dist_kernels import BLOCK
 from fp8dist_kernels.multipliers import ROW_MULTIPLE, Detour, Product, machine_of, refused, row_of
 from fp8dist_kernels.reference.matmuls import Scaling, column_major, product_of_nothing, scaling_of
 
-__all__ = ["block_scales_for_torch", "matmul_torch", "multiply_directly", "multiply_torch", "mx_scales_for_torch"]
-
 
 def matmul_torch(
     a: Tensor,

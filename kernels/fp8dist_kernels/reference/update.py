@@ -13,8 +13,6 @@ from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, I
 from fp8dist_kernels.reference.rings import RingShape, write
 from fp8dist_kernels.scaling import scale_from_amax
 
-__all__ = ["OUTCOME", "commit", "give_back", "launch"]
-
 OUTCOME = WORDS + 3
 """Length of the result of ``commit``: a disagreement flag per header word, two alarms, and True. The last element
 counts the outcomes when they are summed."""

@@ -14,8 +14,6 @@ from fp8dist_kernels.formats import E4M3
 from fp8dist_kernels.reference.blocks import blocks_along, quantize_blocks
 from fp8dist_kernels.reference.casts import dequantize
 
-__all__ = ["BYTES", "decode", "encode", "message_bytes"]
-
 BYTES = BLOCK + 4
 """Bytes of a block and its inverse scale."""
 

@@ -11,15 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.reference import blocks as plain
-from fp8dist_kernels.reference.blocks import BLOCK, blocks_along, require_block
+from fp8dist_kernels.reference.blocks import blocks_along, require_block
 from fp8dist_kernels.reference.casts import padded
 from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of, scale_strides
 from fp8dist_kernels.triton.magnitude import magnitude_bits, tile_bits
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
-
-__all__ = ["quantize_blocks", "quantize_rowwise", "write_flipped", "write_straight"]
 
 _WARPS = 16  # A tile is a block of 128 x 128: 32 elements per thread, as in ``triton.casts``.
 _WARPS_OF_HALF = 8  # ``_lines_kernel``, whose programs cast half a tile.

@@ -20,8 +20,6 @@ from fp8dist_kernels.triton.magnitude import MOST_PARTS, grow, joint_bits, magni
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, page_of, scaled, store_flipped, store_straight
 
-__all__ = ["CastPlan", "add_up", "choose_scale", "plan_of", "quantize", "transpose"]
-
 _TALL, _WIDE = 128, 64  # Whole 128-byte lines of the transposed copy; two tiles side by side fill the row-major ones.
 _BYTES_TALL, _BYTES_WIDE = 128, 128  # A transposition of bytes: whole 128-byte lines are read and written.
 _FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 contiguous bytes of bf16.

@@ -24,8 +24,6 @@ from torch import Tensor
 from fp8dist_kernels.reference.content import BLOCK_BYTES, BLOCK_WORDS, FOLD, as_bytes, block_count
 from fp8dist_kernels.triton.launching import on_device_of, processors
 
-__all__ = ["many_leaves", "row_leaves"]
-
 Integers = npt.NDArray[np.int64]
 
 _WARPS = 8

@@ -26,8 +26,6 @@ from fp8dist_kernels.triton.magnitude import grow, magnitude_bits, newest, tile_
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
 
-__all__ = ["quantize_grouped", "quantize_grouped_lines", "quantize_grouped_mx"]
-
 _TALL, _WIDE = 128, 64  # As in ``casts``.
 _FLAT_TALL, _FLAT_WIDE = 32, 256
 _WARPS = 8

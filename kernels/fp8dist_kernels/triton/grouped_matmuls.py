@@ -30,8 +30,6 @@ from fp8dist_kernels.triton.products import tile_at
 from fp8dist_kernels.triton.tables import Tile, bucket
 from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, capability_of
 
-__all__ = ["grouped_candidates", "matmul_grouped", "matmul_grouped_columns", "tile_of"]
-
 _HOPPER = 9
 _LARGEST = 128
 """Most rows and columns of a tile, except with fast accumulation on Hopper. There, products go straight into the

@@ -13,8 +13,6 @@ import triton.language as tl
 from fp8dist_kernels.reference import casts
 from fp8dist_kernels.triton.launching import ceil_div
 
-__all__ = ["columns_of", "find_group", "larger", "tiles_bound"]
-
 _ALIGNMENT = tl.constexpr(casts.TOKEN_ALIGNMENT)
 
 

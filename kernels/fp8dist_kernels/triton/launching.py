@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-__all__ = ["PLANS", "ceil_div", "ceil_power_of_two", "on_device_of", "processors", "scale_strides"]
-
 PLANS = 512
 """Plans that each cached function keeps. More than a model has kinds of tensors; limited, because batches of ever new
 sizes would fill memory."""

@@ -14,19 +14,6 @@ from torch import Tensor
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, ceil_power_of_two, on_device_of
 from fp8dist_kernels.triton.tickets import came_last
 
-__all__ = [
-    "MOST_PARTS",
-    "Reading",
-    "grow",
-    "joint_bits",
-    "magnitude_bits",
-    "newest",
-    "observe",
-    "partial_amaxes",
-    "reading_of",
-    "tile_bits",
-]
-
 MOST_PARTS = 1024
 """Most programs of ``partial_amaxes``: more than any GPU runs at a time. Each program of a cast reads all their
 amaxes."""

@@ -16,8 +16,6 @@ from fp8dist_kernels.triton.products import block_scaled_kernel, scaled_kernel, 
 from fp8dist_kernels.triton.tables import Tile
 from fp8dist_kernels.triton.tiles import Problem, tile_for
 
-__all__ = ["matmul", "matmul_with", "multiply", "multiply_into", "require_pair"]
-
 _PAIRS = (
     (torch.float8_e4m3fn, torch.float8_e4m3fn),
     (torch.float8_e5m2, torch.float8_e4m3fn),

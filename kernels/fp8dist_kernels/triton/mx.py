@@ -11,13 +11,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fp8dist_kernels import MX_BLOCK
 from fp8dist_kernels.reference.matmuls import aligned
-from fp8dist_kernels.reference.mx import MX_BLOCK, Copies
+from fp8dist_kernels.reference.mx import Copies
 from fp8dist_kernels.triton.launching import ceil_div, on_device_of
 from fp8dist_kernels.triton.magnitude import magnitude_bits
 from fp8dist_kernels.triton.products import tile_at
-
-__all__ = ["FORMATS", "add_mx", "is_native", "multiply_mx", "quantize_mx"]
 
 _LINES, _LENGTH, _WARPS = 64, 128, 16
 """A program casts 64 lines of 4 blocks: 16 elements per thread."""

@@ -26,8 +26,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["block_scaled_kernel", "scaled_kernel", "tile_at", "wide_block_scaled_kernel"]
-
 
 @triton.jit
 def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fp8dist_kernels.triton.launching import ceil_div, on_device_of
 
-__all__ = ["clear_tail"]
-
 _ROWS, _COLUMNS, _WARPS = 8, 512, 4
 
 

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["inverse", "scale_from_amax"]
-
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 _SMALLEST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
 _INFINITY_BITS = tl.constexpr(0x7F800000)

@@ -14,8 +14,6 @@ from fp8dist_kernels.triton.magnitude import magnitude_bits, tile_bits
 from fp8dist_kernels.triton.strips import Page
 from fp8dist_kernels.triton.tickets import came_last
 
-__all__ = ["measure"]
-
 _ROWS, _COLUMNS = 64, 128  # A tile lies inside one 128 x 128 block, also if x is transposed.
 _WARPS = 8
 _MOST_PROGRAMS = 1024  # More than any GPU runs at a time. Limited, because all programs add to the same three words.

@@ -17,8 +17,6 @@ from torch import Tensor
 from fp8dist_kernels.reference.casts import padded
 from fp8dist_kernels.triton.launching import PLANS, ceil_div
 
-__all__ = ["Page", "load_strips", "page_of", "scaled", "store_flipped", "store_straight"]
-
 _LARGEST_OFFSET = 2**31 - 1
 
 

@@ -23,8 +23,6 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["FASTER", "FORMAT", "Entry", "Key", "Tile", "TileTable", "bucket", "file_name"]
-
 FORMAT = 2
 Key = tuple[str, bool, str, str, str, int, int, int]
 """(scaling, fast accumulation, dtype of a, of b, of the result, bucket of m, n, k)."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["came_last"]
-
 
 @triton.jit
 def came_last(ticket):

@@ -22,8 +22,6 @@ from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.triton.launching import processors
 from fp8dist_kernels.triton.tables import Entry, Key, Tile, TileTable, bucket
 
-__all__ = ["Problem", "best_of", "candidates", "capability_of", "cost_of", "faster_than_torch", "key_of", "tile_for"]
-
 _WIDE = Tile(rows=128, columns=256, depth=128, warps=8, stages=4, group=16)
 _WIDE_BLOCKS = Tile(rows=128, columns=256, depth=128, warps=8, stages=3, group=16)
 _TALL = Tile(rows=256, columns=128, depth=128, warps=8, stages=4, group=8)

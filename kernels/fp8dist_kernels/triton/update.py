@@ -22,8 +22,6 @@ from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_dev
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.tickets import came_last
 
-__all__ = ["commit", "launch"]
-
 _SLOTS = 256
 """Slots per program of ``launch``, and at most of ``commit``."""
 

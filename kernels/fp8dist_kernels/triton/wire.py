@@ -16,8 +16,6 @@ from fp8dist_kernels.triton.magnitude import magnitude_bits
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import scaled
 
-__all__ = ["decode", "encode"]
-
 _BLOCKS = 16  # Blocks of a program: 2048 numbers, 16 for each of its threads.
 _WARPS = 4
 

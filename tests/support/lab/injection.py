@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8dist import Slot, StateManager
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.linear_slots import SITES
+from fp8dist.modules.casters import SITES
 from fp8dist_kernels import ops
 from fp8dist_kernels.taps import listener_of, tap_on
 from tests.support.lab.flags import BAD_DEVICE, HIDDEN_STATE, NAN_SAMPLE, NONDETERMINISM, PRODUCT, SLOW, Fault
