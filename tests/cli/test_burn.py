@@ -15,6 +15,7 @@ from fp8dist.cli import burn as burning
 from fp8dist.cli import doctor, main
 from fp8dist.cli.burn import Burned, burn, burned_across_ranks, computations_on
 from fp8dist.cli.doctor import Probe
+from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, USAGE
 from tests.support.answers import flipping
 from tests.support.ranks import on_ranks
 from tests.support.torchrun import torchrun
@@ -96,15 +97,15 @@ def test_the_exit_status_says_if_something_was_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _quiet(monkeypatch)
-    assert main.main(["doctor", "--burn", "0.01", "--json"]) == main.CONSISTENT
+    assert main.main(["doctor", "--burn", "0.01", "--json"]) == CONSISTENT
     (line,) = [o for o in json.loads(capsys.readouterr().out)["observations"] if o["name"] == "burn on cpu"]
     assert line["outcome"] == "ok"
     with flipping("quantize_blocks", (TOKENS, IN), 0, 0):
-        assert main.main(["doctor", "--burn", "0.01"]) == main.DIVERGED
+        assert main.main(["doctor", "--burn", "0.01"]) == DIVERGED
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("burn on cpu")]
     assert ["failed" in line for line in lines] == [True, True]
     assert "cast of input 256x256 bfloat16, BlockScaling e4m3, torch differs from plain torch" in lines[0]
-    assert main.main(["doctor", "--json"]) == main.CONSISTENT
+    assert main.main(["doctor", "--json"]) == CONSISTENT
     assert "burn" not in capsys.readouterr().out
 
 
@@ -112,7 +113,7 @@ def test_the_exit_status_says_if_something_was_wrong(
 def test_the_time_is_a_number_above_0(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main.main(["doctor", "--burn", given])
-    assert caught.value.code == main.USAGE
+    assert caught.value.code == USAGE
     assert f"argument --burn: must be a number of seconds above 0, got '{given}'" in capsys.readouterr().err
 
 

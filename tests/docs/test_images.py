@@ -101,7 +101,8 @@ def test_final_gaps_in_the_picture_of_losses_are_those_of_the_results() -> None:
     data = results_files.load("convergence", ROOT)
     assert data is not None
     found = {VARIANTS[name].title: one.training_gap for name, one in compare(data["runs"]).items()}
-    found.pop(VARIANTS["fp8-gradients"].title, None)  # No recipe.
+    for name in ("mxfp8", "fp8-gradients"):  # Measured later, on another machine.
+        found.pop(VARIANTS[name].title, None)
     gaps = {title: f"{gap.mean:+.3f} %" for title, gap in found.items() if gap is not None}
     root = ElementTree.parse(FOLDER / "losses.svg").getroot()
     texts = [text.text or "" for text in root.iter(f"{SVG}text")]

@@ -114,7 +114,7 @@ def test_a_mistake_is_one_line_and_exit_2(flags: str) -> None:
 
 
 def test_flags_of_recipes() -> None:
-    names = ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling", "MXFP8Scaling")
+    names = ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling", "MXFP8Scaling", "NVFP4Scaling")
     for kind, name in zip(RECIPES, names, strict=True):
         assert recipe_of(parse(["--recipe", kind])) == getattr(fp8dist, name)()  # Its defaults are the library's.
     flags = "--recipe block --power-of-two --high-gemms wgrad,fprop --margin 1 --layers 4 --high-first 1 --high-last 2"

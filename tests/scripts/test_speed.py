@@ -294,7 +294,7 @@ def _product(m: int, n: int, k: int, scaling: Scaling) -> Product:
     return Product("p", "fprop", m, n, k, scaling, True, E4M3, E4M3)
 
 
-@pytest.mark.parametrize("kind", [scaling.value for scaling in Scaling])
+@pytest.mark.parametrize("kind", [scaling.value for scaling in Scaling if scaling is not Scaling.NVFP4])
 def test_the_reference_of_products(kind: str) -> None:
     """Compare with sums over plain Python floats."""
     torch.manual_seed(1)

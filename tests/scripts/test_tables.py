@@ -303,7 +303,8 @@ def test_hardware_claims_what_was_recorded() -> None:
     said = hardware([measured()], runs, [ROW, {**ROW, "python": "3.9.1"}])
     assert said.splitlines() == [
         "- **GPU:** Imaginary 9000: 100 tests passed, 0 failed; 8 of 8 benchmarks are complete (2026-01-31).",
-        "- **CPU:** all tests, with gloo; losses were compared with FP32 over 20 steps (an abacus).",
+        "- **CPU:** all tests, with gloo; losses were compared with FP32 over 20 steps",
+        "  (an abacus).",
         "- **Versions:** Python 3.9 to 3.10 and torch 2.13, tested in 2 combinations.",
     ]
 
