@@ -77,10 +77,10 @@ def difference(name: str, seeds: list[int], folder: Path) -> str:
     return ""
 
 
-def run(request: pytest.FixtureRequest, ranks: int, *arguments: Any) -> None:
-    """Compare on so many ranks."""
+def run(request: pytest.FixtureRequest, ranks: int, *arguments: Any, timeout: int = 220) -> None:
+    """Compare on so many ranks. ``timeout``: in s."""
     pool = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[ranks])
-    assert pool.run(difference, *arguments, timeout=220) == [""] * ranks
+    assert pool.run(difference, *arguments, timeout=timeout) == [""] * ranks
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,7 @@ def test_a_right_program_is_equal(request: pytest.FixtureRequest, ranks: int, na
 
 @pytest.mark.long
 @pytest.mark.nightly
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("ranks", "name"), ALL)
 def test_twenty_models(request: pytest.FixtureRequest, ranks: int, name: str, tmp_path: Path) -> None:
-    run(request, ranks, name, list(range(100, 120)), tmp_path)
+    run(request, ranks, name, list(range(100, 120)), tmp_path, timeout=900)
