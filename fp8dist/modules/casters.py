@@ -420,7 +420,9 @@ class NVFP4Caster(TensorCaster):
         if request.step is not None:
             draw[0] = request.step
         if role is Role.GRAD_OUTPUT:
-            draw[1:] = torch.tensor((self._next_backward(request), self.job.data_rank * len(x), *self._part))
+            counters = (self._next_backward(request), self.job.data_rank * len(x), *self._part)
+            for place, counter in enumerate(counters, 1):  # Filled one by one: a copy would make the host wait.
+                draw[place] = counter
         copies = direct.quantize_nvfp4(
             x,
             encode,
@@ -432,7 +434,7 @@ class NVFP4Caster(TensorCaster):
             stochastic=recipe.stochastic_rounding and role is Role.GRAD_OUTPUT,
             **how,
         )
-        return Cast(*copies)._replace(tensor_inv_scale=torch.reciprocal(encode))
+        return Cast(*copies, tensor_inv_scale=torch.reciprocal(encode))
 
     def _encode(self, x: Tensor, request: Request) -> Tensor:
         """Return the tensor's scale, float32 0-d: the slot's, or one of its own amax where ``TensorCaster`` does so."""

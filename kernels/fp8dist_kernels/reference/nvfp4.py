@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8dist_kernels import NVFP4_BLOCK
 from fp8dist_kernels.reference.blocks import blocks_along
+from fp8dist_kernels.reference.digest import GOLDEN, mix
 from fp8dist_kernels.scaling import SMALLEST_NORMAL
 
 COUNTERS = ("step", "backward", "first_token", "first_feature", "features")
@@ -26,9 +27,6 @@ lies in the whole tensor: its first row, its first column, and the number of col
 
 _SIGNS, _ROWS, _COLUMNS = range(3)
 """What random numbers are for."""
-
-_GOLDEN, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Constants of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators"), as int64."""
 
 _MOST, _MOST_SCALE = 6.0, 448.0
 _GROWTH = 4.0  # A Hadamard transform of 16 elements enlarges the largest one at most so much.
@@ -95,26 +93,15 @@ def hadamard_signs(key: int, draw: Tensor) -> Tensor:
 
 def uniform(stream: Tensor, elements: Tensor) -> Tensor:
     """Return float32 in [0, 1), multiples of 2**-24, one for each number of an element, int64."""
-    return ((_mixed(stream + (elements + 1) * _GOLDEN) >> 40) & 0xFFFFFF).float() * 2.0**-24
+    return ((mix(stream + (elements + 1) * GOLDEN) >> 40) & 0xFFFFFF).float() * 2.0**-24
 
 
 def _stream(key: int, *counters: Tensor) -> Tensor:
     """Return int64, 0-d: a hash of the key and the counters."""
     state = torch.full_like(counters[0], key)
     for counter in counters:
-        state = _mixed(state + (counter + 1) * _GOLDEN)
+        state = mix(state + (counter + 1) * GOLDEN)
     return state
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Return the output function of SplitMix64, on int64, which wraps around. Elementwise."""
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    return (x >> by) & ((1 << (64 - by)) - 1)  # torch shifts the sign in.
 
 
 def _elements(blocks: Tensor, draw: Tensor, transposed: bool) -> Tensor:
@@ -168,9 +155,7 @@ def _cast(
 
 def _rounded(magnitude: Tensor, random: Tensor | None) -> Tensor:
     """Return values of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6. ``random``: in [0, 1); None: to nearest, ties to even."""
-    step = torch.where(
-        magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0)
-    )  # Powers of two: what follows is exact.
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     steps = magnitude / step  # Exact, as what follows, because steps are powers of two.
     if random is None:
         steps = steps.round()
