@@ -434,7 +434,7 @@ class NVFP4Caster(TensorCaster):
             stochastic=recipe.stochastic_rounding and role is Role.GRAD_OUTPUT,
             **how,
         )
-        return Cast(*copies, tensor_inv_scale=torch.reciprocal(encode))
+        return Cast(*copies)._replace(tensor_inv_scale=torch.reciprocal(encode))
 
     def _encode(self, x: Tensor, request: Request) -> Tensor:
         """Return the tensor's scale, float32 0-d: the slot's, or one of its own amax where ``TensorCaster`` does so."""

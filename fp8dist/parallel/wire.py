@@ -3,7 +3,7 @@ in float32. DDP then gathers the sums, cast again; FSDP2 keeps its own. See docs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,12 +81,12 @@ def all_reduce(
     Args:
         flat: [n], contiguous, travels in FP8.
         exact: [m], travels in its own dtype in the same messages, and is added up in float64.
-        number: of this bucket of this backward, the same on all ranks: see ``_checksums``.
+        number: of this bucket of this backward, the same on all ranks: see ``_sign``.
         factor: by what the terms of a sum are multiplied. None: one over the size of the group.
     """
     count = group.size()
     length = -(-flat.numel() // (count * BLOCK)) * BLOCK
-    sent = _sealed(torch.cat([encode(flat, count, length), _pieces(exact, count)], 1), group, number)
+    sent = _sealed([encode(flat, count, length), _pieces(exact, count)], group, number)
     received = torch.empty_like(sent)
     yield dist.all_to_all_single(received, sent, group=group, async_op=True)
     rows, damaged = _opened(received, group, number)
@@ -108,7 +108,7 @@ def unpack(reduced: Reduced, flat: Tensor, exact: Tensor) -> None:
 
 
 def _pieces(exact: Tensor, count: int) -> Tensor:
-    """Return a flat tensor as bytes, cut for so many ranks: uint8[count, bytes], padded to whole float64."""
+    """Return a flat tensor as bytes, cut for so many ranks: uint8[count, a multiple of 8]."""
     size = -(-exact.numel() // (count * 4)) * 4
     return nn.functional.pad(exact, (0, count * size - exact.numel())).view(count, size).view(torch.uint8)
 
@@ -119,26 +119,29 @@ def _divided(rows: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return rows[:, :size].contiguous(), rows[:, size:].contiguous().view(dtype)
 
 
-def _sealed(rows: Tensor, group: dist.ProcessGroup, number: int) -> Tensor:
-    """Return messages uint8[ranks, bytes] to the ranks of a group, each followed by its checksum. Local."""
-    ranks = torch.arange(group.size(), device=rows.device)
-    sums = _checksums(rows, number, group.rank(), ranks)
-    return torch.cat([rows, sums.unsqueeze(1).view(torch.uint8)], 1)
+def _sealed(parts: Sequence[Tensor], group: dist.ProcessGroup, number: int) -> Tensor:
+    """Return messages uint8[ranks, bytes] to the ranks of a group: their parts side by side, then a checksum. Local."""
+    ranks = torch.arange(group.size(), device=parts[0].device)
+    sums = _sign(number, group.rank(), ranks)
+    for part in parts:
+        if part.numel():
+            sums += part.view(torch.int32).sum(1)
+    return torch.cat([*parts, sums.unsqueeze(1).view(torch.uint8)], 1)
 
 
 def _opened(rows: Tensor, group: dist.ProcessGroup, number: int) -> tuple[Tensor, Tensor]:
-    """Return the messages that were received from the ranks of a group, and from whom other bytes came than were sent,
-    bool[ranks]. Local."""
-    rows, sums = rows.split([rows.shape[1] - 8, 8], 1)
-    rows = rows.contiguous()
+    """Return the messages that were received from the ranks of a group, a view, and from whom other bytes came than
+    were sent, bool[ranks]. Local."""
+    sums = rows[:, -8:].contiguous().view(torch.int64)[:, 0]
+    expected = rows.view(torch.int32)[:, :-2].sum(1)
     ranks = torch.arange(group.size(), device=rows.device)
-    return rows, sums.contiguous().view(torch.int64)[:, 0] != _checksums(rows, number, ranks, group.rank())
+    return rows[:, :-8], sums != expected + _sign(number, ranks, group.rank())
 
 
-def _checksums(rows: Tensor, number: int, sender: Tensor | int, receiver: Tensor | int) -> Tensor:
-    """Return the sum of the 32-bit words of each message, int64[rows], plus what is sent by whom to whom: a message of
-    another step or bucket, or for another rank, is not taken for this one."""
-    return rows.view(torch.int32).sum(1) + (number * MOST_RANKS + sender) * MOST_RANKS + receiver
+def _sign(number: int, sender: Any, receiver: Any) -> Any:
+    """Return what is added to the 32-bit words of a message in its checksum, so that a message of another step or
+    bucket, or for another rank, is not taken for this one. Ranks are numbers, or int64."""
+    return (number * MOST_RANKS + sender) * MOST_RANKS + receiver
 
 
 def all_reduce_by_nodes(
@@ -194,12 +197,12 @@ class FP8ReduceScatter:
         factor = _factor_of(op, group)
         self._started()
         self._calls += 1
-        sent = _sealed(encode(input_tensor, group.size(), output_tensor.numel()), group, self._calls)
+        sent = _sealed([encode(input_tensor, group.size(), output_tensor.numel())], group, self._calls)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         rows, damaged = _opened(received, group, self._calls)
         self._received.add_damaged(self._names, damaged, tuple(dist.get_process_group_ranks(group)))
-        decode(rows.unsqueeze(0), output_tensor.numel(), output_tensor, factor)
+        decode(rows.contiguous().unsqueeze(0), output_tensor.numel(), output_tensor, factor)
         return None
 
 
