@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "NVIDIA H200"
 FILE = "nvidia-h200.json"
 CHOSEN = (
-    "nccl or collectives_of_a_check or (two_ranks and same_step) or (delayed-auto and not tokens) or "
+    "nccl or (give_the_same and _collectives) or (two_ranks and same_step) or (delayed-auto and not tokens) or "
     "(replayed and sgd and same_step) or "
     "(small and (test_digests or test_amax or (test_updates and max-False) or (test_casts and 1x128 and False)"
     " or (test_products and not wide and not tiles and tensorwise)))"
