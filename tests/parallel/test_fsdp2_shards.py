@@ -129,7 +129,7 @@ def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
             local = linear.weight._local_tensor  # type: ignore[attr-defined]
             mesh = linear.weight.device_mesh
             size = linear.weight.shape
-            (raw,), (inv_scale, shape, dtype) = local.fsdp_pre_all_gather(mesh, size, (size[1], 1), linear, None)
+            (raw,), ((inv_scale,), shape, dtype) = local.fsdp_pre_all_gather(mesh, size, (size[1], 1), linear, None)
             rows = -(-size[0] // ranks)
             mine = whole[f"{name}.weight"][rank * rows : (rank + 1) * rows]
             padded = torch.zeros(rows, size[1], dtype=torch.uint8)
