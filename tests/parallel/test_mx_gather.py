@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -151,3 +152,32 @@ def test_what_cannot_be_gathered_says_so(shape: tuple[int, int], why: str) -> No
     manager = fp8dist.prepare(model, MXFP8Scaling(), group=dist.group.WORLD, fp8_all_gather=True)
     with pytest.raises(ConfigurationError, match=why):
         manager.attach(fully_shard(model))
+
+
+@on_ranks(2)
+def test_audits_of_healthy_ranks_find_nothing() -> None:
+    job = replace(EXPERTS, options={"transposed": True}, settings={**INLET, "audit_every": 1, "check_policy": "raise"})
+    _, called, manager, optimizer = sharded_experts.build(job)
+    for index in range(20):  # More than there are casts and products.
+        sharded_experts.step(job, called, optimizer, index)
+    audits = manager._cycle.audits
+    assert audits is not None
+    assert audits.done >= 15
+
+
+@on_ranks(2)
+def test_a_backward_without_its_gather_says_so() -> None:
+    model, _, _ = _blocks(None, gathers=True, steps=1)
+    model[1].set_unshard_in_backward(False)  # type: ignore[operator, index]
+    with pytest.raises(ConfigurationError, match="without the copy for dgrad"):
+        model(torch.ones(4, 64)).sum().backward()
+
+
+@on_ranks(2)
+def test_compiled_blocks_are_refused() -> None:
+    model = nn.Sequential(Repeated(None), nn.Linear(64, 64))
+    manager = fp8dist.prepare(model, MXFP8Scaling(), group=dist.group.WORLD, fp8_all_gather=True)
+    manager.attach(fully_shard(model))
+    model[0].compile(backend="aot_eager")
+    with pytest.raises(InternalTorchDynamoError, match=r"torch\.compile does not support weights that FSDP2 gathers"):
+        model(torch.ones(4, 64))
