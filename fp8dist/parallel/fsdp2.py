@@ -429,5 +429,5 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
         slots = part.slots.weight_slots  # Those of experts follow each other.
         first = orders[id(arena)][arena.index[slots[0]]]
         amax = arena.shards[first : first + len(slots)] if part.slots.grouped else arena.shards[first]
-        weights.append(ShardedWeight(part, amax, forward, homes[id(part.weight)]))
+        weights.append(ShardedWeight(part, amax, forward, homes.get(id(part.weight))))
     return ShardedWeights(settle, fit, weights, fsdp_modules, forward)

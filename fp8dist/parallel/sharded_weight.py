@@ -159,13 +159,13 @@ class ShardedWeight:
     the scale must be derived anew.
     """
 
-    def __init__(self, part: Part, amax: Tensor, forward: ForwardState, home: FSDPHome) -> None:
+    def __init__(self, part: Part, amax: Tensor, forward: ForwardState, home: FSDPHome | None) -> None:
         """
         Args:
             part: the FP8Linear, or the grouped product of FP8Experts, that multiplies with the weight.
             amax: where gathers record the amax, a view into the arena: 0-d, or [E].
             forward: shared by the weights of the manager.
-            home: where FSDP2 keeps the parameter.
+            home: where FSDP2 keeps the parameter. None: not known yet, as after ``load_state_dict(assign=True)``.
         """
         self.slots: LinearSlots = part.slots
         self.slot = self.slots.slots[Role.WEIGHT]
@@ -398,15 +398,17 @@ class ShardedWeight:
             )
         # A forward whose weights are freed after it does without the copy for dgrad. A backward needs both: activation
         # checkpointing repeats the forward in it.
-        in_forward = self._forward.in_forward and not in_backward() and self._home.reshards
-        copies = self._copies(shard, self._records(), tapped=True, both=not in_forward)
+        home = self._home
+        one = home is not None and home.reshards and self._forward.in_forward and not in_backward()
+        copies = self._copies(shard, self._records(), tapped=True, both=not one)
         parts = [part for pair in copies for part in pair]
         dtype, raw = parts[0].dtype, parts[0].view(torch.uint8)
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where shards may be uneven.
             raw = _with_rows(raw, -(-size[0] // mesh.size()))  # Of experts [E, …], rows are experts.
         # If a single rank holds the weight, FSDP2 copies the first tensor only. Then the others go as metadata.
         sent = 1 if self._has_scale or mesh.size() == 1 else len(parts)
-        self._home.expect(sent)
+        if home is not None:
+            home.expect(sent)
         more = (part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts[1:sent])
         return (raw, *more), (tuple(parts[sent:]), size, dtype)
 

@@ -64,7 +64,12 @@ class Repeated(nn.Module):
 
 
 def _blocks(
-    reentrant: bool | None, gathers: bool, reshards: bool = True, steps: int = 3, mesh: DeviceMesh | None = None
+    reentrant: bool | None,
+    gathers: bool,
+    reshards: bool = True,
+    steps: int = 3,
+    mesh: DeviceMesh | None = None,
+    assigns: bool = False,
 ) -> tuple[nn.Module, list[bytes], fp8dist.StateManager]:
     """Return a model after some steps, each with an evaluation before it, and all that it computed."""
     torch.manual_seed(0)
@@ -73,6 +78,8 @@ def _blocks(
     for block in model[:2]:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
     fully_shard(model, mesh=mesh)
+    if assigns:  # FSDP2 learns of the new parameters at the first forward only.
+        model.load_state_dict({name: p.detach().clone() for name, p in model.state_dict().items()}, assign=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     manager.attach(model, optimizer=optimizer)
     seen = []
@@ -102,6 +109,11 @@ def test_a_weight_that_is_not_cut_gives_the_same() -> None:
     """Then FSDP2 copies the first tensor only."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     assert _blocks(False, gathers=True, mesh=mesh)[1] == _blocks(False, gathers=False, mesh=mesh)[1]
+
+
+@on_ranks(2)
+def test_parameters_that_were_replaced_give_the_same() -> None:
+    assert _blocks(None, gathers=True, assigns=True)[1] == _blocks(None, gathers=False)[1]
 
 
 @on_ranks(2)
