@@ -85,16 +85,27 @@ class Lookahead(Optimizer):
                 p.lerp_(old, 0.5)
 
 
-@pytest.mark.parametrize("attached", ["outer", "inner"])
-def test_a_nested_step_belongs_to_the_outer_one(attached: str) -> None:
+class Wrapped(SGD):
+    """A subclass that calls its parent's step, which has its own hooks once an SGD exists."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # From Dynamo's own imports.
+@pytest.mark.parametrize("how", ["outer attached", "inner attached", "of a subclass", "compiled"])
+def test_a_step_is_one_boundary_whatever_it_calls(how: str) -> None:
     net = make_net()
+    SGD(net.parameters(), lr=0.1)
     manager = fp8dist.prepare(net)
-    inner = SGD(net.parameters(), lr=0.1)
-    outer = Lookahead(inner)
-    manager.attach(net, optimizer=outer if attached == "outer" else inner)
+    inner = (Wrapped if how == "of a subclass" else SGD)(net.parameters(), lr=0.1)
+    outer = Lookahead(inner) if "attached" in how else inner
+    manager.attach(net, optimizer=outer if how == "outer attached" else inner)
+    step: Any = torch.compile(outer.step, backend="eager") if how == "compiled" else outer.step
     for index in range(4):
         _backward(net, index)
-        outer.step()
+        step()
         assert not any(linear.fp8_slots.note.written(linear) for linear in (net.first, net.branch, net.last))
     assert manager.steps == 4
 
@@ -107,29 +118,6 @@ def test_a_nested_step_without_a_boundary_is_refused_once() -> None:
     outer.step()  # Two nested steps of the same weights.
     with pytest.raises(ConfigurationError, match=r"^Lookahead is about to step 3 FP8 weights"):
         outer.step()
-
-
-class Wrapped(SGD):
-    """A subclass that calls its parent's step, which has its own hooks once an SGD exists."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # From Dynamo's own imports.
-def test_steps_that_call_their_parents_and_compiled_ones_are_one_boundary() -> None:
-    for kind, compiled in ((Wrapped, False), (AdamW, True)):
-        net = make_net()
-        SGD(net.parameters(), lr=0.1)
-        manager = fp8dist.prepare(net)
-        optimizer = kind(net.parameters(), lr=0.1)
-        manager.attach(net, optimizer=optimizer)
-        step: Any = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
-        for index in range(3):
-            _backward(net, index)
-            step()
-        assert manager.steps == 3
 
 
 def test_a_step_that_raised_is_not_around_later_ones() -> None:
@@ -240,8 +228,7 @@ def test_a_manager_may_die_while_an_optimizer_steps() -> None:
     assert manager.steps == 1
     count = len(global_hooks)
     kept = [fp8dist.prepare(make_net()) for _ in range(3)]
-    assert len(global_hooks) <= count + 3  # The dead manager's hooks are gone.
-    assert len(kept) == 3
+    assert len(global_hooks) <= count + len(kept)  # The dead manager's hooks are gone.
 
 
 def test_an_optimizer_of_a_copy_of_the_model_is_told_of_at_its_fourth_step() -> None:

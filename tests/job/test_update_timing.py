@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing as mp
 import os
 import signal
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fp8dist
@@ -41,12 +40,10 @@ class Loop:
     """A training loop with one special feature."""
 
     accumulate: int = 1
-    no_sync: bool = False
     evaluate: bool = False
     switch_before_backward: bool = False
     reentrant: bool = False
     history_len: int = 3
-    ddp: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,43 +61,34 @@ def _phases(manager: StateManager) -> set[str]:
     return {sync.phase.value for sync in manager._syncs}
 
 
-def _curve(update: str, loop: Loop) -> Curve:
-    """Train on this rank, or in a single process. Reads the state only at the end."""
-    ranks = dist.is_initialized()
-    rank = dist.get_rank() if ranks else 0
+def _curve(update: Any, loop: Loop) -> Curve:
+    """Train in this process. Reads the state only at the end."""
     net = make_net()
     if loop.reentrant:
         net.__class__ = CheckpointedNet
-    recipe = DelayedScaling(history_len=loop.history_len, update=update)  # type: ignore[arg-type]
-    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD if ranks else None)
-    model: nn.Module = DistributedDataParallel(net, **loop.ddp) if ranks else net
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
+    recipe = DelayedScaling(history_len=loop.history_len, update=update)
+    job = SmallJob(recipe, net, unwrapped, partial(torch.optim.AdamW, lr=0.01))
     curve = Curve()
     for step in range(STEPS):
         for micro in range(loop.accumulate):
-            silent = ranks and loop.no_sync and micro < loop.accumulate - 1
-            with model.no_sync() if silent else contextlib.nullcontext():  # type: ignore[operator]
-                # Magnitudes grow and shrink, so a scale that is a step late or early changes the losses.
-                x, y = batch(rank, loop.accumulate * step + micro)
-                loss = nn.functional.mse_loss(model(x * 2.0 ** (step % 7)), y)
-                if loop.switch_before_backward:
-                    model.eval()
-                loss.backward()
-                model.train()
+            # Magnitudes grow and shrink, so a scale that is a step late or early changes the losses.
+            x, y = batch(0, loop.accumulate * step + micro)
+            loss = nn.functional.mse_loss(net(x * 2.0 ** (step % 7)), y)
+            if loop.switch_before_backward:
+                net.eval()
+            loss.backward()
+            net.train()
             curve.train.append(bits(loss))
-        optimizer.step()
-        curve.phases |= _phases(manager)
-        optimizer.zero_grad()
+        job.optimizer.step()
+        curve.phases |= _phases(job.manager)
+        job.optimizer.zero_grad()
         if loop.evaluate and step % 3 == 1:
-            model.eval()
+            net.eval()
             with torch.no_grad():
-                # On one rank only, because a commit is local.
-                if rank == 0:
-                    curve.evaluation.append(bits(net(batch(7, step)[0] * 50)))
-            model.train()
+                curve.evaluation.append(bits(net(batch(7, step)[0] * 50)))
+            net.train()
     curve.parameters = parameter_bits(net)
-    curve.state = state_bits(manager)
+    curve.state = state_bits(job.manager)
     return curve
 
 
@@ -124,18 +112,6 @@ def assert_same_curves(same: Curve, late: Curve) -> None:
 @pytest.mark.parametrize("name", LOOPS)
 def test_one_process_trains_the_same(name: str) -> None:
     assert_same_curves(_curve("same_step", LOOPS[name]), _curve("next_step", LOOPS[name]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "loop", [Loop(accumulate=3, no_sync=True, evaluate=True), Loop(reentrant=True, ddp={"static_graph": True})]
-)
-def test_two_ranks_train_the_same(two_ranks: RankPool, loop: Loop) -> None:
-    same, late = (two_ranks.run(_curve, update, loop) for update in ("same_step", "next_step"))
-    for mine, theirs in zip(same, late):
-        assert_same_curves(mine, theirs)
-    assert (same[0].state, same[0].parameters) == (same[1].state, same[1].parameters)
-    assert same[0].train != same[1].train
 
 
 @NO_GRADIENT

@@ -30,9 +30,9 @@ from tests.support.training import batch, make_net, state_bits
 SOON = timedelta(seconds=3)
 
 
-def _prepared(group: Any, recipe: Any = None, **options: Any) -> tuple[nn.Module, StateManager]:
+def _prepared(group: Any = None, recipe: Any = None, **options: Any) -> tuple[nn.Module, StateManager]:
     net = make_net()
-    return net, fp8dist.prepare(net, recipe, group=group, **options)
+    return net, fp8dist.prepare(net, recipe, group=group or dist.group.WORLD, **options)
 
 
 def _group(manager: StateManager) -> SyncGroup:
@@ -78,7 +78,7 @@ def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
 @on_ranks(2)
 def test_joining_without_the_manager_is_refused() -> None:
     """A Join context that has ended is no mistake, nor is one of an evaluation."""
-    net, manager = _prepared(dist.group.WORLD)
+    net, manager = _prepared()
     ddp = DistributedDataParallel(net)
     manager.attach(ddp)
     with ddp.join(), torch.no_grad():
@@ -98,7 +98,7 @@ def test_joining_without_the_manager_is_refused() -> None:
 @on_ranks(2)
 def test_checks_are_numbered_anew_after_one_that_some_ranks_did_not_make() -> None:
     """A check that one rank made alone is forgotten."""
-    net, manager = _prepared(dist.group.WORLD)
+    net, manager = _prepared()
     manager.attach(net)
     if dist.get_rank() == 0:
         with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=0.5)):
@@ -117,7 +117,7 @@ def test_the_life_of_a_communicator(share: bool) -> None:
     """A communicator comes with attach(), and goes with detach() or with the manager. The next attach() has another."""
     gc.collect()
     before = len(_world.pg_map)
-    net, manager = _prepared(dist.group.WORLD, share_group=share)
+    net, manager = _prepared(share_group=share)
     group, more = _group(manager), int(not share)
     assert group.process_group is dist.group.WORLD
     manager.attach(net)
@@ -198,7 +198,7 @@ def test_a_manager_with_a_sync_under_way_goes_at_once() -> None:
 @on_ranks(2)
 def test_a_forked_child_detaches() -> None:
     """Detach in a forked child, whose communicator has no threads. Return its exit status."""
-    net, manager = _prepared(dist.group.WORLD)
+    net, manager = _prepared()
     manager.attach(net)
     _train(net, manager, 1)
     child = os.fork()
@@ -214,7 +214,7 @@ def test_a_forked_child_detaches() -> None:
 @on_ranks(2)
 def test_what_a_graph_may_use_is_not_destroyed() -> None:
     before = len(_world.pg_map)
-    net, manager = _prepared(dist.group.WORLD)
+    net, manager = _prepared()
     manager.attach(net)
     manager._syncs[0].graphed = True
     manager.detach()
@@ -224,23 +224,20 @@ def test_what_a_graph_may_use_is_not_destroyed() -> None:
 
 @on_ranks(2)
 def test_none_is_made_where_no_step_communicates() -> None:
-    found = []
-    for recipe, options in (
-        (fp8dist.RowwiseScaling(), {}),
-        (fp8dist.RowwiseScaling(), {"check_every": 2}),
-        (None, {"amax_sync": False}),
-        (None, {"enabled": False}),
+    for recipe, options, made in (
+        (fp8dist.RowwiseScaling(), {}, False),
+        (fp8dist.RowwiseScaling(), {"check_every": 2}, True),
+        (None, {"amax_sync": False}, False),
+        (None, {"enabled": False}, False),
     ):
-        net = make_net()
-        manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, **options)
+        net, manager = _prepared(recipe=recipe, **options)
         manager.attach(net)
-        found.append(_group(manager).process_group is dist.group.WORLD)
-    assert found == [True, False, True, True]
+        assert (_group(manager).process_group is not dist.group.WORLD) == made
 
 
 def _anew() -> None:
     """The job's groups are destroyed and made again, as after a failure."""
-    net, manager = _prepared(dist.group.WORLD)
+    net, manager = _prepared()
     manager.attach(net)
     _train(net, manager)
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
@@ -250,7 +247,7 @@ def _anew() -> None:
         manager.step()
     manager.detach()
     dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), rank=rank, world_size=size)
-    net, manager = _prepared(dist.group.WORLD)
+    net, manager = _prepared()
     manager.attach(net)
     assert _train(net, manager) == ["all_reduce"]
 

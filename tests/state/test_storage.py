@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import struct
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ def _prepared(history_len: int = 3, layers: int = 2) -> tuple[nn.Module, StateMa
 
 
 @pytest.fixture
-def trained() -> tuple[nn.Module, StateManager]:
-    """Return a model after four steps, one with a NaN, one without its second layer."""
+def trained() -> Iterator[StateManager]:
+    """The manager of a model after four steps, one with a NaN, one without its second layer."""
     model, manager = _prepared()
     generator = torch.Generator().manual_seed(0)
     for step in range(4):
@@ -45,13 +46,14 @@ def trained() -> tuple[nn.Module, StateManager]:
             x[0, 0] = float("nan")
         (model if step != 1 else model[0])(x).sum().backward()
         manager.step()
-    return model, manager
+    yield manager
+    del model  # A manager refers to its model weakly.
 
 
 @pytest.fixture
-def saved(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> Path:
+def saved(trained: StateManager, tmp_path: Path) -> Path:
     path = tmp_path / "state.safetensors"
-    trained[1].save(path)
+    trained.save(path)
     return path
 
 
@@ -64,24 +66,23 @@ def _used() -> tuple[nn.Module, StateManager]:
     return model, manager
 
 
-def _refused(path: Path, strict: bool = True, named: bool = True) -> str:
-    """Return the error of loading ``path``, and assert that nothing changed."""
+def _refused(path: Path, strict: bool = True) -> str:
+    """Return the error of loading ``path``, and assert that it names the file and that nothing changed."""
     _, manager = _used()
     before, steps = state_of(manager), manager.steps
     with pytest.raises(CheckpointError) as caught:
         manager.load(path, strict=strict)
     assert state_of(manager) == before
     assert manager.steps == steps
-    assert not named or str(path) in str(caught.value), f"the file is not named: {caught.value}"
+    assert str(path) in str(caught.value)
     return str(caught.value)
 
 
-def test_round_trip(trained: tuple[nn.Module, StateManager], saved: Path) -> None:
-    _, manager = trained
+def test_round_trip(trained: StateManager, saved: Path) -> None:
     _model, other = _prepared()
     other.load(saved)
-    assert state_of(other) == state_of(manager)
-    assert other.steps == manager.steps == 4
+    assert state_of(other) == state_of(trained)
+    assert other.steps == trained.steps == 4
     assert state_of(other)["1", "input"]["counters"] == [2, 1]
     other.load(str(saved))
     again = saved.with_name("again.safetensors")
@@ -91,16 +92,15 @@ def test_round_trip(trained: tuple[nn.Module, StateManager], saved: Path) -> Non
     assert all(first[name].equal(second[name]) for name in first)
 
 
-def test_saving_makes_folders_and_overwrites(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
+def test_saving_makes_folders_and_overwrites(trained: StateManager, tmp_path: Path) -> None:
     """Without ranks, the rank is 0."""
-    _, manager = trained
     path = tmp_path / "a" / "{rank}" / "state"
-    manager.save(path)
-    manager.reset()
-    manager.save(path)
+    trained.save(path)
+    trained.reset()
+    trained.save(path)
     _model, other = _prepared()
     other.load(tmp_path / "a" / "0" / "state")
-    assert state_of(other) == state_of(manager)
+    assert state_of(other) == state_of(trained)
     assert os.listdir(tmp_path / "a" / "0") == ["state"]
 
 
@@ -120,12 +120,11 @@ def test_rank_is_substituted(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_old_file(
-    trained: tuple[nn.Module, StateManager], saved: Path, monkeypatch: pytest.MonkeyPatch
+    trained: StateManager, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """During the write, the name still refers to the old state. The new file is on the same file system."""
-    _, manager = trained
     old = saved.read_bytes()
-    manager.reset()
+    trained.reset()
 
     def fails(handle: int) -> None:
         assert len(os.listdir(saved.parent)) == 2
@@ -138,7 +137,7 @@ def test_a_failed_write_leaves_the_old_file(
         with monkeypatch.context() as patch:
             patch.setattr(storage.os, name, failure)
             with pytest.raises(error):
-                manager.save(saved)
+                trained.save(saved)
         assert saved.read_bytes() == old
         assert os.listdir(saved.parent) == [saved.name]
     written: list[bytes] = []
@@ -151,7 +150,7 @@ def test_a_failed_write_leaves_the_old_file(
         replace(source, target)
 
     monkeypatch.setattr(storage.os, "replace", watching)
-    manager.save(saved)
+    trained.save(saved)
     assert written == [saved.read_bytes()] != [old]
 
 
@@ -234,26 +233,23 @@ def _blob(state: dict[str, Any]) -> bytes:
     return save(tensors, {"format": "fp8dist-state", "header": text, "sha256": checksum})
 
 
-def test_bytes_are_those_of_a_file_and_the_same_for_the_same_state(
-    trained: tuple[nn.Module, StateManager], saved: Path
-) -> None:
+def test_bytes_are_those_of_a_file_and_the_same_for_the_same_state(trained: StateManager, saved: Path) -> None:
     """Users who compare or merge checkpoints compare bytes; safetensors orders metadata at random."""
-    _, manager = trained
-    blobs = {manager.state_dict()["shared"] for _ in range(20)}
+    blobs = {trained.state_dict()["shared"] for _ in range(20)}
     assert blobs == {saved.read_bytes()}
     _model, other = _prepared()
     other.load_state_dict({"shared": blobs.pop()})
-    assert state_of(other) == state_of(manager)
+    assert state_of(other) == state_of(trained)
 
 
-def test_another_version_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
+def test_another_version_is_refused(trained: StateManager, tmp_path: Path) -> None:
     for version in (0, 1, 2, 4, "3", None):
-        text = _refused(_rewritten(trained[1], tmp_path / "other", version=version), named=False)
+        text = _refused(_rewritten(trained, tmp_path / "other", version=version))
         assert f"version {version!r}" in text
         assert "reads version 3" in text
-    old = {name: value for name, value in saved_of(trained[1]).items() if name not in ("formats", "recipes")}
+    old = {name: value for name, value in saved_of(trained).items() if name not in ("formats", "recipes")}
     with pytest.raises(CheckpointError, match="has version 1, this library reads version 3"):
-        trained[1].load_state_dict({**old, "version": 1})
+        trained.load_state_dict({**old, "version": 1})
 
 
 UNFIT: dict[str, tuple[Any, ...]] = {
@@ -277,37 +273,27 @@ UNFIT: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNFIT)
-def test_content_that_does_not_fit_is_refused(
-    name: str, trained: tuple[nn.Module, StateManager], tmp_path: Path
-) -> None:
+def test_content_that_does_not_fit_is_refused(name: str, trained: StateManager, tmp_path: Path) -> None:
     for value in UNFIT[name]:
-        path = _rewritten(trained[1], tmp_path / "odd", **{name: value})
+        path = _rewritten(trained, tmp_path / "odd", **{name: value})
         for strict in (True, False):
-            _refused(path, strict, named=False)
-
-
-def test_the_file_is_named_whatever_is_wrong_with_it(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
-    for change in ({"version": 1}, {"scale": torch.zeros(6)}, {"slots": [["x", "input"]] * 6}):
-        _refused(_rewritten(trained[1], tmp_path / "this-file", **change))
-    _model, manager = _prepared(layers=3)
-    manager.save(tmp_path / "this-file")
-    assert "unexpected slots: 2:grad_output" in _refused(tmp_path / "this-file")
+            _refused(path, strict)
 
 
 def test_a_state_dict_that_lacks_something_or_that_no_run_could_have_is_refused(
-    trained: tuple[nn.Module, StateManager],
+    trained: StateManager,
 ) -> None:
     """A non-finite amax in the window would freeze the scale for history_len steps."""
     _model, manager = _prepared()
     before = state_of(manager)
     for name in ("version", *UNFIT):
-        state = saved_of(trained[1])
+        state = saved_of(trained)
         del state[name]
         with pytest.raises(CheckpointError, match=name):
             manager.load_state_dict({"shared": _blob(state)})
         assert state_of(manager) == before, name
     for value in (float("nan"), float("inf")):
-        state = saved_of(trained[1])
+        state = saved_of(trained)
         state["history"].view(-1)[0] = value
         with pytest.raises(CheckpointError, match="'shared': FP8 state: history"):
             manager.load_state_dict({"shared": _blob(state)})
