@@ -54,12 +54,11 @@ def test_exports() -> None:
     assert sorted(name for name in vars(StateManager) if not name.startswith("_")) == METHODS.split()
     assert len(METHODS.split()) <= 25
     assert not [name for name in fp8dist.__all__ if (Path(fp8dist.__file__).parent / name).is_dir()]
-
-
-def test_all_errors_are_exported() -> None:
     family = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
     assert family <= set(fp8dist.__all__)
     assert all(issubclass(getattr(fp8dist, name), fp8dist.Fp8DistError) for name in family)
+    assert issubclass(fp8dist.ConfigurationError, ValueError)
+    assert issubclass(fp8dist.SyncError, RuntimeError)
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED)
@@ -96,12 +95,6 @@ def test_the_answers_name_what_exists() -> None:
     assert said <= {*fp8dist.__all__}
     of_manager = {name for text in INSTEAD.values() for name in re.findall(r"manager\.(\w+)", text)}
     assert of_manager <= {*METHODS.split()}
-
-
-def test_every_renamed_name_has_a_line() -> None:
-    old = " ".join(row[0] for row in RENAMED)
-    for name in ("recipe, group)", "autocast(enabled", "autocast(calibrating", "checkable", "early_launcher", "group="):
-        assert name in old
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED_LINES)
@@ -147,39 +140,27 @@ def test_outputs_by_their_old_names_write_and_warn(old: str, new: str, tmp_path:
     assert kinds[0] <= kinds[1]
 
 
-def test_every_old_output_has_a_line() -> None:
-    old = " ".join(row[0] for row in OUTPUTS)
-    for name in ("fp8dist.Monitor(", "scales.jsonl", "Recorder(folder, manager, every=1, jump=", "tensorboard="):
-        assert name in old
-
-
-def test_every_moved_name_has_a_line() -> None:
+def test_every_old_name_has_a_line_in_the_changelog() -> None:
     assert sorted(MOVED) == sorted({re.findall(r"manager\.(\w+)", old)[0] for old, _ in MOVED_LINES})
+    assert len(RENAMED) >= 6
+    assert len(OUTPUTS) >= 4
 
 
-def test_arguments_of_prepare_after_the_recipe_go_by_name() -> None:
-    parameters = list(inspect.signature(fp8dist.prepare).parameters.values())
-    assert [p.name for p in parameters[:2]] == ["model", "recipe"]
-    assert {p.kind for p in parameters[2:]} == {inspect.Parameter.KEYWORD_ONLY}
-
-
-def test_check_has_one_default_policy() -> None:
-    assert inspect.signature(fp8dist.check).parameters["policy"].default == "raise"
-    assert inspect.signature(StateManager.check).parameters["policy"].default == "raise"
+def test_defaults_are_consistent() -> None:
+    kinds = [(p.name, p.kind) for p in inspect.signature(fp8dist.prepare).parameters.values()]
+    assert [name for name, kind in kinds if kind is not inspect.Parameter.KEYWORD_ONLY] == ["model", "recipe"]
+    for call in (fp8dist.check, StateManager.check):
+        assert inspect.signature(call).parameters["policy"].default == "raise"
     model = nn.Sequential(nn.Linear(16, 16))
-    manager = fp8dist.prepare(model)
-    assert manager.settings.check_policy == "raise"
-    for call in (lambda: fp8dist.check(model, policy=None), lambda: manager.check(policy=None)):  # type: ignore[arg-type]
-        with pytest.raises(fp8dist.ConfigurationError, match="policy must be one of raise, warn, repair, got None"):
-            call()
+    assert fp8dist.prepare(model).settings.check_policy == "raise"
+    with pytest.raises(fp8dist.ConfigurationError, match="policy must be one of raise, warn, repair, got None"):
+        fp8dist.check(model, policy=None)  # type: ignore[arg-type]
 
 
 def test_high_precision_has_one_spelling() -> None:
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
     overrides = fp8dist.first_and_last(model, 1, 0)
     assert overrides == {"0": "high"}
-    with pytest.raises(fp8dist.ConfigurationError, match='must be a recipe, or "high"'):
-        fp8dist.prepare(model, overrides={"0": None})  # type: ignore[dict-item]
     manager = fp8dist.prepare(model, overrides=overrides, eval_precision="high")
     manager.set_precision("1", "high")
     assert [str(row).split(":")[0] for row in manager.coverage()] == ["high", "high", "FP8"]

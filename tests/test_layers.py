@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -33,11 +34,10 @@ def room_of(module: str) -> str | None:
 def sources() -> list[tuple[str, Path]]:
     """Return (room, file) of all shipped files."""
     found = []
-    for root in (ROOT, ROOT / "kernels"):
-        for package in ("fp8dist", "fp8dist_kernels"):
-            for path in sorted((root / package).rglob("*.py")):
-                parts = path.relative_to(root).with_suffix("").parts
-                found.append((room_of(".".join(parts)) or "", path))
+    for root, package in ((ROOT, "fp8dist"), (ROOT / "kernels", "fp8dist_kernels")):
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found.append((room_of(".".join(parts)) or "", path))
     return found
 
 
@@ -123,17 +123,7 @@ def test_files_of_a_room_import_each_other_without_circles(trees: list[tuple[str
         root = ROOT / "kernels" if room == "kernels" else ROOT
         name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         graph[name] = imports(tree)
-    done: set[str] = set()
-
-    def visit(name: str, on_the_way: tuple[str, ...]) -> None:
-        assert name not in on_the_way, " -> ".join((*on_the_way, name))
-        if name not in done:
-            for imported in graph.get(name, ()):
-                visit(imported, (*on_the_way, name))
-            done.add(name)
-
-    for name in graph:
-        visit(name, ())
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # It raises CycleError.
 
 
 def test_architecture_shows_the_same_rooms() -> None:
@@ -145,7 +135,6 @@ def test_architecture_shows_the_same_rooms() -> None:
     assert [[name.rstrip("/") for name in row] for row in rows] == CORE + TOOLS
 
 
-@pytest.mark.slow
 def test_other_files_reach_into_a_manager_by_internals_alone(trees: list[tuple[str, Path, ast.Module]]) -> None:
     """``Internals`` of fp8dist/job/manager.py is the one way to what is not public."""
     reached = [
@@ -158,15 +147,10 @@ def test_other_files_reach_into_a_manager_by_internals_alone(trees: list[tuple[s
     assert not reached
 
 
-@pytest.mark.slow
-def test_a_class_name_stands_once(trees: list[tuple[str, Path, ast.Module]]) -> None:
-    classes = Counter(node.name for _, _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    assert {name for name, count in classes.items() if count > 1} == set()
-
-
-@pytest.mark.slow
-def test_no_class_has_over_30_methods(trees: list[tuple[str, Path, ast.Module]]) -> None:
+def test_classes(trees: list[tuple[str, Path, ast.Module]]) -> None:
+    """A class name stands once, and no class has over 30 methods."""
     classes = [node for _, _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert {name for name, count in Counter(node.name for node in classes).items() if count > 1} == set()
     methods = {node.name: sum(isinstance(part, ast.FunctionDef) for part in node.body) for node in classes}
     assert {name: count for name, count in methods.items() if count > 30} == {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib.metadata
 import json
 import os
 import re
@@ -23,14 +24,9 @@ from tests.support.main_job import SIZE
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
-    [
-        ".".join(("fp8dist", *path.relative_to(ROOT / "fp8dist").with_suffix("").parts)).removesuffix(".__init__")
-        for path in (ROOT / "fp8dist").rglob("*.py")
-    ]
-    + [
-        ".".join(path.relative_to(ROOT / "kernels").with_suffix("").parts).removesuffix(".__init__")
-        for path in (ROOT / "kernels").rglob("*.py")
-    ]
+    ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    for root, package in ((ROOT, "fp8dist"), (ROOT / "kernels", "fp8dist_kernels"))
+    for path in (root / package).rglob("*.py")
 )
 
 
@@ -128,9 +124,7 @@ def test_a_clone_that_is_not_installed_runs(tmp_path: Path) -> None:
 
 
 def test_version_is_written_once_in_metadata_and_package() -> None:
-    from importlib.metadata import version
-
-    assert version("fp8dist") == fp8dist.__version__
+    assert importlib.metadata.version("fp8dist") == fp8dist.__version__
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -138,33 +132,16 @@ def _release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-@pytest.fixture
-def passed() -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return (Python, torch) of each combination that passed scripts/test-versions."""
+def test_what_is_claimed_was_run() -> None:
+    """Each Python and the oldest torch have passed scripts/test-versions."""
     rows = json.loads((ROOT / "scripts" / "results" / "versions.json").read_text())
-    return [(_release(row["python"]), _release(row["torch"])) for row in rows if row["passed"] and not row["failed"]]
-
-
-@pytest.fixture
-def claims() -> configparser.ConfigParser:
-    parser = configparser.ConfigParser()
-    parser.read(ROOT / "setup.cfg")
-    return parser
-
-
-def test_each_python_that_is_claimed_was_run(
-    claims: configparser.ConfigParser, passed: list[tuple[tuple[int, int], tuple[int, int]]]
-) -> None:
+    passed = [row for row in rows if row["passed"] and not row["failed"]]
+    pythons, releases = ({_release(row[name]) for row in passed} for name in ("python", "torch"))
+    claims = configparser.ConfigParser()
+    claims.read(ROOT / "setup.cfg")
     classifiers = re.findall(r"Python :: (3\.\d+)", claims["metadata"]["classifiers"])
-    pythons = {python for python, _ in passed}
     assert {_release(version) for version in classifiers} == pythons
     assert claims["options"]["python_requires"] == ">={}.{}".format(*min(pythons))
-
-
-def test_the_oldest_torch_that_is_claimed_was_run(
-    claims: configparser.ConfigParser, passed: list[tuple[tuple[int, int], tuple[int, int]]]
-) -> None:
     (oldest,) = re.findall(r"^torch>=([\d.]+)$", claims["options"]["install_requires"], re.MULTILINE)
-    releases = sorted({torch for _, torch in passed})
-    assert _release(oldest) == releases[0]
-    assert list(map(_release, TESTED)) == releases
+    assert _release(oldest) == min(releases)
+    assert list(map(_release, TESTED)) == sorted(releases)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import get_ident
@@ -120,7 +120,7 @@ def test_a_rank_that_waits_in_another_group_is_not_missed() -> None:
     assert "by rank(s) 0 of 2" in told[0]
 
 
-def _publish_all(store: CountingStore, manifest: Callable[[int], dict[str, Any] | None]) -> dict[int, Any]:
+def _publish_all(manifest: Callable[[int], dict[str, Any] | None]) -> dict[int, Any]:
     """Publish every rank's manifest. None: this rank does not come."""
     everyone = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
     made = ((rank, manifest(rank)) for rank in range(MANY))
@@ -135,57 +135,57 @@ def _agree_of(publication: Any, timeout: timedelta = SECOND) -> str:
     return "agreed"
 
 
-@pytest.mark.slow
-def test_thousands_of_ranks_agree() -> None:
-    store = CountingStore()
-    with world(0, MANY, store):
-        publications = _publish_all(store, lambda rank: MANIFEST)
-        assert store.total == 5 * MANY + 1
-        for rank in (0, 1, 2_047, MANY - 1):
-            before, moved = store.total, store.bytes
-            assert _agree_of(publications[rank]) == "agreed"
-            assert store.total - before <= 5
-            assert store.bytes - moved < 1_000
+@pytest.fixture
+def store() -> Iterator[CountingStore]:
+    """The store of thousands of ranks, one of which is this process."""
+    made = CountingStore()
+    with world(0, MANY, made):
+        yield made
 
 
 @pytest.mark.slow
-def test_one_of_thousands_that_never_comes_is_named() -> None:
-    store = CountingStore()
-    with world(0, MANY, store):
-        publications = _publish_all(store, lambda rank: None if rank == 2_047 else MANIFEST)
-        before = store.total
+def test_thousands_of_ranks_agree(store: CountingStore) -> None:
+    publications = _publish_all(lambda rank: MANIFEST)
+    assert store.total == 5 * MANY + 1
+    for rank in (0, 1, 2_047, MANY - 1):
+        before, moved = store.total, store.bytes
+        assert _agree_of(publications[rank]) == "agreed"
+        assert store.total - before <= 5
+        assert store.bytes - moved < 1_000
+
+
+@pytest.mark.slow
+def test_one_of_thousands_that_never_comes_is_named(store: CountingStore) -> None:
+    publications = _publish_all(lambda rank: None if rank == 2_047 else MANIFEST)
+    before = store.total
+    outcome = _agree_of(publications[0])
+    assert f"within 1 s by rank(s) 2047 of {MANY}" in outcome
+    assert store.total - before <= 2 * 12 + 5  # The missing rank is found by bisection,
+    before = store.total
+    assert _agree_of(publications[MANY - 1]) == outcome
+    assert store.total - before <= 4  # and by the lowest rank only.
+
+
+@pytest.mark.slow
+def test_one_of_thousands_that_differs_is_named(store: CountingStore) -> None:
+    publications = _publish_all(lambda rank: other(int(rank == 2_047)))
+    with ThreadPoolExecutor(1) as thread:
+        theirs = thread.submit(_agree_of, publications[2_047], LIMIT)
         outcome = _agree_of(publications[0])
-        assert f"within 1 s by rank(s) 2047 of {MANY}" in outcome
-        assert store.total - before <= 2 * 12 + 5  # The missing rank is found by bisection,
-        before = store.total
-        assert _agree_of(publications[MANY - 1]) == outcome
-        assert store.total - before <= 4  # and by the lowest rank only.
+        assert theirs.result() == outcome
+    assert "against rank(s) 2047 " in outcome
+    assert "settings.margin: 0 here, 1 there" in outcome
+    assert store.operations["multi_get"] == 1
 
 
 @pytest.mark.slow
-def test_one_of_thousands_that_differs_is_named() -> None:
-    store = CountingStore()
-    with world(0, MANY, store):
-        publications = _publish_all(store, lambda rank: other(int(rank == 2_047)))
-        with ThreadPoolExecutor(1) as thread:
-            theirs = thread.submit(_agree_of, publications[2_047], LIMIT)
-            outcome = _agree_of(publications[0])
-            assert theirs.result() == outcome
-        assert "against rank(s) 2047 " in outcome
-        assert "settings.margin: 0 here, 1 there" in outcome
-        assert store.operations["multi_get"] == 1
-
-
-@pytest.mark.slow
-def test_thousands_of_ranks_that_all_differ_are_told_in_a_few_lines() -> None:
-    store = CountingStore()
-    with world(0, MANY, store):
-        publications = _publish_all(store, other)
-        for rank in range(1, 9):  # If they were here, they would show their manifests.
-            store.set(f"fp8dist/{publications[0].group.identity}/1/manifest/{rank}", b'{"numerics_version": 2}')
-        before = store.total
-        outcome = _agree_of(publications[0])
-        assert "against rank(s) 8 " in outcome
-        assert f"rank(s) 9, 10, 11, 12, 13, 14, 15, 16 and {MANY - 17} more have {MANY - 9} other manifests" in outcome
-        assert len(outcome) < 2_000
-        assert store.total - before <= 2 * 8 + 6
+def test_thousands_of_ranks_that_all_differ_are_told_in_a_few_lines(store: CountingStore) -> None:
+    publications = _publish_all(other)
+    for rank in range(1, 9):  # If they were here, they would show their manifests.
+        store.set(f"fp8dist/{publications[0].group.identity}/1/manifest/{rank}", b'{"numerics_version": 2}')
+    before = store.total
+    outcome = _agree_of(publications[0])
+    assert "against rank(s) 8 " in outcome
+    assert f"rank(s) 9, 10, 11, 12, 13, 14, 15, 16 and {MANY - 17} more have {MANY - 9} other manifests" in outcome
+    assert len(outcome) < 2_000
+    assert store.total - before <= 2 * 8 + 6

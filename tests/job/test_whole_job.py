@@ -182,7 +182,7 @@ jobs = st.builds(
 )
 
 
-_PHASES = (Phase.explicit, Phase.generate)
+_JOBS = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=(Phase.generate,))
 """Without shrinking, which would take an hour: the error has the whole job, and the action that went wrong."""
 
 
@@ -256,10 +256,19 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@seed(0)
+@settings(_JOBS, max_examples=6)
+@given(job=jobs)
+def test_some_whole_jobs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
+    compare(pool, tmp_path_factory.mktemp("stores"), job)
+
+
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @seed(0)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=_PHASES)
+@settings(_JOBS, max_examples=150)
 @given(job=jobs)
 def test_whole_jobs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
     """150 jobs with about 2,000 actions: always the same, so that a failure is that of a change."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import fp8dist
 from fp8dist import DelayedScaling
 from tests.support.devices import DEVICE, needs_gpu
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import batch, make_net, parameter_bits, state_bits
+from tests.support.training import SmallJob, batch, make_net, parameter_bits, state_bits
 
 pytestmark = [needs_gpu, pytest.mark.slow]
 
@@ -28,21 +27,19 @@ def _train(device: str, update: Any) -> tuple[list[float], dict[str, bytes], dic
     rank."""
     if device == "cuda":
         torch.cuda.set_device(0)
-    model = make_net().to(device)
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    manager.attach(ddp, optimizer=optimizer)
+    job = SmallJob(
+        DelayedScaling(history_len=4, update=update), make_net().to(device), optimizer=partial(torch.optim.SGD, lr=0.05)
+    )
     losses = []
     for index in range(STEPS):
         x, y = (part.to(device) for part in batch(dist.get_rank(), index))
-        loss = nn.functional.mse_loss(ddp(x), y)
+        loss = nn.functional.mse_loss(job.called(x), y)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    consistent = not manager.check().diverged
-    return losses, state_bits(manager), parameter_bits(model), consistent, manager.steps
+    consistent = not job.manager.check().diverged
+    return losses, state_bits(job.manager), parameter_bits(job.net), consistent, job.manager.steps
 
 
 def _assert_trained(results: list[Any], on_cpu: list[Any]) -> None:
@@ -62,20 +59,13 @@ def test_two_ranks_on_one_gpu(two_ranks: RankPool, update: str) -> None:
     _assert_trained(ours, two_ranks.run(_train, "cpu", update))
 
 
-def test_four_ranks_on_one_gpu(four_ranks: RankPool) -> None:
-    _assert_trained(four_ranks.run(_train, DEVICE, "same_step"), four_ranks.run(_train, "cpu", "same_step"))
-
-
 @on_ranks(4)
 def test_a_check_finds_the_rank_that_differs() -> None:
-    model = make_net().to(DEVICE)
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
-    ddp = DistributedDataParallel(model)
-    manager.attach(ddp)
+    job = SmallJob(net=make_net().to(DEVICE))
     if dist.get_rank() == 1:
         with torch.no_grad():
-            model.first.weight[3, 5] += 1
-    report = manager.check(policy="warn")
+            job.net.first.weight[3, 5] += 1
+    report = job.manager.check(policy="warn")
     assert not report.consistent
     assert [(finding.name, tuple(finding.ranks)) for finding in report.findings] == [("first.weight", (1,))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,73 +13,58 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
-from fp8dist import DelayedScaling, StateManager
+from fp8dist import DelayedScaling, Fallback, StateManager
 from fp8dist.checks.contents import ArenaContent
 from fp8dist.state import overwrites
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist_kernels.reference import casts, update
 
 
-def trained(
-    steps: int = 2, recipe: Any = None, zero: bool = False, **options: Any
-) -> tuple[nn.Module, StateManager, torch.optim.Optimizer]:
-    """``zero``: the second weight is zero at first. A zero amax does not end the cold state, here for one step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
-    if zero:
-        nn.init.zeros_(model[1].weight)
-    manager = fp8dist.prepare(model, recipe or fp8dist.DelayedScaling(history_len=4), **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(optimizer=optimizer)
-    for _ in range(steps):
-        step(model, optimizer)
-    return model, manager, optimizer
+class Job:
+    """Two Linears and their only arena. ``zero``: the second weight is zero at first, and stays cold for one step."""
+
+    def __init__(self, steps: int = 2, update: Any = "same_step", zero: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+        if zero:
+            nn.init.zeros_(self.model[1].weight)  # type: ignore[arg-type]
+        recipe = DelayedScaling(history_len=4, update=update)
+        self.manager: StateManager = fp8dist.prepare(self.model, recipe, **options)
+        self.sync: ArenaSync = self.manager._syncs[0]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.manager.attach(optimizer=self.optimizer)
+        self.train(steps)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.model(torch.randn(8, 32)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def just_in_time(self) -> list[bool]:
+        """Return what each cast of a forward and backward was told: True if it must look whether its slot is cold."""
+        with mock.patch.object(casts, "quantize", wraps=casts.quantize) as quantize:
+            self.model(torch.randn(8, 32)).sum().backward()
+        return [call.kwargs["just_in_time"] for call in quantize.call_args_list]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.randn(8, 32)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def sync_of(manager: StateManager) -> ArenaSync:
-    return manager._syncs[0]
-
-
-def just_in_time(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return what each cast of a forward and backward was told: True if it must look whether its slot is cold."""
-    seen = []
-    quantize = casts.quantize
-
-    def spy(*args: Any, **options: Any) -> Any:
-        seen.append(options["just_in_time"])
-        return quantize(*args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(casts, "quantize", spy)
-        model(torch.randn(8, 32)).sum().backward()
-    return seen
-
-
-def test_casts_look_for_cold_slots_until_a_sync_has_shown_that_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, manager, optimizer = trained(0)
-    assert just_in_time(model, monkeypatch) == [True] * 6
-    optimizer.step()
-    assert sync_of(manager).arena.known_hot
-    assert just_in_time(model, monkeypatch) == [False] * 6
+def test_casts_look_for_cold_slots_until_a_sync_has_shown_that_there_are_none() -> None:
+    job = Job(0)
+    assert job.just_in_time() == [True] * 6
+    job.optimizer.step()
+    assert job.sync.arena.known_hot
+    assert job.just_in_time() == [False] * 6
+    with mock.patch("fp8dist.modules.casters.capturing", return_value=True):
+        assert Job().just_in_time() == [True] * 6  # In a graph: state may be loaded after its capture.
 
 
 def test_a_slot_that_stays_cold_keeps_them_looking_and_is_no_reason_for_a_fallback() -> None:
     """Both travel in one verdict."""
-    model, manager, optimizer = trained(1, zero=True, fallback=fp8dist.Fallback(4))
-    assert sync_of(manager).verdict is None
-    assert not sync_of(manager).arena.known_hot
-    step(model, optimizer)
-    assert sync_of(manager).arena.known_hot
-    assert manager.metrics()["fp8/high_precision_modules"] == 0
-    model(torch.full((8, 32), torch.inf)).sum().backward()
-    optimizer.step()
-    assert manager.metrics()["fp8/high_precision_modules"] == 2
+    job = Job(1, zero=True, fallback=Fallback(4))
+    assert not job.sync.arena.known_hot
+    job.train(1)
+    assert job.sync.arena.known_hot
+    assert job.manager.metrics()["fp8/high_precision_modules"] == 0
 
 
 WRITES: dict[str, Callable[[StateManager, Any], Any]] = {
@@ -95,62 +79,37 @@ WRITES: dict[str, Callable[[StateManager, Any], Any]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_calls_that_may_make_slots_cold_are_noted(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, manager, optimizer = trained()
-    arena = sync_of(manager).arena
+def test_calls_that_may_make_slots_cold_are_noted(write: str) -> None:
+    job = Job()
+    arena = job.sync.arena
     assert arena.known_hot
-    WRITES[write](manager, arena)
+    WRITES[write](job.manager, arena)
     assert not arena.known_hot
-    assert just_in_time(model, monkeypatch) == [True] * 6
-    for _ in range(2):  # It is learned again.
-        step(model, optimizer)
+    assert job.just_in_time() == [True] * 6
+    job.train(2)  # It is learned again.
     assert arena.known_hot
 
 
 def test_a_verdict_from_before_such_a_call_says_nothing() -> None:
-    _model, manager, _ = trained(1, fp8dist.DelayedScaling(history_len=4, update="next_step"))
-    manager.metrics()  # Reading commits the sync that is due.
-    sync = sync_of(manager)
-    assert sync.verdict is not None
-    overwrites.make_cold(sync.arena, [0])
-    assert sync.read_verdict()[0].hot
-    assert not sync.arena.known_hot
+    job = Job(1, "next_step")
+    job.manager.metrics()  # Reading commits the sync that is due.
+    assert job.sync.verdict is not None
+    overwrites.make_cold(job.sync.arena, [0])
+    assert job.sync.read_verdict()[0].hot
+    assert not job.sync.arena.known_hot
 
 
 def test_a_slot_that_is_registered_is_cold() -> None:
     """Even while a verdict about the slots so far waits to be read."""
     model = nn.Sequential(nn.Linear(32, 48))
-    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(update="next_step"))
+    manager = fp8dist.prepare(model, DelayedScaling(update="next_step"))
     for slot in manager.slots:
-        manager.slot(slot.fqn, slot.role).set_scale(1.0)
+        manager.slot(*slot).set_scale(1.0)
     manager.step()
     manager.metrics()
     manager.register("extra", "input", "e4m3")
     manager.step()
-    assert not sync_of(manager).arena.known_hot
-
-
-def test_a_graph_keeps_looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """State may be loaded after its capture. ``test_roofline.py`` counts its launches."""
-    model, manager, _ = trained()
-    assert sync_of(manager).arena.known_hot
-    monkeypatch.setattr("fp8dist.modules.casters.capturing", lambda device: True)
-    assert just_in_time(model, monkeypatch) == [True] * 6
-
-
-def test_a_copy_learns_it_anew() -> None:
-    model, _, _ = trained()
-    twin = fp8dist.get_manager(copy.deepcopy(model))
-    assert twin is not None
-    assert not sync_of(twin).arena.known_hot
-
-
-def test_recipes_without_a_history_always_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, *_ = trained(1, fp8dist.CurrentScaling())
-    assert just_in_time(model, monkeypatch) == [True] * 6
-
-
-# A step's operations ---------------------------------------------------------------------------------
+    assert not manager._syncs[0].arena.known_hot
 
 
 MOST = 69

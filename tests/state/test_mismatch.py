@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,6 @@ from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError, DivergenceError, Fp8DistError, ManifestMismatchError
 from tests.support.collectives import counted_collectives
 from tests.support.oracle import Oracle, Rules, float32
-from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import state_of, without
 
@@ -44,8 +44,8 @@ def _attach_differently(change: dict[int, str], seconds: float) -> Any:
         del layers["first"]
     elif name == "more":
         layers["third"] = nn.Linear(32, 32)
-    elif name == "eval_precision":
-        settings["eval_precision"] = value
+    elif name in ("eval_precision", "fallback"):
+        settings[name] = value if name == "eval_precision" else fp8dist.Fallback(steps=int(value))
     elif name not in ("", "no optimizer"):
         recipe[name] = ast.literal_eval(value)
     start = time.monotonic()
@@ -67,6 +67,7 @@ DIFFERENT = [
     ("FP8DIST_CHECK_POLICY=warn", "settings.check_policy: 'raise' here, 'warn' there"),
     ("FP8DIST_BACKEND=reference", "settings.backend: 'auto' here, 'reference' there"),
     ("eval_precision=high", "settings.eval_precision: 'fp8' here, 'high' there"),
+    ("fallback=10", "settings.fallback: "),
     ("no optimizer", "settings.boundary: 'optimizer' here, 'manual' there"),
     ("history_len=8", "recipe.history_len: 4 here, 8 there"),
     ("margin=1", "recipe.margin: 0 here, 1 there"),
@@ -107,16 +108,11 @@ def _attach_only(ranks: list[int], seconds: float) -> Any:
 
 @pytest.mark.slow
 def test_a_rank_that_never_attaches_is_named(three_ranks: RankPool) -> None:
-    missing = 0
-    others = [rank for rank in range(3) if rank != missing]
-    results = three_ranks.run(_attach_only, others, 1.0)
-    for rank in others:
-        kind, message, seconds = results[rank]
+    for kind, message, seconds in three_ranks.run(_attach_only, [1, 2], 1.0)[1:]:
         assert kind == "ManifestMismatchError"
         assert seconds < 5
-        assert f"rank {missing} " in message or f"rank(s) {missing} " in message, message
-    late = three_ranks.run(_attach_only, [missing], 1.0, timeout=20)[missing]  # The late rank gets the error too,
-    assert late is not None
+        assert "rank(s) 0 " in message
+    late = three_ranks.run(_attach_only, [0], 1.0, timeout=20)[0]  # The late rank gets the error too,
     assert late[0] == "ManifestMismatchError"
     assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3  # and a second attempt of all ranks succeeds.
 
@@ -142,23 +138,21 @@ def test_all_may_try_again_after_one_was_late(late: int, attaches_late: bool) ->
         dist.barrier()
 
 
-@pytest.mark.parametrize("more", [0, 1])
 @on_ranks(2)
-def test_unequal_numbers_of_groups_are_named_at_once(more: int) -> None:
-    """Only rank ``more`` gives one of the modules its own group."""
+def test_unequal_numbers_of_groups_are_named_at_once() -> None:
+    """Only rank 1 gives one of the modules its own group."""
     rank = dist.get_rank()
     alone = [dist.new_group([r]) for r in range(2)]
     torch.manual_seed(0)
     model = nn.ModuleDict({"shared": nn.Linear(16, 16)})
-    if rank == more:
+    if rank == 1:
         model["expert"] = nn.Linear(16, 16)
-    manager = fp8dist.prepare(model, group=dist.group.WORLD, groups={"expert": alone[rank]} if rank == more else None)
+    manager = fp8dist.prepare(model, group=dist.group.WORLD, groups={"expert": alone[rank]} if rank else None)
     dist.barrier()
     start = time.monotonic()
     with pytest.raises(ManifestMismatchError, match=r"settings\.groups: "):
         manager.attach(timeout=timedelta(seconds=5))
     assert time.monotonic() - start < 4
-    assert _attach_differently({}, 60.0) is None
 
 
 @pytest.mark.parametrize("outsider", [0, 2])
@@ -182,22 +176,6 @@ def test_a_mismatch_in_one_arena_leaves_nobody_hanging(outsider: int) -> None:
 
 
 @on_ranks(2)
-def test_no_group_on_two_ranks_says_what_to_pass() -> None:
-    model = nn.Linear(16, 16)
-    with pytest.raises(ConfigurationError) as caught:
-        fp8dist.prepare(model)
-    with pytest.raises(ConfigurationError, match="ProcessGroup or a DeviceMesh, got int"):
-        fp8dist.prepare(model, group=3)  # type: ignore[arg-type]
-    assert type(model) is nn.Linear
-    fp8dist.prepare(model, amax_sync=False)
-    text = str(caught.value)
-    assert "2 ranks" in text
-    assert "group=" in text
-    assert "group.WORLD" in text
-    assert "amax_sync=False" in text
-
-
-@on_ranks(2)
 def test_prepared_before_the_process_group_existed_and_without_a_group() -> None:
     model = nn.Linear(16, 16)
     with mock.patch("fp8dist.job.agreement.world_size", return_value=1):
@@ -211,23 +189,11 @@ def test_prepared_before_the_process_group_existed_and_without_a_group() -> None
 
 @on_ranks(2)
 def test_a_mesh_of_two_axes_without_names_is_refused() -> None:
+    torch.manual_seed(0)
     model = nn.Linear(16, 16)
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match="mesh_dim_names"):
         fp8dist.prepare(model, group=init_device_mesh("cpu", (1, 2)))
-    assert type(model) is nn.Linear
-    manager = fp8dist.prepare(model, group=init_device_mesh("cpu", (2,)))  # One axis needs no name.
-    manager.attach()
-    assert "mesh_dim_names" in str(caught.value)
-
-
-@on_ranks(2)
-def test_step_without_attach_is_refused() -> None:
-    model = nn.Linear(16, 16)
-    manager = fp8dist.prepare(model, group=dist.group.WORLD)
-    with pytest.raises(ConfigurationError) as caught, counted_collectives() as calls:
-        manager.step()
-    assert calls.names == []
-    assert "attach()" in str(caught.value)
+    fp8dist.prepare(model, group=init_device_mesh("cpu", (2,))).attach()  # One axis needs no name.
 
 
 def _amax(step: int, rank: int, slot: tuple[str, str]) -> float:
@@ -254,49 +220,49 @@ DAMAGED_BEFORE = 3
 STEPS = 10
 
 
+def _set_both(manager: StateManager) -> None:
+    for slot, factor in ((A, 2.0), (B, 0.5)):
+        manager.slot(*slot).set_scale(factor * manager.slot(*slot).scale.item())
+
+
+DAMAGES: dict[str, Callable[[StateManager], Any]] = {
+    "scale": lambda manager: manager.slot(*A).scale.mul_(2),
+    "one bit": lambda manager: manager.slot(*A).scale.view(torch.int32).bitwise_xor_(1),
+    "inv_scale": lambda manager: manager.slot(*A).inv_scale.mul_(2),
+    "both": _set_both,
+}
+
+
 def _damaged_run(
-    kind: str, update: str, policy: str, odd: int, skipped: tuple[str, str] | None, late: bool = False
+    kind: str, update: str, policy: str, odd: int, skipped: tuple[str, str] | None = None, late: bool = False
 ) -> dict[str, Any]:
     """Run ten steps; before the fourth, damage rank ``odd``. ``skipped``: does not run in step 4. ``late``: no verdict
     is available when a step ends, as on CUDA."""
     _model, manager = _manager(update, policy)
-    errors: list[Any] = []
-    events: list[Any] = []
-    manager.on_event(lambda event: events.append((event.kind, event.step, event.report)))
-    states, names, scale = [], [], 0.0
+    found: dict[str, Any] = {"errors": [], "reports": [], "states": [], "calls": []}
+    manager.on_event(lambda event: found["reports"].extend([event.report] if event.kind == "diverged" else []))
     verdict = mock.patch("fp8dist.state.arena_sync.Verdict.__init__", _late_verdict) if late else nullcontext()
     for step in range(STEPS):
         if step == DAMAGED_BEFORE and dist.get_rank() == odd:
-            if kind == "inv_scale":
-                manager.slot(*A).inv_scale.mul_(2)
-            elif kind == "one bit":
-                manager.slot(*A).scale.view(torch.int32).bitwise_xor_(1)
-            elif kind == "both":
-                manager.slot(*A).set_scale(2.0 * manager.slot(*A).scale.item())
-                manager.slot(*B).set_scale(0.5 * manager.slot(*B).scale.item())
-            else:
-                manager.slot(*A).scale.mul_(2)
-        scale = manager.slot(*A).scale.item() if step == DAMAGED_BEFORE else scale
+            DAMAGES[kind](manager)
+        if step == DAMAGED_BEFORE:
+            found["scale"] = manager.slot(*A).scale.item()
         _record(manager, step, skipped if step == DAMAGED_BEFORE else None)
         with verdict, counted_collectives() as calls:
             try:
                 manager.step()
             except DivergenceError as error:
-                errors.append((step, error.report, str(error)))
-        names.append(calls.names)
-        states.append(state_of(manager))
-    found = {"errors": errors, "states": states, "events": events, "steps": manager.steps}
-    return {**found, "calls": names, "scale": scale}
+                found["errors"].append((step, str(error)))
+        found["calls"].append(calls.names)
+        found["states"].append(state_of(manager))
+    return {**found, "steps": manager.steps}
 
 
-def _oracle_states(world_size: int, skipped: tuple[str, str] | None) -> list[Any]:
+def _expected_state() -> Any:
     oracle = Oracle(FORMATS, Rules(3))
-    states = []
     for step in range(STEPS):
-        here = [slot for slot in FORMATS if not (slot == skipped and step == DAMAGED_BEFORE)]
-        oracle.step(*({slot: _amax(step, rank, slot) for slot in here} for rank in range(world_size)))
-        states.append(oracle.state())
-    return states
+        oracle.step(*({slot: _amax(step, rank, slot) for slot in FORMATS} for rank in range(3)))
+    return oracle.state()
 
 
 def _names(report: fp8dist.DivergenceReport) -> list[Any]:
@@ -319,82 +285,48 @@ def test_a_damaged_scale_is_found_at_the_next_sync(
     odd = {"scale": 1, "one bit": 2, "inv_scale": 0}[kind]
     reference = 1 if odd == 0 else 0
     results = three_ranks.run(_damaged_run, kind, update, policy, odd, None, late)
-    expected = _oracle_states(3, None)
     # same_step reports in the step that synced, next_step one boundary later, as where a verdict comes late.
     found_in = DAMAGED_BEFORE + (update == "next_step" or late)
     for result in results:
-        reports = [event for event in result["events"] if event[0] == "diverged"]
-        assert len(reports) == 1, "reported once: the commit has made the scales equal again"
-        assert [step for step, *_ in result["errors"]] == ([found_in] if policy == "raise" else [])
-        for step, names in enumerate(result["calls"]):
-            assert step == found_in or names == ["all_reduce"], "nothing but the sync itself"
-        assert policy == "raise" or len(result["calls"][found_in]) > 1  # Localisation.
-        report = reports[0][2]
-        assert report.diverged
+        (report,) = result["reports"]  # Once: the commit has made the scales equal again.
+        assert report == results[0]["reports"][0]
         assert _names(report) == [("scale", "a:input", (odd,), reference)]
-        finding = report.findings[0]
+        (finding,) = report.findings
         assert (finding.step, finding.last_good_step, finding.index) == (DAMAGED_BEFORE + 1, DAMAGED_BEFORE - 1, ())
         if kind != "inv_scale":
             values = (results[odd]["scale"], results[reference]["scale"])
             assert (finding.field, finding.value, finding.expected) == ("scale", *values)
             assert finding.ulp == (1 if kind == "one bit" else 1 << 23)
-        assert len(finding.hosts) == 1
-        assert finding.hosts[0]
         assert ("inv_scale" in finding.detail) == (kind == "inv_scale")
-        assert f"rank {odd}: " in finding.detail
-        assert f"rank {reference}: " in finding.detail
-        assert report == results[0]["events"][0][2]
-        if policy == "raise" and update == "next_step":
-            continue  # The boundary that raised sent nothing, so two steps' amaxes merged.
-        assert result["states"][-1] == expected[-1]
-        assert result["steps"] == STEPS
-    final = [result["states"][-1] for result in results]
-    assert final[0] == final[1] == final[2]
-    table = str(results[0]["events"][0][2]).splitlines()
-    assert table[1].split()[:7] == ["step", "last", "good", "kind", "name", "ranks", "reference"]
-    row = [str(DAMAGED_BEFORE + 1), str(DAMAGED_BEFORE - 1), "scale", "'a:input'", str(odd), str(reference)]
-    assert table[2].split()[:6] == row
-    assert table[2].index("'a:input'") == table[1].index("name")
+        assert result["errors"] == ([(found_in, report.summary())] if policy == "raise" else [])
+        for step, names in enumerate(result["calls"]):
+            assert step == found_in or names == ["all_reduce"]
+        assert policy == "raise" or len(result["calls"][found_in]) > 1  # Localisation.
+        assert result["states"][-1] == results[0]["states"][-1]
+        if policy == "warn" or update == "same_step":
+            assert result["states"][-1] == _expected_state()
+            assert result["steps"] == STEPS
+        # Otherwise the boundary that raised sent nothing, so two steps' amaxes merged.
 
 
 def test_the_values_of_damaged_scales_are_told_and_all_slots_named(three_ranks: RankPool) -> None:
-    result = three_ranks.run(_damaged_run, "scale", "same_step", "raise", 1, None)[0]
-    right = max(_amax(step, rank, A) for step in range(DAMAGED_BEFORE) for rank in range(3))
-    scale = float32(448.0 / right)
-    ((_, report, text),) = result["errors"]
-    assert f"rank 1: {2 * scale!r}" in report.findings[0].detail
-    assert f"rank 0: {scale!r}" in report.findings[0].detail
-    assert text == report.summary()
-    for part in ("a:input", "rank 1 ", f"{2 * scale!r} against {scale!r}"):
-        assert part in text
-    for result in three_ranks.run(_damaged_run, "both", "same_step", "raise", 1, None):
-        ((_, report, _),) = result["errors"]
-        assert [(f.name, re.findall(r"(\w+): rank 1: ", f.detail)) for f in report.findings] == [
-            (name, ["scale", "inv_scale"]) for name in ("a:input", "b:weight")
+    scale = float32(448.0 / max(_amax(step, rank, A) for step in range(DAMAGED_BEFORE) for rank in range(3)))
+    for result in three_ranks.run(_damaged_run, "both", "same_step", "raise", 1):
+        (report,) = result["reports"]
+        assert [(f.name, f.ranks, re.findall(r"(\w+): rank 1: ", f.detail)) for f in report.findings] == [
+            (name, (1,), ["scale", "inv_scale"]) for name in ("a:input", "b:weight")
         ]
-        assert {f.ranks for f in report.findings} == {(1,)}
-
-
-@pytest.mark.parametrize(("policy", "update"), [("warn", "same_step"), ("raise", "next_step")])
-def test_two_ranks_differ_and_nobody_is_the_culprit(two_ranks: RankPool, policy: str, update: str) -> None:
-    results = two_ranks.run(_damaged_run, "scale", update, policy, 1, None)
-    for result in results:
-        (event,) = [event for event in result["events"] if event[0] == "diverged"]
-        assert _names(event[2]) == [("scale", "a:input", (0, 1), None)]
-        assert "no majority" in str(event[2])
-        assert len(result["errors"]) == (policy == "raise")
-    final = [without(result["states"][-1], "saturated") for result in results]
-    assert final[0] == final[1]
+        assert f"rank 1: {2 * scale!r}" in report.findings[0].detail
+        assert f"rank 0: {scale!r}" in report.findings[0].detail
 
 
 @pytest.mark.parametrize(("policy", "update"), [("raise", "same_step"), ("warn", "next_step")])
 def test_damage_to_a_slot_that_does_not_run_then(three_ranks: RankPool, policy: str, update: str) -> None:
     """After the caught error all ranks have the same defined state, also where no commit rewrote the scale."""
     results = three_ranks.run(_damaged_run, "scale", update, policy, 1, A)
-    found_in = DAMAGED_BEFORE if update == "same_step" else DAMAGED_BEFORE + 1
+    found_in = DAMAGED_BEFORE + (update == "next_step")
     for result in results:
-        reports = [event[2] for event in result["events"] if event[0] == "diverged"]
-        assert _names(reports[0]) == [("scale", "a:input", (1,), 0)]
+        assert _names(result["reports"][0]) == [("scale", "a:input", (1,), 0)]
         for step in (found_in, -1):
             assert without(result["states"][step], "saturated") == without(results[0]["states"][step], "saturated")
 
@@ -426,27 +358,20 @@ def _one_step_ahead(update: str, policy: str, odd: int) -> dict[str, Any]:
         early = manager.state_dict()
         _record(manager, step)
         manager.step()
-    late = manager.state_dict()
-    manager.load_state_dict(late if dist.get_rank() == odd else early)
-    before = state_of(manager)
-    events: list[Any] = []
-    manager.on_event(lambda event: events.append((event.kind, event.report)))
-    errors = []
-    states = []
+    manager.load_state_dict(manager.state_dict() if dist.get_rank() == odd else early)
+    found: dict[str, Any] = {"before": state_of(manager), "states": [], "reports": [], "errors": []}
+    manager.on_event(lambda event: found["reports"].extend([event.report] if event.kind == "diverged" else []))
     for step in range(4, 14):
         _record(manager, step)
         try:
             manager.step()
         except DivergenceError as error:
-            errors.append((step, error.report))
-        states.append(state_of(manager))
-    reports = [report for kind, report in events if kind == "diverged"]
-    return {"before": before, "states": states, "reports": reports, "errors": errors, "steps": manager.steps}
+            found["errors"].append(error.report)
+        found["states"].append(state_of(manager))
+    return {**found, "steps": manager.steps}
 
 
-@pytest.mark.parametrize(
-    ("update", "policy", "odd"), [("same_step", "raise", 0), ("next_step", "raise", 1), ("next_step", "warn", 0)]
-)
+@pytest.mark.parametrize(("update", "policy", "odd"), [("same_step", "raise", 0), ("next_step", "raise", 1)])
 def test_a_rank_one_step_ahead(three_ranks: RankPool, update: str, policy: str, odd: int) -> None:
     results = three_ranks.run(_one_step_ahead, update, policy, odd)
     for result in results:
@@ -454,10 +379,8 @@ def test_a_rank_one_step_ahead(three_ranks: RankPool, update: str, policy: str, 
         kinds = {f.kind: f for f in first.findings}
         assert kinds["step"].ranks == (odd,)
         assert kinds["step"].reference_rank == (1 if odd == 0 else 0)
-        assert "5" in kinds["step"].detail
-        assert "4" in kinds["step"].detail
         assert first == results[0]["reports"][0]
-        assert [report for _, report in result["errors"]] == (result["reports"] if policy == "raise" else [])
+        assert result["errors"] == (result["reports"] if policy == "raise" else [])
         # The masked sync mixed nothing in (the odd rank may only take over scales and saturation counts),
         own = ("scale", "inv_scale", "saturated") if result is results[odd] else ()
         assert without(result["states"][0], *own) == without(result["before"], *own)
@@ -466,33 +389,10 @@ def test_a_rank_one_step_ahead(three_ranks: RankPool, update: str, policy: str, 
         assert result["steps"] == results[0]["steps"]
         # and once the window is refilled, everything is equal and stays equal without further reports.
         for step in (-3, -2, -1):
-            assert without(result["states"][step], "counters", "saturated") == without(
-                results[0]["states"][step], "counters", "saturated"
-            )
+            states = (without(of["states"][step], "counters", "saturated") for of in (result, results[0]))
+            assert next(states) == next(states)
         assert len(result["reports"]) <= 4
     assert results[odd]["before"] != results[2]["before"]
-
-
-@on_ranks(3)
-def test_a_manifest_word_that_differs_masks_the_commit() -> None:
-    """Damage the word in rank 1's memory, which cannot happen through the API."""
-    _model, manager = _manager("same_step", "raise")
-    _record(manager, 0)
-    manager.step()
-    before = state_of(manager)
-    word = manager._syncs[0].arena.words
-    if dist.get_rank() == 1:
-        word[0] += 1
-    _record(manager, 1)
-    with pytest.raises(DivergenceError) as caught:
-        manager.step()
-    assert _names(caught.value.report) == [("manifest", "manifest", (1,), 0)]
-    if dist.get_rank() == 1:
-        word[0] -= 1
-    assert state_of(manager) == before
-    _record(manager, 2)
-    manager.step()
-    same_on_all_ranks(state_of(manager))
 
 
 def _late_verdict(self: Any, outcome: Any, *_: Any) -> None:
@@ -526,7 +426,3 @@ def test_a_check_acts_on_what_the_last_sync_proved(update: str, on_gpu: bool) ->
     report = manager.check(policy="warn")
     assert (_names(report) if report.findings else [_names(r) for r in seen]) == [("scale", ":weight", (1,), 0)]
     assert not manager.check().diverged
-
-
-def test_errors_of_configuration_are_value_errors() -> None:
-    assert issubclass(ConfigurationError, ValueError)

@@ -9,7 +9,6 @@ from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.state.settings import Settings
 
 NOTHING: dict[str, Any] = {
@@ -26,37 +25,15 @@ def _resolve(environ: dict[str, str] | None = None, **arguments: Any) -> Setting
     return Settings.resolve(**{**NOTHING, **arguments}, environ=environ or {})
 
 
-def test_defaults() -> None:
-    assert _resolve() == Settings(
-        enabled=True, amax_sync=True, check_every=0, check_policy="raise", backend="auto", eval_precision="fp8"
-    )
-
-
-def test_booleans_from_the_environment() -> None:
-    for text, value in [(t, True) for t in ("1", "true", "YES", " on ", "True")] + [
-        (t, False) for t in ("0", "false", "No", "OFF ", "FALSE")
-    ]:
-        assert _resolve({"FP8DIST_ENABLED": text}).enabled is value
-        assert _resolve({"FP8DIST_AMAX_SYNC": text}).amax_sync is value
-        # Each variable controls one setting.
-        assert _resolve({"FP8DIST_ENABLED": text}).amax_sync is True
-        assert _resolve({"FP8DIST_AMAX_SYNC": text}).enabled is True
-
-
-def test_choices_from_the_environment() -> None:
-    settings = _resolve(
-        {"FP8DIST_CHECK_POLICY": "repair", "FP8DIST_BACKEND": "reference", "FP8DIST_CHECK_EVERY": " 50 "}
-    )
-    assert settings.check_policy == "repair"
-    assert settings.check_every == 50
-    assert settings.backend == "reference"
-    assert _resolve({"FP8DIST_BACKEND": "torch"}).backend == "torch"
-    assert _resolve({"FP8DIST_CHECK_EVERY": "5"}, check_every=0).check_every == 0
-
-
-def test_an_empty_variable_is_unset() -> None:
-    for name in ["ENABLED", "AMAX_SYNC", "CHECK_EVERY", "CHECK_POLICY", "BACKEND", "REPORT_DIR"]:
-        for text in ["", "  "]:
+def test_values_from_the_environment() -> None:
+    for texts, value in ((("1", "true", "YES", " on ", "True"), True), (("0", "false", "No", "OFF ", "FALSE"), False)):
+        for text in texts:
+            assert _resolve({"FP8DIST_ENABLED": text}) == _resolve(enabled=value)
+            assert _resolve({"FP8DIST_AMAX_SYNC": text}) == _resolve(amax_sync=value)
+    environ = {"FP8DIST_CHECK_POLICY": "repair", "FP8DIST_BACKEND": "reference", "FP8DIST_CHECK_EVERY": " 50 "}
+    assert _resolve(environ) == _resolve(check_policy="repair", backend="reference", check_every=50)
+    for name in ("ENABLED", "AMAX_SYNC", "CHECK_EVERY", "CHECK_POLICY", "BACKEND", "REPORT_DIR"):
+        for text in ("", "  "):  # An empty variable is unset.
             assert _resolve({f"FP8DIST_{name}": text}) == _resolve()
 
 
@@ -65,6 +42,7 @@ def test_arguments_beat_the_environment() -> None:
     settings = _resolve(environ, amax_sync=True, check_policy="raise", backend="torch")
     assert (settings.amax_sync, settings.check_policy, settings.backend) == (True, "raise", "torch")
     assert _resolve({"FP8DIST_AMAX_SYNC": "1"}, amax_sync=False).amax_sync is False
+    assert _resolve({"FP8DIST_CHECK_EVERY": "5"}, check_every=0).check_every == 0
 
 
 def test_enabled_by_the_argument_and_the_environment() -> None:
@@ -77,60 +55,41 @@ def test_enabled_by_the_argument_and_the_environment() -> None:
 
 def test_a_bad_variable_is_named() -> None:
     """The user set a variable, so no argument is named. Who asks for checks must not silently get none."""
-    bad = [(name, text, "") for name in ("ENABLED", "AMAX_SYNC") for text in ("2", "ja", "-1", "None", "01")]
-    bad += [("CHECK_EVERY", text, "") for text in ("often", "-1", "1.5", "10 steps")]
-    bad += [("CHECK_POLICY", text, "raise, warn, repair") for text in ("shout", "Repair")]
-    bad += [("BACKEND", text, "auto, triton, torch, reference") for text in ("cuda", "Torch")]
-    for name, text, choices in bad:
-        with pytest.raises(ConfigurationError, match=f"^FP8DIST_{name} must be .*{choices}.*'{text}'"):
-            _resolve({f"FP8DIST_{name}": text})
-    # FP8DIST_ENABLED overrides the argument, so a typo in its value must raise.
-    with pytest.raises(ConfigurationError, match=r"FP8DIST_ENABLED must be .*'of'"):
-        _resolve({"FP8DIST_ENABLED": "of"}, enabled=True)
+    for name, texts, choices in (
+        ("ENABLED", ("2", "ja", "-1", "None", "01", "of"), ""),
+        ("AMAX_SYNC", ("2", "ja"), ""),
+        ("CHECK_EVERY", ("often", "-1", "1.5", "10 steps"), ""),
+        ("CHECK_POLICY", ("shout", "Repair"), "raise, warn, repair"),
+        ("BACKEND", ("cuda", "Torch"), "auto, triton, torch, reference"),
+    ):
+        for text in texts:
+            with pytest.raises(ConfigurationError, match=f"^FP8DIST_{name} must be .*{choices}.*'{text}'"):
+                _resolve({f"FP8DIST_{name}": text}, **({"enabled": True} if name == "ENABLED" else {}))
 
 
 def test_a_bad_argument_is_named() -> None:
-    for argument, value in [
-        ("check_policy", "shout"),
-        ("check_policy", True),
-        ("check_every", -1),
-        ("check_every", True),
-        ("check_every", 1.0),
-        ("check_every", "10"),
-        ("backend", "cuda"),
-        ("backend", 0),
-        ("eval_precision", "fp16"),
-        ("eval_precision", None),
-        ("enabled", "0"),
-        ("enabled", 1),
-        ("amax_sync", "0"),
-        ("amax_sync", 0),
-    ]:
-        with pytest.raises(ConfigurationError, match=f"{argument} must be .*{value!r}"):
-            _resolve(**{argument: value})
+    for argument, values in {
+        "check_policy": ("shout", True),
+        "check_every": (-1, True, 1.0, "10"),
+        "backend": ("cuda", 0),
+        "eval_precision": ("fp16", None),
+        "enabled": ("0", 1),
+        "amax_sync": ("0", 0),
+    }.items():
+        for value in values:
+            with pytest.raises(ConfigurationError, match=f"{argument} must be .*{value!r}"):
+                _resolve(**{argument: value})
 
 
-def test_all_settings_are_described() -> None:
-    assert _resolve(eval_precision="high", backend="torch").describe() == {
-        "enabled": True,
-        "amax_sync": True,
-        "check_every": 0,
-        "check_policy": "raise",
-        "backend": "torch",
-        "eval_precision": "high",
-        "fp8_all_gather": False,
-        "fallback": None,
-        "audit_every": 0,
-        "audit_bytes": 1 << 26,
-        "max_repairs": None,
-        "share_group": False,
-    }
-
-
-def test_the_report_folder_is_not_part_of_the_agreement() -> None:
-    settings = _resolve({"FP8DIST_REPORT_DIR": "/evidence"})
+def test_defaults_and_descriptions() -> None:
+    """All settings are part of what ranks agree on, but for the folder of reports."""
+    defaults = {"enabled": True, "amax_sync": True, "check_every": 0, "check_policy": "raise", "backend": "auto"}
+    defaults |= {"eval_precision": "fp8", "fp8_all_gather": False, "fallback": None, "audit_every": 0}
+    defaults |= {"audit_bytes": 1 << 26, "max_repairs": None, "share_group": False}
+    assert _resolve().describe() == defaults
+    settings = _resolve({"FP8DIST_REPORT_DIR": "/evidence"}, eval_precision="high", backend="torch")
     assert settings.report_dir == "/evidence"
-    assert settings.describe() == _resolve().describe()
+    assert settings.describe() == {**defaults, "eval_precision": "high", "backend": "torch"}
 
 
 def test_prepare_reads_the_environment_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +98,6 @@ def test_prepare_reads_the_environment_when_called(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FP8DIST_CHECK_POLICY", "warn")
     manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
     assert manager.settings == Settings(True, False, 0, "warn", "reference", "fp8")
-    monkeypatch.setenv("FP8DIST_ENABLED", "0")
-    model = nn.Sequential(nn.Linear(16, 16))
-    manager = fp8dist.prepare(model, enabled=True)
-    assert not manager.settings.enabled
-    assert isinstance(model[0], FP8Linear)
     monkeypatch.setenv("FP8DIST_BACKEND", "nonsense")
     model = nn.Sequential(nn.Linear(16, 16))
     with pytest.raises(ConfigurationError, match="nonsense"):

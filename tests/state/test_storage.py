@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import random
+import re
 import struct
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +36,8 @@ def _prepared(history_len: int = 3, layers: int = 2) -> tuple[nn.Module, StateMa
 
 
 @pytest.fixture
-def trained() -> tuple[nn.Module, StateManager]:
-    """Return a model after four steps, one with a NaN, one without its second layer."""
+def trained() -> Iterator[StateManager]:
+    """The manager of a model after four steps, one with a NaN, one without its second layer."""
     model, manager = _prepared()
     generator = torch.Generator().manual_seed(0)
     for step in range(4):
@@ -43,13 +46,14 @@ def trained() -> tuple[nn.Module, StateManager]:
             x[0, 0] = float("nan")
         (model if step != 1 else model[0])(x).sum().backward()
         manager.step()
-    return model, manager
+    yield manager
+    del model  # A manager refers to its model weakly.
 
 
 @pytest.fixture
-def saved(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> Path:
+def saved(trained: StateManager, tmp_path: Path) -> Path:
     path = tmp_path / "state.safetensors"
-    trained[1].save(path)
+    trained.save(path)
     return path
 
 
@@ -62,24 +66,23 @@ def _used() -> tuple[nn.Module, StateManager]:
     return model, manager
 
 
-def _refused(path: Path, strict: bool = True, named: bool = True) -> str:
-    """Return the error of loading ``path``, and assert that nothing changed."""
+def _refused(path: Path, strict: bool = True) -> str:
+    """Return the error of loading ``path``, and assert that it names the file and that nothing changed."""
     _, manager = _used()
     before, steps = state_of(manager), manager.steps
     with pytest.raises(CheckpointError) as caught:
         manager.load(path, strict=strict)
     assert state_of(manager) == before
     assert manager.steps == steps
-    assert not named or str(path) in str(caught.value), f"the file is not named: {caught.value}"
+    assert str(path) in str(caught.value)
     return str(caught.value)
 
 
-def test_round_trip(trained: tuple[nn.Module, StateManager], saved: Path) -> None:
-    _, manager = trained
+def test_round_trip(trained: StateManager, saved: Path) -> None:
     _model, other = _prepared()
     other.load(saved)
-    assert state_of(other) == state_of(manager)
-    assert other.steps == manager.steps == 4
+    assert state_of(other) == state_of(trained)
+    assert other.steps == trained.steps == 4
     assert state_of(other)["1", "input"]["counters"] == [2, 1]
     other.load(str(saved))
     again = saved.with_name("again.safetensors")
@@ -89,16 +92,16 @@ def test_round_trip(trained: tuple[nn.Module, StateManager], saved: Path) -> Non
     assert all(first[name].equal(second[name]) for name in first)
 
 
-def test_saving_makes_folders_and_overwrites(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
-    _, manager = trained
-    path = tmp_path / "a" / "b" / "state"
-    manager.save(path)
-    manager.reset()
-    manager.save(path)
+def test_saving_makes_folders_and_overwrites(trained: StateManager, tmp_path: Path) -> None:
+    """Without ranks, the rank is 0."""
+    path = tmp_path / "a" / "{rank}" / "state"
+    trained.save(path)
+    trained.reset()
+    trained.save(path)
     _model, other = _prepared()
-    other.load(path)
-    assert state_of(other) == state_of(manager)
-    assert os.listdir(path.parent) == ["state"]
+    other.load(tmp_path / "a" / "0" / "state")
+    assert state_of(other) == state_of(trained)
+    assert os.listdir(tmp_path / "a" / "0") == ["state"]
 
 
 @on_ranks(2)
@@ -108,27 +111,20 @@ def test_rank_is_substituted(tmp_path: Path) -> None:
     manager.register("a", "input", "e4m3")
     manager.slot("a", "input").record(torch.tensor([1.0 + rank]))
     manager.step()
-    manager.save(f"{tmp_path}/{{rank}}/state-{{rank}}.safetensors")
+    path = f"{tmp_path}/{{rank}}/state-{{rank}}.safetensors"
+    manager.save(path)
     manager.reset()
-    manager.load(f"{tmp_path}/{{rank}}/state-{{rank}}.safetensors")
+    manager.load(path)
     assert manager.slot("a", "input").amax == 1.0 + rank
-    torch.distributed.barrier()
-    found = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.safetensors"))
-    assert found == ["0/state-0.safetensors", "1/state-1.safetensors"]
-
-
-def test_rank_is_zero_without_distributed(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
-    trained[1].save(tmp_path / "{rank}")
-    assert os.listdir(tmp_path) == ["0"]
+    assert os.listdir(tmp_path / str(rank)) == [f"state-{rank}.safetensors"]
 
 
 def test_a_failed_write_leaves_the_old_file(
-    trained: tuple[nn.Module, StateManager], saved: Path, monkeypatch: pytest.MonkeyPatch
+    trained: StateManager, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """During the write, the name still refers to the old state. The new file is on the same file system."""
-    _, manager = trained
     old = saved.read_bytes()
-    manager.reset()
+    trained.reset()
 
     def fails(handle: int) -> None:
         assert len(os.listdir(saved.parent)) == 2
@@ -141,7 +137,7 @@ def test_a_failed_write_leaves_the_old_file(
         with monkeypatch.context() as patch:
             patch.setattr(storage.os, name, failure)
             with pytest.raises(error):
-                manager.save(saved)
+                trained.save(saved)
         assert saved.read_bytes() == old
         assert os.listdir(saved.parent) == [saved.name]
     written: list[bytes] = []
@@ -154,19 +150,14 @@ def test_a_failed_write_leaves_the_old_file(
         replace(source, target)
 
     monkeypatch.setattr(storage.os, "replace", watching)
-    manager.save(saved)
+    trained.save(saved)
     assert written == [saved.read_bytes()] != [old]
-
-
-def _header_length(content: bytes) -> int:
-    length: int = struct.unpack("<Q", content[:8])[0]
-    return 8 + length
 
 
 def test_a_flipped_byte_anywhere_is_found(saved: Path) -> None:
     """Flips bytes in the length, the JSON header, the padding and the numbers."""
     content = saved.read_bytes()
-    header = _header_length(content)
+    header = 8 + struct.unpack("<Q", content[:8])[0]
     rng = random.Random(0)
     places = [*range(12), *rng.sample(range(header), 50), header - 1, *rng.sample(range(header, len(content)), 40)]
     _model, manager = _prepared()
@@ -175,15 +166,8 @@ def test_a_flipped_byte_anywhere_is_found(saved: Path) -> None:
         damaged = bytearray(content)
         damaged[place] ^= rng.choice([1, 2, 4, 8, 16, 32, 64, 128, 255])
         saved.write_bytes(damaged)
-        try:
+        with pytest.raises(CheckpointError, match=re.escape(str(saved))):
             manager.load(saved)
-        except CheckpointError as error:
-            if str(saved) not in str(error):
-                raise AssertionError(f"byte {place}: the file is not named: {error}") from error
-        except BaseException as error:
-            raise AssertionError(f"byte {place}: {type(error).__name__}: {error}") from error
-        else:
-            raise AssertionError(f"byte {place} ({content[place]:#x} -> {damaged[place]:#x}) was not noticed")
     assert state_of(manager) == before
 
 
@@ -249,107 +233,67 @@ def _blob(state: dict[str, Any]) -> bytes:
     return save(tensors, {"format": "fp8dist-state", "header": text, "sha256": checksum})
 
 
-def test_bytes_are_those_of_a_file_and_the_same_for_the_same_state(
-    trained: tuple[nn.Module, StateManager], saved: Path
-) -> None:
+def test_bytes_are_those_of_a_file_and_the_same_for_the_same_state(trained: StateManager, saved: Path) -> None:
     """Users who compare or merge checkpoints compare bytes; safetensors orders metadata at random."""
-    _, manager = trained
-    blobs = {manager.state_dict()["shared"] for _ in range(20)}
+    blobs = {trained.state_dict()["shared"] for _ in range(20)}
     assert blobs == {saved.read_bytes()}
     _model, other = _prepared()
     other.load_state_dict({"shared": blobs.pop()})
-    assert state_of(other) == state_of(manager)
+    assert state_of(other) == state_of(trained)
 
 
-def test_another_version_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
+def test_another_version_is_refused(trained: StateManager, tmp_path: Path) -> None:
     for version in (0, 1, 2, 4, "3", None):
-        text = _refused(_rewritten(trained[1], tmp_path / "other", version=version), named=False)
+        text = _refused(_rewritten(trained, tmp_path / "other", version=version))
         assert f"version {version!r}" in text
         assert "reads version 3" in text
-
-
-def test_a_state_dict_of_version_1_is_refused(trained: tuple[nn.Module, StateManager]) -> None:
-    old = {name: value for name, value in saved_of(trained[1]).items() if name not in ("formats", "recipes")}
+    old = {name: value for name, value in saved_of(trained).items() if name not in ("formats", "recipes")}
     with pytest.raises(CheckpointError, match="has version 1, this library reads version 3"):
-        trained[1].load_state_dict({**old, "version": 1})
+        trained.load_state_dict({**old, "version": 1})
 
 
-UNFIT: list[tuple[str, Any]] = [
-    ("scale", torch.ones(5)),
-    ("scale", torch.ones(6, dtype=torch.float64)),
-    ("scale", torch.zeros(6)),
-    ("scale", torch.full((6,), float("nan"))),
-    ("scale", torch.full((6,), float("inf"))),
-    ("scale", -torch.ones(6)),
-    ("amax", torch.ones(6, 1)),
-    ("cold", torch.ones(6)),
-    ("counters", torch.ones(2, 6, dtype=torch.int64)),
-    ("history", torch.ones(6)),
-    ("history", torch.ones(6, 0)),
-    ("history", torch.ones(5, 3)),
-    ("step", torch.ones(1, dtype=torch.int64)),
-    ("slots", [["0", "input"]] * 6),
-    ("slots", [["0", "input"]]),
-    ("slots", [1, 2, 3, 4, 5, 6]),
-    ("slots", [["a", "b", "c"]] * 6),
-    ("slots", None),
-    ("slots", 7),
-    ("formats", ["e4m3"] * 5),
-    ("formats", "e4m3e5"),
-    ("formats", [1] * 6),
-    ("formats", None),
-    ("recipes", ["margin"]),
-    ("recipes", {}),
-    ("recipe_of", [0]),
-    ("recipe_of", "0"),
-    ("precision", ["fprop"]),
-    ("tripped", [99]),
-    ("tripped", None),
-]
+UNFIT: dict[str, tuple[Any, ...]] = {
+    "scale": (
+        *(torch.ones(5), torch.ones(6, dtype=torch.float64), torch.zeros(6), -torch.ones(6)),
+        *(torch.full((6,), value) for value in (math.nan, math.inf)),
+    ),
+    "amax": (torch.ones(6, 1),),
+    "cold": (torch.ones(6),),
+    "counters": (torch.ones(2, 6, dtype=torch.int64),),
+    "history": (torch.ones(6), torch.ones(6, 0), torch.ones(5, 3)),
+    "step": (torch.ones(1, dtype=torch.int64),),
+    "slots": ([["0", "input"]] * 6, [["0", "input"]], [1, 2, 3, 4, 5, 6], [["a", "b", "c"]] * 6, None, 7),
+    "formats": (["e4m3"] * 5, "e4m3e5", [1] * 6, None),
+    "recipes": (["margin"], {}),
+    "recipe_of": ([0], "0"),
+    "precision": (["fprop"],),
+    "tripped": ([99], None),
+}
 
 
 @pytest.mark.slow
-def test_content_that_does_not_fit_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
-    for index, (name, value) in enumerate(UNFIT):
-        path = _rewritten(trained[1], tmp_path / "odd", **{name: value})
+@pytest.mark.parametrize("name", UNFIT)
+def test_content_that_does_not_fit_is_refused(name: str, trained: StateManager, tmp_path: Path) -> None:
+    for value in UNFIT[name]:
+        path = _rewritten(trained, tmp_path / "odd", **{name: value})
         for strict in (True, False):
-            try:
-                _refused(path, strict, named=False)
-            except BaseException as error:
-                raise AssertionError(f"number {index}, {name}, strict={strict}") from error
-
-
-def test_the_file_is_named_whatever_is_wrong_with_it(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
-    changes: tuple[dict[str, Any], ...] = (
-        {"version": 1},
-        {"scale": torch.zeros(6)},
-        {"slots": [["x", "input"]] * 6},
-    )
-    for change in changes:
-        _refused(_rewritten(trained[1], tmp_path / "this-file", **change))
-    _model, manager = _prepared(layers=3)
-    manager.save(tmp_path / "this-file")
-    assert "unexpected slots: 2:grad_output" in _refused(tmp_path / "this-file")
-
-
-_TENSORS = ["step", "scale", "amax", "cold", "counters", "history"]
-_CONTENT = ["version", "slots", "formats", "recipes", "recipe_of", "precision", "tripped", *_TENSORS]
+            _refused(path, strict)
 
 
 def test_a_state_dict_that_lacks_something_or_that_no_run_could_have_is_refused(
-    trained: tuple[nn.Module, StateManager],
+    trained: StateManager,
 ) -> None:
     """A non-finite amax in the window would freeze the scale for history_len steps."""
     _model, manager = _prepared()
     before = state_of(manager)
-    for name in _CONTENT:
-        state = saved_of(trained[1])
+    for name in ("version", *UNFIT):
+        state = saved_of(trained)
         del state[name]
         with pytest.raises(CheckpointError, match=name):
             manager.load_state_dict({"shared": _blob(state)})
         assert state_of(manager) == before, name
     for value in (float("nan"), float("inf")):
-        state = saved_of(trained[1])
+        state = saved_of(trained)
         state["history"].view(-1)[0] = value
         with pytest.raises(CheckpointError, match="'shared': FP8 state: history"):
             manager.load_state_dict({"shared": _blob(state)})
@@ -374,15 +318,6 @@ def test_another_model_is_refused_unless_not_strict(saved: Path) -> None:
     assert manager.slot("0", "input").amax > 0
 
 
-def test_another_history_length_keeps_the_newest(trained: tuple[nn.Module, StateManager], saved: Path) -> None:
-    whole = trained[1].slot("0", "input").amax_history.tolist()
-    for length in (1, 2, 3, 5, 20):
-        _model, manager = _prepared(history_len=length)
-        manager.load(saved)
-        expected = ([0.0] * length + whole)[-length:]
-        assert manager.slot("0", "input").amax_history.tolist() == expected
-
-
 def test_a_model_without_slots_can_be_saved_and_loaded(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     manager = fp8dist.prepare(model)
@@ -398,31 +333,21 @@ def _own_states(kind: str, folder: str) -> Any:
     """Return (keys of state_dict, its content, loaded from all ranks' keys merged, loaded from one DCP checkpoint)."""
     rank = torch.distributed.get_rank()
     alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
-    world = torch.distributed.group.WORLD
-    settings: dict[str, Any] = {
-        "amax_sync": {"group": world, "amax_sync": False},
-        "groups": {"group": world, "groups": {"0": alone}},
-        "shared": {"group": world},
-    }[kind]
-
-    def new() -> tuple[nn.Module, StateManager]:
-        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        return model, fp8dist.prepare(model, DelayedScaling(history_len=2), **settings)
-
+    settings = {"amax_sync": {"amax_sync": False}, "groups": {"groups": {"0": alone}}, "shared": {}}[kind]
     torch.manual_seed(0)
-    model, manager = new()
+    models = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3)]
+    manager, merged, stored = (
+        fp8dist.prepare(model, DelayedScaling(2), group=torch.distributed.group.WORLD, **settings) for model in models
+    )
     manager.attach()
-    model(torch.full((4, 16), 1.0 + rank)).sum().backward()
+    models[0](torch.full((4, 16), 1.0 + rank)).sum().backward()
     manager.step()
     state = manager.state_dict()
     everyone: list[Any] = [None, None]
     torch.distributed.all_gather_object(everyone, state)
-    merged_model, merged = new()
     merged.load_state_dict({**everyone[0], **everyone[1]})
     dcp.save({"fp8": manager}, checkpoint_id=folder)
-    stored_model, stored = new()
     dcp.load({"fp8": stored}, checkpoint_id=folder)
-    assert None not in (merged_model, stored_model)
     return sorted(state), state_of(manager), [state_of(m) for m in (merged, stored)]
 
 

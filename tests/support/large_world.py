@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -16,10 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8dist.state.groups import SyncGroup
-from fp8dist.state.publications import Publication, _agree, _publish_outcome, publish_manifest
 
 SIZE = 16_384
-RANKS = (0, 1, 8_191, 16_383)
 AXES = (2_048, 8)
 
 
@@ -62,14 +59,20 @@ class Member(SyncGroup):
         self.__dict__.update(group.__dict__, rank=rank)
 
 
+def _text(value: Any) -> str:
+    """Return a value as a HashStore takes it. C++ hands over bytes."""
+    return value if isinstance(value, str) else bytes(value).decode()
+
+
 class CountingStore(dist.Store):
-    """A store in this process that counts its calls. Does not count a wait that returns at once."""
+    """A store in this process that counts its calls. Does not count a wait that returns at once.
+    ``keys``: number of keys that were looked up."""
 
     def __init__(self) -> None:
         super().__init__()
         self._inner = dist.HashStore()
         self.operations: Counter[str] = Counter()
-        self.bytes = 0
+        self.keys = self.bytes = 0
 
     @property
     def total(self) -> int:
@@ -81,7 +84,7 @@ class CountingStore(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         self._note("set", key, value)
-        self._inner.set(key, bytes(value).decode())
+        self._inner.set(key, _text(value))
 
     def get(self, key: str) -> bytes:
         value = self._inner.get(key)
@@ -94,6 +97,7 @@ class CountingStore(dist.Store):
 
     def check(self, keys: list[str]) -> bool:
         self._note("check", *keys)
+        self.keys += len(keys)
         return self._inner.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(minutes=1)) -> None:
@@ -102,43 +106,10 @@ class CountingStore(dist.Store):
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         self._note("compare_set", key, desired)
-        return self._inner.compare_set(key, bytes(expected).decode(), bytes(desired).decode())
+        return self._inner.compare_set(key, _text(expected), _text(desired))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         values = self._inner.multi_get(keys)
         self._note("multi_get", *keys, *values)
+        self.keys += len(keys)
         return values
-
-
-class Crowd:
-    """All ranks except those in ``RANKS``: performs their store operations at attach, one rank after the other."""
-
-    def __init__(self) -> None:
-        self._published: list[Publication] = []
-
-    @contextlib.contextmanager
-    def attaching(self) -> Iterator[None]:
-        """Make ``attach`` of this process stand for all of these ranks."""
-        with (
-            mock.patch("fp8dist.job.agreement.publish_manifest", self._publish),
-            mock.patch("fp8dist.job.agreement.agree_on_manifests", self._agree),
-        ):
-            yield
-
-    def _publish(self, group: SyncGroup, manifest: Mapping[str, Any]) -> Publication:
-        """Publish for the groups of ranks in ``RANKS``: this group, shifted along the last axis."""
-        first = group.ranks[0]
-        starts = [0] if group.size == SIZE else sorted({rank % AXES[1] for rank in RANKS})
-        for start in starts:
-            moved = group_of([rank - first + start for rank in group.ranks])
-            members = (Member(moved, rank) for rank in moved.ranks if rank not in RANKS)
-            self._published += [publish_manifest(member, manifest) for member in members]
-        return self._published[-1]._replace(group=group)
-
-    def _agree(self, publications: Sequence[Any], rounds: int, timeout: timedelta) -> None:
-        for publication in self._published:
-            if publication.group.rank == min(publication.group.ranks):
-                assert _agree(publication, timeout, time.monotonic() + timeout.total_seconds()) is None
-        for round_ in range(rounds):
-            for publication in self._published:
-                _publish_outcome(publication, round_, [])
