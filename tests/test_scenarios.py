@@ -31,16 +31,17 @@ for _table in TABLES:
         assert _name not in SCENARIOS, _name
         SCENARIOS[_name] = _scenario
 
-BY_DATA = ("weights written after each step: .data", "local sgd: attached inner", "schedule-free")
+BY_DATA = ("weights written after each step: .data", "local sgd: attached inner")
 """Programs that write to weights through .data between steps, at some of them."""
 
-SLOW = [name for name in SCENARIOS if any(word in name for word in ("compiled", "torch.compile", "in any order"))]
+NOTHING_SHARED = ("local sgd", "fsdp2", "ranks hold parameters of their own")
+"""Programs in which no parameter is known to be on two ranks, which a check says."""
 
-COMPILED = ("prepared after it was compiled and run", "torch.compile, then the optimizer is re-created")
-"""These take seconds. "compiled" runs for every change."""
+RARE = "prepared after it was compiled and run"
+"""It takes seconds."""
 
 ALONE = [
-    pytest.param(name, marks=NIGHTLY if name in COMPILED else pytest.mark.slow if name in SLOW else ())
+    pytest.param(name, marks=NIGHTLY if name == RARE else pytest.mark.slow if "in any order" in name else ())
     for name, scenario in SCENARIOS.items()
     if scenario.ranks == 1
 ]
@@ -54,9 +55,12 @@ def bench(two_ranks: RankPool) -> Iterator[Bench]:
 
 def _silent(name: str) -> Any:
     """Run a SILENT scenario on this rank. Return what must be equal on all ranks."""
-    # No ordinary loop looks like faulty memory, unless it writes through .data between two steps.
-    at_rest = mock.patch.dict(os.environ, FP8DIST_AT_REST_EVERY="0" if name in BY_DATA else "1")
-    with at_rest, silence("is switched off:" if name.startswith("switched off") else None):
+    # No ordinary loop looks like faulty memory, unless it writes through .data between two steps; and no check warns.
+    checks = {
+        "FP8DIST_AT_REST_EVERY": "0" if name in BY_DATA else "1",
+        "FP8DIST_CHECK_EVERY": "0" if name.startswith(NOTHING_SHARED) else "1",
+    }
+    with mock.patch.dict(os.environ, checks), silence("is switched off:" if name.startswith("switched off") else None):
         return SCENARIOS[name].program()
 
 

@@ -135,7 +135,13 @@ def _flips(seed: int, count: int) -> tuple[list[str], Counter[str]]:
             if text:
                 wrong.append(f"{target.name} {target.field} bit {bit} on rank {odd}: {text}")
             hit[f"{target.kind} {target.field or target.name}"] += 1
-        assert whole_world(model).consistent
+    # Equal NaN, Inf and -0.0 are no difference. Parameters of random bytes have some already.
+    manager.slot(*SLOTS[0]).scale.fill_(math.nan)
+    manager.slot(*SLOTS[1]).amax.fill_(-0.0)
+    manager._syncs[0].arena.history[2, 1:4] = torch.tensor([math.nan, math.inf, -math.inf])
+    for report in (manager.check(policy="warn"), whole_world(model)):
+        assert report.findings == ()
+    assert report.compared == {"parameter": len(DTYPES) + 2, "slot": len(SLOTS)}
     return wrong, hit
 
 
@@ -162,9 +168,8 @@ def test_a_flipped_bit_is_found_and_named_wherever_it_is(four_ranks: RankPool) -
 
 @pytest.mark.long
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_thousand_flipped_bits_are_all_found_and_named(four_ranks: RankPool, seed: int) -> None:
-    _assert_all_found(four_ranks, seed, 500)
+def test_a_thousand_flipped_bits_are_all_found_and_named(four_ranks: RankPool) -> None:
+    _assert_all_found(four_ranks, 1, 1000)
 
 
 @pytest.mark.parametrize(("word", "kind", "odd"), [(0, "manifest", 0), (1, "step", 3)])
@@ -181,38 +186,6 @@ def test_a_damaged_manifest_or_step_word_is_named(word: int, kind: str, odd: int
     assert [(f.kind, f.name, f.ranks, f.reference_rank, f.sides) for f in report.findings] == expected
 
 
-@pytest.mark.parametrize(
-    "checks",
-    [pytest.param(40, marks=pytest.mark.slow), pytest.param(1000, marks=[pytest.mark.long, pytest.mark.nightly])],
-)
-@on_ranks(4, timeout=200)
-def test_clean_checks_raise_no_alarm_with_nan_inf_and_negative_zero(checks: int) -> None:
-    """Check equal ranks with equal NaN, Inf and -0.0. Before each check, some bits change on all ranks."""
-    model, manager = prepared()
-    pools = _targets(model, manager)
-    special = [math.nan, math.inf, -math.inf, -0.0]
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and p.ndim:
-                p[0, :4] = torch.tensor(special, dtype=p.dtype)
-    manager.slot(*SLOTS[0]).scale.fill_(math.nan)
-    manager.slot(*SLOTS[1]).amax.fill_(-0.0)
-    manager._syncs[0].arena.history[2, 1:4] = torch.tensor(special[:3])
-    chance = random.Random(7)
-    alarms = []
-    compared: tuple[tuple[str, int], ...] = ()
-    for i in range(checks):
-        target = chance.choice(chance.choice(pools))
-        if target.tensor.dtype is not torch.bool:
-            flip(target.tensor, chance.randrange(8 * raw(target.tensor).numel()))
-        report = manager.check(policy="warn") if i % 2 else whole_world(model)
-        if report.findings:
-            alarms.append(str(report))
-        compared = compared if i % 2 else report.compared
-    assert alarms == []
-    assert compared == {"parameter": len(DTYPES) + 2, "slot": len(SLOTS)}
-
-
 class Two(nn.Module):
     """Two parameters of one shape, and a third with several digest blocks."""
 
@@ -224,21 +197,15 @@ class Two(nn.Module):
         self.long = nn.Parameter(torch.randn(3 * (1 << 16)))  # 768 KiB: three blocks.
 
 
-def _swap_distant(m: Two) -> None:
-    m.long[[5, -5]] = m.long[[-5, 5]]
-
-
 def _swap_blocks(m: Two) -> None:
     blocks = m.long.view(3, -1)
     blocks[[0, 2]] = blocks[[2, 0]]
 
 
-def _flip_twice(bit: int, *places: int) -> Callable[[Two], None]:
-    def damage(m: Two) -> None:
-        for place in places:
-            flip(m.long, 32 * place + bit)
-
-    return damage
+def _flip_two_signs(m: Two) -> None:
+    """In different blocks."""
+    for place in (3, 3 + (1 << 16)):
+        flip(m.long, 32 * place + 31)
 
 
 def _swap_tensors(m: Two) -> None:
@@ -253,36 +220,28 @@ def _change_nan_payload(m: Two) -> None:
     m.second.view(torch.int32)[1, 1] += 1
 
 
-SEVERAL: dict[str, tuple[Callable[[Two], object], list[tuple[str, tuple[int, ...]]]]] = {
-    "two distant elements swapped": (_swap_distant, [("long", (5,))]),
-    "two blocks swapped": (_swap_blocks, [("long", (0,))]),
-    "two sign bits in different blocks": (_flip_twice(31, 3, 3 + (1 << 16)), [("long", (3,))]),
-    "two tensors swapped": (_swap_tensors, [("first", (0, 0)), ("second", (0, 0))]),
-    "sign of zero": (_change_sign_of_zero, [("first", (2, 3))]),
-    "NaN payload": (_change_nan_payload, [("second", (1, 1))]),
+SEVERAL: dict[Callable[[Two], None], list[tuple[str, tuple[int, ...], str]]] = {
+    _swap_blocks: [("long", (0,), "")],
+    _flip_two_signs: [("long", (3,), "")],
+    _swap_tensors: [("first", (0, 0), ""), ("second", (0, 0), "")],
+    _change_sign_of_zero: [("first", (2, 3), "0x80000000 against 0x00000000")],
+    _change_nan_payload: [("second", (1, 1), "0x7fc00001 against 0x7fc00000")],
 }
+"""Damage, and the name, index and a part of the detail of each finding."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", SEVERAL)
 @on_ranks(4)
-def test_damage_that_a_plain_sum_would_miss_is_found(what: str) -> None:
-    damage, expected = SEVERAL[what]
-    model = Two()
-    with torch.no_grad():
-        model.first[2, 3] = 0.0
-        model.second[1, 1] = math.nan
-        if dist.get_rank() == 2:
-            damage(model)
-    with captured_log():
-        findings = whole_world(model).findings
-    assert [(f.name, f.ranks, f.reference_rank, f.index) for f in findings] == [
-        (name, (2,), 0, index) for name, index in expected
-    ]
-    first = findings[0]
-    if what == "sign of zero":
-        assert first.ulp == 0
-        assert "0x80000000 against 0x00000000" in first.detail
-    if what == "NaN payload":
-        assert first.ulp is None
-        assert "0x7fc00001 against 0x7fc00000" in first.detail
+def test_damage_that_a_plain_sum_would_miss_is_found() -> None:
+    for damage, expected in SEVERAL.items():
+        model = Two()
+        with torch.no_grad(), captured_log():
+            model.first[2, 3] = 0.0
+            model.second[1, 1] = math.nan
+            if dist.get_rank() == 2:
+                damage(model)
+            findings = whole_world(model).findings
+        assert [(f.name, f.ranks, f.reference_rank, f.index) for f in findings] == [
+            (name, (2,), 0, index) for name, index, _ in expected
+        ]
+        assert all(detail in finding.detail for finding, (*_, detail) in zip(findings, expected))

@@ -1,45 +1,36 @@
-"""State that differs by design is left out, and the report says so. A check that can compare nothing raises."""
+"""What is compared, buffers and an optimizer's number of steps too, and what is left out because it differs by design.
+A check that can compare nothing raises."""
 
 from __future__ import annotations
 
 import gc
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import ConfigurationError, DelayedScaling
-from fp8dist.cli.main import USAGE, main
+from fp8dist import ConfigurationError, DelayedScaling, DivergenceReport
+from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import on_ranks
 from tests.support.training import SmallJob, batch, make_net
 
 
-def _seeded_differently(module: nn.Module) -> nn.Module:
-    """Each rank has different parameters."""
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(dist.get_rank() + 1)))
-    return module
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(2)
 def test_shards_of_fsdp1_are_not_compared(use_orig_params: bool) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
     options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
     net[0] = FullyShardedDataParallel(net[0], **options)
-    sharded = FullyShardedDataParallel(net, sharding_strategy=ShardingStrategy.FULL_SHARD, **options)
+    sharded = FullyShardedDataParallel(net, **options)
     model = nn.Sequential(sharded, nn.Linear(16, 16))  # Next to a module that the caller declares as replicated.
     optimizer = torch.optim.AdamW(sharded.parameters())
     nn.init.ones_(model[1].weight), nn.init.ones_(model[1].bias)
@@ -56,77 +47,48 @@ def test_shards_of_fsdp1_are_not_compared(use_orig_params: bool) -> None:
     assert any("optimizer states sharded by FSDP1" in text for text in reports[1][2])
 
 
-@on_ranks(2)
-def test_shards_of_fsdp2_are_not_compared() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with pytest.raises(ConfigurationError, match="nothing to compare") as alone:  # No tensor has a replica.
-        fp8dist.check(model, policy="warn")
-    beside = nn.Linear(16, 16)
-    report = fp8dist.check(nn.Sequential(model, beside), group=dist.group.WORLD, policy="warn")
-    assert report.findings == ()
-    assert report.compared == {"parameter": 2}
-    assert report.skipped == ("4 parameters that are DTensors without a Replicate axis: each rank has its own",)
-    assert f"({report.skipped[0]}): pass group=" in str(alone.value)
-
-
 class _Experts(nn.Module):
-    """A dense layer shared by all ranks, and experts that exist on one rank each."""
+    """A dense layer shared by all ranks, and an expert that exists on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.dense = nn.Linear(16, 16)
+        self.dense, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
         self.block = nn.Module()
-        self.block.experts = _seeded_differently(nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]))
-        self.norm = nn.BatchNorm1d(16)
+        torch.manual_seed(dist.get_rank() + 1)
+        self.block.experts = nn.ModuleList([nn.Linear(16, 16)])
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(self.dense(x))
-        return self.block.experts[1](self.block.experts[0](h))
+        out: Tensor = self.block.experts[0](self.norm(self.dense(x)))
+        return out
 
 
-@pytest.mark.parametrize("how", ["prepared", "ignored by DDP", "named"])
 @on_ranks(2)
-def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm(how: str) -> None:
+def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm() -> None:
     """The shared part is still compared."""
     inner: Any = _Experts()
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    model, manager, checks = inner, None, []
-    if how == "prepared":
-        manager = fp8dist.prepare(inner, group=dist.group.WORLD, groups={"*.experts.*": alone})
-    if how != "named":
-        own = [name for name, _ in inner.named_parameters() if "experts" in name]
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, own)
-        model = nn.parallel.DistributedDataParallel(inner)
+    manager = fp8dist.prepare(inner, group=dist.group.WORLD, groups={"*.experts.*": alone})
+    own = [name for name, _ in inner.named_parameters() if "experts" in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, own)
+    model = DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if manager is not None:
-        manager.attach(model, optimizer=optimizer)
-        checks = [manager.check]
-    if how != "named":
-        for step in range(2):
-            x, _ = batch(dist.get_rank(), step)  # Each rank has other data and other BatchNorm statistics.
-            model(x[:, :16]).sum().backward()
-            optimizer.step()
-    named: Any = {"group": dist.group.WORLD, "groups": {"*.experts.*": None}} if how == "named" else {}
-    for check in (*checks, partial(fp8dist.check, model, **named)):
+    manager.attach(model, optimizer=optimizer)
+    for step in range(2):
+        x, _ = batch(dist.get_rank(), step)  # Each rank has other data and other BatchNorm statistics.
+        model(x[:, :16]).sum().backward()
+        optimizer.step()
+    for check in (manager.check, partial(fp8dist.check, model)):
         report = check(gradients=True, optimizer=optimizer, policy="warn")
         assert report.findings == ()
-        compared = {"parameter": 4}  # Weight and bias of dense and norm.
-        if how != "named":  # exp_avg, exp_avg_sq and step, for each parameter.
-            compared |= {"gradient": 4, "optimizer": 12, **({"slot": 3} if how == "prepared" else {})}
-        assert report.compared == compared
-        reasons = {"ignored by DDP": ("that DDP was told to ignore",), "named": ("matching *.experts.*",)}
-        both = ("matching *.experts.*", "that DDP was told to ignore")
-        assert any(f"4 parameters {why}" in text for why in reasons.get(how, both) for text in report.skipped)
+        # Weight and bias of dense and norm; exp_avg, exp_avg_sq and step of each.
+        assert report.compared == {"parameter": 4, "gradient": 4, "optimizer": 12, "slot": 3}
+        reasons = ("matching *.experts.*", "that DDP was told to ignore")
+        assert any(f"2 parameters {why}" in text for why in reasons for text in report.skipped)
     if dist.get_rank() == 1:
         inner.norm.weight.data[3] += 1
     with captured_log():
-        report = fp8dist.check(model, policy="warn", **named)
+        report = fp8dist.check(model, policy="warn")
     assert [(f.name, f.ranks, f.index) for f in report.findings] == [("norm.weight", (0, 1), (3,))]
 
 
@@ -184,6 +146,9 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass() -> None:
     off = fp8dist.prepare(switched_off, group=dist.group.WORLD, enabled=False)
     never_attached = make_net()
     fp8dist.prepare(never_attached, group=dist.group.WORLD, enabled=False)
+    checked = make_net()
+    every = fp8dist.prepare(checked, amax_sync=False, check_every=1).attach()
+    every.step()
     with captured_log() as log:
         reports = [off.attach().check(), off.check()]
         reports += [fp8dist.check(never_attached), fp8dist.check(never_attached)]
@@ -193,6 +158,7 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass() -> None:
         "shards": _refused(lambda: fp8dist.check(sharded)),
         "left out": _refused(lambda: fp8dist.check(nn.Linear(4, 4), group=dist.group.WORLD, groups={"*": None})),
         "state of its own": _refused(manager.check),
+        "check_every": _refused(every.step),
         "state alone": _refused(lambda: manager.check(parameters=False)),
         "module": _refused(lambda: fp8dist.check(unshared)),
         "switched off": [(report.consistent, dict(report.compared)) for report in reports],
@@ -208,6 +174,7 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass() -> None:
     assert "2 parameters matching *: left out" in said["left out"]
     assert "9 slots that this rank shares with no other" in said["state of its own"]
     assert "pass the DDP module to attach()" in said["state of its own"]
+    assert "otherwise do not use check() and check_every" in said["check_every"]
     assert "parameters" not in said["state alone"].split(":")[0]
     assert "9 slots that this rank shares with no other" in said["module"]
     assert said["switched off"] == [(False, {})] * 4
@@ -223,14 +190,6 @@ def test_one_rank_with_replicas_is_enough_for_all() -> None:
     assert (report.consistent, report.compared) == (False, {"parameter": 6} if rank < 2 else {})
     alone = [dist.new_group([each]) for each in range(4)][rank]
     assert "shared with no other rank" in _refused(lambda: fp8dist.check(make_net(), groups={"*": alone}))
-
-
-@on_ranks(2)
-def test_check_every_says_it_as_well() -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, amax_sync=False, check_every=1).attach()
-    manager.step()
-    assert "otherwise do not use check() and check_every" in _refused(manager.step)
 
 
 @on_ranks(2)
@@ -307,14 +266,6 @@ def test_an_attached_model_is_compared_as_it_is_wrapped(which: str, compared: di
     )
 
 
-def test_the_command_line_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(tmp_path / f"{i}.safetensors") for i in range(2)]
-    for path in paths:
-        save_file({}, path)
-    assert main(["check", *paths]) == USAGE
-    assert "nothing to compare" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("again", [False, True])
 @on_ranks(2)
 def test_a_wrapper_that_is_gone_is_not_taken_for_equal_parameters(again: bool) -> None:
@@ -337,3 +288,180 @@ def test_a_wrapper_that_is_gone_is_not_taken_for_equal_parameters(again: bool) -
     assert dict(report.unverified) == unverified
     logged = [f"fp8dist: no parameters are compared: 0 parameters {gone}"] if dist.get_rank() == 0 else []
     assert again or [text for _, text in log] == logged
+
+
+# Buffers --------------------------------------------------------------------------------------------
+
+LEFT_OUT = "3 buffers that buffers=True would compare"
+
+
+def _net() -> nn.Sequential:
+    """Return a net with three buffers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+
+
+def _batch() -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _shown(report: DivergenceReport) -> Any:
+    findings = [(f.kind, f.name, f.ranks, f.last_good_step) for f in report.findings]
+    return findings, dict(report.compared), report.skipped
+
+
+@pytest.mark.parametrize("how", ["manager", "DDP"])
+@on_ranks(3)
+def test_buffers_are_compared_on_request(how: str) -> None:
+    """Check a net whose buffers are equal, then damage them on rank 1."""
+    net = _net()
+    ddp = nn.parallel.DistributedDataParallel(net)
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=2), group=dist.group.WORLD) if how == "manager" else None
+    if manager is not None:
+        manager.attach(ddp)
+
+    def check(**more: Any) -> DivergenceReport:
+        if manager is not None:
+            return manager.check(policy="warn", **more)
+        return fp8dist.check(ddp, policy="warn", step=3, **more)
+
+    results = {}
+    with captured_log(), counted_collectives() as calls:
+        results["without"] = _shown(check())
+        results["with"] = _shown(check(buffers=True))
+    results["calls"] = calls.names
+    if dist.get_rank() == 1:
+        net[1].running_var[4] = 9.0
+    with captured_log():
+        results["unseen"] = _shown(check())
+        results["seen"] = _shown(check(buffers=True))
+    slots = {"slot": 3} if how == "manager" else {}
+    assert results["without"] == ([], {"parameter": 4, **slots}, (LEFT_OUT,))
+    assert results["with"] == ([], {"buffer": 3, "parameter": 4, **slots}, ())
+    assert results["calls"] == ["all_reduce"] * 2
+    assert results["unseen"][0] == []
+    assert results["seen"][0] == [("buffer", "1.running_var", (1,), 0 if how == "manager" else 3)]
+    with captured_log():
+        repaired = fp8dist.check(ddp, policy="repair", buffers=True).repaired
+    assert repaired == ("buffer '1.running_var' on rank 1, from rank 0",)
+    assert float(net[1].running_var[4]) == 1.0
+
+
+@on_ranks(2)
+def test_buffers_that_are_not_known_to_be_replicated_are_skipped() -> None:
+    reports = {"plain, beside DDP": nn.ModuleList([nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), _net()])}
+    told = _net()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(told, ["1.running_mean"])
+    reports["ignored by DDP"] = nn.ModuleList([nn.parallel.DistributedDataParallel(told)])
+    results = {name: _shown(fp8dist.check(model, buffers=True)) for name, model in reports.items()}
+    groups = {"*.running_*": dist.group.WORLD, "*": None}
+    results["by pattern"] = _shown(fp8dist.check(_net(), groups=groups, buffers=True))
+    unknown = ("3 buffers not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)",)
+    assert results["plain, beside DDP"][1:] == ({"parameter": 2}, (*unknown, "4 parameters" + unknown[0][9:]))
+    assert results["ignored by DDP"][1:] == ({"buffer": 2, "parameter": 4}, ("1 buffers that DDP was told to ignore",))
+    assert results["by pattern"][1:] == (
+        {"buffer": 2},
+        ("1 buffers matching *: left out", "4 parameters matching *: left out"),
+    )
+
+
+@on_ranks(4)
+def test_dtensors_are_compared_along_their_replicate_axes() -> None:
+    """A DTensor among the buffers, replicated along one axis of four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Linear(4, 4)
+    for name in ("weight", "bias"):
+        value = distribute_tensor(torch.ones_like(getattr(net, name)), mesh, [Replicate(), Shard(0)])
+        setattr(net, name, nn.Parameter(value))
+    net.register_buffer("table", distribute_tensor(torch.arange(8.0), mesh, [Replicate(), Shard(0)]))
+    if dist.get_rank() == 3:
+        net.table.to_local()[1] = 99.0  # type: ignore[operator]
+    with captured_log():
+        report = fp8dist.check(net, policy="warn", buffers=True)
+    assert [(f.kind, f.name, f.ranks, f.index, f.values) for f in report.findings] == [
+        ("buffer", "table", (1, 3), (1,), (5.0, 99.0))
+    ]
+    assert dict(report.compared) == {"buffer": 1, "parameter": 2}
+
+
+# The optimizer's number of steps ---------------------------------------------------------------------
+
+
+def _stepped(model: nn.Module, without: str = "") -> torch.optim.AdamW:
+    """Return an optimizer that has done a step, except with the parameter ``without``, which has no gradient."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name, parameter in model.named_parameters():
+        parameter.grad = None if name == without else torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> DivergenceReport:
+    with captured_log():
+        return fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer, policy="warn")
+
+
+def _mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp")[: len(shape)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "wrapped", "named"),
+    [
+        ((2, 2), True, [(2,)]),
+        ((2, 1, 2), True, [(0, 2)]),  # The ranks of the tensor-parallel axis may have other experts.
+        ((2, 2), False, [(0, 2)]),  # Along the axis of the copies only.
+    ],
+)
+@on_ranks(4, timeout=60)
+def test_a_rank_that_is_a_step_behind_is_named(
+    shape: tuple[int, ...], wrapped: bool, named: list[tuple[int, ...]]
+) -> None:
+    torch.manual_seed(0)
+    mesh, model = _mesh(*shape), nn.Linear(8, 8)
+    if len(shape) == 3 or not wrapped:
+        inner = mesh["tp"] if wrapped else mesh
+        for name in ("weight", "bias"):
+            value = distribute_tensor(
+                torch.ones_like(getattr(model, name)), inner, [Replicate(), Shard(0)][-inner.ndim :]
+            )
+            setattr(model, name, nn.Parameter(value))
+    if wrapped:
+        fully_shard(model, mesh=mesh if len(shape) < 3 else mesh["replicate", "shard"])
+    optimizer = _stepped(model)
+    assert _checked(model, optimizer).findings == ()
+    if dist.get_rank() == 2:
+        optimizer.state[model.weight]["step"] -= 1
+    found = [(f.kind, f.name, f.ranks) for f in _checked(model, optimizer).findings]
+    assert found == [("optimizer", "weight.step", ranks) for ranks in named]
+
+
+@on_ranks(4)
+def test_equal_counts_verify_no_moments() -> None:
+    """Shards of FSDP2 without replicas: the moments exist once. Of eight experts, each rank has two, whose gradient it
+    gets alone: no tokens on one rank are no difference."""
+    mesh, model = _mesh(4), nn.Module()
+    model.dense = nn.Linear(8, 8)
+    fully_shard(model.dense, mesh=mesh)
+    with counted_collectives() as calls:
+        report = _checked(model, _stepped(model))
+    assert dict(report.compared) == {"optimizer": 2}
+    assert set(report.unverified) == {"optimizer", "parameter"}
+    assert not report.consistent
+    assert calls.names == ["all_reduce"]
+    model.experts = nn.Parameter(distribute_tensor(torch.ones(8, 4, 4), mesh, [Shard(0)]))
+    optimizer = _stepped(model, "experts" if dist.get_rank() == 1 else "")
+    assert len(optimizer.state) == (2 if dist.get_rank() == 1 else 3)
+    assert _checked(model, optimizer).findings == ()
+
+
+@on_ranks(3)
+def test_a_rank_without_a_part_has_no_count() -> None:
+    """Four rows on three ranks: the last one has none of them. An optimizer may keep no state for it."""
+    fully_shard(model := nn.Linear(8, 4), mesh=init_device_mesh("cpu", (3,)))
+    optimizer = _stepped(model)
+    if dist.get_rank() == 2:
+        optimizer.state.clear()
+    beside = nn.Linear(2, 2)  # Else there is nothing to compare.
+    nn.init.ones_(beside.weight), nn.init.ones_(beside.bias)
+    assert _checked(nn.ModuleList([model, beside]), optimizer).findings == ()

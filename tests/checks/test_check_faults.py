@@ -1,8 +1,9 @@
-"""When ranks differ: one message, all ranks raise together, events, and report files."""
+"""When ranks differ: one message, a table once and then lines; all ranks raise together; events, and report files."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -20,10 +21,13 @@ from torch import nn
 import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport, StateManager
 from fp8dist.errors import DivergenceError
+from tests.support.collectives import counted_collectives
+from tests.support.elements import flip
 from tests.support.logs import captured_log
 from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.suite import NIGHTLY
+from tests.support.training import SmallJob, batch, make_net, unwrapped
 
 A = ("a", "input")
 
@@ -103,19 +107,12 @@ def test_no_rank_raises_before_the_message_is_out() -> None:
     _damage(model, manager, [2])
     logged: list[float] = []
 
-    class Slow(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            time.sleep(0.5)
-            logged.append(time.monotonic())
+    def emit(*_: Any) -> None:
+        time.sleep(0.5)
+        logged.append(time.monotonic())
 
-    handler = Slow()
-    logger = logging.getLogger("fp8dist")
-    logger.addHandler(handler)
-    try:
-        with captured_log(), pytest.raises(DivergenceError):
-            fp8dist.check(model, group=dist.group.WORLD, policy="raise")
-    finally:
-        logger.removeHandler(handler)
+    with mock.patch.object(logging.Logger, "handle", emit), pytest.raises(DivergenceError):
+        fp8dist.check(model, group=dist.group.WORLD, policy="raise")
     raised, everyones = time.monotonic(), [None] * 4
     dist.all_gather_object(everyones, logged)
     (said,) = (times for of in everyones for times in of or ())
@@ -156,7 +153,7 @@ def _strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize(("policy", "odd"), [("warn", 0), ("raise", 2), ("repair", 0)])
+@pytest.mark.parametrize(("policy", "odd"), [("raise", 2), ("repair", 0)])
 def test_the_report_and_both_sides_are_in_files(four_ranks: RankPool, tmp_path: Path, policy: str, odd: int) -> None:
     folder = tmp_path / "made" / "by the check"
     results = four_ranks.run(_with_evidence, str(folder), policy, "check", [odd])
@@ -187,11 +184,23 @@ def test_the_report_and_both_sides_are_in_files(four_ranks: RankPool, tmp_path: 
         assert sorted(map(float, slot["history"])) == [0.0, 1.5, 2.5, 3.5]
 
 
-def test_a_sync_that_fails_leaves_what_was_sent_in_files(four_ranks: RankPool, tmp_path: Path) -> None:
-    odd, reference = 2, 0
-    results = four_ranks.run(_with_evidence, str(tmp_path), "raise", "sync", [odd])
-    names = ("report.txt", "report.json", f"rank{odd}.json", f"rank{reference}.json")
-    assert {p.name for p in tmp_path.iterdir()} == {f"step00000004-{name}" for name in names}
+def test_without_a_majority_both_sides_leave_evidence_which_is_not_overwritten(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    two_ranks.run(_with_evidence, str(tmp_path), "raise", "check", [1])
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert {"step00000012-rank0.json", "step00000012-rank1.json"} <= before.keys()
+    two_ranks.run(_with_evidence, str(tmp_path), "warn", "check", [1])
+    after = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 2 * len(before)
+
+
+def test_a_sync_that_fails_leaves_what_was_sent_in_files_and_a_folder_that_cannot_be_written_only_warns(
+    three_ranks: RankPool, tmp_path: Path
+) -> None:
+    odd, reference = 1, 0
+    results = three_ranks.run(_with_evidence, str(tmp_path), "raise", "sync", [odd])
     assert results[odd]["scale"] == 2 * results[reference]["scale"]
     for rank in (odd, reference):
         (entry,) = _strict((tmp_path / f"step00000004-rank{rank}.json").read_text())
@@ -199,48 +208,17 @@ def test_a_sync_that_fails_leaves_what_was_sent_in_files(four_ranks: RankPool, t
         assert float(entry["sent"]["scale"]) == results[rank]["scale"]
         fields = {field["field"]: field["values"] for field in entry["fields"]}
         assert sorted(map(float, fields["history"])) == sorted(results[rank]["history"])
-
-
-def test_without_a_majority_both_sides_leave_evidence_which_is_not_overwritten(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
-    two_ranks.run(_with_evidence, str(tmp_path), "raise", "check", [1])
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    assert before.keys() == {
-        f"step00000012-{name}" for name in ("report.txt", "report.json", "rank0.json", "rank1.json")
-    }
-    two_ranks.run(_with_evidence, str(tmp_path), "warn", "check", [1])
-    after = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    assert {name: after[name] for name in before} == before
-    assert len(after) == 2 * len(before)
-
-
-@pytest.mark.parametrize("entry", ["check", "sync"])
-def test_a_folder_that_cannot_be_written_only_warns(three_ranks: RankPool, tmp_path: Path, entry: str) -> None:
     blocked = tmp_path / "a file"
     blocked.write_text("")
-    results = three_ranks.run(_with_evidence, str(blocked / "below"), "raise", entry, [1])
-    for rank, result in enumerate(results):
-        if entry == "check":
-            assert "weight" in result["text"]
-        warned = [text for _, text in result["log"] if "no evidence written" in text]
-        assert len(warned) <= 1
-        assert bool(warned) == (rank in (0, 1))
-    assert sum("differ" in text for result in results for _, text in result["log"]) == 1
-
-
-@on_ranks(2)
-def test_healthy_ranks_write_nothing(tmp_path: Path) -> None:
-    with _evidence_in(str(tmp_path / "folder")):
-        model, manager = _prepared()
-        assert not manager.check().diverged
-        assert fp8dist.check(model, group=dist.group.WORLD).consistent
-        manager.step()
-    assert list(tmp_path.iterdir()) == []
+    for entry in ("check", "sync"):
+        results = three_ranks.run(_with_evidence, str(blocked / "below"), "raise", entry, [odd])
+        warned = [sum("no evidence written" in text for _, text in result["log"]) for result in results]
+        assert warned == [1, 1, 0]
+        assert sum("differ" in text for result in results for _, text in result["log"]) == 1
 
 
 @on_ranks(3)
-def test_evidence_of_any_type_is_json(tmp_path: Path) -> None:
+def test_evidence_of_any_type_is_json_and_healthy_ranks_write_none(tmp_path: Path) -> None:
     model = nn.Module()
     values = {
         "nan": torch.tensor([1.0, math.nan]),
@@ -252,9 +230,13 @@ def test_evidence_of_any_type_is_json(tmp_path: Path) -> None:
     }
     for name, value in values.items():
         model.register_parameter(f"p_{name}", nn.Parameter(value, requires_grad=False))
-        if dist.get_rank() == 1 and value.numel():
-            value.view(torch.uint8)[0] ^= 1
     with _evidence_in(str(tmp_path)), captured_log() as log:
+        assert fp8dist.check(model, group=dist.group.WORLD).consistent
+        assert list(tmp_path.iterdir()) == []
+        dist.barrier()
+        for value in values.values():
+            if dist.get_rank() == 1 and value.numel():
+                value.view(torch.uint8)[0] ^= 1
         report = fp8dist.check(model, group=dist.group.WORLD, policy="warn")
     assert not any("no evidence" in text for _, text in log)
     assert len(report.findings) == 5
@@ -265,12 +247,12 @@ def test_evidence_of_any_type_is_json(tmp_path: Path) -> None:
         _strict(path.read_text())
 
 
-@pytest.mark.parametrize("entry", ["sync", "manager.check", "fp8dist.check"])
+@pytest.mark.parametrize("entry", ["sync", "check"])
 @on_ranks(3, timeout=30)
 def test_a_callback_that_raises_leaves_nobody_waiting(entry: str) -> None:
     """An exception in a callback on one rank affects only that rank: the message is logged, and no rank waits."""
     first = dist.get_rank() == 0
-    model, manager = _prepared(check_policy="warn")
+    _, manager = _prepared(check_policy="warn")
     if dist.get_rank() == 1:
         manager.slot(*A).scale.mul_(2)
 
@@ -283,10 +265,8 @@ def test_a_callback_that_raises_leaves_nobody_waiting(entry: str) -> None:
         if entry == "sync":
             manager.slot(*A).record(torch.tensor([2.0]))
             manager.step()
-        elif entry == "manager.check":
-            manager.check(policy="warn")
         else:
-            fp8dist.check(model, group=dist.group.WORLD, policy="warn")
+            manager.check(policy="warn")
     dist.barrier()
     assert len(log) == first
 
@@ -326,3 +306,199 @@ def test_a_default_device_does_not_matter() -> None:
     slot = ("scale", "a:input")
     assert [(f.kind, f.name) for f in checked.findings] == [slot]
     assert [(f.kind, f.name) for f in everything.findings] == [slot, ("parameter", "weight")]
+
+
+# A difference that stands: one table, then a line for each report ----------------------------------------
+
+
+def _model(**settings: Any) -> tuple[nn.Module, StateManager]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD, **settings)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    return parallel, manager.attach(parallel)
+
+
+def _damage_slot(manager: StateManager, rank: int) -> None:
+    if dist.get_rank() == rank:
+        manager.slot("0", "input").amax.fill_(99.0)
+
+
+def _checks(odd: int, policy: str) -> Any:
+    """Check five times: damaged, the same, with another thing damaged, without the first, and clean."""
+    model, manager = _model()
+    bias = model.module[1].bias
+    reports: list[int] = []
+    manager.on_event(lambda event: reports.append(len(event.report.findings)))  # type: ignore[union-attr]
+    texts, calls = [], []
+
+    def check() -> DivergenceReport:
+        with captured_log() as log, counted_collectives() as counted:
+            try:
+                report = manager.check(policy=policy)
+            except fp8dist.DivergenceError as error:
+                report = error.report
+        texts.append([text for _, text in log])
+        calls.append(len(counted.names))
+        return report
+
+    check()
+    was = manager.slot("0", "input").amax.clone()
+    _damage_slot(manager, odd)
+    first = check()
+    second = check()
+    assert first.findings == second.findings
+    if dist.get_rank() == odd:
+        bias.data[2] = 5.0
+    check()
+    manager.slot("0", "input").amax.copy_(was)
+    check()
+    bias.data[2] = 0.0
+    check()
+    manager.slot("0", "input").amax.fill_(1.0 + dist.get_rank())
+    check()
+    return texts, reports, calls
+
+
+@pytest.mark.slow
+def test_a_check_logs_a_table_once_then_lines_and_other_policies_each_time(three_ranks: RankPool) -> None:
+    texts = three_ranks.run(_checks, 1, "raise")[0][0]
+    assert [len(part) for part in texts] == [0, 1, 1, 1, 1, 0, 1]
+    assert not any("fp8dist: " in text for part in texts for text in part)
+    odd = 0
+    results = three_ranks.run(_checks, odd, "warn")
+    reference = 1 if odd == 0 else 0
+    clean, first, second, third, fourth, *_ = results[reference][0]
+    other = results[0][0][6]  # Without a majority.
+    history = f"history of '0:input' on rank {odd}"
+    assert clean == []
+    assert len(first) == 1
+    assert first[0].startswith("FP8 state differs between ranks\n")
+    assert second == [f"fp8dist: still: {history}"]
+    assert third[0].startswith("parameters differ between ranks\n")
+    assert "(input)" not in third[0]
+    assert third[1:] == [f"fp8dist: still: {history}"]
+    assert "fp8dist: still: parameter '1.bias' on rank " + str(odd) in fourth
+    assert len(other) == 1
+    assert other[0].startswith("FP8 state differs")
+    assert [text for r in results for text in r[0][4] if "again" in text] == [f"fp8dist: equal again: {history}"]
+    healed = [text for r in results for text in r[0][5]]
+    assert healed == [f"fp8dist: equal again: parameter '1.bias' on rank {odd}"]
+    for rank, (texts, reports, calls) in enumerate(results):
+        assert reports == [1, 1, 2, 1, 1], "events are complete"
+        assert calls[0] == 1
+        assert calls[5] == 1
+        if rank != reference:
+            assert sum(len(texts[i]) for i in (1, 2, 3)) == 0
+
+
+def _syncs(ranks: list[int]) -> Any:
+    """Damage the scale of a slot on some ranks before steps 3, 4, 5 and 7 of eight."""
+    model = nn.Module()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=2), group=dist.group.WORLD, check_policy="warn")
+    manager.register("blocks.0.fc", "input", "e4m3")
+    manager.attach()
+    findings = []
+    manager.on_event(lambda event: findings.extend(event.report.findings))  # type: ignore[union-attr]
+    logged = []
+    for step in range(1, 9):
+        manager.slot("blocks.0.fc", "input").record(torch.tensor([1.0 + step]))
+        if step in (3, 4, 5, 7) and dist.get_rank() in ranks:
+            manager.slot("blocks.0.fc", "input").scale.mul_(1 + dist.get_rank())
+        with captured_log() as log:
+            manager.step()
+        logged.append([text for _, text in log])
+    return logged, [(f.step, f.kind, f.name, f.ranks) for f in findings]
+
+
+@pytest.mark.slow
+def test_a_sync_logs_a_table_once_then_lines(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_syncs, [1])
+    odd, who = (0, 1), "ranks 0, 1"
+    scale = f"scale of 'blocks.0.fc:input' on {who}"
+    logged, findings = results[0]
+    assert findings == [(step, "scale", "blocks.0.fc:input", odd) for step in (3, 4, 5, 7)]
+    assert [len(texts) for texts in logged] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert logged[2][0].startswith("FP8 state differs between ranks\n")
+    assert logged[3] == [f"fp8dist: step 4: still: {scale}, since step 3"]
+    assert logged[4] == [f"fp8dist: step 5: still: {scale}, since step 3"]
+    assert logged[5] == [f"fp8dist: equal again: {scale}, different since step 3"]
+    assert logged[6][0].startswith("FP8 state differs between ranks\n"), "a new difference"
+    assert logged[7] == [f"fp8dist: equal again: {scale}, different since step 7"]
+    for others, found in results[1:]:
+        assert others == [[]] * 8
+        assert found == findings
+
+
+@on_ranks(3)
+def test_each_manager_remembers_for_itself() -> None:
+    """Two prepared models, and a copy of one: each manager remembers what it has logged itself."""
+    first, manager = _model()
+    _second, other = _model()
+    for each in (manager, other):
+        _damage_slot(each, 1)
+    with captured_log() as log:
+        manager.check(policy="warn")
+        manager.check(policy="warn")
+        other.check(policy="warn")
+        fp8dist.check(first, step=9, policy="warn")
+        for _ in range(2):  # Without a manager.
+            fp8dist.check(copy.deepcopy(first.module), group=dist.group.WORLD, step=9, policy="warn")
+    table, line = "FP8 state differs between ranks", "still: history of '0:input' on rank 1"
+    expected = [table, f"fp8dist: {line}", table, f"fp8dist: step 9: {line}", table, table]
+    assert [text.split("\n")[0] for _, text in log] == ([] if dist.get_rank() else expected)
+
+
+@on_ranks(3)
+def test_many_lines_are_counted() -> None:
+    """Of a model with 40 parameters, all differ; later all are equal again."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(40)])
+    holder = nn.ModuleList([nn.Linear(2, 2), model])
+    fp8dist.prepare(holder, DelayedScaling(history_len=2), group=dist.group.WORLD)
+    texts = []
+    for value in (1.0, 1.0, 0.0):
+        for parameter in model:
+            parameter.data.fill_(value * (dist.get_rank() == 1))
+        with captured_log() as log:
+            fp8dist.check(holder, group=dist.group.WORLD, policy="warn")
+        texts.append([text for _, text in log])
+    if dist.get_rank() == 0:
+        assert [len(each) for each in texts] == [1, 9, 9]
+        assert (texts[1][-1], texts[2][-1]) == ("fp8dist: still: 32 more", "fp8dist: equal again: 32 more")
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_who_catches_what_a_check_raised_goes_on() -> None:
+    """The step after a caught error gets no additional check."""
+    job = SmallJob(DelayedScaling(history_len=4), wrap=unwrapped, check_every=3)
+    checker, errors = job.manager._cycle.checker, 0
+    with mock.patch.object(checker, "check", side_effect=fp8dist.DivergenceError(DivergenceReport())):
+        for step in range(9):
+            try:
+                job.step(step)
+            except fp8dist.DivergenceError:
+                errors += 1
+    assert (errors, job.manager.steps) == (2, 7)
+
+
+@on_ranks(3, timeout=60)
+def test_ranks_act_on_a_verdict_together_though_one_has_compiled() -> None:
+    """Under next_step without hooks, where only rank 0 has compiled a function. It commits earlier, but must not read
+    verdicts earlier than the others, or ranks would hang."""
+    net = make_net()
+    recipe = DelayedScaling(history_len=4, update="next_step")
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy="warn")
+    manager.attach(boundary="manual")
+    told: list[int] = []
+    manager.on_event(lambda event: told.append(event.step) if event.kind == "diverged" else None)
+    with mock.patch("fp8dist.job.cycle.compiled_any", return_value=dist.get_rank() == 0), captured_log():
+        for step in range(5):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(net(x), y).backward()
+            if step == 2 and dist.get_rank() == 1:
+                manager.steps  # noqa: B018 (commits what is due)
+                flip(manager.slot("branch", "weight").scale, 20)
+            manager.step()
+    same_on_all_ranks(told)
+    assert len(told) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, DivergenceReport
-from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from tests.support.checked import SLOTS, prepared, whole_world
 from tests.support.logs import captured_log
 from tests.support.parallel import same_on_all_ranks
@@ -54,58 +52,34 @@ def _disagreeing(values: list[float], where: str) -> Any:
 
 Findings = list[tuple[tuple[int, ...], "int | None", tuple[tuple[int, ...], ...], float, float]]
 
-CASES: list[tuple[list[float], Findings, int]] = [
-    ([1, 2], [((0, 1), None, ((0,), (1,)), 2, 1)], 0),
-    ([1, 1, 2], [((2,), 0, ((0, 1), (2,)), 2, 1)], 0),
-    ([1, 2, 1], [((1,), 0, ((0, 2), (1,)), 2, 1)], 0),
-    ([2, 1, 1], [((0,), 1, ((1, 2), (0,)), 2, 1)], 1),
-    ([1, 2, 4], [((0, 1, 2), None, ((0,), (1,), (2,)), 2, 1)], 0),
-    ([2, 1, 1, 1], [((0,), 1, ((1, 2, 3), (0,)), 2, 1)], 1),
-    ([1, 1, 1, 2], [((3,), 0, ((0, 1, 2), (3,)), 2, 1)], 0),
-    ([1, 1, 2, 2], [((0, 1, 2, 3), None, ((0, 1), (2, 3)), 2, 1)], 0),
-    ([1, 2, 2, 1], [((0, 1, 2, 3), None, ((0, 3), (1, 2)), 2, 1)], 0),
-    ([1, 2, 4, 4], [((0, 1, 2, 3), None, ((2, 3), (0,), (1,)), 1, 4)], 0),
-    ([1, 2, 4, 8], [((0, 1, 2, 3), None, ((0,), (1,), (2,), (3,)), 2, 1)], 0),
+CASES: list[tuple[str, list[float], Findings, int]] = [
+    ("sync", [1, 2], [((0, 1), None, ((0,), (1,)), 2, 1)], 0),
+    ("slot", [2, 1, 1], [((0,), 1, ((1, 2), (0,)), 2, 1)], 1),
+    ("parameter", [1, 2, 4], [((0, 1, 2), None, ((0,), (1,), (2,)), 2, 1)], 0),
+    ("sync", [1, 1, 2, 2], [((0, 1, 2, 3), None, ((0, 1), (2, 3)), 2, 1)], 0),
+    ("slot", [1, 2, 4, 4], [((0, 1, 2, 3), None, ((2, 3), (0,), (1,)), 1, 4)], 0),
+    ("parameter", [1, 1, 1, 2], [((3,), 0, ((0, 1, 2), (3,)), 2, 1)], 0),
 ]
-"""Values of the ranks, findings, and the rank that reports. Of two ranks nobody is the culprit, of three the odd one is
-named, of four the majority decides, and two against two is none."""
+"""What differs, its values by rank, findings, and the rank that reports. Of two ranks nobody is the culprit, of three
+the odd one is named, of four the majority decides, and two against two is none."""
 
 
-def _cases_of(ranks: int) -> pytest.MarkDecorator:
-    """The cases of so many ranks, distributed over the places in turn."""
-    cases = [(*case, ("sync", "slot", "parameter")[i % 3]) for i, case in enumerate(CASES) if len(case[0]) == ranks]
-    return pytest.mark.parametrize(("values", "expected", "speaker", "where"), cases)
-
-
-def _assert_sides(pool: RankPool, values: list[float], where: str, expected: Findings, speaker: int) -> None:
-    results = pool.run(_disagreeing, values, where)
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "values", "expected", "speaker"), CASES)
+def test_the_majority_names_the_odd_ranks(
+    where: str,
+    values: list[float],
+    expected: Findings,
+    speaker: int,
+    two_ranks: RankPool,
+    three_ranks: RankPool,
+    four_ranks: RankPool,
+) -> None:
+    results = {2: two_ranks, 3: three_ranks, 4: four_ranks}[len(values)].run(_disagreeing, values, where)
     for findings, who, text in results:
         assert (findings, who) == (expected, speaker)
         assert ("no majority" in text) == (expected[0][1] is None)
         assert (findings, who, text) == results[0]
-
-
-@_cases_of(2)
-def test_of_two_ranks_nobody_is_the_culprit(
-    two_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
-) -> None:
-    _assert_sides(two_ranks, values, where, expected, speaker)
-
-
-@pytest.mark.slow
-@_cases_of(3)
-def test_of_three_ranks_the_odd_one_is_named(
-    three_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
-) -> None:
-    _assert_sides(three_ranks, values, where, expected, speaker)
-
-
-@pytest.mark.slow
-@_cases_of(4)
-def test_of_four_ranks_the_majority_decides_and_two_against_two_is_none(
-    four_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
-) -> None:
-    _assert_sides(four_ranks, values, where, expected, speaker)
 
 
 @on_ranks(4)
@@ -129,28 +103,6 @@ def test_the_values_of_all_sides_are_of_one_element() -> None:
     lines = str(report).splitlines()
     assert ["2", "8.0"] in [line.split()[:2] for line in lines]
     assert all(any(line.startswith(f"  rank {r}: host ") for line in lines) for r in range(4))
-
-
-@on_ranks(3)
-def test_ranks_damaged_in_different_tensors_are_each_named() -> None:
-    model, manager = prepared()
-    with torch.no_grad(), captured_log():
-        if dist.get_rank() == 1:
-            model.p_float32[0, 0] = 7.0
-            manager.slot(*SLOTS[0]).amax.fill_(9.0)
-        if dist.get_rank() == 2:
-            model.p_float64[3, 3] = 8.0
-            manager.slot(*SLOTS[1]).amax.fill_(9.0)
-        if dist.get_rank() == 0:
-            model.scalar.fill_(3.0)
-        found = [(f.kind, f.name, f.ranks, f.reference_rank) for f in whole_world(model).findings]
-    assert sorted(found) == [
-        ("history", "a:input", (1,), 0),
-        ("history", "a:weight", (2,), 0),
-        ("parameter", "p_float32", (1,), 0),
-        ("parameter", "p_float64", (2,), 0),
-        ("parameter", "scalar", (0,), 1),
-    ]
 
 
 @on_ranks(3)
@@ -245,12 +197,10 @@ ones = torch.ones
 
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], set[str]]] = {
     "one more": (lambda: _plain(a=ones(3)), lambda: _plain(a=ones(3), b=ones(2)), {"b"}),
-    "one less": (lambda: _plain(a=ones(3), b=ones(2)), lambda: _plain(a=ones(3)), {"b"}),
     "none at all": (lambda: _plain(a=ones(3)), lambda: _plain(), {"a"}),
     "another name": (lambda: _plain(a=ones(3)), lambda: _plain(b=ones(3)), {"a", "b"}),
     "another dtype": (lambda: _plain(a=ones(3)), lambda: _plain(a=ones(3, dtype=torch.bfloat16)), {"a"}),
     "another shape": (lambda: _plain(a=ones(3, 2)), lambda: _plain(a=ones(2, 3)), {"a"}),
-    "another size": (lambda: _plain(a=ones(3)), lambda: _plain(a=ones(4)), {"a"}),
 }
 
 
@@ -265,10 +215,8 @@ def test_a_rank_that_holds_other_tensors_is_reported(what: str, odd: int, also_d
     model.same = nn.Parameter(torch.full((2, 2), 5.0))
     if also_damaged and dist.get_rank() == 2:
         model.same.data[1, 0] = 6.0
-    start = time.monotonic()
     with captured_log():
         report = whole_world(model)
-    assert time.monotonic() - start < 5
     layout = [f for f in report.findings if f.kind == "layout"]
     assert {f.name for f in layout} == different
     assert {(f.ranks, f.reference_rank) for f in layout} == {((odd,), reference)}
@@ -304,51 +252,33 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-@on_ranks(2)
-def test_the_same_mistake_on_all_ranks_is_no_divergence(what: str) -> None:
-    with captured_log() as log, pytest.raises(ConfigurationError) as caught:
-        whole_world(BROKEN[what][0]())
-    assert log == []
-    text = str(caught.value)
-    assert text.startswith("check() could not read what it compares, on any rank: ")
-    assert text.count(BROKEN[what][1]) == 1  # Once for all ranks.
-
-
 @pytest.mark.parametrize(("what", "odd"), [("meta", [0]), ("raises", [1, 2]), ("uninitialised", [3])])
 @on_ranks(4, timeout=30)
 def test_a_rank_that_cannot_build_its_part_is_reported_by_all(what: str, odd: list[int]) -> None:
-    model = BROKEN[what][0]() if dist.get_rank() in odd else _plain(a=ones(3))
-    start = time.monotonic()
+    """The same mistake on all ranks is no divergence."""
+    make, text = BROKEN[what]
     with captured_log():
-        report = whole_world(model)
-    assert time.monotonic() - start < 5
+        report = whole_world(make() if dist.get_rank() in odd else _plain(a=ones(3)))
     assert not report.consistent
     assert [(f.kind, f.ranks) for f in report.findings] == [("error", (rank,)) for rank in odd]
-    assert all(BROKEN[what][1] in f.detail for f in report.findings)
+    assert all(text in f.detail for f in report.findings)
     same_on_all_ranks([(f.kind, f.ranks, f.detail) for f in report.findings])
+    with captured_log() as log, pytest.raises(ConfigurationError) as caught:
+        whole_world(make())
+    assert log == []
+    assert str(caught.value).startswith("check() could not read what it compares, on any rank: ")
+    assert str(caught.value).count(text) == 1  # Once for all ranks.
 
 
-@pytest.mark.parametrize("damage", [True, False])
 @on_ranks(4)
-def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(damage: bool) -> None:
-    """``module`` is a name that wrappers use, and that a model may use too."""
+def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up() -> None:
+    """``module`` is a name that wrappers use, and that a model may use too. Rank 1 has swapped two such parameters."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(4))
     model.module = nn.Module()
     model.module.weight = nn.Parameter(torch.ones(4))
     if dist.get_rank() == 1:
-        if damage:
-            model.weight.data[2] = 5.0
-        else:
-            model.weight, model.module.weight = model.module.weight, model.weight
+        model.weight, model.module.weight = model.module.weight, model.weight
     with captured_log():
         report = whole_world(model)
-    assert not report.consistent
     assert {(f.kind, f.ranks, f.reference_rank) for f in report.findings} == {("parameter", (1,), 0)}
-
-
-def test_a_tensor_that_cannot_be_read_is_named() -> None:
-    content = TensorContent("parameter", [NamedTensor("there", torch.zeros(3, device="meta"))])
-    with pytest.raises(ValueError, match=r"parameter 'there': it is on the meta device"):
-        content.digests(Digester())

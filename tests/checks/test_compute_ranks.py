@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from fp8dist import DivergenceReport, Recipe, StateManager
-from fp8dist.checks import inventory, localisation
+from fp8dist.checks import inventory
 from fp8dist.checks.computations import ComputedContent
 from fp8dist.checks.contents import Digester
 from fp8dist.errors import ConfigurationError, DivergenceError, ManifestMismatchError
@@ -28,7 +27,6 @@ from tests.support.answers import flipping
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.meshes import Job, build
-from tests.support.parallel import mesh_of
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.suite import few
 from tests.support.training import SmallJob, batch, state_bits, unwrapped
@@ -122,14 +120,7 @@ def _assert_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", few(RECIPES, "delayed", "mx"))
-def test_of_two_ranks_nobody_is_the_culprit(two_ranks: RankPool, recipe: str) -> None:
-    for found in two_ranks.run(_everywhere, recipe, (1,)):
-        _assert_named(found, (0, 1), None, ((0,), (1,)), recipe == "mx")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", few(RECIPES, "block"))
+@pytest.mark.parametrize("recipe", few(["row", "block", "mx"], "mx"))
 def test_of_three_ranks_the_odd_one_is_named(three_ranks: RankPool, recipe: str) -> None:
     results = three_ranks.run(_everywhere, recipe, (0,))
     for found in results:
@@ -137,13 +128,6 @@ def test_of_three_ranks_the_odd_one_is_named(three_ranks: RankPool, recipe: str)
         assert found == results[0]
     names = " ".join(findings[0].name for _, findings, *_ in results[0])
     assert ("torch._scaled_mm" in names) == (recipe not in ("block", "mx"))
-
-
-@pytest.mark.long
-@pytest.mark.nightly
-def test_of_four_ranks_two_against_two_is_no_majority(four_ranks: RankPool) -> None:
-    for found in four_ranks.run(_everywhere, "current", (1, 2)):
-        _assert_named(found, (0, 1, 2, 3), None, ((0, 3), (1, 2)))
 
 
 @pytest.mark.slow
@@ -160,18 +144,6 @@ def test_the_first_element_is_found_in_any_block() -> None:
     (finding,) = report.findings
     extent = "2 elements in the first of 1 differing blocks"
     assert (finding.index, finding.ulp, finding.detail.split(",")[0]) == ((300, 17), 1, extent)
-
-
-@on_ranks(3)
-def test_all_are_named_and_the_first_few_with_elements() -> None:
-    _, manager = _attached()
-    with contextlib.ExitStack() as stack, captured_log():
-        for place in ("input", "fprop", "wgrad"):
-            stack.enter_context(_faulty(RECIPES["delayed"], place, 0, 0, (1,)))
-        stack.enter_context(mock.patch.object(localisation, "MAX_EXPLAINED", 2))
-        report = _computed(manager, policy="warn")
-    expected = [("cast", (1,), 0, (0, 0)), ("fprop", (1,), 0, (0, 0)), ("wgrad", (1,), 0, None)]
-    assert [(f.name.split()[0], f.ranks, f.reference_rank, f.index) for f in report.findings] == expected
 
 
 @on_ranks(3)
@@ -200,15 +172,10 @@ def test_only_ranks_of_equal_hardware_are_compared(three_ranks: RankPool) -> Non
             assert (alone in skipped) == (rank == 0)
 
 
-@pytest.mark.long
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_difference_within_a_kind_is_found_beside_another_kind(four_ranks: RankPool) -> None:
-    kinds = {0: "old", 1: "new", 2: "new", 3: "new"}
-    for found in four_ranks.run(_everywhere, "delayed", (0, 2), kinds):
+    for found in four_ranks.run(_everywhere, "delayed", (0, 2), {0: "old", 1: "new", 2: "new", 3: "new"}):
         _assert_named(found, (2,), 1, ((1, 3), (2,)))
-    kinds = {0: "old", 1: "new", 2: "old", 3: "new"}
-    for found in four_ranks.run(_everywhere, "block", (2,), kinds):
-        _assert_named(found, (0, 2), None, ((0,), (2,)))
 
 
 @pytest.mark.slow
@@ -219,16 +186,10 @@ def test_pipeline_stages_are_checked_apart() -> None:
     stage = dist.get_rank() // 2
     model = nn.Sequential(nn.Linear(IN, OUT) if stage == 0 else nn.Linear(OUT, 16))
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    manager = fp8dist.prepare(model, group=groups[stage], check_policy="warn")
-    with captured_log() as log, _faulty(RECIPES["delayed"], "fprop", 0, 0, (1,)):
-        manager.attach(compute=True)
+    manager = fp8dist.prepare(model, group=groups[stage]).attach()
+    with captured_log(), _faulty(RECIPES["delayed"], "fprop", 0, 0, (1,)):
         report = _computed(manager, policy="warn")
-    found = [(f.name.split()[0], f.ranks) for f in report.findings]
-    assert found == ([] if stage else [("fprop", (0, 1))])
-    # attach() logs the table on one rank, the check after it a line: the finding stands.
-    said: list[Any] = [None] * 4
-    dist.all_gather_object(said, len(log))
-    assert sorted(said) == [0, 0, 0, 2]
+    assert [(f.name.split()[0], f.ranks) for f in report.findings] == ([] if stage else [("fprop", (0, 1))])
 
 
 @pytest.mark.slow
@@ -243,12 +204,6 @@ def test_it_costs_one_small_all_reduce() -> None:
     with counted_collectives() as calls:
         manager.check(parameters=False)
     seen["ordinary"] = list(zip(calls.names, calls.sizes))
-    with counted_collectives() as calls:
-        manager.attach()
-    without = list(zip(calls.names, calls.sizes))
-    with counted_collectives() as calls:
-        manager.attach(compute=True)
-    assert list(zip(calls.names, calls.sizes)) == without + seen["one"]
     assert seen["ordinary"] == [("all_reduce", 120)]
     assert seen["one"] == [("all_reduce", 120), ("all_reduce", 72)]
     assert seen["two"] == [*seen["one"], ("all_gather_object", 0)]
@@ -353,19 +308,12 @@ def test_evidence_has_the_elements_around_the_first_difference(three_ranks: Rank
     assert report["findings"][0]["index"] == [3, 5]
 
 
-# Under tensor parallelism both Linears are 32 x 32. One has its bias added after the sum over ranks.
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "count"), few([("fsdp2", 12), ("hsdp", 12), ("tp", 7)], ("tp", 7)))
 @on_ranks(4)
-def test_sharded_models_compute_alike(layout: str, count: int) -> None:
-    if layout == "fsdp2":
-        model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN))
-        manager = fp8dist.prepare(model, group=mesh_of((4,), ("dp",)))
-        manager.attach(fully_shard(model, mesh=mesh_of((4,), ("dp",))), compute=True)
-    else:
-        manager = build(Job(layout, fp8_all_gather=layout == "hsdp")).manager
-    report = manager.check(compute=True)
-    assert dict(report.compared)["computation"] == count
+def test_sharded_models_compute_alike() -> None:
+    """Under tensor parallelism both Linears are 32 x 32. One has its bias added after the sum over ranks."""
+    report = build(Job("tp")).manager.check(compute=True)
+    assert dict(report.compared)["computation"] == 7
     assert not any("computation" in text for text in report.skipped)
 
 
@@ -388,6 +336,6 @@ def _trained(checked: bool, recipe: str, update: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "update"), [("delayed", "same_step"), ("delayed", "next_step"), ("block", "")])
+@pytest.mark.parametrize(("recipe", "update"), [("delayed", "next_step"), ("block", "")])
 def test_training_is_the_same_bit_for_bit(two_ranks: RankPool, recipe: str, update: str) -> None:
     assert two_ranks.run(_trained, True, recipe, update) == two_ranks.run(_trained, False, recipe, update)

@@ -13,8 +13,6 @@ import pytest
 
 from fp8dist import DivergenceReport, Finding
 from fp8dist.checks.report import sides_of, split
-from fp8dist.common.divergence import Participant
-from fp8dist.common.text import first_few
 from fp8dist.errors import DivergenceError
 
 
@@ -134,21 +132,6 @@ def test_cells_are_wrapped_at_100_columns_and_nothing_is_cut() -> None:
         assert text.replace(" ", "") in squeezed
 
 
-def test_names_beyond_the_first_few_are_counted() -> None:
-    names = ["a", "b", "c", "d", "e"]
-    assert [first_few(names[:n]) for n in (0, 1, 4, 5)] == ["none", "a", "a, b, c, d", "a, b, c, d and 1 more"]
-
-
-def test_sides_without_a_majority_and_without_values() -> None:
-    report = DivergenceReport((_finding(reference=None, ranks=(0, 1), sides=((0,), (1,))),))
-    assert "no majority" in str(report)
-    assert "no majority" in report.summary()
-    (row,) = _table(DivergenceReport((_torn(values=(1.5,)),)))
-    assert (row["ranks"], row["value"]) == (["2, 3", "0, 1"], ["1.5", "…"])
-    # Bits are shown if they alone tell sides apart.
-    assert "0x7fc0" in str(DivergenceReport((_torn(values=(math.nan,) * 3, detail="first element: nan (0x7fc0)"),)))
-
-
 SIDES = ((2, 3), (0,), (1,))
 
 
@@ -176,8 +159,11 @@ def test_without_a_majority_each_side_has_a_row_with_its_value() -> None:
     assert " ".join(row["reference"]) == "no majority"
     assert "expected" not in row
     assert "first element" not in str(report)
-    for rank, host in enumerate("abcd"):
-        assert f"  rank {rank}: host {host}, local rank 0, cpu" in str(report)
+    assert all(f"  rank {r}: host {host}, local rank 0, cpu" in str(report) for r, host in enumerate("abcd"))
+    (row,) = _table(DivergenceReport((_torn(values=(1.5,)),)))
+    assert (row["ranks"], row["value"]) == (["2, 3", "0, 1"], ["1.5", "…"])
+    # Bits are shown if they alone tell sides apart.
+    assert "0x7fc0" in str(DivergenceReport((_torn(values=(math.nan,) * 3, detail="first element: nan (0x7fc0)"),)))
     assert report.summary().split(": ", 1)[1] == (
         "parameter 'blocks.0.norm.weight', no majority: 1.5 on ranks 2, 3 (host c, local rank 0, cpu); "
         "1.25 on rank 0 (host a, local rank 0, cpu); nan on rank 1 (host b, local rank 0, cpu) at [3, 17], "
@@ -193,53 +179,34 @@ def test_numbers_of_float32_are_short_and_exact() -> None:
         assert float(np.float32(float(shown))) == value or float(shown) == value
 
 
-def test_of_many_ranks_some_of_each_side_are_placed() -> None:
-    everyone = tuple(range(512))
-    sides = (everyone[:256], everyone[256:])
-    places: dict[str, Any] = {"hosts": tuple(f"h{r}" for r in everyone), "local_ranks": (0,) * 512}
-    places |= {"devices": ("cpu",) * 512, "mesh_coords": (None,) * 512}
-    report = DivergenceReport((_torn(ranks=everyone, sides=sides, values=(1.0, 2.0), **places),))
-    assert "rank 0: " in str(report)
-    assert "rank 256: " in str(report)
-
-
 def test_names_of_things_are_quoted() -> None:
     subjects = {
-        _finding(name="2.weight").subject: "parameter '2.weight'",
-        _finding(kind="scale", name="blocks.0.fc:input").subject: "scale of 'blocks.0.fc:input'",
-        _finding(kind="history", name="2:grad_output").subject: "history of '2:grad_output'",
-        _finding(kind="optimizer", name="2.exp_avg").subject: "optimizer state '2.exp_avg'",
-        _finding(kind="buffer", name="a:b").subject: "buffer 'a:b'",
-        _finding(kind="layout", name="2").subject: "layout of '2'",
-        _finding(kind="step", name="step").subject: "step",
-        _finding(name="…", detail="7 more things differ").subject: "7 more things differ",
+        ("parameter", "2.weight"): "parameter '2.weight'",
+        ("scale", "blocks.0.fc:input"): "scale of 'blocks.0.fc:input'",
+        ("optimizer", "2.exp_avg"): "optimizer state '2.exp_avg'",
+        ("layout", "2"): "layout of '2'",
+        ("step", "step"): "step",
     }
-    assert list(subjects) == list(subjects.values())
-    assert "'2.weight'" in str(DivergenceReport((_finding(name="2.weight"),)))
-    assert "'2.weight'" in DivergenceReport((_finding(name="2.weight"),)).summary()
+    assert {of: _finding(kind=of[0], name=of[1]).subject for of in subjects} == subjects
+    assert _finding(name="…", detail="7 more things differ").subject == "7 more things differ"
 
 
-def test_hundreds_of_findings_are_counted() -> None:
+def test_hundreds_of_findings_and_ranks_are_counted() -> None:
     lines = str(_many(500)).splitlines()
     assert len(lines) < 80
     assert sum("'p0" in line for line in lines) == 32
     assert any("468 more" in line for line in lines)
-    assert len(_many(500).findings) == 500
-
-
-def test_hundreds_of_ranks_are_counted() -> None:
-    ranks = tuple(range(1, 256))
-    finding = _finding(
-        ranks=ranks,
-        hosts=tuple(f"node{r // 8}" for r in ranks),
-        local_ranks=tuple(r % 8 for r in ranks),
-        devices=tuple(f"cuda:{r % 8}" for r in ranks),
-        mesh_coords=tuple({"dp": r} for r in ranks),
-    )
-    text = str(DivergenceReport((finding,)))
-    assert "1,2,3,4,5,6,7,8and247more" in "".join("".join(_table(DivergenceReport((finding,)))[0]["ranks"]).split())
-    assert len(text.splitlines()) < 50
-    assert "223 more" in text  # 32 differing elements are shown.
+    ranks, everyone = tuple(range(1, 256)), tuple(range(512))
+    places: dict[str, Any] = {"hosts": ("h",) * 512, "local_ranks": (0,) * 512}
+    places |= {"devices": ("cpu",) * 512, "mesh_coords": (None,) * 512}
+    report = DivergenceReport((_finding(ranks=ranks, **{name: of[:255] for name, of in places.items()}),))
+    assert "1,2,3,4,5,6,7,8and247more" in "".join("".join(_table(report)[0]["ranks"]).split())
+    assert len(str(report).splitlines()) < 50
+    assert "223 more" in str(report)  # 32 differing elements are shown.
+    sides = (everyone[:256], everyone[256:])
+    text = str(DivergenceReport((_torn(ranks=everyone, sides=sides, values=(1.0, 2.0), **places),)))
+    assert "rank 0: " in text
+    assert "rank 256: " in text  # Some of each side.
 
 
 def test_a_clean_report_says_what_was_compared_and_what_was_not() -> None:
@@ -288,7 +255,6 @@ def test_a_report_says_what_was_done_and_of_what() -> None:
     assert str(report).splitlines()[1] == "not finite: blocks.0, blocks.1, blocks.2, blocks.3 and 2 more"
     report = DivergenceReport((_finding(kind="scale"), _finding(kind="history"), _finding()))
     assert str(report).splitlines()[0] == "FP8 state and parameters differ between ranks"
-    assert str(DivergenceReport((_finding(kind="scale"),))).splitlines()[0] == "FP8 state differs between ranks"
 
 
 def test_a_summary_is_one_short_line_with_place_values_and_steps() -> None:
@@ -341,9 +307,7 @@ def test_json_has_every_attribute_and_takes_any_value() -> None:
 @pytest.mark.parametrize(
     ("findings", "speaker"),
     [
-        ([((3,), 0, ((0, 1, 2), (3,)))], 0),
         ([((0,), 1, ((1, 2, 3), (0,)))], 1),
-        ([((0, 1), None, ((0,), (1,)))], 0),
         ([((2, 3), None, ((2,), (3,)))], 2),
         # Rank 0 is wrong in one tensor, rank 1 in another: rank 2 is right in both.
         ([((0,), 1, ((1, 2, 3), (0,))), ((1,), 0, ((0, 2, 3), (1,)))], 2),
@@ -363,7 +327,6 @@ def test_the_lowest_rank_of_the_majority_speaks(findings: list[Any], speaker: in
     ("values", "sides", "majority"),
     [
         ({0: "a", 1: "a", 2: "b"}, ((0, 1), (2,)), (0, [(2,)])),
-        ({0: "b", 1: "a", 2: "a"}, ((1, 2), (0,)), (1, [(0,)])),
         ({0: "a", 1: "b"}, ((0,), (1,)), (None, [(0, 1)])),
         ({0: "a", 1: "b", 2: "b", 3: "a"}, ((0, 3), (1, 2)), (None, [(0, 1, 2, 3)])),
         ({0: "a", 1: "b", 2: "c", 3: "c"}, ((2, 3), (0,), (1,)), (None, [(0, 1, 2, 3)])),
@@ -374,12 +337,3 @@ def test_the_lowest_rank_of_the_majority_speaks(findings: list[Any], speaker: in
 def test_a_majority_is_more_than_half(values: dict[int, str], sides: Any, majority: Any) -> None:
     assert sides_of(values) == sides
     assert split(sides) == majority
-
-
-def test_a_finding_learns_where_its_ranks_are() -> None:
-    everyone = [Participant(r, f"host{r}", r % 2, "cpu", {"dp": r}) for r in range(4)]
-    located = Finding(1, "parameter", "w", (3, 1), 0).located(everyone)
-    assert located.hosts == ("host3", "host1")
-    assert located.local_ranks == (1, 1)
-    assert located.mesh_coords == ({"dp": 3}, {"dp": 1})
-    assert located.devices == ("cpu", "cpu")

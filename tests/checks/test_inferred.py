@@ -138,14 +138,10 @@ def test_what_may_part_is_silent(program: str) -> None:
 
 
 @on_ranks(2)
-def test_a_frozen_copy_that_parts_is_warned_of() -> None:
+def test_a_frozen_copy_that_parts_is_warned_of_and_a_rank_that_cannot_read_ends_it_on_all() -> None:
     texts, *_ = _train(changes="freeze", damaged="norm.bias", at=6)
     said = [] if dist.get_rank() else ["fp8dist: step 5:"]
     assert [text.partition(" no longer")[0] for text in texts] == said
-
-
-@on_ranks(2)
-def test_a_rank_that_cannot_read_ends_it_on_all_ranks() -> None:
     texts, ways, _ = _train(damaged="norm.bias", at=6, fails=True)
     said = ["fp8dist: rank 1: cannot look for copies, and no longer does: out of memory"]
     assert texts == said * dist.get_rank()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
@@ -159,16 +160,15 @@ def test_whole_slots_are_repaired() -> None:
     same_on_all_ranks((bits(arena.block_max), state_bits(manager)))
 
 
-def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
+def _repair_at_a_sync(odd: int | None) -> Any:
     """Policy "repair" in a running job: the sync finds the scale, and the check repairs other damage with it."""
     _model, manager = _slots(policy="repair")
     events: list[Any] = []
     manager.on_event(lambda event: events.append(event.report))
     if dist.get_rank() == odd:
         manager.slot("b", "input").scale.mul_(2)
-        if with_history:
-            manager.slot("b", "input").amax.fill_(55.0)
-            manager._syncs[0].arena.history[0, 1] = 1000.0
+        manager.slot("b", "input").amax.fill_(55.0)
+        manager._syncs[0].arena.history[0, 1] = 1000.0
     with captured_log() as log:
         for step in range(3):
             for name in "abc":
@@ -179,20 +179,15 @@ def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("odd", "with_history"), [(0, True), (2, False)])
-def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_been(
-    three_ranks: RankPool, odd: int, with_history: bool
-) -> None:
-    undisturbed = three_ranks.run(_repair_at_a_sync, None, False)
-    results = three_ranks.run(_repair_at_a_sync, odd, with_history)
-    reference = 1 if odd == 0 else 0
-    for rank, (state, repaired, consistent, logged) in enumerate(results):
+def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_been(three_ranks: RankPool) -> None:
+    undisturbed = three_ranks.run(_repair_at_a_sync, None)
+    for rank, (state, repaired, consistent, logged) in enumerate(three_ranks.run(_repair_at_a_sync, 0)):
         assert state == undisturbed[0][0]
         assert len(repaired) == 1
-        assert f"scale of 'b:input' on rank {odd}, from rank {reference}" in repaired[0]
-        assert any(text.startswith("history of 'a:input'") for text in repaired[0]) == with_history
+        assert "scale of 'b:input' on rank 0, from rank 1" in repaired[0]
+        assert any(text.startswith("history of 'a:input'") for text in repaired[0])
         assert consistent
-        assert logged == (rank == reference)
+        assert logged == (rank == 1)
 
 
 def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
@@ -203,10 +198,9 @@ def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
     if layout == "extra" and dist.get_rank() == 1:
         model.extra = nn.Parameter(torch.ones(2))
     step = 5 + (layout == "step" and dist.get_rank() == 1)
-    before, start = parameter_bits(model), time.monotonic()
+    before = parameter_bits(model)
     with captured_log() as log:
         report, raised = _repaired(model, step=step)
-    assert time.monotonic() - start < 10 or len(values) == 1300
     same_on_all_ranks(repr(report.findings))
     return raised, parameter_bits(model) == before, report.repaired, str(report), len(log)
 
@@ -214,9 +208,7 @@ def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
 REFUSED: dict[str, tuple[dict[str, list[float]], str]] = {
     "two ranks have no majority": ({"a": [1, 2]}, ""),
     "two against two": ({"a": [1, 1, 2, 2]}, ""),
-    "all different": ({"a": [1, 2, 3, 4]}, ""),
     "one thing with, one without": ({"a": [1, 1, 1, 2], "b": [1, 2, 1, 2]}, ""),
-    "one of many without": ({**{f"p{i:02d}": [1.0, 1, 2, 1] for i in range(20)}, "z": [1, 1, 2, 2]}, ""),
     "behind a thousand with": ({**{f"p{i:04d}": [1.0, 1, 2, 1] for i in range(1030)}, "z": [1, 1, 2, 2]}, ""),
     "a parameter more": ({"a": [1, 1, 2]}, "extra"),
     "another step": ({"a": [1, 1, 2]}, "step"),
@@ -256,38 +248,23 @@ def test_more_than_a_thousand_tensors_are_all_repaired(three_ranks: RankPool) ->
 
 
 @on_ranks(3, timeout=HANG)
-def test_a_rank_that_cannot_be_written_to_does_not_leave_the_others_waiting() -> None:
-    """The odd rank's memory rejects the copy: the other ranks must not wait for it."""
-    odd = dist.get_rank() == 2
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.full((1,), 2.0 if odd else 1.0).expand(4))
-    model.other = nn.Parameter(torch.full((3,), 2.0 if odd else 1.0))
-    start = time.monotonic()
-    with captured_log(), pytest.raises(DivergenceError) as raised:
-        fp8dist.check(model, group=dist.group.WORLD, policy="repair")
-    report = raised.value.report
-    assert [(f.name, f.ranks) for f in report.findings] == [("weight", (2,))]
-    assert report.notes[-1].startswith("'weight' of rank 2: ")
-    assert time.monotonic() - start < 10
-
-
-@on_ranks(3)
-def test_a_repair_is_believed_only_after_a_second_check() -> None:
-    """Two parameters of the odd rank share memory: each copy succeeds, and the second overwrites the first."""
+def test_a_repair_that_fails_on_a_rank_is_reported_by_all() -> None:
+    """The odd rank's memory rejects the copy: the other ranks must not wait for it. Or two of its parameters share
+    memory: each copy succeeds, and the second overwrites the first, so only a second check shows it."""
     odd = dist.get_rank() == 2
     shared = torch.full((3,), 9.0)
-    model = nn.Module()
-    model.a = nn.Parameter(shared if odd else torch.full((3,), 1.0))
-    model.b = nn.Parameter(shared[:2] if odd else torch.full((2,), 2.0))
-    with captured_log(), pytest.raises(DivergenceError) as raised:
-        fp8dist.check(model, group=dist.group.WORLD, policy="repair")
-    report = raised.value.report
-    assert [(f.name, f.ranks, f.index) for f in report.findings] == [("a", (2,), (0,))]
-    assert report.repaired == ()
-    assert report.notes == (
-        "these differences remain after a repair of parameter 'a' on rank 2, from rank 0; "
-        "parameter 'b' on rank 2, from rank 0",
-    )
+    unwritable, sharing = nn.Module(), nn.Module()
+    unwritable.weight = nn.Parameter(torch.full((1,), 2.0 if odd else 1.0).expand(4))
+    sharing.a = nn.Parameter(shared if odd else torch.full((3,), 1.0))
+    sharing.b = nn.Parameter(shared[:2] if odd else torch.full((2,), 2.0))
+    remain = "these differences remain after a repair of parameter 'a' on rank 2, from rank 0; parameter 'b' on rank 2"
+    for model, name, note in ((unwritable, "weight", "'weight' of rank 2: "), (sharing, "a", remain)):
+        with captured_log():
+            report, raised = _repaired(model)
+        assert raised
+        assert [(f.name, f.ranks) for f in report.findings] == [(name, (2,))]
+        assert report.repaired == ()
+        assert report.notes[-1].startswith(note)
 
 
 @on_ranks(3, timeout=60)
@@ -300,14 +277,12 @@ def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused() 
     if odd:
         with torch.no_grad():
             model.last.bias[0] += 1
-    before, start = parameter_bits(model), time.monotonic()
+    before = parameter_bits(model)
     with captured_log():
         report, _ = _repaired(model, optimizer=optimizer)
-    unchanged = parameter_bits(model) == before
     if report.consistent:
         assert optimizer.state[model.first.weight]["step"] == 3
-    assert unchanged == (not report.consistent or not odd)
-    assert time.monotonic() - start < 3
+    assert (parameter_bits(model) == before) == (not report.consistent or not odd)
 
 
 def _train(damaged_rank: int | None, entry: str) -> Any:
@@ -339,9 +314,8 @@ def test_training_after_a_repair_equals_the_undisturbed_run_bitwise(three_ranks:
         assert three_ranks.run(_train, odd, entry) == undisturbed
 
 
-@pytest.mark.parametrize("entry", ["manager.check", "fp8dist.check"])
 @on_ranks(3)
-def test_a_repaired_weight_is_cast_anew(entry: str) -> None:
+def test_a_repaired_weight_is_cast_anew() -> None:
     """The odd rank has already cast its wrong weight when it is repaired."""
     job = SmallJob(DelayedScaling(history_len=2))
     job.step(0, rank=0)
@@ -349,9 +323,8 @@ def test_a_repaired_weight_is_cast_anew(entry: str) -> None:
     if dist.get_rank() == 2:
         net.first.weight.data.mul_(-0.5)
     before = bits(net(x))
-    check = job.manager.check if entry == "manager.check" else partial(fp8dist.check, net, group=dist.group.WORLD)
     with captured_log():
-        report = check(policy="repair")
+        report = fp8dist.check(net, group=dist.group.WORLD, policy="repair")
     assert report.repaired == ("parameter 'first.weight' on rank 2, from rank 0",)
     after = bits(net(x))
     assert (before != after) == (dist.get_rank() == 2)
@@ -361,20 +334,16 @@ def test_a_repaired_weight_is_cast_anew(entry: str) -> None:
 @pytest.mark.slow
 @on_ranks(4, timeout=60)
 def test_replicas_of_shards_are_repaired() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
-    model = nn.Linear(16, 16)
+    model: Any = nn.Linear(16, 16)
     fully_shard(model, mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard")))
-    healthy = {name: bits(p.to_local()) for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    healthy = bits(model.weight.to_local())
     if dist.get_rank() == 1:
-        _scramble(model.weight.to_local(), 5)  # type: ignore[attr-defined]
+        _scramble(model.weight.to_local(), 5)
     with captured_log():
         report = fp8dist.check(model, policy="repair")
-    after = {name: bits(p.to_local()) for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     mended = ("parameter 'weight' on rank 1, from rank 0",)
-    assert (report.repaired, after == healthy) == (mended, True)
+    assert (report.repaired, bits(model.weight.to_local()) == healthy) == (mended, True)
 
 
 PERSISTS = "the cause persists: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import weakref
 from collections import Counter
@@ -28,7 +27,6 @@ from tests.support.audited import RECIPES, Heard, flip
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.suite import few
 
-MASK = (1 << 64) - 1
 WIDTH = 144
 LAYOUTS: dict[str, dict[str, Any]] = {
     "gated": {"hidden": 144, "inner": 80},
@@ -88,13 +86,16 @@ def test_a_product_is_repeated_with_its_layout(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few([*RECIPES, "mx", "nvfp4"], "delayed", "block", "nvfp4"))
-@pytest.mark.parametrize("backend", few(["auto", "torch"], "auto"))
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    few(
+        [*((name, "auto") for name in (*RECIPES, "mx", "nvfp4")), ("row", "torch")],
+        *[(name, "auto") for name in ("delayed", "block", "nvfp4")],
+    ),
+)
 def test_what_was_recorded_repeats(name: str, backend: str) -> None:
     """Whole and in blocks: values of all sizes, NaN, infinities, ragged batches, no tokens, recomputation,
     accumulation, autocast, several calls. Each bit of a result counts."""
-    if backend == "torch" and name in ("block", "mx"):
-        return  # Refused on a CPU.
     chance = random.Random(name + backend)
     more = {"mx": fp8dist.MXFP8Scaling(scale_rounding="up"), "nvfp4": fp8dist.NVFP4Scaling()}
     recipe = more.get(name) or RECIPES[name]
@@ -114,30 +115,6 @@ def test_what_was_recorded_repeats(name: str, backend: str) -> None:
     _assert_all_ran(heard, "first", "second", "tied")
 
 
-@pytest.mark.long
-@pytest.mark.nightly
-def test_20_000_audits_raise_no_alarm() -> None:
-    """The same for some time, over all recipes."""
-    done, seed = 0, 0
-    while done < 20_000:
-        name = list(RECIPES)[seed % len(RECIPES)]
-        chance = random.Random(seed)
-        torch.manual_seed(seed)
-        sizes = [16 * chance.randrange(1, 20) for _ in range(3)]
-        model = nn.Sequential(nn.Linear(sizes[0], sizes[1]), nn.ReLU(), nn.Linear(sizes[1], sizes[2]))
-        heard = Heard(
-            model.to(chance.choice([torch.float32, torch.bfloat16])), RECIPES[name], limits=(1 << 26, 1 << 14)
-        )
-        dtype = next(model.parameters()).dtype
-        for _ in range(8):
-            x = torch.randn(chance.randrange(0, 200), sizes[0], dtype=dtype) * 10.0 ** chance.randrange(-20, 20)
-            if x.numel() and chance.random() < 0.3:
-                x.view(-1)[chance.randrange(x.numel())] = chance.choice([torch.nan, torch.inf, -torch.inf])
-            heard.step(x)
-        assert heard.wrong == [], (seed, name)
-        done, seed = done + len(heard.works), seed + 1
-
-
 class Mixed(nn.Module):
     """Three Linears, and experts."""
 
@@ -155,8 +132,9 @@ class Mixed(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.long
-@pytest.mark.parametrize("experts", few(["delayed", "row", "block"], "delayed"))
-@pytest.mark.parametrize("compiler", few(["aot_eager", "eager", "inductor"], "aot_eager"))
+@pytest.mark.parametrize(
+    ("compiler", "experts"), few([("aot_eager", "delayed"), ("inductor", "block")], ("aot_eager", "delayed"))
+)
 def test_compiled_works_repeat_and_nothing_is_compiled_again(compiler: str, experts: str) -> None:
     """Products, and casts that no compiler has fused, are heard. Which site is wanted changes no graph."""
     torch._dynamo.reset()
@@ -175,7 +153,7 @@ def test_compiled_works_repeat_and_nothing_is_compiled_again(compiler: str, expe
     torch._dynamo.reset()
     assert heard.wrong == []
     assert len({*frames[2:]}) == 1
-    casts = {"delayed": "quantize_grouped", "row": "quantize_grouped_lines", "block": "quantize_blocks"}
+    casts = {"delayed": "quantize_grouped", "block": "quantize_blocks"}
     products = {"matmul", "matmul_grouped", "matmul_grouped_columns"}
     assert heard.ops >= {"quantize", "quantize_rowwise", "quantize_blocks", casts[experts], *products}
 
@@ -214,8 +192,8 @@ def test_nans_with_other_bits_are_equal() -> None:
         assert torch.equal(digest_of({"": one}, digester), digest_of({"": other}, digester))
 
 
-@pytest.mark.parametrize("limit", [1 << 19, 1 << 20])
-def test_a_work_takes_the_bytes_that_it_may(limit: int) -> None:
+def test_a_work_takes_the_bytes_that_it_may() -> None:
+    limit = 1 << 19
     heard = Heard(nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)), limits=(limit,))
     heard.step(torch.randn(1024, 256))
     assert max(work.message.numel() for work in heard.works) <= limit + 4096  # Scales and the header come on top.
@@ -295,13 +273,7 @@ def _stepped(heard: Heard, tokens: int, among: Sequence[int], seed: int, scale: 
 @pytest.mark.parametrize(
     ("name", "layout"),
     few(
-        [
-            *zip(RECIPES, ("gated", "gpt-oss", "gpt-oss", "gated", "gated")),
-            ("row", "gpt-oss"),
-            ("block", "gpt-oss"),
-            ("mx", "gated"),
-            ("mx", "gpt-oss"),
-        ],
+        [("delayed", "gated"), ("current", "gpt-oss"), ("row", "gpt-oss"), ("block", "gated"), ("mx", "gpt-oss")],
         *[("delayed", "gated"), ("row", "gpt-oss"), ("block", "gated"), ("mx", "gpt-oss")],
     ),
 )
@@ -323,10 +295,9 @@ def test_what_was_recorded_of_experts_repeats(name: str, layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(["delayed", "row", "block"], "row"))
-def test_what_triton_computes_repeats(name: str) -> None:
+def test_what_triton_computes_repeats() -> None:
     model = Routed(Experts(experts=3, hidden=32, inner=80, bias=True))
-    heard = Heard(model, RECIPES[name], limits=(1,), backend="triton")
+    heard = Heard(model, RECIPES["row"], limits=(1,), backend="triton")
     heard.spoils = False
     _stepped(heard, 6, (0, 2), 0)
     assert heard.wrong == []
@@ -396,12 +367,6 @@ def test_parts_of_a_product_reach_every_row_of_experts_with_rows() -> None:
         assert found == ({of} if of else set()), row
 
 
-def test_an_expert_without_rows_is_not_chosen() -> None:
-    args, options, product = _product([0, 1, 0, 1])
-    works = [work_of_call("matmul_grouped", 0, args, options, (product,), 1, at, Digester()) for at in range(8)]
-    assert {describe_work(work).rpartition(" ")[2] for work in works if work is not None} == {"1", "3"}
-
-
 @pytest.mark.slow
 def test_products_with_offsets_that_kernels_cut_repeat() -> None:
     """Decreasing, and beyond the 140 rows: the experts have 130, no, and 10 of them."""
@@ -427,65 +392,3 @@ def test_a_part_of_many_experts_takes_the_bytes_that_it_may() -> None:
         assert work is not None
         assert limit // 2 < len(work.message) <= limit + 4096
         assert torch.equal(digest_of(repeat_work(work.message), Digester()), work.digest)
-
-
-def _mix(x: int) -> int:
-    """The finaliser of SplitMix64."""
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
-
-
-def _digest(data: bytes, keys: list[list[int]]) -> list[int]:
-    """The digest of one result with seed 0, in Python's integers, for less than 256 KiB."""
-    data += bytes(-len(data) % 8)
-    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
-    found = []
-    for lane in range(2):
-        leaf = 0
-        for j, word in enumerate(words):
-            z = word * 0xD6E8FEB86659FD93 & MASK
-            leaf += (z ^ z >> 32) * keys[lane][j]
-        found.append(_mix(_mix((leaf & MASK) ^ keys[lane][0])))
-    return found
-
-
-def _value(byte: int, name: str) -> float:
-    """The number that a byte of OCP's FP8 formats stands for."""
-    exponent_bits, mantissa_bits, bias = (4, 3, 7) if name == "float8_e4m3fn" else (5, 2, 15)
-    sign = -1.0 if byte & 0x80 else 1.0
-    exponent, mantissa = byte >> mantissa_bits & (1 << exponent_bits) - 1, byte & (1 << mantissa_bits) - 1
-    scale = 2.0 ** (max(exponent, 1) - bias - mantissa_bits)
-    return sign * scale * (mantissa + (1 << mantissa_bits if exponent else 0))
-
-
-def test_another_program_repeats_a_message_and_gets_the_digest() -> None:
-    """It reads the message by its description: the length of the header, JSON, tensors at their places. Operands are
-    small integers, so that all sums are exact, in any order."""
-    heard = Heard(nn.Sequential(nn.Linear(64, 32, bias=False)), RECIPES["unit"], limits=(1 << 26,))
-    with torch.no_grad():
-        heard.model[0].weight.copy_(torch.randint(-3, 4, (32, 64)))  # type: ignore[index]
-    heard.step(torch.randint(-3, 4, (16, 64)).float())
-    index = heard.sites.index(SITES.index("fprop"))
-    work = heard.works[index]
-    data = bytes(work.message.tolist())
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    tensors = {name: (dtype, shape, data[begin:]) for name, dtype, shape, begin in header["tensors"]}
-    assert (header["op"], header["dtype"], header["where"], header["sizes"]) == (
-        "matmul", "float32", [0, 16, 0, 32], [16, 32],
-    )  # fmt: skip
-    values, scales = {}, {}
-    for name in "ab":
-        dtype, (rows, columns), raw = tensors[name]
-        values[name] = [[_value(raw[columns * i + j], dtype) for j in range(columns)] for i in range(rows)]
-        scales[name] = torch.frombuffer(bytearray(tensors[f"inv_scale_{name}"][2][:4]), dtype=torch.float32)[0]
-    a, b = (torch.tensor(values[name], dtype=torch.float64) for name in "ab")
-    dequantised = [(operand.float() * scales[name]).double() for name, operand in (("a", a), ("b", b))]
-    product = (dequantised[0] @ dequantised[1].t()).float()
-    from fp8dist_kernels.reference.digest import position_keys  # The keys are published constants.
-
-    keys = [[int(key) & MASK for key in lane] for lane in position_keys(2 * 32768, torch.device("cpu")).view(2, -1)]
-    found = _digest(product.numpy().tobytes(), keys)
-    expected = [3 * half & MASK for half in found]  # One result: its digest, times 3.
-    assert [int(half) & MASK for half in work.digest] == expected

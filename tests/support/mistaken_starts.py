@@ -22,34 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling
 from tests.support.mistakes import LAYOUTS, STEPS, Case, adamw, larger, load, make_net, ranks_of
-from tests.support.scenarios import NOT_SILENT, RAISED, RIGHT, WARNED, Scenarios
+from tests.support.scenarios import NOT_SILENT, RAISED, RIGHT, Scenarios
 
 SCENARIOS = Scenarios()
 scenario, add = SCENARIOS.scenario, SCENARIOS.add
 
 SOON = timedelta(seconds=4)
-
-
-class InPart(nn.Module):
-    """Only ``proj`` can be in FP8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj, self.mixing = nn.Linear(32, 32), nn.Bilinear(32, 32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.proj(x)
-        return self.mixing(h, h)
-
-
-@scenario("FP8 leaves out a part", WARNED, "mixing", "%", once=True)
-def covered_in_part(case: Case) -> None:
-    case.attached(net=InPart()).train(3)
-
-
-@scenario("strict, and all is FP8", RIGHT)
-def strict(case: Case) -> None:
-    case.attached(strict=True).train().judge(STEPS)
 
 
 @scenario("DDP(prepare(model))", RAISED, "prepare", ranks=2)
@@ -67,12 +45,6 @@ def prepare_inside_ddp(case: Case) -> None:
     called = DistributedDataParallel(make_net(), process_group=case.group)
     case.build(net=called.module).called = called
     case.attach().train().judge(STEPS)
-
-
-@scenario("prepare(ddp.module), attach without the module", NOT_SILENT, "DistributedDataParallel|DDP|module", ranks=2)
-def prepare_ddp_attach_alone(case: Case) -> None:
-    called = DistributedDataParallel(make_net(), process_group=case.group)
-    case.prepare(called.module).attach(optimizer=adamw(called))
 
 
 @scenario("prepared after it was compiled and run", NOT_SILENT, "compile")
@@ -151,8 +123,7 @@ def _smaller(layout: str) -> Callable[[Case], None]:
     return program
 
 
-for _layout in ("ddp", "fsdp2"):
-    add(f"the group is smaller than that of {_layout}", _smaller(_layout), RAISED, r"prepare\(group=", **ALL)
+add("the group is smaller than that of ddp", _smaller("ddp"), RAISED, r"prepare\(group=", **ALL)
 add("the group is smaller than that of fsdp1", _smaller("fsdp1"), NOT_SILENT, "group=", ranks=2)
 
 
@@ -180,20 +151,9 @@ def _seeds(layout: str, early: bool = False) -> Callable[[Case], None]:
     return program
 
 
-for _layout in ("ddp", "fsdp1", "gather", "tp"):
+for _layout in ("ddp", "tp"):
     add(f"ranks have other seeds, {_layout}", _seeds(_layout), RIGHT, ranks=2)
 add("ranks have other seeds, attached before DDP", _seeds("ddp", True), NOT_SILENT, ranks=2)
-
-
-@scenario("one rank loads other weights, DDP", NOT_SILENT, ranks=2)
-def one_rank_loads(case: Case) -> None:
-    """No rank's output shows this mistake. FP8 makes it no worse than it is in float32."""
-    case.attached("ddp").train(2)
-    if case.rank == 1:
-        with torch.no_grad():
-            case.called.module.down.weight.mul_(8)
-    case.output().optimizer.zero_grad()
-    case.train(4).judge()
 
 
 def _unequal(layout: str, **settings: Any) -> Callable[[Case], None]:
@@ -218,14 +178,13 @@ UNEQUAL = (
     r"broadcast them, before attach\(\)",
     r"attach\(start=None\)",
 )
-OTHERS: dict[str, dict[str, Any]] = {
-    "delayed": {},
-    "current": {"recipe": CurrentScaling()},
-    "block": {"recipe": BlockScaling()},
-    "switched off": {"enabled": False},
-}
-for _layout, _name in itertools.product(("plain", "ddp", "hsdp"), OTHERS):
-    _program = _unequal(_layout, **OTHERS[_name])
+for _layout, _name, _options in (
+    ("plain", "delayed", {}),
+    ("plain", "switched off", {"enabled": False}),
+    ("ddp", "current", {"recipe": CurrentScaling()}),
+    ("hsdp", "block", {"recipe": BlockScaling()}),
+):
+    _program = _unequal(_layout, **_options)  # type: ignore[arg-type]
     add(f"ranks start with other weights, {_layout}, {_name}", _program, RAISED, *UNEQUAL, **DIVERGED)
 
 
@@ -288,14 +247,15 @@ MOST_TELLING = [
     ("load", "prepare", "wrap", "attach"),
     ("wrap", "prepare", "load", "attach"),
 ]
-"""Loading last, attaching early, loading first, preparing late. An FP8 gather depends on all four calls, so it is
-tested in every order."""
+"""Loading last, attaching early, loading first, preparing late. An FP8 gather depends on all four calls, so more orders
+are tested."""
 
 USUAL = ("prepare", "wrap", "load", "attach")
 ORDERS = {
     "one": orders("prepare", "load", "attach"),
-    **dict.fromkeys(LAYOUTS[1:], MOST_TELLING),
-    "gather": orders(*USUAL),
+    **dict.fromkeys(LAYOUTS[1:], MOST_TELLING[:2]),
+    "fsdp2": MOST_TELLING,
+    "gather": orders(*USUAL)[::2],
 }
 for _layout, _orders in ORDERS.items():
     _of = {"ranks": ranks_of(_layout)}
@@ -305,8 +265,8 @@ for _layout, _orders in ORDERS.items():
         _usual = tuple(name for name in USUAL if _layout != "one" or name != "wrap")
         add(f"{_layout}: optimizer, {', '.join(_usual)}", _ordered(_usual, _layout, early=True), NOT_SILENT, **_of)
 
-for _order in orders("prepare", "materialise", "load", "attach"):
+for _order in orders("prepare", "materialise", "load", "attach")[::2]:
     add(f"one, meta: {', '.join(_order)}", _ordered(_order, "one", meta=True), NOT_SILENT | {"foreign"})
-for _order in orders("prepare", "materialise", "load", "attach", "wrap")[::2]:
+for _order in orders("prepare", "materialise", "load", "attach", "wrap")[::4]:
     _program = _ordered(_order, "fsdp2", meta=True)
     add(f"fsdp2, meta: {', '.join(_order)}", _program, NOT_SILENT | {"foreign"}, ranks=2)

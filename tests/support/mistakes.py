@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import logging
 import re
 import traceback
 import warnings
@@ -175,7 +174,6 @@ class Seen:
     """Everything observed on one rank."""
 
     warnings: list[str] = field(default_factory=list)
-    infos: list[str] = field(default_factory=list)
     error: str | None = None
     origin: str = ""  # ours: what fp8dist raises; bare: Python's own from inside fp8dist; foreign: torch's
     measured: list[tuple[str, float, float]] = field(default_factory=list)
@@ -210,7 +208,7 @@ class Case:
         return self.manager
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        """Return the wrapped model that the training loop calls."""
+        """Return what the training loop calls."""
         if self.layout == "ddp":
             return DistributedDataParallel(net, process_group=self.group)
         if self.layout == "fsdp1":
@@ -347,14 +345,13 @@ def run_case(scenario: Scenario, rank: int = 0, group: Any = None, mesh: DeviceM
     """Run the scenario on one rank."""
     seen = Seen()
     case = Case(rank, scenario.ranks, group, mesh, seen)
-    with captured_log(logging.INFO) as log, warnings.catch_warnings():
+    with captured_log() as log, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             scenario.program(case)
         except Exception as error:
             _note(error, seen)
-    seen.warnings = [text for level, text in log if level >= logging.WARNING]
-    seen.infos = [text for level, text in log if level < logging.WARNING]
+    seen.warnings = [text for _, text in log]
     del case
     gc.collect(1)  # The program's objects are young; a full collection would scan all of torch.
     return seen
@@ -369,9 +366,8 @@ def _note(error: BaseException, seen: Seen) -> None:
     ours = next((e for e in chain if isinstance(e, Fp8DistError)), None)
     frames = traceback.extract_tb(error.__traceback__)
     inside = bool(frames) and frames[-1].filename.startswith(PACKAGE)
-    deliberate = inside and (frames[-1].line or "").startswith(
-        "raise "
-    )  # For example an AttributeError with its own text.
+    # For example an AttributeError with its own text.
+    deliberate = inside and (frames[-1].line or "").startswith("raise ")
     seen.origin = "ours" if ours is not None or deliberate else "bare" if inside else "foreign"
     chosen = ours or error
     seen.error = f"{type(chosen).__name__}: {chosen}"
@@ -448,12 +444,8 @@ def complaints(scenario: Scenario, seen: list[Seen]) -> list[str]:
     if outcome == WARNED and WARNED not in scenario.outcomes and any(each.wrong for each in seen):
         found.append("and wrong")
     texts = [each.error for each in seen if each.error] if outcome == RAISED else [t for e in seen for t in e.warnings]
-    if (
-        outcome in SAID
-        and outcome in scenario.outcomes
-        and scenario.words
-        and not any(_says(text, scenario.words) for text in texts)
-    ):
+    expected = outcome in SAID and outcome in scenario.outcomes
+    if expected and scenario.words and not any(_says(text, scenario.words) for text in texts):
         found.append(f"no text has all of {scenario.words}")
     if outcome == RAISED and scenario.errors and not any(e.error and e.error.startswith(scenario.errors) for e in seen):
         found.append(f"expected {' or '.join(scenario.errors)}")
@@ -463,8 +455,6 @@ def complaints(scenario: Scenario, seen: list[Seen]) -> list[str]:
         found.append("not all ranks raised")
     if scenario.once and any(sum(_says(text, scenario.words) for text in each.warnings) > 1 for each in seen):
         found.append("said more than once")
-    if scenario.info and not any(_says(text, scenario.info) for each in seen for text in each.infos):
-        found.append(f"no INFO has all of {scenario.info}")
     return found
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import re
 import warnings
 from typing import Any
 
@@ -21,8 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8dist
 from fp8dist import DelayedScaling
-from tests.support.pages import ROOT, blocks
-from tests.support.quiet import HISTORY, Loop, Trial, batch, fp8_bits, mlp, state_is_right, take, weight_bits
+from tests.support.quiet import HISTORY, Loop, Trial, batch, fp8_bits, mlp, take
 from tests.support.scenarios import Scenarios
 from tests.support.sharded import full
 
@@ -70,14 +67,6 @@ def zero_redundancy(trial: Trial) -> Optimizer:
     return ZeroRedundancyOptimizer(trial.parameters(), optimizer_class=AdamW, lr=0.01)
 
 
-def first_frozen() -> nn.Module:
-    """With an adapter behind it."""
-    net = mlp()
-    net[0].requires_grad_(False)
-    net.add_module("lora_out", nn.Linear(16, 16))
-    return net
-
-
 def attach_averaged(trial: Trial) -> None:
     trial.attach(trial.optimizer)
     trial.average = AveragedModel(trial.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[attr-defined]
@@ -99,19 +88,24 @@ SCENARIOS.table(
         "DDP: next_step, with the hook": in_ddp("next_step", attach=attach_hook),
         "DDP: no_sync": in_ddp(backward=no_sync, steps=3),
         "ZeroRedundancyOptimizer": in_ddp(make=zero_redundancy, same=IN_DDP),
-        "ZeroRedundancyOptimizer: manual": in_ddp(make=zero_redundancy, manual=True, same=IN_DDP),
-        "LoRA in DDP": in_ddp(
-            net=first_frozen,
-            make=lambda trial: AdamW([p for p in trial.parameters() if p.requires_grad], lr=0.01),
-            ran=lambda fqn, role: role != "grad_output",
-        ),
         "averaged in DDP, and evaluated on rank 0": in_ddp(attach=attach_averaged, after=average_on_rank_0),
-        "DDP: warm-up from zero": in_ddp(
-            schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 3),
-            counted=STEPS - 1,
-        ),
     }
 )
+
+
+@SCENARIOS.program
+def an_average_of_weights_is_attached_beside_ddp() -> Any:
+    """DDP does not know the average."""
+    trial = Trial(wrap=DistributedDataParallel)
+    average, optimizer = mlp().requires_grad_(False), trial.adamw()
+    both = nn.ModuleDict({"model": trial.called, "average": average})
+    trial.manager.attach(both, optimizer=optimizer)
+    for index in range(STEPS):
+        trial.train(optimizer, 1, index)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(average.parameters()), trial.parameters(), 0.1)
+    trial.right(STEPS)
+    return trial.bits()
 
 
 @SCENARIOS.variants(where=["all ranks", "rank 0"])
@@ -127,11 +121,11 @@ def optimizer_state_is_read_before_the_first_step(where: str) -> Any:
     return trial.bits()
 
 
-@SCENARIOS.variants(options=["whole", "plain"])
-def optimizer_state_is_loaded_before_attach(options: str) -> Any:
+@SCENARIOS.program
+def optimizer_state_is_loaded_before_attach() -> Any:
     first, optimizer = ddp_trial()
     first.train(optimizer, 4)
-    how = StateDictOptions(full_state_dict=True) if options == "whole" else StateDictOptions()
+    how = StateDictOptions(full_state_dict=True)
     saved = copy.deepcopy(get_optimizer_state_dict(first.called, optimizer, options=how))
     weights, fp8 = copy.deepcopy(first.net.state_dict()), first.manager.state_dict()
     first.train(optimizer, 3, 4)
@@ -170,19 +164,11 @@ def local_sgd(attached: str) -> Any:
     return fp8_bits(trial.manager)
 
 
-def sharded_trial(gather: bool) -> Trial:
-    trial = Trial(group=dist.group.WORLD, fp8_all_gather=gather, judged=False)
+def sharded_trial() -> Trial:
+    trial = Trial(group=dist.group.WORLD, fp8_all_gather=True, judged=False)
     for layer in (trial.net[0], trial.net[2], trial.net):
         fully_shard(layer)
     return trial
-
-
-def fsdp2_trial(gather: bool) -> tuple[Trial, Optimizer]:
-    """Return a sharded trial and its optimizer, attached."""
-    trial = sharded_trial(gather)
-    optimizer = trial.adamw()
-    trial.manager.attach(trial.net, optimizer=optimizer)
-    return trial, optimizer
 
 
 def train_sharded(trial: Trial, optimizer: Optimizer, steps: int, start: int = 0) -> None:
@@ -196,40 +182,9 @@ def train_sharded(trial: Trial, optimizer: Optimizer, steps: int, start: int = 0
         take(optimizer)
 
 
-@SCENARIOS.variants(gather=[False, True])
-def fsdp2_ema_swapped_in_and_out(gather: bool) -> Any:
-    """Swap sharded parameters for an evaluation; training is not affected."""
-    swapped, still = fsdp2_trial(gather), fsdp2_trial(gather)
-    for trial, optimizer in (swapped, still):
-        average = [p.detach().clone() for p in trial.net.parameters()]
-        for step in range(STEPS):
-            train_sharded(trial, optimizer, 1, step)
-            with torch.no_grad():
-                for mean, p in zip(average, trial.net.parameters()):
-                    mean.lerp_(p.detach(), 0.5)
-                if trial is swapped[0]:
-                    mine = [p.detach().clone() for p in trial.net.parameters()]
-                    for mean, p in zip(average, trial.net.parameters()):
-                        p.copy_(mean)
-                    weights = full(trial.net)
-                    trial.net.eval()
-                    trial.compare(trial.net(batch(0)[0]), batch(0)[0], weights)
-                    trial.net.train()
-                    for old, p in zip(mine, trial.net.parameters()):
-                        p.copy_(old)
-    # docs/fsdp2.md: a gathered weight that was written to may get a new scale.
-    for trial, _ in (swapped, still):
-        trial.accurate()
-        state_is_right(trial.manager, STEPS, lambda fqn, role: role != "weight" or not gather)
-    if not gather:
-        assert weight_bits(swapped[0].net) == weight_bits(still[0].net)
-        assert fp8_bits(swapped[0].manager) == fp8_bits(still[0].manager)
-    return fp8_bits(still[0].manager)
-
-
-@SCENARIOS.variants(gather=[False, True], where=["before attach", "after attach"])
-def fsdp2_optimizer_state_is_read(gather: bool, where: str) -> Any:
-    trial = sharded_trial(gather)
+@SCENARIOS.variants(where=["before attach", "after attach"])
+def fsdp2_optimizer_state_is_read(where: str) -> Any:
+    trial = sharded_trial()
     optimizer = trial.adamw()
     for when in ("before attach", "attach", "after attach"):
         if when == "attach":
@@ -305,26 +260,24 @@ def fsdp2_ignores_a_parameter_of_each_rank() -> Any:
     return None
 
 
-@SCENARIOS.variants(wrapped=[True, False])
-def attached_again_with_statistics_of_each_rank(wrapped: bool) -> Any:
+@SCENARIOS.program
+def attached_again_with_statistics_of_each_rank() -> Any:
     """In the middle of a training, and in a job that resumes it with statistics and caches of each rank."""
     net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 16))
     net.register_buffer("cache", torch.zeros(3))
     resumed = copy.deepcopy(net)
     trial = world(net)
-    called = DistributedDataParallel(net) if wrapped else net
+    called = DistributedDataParallel(net)
     for attachment in range(2):
         optimizer = SGD(called.parameters(), lr=0.01)
         trial.manager.attach(called, optimizer=optimizer)
         for index in range(2):
             trial.backward(2 * attachment + index, net=called)
-            for p in net.parameters() if not wrapped else ():
-                dist.all_reduce(p.grad)
             take(optimizer)
         net.cache.fill_(me())
     state = {**net.state_dict(), "cache": torch.zeros(3)}
     again = world(resumed)
-    called = DistributedDataParallel(resumed) if wrapped else resumed
+    called = DistributedDataParallel(resumed)
     resumed.load_state_dict(state)
     again.manager.load_state_dict(trial.manager.state_dict())
     again.manager.attach(called)
@@ -362,15 +315,4 @@ def weights_are_inference_tensors() -> Any:
     with torch.inference_mode():
         net = mlp()
     fp8dist.prepare(net, group=dist.group.WORLD).attach()
-    return None
-
-
-@SCENARIOS.variants(which=["docs/quickstart.md", "docs/ddp.md", "docs/fsdp2.md"])
-def page(which: str) -> Any:
-    """Run the first program in FP8 for two ranks that a page shows."""
-    programs = (block.text for block in blocks(which, (ROOT / which).read_text()) if block.how == "ranks=2")
-    code = next(text for text in programs if "fp8dist.prepare(" in text)
-    code = re.sub(r"dist\.(init|destroy)_process_group\(\)", "pass", code)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        exec(compile(code, which, "exec"), {"__name__": "readme"})
     return None

@@ -36,7 +36,6 @@ class Scenario:
     loses: bool = False
     everywhere: bool = False
     once: bool = False
-    info: tuple[str, ...] = ()
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
