@@ -1,4 +1,5 @@
-"""Meshes with two axes: tensor parallelism × FSDP2, and HSDP (replicate × shard). All four ranks share one state."""
+"""Meshes: tensor parallelism × FSDP2, HSDP (replicate × shard), tensor parallelism under all recipes. What goes wrong
+in a step under each wrapper."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8dist
-from fp8dist import DelayedScaling, StateManager
-from fp8dist.errors import ConfigurationError
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
+from fp8dist.errors import ConfigurationError, DivergenceError
+from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.meshes import (
     OPTIMIZERS,
@@ -27,11 +30,13 @@ from tests.support.meshes import (
     assert_agree,
     assert_bitwise,
     build,
+    clean_fqn,
     parallelize_blocks,
     train,
 )
 from tests.support.parallel import (
     LINEARS,
+    assert_affine,
     loss_of,
     make_blocks,
     mesh_of,
@@ -39,13 +44,14 @@ from tests.support.parallel import (
     tokens,
     train_plain,
     watched_reductions,
+    whole,
 )
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.states import state_of, without
 from tests.support.suite import NIGHTLY, few
 from tests.support.training import histories, state_bits
 
 pytestmark = [pytest.mark.slow]
-
 
 STEPS = 5
 
@@ -54,8 +60,9 @@ def _trained(pool: RankPool, job: Job, **options: Any) -> list[Outcome]:
     """Return what each rank has. All of them share one state."""
     outcomes = pool.run(train, replace(job, **options))
     assert_agree(outcomes)
-    for outcome in outcomes:
-        assert outcome.reductions == [[WORLD]] * len(outcome.reductions)
+    if job.recipe is None:
+        for outcome in outcomes:
+            assert outcome.reductions == [[WORLD]] * len(outcome.reductions)
     return outcomes
 
 
@@ -80,50 +87,32 @@ def test_meshes_train_as_one_process(four_ranks: RankPool, layout: str) -> None:
             assert float(error / moved) < 0.02, name
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job("tp", optimizer="foreach", accumulate=2),
-        pytest.param(Job("tp", optimizer="fused", update="next_step"), marks=NIGHTLY),
-        pytest.param(Job("hsdp", optimizer="fused", checkpointing="non-reentrant"), marks=NIGHTLY),
-    ],
-    ids=["tp, accumulation", "tp, fused, next_step", "hsdp, checkpointing"],
-)
-def test_fp8_all_gather_changes_no_bit(four_ranks: RankPool, job: Job) -> None:
-    gathered = _trained(four_ranks, job, steps=2)
-    cast_after = _trained(four_ranks, job, steps=2, fp8_all_gather=False)
+SAME = {
+    "tp, accumulation": Job("tp", accumulate=2),
+    "tp, reentrant checkpointing": Job("tp", checkpointing="reentrant", optimizer="fused", update="next_step"),
+    "hsdp, checkpointing": Job("hsdp", checkpointing="non-reentrant", optimizer="fused"),
+    "hsdp, current": Job("hsdp", recipe=CurrentScaling()),
+}
+
+
+@pytest.mark.parametrize("name", few(SAME, "tp, accumulation", "hsdp, checkpointing"))
+def test_an_fp8_all_gather_and_checkpoints_change_no_bit(four_ranks: RankPool, name: str) -> None:
+    gathered = _trained(four_ranks, SAME[name], steps=2)
+    cast_after = _trained(four_ranks, SAME[name], steps=2, fp8_all_gather=False, checkpointing="")
     for mine, theirs in zip(gathered, cast_after):
-        assert_bitwise(mine, theirs)
+        if SAME[name].recipe is None:
+            assert_bitwise(mine, theirs)
+        else:  # Only gathered weights have a shared scale.
+            assert (mine.losses, mine.parameters.keys()) == (theirs.losses, theirs.parameters.keys())
+            assert all(torch.equal(p, theirs.parameters[n]) for n, p in mine.parameters.items())
 
 
-@pytest.mark.parametrize("how", few(("reentrant", "non-reentrant"), "non-reentrant"))
-def test_activation_checkpointing_changes_no_bit_of_losses_and_state(four_ranks: RankPool, how: str) -> None:
-    without_it = _trained(four_ranks, Job(), steps=2)
-    for mine, theirs in zip(_trained(four_ranks, Job(), steps=2, checkpointing=how), without_it):
-        assert_bitwise(mine, theirs)
-
-
-@pytest.mark.parametrize(
-    ("layout", "damaged", "ranks", "name"),
-    [
-        ("tp", 1, (0, 1), "blocks.1.norm.weight"),
-        pytest.param("tp", 2, (2, 3), "blocks.0.down.bias", marks=NIGHTLY),
-        ("hsdp", 2, (0, 2), "blocks.0.up.weight"),
-    ],
-)
-@on_ranks(4)
-def test_replicas_that_differ_are_found(layout: str, damaged: int, ranks: tuple[int, ...], name: str) -> None:
-    """There is no majority of two replicas, which are across the tensor-parallel axis, or are HSDP's."""
-    built = build(Job(layout))
-    built.step(0)
-    parameter = dict(built.named())[name]
-    assert isinstance(parameter, DTensor)
-    if dist.get_rank() == damaged:
-        with torch.no_grad():
-            parameter.to_local().view(-1)[1] += 0.25
-    with captured_log():
-        report = built.manager.check(parameters=True, policy="warn")
-    assert [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings] == [("parameter", name, ranks, None)]
+def test_current_scaling_of_parts_across_tensor_parallelism(four_ranks: RankPool) -> None:
+    """Gathered in FP8 they share a scale, unlike separate casts."""
+    job = Job("tp", recipe=CurrentScaling(), steps=2)
+    gathered, cast_after = (_trained(four_ranks, job, fp8_all_gather=gather) for gather in (True, False))
+    for mine, theirs in zip(gathered, cast_after):
+        assert mine.losses == pytest.approx(theirs.losses, rel=2e-2)
 
 
 @on_ranks(4)
@@ -132,14 +121,11 @@ def test_the_data_parallel_axis_alone_is_refused_under_tensor_parallelism() -> N
     model = make_blocks()
     manager = fp8dist.prepare(model, group=mesh["dp"])
     parallelize_blocks(model, mesh["tp"])
-    with pytest.raises(ConfigurationError) as error:
-        manager.attach(model)
     rank = dist.get_rank()
-    text = str(error.value)
     first = rank - rank % 2
-    assert "blocks.0.up" in text
     whose = f"by ranks {first}, {first + 1}, but its FP8 state only by ranks {rank % 2}, {rank % 2 + 2}:"
-    assert whose in text
+    with pytest.raises(ConfigurationError, match=rf"blocks\.0\.up.*{whose}"):
+        manager.attach(model)
 
 
 @pytest.mark.parametrize("fp8_all_gather", [True, False])
@@ -153,53 +139,40 @@ def test_calibration_and_high_precision(fp8_all_gather: bool) -> None:
     assert built.manager.metrics()["fp8/cold_slots"] == 0
     same_on_all_ranks(state_bits(built.manager))
     first = histories(built.manager)["blocks.0.up", "weight"][-1]
-    assert first == float(make_blocks().blocks[0].up.weight.detach().abs().max())  # type: ignore[union-attr]
+    assert first == float(make_blocks().get_parameter("blocks.0.up.weight").detach().abs().max())
     with built.manager.no_fp8():
         high = built.backward(1)
-    built.optimizer.zero_grad()
-    model = make_blocks()
     x, target = tokens(dist.get_rank() // 2, 1)
-    exact = float(loss_of(model(x), target).detach())
+    exact = float(loss_of(make_blocks()(x), target).detach())
     assert high == pytest.approx(exact, rel=2e-2 if fp8_all_gather else 1e-5)
-
-
-def _interrupted_free(job: Job) -> Any:
-    """Return the state without other jobs in the process."""
-    built = build(job)
-    for step in range(2):
-        built.step(step)
-    return state_bits(built.manager)
 
 
 @on_ranks(4)
 def test_managers_on_several_meshes_do_not_meet() -> None:
     """Two models on two ranks each, and one on all ranks: three managers in one process, stepped in turn."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
-    rank = dist.get_rank()
-    whole_run = build(Job("hsdp", optimizer="sgd"))
-    parts: list[tuple[nn.Module, StateManager, tuple[int, ...]]] = []
+    rank, job = dist.get_rank(), Job("hsdp", optimizer="sgd")
+    everywhere, alone = build(job), build(job)
+    parts: list[Any] = []
     for axis in ("dp", "tp"):
         model = make_blocks(seed=7)
         manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh[axis], fp8_all_gather=True)
         module = fully_shard(model, mesh=mesh[axis])
         manager.attach(module)
         parts.append((module, manager, tuple(mesh[axis].mesh.tolist())))
-    expected = _interrupted_free(whole_run.job)
     for step in range(2):
         for factor, (module, manager, ranks) in enumerate(parts, 2):
             with watched_reductions() as reductions:
                 module(tokens(rank, step)[0] * factor).sum().backward()
                 manager.step()
             assert reductions.of(manager) == [ranks]
-            seen: list[Any] = [None] * 4
-            dist.all_gather_object(seen, float((tokens(rank, step)[0] * factor).abs().max()))
-            windows: list[Any] = [None] * 4
-            dist.all_gather_object(windows, state_bits(manager))
-            assert [windows[r] for r in ranks] == [windows[rank]] * 2
-            other = next(r for r in range(4) if r not in ranks)
-            assert windows[other] != windows[rank]
-        whole_run.step(step)
-    assert state_bits(whole_run.manager) == expected
+            states: list[Any] = [None] * 4
+            dist.all_gather_object(states, state_bits(manager))
+            assert [other == states[rank] for other in states] == [other in ranks for other in range(4)]
+        everywhere.step(step)
+    for step in range(2):
+        alone.step(step)
+    assert state_bits(everywhere.manager) == state_bits(alone.manager)
 
 
 @on_ranks(4)
@@ -209,18 +182,15 @@ def test_a_copy_made_before_sharding_has_its_own_state() -> None:
     model = make_blocks()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=True)
     twin = copy.deepcopy(model)
-    twins = fp8dist.get_manager(twin)
     results = []
-    for one, of_one in ((model, manager), (twin, twins)):
+    for one in (model, twin):
+        of_one = fp8dist.get_manager(one)
+        assert of_one.metrics()["fp8/collectives"] == 0
         parallelize_blocks(one, mesh["shard"])
         module = fully_shard(one, mesh=mesh["replicate"])
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
         built = Built(module, of_one.attach(module, optimizer=optimizer), optimizer, Job("tp"))
-        assert fp8dist.get_manager(module) is of_one
-        losses = [built.step(step) for step in range(2)]
-        results.append((losses, state_bits(of_one)))
-        if one is model:
-            assert twins.metrics()["fp8/collectives"] == 0
+        results.append(([built.step(step) for step in range(2)], state_bits(of_one)))
     assert results[0] == results[1]
     assert state_bits(manager) == results[0][1]
 
@@ -230,23 +200,21 @@ def test_a_mesh_in_another_order_gives_the_same_numbers() -> None:
     """A mesh with ranks in arbitrary order: the position on the mesh determines a rank's part."""
     mesh = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
     model = make_blocks()
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=True)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=8), group=mesh, fp8_all_gather=True)
     parallelize_blocks(model, mesh["tp"])
     module = fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     manager.attach(module, optimizer=optimizer)
-    replica, part = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    straight = build(Job("tp", optimizer="sgd"))
     for step in range(2):
-        x, target = (t.chunk(2, 1)[part] for t in tokens(replica, step))
+        x, target = (t.chunk(2, 1)[mesh.get_local_rank("tp")] for t in tokens(mesh.get_local_rank("dp"), step))
         (loss_of(module(x), target) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
+        straight.step(step)
     same_on_all_ranks(state_bits(manager))
     assert not manager.check(gradients=True, optimizer=optimizer).diverged
-    straight = build(Job("tp", optimizer="sgd"))
-    for step in range(2):
-        straight.step(step)
-    assert histories(manager) == {slot: window[-4:] for slot, window in histories(straight.manager).items()}
+    assert histories(manager) == histories(straight.manager)
 
 
 @pytest.mark.long
@@ -259,3 +227,213 @@ def test_hybrid_shards_of_fsdp1_are_those_of_fsdp2(four_ranks: RankPool) -> None
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-3)
         for slot, window in theirs.histories.items():
             assert mine.histories[slot] == pytest.approx(window, rel=2e-2)
+
+
+# Tensor parallelism under all recipes: products of parts against explicit casts. -------------------------------------
+
+RECIPES: dict[str, Recipe] = {
+    "current": CurrentScaling(),
+    "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
+    "mx": MXFP8Scaling(),
+}
+
+
+def dequantised(x: Tensor, recipe: Recipe, gradient: bool = False, weight: bool = False) -> Tensor:
+    """Return x after FP8, in float64: scales of runs along the last dim, over which a product sums."""
+    dtype = torch.float8_e5m2 if gradient and recipe.format == "hybrid" else torch.float8_e4m3fn
+    limit = torch.finfo(dtype).max
+    heights = {"tensor": x.shape[0], "row": 1, "mx": 1, "block": 128 if weight else 1}
+    widths = {"tensor": x.shape[1], "row": x.shape[1], "mx": 32, "block": 128}
+    amax = torch.empty_like(x)
+    for rows in zip(x.split(heights[recipe.by]), amax.split(heights[recipe.by])):
+        for of, to in zip(*(part.split(widths[recipe.by], 1) for part in rows)):
+            to.fill_(float(of.abs().max()))
+    scale = torch.exp2(8 - amax.log2().floor()) if recipe.by == "mx" else torch.tensor(limit) / amax
+    return (x * scale).clamp(-limit, limit).to(dtype).double() * torch.reciprocal(scale).double()
+
+
+def _assert_joined(actual: Tensor, parts: list[tuple[Tensor, Tensor]], dim: int) -> None:
+    for mine, (a, b) in zip(actual.chunk(2, dim), parts):
+        assert_affine(mine, a, b)
+
+
+def _assert_summed(actual: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+    assert_affine(actual, torch.cat([a for a, _ in parts], 1), torch.cat([b for _, b in parts], 1))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("columns", [True, False], ids=["column-wise", "row-wise"])
+@on_ranks(2)
+def test_products_of_parts(name: str, columns: bool) -> None:
+    """Each rank casts its part of each operand independently, and no step communicates."""
+    weight: Placement = Shard(0 if columns else 1)
+    mesh, recipe = mesh_of((2,), ("tp",)), RECIPES[name]
+    torch.manual_seed(4)
+    linear = nn.Linear(256, 512, bias=False)
+    w = linear.weight.detach().clone()
+    model = nn.Sequential(linear)
+    manager = fp8dist.prepare(model, recipe, group=mesh)
+    linear.weight = nn.Parameter(distribute_tensor(w, mesh, [weight]))
+    with counted_collectives() as calls:
+        manager.attach(model)
+        full, g = torch.randn(48, 256), torch.randn(48, 512)
+        full[:, 128:] *= 5  # Makes the ranks' own amaxes differ.
+        x = distribute_tensor(full, mesh, [Replicate() if columns else Shard(1)]).requires_grad_()
+        y = model(x)
+        seen = len(calls.names)
+        y.redistribute(mesh, [Replicate()]).backward(distribute_tensor(g, mesh, [Replicate()]))
+        manager.step()
+    assert calls.names[:seen] == ["all_reduce"] * 2  # attach compares what ranks start with.
+    assert not [name for name, size in zip(calls.names, calls.sizes) if size == 4 * (8 + 3)]
+    outputs, of_inputs, of_weights = [], [], []
+    for wr, xr, gr in zip(
+        w.chunk(2, 0 if columns else 1),
+        (full, full) if columns else full.chunk(2, 1),
+        g.chunk(2, 1) if columns else (g, g),
+    ):
+        outputs.append((dequantised(xr, recipe), dequantised(wr, recipe, weight=True)))
+        of_inputs.append((dequantised(gr, recipe, True), dequantised(wr.t().contiguous(), recipe, weight=True)))
+        rows = dequantised(gr.t().contiguous(), recipe, True)
+        of_weights.append((rows, dequantised(xr.t().contiguous(), recipe)))
+    assert x.grad is not None
+    assert linear.weight.grad is not None
+    summed, joined = (whole(x.grad), whole(y)) if columns else (whole(y), whole(x.grad))
+    _assert_summed(summed, of_inputs if columns else outputs)
+    _assert_joined(joined, outputs if columns else of_inputs, 1)
+    _assert_joined(whole(linear.weight.grad), of_weights, 0 if columns else 1)
+    same_on_all_ranks(whole(y).tolist())
+    assert not manager.check().diverged
+
+
+@pytest.mark.parametrize(
+    ("up", "name", "refused"),
+    [
+        (160, "block", True),
+        (384, "block", True),
+        (512, "block", False),
+        (160, "current", False),
+        (160, "rowwise", False),
+        (160, "mx", False),
+    ],
+)
+@on_ranks(2)
+def test_cut_blocks_are_refused_by_all_ranks(up: int, name: str, refused: bool) -> None:
+    """A dim that is not split (``down``'s 64 outputs) may have any size."""
+    mesh = mesh_of((2,), ("tp",))
+    model = nn.Sequential()
+    model.add_module("up", nn.Linear(256, up))
+    model.add_module("down", nn.Linear(up, 64))
+    manager = fp8dist.prepare(model, RECIPES[name], group=mesh)
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if refused:
+        text = rf"^up: local weight shape \({up // 2}, 256\) of \({up}, 256\)(.|\n)*128(.|\n)*overrides"
+        with pytest.raises(ConfigurationError, match=text):
+            manager.attach(model)
+        assert not manager._job.attached
+    else:
+        manager.attach(model)
+        model(torch.randn(16, 256)).sum().backward()
+
+
+# What goes wrong in a step: no rank is left alone, and training goes on as if it had not been. -----------------------
+
+JOBS = {
+    "DDP, hook, next_step": Job("ddp", hook="ours", optimizer="sgd", update="next_step"),
+    "FSDP1": Job("fsdp1", optimizer="momentum"),
+    "FSDP1, hook": Job("fsdp1", optimizer="momentum", hook="ours"),
+    "HSDP": Job("hsdp"),
+    "TP": Job("tp", optimizer="sgd"),
+    "warn": Job("ddp", hook="ours", optimizer="sgd", policy="warn"),
+}
+
+
+def _fail(*args: Any) -> None:
+    raise KeyError("interrupted")
+
+
+def _interrupted(job: Job, how: str) -> Any:
+    """Train for three steps. Between the first two, something fails on all ranks."""
+    built = build(job)
+    states = []
+
+    def interrupted() -> None:
+        last = next(module for name, module in built.module.named_modules() if clean_fqn(name) == "blocks.1.norm")
+        if how == "calibration":
+            with built.manager.calibrate():
+                built.backward(2)
+                raise KeyError
+        if how == "forward":
+            handle = last.register_forward_pre_hook(_fail)
+        else:  # At the end of backward, the gradients of the second block have been reduced.
+            handle = built.module.register_forward_pre_hook(
+                lambda module, args: args[0].requires_grad_().register_hook(_fail) and None
+            )
+        try:
+            built.backward(1)  # The next step's batch, so its amaxes are not larger.
+        finally:
+            handle.remove()
+
+    for index in range(3):
+        if how and index == 1:
+            with pytest.raises(KeyError):
+                interrupted()
+            built.optimizer.zero_grad()
+        losses = built.step(index)
+        states.append((losses, state_bits(built.manager)))
+    return states, built.parameter_bits()
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("HSDP", "forward"),
+        ("DDP, hook, next_step", "calibration"),
+        ("FSDP1, hook", "backward"),
+        *(pytest.param(name, "forward", marks=NIGHTLY) for name in ("FSDP1", "TP")),
+        pytest.param("FSDP1, hook", "calibration", marks=NIGHTLY),
+    ],
+)
+def test_training_goes_on_after_an_error(four_ranks: RankPool, name: str, how: str) -> None:
+    """A failed forward or backward, and a calibration that is interrupted: under a hook after it has launched its
+    sync. FSDP1 itself goes on otherwise after a failed backward."""
+    job = JOBS[name]
+    unbroken = (replace(job, hook=""), how) if how == "backward" else (job, "")
+    assert four_ranks.run(_interrupted, job, how) == four_ranks.run(_interrupted, *unbroken)
+
+
+def _damaged(job: Job, role: str) -> Any:
+    """Run six steps. Before the third, damage one scale on rank 3."""
+    built = build(job)
+    reports: list[Any] = []
+    built.manager.on_event(lambda event: reports.extend([event.report] if event.report else []))
+    raised = []
+    for index in range(6):
+        if index == 2 and dist.get_rank() == 3:
+            built.manager.slot("blocks.1.up", role).scale.mul_(2.0)
+        try:
+            with captured_log():
+                built.step(index)
+        except DivergenceError:
+            raised.append(index)
+            built.optimizer.zero_grad()
+    findings = [(f.step, f.kind, f.name, f.ranks, f.reference_rank) for report in reports for f in report.findings]
+    return findings, raised, without(state_of(built.manager), "saturated"), built.parameter_bits()
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("DDP, hook, next_step", "input"),
+        ("TP", "input"),
+        *(pytest.param(name, "weight", marks=NIGHTLY) for name in ("FSDP1, hook", "HSDP")),
+        ("warn", "input"),
+    ],
+)
+def test_a_damaged_scale_is_reported_and_all_ranks_go_on_alike(four_ranks: RankPool, name: str, role: str) -> None:
+    """Under next_step the next launch starts before the last sync's verdict is read."""
+    results = four_ranks.run(_damaged, JOBS[name], role)
+    for findings, raised, *shared in results:
+        assert findings == [(3, "scale", f"blocks.1.up:{role}", (3,), 0)]
+        assert raised == ([] if name == "warn" else [3 if JOBS[name].update == "next_step" else 2])
+        assert shared == list(results[0][2:])

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling
-from fp8dist.errors import ConfigurationError
-from fp8dist.parallel import torch_internals
 from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
-from tests.parallel.test_wire import everything_in_fp8
+from tests.parallel.test_wire import everything_in_fp8, in_fp8
 from tests.support.collectives import counted_collectives
 from tests.support.lab.mixture import MixtureGPT
 from tests.support.ranks import RankPool, on_ranks
@@ -107,13 +103,9 @@ def test_few_gradients_are_lost_in_300_steps(
         assert worst <= WORST
 
 
-def plain(ddp: nn.Module) -> None:
-    _backward(ddp, 0)
-
-
-def _backward(ddp: nn.Module, index: int, factor: float = 1.0, **options: Any) -> None:
+def _backward(ddp: nn.Module, index: int, **options: Any) -> None:
     x, y = batch(dist.get_rank(), index)
-    (factor * (ddp(x, **options) - y).square().mean()).backward()
+    (ddp(x, **options) - y).square().mean().backward()
 
 
 def no_sync(ddp: Any) -> None:
@@ -143,7 +135,6 @@ def clipped(ddp: nn.Module) -> None:
 
 
 OPTIONS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
-    "plain": (plain, {}),
     "no_sync": (no_sync, {}),
     "accumulation": (accumulated, {}),
     "unused parameters": (unused, {"find_unused_parameters": True}),
@@ -159,12 +150,11 @@ def test_options_of_ddp(name: str) -> None:
     """Gradients are those of plain DDP, but for what FP8 loses, and have the same bits on all ranks."""
     program, options = OPTIONS[name]
     found = []
-    for in_fp8 in (False, True):
+    for quantised in (False, True):
         model = make_net()
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.004, **options)
-        if in_fp8:
-            hook = fp8dist.ddp.comm_hook(model, gradients="fp8")
-            ddp.register_comm_hook(None, hook)
+        if quantised:
+            ddp.register_comm_hook(None, hook := fp8dist.ddp.comm_hook(model, gradients="fp8"))
         with everything_in_fp8():
             program(ddp)
         found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
@@ -184,8 +174,7 @@ def _same_on_all_ranks(tensor: Tensor) -> bool:
 @on_ranks(2)
 def test_a_scaler_skips_on_all_ranks() -> None:
     model = make_net()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(model, gradients="fp8"))
+    ddp, _ = in_fp8(model, bucket_cap_mb=0.004)
     optimizer, scaler = torch.optim.SGD(ddp.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
     with everything_in_fp8():
         for step in range(3):
@@ -205,9 +194,9 @@ def test_a_scaler_skips_on_all_ranks() -> None:
 def test_join() -> None:
     """A rank without data receives and sends as the others do."""
     models = make_net(), make_net()
-    for in_fp8, model in enumerate(models):
+    for quantised, model in enumerate(models):
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-        if in_fp8:
+        if quantised:
             ddp.register_comm_hook(None, hook := fp8dist.ddp.comm_hook(model, gradients="fp8"))
         optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
         with everything_in_fp8(), Join([ddp]):
@@ -225,9 +214,7 @@ def test_join() -> None:
 def test_after_a_backward_that_failed() -> None:
     """Buckets that were under way are dropped."""
     model = make_net()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-    hook = fp8dist.ddp.comm_hook(model, gradients="fp8")
-    ddp.register_comm_hook(None, hook)
+    ddp, hook = in_fp8(model, bucket_cap_mb=0.004)
 
     def fail(gradient: Tensor) -> None:
         raise ArithmeticError
@@ -253,12 +240,11 @@ def test_nodes(shape: tuple[int, int]) -> None:
     bits."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu"))
     found = []
-    for in_fp8 in (False, True):
+    for quantised in (False, True):
         model = make_net()
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-        if in_fp8:
-            hook = fp8dist.ddp.comm_hook(model, gradients="fp8", exclude="last.bias")
-            ddp.register_comm_hook(mesh, hook)
+        if quantised:
+            ddp.register_comm_hook(mesh, hook := fp8dist.ddp.comm_hook(model, gradients="fp8", exclude="last.bias"))
         with everything_in_fp8(), counted_collectives() as calls:
             several(ddp)
         found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
@@ -270,66 +256,3 @@ def test_nodes(shape: tuple[int, int]) -> None:
         assert 0 < float((got - expected).norm()) <= NORM * float(expected.norm())
     assert _same_on_all_ranks(got)
     fp8dist.ddp.check_gradients(hook)
-
-
-class Two(nn.Module):
-    """Two layers under FSDP2, each of more numbers than travel as before, and one of fewer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.last = nn.Linear(300, 331), nn.Linear(331, 300), nn.Linear(300, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.down(torch.relu(self.up(x)))))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exclude", [(), "down"], ids=str)
-@on_ranks(3)
-def test_fsdp2(exclude: Any) -> None:
-    found = []
-    for in_fp8 in (False, True):
-        torch.manual_seed(0)
-        model = Two()
-        for part in (model.up, model.down, model.last, model):
-            fully_shard(part)
-        if in_fp8:
-            names = fp8dist.fsdp.reduce_in_fp8(model, exclude)
-            assert names == ("up", *(() if exclude else ("down",)))
-        x = torch.randn(16, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
-        for _ in range(2):  # Accumulated in the sharded gradient.
-            model(x).square().mean().backward()
-        found.append([p.grad.full_tensor() for p in model.parameters()])
-    for (name, _), expected, got in zip(model.named_parameters(), *found):
-        lost = float((got - expected).norm() / expected.norm())
-        assert lost <= WORST
-        assert (lost > 0) == (not name.startswith(("last", *([exclude] if exclude else ())))), name
-
-
-@on_ranks(2)
-def test_fsdp2_leaves_shard_groups_of_one_rank_alone() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
-    for in_fp8 in (False, True):
-        model = nn.Linear(300, 300, bias=False)
-        fully_shard(model, mesh=mesh)
-        model.set_gradient_divide_factor(3.0)
-        if in_fp8:
-            assert fp8dist.fsdp.reduce_in_fp8(model) == ()
-        model(torch.full((1, 300), 1.0 + dist.get_rank())).sum().backward()
-        assert model.weight.grad.to_local().unique().tolist() == [1.0]
-
-
-@on_ranks(2)
-def test_fsdp2_refuses() -> None:
-    with pytest.raises(ConfigurationError, match="no FSDP2 module"):
-        fp8dist.fsdp.reduce_in_fp8(Two())
-    model = Two()
-    fully_shard(model)
-    with pytest.raises(ConfigurationError, match="exclude"):
-        fp8dist.fsdp.reduce_in_fp8(model, "up")
-    several = mock.patch.object(FSDPModule, "set_custom_reduce_scatter", side_effect=ValueError("several groups."))
-    with several, pytest.raises(ConfigurationError, match=r"several groups\. Exclude"):
-        fp8dist.fsdp.reduce_in_fp8(model)
-    older = mock.patch.object(torch_internals, "_SETTERS", ("set_in_a_later_torch",))
-    with older, pytest.raises(ConfigurationError, match=r"has no FSDPModule\.set_in_a_later_torch"):
-        fp8dist.fsdp.reduce_in_fp8(model)
