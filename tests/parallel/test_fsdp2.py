@@ -61,21 +61,21 @@ def _compile(called: Any, manager: Any) -> None:
 DEEP = Job(model="deep", accumulate=2, no_sync=True, update="next_step", steps=3)
 CURRENT = Job(recipe=CurrentScaling(), model="deep", steps=3)
 BLOCK = Job(recipe=BlockScaling(), model="wide", steps=3, overrides={"layers.3": CurrentScaling()})
-RECIPES = {"rowwise": RowwiseScaling(), "block": BlockScaling(), "mx": MXFP8Scaling()}
+ALL = {"first": RowwiseScaling(), "blocks.0.*": BlockScaling(), "blocks.1.*": MXFP8Scaling()}
 
 SAME = {
     "plain": DEEP,
     "kept by some": replace(DEEP, reshard="mixed"),
     "root only, kept": replace(DEEP, per_module=False, reshard=False),
     "high precision, kept": replace(DEEP, fp8_all_gather=False, reshard=False),
-    "CPU offload": replace(DEEP, shard={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    "dim 1": replace(DEEP, shard={"shard_placement_fn": _along_last_dim}),
+    "CPU offload, dim 1": replace(
+        DEEP, shard={"offload_policy": CPUOffloadPolicy(pin_memory=False), "shard_placement_fn": _along_last_dim}
+    ),
     "prefetch": replace(DEEP, hook=_prefetch),
     "kept after backward": replace(DEEP, hook=_keep_after_backward),
     "compiled": replace(DEEP, hook=_compile),
-    "windows that roll": Job(steps=2 * HISTORY),
-    "foreach, autocast": Job(optimizer="adamw_foreach", autocast=True, steps=3),
-    "fused, kept": Job(optimizer="adamw_fused", update="next_step", reshard=False, steps=3),
+    "windows that roll, fused, kept": Job(steps=2 * HISTORY, optimizer="adamw_fused", reshard=False),
+    "foreach, autocast": Job(optimizer="adamw_foreach", autocast=True, update="next_step", steps=3),
     "tied linears": Job(model="tied linears", per_module=False, steps=3),
     "tied embedding": Job(model="tied embedding", per_module=False, settings={"skip": None}, steps=3),
     "frozen": Job(model="frozen", steps=3),
@@ -89,7 +89,7 @@ SAME = {
         reduce_unused=True,
         update="next_step",
     ),
-    **{name: replace(DEEP, recipe=recipe, fp8_all_gather=False) for name, recipe in RECIPES.items()},
+    "all recipes, high precision": replace(DEEP, recipe=CurrentScaling(), overrides=ALL, fp8_all_gather=False),
     "current, kept, fused": replace(CURRENT, reshard=False, accumulate=2, no_sync=True, optimizer="adamw_fused"),
     "current, powers of 2, root only": replace(
         CURRENT,
@@ -108,13 +108,8 @@ SAME = {
     "mixed": replace(CURRENT, overrides={"last": DelayedScaling(), "blocks.0.*": "high"}),
 }
 RARE = {
-    "kept by some",
-    "high precision, kept",
-    "prefetch",
-    "compiled",
-    "foreach, autocast",
-    "current, powers of 2, root only",
-    "blocks, powers of 2, root only, kept",
+    *("kept by some", "high precision, kept", "prefetch", "compiled", "foreach, autocast"),
+    *("current, powers of 2, root only", "blocks, powers of 2, root only, kept"),
 }
 
 
@@ -199,7 +194,7 @@ def _in_mode(forwards: Callable[[Running], Tensor]) -> Callable[[Running], Any]:
     """Weights that have outgrown their scales, as AdamW's steps here make them, are cast by mode."""
 
     def program(run: Running) -> Any:
-        return [run.finish(forwards(run)) for _ in range(6)]
+        return [run.finish(forwards(run)) for _ in range(4)]
 
     return program
 
@@ -260,14 +255,14 @@ def _growing(run: Running) -> Any:
     run.manager.reset()
     run.manager.attach(run.called, optimizer=run.optimizer)
     with captured_log() as log, counted_collectives() as calls:
-        losses = [run.step() for _ in range(15)]
+        losses = [run.step() for _ in range(8)]
         if run.job.parallel == "fsdp2":
-            assert calls.names.count("all_reduce") > 15
+            assert calls.names.count("all_reduce") > 8
         run.optimizer.param_groups[0]["lr"] = 1e-5
         losses += [run.step() for _ in range(2 * LOOK_AHEAD)]
         calls.names.clear()
-        losses += [run.step() for _ in range(5)]
-    assert calls.names.count("all_reduce") == 5
+        losses += [run.step() for _ in range(3)]
+    assert calls.names.count("all_reduce") == 3
     assert log == []  # No warning blames anybody.
     return losses
 
@@ -375,7 +370,6 @@ def _parts(run: Running) -> dict[str, Any]:
     ("job", "how"),
     [
         pytest.param(Job(), "FP8 state first", id="delayed"),
-        pytest.param(Job(update="next_step"), "weights first", id="delayed, next_step"),
         pytest.param(BLOCK, "dcp", id="block"),
         pytest.param(
             replace(CURRENT, overrides={"last": DelayedScaling()}, optimizer="adamw_fused"),
@@ -398,13 +392,9 @@ def test_a_resumed_job_goes_on_bitwise(job: Job, how: str, tmp_path: Path) -> No
         dcp.load(parts, checkpoint_id=tmp_path)
         set_state_dict(new.called, new.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
     else:
-        fp8, weights = run.manager.state_dict(), run.called.state_dict()
-        if how == "FP8 state first":
-            new.manager.load_state_dict(fp8)
-        new.called.load_state_dict({name: value.clone() for name, value in weights.items()})
+        new.manager.load_state_dict(run.manager.state_dict())
+        new.called.load_state_dict({name: value.clone() for name, value in run.called.state_dict().items()})
         new.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-        if how == "weights first":
-            new.manager.load_state_dict(fp8)
     assert state_bits(new.manager) == state_bits(run.manager)
     for _ in range(3):
         assert new.step() == run.step()

@@ -190,7 +190,7 @@ WRITES: dict[str, tuple[Job, Callable[[Running], None]]] = {
     "current: another optimizer": (CURRENT, _by_another_optimizer),
 }
 """Each leaves scales with which all weights that it wrote are cast as one process would: from their own amaxes."""
-RARE = {"by an eighth", "before a manual step", "before nothing is loaded"}
+RARE = {"by an eighth", "before a manual step", "before nothing is loaded", "loaded, attached again"}
 
 
 def _step_against_float32(run: Running) -> float:
@@ -320,7 +320,6 @@ def test_a_gather_by_hand_needs_scales(per_module: bool) -> None:
 
 LOADED = [
     (True, DelayedScaling(history_len=4), 1.6, "eval"),
-    (True, DelayedScaling(history_len=4), 8.0, "train"),
     (True, DelayedScaling(history_len=4), 8.0, "check"),
     (True, CurrentScaling(), 1.6, "eval"),
     (False, DelayedScaling(history_len=4), 8.0, "check"),

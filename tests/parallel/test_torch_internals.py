@@ -66,15 +66,7 @@ def _lack(net: nn.Module, name: str) -> contextlib.AbstractContextManager[Any]:
     return _without(type(torch_internals._groups(state)[0]), name)
 
 
-NAMES = [
-    "_get_fsdp_state",
-    "post_forward_mesh_info",
-    "mesh_info",
-    "fsdp_params",
-    "_partial_reduce_output",
-    "unsharded_accumulated_grad",
-    "_unsharded_param",
-]
+NAMES = ["_get_fsdp_state", "mesh_info", "_partial_reduce_output", "unsharded_accumulated_grad", "_unsharded_param"]
 
 
 @pytest.mark.slow

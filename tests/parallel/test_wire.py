@@ -29,6 +29,7 @@ from scripts.simulation.model import Topology, defaults, parts_of, time_of
 from tests.support.collectives import counted_collectives
 from tests.support.fp8_oracle import E4M3, cast
 from tests.support.ranks import POOLS, on_ranks
+from tests.support.suite import few
 from tests.support.training import bits
 
 SIZES = (1, 2000, 5, 130, 384, 1000, 128, 700)
@@ -185,7 +186,7 @@ def compare_all() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", few(POOLS, 3))
 def test_reductions_have_the_bits_of_the_oracle_and_few_bytes(request: pytest.FixtureRequest, ranks: int) -> None:
     """DDP's all-reduce and FSDP2's reduce-scatter: one element, uneven buckets, empty shards, many buckets under way,
     and the rebuild after the first backward. Vectors are added up in float64, beside matrices in FP8."""
@@ -225,15 +226,6 @@ def damaged_before_the_sum(place: int) -> Any:
     return mock.patch.object(dist, "all_to_all_single", sent)
 
 
-def damage_found(hook: Any) -> Any:
-    """Return what a check reports, once."""
-    with pytest.raises(DivergenceError) as caught:
-        fp8dist.ddp.check_gradients(hook)
-    (finding,) = caught.value.report.findings
-    fp8dist.ddp.check_gradients(hook)
-    return finding
-
-
 @pytest.mark.parametrize(
     ("place", "vectors", "detail"),
     [(0, (), ""), (-1, (), ""), (-1, (1,), ""), (-1, (), "damaged from rank 2")],
@@ -248,10 +240,13 @@ def test_damage_on_the_wire_is_named(place: int, vectors: tuple[int, ...], detai
         with damaged_before_the_sum(place) if detail else damaged(place, 1):
             ddp().backward()
         ddp().backward()  # The digests remember.
-        finding = damage_found(hook)
+        with pytest.raises(DivergenceError) as caught:
+            fp8dist.ddp.check_gradients(hook)
+        (finding,) = caught.value.report.findings
         assert (finding.ranks, finding.reference_rank) == ((1,), 0)
         assert finding.name.startswith(("p.0, p.1", "p.1, p.0"))
         assert detail in finding.detail
+        fp8dist.ddp.check_gradients(hook)  # It was reported.
         ddp().backward()
         assert not fp8dist.ddp.check_gradients(hook, policy="warn").diverged
 
@@ -299,10 +294,8 @@ def test_a_check_compares_what_no_sync_does(recipe: Any) -> None:
     """The manager's group is larger than DDP's, or its recipe has no sync."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = pairs[dist.get_rank() // 2] if recipe.delayed else dist.group.WORLD
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.01)
     manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD)
     ddp, _ = in_fp8(model, manager, group, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), 0.0001)
@@ -316,8 +309,7 @@ def test_a_check_compares_what_no_sync_does(recipe: Any) -> None:
             if place == 0:
                 manager.check()
     counted: list[None] = []  # What a check that found no difference tells, such as to a Recorder.
-    internals = Internals(manager)
-    internals.cycle.checker.on_checked.append(lambda: counted.append(None))
+    Internals(manager).cycle.checker.on_checked.append(lambda: counted.append(None))
     with pytest.raises(DivergenceError) as caught:
         manager.check()
     assert not counted

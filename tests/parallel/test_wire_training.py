@@ -22,7 +22,8 @@ from launch.train_gpt.model import GPT
 from tests.parallel.test_wire import everything_in_fp8, in_fp8
 from tests.support.collectives import counted_collectives
 from tests.support.lab.mixture import MixtureGPT
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import POOLS, RankPool, on_ranks
 from tests.support.suite import few
 from tests.support.training import batch, bits, make_net
 
@@ -80,24 +81,20 @@ def errors(kind: str, seed: int, steps: int, jump: int) -> tuple[float, float, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", few(MODELS, "main job"))
-def test_few_gradients_are_lost(two_ranks: RankPool, kind: str) -> None:
-    for norm, worst, _ in two_ranks.run(errors, kind, 0, 8, 4):
-        assert norm <= NORM
-        assert worst <= WORST
-
-
-@pytest.mark.long
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("kind", "seed"),
-    [("main job", 0), ("main job", 1), ("main job", 2), ("mixture", 0)],  # Others: not run.
+    ("ranks", "kind", "steps"),
+    few([(2, "main job", 8), (4, "main job", 300), (4, "mixture", 300)], (2, "main job", 8)),
 )
-def test_few_gradients_are_lost_in_300_steps(
-    four_ranks: RankPool, kind: str, seed: int, record_property: Callable[[str, object], None]
+def test_few_gradients_are_lost(
+    request: pytest.FixtureRequest,
+    ranks: int,
+    kind: str,
+    steps: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    for norm, worst, name in four_ranks.run(errors, kind, seed, 300, 150, timeout=900):
+    pool: RankPool = request.getfixturevalue(POOLS[ranks])
+    for norm, worst, name in pool.run(errors, kind, 0, steps, steps // 2, timeout=900):
         record_property("errors", (norm, worst, name))
         assert norm <= NORM
         assert worst <= WORST
@@ -144,31 +141,26 @@ OPTIONS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
 }
 
 
+def _errors_of(program: Callable[[Any], None], state: Any = None, exclude: Any = (), **options: Any) -> float:
+    """Return the error of the gradients, as a share of their norm under plain DDP. They must have the same bits on all
+    ranks."""
+    plain, model = make_net(), make_net()
+    program(DistributedDataParallel(plain, bucket_cap_mb=0.004, **options))
+    ddp, hook = in_fp8(model, state=state, exclude=exclude, bucket_cap_mb=0.004, **options)
+    with everything_in_fp8():
+        program(ddp)
+    fp8dist.ddp.check_gradients(hook)
+    expected, got = (torch.cat([p.grad.reshape(-1) for p in each.parameters()]) for each in (plain, model))
+    same_on_all_ranks(bits(got))
+    return float((got - expected).norm() / expected.norm())
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(2)
 def test_options_of_ddp(name: str) -> None:
-    """Gradients are those of plain DDP, but for what FP8 loses, and have the same bits on all ranks."""
     program, options = OPTIONS[name]
-    found = []
-    for quantised in (False, True):
-        model = make_net()
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004, **options)
-        if quantised:
-            ddp.register_comm_hook(None, hook := fp8dist.ddp.comm_hook(model, gradients="fp8"))
-        with everything_in_fp8():
-            program(ddp)
-        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
-    expected, got = found
     casts = 3 if program is accumulated else 1  # DDP sends again what it has accumulated.
-    assert 0 < float((got - expected).norm()) <= casts * NORM * float(expected.norm())
-    assert _same_on_all_ranks(got)
-    fp8dist.ddp.check_gradients(hook)
-
-
-def _same_on_all_ranks(tensor: Tensor) -> bool:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, bits(tensor))
-    return len(set(gathered)) == 1
+    assert 0 < _errors_of(program, **options) <= casts * NORM
 
 
 @on_ranks(2)
@@ -187,17 +179,15 @@ def test_a_scaler_skips_on_all_ranks() -> None:
             optimizer.zero_grad()
             assert (bits(model.first.weight) == before) == (step == 1)
             assert scaler.get_scale() == (8 if step == 0 else 4)
-            assert _same_on_all_ranks(model.first.weight)
+            same_on_all_ranks(bits(model.first.weight))
 
 
 @on_ranks(3)
 def test_join() -> None:
     """A rank without data receives and sends as the others do."""
-    models = make_net(), make_net()
-    for quantised, model in enumerate(models):
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-        if quantised:
-            ddp.register_comm_hook(None, hook := fp8dist.ddp.comm_hook(model, gradients="fp8"))
+    plain, model = make_net(), make_net()
+    wrapped, hook = in_fp8(model, bucket_cap_mb=0.004)
+    for ddp in (DistributedDataParallel(plain, bucket_cap_mb=0.004), wrapped):
         optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
         with everything_in_fp8(), Join([ddp]):
             for step in range(2 + 2 * dist.get_rank()):
@@ -205,8 +195,8 @@ def test_join() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     fp8dist.ddp.check_gradients(hook)
-    assert _same_on_all_ranks(torch.cat([p.view(-1) for p in models[1].parameters()]))
-    for one, other in zip(models[0].parameters(), models[1].parameters()):
+    same_on_all_ranks([bits(p) for p in model.parameters()])
+    for one, other in zip(plain.parameters(), model.parameters()):
         torch.testing.assert_close(one, other, rtol=0, atol=0.02)
 
 
@@ -229,7 +219,7 @@ def test_after_a_backward_that_failed() -> None:
         with contextlib.suppress(RuntimeError):  # DDP's own reducer may refuse the next forward.
             ddp.zero_grad()
             _backward(ddp, 1)
-            assert _same_on_all_ranks(model.first.weight.grad)
+            same_on_all_ranks(bits(model.first.weight.grad))
     fp8dist.ddp.check_gradients(hook)
 
 
@@ -239,20 +229,7 @@ def test_nodes(shape: tuple[int, int]) -> None:
     """On a mesh bf16 travels within nodes; FP8 between them, or nothing if there is one. All ranks have the same
     bits."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu"))
-    found = []
-    for quantised in (False, True):
-        model = make_net()
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-        if quantised:
-            ddp.register_comm_hook(mesh, hook := fp8dist.ddp.comm_hook(model, gradients="fp8", exclude="last.bias"))
-        with everything_in_fp8(), counted_collectives() as calls:
-            several(ddp)
-        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
-    expected, got = found
-    if shape[0] == 1:
-        assert "all_to_all_single" not in calls.names
-        assert torch.allclose(expected, got)
-    else:
-        assert 0 < float((got - expected).norm()) <= NORM * float(expected.norm())
-    assert _same_on_all_ranks(got)
-    fp8dist.ddp.check_gradients(hook)
+    with counted_collectives() as calls:
+        error = _errors_of(several, mesh, "last.bias")
+    assert ("all_to_all_single" in calls.names) is (shape[0] > 1)
+    assert 0 < error <= NORM if shape[0] > 1 else error < 1e-6
