@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -257,24 +256,6 @@ def test_join_refuses_what_would_hang() -> None:
     fp8dist.ddp.comm_hook(manager)
     with pytest.raises(ConfigurationError, match="comm_hook"):
         Join([ddp, manager])
-
-
-@on_ranks(2, timeout=30)
-def test_join_on_a_copy_of_a_ddp_model() -> None:
-    job = SmallJob()
-    twin = copy.deepcopy(job.called)
-    twins = fp8dist.get_manager(twin)
-    assert twins is not job.manager
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.05)
-    twins.attach(twin, optimizer=optimizer)
-    with Join([twin, twins]):
-        for step in range(2 + dist.get_rank()):
-            x, y = batch(dist.get_rank(), step)
-            nn.functional.mse_loss(twin(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert (job.manager.steps, twins.steps) == (0, 3)
-    assert not twins.check(parameters=True).diverged
 
 
 # Recipes ------------------------------------------------------------------------------------------------------------

@@ -164,23 +164,18 @@ def test_high_precision_multiplies_with_dequantised_weights() -> None:
     model, called, manager, optimizer = build(job)
     step(job, called, optimizer, 0)
     x = routed_batch(dist.get_rank(), 1, 4)
-    manager.set_precision("experts.*", "high")
+    manager.set_precision("*", "high")
     seen: list[Tensor] = []
     model.inlet.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
-    with manager.no_fp8():
-        expected = called(x)
     out = called(x)
     out.sum().backward()
-    gradients = model.experts.gate_up_proj.grad.full_tensor()
+    assert model.experts.gate_up_proj.grad.full_tensor().abs().sum() > 0
     model.experts.unshard()
-    weights = [weight.high_precision() for weight in (model.experts.gate_up_proj, model.experts.down_proj)]
     plain = Experts(4)
-    plain.gate_up_proj, plain.down_proj = (nn.Parameter(weight) for weight in weights)
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(plain, name, nn.Parameter(getattr(model.experts, name).high_precision()))
     again = plain(seen[0], x[:, 32:].long(), torch.full((len(x), 2), 0.5))
-    inlet = float((out - expected).abs().max())
-    assert float((expected - again).norm() / again.norm()) < 1e-6
-    assert inlet < 0.2  # The inlet is in FP8 in one of them.
-    assert gradients.abs().sum() > 0
+    assert float((out - again).norm() / again.norm()) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -225,5 +220,5 @@ def test_a_checkpoint_resumes_on_other_numbers_of_ranks(
     job, folder = Job(experts=6), str(tmp_path / "checkpoint")
     saved = four_ranks.run(_saved_or_loaded, job, folder, True)
     assert four_ranks.run(_saved_or_loaded, job, folder, False) == saved
-    for _, *found in two_ranks.run(_saved_or_loaded, replace(job, dim=1), folder, False):
+    for _, *found in two_ranks.run(_saved_or_loaded, replace(job, dim=1, fp8_all_gather=False), folder, False):
         assert found == list(saved[0][1:])

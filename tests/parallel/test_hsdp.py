@@ -17,9 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
-from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.errors import ConfigurationError
 from tests.support.collectives import counted_collectives
-from tests.support.logs import captured_log
 from tests.support.meshes import (
     OPTIMIZERS,
     WORLD,
@@ -44,7 +43,6 @@ from tests.support.parallel import (
     whole,
 )
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.states import state_of, without
 from tests.support.suite import NIGHTLY, few
 from tests.support.training import histories, state_bits
 
@@ -303,39 +301,3 @@ def test_training_goes_on_after_an_error(four_ranks: RankPool, name: str, how: s
     job = JOBS[name]
     unbroken = (replace(job, hook=""), how) if how == "backward" else (job, "")
     assert four_ranks.run(_interrupted, job, how) == four_ranks.run(_interrupted, *unbroken)
-
-
-def _damaged(job: Job, role: str) -> Any:
-    """Run six steps. Before the third, damage one scale on rank 3."""
-    built = build(job)
-    reports: list[Any] = []
-    built.manager.on_event(lambda event: reports.extend([event.report] if event.report else []))
-    raised = []
-    for index in range(6):
-        if index == 2 and dist.get_rank() == 3:
-            built.manager.slot("blocks.1.up", role).scale.mul_(2.0)
-        try:
-            with captured_log():
-                built.step(index)
-        except DivergenceError:
-            raised.append(index)
-            built.optimizer.zero_grad()
-    findings = [(f.step, f.kind, f.name, f.ranks, f.reference_rank) for report in reports for f in report.findings]
-    return findings, raised, without(state_of(built.manager), "saturated"), built.parameter_bits()
-
-
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("TP", "input"),
-        pytest.param("DDP, hook, next_step", "input", marks=NIGHTLY),
-        *(pytest.param(name, "weight", marks=NIGHTLY) for name in ("FSDP1, hook", "HSDP")),
-    ],
-)
-def test_a_damaged_scale_is_reported_and_all_ranks_go_on_alike(four_ranks: RankPool, name: str, role: str) -> None:
-    """Under next_step the next launch starts before the last sync's verdict is read."""
-    results = four_ranks.run(_damaged, JOBS[name], role)
-    for findings, raised, *shared in results:
-        assert findings == [(3, "scale", f"blocks.1.up:{role}", (3,), 0)]
-        assert raised == [3 if JOBS[name].update == "next_step" else 2]
-        assert shared == list(results[0][2:])

@@ -46,10 +46,9 @@ class Given(nn.Module):
         shapes = [(size,) if i in vectors else (1, size) for i, size in enumerate(sizes)]
         self.p = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
 
-    def forward(self, factor: float = 1.0, leave_out: Sequence[int] = ()) -> Tensor:
-        used = [(i, p) for i, p in enumerate(self.p) if i not in leave_out]
-        gradients = [gradient(dist.get_rank(), i, p.numel()) for i, p in used]
-        return factor * torch.stack([(p * g).sum() for (_, p), g in zip(used, gradients)]).sum()
+    def forward(self, factor: float = 1.0) -> Tensor:
+        rank = dist.get_rank()
+        return factor * torch.stack([(p * gradient(rank, i, p.numel())).sum() for i, p in enumerate(self.p)]).sum()
 
 
 def gradient(rank: int, place: int, size: int) -> Tensor:
