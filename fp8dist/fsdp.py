@@ -106,7 +106,9 @@ def reduce_in_fp8(model: nn.Module, exclude: str | Iterable[str] = ()) -> tuple[
         if any(numbers >= wire.LEAST * ranks and ranks > 1 for numbers, ranks in fsdp2_reductions(module))
     )
     if reduced := tuple(name for name in large if name not in excluded):
-        mesh, received = fsdp2_mesh(named[reduced[0]]), Received()
+        received = Received()
+        # Experts may be sharded over fewer ranks than the rest: the checks are over the mesh that has all of these.
+        mesh = max((fsdp2_mesh(named[name]) for name in reduced), key=lambda mesh: mesh.size())
         ranks, cycles = SyncGroup(mesh).ranks, [Internals(manager).cycle for manager in managers_in(model)]
         for cycle in cycles:
             received = cycle.job.received.setdefault(tuple(ranks), received)

@@ -132,7 +132,7 @@ def casts_and_products(
     ]
     for gemm, (m, n, k), formats, of, scaling, extras in (
         (GEMMS[0], (tokens, out, of_k), (x, w), dtype, squares, {"bias": bias}),
-        (GEMMS[1], (tokens, features, of_n), (grad, w), dtype, squares, {"sideways": sideways}),
+        (GEMMS[1], (tokens, features, of_n), (grad, w), dtype, squares, {"sideways": sideways and recipe.by != "mx"}),
         (GEMMS[2], (out, features, along), (grad, x), of_wgrad, lines, {"into": into}),
     ):
         fast = gemm in recipe.fast_accumulation

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.files.export_formats import Grid, grid_by
-from fp8dist.modules.casters import Cast
 from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
@@ -89,14 +88,14 @@ def cast_of(linear: FP8Linear, stored: Stored, grid: Grid) -> tuple[Tensor, Tens
     tensor: Tensor = stored.load()
     if not is_dtensor(tensor):
         local = tensor.detach().to(stored.device, None if stored.gathered else stored.computed_in)
-        return _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part), linear, local)
+        return _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part)[:2], linear, local)
     placements = _placements(tensor)
     if stored.sharded is not None:
         local = local_part(tensor).detach().to(stored.device)
         rows, inv_scale = _by_rows(stored.sharded.eval_cast, linear, local)
     else:
         local, placements = _multiplied(tensor, stored)
-        rows, inv_scale = _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part, tensor), linear, local)
+        rows, inv_scale = _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part, tensor)[:2], linear, local)
     del local
     whole_rows = _joined(rows.view(torch.uint8), tensor, placements, tensor.shape).view(rows.dtype)
     return whole_rows, _joined_scales(linear, inv_scale, tensor, placements, grid, stored)
@@ -113,34 +112,32 @@ def experts_cast_of(module: FP8Experts, slots: GroupedSlots, stored: Stored) -> 
         own = tensor.detach().to(stored.device, dtype) if plain else _multiplied(tensor, stored)[0]
         cast = slots.eval_cast(module, own.mT if transposed else own)
         return cast.rows, cast.rows_inv_scale.float()  # MX has E8M0.
-    cast = stored.sharded.eval_cast(local_part(tensor).detach().to(stored.device))
+    fp8, inv_scale = stored.sharded.eval_cast(local_part(tensor).detach().to(stored.device))
     placements = _placements(tensor)
-    rows = _joined(cast.rows.view(torch.uint8), tensor, placements, tensor.shape).view(cast.rows.dtype)
-    inv_scale = cast.rows_inv_scale
-    if slots.recipe.by == "block":  # Blocks are only gathered if each rank has whole experts.
-        blocks = (blocks_along(size, BLOCK) for size in tensor.shape[1:])
-        inv_scale = _joined(inv_scale.contiguous(), tensor, placements, (len(tensor), *blocks))
+    rows = _joined(fp8.view(torch.uint8), tensor, placements, tensor.shape).view(fp8.dtype)
+    inv_scale = inv_scale.float()  # MX has E8M0.
+    if slots.recipe.by != "tensor":  # Blocks are only gathered if each rank has whole experts.
+        inv_scale = _joined(inv_scale.contiguous(), tensor, placements, (len(tensor), *inv_scale.shape[1:]))
         inv_scale = inv_scale.mT if transposed else inv_scale
     return (rows.mT if transposed else rows), inv_scale
 
 
-def _by_rows(cast: Callable[[Tensor], Cast], linear: FP8Linear, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _by_rows(cast: Callable[[Tensor], tuple[Tensor, ...]], linear: FP8Linear, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return (FP8 weight, inverse scales). On a CPU, rows that have scales of their own are cast a block of rows at a
     time: the same bytes in less memory, because these casts make several float32 copies."""
     if linear.fp8_slots.recipe.by == "tensor" or weight.is_cuda or len(weight) <= BLOCK:
-        together = cast(weight)
-        return together.rows, together.rows_inv_scale.float()  # MX has E8M0.
-    first = cast(weight[:BLOCK])
+        rows, inv_scale = cast(weight)
+        return rows, inv_scale.float()  # MX has E8M0.
+    first, first_scale = cast(weight[:BLOCK])
     # Allocate the results once and write in place: results of the single casts would lie between freed copies in
     # memory, and keep the allocator from reusing it.
-    rows = first.rows.new_empty(weight.shape)
-    height = BLOCK // len(first.rows_inv_scale)
-    shape = blocks_along(len(weight), height), first.rows_inv_scale.shape[1]
+    rows = first.new_empty(weight.shape)
+    height = BLOCK // len(first_scale)
+    shape = blocks_along(len(weight), height), first_scale.shape[1]
     inv_scale = torch.empty(shape, dtype=torch.float32, device=weight.device)
     for begin in range(0, len(weight), BLOCK):
-        part = cast(weight[begin : begin + BLOCK])
-        rows[begin : begin + BLOCK] = part.rows
-        inv_scale[begin // height :][: len(part.rows_inv_scale)] = part.rows_inv_scale
+        rows[begin : begin + BLOCK], scales = cast(weight[begin : begin + BLOCK])
+        inv_scale[begin // height :][: len(scales)] = scales
     return rows, inv_scale
 
 

@@ -35,7 +35,7 @@ from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.fallback import Fallback
 from fp8dist.state.groups import GroupLike, SyncGroup
 from fp8dist.state.precision import Precisions
-from fp8dist.state.recipe import DelayedScaling, NVFP4Scaling, Recipe, require_recipe
+from fp8dist.state.recipe import DelayedScaling, Recipe, require_recipe
 from fp8dist.state.settings import AUDIT_BYTES, Settings, unknown_variables
 from fp8dist.state.slots import Slot
 from fp8dist_kernels import grouped_ops, ops
@@ -110,7 +110,7 @@ def prepare(
             ``torch._scaled_mm`` for products that the table for this GPU does not show to be faster in Triton.
         eval_precision: precision in ``eval()``: "fp8" or "high".
         fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes, half the bytes of bf16.
-            Needs ``amax_sync``. Not with ``RowwiseScaling``, ``MXFP8Scaling`` or ``NVFP4Scaling``. ``no_fp8()`` and
+            Needs ``amax_sync``. Not with ``RowwiseScaling`` or ``NVFP4Scaling``. ``no_fp8()`` and
             ``calibrate()`` dequantise them.
         overrides: recipes, or "high" for high precision, by fqn pattern: ``{"blocks.0.*": CurrentScaling()}``. The
             first match counts. A recipe overrides ``skip``. A ``DelayedScaling`` that differs from ``recipe`` has its
@@ -357,15 +357,10 @@ def _warn_of_patterns(
 def _require_gatherable(settings: Settings, assignment: Assignment, products: Iterable[ExpertProduct]) -> None:
     recipes = {fqn: assignment.keys[fqn][1] for fqn in assignment.owners}
     recipes |= {product.owner: product.recipe for product in products}
-    name = next((fqn for fqn, recipe in recipes.items() if not recipe.gathers), None)
+    name = next((fqn for fqn, recipe in recipes.items() if recipe.ungathered), None)
     if settings.fp8_all_gather and name is not None:
-        why = (
-            "dgrad needs scales by columns, which cannot be computed from gathered FP8 rows, and both copies take as "
-            "many bytes as bfloat16"
-        )
-        if isinstance(recipes[name], NVFP4Scaling):
-            why = "it is emulated: no GPU path"
+        recipe = recipes[name]
         raise ConfigurationError(
-            f"{name}: fp8_all_gather=True does not work with {type(recipes[name]).__name__}: {why}. Use another recipe "
-            "for it, or leave fp8_all_gather out"
+            f"{name}: fp8_all_gather=True does not work with {type(recipe).__name__}: {recipe.ungathered}. Use another "
+            "recipe for it, or leave fp8_all_gather out"
         )

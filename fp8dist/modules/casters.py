@@ -219,7 +219,7 @@ class Caster(ABC):
         else:
             shares = torch.full_like(shares[0], DID_NOT_RUN), torch.full_like(shares[1], DID_NOT_RUN)
             stored = x if rows else x.mT
-            each = spread(inv_scale, stored.shape, self._block(stored, request.role))
+            each = spread(inv_scale, stored.shape)
             each = each if rows else each.mT
             measure_grouped(x, None, each, dtype, *shares)
             return cast._replace(shares=shares)

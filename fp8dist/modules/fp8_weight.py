@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8dist.errors import ConfigurationError
-from fp8dist_kernels import BLOCK
+from fp8dist_kernels import BLOCK, MX_BLOCK
+from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.casts import dequantize
 
 _aten = torch.ops.aten
@@ -29,10 +30,16 @@ _SAME_TENSOR = frozenset(
 @dataclass
 class Gathered:
     """The data of an FP8Weight and of all its views. Shared, because autograd may keep a view past the next gather,
-    which must then show the new inverse scale."""
+    which must then show what was gathered last.
+
+    All bytes lie as the weight is stored. ``rows`` is the copy that fprop multiplies with. MX has a second one for
+    dgrad, ``columns``, with blocks along the other dim; None where the last gather, of a forward, did not bring it.
+    """
 
     rows: Tensor
     inv_scale: Tensor
+    columns: Tensor | None = None
+    columns_inv_scale: Tensor | None = None
 
 
 class FP8Weight(Tensor):
@@ -69,19 +76,43 @@ class FP8Weight(Tensor):
 
     @property
     def inv_scale(self) -> Tensor:
-        """Inverse scales of the bytes, float32: 0-d, or one per block of 128 x 128 [⌈m/128⌉, ⌈k/128⌉]; for experts with
-        a leading dim E."""
+        """Inverse scales of the bytes, float32: 0-d, or one per block of 128 x 128 [⌈m/128⌉, ⌈k/128⌉], or of MX one per
+        block of 1 x 32, E8M0 [m, k/32]; for experts with a leading dim E."""
         inv_scale = self._gathered.inv_scale
         return inv_scale.mT if self._flipped and inv_scale.ndim > 1 else inv_scale
 
-    def refilled(self, inv_scale: Tensor) -> None:
-        """Set the inverse scale after FSDP has refilled the buffer."""
-        self._gathered.inv_scale = inv_scale
+    def refilled(self, gathered: Gathered) -> None:
+        """Show what FSDP has gathered now, here and in all views."""
+        vars(self._gathered).update(vars(gathered))
+
+    def for_dgrad(self) -> tuple[Tensor, Tensor]:
+        """Return what dgrad multiplies with: (FP8 [(E,) in_features, out_features], any strides; inverse scales).
+
+        Raises:
+            ConfigurationError: MX, and the last gather did not bring this copy.
+        """
+        held = self._gathered
+        fp8, inv_scale = held.rows, held.inv_scale
+        if is_mx(inv_scale):
+            if held.columns is None or held.columns_inv_scale is None:
+                raise ConfigurationError(
+                    "MXFP8Scaling: this backward uses a weight as FSDP2 gathered it for a forward, without the copy "
+                    "for dgrad. A forward that reshards gathers one copy, and the backward gathers both: do not free "
+                    "or gather weights between them by hand, or leave fp8_all_gather out"
+                )
+            fp8, inv_scale = held.columns, held.columns_inv_scale
+        if self._flipped:
+            return fp8, inv_scale
+        return fp8.mT, inv_scale.mT if inv_scale.ndim > 1 else inv_scale
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FP8Weight({tuple(self.shape)}, {self.rows.dtype}, stands for {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        if is_mx(self.inv_scale):  # A graph would keep the bytes of the forward for the backward.
+            raise ConfigurationError(
+                "torch.compile does not support weights that FSDP2 gathers in MXFP8: leave fp8_all_gather out"
+            )
         return ["rows", "inv_scale"], self.dtype
 
     @staticmethod
@@ -115,7 +146,7 @@ class FP8Weight(Tensor):
     def high_precision(self) -> Tensor:
         """Return the dequantised weight, a new tensor in ``dtype``. Not differentiable."""
         with torch.no_grad():
-            return dequantize(self.rows, spread(self.inv_scale, self.rows.shape)).to(self.dtype)
+            return dequantize(self.rows, spread(self.inv_scale.float(), self.rows.shape)).to(self.dtype)
 
 
 class _Dequantise(torch.autograd.Function):
@@ -134,21 +165,29 @@ def dequantised(weight: FP8Weight) -> Tensor:
     return made
 
 
-def spread(inv_scale: Tensor, shape: torch.Size, block: Sequence[int] = (BLOCK, BLOCK)) -> Tensor:
+def is_mx(inv_scale: Tensor) -> bool:
+    """True if these inverse scales belong to MX blocks."""
+    return inv_scale.dtype == torch.float8_e8m0fnu
+
+
+def spread(inv_scale: Tensor, shape: torch.Size) -> Tensor:
     """Return inverse scales in a shape that broadcasts to a weight of this shape.
 
     Args:
-        inv_scale: of a weight, 0-d, one per row [m, 1], or one per block. Of E experts' weights, the same with a
-            leading dim E.
+        inv_scale: of a weight, 0-d, or one per row, per block of 1 x 32, or per block of 128 x 128. Of E experts'
+            weights, the same with a leading dim E.
         shape: [m, k], or [E, m, k].
-        block: rows and columns of a block.
     """
     if inv_scale.ndim < len(shape):
         return inv_scale if len(shape) == 2 else inv_scale[:, None, None]
     if inv_scale.shape[-2:] == (shape[-2], 1):
         return inv_scale
-    rows = inv_scale.repeat_interleave(block[0], -2)[..., : shape[-2], :]
-    return rows.repeat_interleave(block[1], -1)[..., : shape[-1]]
+    for dim in (-2, -1):
+        length, blocks = shape[dim], inv_scale.shape[dim]
+        # Sizes that give the same number of blocks give the same blocks.
+        size = next(size for size in (1, MX_BLOCK, BLOCK) if blocks_along(length, size) == blocks)
+        inv_scale = inv_scale.repeat_interleave(size, dim).narrow(dim, 0, length)
+    return inv_scale
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

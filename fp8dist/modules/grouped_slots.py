@@ -115,7 +115,14 @@ class GroupedSlots(LinearSlots):
             record_experts(cast.shares[1], state.underflow, recorded)
 
     def shard_cast(
-        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, tapped: bool = False
+        self,
+        shard: Tensor,
+        first: int,
+        amax: Tensor,
+        record: bool,
+        scale: Tensor,
+        tapped: bool = False,
+        copies: tuple[bool, bool] = (True, False),
     ) -> Cast:
         """See ``LinearSlots``. ``shard``: [experts on this rank, n, k], which are those from ``first`` on. With a
         recipe by tensor, the result has the inverse scales of all E experts: the gathered weight needs these."""
@@ -127,7 +134,7 @@ class GroupedSlots(LinearSlots):
         own = slice(first, first + len(shard))
         state = self.weight_sync.arena.state_of_run(self.weight_slots[own])
         limits = Outgrown(None, scale=scale[own] if by_tensor else None)
-        request = Request(state, Role.WEIGHT, True, False, record, limits, tapped=tapped)
+        request = Request(state, Role.WEIGHT, *copies, record, limits, tapped=tapped)
         cast = self.caster.cast(shard, request)
         if record:
             self._record(shard, cast, state, amax[own], True)

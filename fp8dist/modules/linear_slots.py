@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.casters import Cast, Request, caster_for
-from fp8dist.modules.fp8_weight import FP8Weight
+from fp8dist.modules.fp8_weight import FP8Weight, is_mx
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.loop_monitor import LoopMonitor
 from fp8dist.modules.modes import Choice, Mode, Modes
@@ -378,10 +378,17 @@ class LinearSlots:
         return self._cast_weight(weight, Request(state, Role.WEIGHT, True, False, False, limits, tapped=False))
 
     def shard_cast(
-        self, shard: Tensor, first: int, amax: Tensor, record: bool, scale: Tensor, tapped: bool = False
+        self,
+        shard: Tensor,
+        first: int,
+        amax: Tensor,
+        record: bool,
+        scale: Tensor,
+        tapped: bool = False,
+        copies: tuple[bool, bool] = (True, False),
     ) -> Cast:
-        """Return this rank's shard of the weight in FP8, row-major, with the scale that all ranks share. Local; commits
-        a pending sync.
+        """Return this rank's shard of the weight in FP8, with the scale that all ranks share. Local; commits a pending
+        sync.
 
         Args:
             shard: this rank's part of the weight.
@@ -390,9 +397,10 @@ class LinearSlots:
             record: True if the amax is recorded.
             scale: 0-d float32, or [E] for all experts.
             tapped: True if the cast is shown to the job's tap.
+            copies: which copies to make: rows and columns of the shard as it is stored.
         """
         state, limits = self.states(self.weight_sync.arena.device)[1], Outgrown(None, scale=scale)
-        request = Request(state, Role.WEIGHT, True, False, record, limits, place=amax, tapped=tapped)
+        request = Request(state, Role.WEIGHT, *copies, record, limits, place=amax, tapped=tapped)
         return self.caster.cast(shard, request)
 
     def casts_in_backward(self, weight: Tensor) -> bool:
@@ -408,13 +416,12 @@ class LinearSlots:
             outgrown: the limits of the forward.
         """
         if isinstance(weight, FP8Weight):
-            inv_scale = weight.inv_scale if weight.inv_scale.ndim < 2 else weight.inv_scale.mT.contiguous()
-            rows = weight.rows
-            turned = rows.mT  # Contiguous if the weights are stored as [E, in_features, out_features].
-            for_matmul = rows.ndim == 2 and rows.is_contiguous()  # It transposes them where the device needs it.
-            if not (for_matmul or turned.is_contiguous()):
-                turned = direct.transpose(rows, backend=self.job.backend)
-            return turned, inv_scale
+            turned, inv_scale = weight.for_dgrad()  # Contiguous if the weights are stored as [E, in, out].
+            stored = turned.mT
+            for_matmul = stored.ndim == 2 and stored.is_contiguous()  # It transposes them where the device needs it.
+            if not (turned.is_contiguous() or (for_matmul and not is_mx(inv_scale))):
+                turned = direct.transpose(stored, backend=self.job.backend)
+            return turned, inv_scale.contiguous()
         # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
         nowhere = None if self.grouped else torch.empty_like(state.scale)
         cast = self._cast_weight(weight, Request(state, Role.WEIGHT, False, True, False, outgrown, place=nowhere))

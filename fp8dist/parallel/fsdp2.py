@@ -23,7 +23,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.sharded_weight import ForwardState, ShardedWeight, in_backward
-from fp8dist.parallel.torch_internals import fsdp2_groups, fsdp2_modules
+from fp8dist.parallel.torch_internals import FSDPHome, fsdp2_groups, fsdp2_modules
 from fp8dist.parallel.wrappers import (
     fsdp2_cut,
     multiplied_shape,
@@ -36,7 +36,7 @@ from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import is_dtensor, largest_of_parts
 from fp8dist.state.slots import Slot
-from fp8dist_kernels import BLOCK
+from fp8dist_kernels import BLOCK, MX_BLOCK
 from fp8dist_kernels.formats import Role
 
 LOOK_AHEAD = 3
@@ -348,8 +348,9 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
         ConfigurationError: on all ranks, if a shard ends inside a block, or if shards are uneven.
     """
     for part, *_ in _gathered(model, whole):
-        if part.slots.recipe.by != "block":
+        if part.slots.recipe.by not in ("block", "mx"):
             continue
+        block = BLOCK if part.slots.recipe.by == "block" else MX_BLOCK
         linear = part.module if isinstance(part.module, FP8Linear) else None
         shape = tuple(part.weight.shape) if linear is None else multiplied_shape(linear, True)
         dim, ranks = fsdp2_cut(part.weight)
@@ -360,13 +361,18 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
             raise ConfigurationError(f"{where}: FSDP2 gathers blocks along dim 0 only: shard it there, {instead}")
         if ranks > 1 and linear is None and shape[0] % ranks:
             raise ConfigurationError(f"{where}: each rank needs as many experts as any other: {instead}")
-        if ranks > 1 and linear is not None and shape[0] % (ranks * BLOCK):
+        if part.slots.recipe.by == "mx" and any(size % block for size in shape[-2:]):
+            raise ConfigurationError(
+                f"{fqn}: its weight {shape} has a dim that is no multiple of {block}, and FSDP2 gathers only whole MX "
+                f"blocks: {instead}"
+            )
+        if ranks > 1 and linear is not None and shape[0] % (ranks * block):
             size = -(-shape[0] // ranks)
             last = max(0, shape[0] - (ranks - 1) * size)
             uneven = f", but {last} for the last" if last != size else ""
             raise ConfigurationError(
-                f"{where}, {size} rows each{uneven}: each rank needs the same multiple of {BLOCK} rows, because blocks "
-                f"are {BLOCK} x {BLOCK}: {instead}"
+                f"{where}, {size} rows each{uneven}: each rank needs the same multiple of {block} rows, because a "
+                f"block has {block}: {instead}"
             )
 
 
@@ -387,8 +393,10 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
             "fp8_all_gather=True needs FSDP2, but this model is not sharded by it: call fully_shard() before attach(), "
             "or leave fp8_all_gather out"
         )
+    homes: dict[int, FSDPHome] = {}  # By id of the parameter.
     for module in fsdp_modules:
         groups = fsdp2_groups(module, "fp8_all_gather=True", "leave fp8_all_gather out")
+        homes.update({id(one.sharded_param): FSDPHome(group, one) for group in groups for one in group.fsdp_params})
         if any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups):
             raise ConfigurationError(
                 "reshard_after_forward=<number> does not go with fp8_all_gather=True (FSDP2 has no all-gather "
@@ -421,5 +429,5 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
         slots = part.slots.weight_slots  # Those of experts follow each other.
         first = orders[id(arena)][arena.index[slots[0]]]
         amax = arena.shards[first : first + len(slots)] if part.slots.grouped else arena.shards[first]
-        weights.append(ShardedWeight(part, amax, forward))
+        weights.append(ShardedWeight(part, amax, forward, homes.get(id(part.weight))))
     return ShardedWeights(settle, fit, weights, fsdp_modules, forward)

@@ -25,19 +25,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.casters import Cast
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.outgrown import OUTGROWN, amax_of, scale_for
 from fp8dist.modules.parts import Part
+from fp8dist.parallel.torch_internals import FSDPHome
 from fp8dist.parallel.wrappers import local_parts
 from fp8dist.state.arena import SlotViews
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import first_local_row, is_dtensor, largest_of_parts, local_part
 from fp8dist.state.slots import Slot
-from fp8dist_kernels import BLOCK
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 
 if TYPE_CHECKING:
@@ -47,9 +45,9 @@ SMALL = 0.25
 """Weights are small if their amax is below this divided by sqrt(in_features). torch initialises a Linear's weights to
 values up to 1 / sqrt(in_features)."""
 
-Metadata = tuple[Tensor | None, torch.Size, torch.dtype]
-"""(inverse scale of the whole weight, or None if each block has one, which is gathered like the bytes; shape of the
-gathered weight, local under tensor parallelism; FP8 dtype)."""
+Metadata = tuple[tuple[Tensor, ...], torch.Size, torch.dtype]
+"""(tensors that follow the gathered ones and are equal on all ranks, such as the inverse scale of the whole weight;
+shape of the gathered weight, local under tensor parallelism; FP8 dtype)."""
 
 
 class FP8Shard(Tensor):
@@ -74,8 +72,8 @@ class FP8Shard(Tensor):
             outer_size: shape of the gathered weight.
 
         Returns:
-            (FP8 bytes,), padded as FSDP pads uneven shards, or with a scale per block (FP8 bytes, inverse scales); and
-            the metadata.
+            (FP8 bytes,), padded as FSDP pads uneven shards, or with a scale per block (FP8 bytes, inverse scales), or
+            two such pairs; and the metadata.
 
         Raises:
             ConfigurationError: the manager is gone, or the weight has no scale that fits.
@@ -161,16 +159,17 @@ class ShardedWeight:
     the scale must be derived anew.
     """
 
-    def __init__(self, part: Part, amax: Tensor, forward: ForwardState) -> None:
+    def __init__(self, part: Part, amax: Tensor, forward: ForwardState, home: FSDPHome | None) -> None:
         """
         Args:
             part: the FP8Linear, or the grouped product of FP8Experts, that multiplies with the weight.
             amax: where gathers record the amax, a view into the arena: 0-d, or [E].
             forward: shared by the weights of the manager.
+            home: where FSDP2 keeps the parameter. None: not known yet, as after ``load_state_dict(assign=True)``.
         """
         self.slots: LinearSlots = part.slots
         self.slot = self.slots.slots[Role.WEIGHT]
-        self._forward = forward
+        self._forward, self._home = forward, home
         self.module = weakref.ref(part.module)
         # float32, 0-d: amax of this rank's shard; [E]: of its part of each expert, -1 where it has none.
         self._amax = amax
@@ -397,19 +396,25 @@ class ShardedWeight:
                 f"{self.slot.fqn}: the weight was changed since its FP8 scale was derived, and is gathered outside of "
                 "a forward of the model: call manager.refresh_weights() first"
             )
-        cast = self.cast(shard, self._records(), tapped=True)
-        rows = shard.shape[0]
+        # A forward whose weights are freed after it does without the copy for dgrad. A backward needs both: activation
+        # checkpointing repeats the forward in it.
+        home = self._home
+        one = home is not None and home.reshards and self._forward.in_forward and not in_backward()
+        copies = self._copies(shard, self._records(), tapped=True, both=not one)
+        parts = [part for pair in copies for part in pair]
+        dtype, raw = parts[0].dtype, parts[0].view(torch.uint8)
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where shards may be uneven.
-            rows = -(-size[0] // mesh.size())  # Of experts [E, …], rows are experts.
-        raw = _with_rows(cast.rows.view(torch.uint8), rows)
-        # If a single rank holds the weight, FSDP2 copies the first tensor only. Then the scales go as metadata.
-        if self._has_scale or mesh.size() == 1:
-            return (raw,), (cast.rows_inv_scale, size, cast.rows.dtype)
-        grid = rows if len(size) == 3 else blocks_along(rows, BLOCK)
-        return (raw, _with_rows(cast.rows_inv_scale, grid)), (None, size, cast.rows.dtype)
+            raw = _with_rows(raw, -(-size[0] // mesh.size()))  # Of experts [E, …], rows are experts.
+        # If a single rank holds the weight, FSDP2 copies the first tensor only. Then the others go as metadata.
+        sent = 1 if self._has_scale or mesh.size() == 1 else len(parts)
+        if home is not None:
+            home.expect(sent)
+        more = (part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts[1:sent])
+        return (raw, *more), (tuple(parts[sent:]), size, dtype)
 
-    def cast(self, shard: Tensor, records: bool = False, tapped: bool = False) -> Cast:
-        """Return this rank's shard in FP8, row-major, cast with the scale that all ranks have chosen. Local; commits a
+    def _copies(self, shard: Tensor, records: bool, tapped: bool, both: bool) -> list[tuple[Tensor, ...]]:
+        """Return this rank's shard in FP8, cast with the scale that all ranks have chosen: (bytes as the shard is
+        stored, inverse scales) of the copy for fprop, and of MX with ``both`` of that for dgrad. Local; commits a
         pending sync.
 
         Args:
@@ -419,24 +424,34 @@ class ShardedWeight:
         scale = self._of_backward if in_backward() else self._chosen
         if scale is None or not (in_backward() or self.chosen_in in (None, self.slots.job.boundaries)):
             scale = self._state.scale
-        return self._cast(shard, records, scale, tapped)
+        return self._cast(shard, records, scale, tapped, both)
 
-    def _cast(self, shard: Tensor, records: bool, scale: Tensor, tapped: bool = False) -> Cast:
-        """See ``cast``. ``scale``: 0-d, or [E]; empty: the recipe derives its own."""
+    def _cast(
+        self, shard: Tensor, records: bool, scale: Tensor, tapped: bool = False, both: bool = False
+    ) -> list[tuple[Tensor, ...]]:
+        """See ``_copies``. ``scale``: 0-d, or [E]; empty: the recipe derives its own."""
         first = first_local_row(self.parameter) if shard.ndim == 3 else 0
-        return self.slots.shard_cast(shard, first, self._amax, records, scale, tapped)
+        if self.slots.recipe.by != "mx":
+            return [self.slots.shard_cast(shard, first, self._amax, records, scale, tapped)[:2]]
+        # Experts' weights may be stored as [E, in_features, out_features]. Then fprop sums over rows of the shard.
+        turned = bool(getattr(self.module(), "is_transposed", False))
+        copies = not turned or both, turned or both
+        cast = self.slots.shard_cast(shard, first, self._amax, records, scale, tapped, copies)
+        columns = tuple(part.mT.contiguous() if part.ndim > 1 else part for part in cast[2:4])
+        fprop, dgrad = (columns, cast[:2]) if turned else (cast[:2], columns)
+        return [fprop, dgrad] if both else [fprop]
 
     @property
     def _state(self) -> SlotViews:
         """The state of the weight's slot, or of all experts' slots, after a pending sync was committed."""
         return self.slots.states(self.slots.weight_sync.arena.device)[1]
 
-    def eval_cast(self, shard: Tensor) -> Cast:
-        """Return this rank's shard in FP8, row-major, as an evaluation would gather it now. COLLECTIVE over the ranks
-        that shard the weight; commits a pending sync."""
+    def eval_cast(self, shard: Tensor) -> tuple[Tensor, ...]:
+        """Return (FP8 bytes as the shard is stored, inverse scales) as an evaluation would gather it now. COLLECTIVE
+        over the ranks that shard the weight; commits a pending sync."""
         self.slots.settle()
         scale = self.fitting(largest_of_parts(self.amaxes(), self.cuts), once=True) if self._has_scale else None
-        return self._cast(shard, False, shard.new_empty(0) if scale is None else scale)
+        return self._cast(shard, False, shard.new_empty(0) if scale is None else scale)[0]
 
     def _records(self) -> bool:
         """Return True if this gather records the amax. The first such gather of a step clears the recorded amax."""
@@ -469,20 +484,23 @@ def unpack(
     gathered: tuple[Tensor, ...], metadata: Metadata, dtype: torch.dtype, out: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """See ``FP8Shard.fsdp_post_all_gather``."""
-    inv_scale, size, fp8_dtype = metadata
-    if inv_scale is None:
-        grid = torch.Size((*size[:-2], *(blocks_along(length, BLOCK) for length in size[-2:])))
-        inv_scale = gathered[1].view(-1)[: grid.numel()].view(grid)
-    elif inv_scale.is_cuda:  # Allocated on FSDP's copy-in stream, and read on this one.
-        inv_scale.record_stream(torch.cuda.current_stream())
-    if inv_scale.is_inference():  # The weight may stay gathered until a training forward.
-        with torch.inference_mode(False):
-            inv_scale = inv_scale.clone()
+    rest, size, fp8_dtype = metadata
+    for part in rest:
+        if part.is_cuda:  # Allocated on FSDP's copy-in stream, and read on this one.
+            part.record_stream(torch.cuda.current_stream())
+    raw, *others = (*gathered, *rest)
+    for place, part in enumerate(others):  # Inverse scales; of MX also the copy for dgrad, and its inverse scales.
+        if part.dtype == torch.uint8:
+            others[place] = part.view(fp8_dtype if place == 1 else torch.float8_e8m0fnu)
+        if part.is_inference():  # The weight may stay gathered until a training forward.
+            with torch.inference_mode(False):
+                others[place] = others[place].clone()
+    rows = raw.view(-1)[: size.numel()].view(size).view(fp8_dtype)
+    now = Gathered(rows, *others)
     if out is None:
-        rows = gathered[0].view(-1)[: size.numel()].view(size).view(fp8_dtype)
-        return FP8Weight(Gathered(rows, inv_scale), dtype), ()
+        return FP8Weight(now, dtype), ()
     weight = local_part(out)
     if not isinstance(weight, FP8Weight):
         raise ConfigurationError("FSDP has gathered weights before attach(): attach before the first forward")
-    weight.refilled(inv_scale)
+    weight.refilled(now)
     return None

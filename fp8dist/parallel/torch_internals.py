@@ -31,7 +31,7 @@ _MARK = "_is_fsdp_managed_module"
 """FSDP1 sets it on the modules inside a wrapper."""
 _GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_partial_reduce_output")
 """Of FSDP2's FSDPParamGroup."""
-_PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param")
+_PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param", "all_gather_outputs")
 """Of FSDP2's FSDPParam."""
 _DDP = ("_module_parameters", "_get_ddp_logging_data", "_delay_all_reduce_all_params", "_use_python_reducer")
 _REDUCER = ("prepare_for_backward", "_check_reducer_finalized", "_reset_state")
@@ -134,6 +134,24 @@ def set_reduce_scatter(module: nn.Module, comm: Any) -> None:
     except ValueError as error:
         raise ConfigurationError(f"gradients in FP8: {error} Exclude this module") from error
     module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+
+class FSDPHome:
+    """Where FSDP2 keeps a parameter: its FSDPParamGroup, and in that its FSDPParam."""
+
+    def __init__(self, group: Any, parameter: Any) -> None:
+        self._group, self._parameter = group, parameter
+
+    @property
+    def reshards(self) -> bool:
+        """True if FSDP2 frees the gathered parameter after a forward. A program may change it at any time."""
+        return self._group.post_forward_mesh_info is not None
+
+    def expect(self, tensors: int) -> None:
+        """Prepare for a gather that brings this number of tensors. FSDP2 makes their buffers at the first gather, and
+        would keep them."""
+        if len(self._parameter.all_gather_outputs) not in (0, tensors):
+            self._parameter.all_gather_outputs = []
 
 
 def fsdp2_reductions(module: nn.Module) -> list[tuple[int, int]]:

@@ -28,14 +28,13 @@ class Recipe:
 
     ``delayed``: True if scales come from earlier steps. They are then state that ranks synchronise at every step.
     Otherwise each tensor is cast just in time, with scales from its own amaxes: nothing is kept, and only weights that
-    ranks share as FP8 bytes are synchronised. ``by``: the part of a tensor that has a scale of its own. ``gathers``:
-    FSDP2 can gather weights in FP8, because the cast for dgrad follows from the gathered rows. ``casts_experts``: there
-    are kernels for experts.
+    ranks share as FP8 bytes are synchronised. ``by``: the part of a tensor that has a scale of its own. ``ungathered``:
+    why FSDP2 cannot gather weights in FP8; empty if it can. ``casts_experts``: there are kernels for experts.
     """
 
     delayed: ClassVar[bool] = False
     by: ClassVar[By] = "tensor"
-    gathers: ClassVar[bool] = True
+    ungathered: ClassVar[str] = ""
     casts_experts: ClassVar[bool] = True
     # Defaults for recipes that are not delayed: their arenas keep only the newest amax.
     history_len: int = 1
@@ -179,7 +178,7 @@ class RowwiseScaling(Recipe):
     """
 
     by: ClassVar[By] = "row"
-    gathers: ClassVar[bool] = False
+    ungathered: ClassVar[str] = "dgrad needs a scale per column, from the rows of all shards"
 
     format: Literal["hybrid", "e4m3"] = "e4m3"
     power_of_two: bool = False
@@ -227,7 +226,6 @@ class MXFP8Scaling(Recipe):
     """
 
     by: ClassVar[By] = "mx"
-    gathers: ClassVar[bool] = False
     format = "e4m3"
     power_of_two = True
 
@@ -265,7 +263,7 @@ class NVFP4Scaling(Recipe):
 
     delayed: ClassVar[bool] = True
     by: ClassVar[By] = "nvfp4"
-    gathers: ClassVar[bool] = False
+    ungathered: ClassVar[str] = "it is emulated: no GPU path"
     casts_experts: ClassVar[bool] = False
     format = "e4m3"  # Of the blocks' scales.
     power_of_two = False

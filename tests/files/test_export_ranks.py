@@ -49,7 +49,8 @@ class Tail(nn.Module):
 def _prepared(recipe: str, parallel: str) -> tuple[Tail, Any]:
     torch.manual_seed(0)
     model = Tail()
-    overrides: dict[str, Any] = {"body.layers.3": fp8dist.CurrentScaling()} if recipe == "block" else {}
+    last = {"block": fp8dist.CurrentScaling(), "mx": "high"}.get(recipe)  # It has no whole blocks.
+    overrides: dict[str, Any] = {} if last is None else {"body.layers.3": last}
     group = None if parallel == "none" else dist.group.WORLD
     gather = parallel.endswith("gather")
     return model, fp8dist.prepare(model, RECIPES[recipe], group=group, overrides=overrides, fp8_all_gather=gather)
@@ -123,7 +124,9 @@ def _assert_exported(folder: Path, recipe: str, parallel: str, expected: Tensors
 def _layouts(*parallels: str) -> list[tuple[str, str]]:
     """FSDP2 does not gather weights in FP8 whose casts for dgrad have scales of their own."""
     pairs = [(recipe, parallel) for parallel in parallels for recipe in RECIPES]
-    return [(recipe, parallel) for recipe, parallel in pairs if RECIPES[recipe].gathers or "gather" not in parallel]
+    return [
+        (recipe, parallel) for recipe, parallel in pairs if not (RECIPES[recipe].ungathered and "gather" in parallel)
+    ]
 
 
 # Shards of 64 rows are not whole blocks: those of two ranks are, below.

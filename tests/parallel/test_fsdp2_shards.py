@@ -130,7 +130,7 @@ def test_padded_shards_of_many_ranks(rank: int, ranks: int) -> None:
         for name, linear in fp8_linears(model).items():
             local = linear.weight._local_tensor  # type: ignore[attr-defined]
             size = linear.weight.shape
-            (raw,), (inv_scale, shape, dtype) = local.fsdp_pre_all_gather(
+            (raw,), ((inv_scale,), shape, dtype) = local.fsdp_pre_all_gather(
                 linear.weight.device_mesh, size, (size[1], 1), linear, None
             )
             rows = -(-size[0] // ranks)

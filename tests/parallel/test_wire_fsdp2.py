@@ -117,6 +117,20 @@ def test_a_rank_of_one_replica_is_named() -> None:
     assert "damaged from rank 2" in finding.detail
 
 
+@on_ranks(4)
+def test_modules_on_fewer_ranks_are_checked_with_the_rest() -> None:
+    """As experts are: here the first layer is sharded over pairs of ranks."""
+    model = two_layers()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "experts"))["experts"])
+    fully_shard(model[1])
+    with everything_in_fp8():
+        assert fp8dist.fsdp.reduce_in_fp8(model) == ("0", "1")
+    with received(3, flipped(0, 0)):
+        backward(model)
+    with pytest.raises(DivergenceError, match="damaged from rank 0"):  # On all four ranks.
+        fp8dist.fsdp.check_gradients(model)
+
+
 @pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling()], ids=["sync", "no sync"])
 @on_ranks(3)
 def test_a_manager_names_it(recipe: Any) -> None:
