@@ -14,40 +14,65 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState,
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 import fp8dist
+from fp8dist import BlockScaling, CurrentScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
-from tests.support.logs import captured_log
-from tests.support.meshes import HISTORY, Job, assert_bitwise, assert_synced, build, clean_fqn, train
-from tests.support.parallel import loss_of, make_blocks, tokens, watched_reductions
+from fp8dist.parallel.partitioned import is_partitioned, own_part
+from tests.support.meshes import Job, assert_bitwise, assert_synced, build, train
+from tests.support.parallel import loss_of, make_blocks, same_on_all_ranks, tokens, watched_reductions
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.suite import NIGHTLY, few
-from tests.support.training import AmaxRecorder, expected_histories, histories, state_bits
+from tests.support.suite import few
+from tests.support.training import histories, state_bits
 
-FSDP1 = Job("fsdp1", optimizer="momentum")
+FSDP1 = Job("fsdp1", optimizer="momentum", steps=3)
+GRAD_OP = replace(FSDP1, strategy="SHARD_GRAD_OP", accumulate=2, no_sync=True, steps=2)
 BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
 
 pytestmark = pytest.mark.slow
 
+SAME: dict[str, tuple[Job, int, int]] = {
+    # (job, syncs of a step, syncs of a step with our hook; 0: without it)
+    "SHARD_GRAD_OP": (replace(FSDP1, strategy="SHARD_GRAD_OP", buffer=True, steps=10, optimizer="fused"), 1, 0),
+    "inner hook, SHARD_GRAD_OP, next_step": (
+        replace(FSDP1, strategy="SHARD_GRAD_OP", hook="inner", update="next_step"),
+        1,
+        1,
+    ),
+    "inner hook, NO_SHARD": (replace(FSDP1, strategy="NO_SHARD", hook="inner"), 1, 1),
+    "one unit, next_step": (replace(FSDP1, per_block=False, optimizer="foreach", update="next_step"), 1, 0),
+    "hook, accumulation": (replace(FSDP1, hook="ours", accumulate=3, update="next_step"), 1, 3),
+    "hook, no_sync, frozen": (
+        replace(FSDP1, hook="ours", accumulate=3, no_sync=True, frozen=("blocks.0.up.weight", "blocks.1.norm.bias")),
+        1,
+        1,
+    ),
+    # Reentrant checkpointing runs a backward per block inside the backward: each launches a sync, and they merge.
+    "hook, reentrant checkpointing": (replace(FSDP1, checkpointing="reentrant", hook="ours"), 1, 2),
+    "hook, checkpointing": (replace(FSDP1, checkpointing="non-reentrant", hook="ours"), 1, 1),
+    "current": (replace(GRAD_OP, strategy="FULL_SHARD", recipe=CurrentScaling()), 0, 0),
+    "block": (replace(GRAD_OP, recipe=BlockScaling()), 0, 0),
+}
+RARE = {"SHARD_GRAD_OP", "inner hook, NO_SHARD", "hook, no_sync, frozen", "hook, checkpointing"}
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(replace(FSDP1, strategy="SHARD_GRAD_OP", buffer=True, steps=10, optimizer="fused"), marks=NIGHTLY),
-        pytest.param(replace(FSDP1, strategy="NO_SHARD"), marks=NIGHTLY),
-        replace(FSDP1, per_block=False, optimizer="foreach", update="next_step"),
-        replace(FSDP1, accumulate=3, no_sync=True, steps=2),
-        replace(FSDP1, frozen=("blocks.0.up.weight", "blocks.1.norm.bias")),
-    ],
-    ids=["SHARD_GRAD_OP", "NO_SHARD", "one unit, next_step", "no_sync", "frozen"],
-)
-def test_on_two_ranks_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, job: Job) -> None:
-    """The sum of two numbers does not depend on their order."""
-    sharded = two_ranks.run(train, job)
-    replicated = two_ranks.run(train, replace(job, layout="ddp"))
-    for mine, theirs in zip(sharded, replicated):
-        assert_bitwise(mine, theirs)
-        assert mine.syncs == [1] * job.steps
-    assert_synced(sharded)
+
+@pytest.mark.parametrize("name", few(SAME, *(SAME.keys() - RARE)))
+def test_on_two_ranks_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, name: str) -> None:
+    """The sum of two numbers does not depend on their order. A hook gives the state of the launch at the boundary."""
+    job, syncs, early = SAME[name]
+    # DDP adds up microbatches before it reduces them.
+    layout = "fsdp1" if job.accumulate > 1 and not job.no_sync else "ddp"
+    replicated = two_ranks.run(train, replace(job, layout=layout, hook="", checkpointing=""))
+    for hook in dict.fromkeys(("", job.hook)):
+        sharded = two_ranks.run(train, replace(job, hook=hook))
+        for mine, theirs in zip(sharded, replicated):
+            assert_bitwise(mine, theirs)
+            assert mine.syncs == [early if hook else syncs] * job.steps
+            assert mine.early == [early if hook else 0] * job.steps
+            # One unit per block; the root has no parameters.
+            assert mine.inner_calls == (2 * job.steps if hook == "inner" else 0)
+        if job.recipe is None:
+            assert_synced(sharded)
+    assert replicated[0].losses[0] != replicated[0].losses[-1]
 
 
 def test_gradient_clipping(two_ranks: RankPool) -> None:
@@ -80,22 +105,21 @@ def test_mixed_precision(two_ranks: RankPool) -> None:
     """Amaxes are those of the bfloat16 tensors that the modules multiply, which the recorder sees too."""
     outcomes = two_ranks.run(train, replace(FSDP1, precision=BF16, buffer=True, optimizer="foreach", steps=3))
     assert_synced(outcomes)
-    rounded = float(make_blocks().blocks[0].up.weight.detach().bfloat16().abs().max())  # type: ignore[union-attr]
-    exact = float(make_blocks().blocks[0].up.weight.detach().abs().max())  # type: ignore[union-attr]
-    assert rounded != exact
+    weight = make_blocks().get_parameter("blocks.0.up.weight").detach()
+    rounded = float(weight.bfloat16().abs().max())
+    assert rounded != float(weight.abs().max())
     for outcome in outcomes:
         assert outcome.histories["blocks.0.up", "weight"][-3] == rounded
         for window in outcome.histories.values():
             assert all(float(torch.tensor(a).bfloat16()) == a for a in window)
 
 
-def _saved_fp8(job: Job) -> tuple[list[int], int, float]:
-    """Return the sizes of the FP8 tensors that a forward saves for backward, whether they still hold the weights, and
-    the loss of the second step, whose backward recomputed them."""
-    built = build(job)
-    loss = built.backward(0)
-    built.optimizer.step()
-    built.optimizer.zero_grad()
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", ""])
+@on_ranks(2)
+def test_no_cast_of_a_weight_outlives_its_forward(strategy: str) -> None:
+    """As DDP ("") keeps them."""
+    built = build(replace(FSDP1, strategy=strategy) if strategy else replace(FSDP1, layout="ddp"))
+    built.step(0)
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -106,70 +130,33 @@ def _saved_fp8(job: Job) -> tuple[list[int], int, float]:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         x, target = tokens(dist.get_rank(), 1)
         output = built.module(torch.cat([x, x, x]))  # 48 tokens: no activation is as large as a weight.
-    weights = sum(1 for tensor in kept if tensor.numel() == 32 * 64)
+    expected = [48 * 32, 48 * 32, 48 * 64, 48 * 64, *([] if strategy else [32 * 64] * 4)]
+    assert sorted(tensor.numel() for tensor in kept if tensor.numel()) == sorted(expected)
     loss_of(output[:2], target).backward()
-    held = [not linear.fp8_slots.cache.empty for linear in built.module.modules() if isinstance(linear, FP8Linear)]
-    assert (held == [False] * 4) is (job.layout == "fsdp1")
-    return sorted(tensor.numel() for tensor in kept), weights, loss
+    empty = [module.fp8_slots.cache.empty for module in built.module.modules() if isinstance(module, FP8Linear)]
+    assert empty == [bool(strategy)] * 4
 
 
-def test_no_cast_of_a_weight_outlives_its_forward(two_ranks: RankPool) -> None:
-    inputs = [48 * 32, 48 * 32, 48 * 64, 48 * 64]
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        for kept, weights, _ in two_ranks.run(_saved_fp8, replace(FSDP1, strategy=strategy)):
-            assert weights == 0
-            assert [numel for numel in kept if numel] == inputs
-    for kept, weights, _ in two_ranks.run(_saved_fp8, replace(FSDP1, layout="ddp")):
-        assert weights == 4
-        assert [numel for numel in kept if numel] == sorted([*inputs, *[32 * 64] * 4])
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_check_gives_no_false_alarm(strategy: str) -> None:
-    built = build(replace(FSDP1, strategy=strategy))
-    built.backward(0)
-    built.optimizer.step()
-    with captured_log():
-        clean = built.manager.check(parameters=True, gradients=True, optimizer=built.optimizer)
-    built.manager.refresh_weights()
-    built.module.eval()
-    with torch.no_grad():
-        before = state_bits(built.manager)
-        built.module(tokens(dist.get_rank(), 1)[0])
-    assert state_bits(built.manager) == before
-    scale = float(built.manager.slot("blocks.0.up", "weight").scale)
-    assert scale == float(torch.tensor(448.0) / built.parameters()["blocks.0.up.weight"].abs().max())
-    assert not clean.diverged
-    whole = dict(clean.compared).get("parameter", 0)
-    assert whole == (12 if strategy == "NO_SHARD" else 0)
-    assert any("FSDP1" in reason for reason in clean.skipped) is (strategy != "NO_SHARD")
-
-
-def _calibrated(job: Job) -> Any:
-    built = build(job)
-    recorder = AmaxRecorder(built.module)
+def test_calibration_and_refreshed_scales() -> None:
+    built = build(replace(FSDP1, hook="ours"))
     with watched_reductions() as reductions, built.manager.calibrate():
         loss = built.backward(0)
-    recorder.end_step()
-    plain = make_blocks()
-    x, target = tokens(dist.get_rank(), 0)
+    assert len(reductions.of(built.manager)) == 1
+    plain, (x, target) = make_blocks(), tokens(dist.get_rank(), 0)
     assert loss == pytest.approx(float(loss_of(plain(x), target).detach()), rel=1e-5)
-    return (
-        [len(reductions.of(built.manager))],
-        histories(built.manager),
-        [{(clean_fqn(name), role): amax for (name, role), amax in step.items()} for step in recorder.steps],
-        state_bits(built.manager),
-    )
-
-
-def test_calibration(two_ranks: RankPool) -> None:
-    results = two_ranks.run(_calibrated, replace(FSDP1, hook="ours"))
-    expected = expected_histories(list(results[0][1]), [r[2] for r in results], HISTORY)
-    for syncs, windows, _, state in results:
-        assert syncs == [1]
-        assert windows == expected
-        assert state == results[0][3]
+    windows = histories(built.manager)
+    assert windows["blocks.0.up", "weight"][-1] == float(plain.get_parameter("blocks.0.up.weight").detach().abs().max())
+    assert all(window[-1] > 0 for window in windows.values())
+    built.step(1)
+    built.manager.refresh_weights()
+    before = state_bits(built.manager)
+    same_on_all_ranks(before)
+    with torch.no_grad():
+        built.module.eval()(x)
+    assert state_bits(built.manager) == before
+    largest = built.parameters()["blocks.0.up.weight"].abs().max()
+    assert float(built.manager.slot("blocks.0.up", "weight").scale) == float(torch.tensor(448.0) / largest)
 
 
 @on_ranks(2)
@@ -178,113 +165,39 @@ def test_flat_parameters_are_refused() -> None:
     net = make_blocks()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     module = FullyShardedDataParallel(net, use_orig_params=False, device_id=torch.device("cpu"))
-    with pytest.raises(ConfigurationError) as error:
+    with pytest.raises(ConfigurationError, match="use_orig_params"):
         manager.attach(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
-    assert "use_orig_params" in str(error.value)
 
 
-HOOKED = [
-    replace(FSDP1, strategy="SHARD_GRAD_OP", hook="inner", update="next_step"),
-    replace(FSDP1, strategy="NO_SHARD", hook="inner"),
-    replace(FSDP1, hook="ours", accumulate=3, update="next_step"),
-    replace(FSDP1, hook="ours", accumulate=3, no_sync=True, frozen=("blocks.0.up.weight",)),
-]
-
-
-@pytest.mark.parametrize(
-    "job",
-    few(HOOKED, HOOKED[0], HOOKED[2]),
-    ids=["inner, grad_op, next_step", "inner, no_shard", "accumulation", "no_sync"],
-)
-def test_comm_hook_gives_the_state_of_the_boundary_launch(two_ranks: RankPool, job: Job) -> None:
-    early = two_ranks.run(train, job)
-    late = two_ranks.run(train, replace(job, hook=""))
-    synced = job.accumulate if job.accumulate > 1 and not job.no_sync else 1
-    for mine, theirs in zip(early, late):
-        assert_bitwise(mine, theirs)
-        assert mine.syncs == mine.early == [synced] * job.steps
-        assert theirs.syncs == [1] * job.steps
-        assert theirs.early == [0] * job.steps
-        # One unit per block; the root has no parameters.
-        assert mine.inner_calls == (2 * job.steps if job.hook == "inner" else 0)
-    assert_synced(early)
-
-
-def test_activation_checkpointing(two_ranks: RankPool) -> None:
-    """Reentrant checkpointing runs a backward per block inside the backward: each launches a sync, and they merge."""
-    plain = two_ranks.run(train, replace(FSDP1, steps=2))
-    for how in ("reentrant", "non-reentrant"):
-        job = replace(FSDP1, checkpointing=how, steps=2)
-        late, early = two_ranks.run(train, job), two_ranks.run(train, replace(job, hook="ours"))
-        for expected, mine, hooked in zip(plain, late, early):
-            assert_bitwise(mine, expected)
-            assert_bitwise(hooked, expected)
-            assert mine.syncs == [1] * 2
-            assert hooked.syncs == [2 if how == "reentrant" else 1] * 2
-
-
-def _fails_once(hook: str, where: str) -> list[Any]:
-    """The second backward fails on all ranks; then training continues."""
-    built = build(replace(FSDP1, hook=hook))
-
-    def fail(*args: Any) -> None:
-        raise KeyError("interrupted")
-
-    for step in range(4):
-        if step == 1:
-            x, target = tokens(dist.get_rank(), step)
-            x.requires_grad_()
-            output = built.module(x)
-            # At the end of backward, the gradients of the second block have been reduced.
-            (output if where == "start" else x).register_hook(fail)
-            with pytest.raises(KeyError):
-                loss_of(output, target).backward()
-            built.optimizer.zero_grad()
-        with watched_reductions() as reductions:
-            built.backward(step)
-            assert len(reductions.of(built.manager)) == (1 if hook else 0)
-            built.optimizer.step()
-            assert len(reductions.of(built.manager)) == 1
-        built.optimizer.zero_grad()
-    return [state_bits(built.manager), built.parameter_bits()]
-
-
-@pytest.mark.parametrize("where", ["start", "end"])
-def test_a_failed_backward_does_not_break_the_next_one(two_ranks: RankPool, where: str) -> None:
-    """The failed batch is repeated, so it records no other amaxes."""
-    with_hook, without_it = two_ranks.run(_fails_once, "ours", where), two_ranks.run(_fails_once, "", where)
-    assert with_hook == without_it
-    assert with_hook[0] == with_hook[1]
-
-
-def _fails_in_reduction(inner: bool) -> list[Any]:
-    """The inner hook raises once, in the first unit that calls it."""
-    built = build(FSDP1)
-    calls = []
+@on_ranks(2)
+def test_a_failed_reduction_launches_nothing() -> None:
+    """FSDP1 itself cannot continue after this error, but no rank may hang in one of our collectives."""
+    built, calls = build(FSDP1), []
 
     def broken(state: Any, gradient: Tensor, *output: Tensor) -> None:
         calls.append(len(calls))
-        if inner and len(calls) == 3:
+        if len(calls) == 3:  # In the first unit of the second step.
             raise KeyError("interrupted")
         reduce_scatter_hook(state, gradient, *output)
 
     built.module.register_comm_hook(DefaultState(dist.group.WORLD), fp8dist.fsdp.comm_hook(built.manager, broken))
-    counts = []
-    for step in range(4):
-        with watched_reductions() as reductions:
-            try:
-                built.backward(step)
-            except KeyError:
-                built.optimizer.zero_grad()
-                counts.append("failed")
-                return [counts, len(reductions.of(built.manager))]
-            built.optimizer.step()
-            counts.append(len(reductions.of(built.manager)))
-        built.optimizer.zero_grad()
-    return [counts, 0]
+    with watched_reductions() as reductions:
+        built.step(0)
+        assert len(reductions.of(built.manager)) == 1
+        with pytest.raises(KeyError):
+            built.backward(1)
+        assert len(reductions.of(built.manager)) == 1
 
 
-def test_a_failed_reduction_launches_nothing(two_ranks: RankPool) -> None:
-    """FSDP1 itself cannot continue after this error, but no rank may hang in one of our collectives."""
-    assert two_ranks.run(_fails_in_reduction, True) == [[[1, "failed"], 0]] * 2
-    assert two_ranks.run(_fails_in_reduction, False) == [[[1, 1, 1, 1], 0]] * 2
+@pytest.mark.parametrize(("rank", "expected"), [(0, [1.0, 2.0]), (1, [3.0]), (2, [])])
+def test_padding_is_no_part_of_a_parameter_of_zeros_stage_3(
+    monkeypatch: pytest.MonkeyPatch, rank: int, expected: list[float]
+) -> None:
+    """tests/integrations/test_deepspeed.py has the real ones."""
+    parameter = torch.nn.Parameter(torch.empty(0))
+    assert not is_partitioned(parameter)
+    whole = torch.tensor([1.0, 2.0, 3.0, torch.nan, torch.nan, torch.nan])
+    parameter.ds_tensor, parameter.ds_numel, parameter.ds_process_group = whole[2 * rank :][:2], 3, None
+    monkeypatch.setattr(dist, "get_rank", lambda group: rank)
+    assert is_partitioned(parameter)
+    assert own_part(parameter).tolist() == expected

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8dist
-from fp8dist import DelayedScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Observation, Recipe
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.state.groups import local_part
 from tests.support.collectives import CountingAllGather, counted_collectives
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.sharded import HISTORY, Job, Mlp, build, fp8_linears, full, shard
+from tests.support.sharded import HISTORY, Job, Mlp, arena_bits, build, fp8_linears, full, seeded, shard
 from tests.support.training import batch, bits
 
 pytestmark = pytest.mark.slow
@@ -33,87 +36,86 @@ class Watch:
     """Records the weight that each FP8Linear uses, in forward and in backward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.seen: dict[tuple[str, str], list[tuple[type, bytes, bytes, torch.dtype]]] = {}
+        self.seen: list[tuple[str, bytes, bytes, torch.dtype]] = []
         for name, linear in fp8_linears(model).items():
-            linear.register_forward_pre_hook(self._before(name))
+            linear.register_forward_pre_hook(lambda module, args, name=name: self._note(name, module.weight))
             self._watch_backward(name, linear.fp8_slots)
 
-    def _note(self, name: str, when: str, weight: Any) -> None:
-        if isinstance(weight, FP8Weight):
-            # Clones: numpy pins the memory of its arrays, and FSDP could not free it.
-            held = (FP8Weight, bits(weight.rows.clone()), bits(weight.inv_scale), weight.dtype)
-        else:
-            held = (type(weight), b"", b"", weight.dtype)
-        self.seen.setdefault((name, when), []).append(held)
-
-    def _before(self, name: str) -> Any:
-        return lambda module, args: self._note(name, "forward", module.weight)
+    def _note(self, name: str, weight: Any) -> None:
+        assert isinstance(weight, FP8Weight)
+        # Clones: numpy pins the memory of its arrays, and FSDP could not free it.
+        self.seen.append((name, bits(weight.rows.clone()), bits(weight.inv_scale), weight.dtype))
 
     def _watch_backward(self, name: str, slots: LinearSlots) -> None:
         original = slots.backward_cast
 
         def watching(weight: Tensor, state: Any, outgrown: Any) -> Any:
-            self._note(name, "backward", weight)
+            self._note(name, weight)
             columns, inv_scale = original(weight, state, outgrown)
-            self._note(name, "backward", FP8Weight(Gathered(columns.t().contiguous(), inv_scale), weight.dtype))
+            self._note(name, FP8Weight(Gathered(columns.t().contiguous(), inv_scale), weight.dtype))
             return columns, inv_scale
 
         slots.backward_cast = watching  # type: ignore[method-assign]
 
 
-def _gathered(job: Job) -> int:
+def _gathered(job: Job) -> None:
     """Train, and assert at every use of a weight that its bytes are the cast of the whole weight."""
     model, called, manager, optimizer = build(job)
     assert manager is not None
     watch = Watch(model)
-    checked = 0
-    for step in range(job.steps):
+    policy = job.shard.get("mp_policy") or MixedPrecisionPolicy(torch.float32)
+    for step in range(2):
         weights = {name: whole for name, whole in full(model).items() if name.endswith(".weight")}
         x, y = batch(dist.get_rank(), step)
         output = called(x)
         scales = {name: manager.slot(name, "weight").scale.clone() for name in fp8_linears(model)}
         nn.functional.mse_loss(output.float(), y).backward()
-        for (name, _when), held in watch.seen.items():
-            for kind, rows, inv_scale, dtype in held:
-                assert kind is FP8Weight
-                assert rows == expected_bytes(weights[f"{name}.weight"], scales[name])
-                assert inv_scale == bits(torch.reciprocal(scales[name]))
-                assert dtype == (job.shard.get("mp_policy") or MixedPrecisionPolicy(torch.float32)).param_dtype
-                checked += 1
+        for name, rows, inv_scale, dtype in watch.seen:
+            assert rows == expected_bytes(weights[f"{name}.weight"], scales[name])
+            assert inv_scale == bits(torch.reciprocal(scales[name]))
+            assert dtype == policy.param_dtype
         # The first layer's input needs no gradient, so backward does not use its weight.
-        assert len(watch.seen) == 2 * len(scales) - 1
+        assert len(watch.seen) == len(scales) + 2 * (len(scales) - 1)
         watch.seen.clear()
+        assert {(p.dtype, p.grad.dtype) for p in model.parameters() if p.grad is not None} == {(torch.float32,) * 2}
         optimizer.step()
         optimizer.zero_grad()
-    return checked
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-GATHERED = [
-    pytest.param(Job(model="deep", update="next_step", reshard=False), id="next_step, kept after forward"),
-    pytest.param(Job(model="mlp", per_module=False, optimizer="adamw_fused"), id="root only"),
-    pytest.param(Job(model="mlp", shard={"mp_policy": BF16}), id="bf16"),
-    pytest.param(Job(model="mlp", shard={"offload_policy": CPUOffloadPolicy(pin_memory=False)}), id="CPU offload"),
-]
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+GATHERED = {
+    "next_step, kept after forward": Job(model="deep", update="next_step", reshard=False),
+    "bf16, root only": Job(model="mlp", shard={"mp_policy": BF16}, per_module=False, optimizer="adamw_fused"),
+    "CPU offload": Job(model="mlp", shard={"offload_policy": OFFLOAD}),
+}
 
 
-@pytest.mark.parametrize("job", GATHERED)
-def test_gathered_bytes_are_the_cast_of_the_whole_weight(two_ranks: RankPool, job: Job) -> None:
-    for checked in two_ranks.run(_gathered, replace(job, steps=2)):
-        assert checked >= 2 * (3 + 2 * 2)
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathered_bytes_are_the_cast_of_the_whole_weight(two_ranks: RankPool, name: str) -> None:
+    two_ranks.run(_gathered, GATHERED[name])
 
 
-def test_gathered_bytes_of_uneven_shards(three_ranks: RankPool) -> None:
-    for checked in three_ranks.run(_gathered, Job(model="mlp", steps=2)):
-        assert checked == 2 * (3 + 2 * 2)
+@on_ranks(3)
+def test_gathered_bytes_of_uneven_shards() -> None:
+    _gathered(Job(model="mlp"))
 
 
-def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
-    """One process acts as one of many ranks; no data moves."""
+@contextmanager
+def _acting_as(rank: int, ranks: int) -> Iterator[None]:
+    """Let this process act as one of many ranks; no data moves."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(24, 32), (31, 32), (6, 7)])
+def test_padded_shards_of_many_ranks(rank: int, ranks: int) -> None:
+    with _acting_as(rank, ranks):
         model = Mlp((48, 80, 16))
         whole = {name: value.detach().clone() for name, value in model.named_parameters()}
         manager = fp8dist.prepare(model, DelayedScaling(history_len=2), group=dist.group.WORLD, fp8_all_gather=True)
@@ -124,12 +126,13 @@ def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
         # No other rank answers: provide the scales that all ranks would give.
         for name in fp8_linears(model):
             manager.slot(name, "weight").set_scale(100.0)
-        sizes, local_amax = {}, {}
+        arena, held = manager._syncs[0].arena, set()
         for name, linear in fp8_linears(model).items():
             local = linear.weight._local_tensor  # type: ignore[attr-defined]
-            mesh = linear.weight.device_mesh
             size = linear.weight.shape
-            (raw,), ((inv_scale,), shape, dtype) = local.fsdp_pre_all_gather(mesh, size, (size[1], 1), linear, None)
+            (raw,), ((inv_scale,), shape, dtype) = local.fsdp_pre_all_gather(
+                linear.weight.device_mesh, size, (size[1], 1), linear, None
+            )
             rows = -(-size[0] // ranks)
             mine = whole[f"{name}.weight"][rank * rows : (rank + 1) * rows]
             padded = torch.zeros(rows, size[1], dtype=torch.uint8)
@@ -138,146 +141,166 @@ def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
             assert torch.equal(raw, padded)
             assert float(inv_scale) == pytest.approx(0.01)
             assert (shape, dtype) == (size, torch.float8_e4m3fn)
-            sizes[name] = len(mine)
-            arena = manager._syncs[0].arena
             place = arena.shard_slots.tolist().index(arena.index[fp8dist.Slot(name, "weight")])
-            local_amax[name] = (float(arena.shards[place]), float(mine.abs().max()) if len(mine) else -1.0)
-        output = model(torch.randn(4, 32))
-        output.sum().backward()
+            # An empty part records nothing: -1.
+            assert float(arena.shards[place]) == (float(mine.abs().max()) if len(mine) else -1.0)
+            held.add(len(mine))
+        if (rank, ranks) == (31, 32):
+            assert held == {0}
+        model(torch.randn(4, 32)).sum().backward()
         optimizer.step()
-        return {"sizes": sizes, "amax": local_amax, "step": manager.steps}
-    finally:
-        dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 32), (24, 32), (31, 32), (6, 7)])
-def test_padded_sizes_in_a_fake_world(rank: int, ranks: int) -> None:
-    found = _in_fake_world(rank, ranks)
-    for recorded, expected in found["amax"].values():
-        assert recorded == expected  # An empty part records nothing: -1.
-    if (rank, ranks) == (31, 32):
-        assert set(found["sizes"].values()) == {0}
-
-
-def _sixteen_rows() -> tuple[list[int], set[bool]]:
+@on_ranks(3)
+def test_parts_that_fsdp2_moves_and_pads_keep_the_extension() -> None:
+    """On this machine it moves none."""
     model = Mlp((16, 16, 16))
     manager = fp8dist.prepare(model, DelayedScaling(history_len=2), group=dist.group.WORLD, fp8_all_gather=True)
     shard(model)
     manager.attach(model)
-    parts = [local_part(linear.weight) for linear in fp8_linears(model).values()]
-    # The operations that FSDP2 uses to move and pad parts. On this machine it moves none.
-    moved = [part.to("meta") for part in parts] + [part.new_zeros(6, 16) for part in parts]
-    moved += [part.narrow(0, 0, 1) for part in parts] + [part.cpu() for part in parts]
-    model(torch.randn(4, 32)).sum().backward()
-    manager.step()
-    return [len(part) for part in parts], {hasattr(part, "fsdp_pre_all_gather") for part in moved}
+    for linear in fp8_linears(model).values():
+        part = local_part(linear.weight)
+        assert len(part) == (6, 6, 4)[dist.get_rank()]
+        for moved in (part.to("meta"), part.new_zeros(6, 16), part.narrow(0, 0, 1), part.cpu()):
+            assert hasattr(moved, "fsdp_pre_all_gather")
 
 
-def test_sixteen_rows_on_three_ranks(three_ranks: RankPool) -> None:
-    outcomes = three_ranks.run(_sixteen_rows)
-    assert [rows for rows, _ in outcomes] == [[6, 6, 6], [6, 6, 6], [4, 4, 4]]
-    assert [kept for _, kept in outcomes] == [{True}] * 3
+ELEMENTS = 256 * 512
+COSTS: dict[str, tuple[Recipe | None, int, list[int]]] = {
+    # (recipe, bytes that a gather brings of a weight, bytes of each all-reduce of a step)
+    "delayed": (DelayedScaling(history_len=2), ELEMENTS, [4 * (8 + 6)]),
+    "current": (CurrentScaling(), ELEMENTS, [4 * 6]),
+    "block": (BlockScaling(), ELEMENTS + 4 * ELEMENTS // 128**2, []),
+    "none": (None, 2 * ELEMENTS, []),
+}
 
 
-def _gathered_bytes(kind: str) -> tuple[int, list[int], list[int]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512))
+@pytest.mark.parametrize("name", COSTS)
+@on_ranks(2)
+def test_what_is_sent(name: str) -> None:
+    """Half of what BF16 gathers in a forward, and in a backward of all weights but the first. Forwards and backwards
+    reduce nothing, and a step reduces all amaxes at once."""
+    recipe, gathered, reduced = COSTS[name]
+    model = nn.Sequential(nn.Linear(512, 256, bias=False), nn.ReLU(), nn.Linear(256, 512, bias=False))
     manager = None
-    if kind == "fp8":
-        recipe = DelayedScaling(history_len=2)
+    if recipe is not None:
         manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
-    policy = MixedPrecisionPolicy(param_dtype=None if kind == "fp32" else torch.bfloat16, reduce_dtype=torch.float32)
-    called = shard(model, mp_policy=policy)
+    called: Any = shard(model, mp_policy=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if manager is not None:
         manager.attach(called, optimizer=optimizer)
     log: list[int] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(CountingAllGather(log))  # type: ignore[arg-type]
-    with counted_collectives() as calls:
-        for _ in range(2):
-            called(torch.randn(4, 1024)).float().pow(2).mean().backward()
+    for module in (model[0], model[2]):
+        module.set_custom_all_gather(CountingAllGather(log))  # type: ignore[operator]
+    for _ in range(2):
+        log.clear()
+        with counted_collectives() as calls:
+            called(torch.randn(4, 512)).float().pow(2).mean().backward()
+            assert "all_reduce" not in calls.names
             optimizer.step()
             optimizer.zero_grad()
-    slots = 0 if manager is None else len(manager.slots)
-    reduces = [size for name, size in zip(calls.names, calls.sizes) if name == "all_reduce"]
-    return sum(log), reduces, [4 * (8 + slots)] * 2
+        assert set(log) == {gathered}
+        assert len(log) in (3, 4)
+        assert [size for name, size in zip(calls.names, calls.sizes) if name == "all_reduce"] == reduced
 
 
-def test_fp8_gathers_half_of_bfloat16_and_a_quarter_of_float32(two_ranks: RankPool) -> None:
-    moved = {}
-    for kind in ("fp8", "bf16", "fp32"):
-        for total, reduces, one_each_step in two_ranks.run(_gathered_bytes, kind):
-            moved[kind] = total
-            if kind == "fp8":
-                assert reduces == one_each_step
-            else:
-                assert reduces == []
-    assert 0.49 * moved["bf16"] < moved["fp8"] <= 0.51 * moved["bf16"]
-    assert moved["fp8"] <= 0.26 * moved["fp32"]
-
-
-@on_ranks(2)
-def test_gradients_under_mixed_precision_are_those_of_the_shards() -> None:
-    job = Job(shard={"mp_policy": BF16})
-    model, called, _, optimizer = build(job)
-    x, y = batch(dist.get_rank(), 0)
-    nn.functional.mse_loss(called(x).float(), y).backward()
-    found = {name: (p.dtype, p.grad.dtype) for name, p in model.named_parameters() if p.grad is not None}
-    optimizer.step()
-    assert len(found) == 6
-    assert set(found.values()) == {(torch.float32, torch.float32)}
-
-
-def _fill(model: nn.Module) -> None:
-    """Set the same whole weights for any sharding."""
-    for i, (_, parameter) in enumerate(model.named_parameters()):
-        whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.1
-        with torch.no_grad():
-            if hasattr(parameter, "_local_tensor"):
-                from torch.distributed.tensor import distribute_tensor
-
+@on_ranks(3)
+def test_meta_initialisation_with_uneven_shards() -> None:
+    found = []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            model = Mlp()
+        recipe = DelayedScaling(history_len=HISTORY)
+        manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
+        for part in (*model.layers, model):
+            fully_shard(part, mp_policy=BF16, offload_policy=OFFLOAD)
+        if device == "meta":
+            with pytest.raises(ConfigurationError, match="materialise"):
+                manager.attach(model)
+            model.to_empty(device="cpu")
+        for i, parameter in enumerate(model.parameters()):
+            whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.1
+            with torch.no_grad():
                 parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
-            else:
-                parameter.copy_(whole)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        manager.attach(model, optimizer=optimizer)
+        losses = []
+        for step in range(2):
+            x, y = batch(dist.get_rank(), step)
+            loss = nn.functional.mse_loss(model(x).float(), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        found.append((losses, arena_bits(manager)))
+    assert found[0] == found[1]
 
 
-def _materialised(meta: bool, options: dict[str, Any]) -> tuple[list[float], dict[str, bytes]]:
-    from tests.support.sharded import arena_bits
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(history_len=HISTORY)], ids=["current", "delayed"])
+@on_ranks(2)
+def test_a_watch_sees_gathered_weights(recipe: Recipe) -> None:
+    model, plain = seeded("net"), seeded("net")
+    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
+    seen: list[Observation] = []
+    fp8dist.watch(manager, every=1, observer=seen.append)
+    called: Any = shard(model)
+    optimizer = torch.optim.SGD(called.parameters(), lr=0.1)
+    manager.attach(called, optimizer=optimizer)
+    called(batch(dist.get_rank(), 0)[0]).sum().backward()
+    optimizer.step()
+    manager.check()  # Commits a pending sync.
+    found = {each.slot.fqn: each.amax for each in seen[0].slots if each.slot.role == "weight"}
+    assert found == {n: float(plain.get_parameter(f"{n}.weight").detach().abs().max()) for n in fp8_linears(model)}
 
-    with torch.device("meta" if meta else "cpu"):
-        model = Mlp()
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD, fp8_all_gather=True)
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    if meta:
-        with pytest.raises(fp8dist.errors.ConfigurationError, match="materialise"):
-            manager.attach(model)
-        model.to_empty(device="cpu")
-    _fill(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    manager.attach(model, optimizer=optimizer)
-    losses = []
-    for step in range(2):
-        x, y = batch(dist.get_rank(), step)
-        loss = nn.functional.mse_loss(model(x).float(), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses, arena_bits(manager)
+
+# Shards that cut blocks of 128 x 128. --------------------------------------------------------------------------------
+
+
+def _attached(rows: int, dim: int, recipe: Recipe, gather: bool) -> str:
+    model = nn.Sequential(nn.Linear(256, rows))
+    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=gather)
+    fully_shard(model, shard_placement_fn=lambda parameter: Shard(dim if parameter.ndim > 1 else 0))
+    try:
+        manager.attach(model)
+    except ConfigurationError as error:
+        assert not manager._job.attached
+        return str(error)
+    model(torch.randn(16, 256)).sum().backward()
+    return ""
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("rows", "dim", "recipe", "gather", "refused"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"mp_policy": BF16, "offload_policy": CPUOffloadPolicy(pin_memory=False)}, id="bf16, CPU offload"),
+        (384, 0, BlockScaling(), True, "192 rows each"),
+        (240, 0, BlockScaling(), True, "120 rows each"),
+        (256, 1, BlockScaling(), True, "along dim 1 over 2 ranks"),
+        (256, 0, BlockScaling(), True, ""),
+        (384, 0, BlockScaling(), False, ""),
+        (384, 0, CurrentScaling(), True, ""),
     ],
 )
-def test_meta_initialisation_with_uneven_shards(three_ranks: RankPool, options: dict[str, Any]) -> None:
-    late = three_ranks.run(_materialised, True, options)
-    early = three_ranks.run(_materialised, False, options)
-    assert late == early
+def test_shards_that_cut_blocks_are_refused_by_all_ranks(
+    two_ranks: RankPool, rows: int, dim: int, recipe: Recipe, gather: bool, refused: str
+) -> None:
+    first, second = two_ranks.run(_attached, rows, dim, recipe, gather)
+    assert first == second
+    assert bool(first) == bool(refused)
+    if refused:
+        for part in (f"0: its weight ({rows}, 256)", f"along dim {dim} over 2 ranks", "overrides", "fp8_all_gather"):
+            assert part in first
+        assert refused in first
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "dim", "refused"),
+    [(17, 2160, 0, "128 rows each, but 112 for the last"), (1, 2160, 0, ""), (1, 256, 1, "")],
+    ids=["uneven", "one rank", "one rank along dim 1"],
+)
+def test_uneven_shards_are_refused_and_one_rank_cuts_nothing(ranks: int, rows: int, dim: int, refused: str) -> None:
+    """FSDP2 pads the data of short parts, but not their scales: 2160 rows on 17 ranks are 128 each, and 112 on the
+    last."""
+    with _acting_as(0, ranks):
+        text = _attached(rows, dim, BlockScaling(), True)
+    assert refused in text
+    assert bool(refused) == bool(text)

@@ -1,152 +1,94 @@
-"""Uses of an FSDP2 model besides stepping: state dicts, copies, evaluation, checkpointing, mistakes."""
+"""Uses of an FSDP2 model besides stepping: state dicts, copies, evaluation, ties, tensor parallelism, mistakes."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
+from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_weight import FP8Weight
+from tests.support.meshes import mesh_of
+from tests.support.quiet import mlp
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
-from tests.support.sharded import OPTIMIZERS, Job, arena_bits, full
+from tests.support.sharded import Job, TiedEmbedding, fp8_linears, full, seeded, shard
 from tests.support.suite import few
-from tests.support.training import Net, batch, bits
+from tests.support.training import batch, bits
 
 pytestmark = pytest.mark.slow
 
-
-def _started() -> Running:
-    run = Running(Job())
-    for _ in range(2):
-        run.step()
-    return run
+prepared = partial(fp8dist.prepare, recipe=DelayedScaling(history_len=4), fp8_all_gather=True)
 
 
 @on_ranks(2)
 def test_saved_state_dicts_do_not_mention_fp8dist() -> None:
-    run = _started()
-    called, found = run.called, {}
-    kinds: dict[str, Callable[[], Any]] = {
-        "state_dict": called.state_dict,
-        "keep_vars": lambda: called.state_dict(keep_vars=True),
-        "get_model_state_dict": lambda: get_model_state_dict(called),
-        "optimizer": run.optimizer.state_dict,
-        "parameters": lambda: dict(called.named_parameters()),
-        "local": lambda: {n: p.to_local() for n, p in called.named_parameters()},
-        "detached": lambda: {n: p.detach().to_local() for n, p in called.named_parameters()},
-    }
-    for name, make in kinds.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(make(), buffer)
-            found[name] = b"FP8Shard" in buffer.getvalue() or b"fp8dist" in buffer.getvalue()
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    assert found == dict.fromkeys(found, False)
-
-
-@pytest.mark.parametrize("kind", ["load_state_dict", "assign", "full"])
-@on_ranks(2)
-def test_state_dicts_load_again(kind: str) -> None:
-    run, plain = _started(), _started()
-    model, called = run.model, run.called
-    before = {name: bits(value) for name, value in full(model).items()}
-    buffer = io.BytesIO()
-    torch.save(called.state_dict(), buffer)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    if kind == "full":
-        whole = {name: value.full_tensor() for name, value in state.items()}
-        set_model_state_dict(called, whole, options=StateDictOptions(full_state_dict=True))
-    else:
-        called.load_state_dict(state, assign=kind == "assign")
-        for each in (run, plain) if kind == "assign" else ():
-            each.optimizer = OPTIMIZERS["sgd"](each.called.parameters())
-            each.manager.attach(each.called, optimizer=each.optimizer)
-    after = {name: bits(value) for name, value in full(model).items()}
-    losses = [(run.step(), plain.step()) for _ in range(2)]
-    locals_ = {type(p._local_tensor).__name__ for n, p in model.named_parameters() if n.endswith("weight")}
-    assert before == after
-    # Not bitwise: the former scales came from older weights, the new ones come from these.
-    assert [ours for ours, _ in losses] == pytest.approx([plain for _, plain in losses], rel=0.02)
-    assert locals_ == {"FP8Shard"}
-
-
-@on_ranks(2)
-def test_copies_and_sums_of_parameters() -> None:
-    run = _started()
-    model, called = run.model, run.called
-    found: dict[str, Any] = {}
-    ema = {name: p.detach().clone() for name, p in called.named_parameters()}
-    for _ in range(2):
-        for name, p in called.named_parameters():
-            ema[name].lerp_(p.detach(), 0.1)
-    found["ema"] = all(type(value.to_local()) is Tensor for value in ema.values())
-    found["sum"] = float(sum(p.detach().float().sum() for p in called.parameters()).full_tensor())
-    found["expected sum"] = float(sum(value.float().sum() for value in full(model).values()))
-    weight = model.branch.weight
-    found["full"] = bits(weight.full_tensor()) == bits(full(model)["branch.weight"])
-    optimizers, parameters = copy.deepcopy((run.optimizer, list(called.parameters())))
-    found["deepcopied with its optimizer"] = all(type(p._local_tensor) is Tensor for p in parameters) and (
-        len(optimizers.param_groups) == 1
-    )
-    found["norm"] = float(nn.utils.get_total_norm(called.parameters()).full_tensor()) > 0
-    for name, make in {
-        "deepcopied parameter": lambda: copy.deepcopy(weight),
-        "deepcopied local": lambda: copy.deepcopy(weight.to_local().detach()),
-        "numpy": lambda: torch.from_numpy(weight.to_local().detach().numpy().copy()),
-        "to": lambda: weight.detach().to(torch.bfloat16),
-        "clone": lambda: weight.detach().clone().to_local(),
-        "empty_like": lambda: torch.empty_like(weight).to_local(),
-        "repr": lambda: torch.zeros(len(repr(weight))),
-        "view": lambda: weight.to_local().detach().view(-1),
-        "cat": lambda: torch.cat([p.to_local().detach().flatten() for p in called.parameters()]),
-    }.items():
-        try:
-            made = make()
-            local = made.to_local() if hasattr(made, "to_local") else made
-            found[name] = type(local) in (Tensor, nn.Parameter)
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    try:
-        copy.deepcopy(called)
-        found["deepcopied model"] = "copied"
-    except Exception as error:
-        found["deepcopied model"] = f"{type(error).__name__}: {error}"
+    run = Running(Job())
     run.step()
-    assert found.pop("sum") == pytest.approx(found.pop("expected sum"), rel=1e-4)
-    assert "FSDP does not support deepcopy" in found.pop("deepcopied model")
-    assert found == dict.fromkeys(found, True)
+    called = run.called
+    for saved in (
+        called.state_dict(),
+        called.state_dict(keep_vars=True),
+        get_model_state_dict(called),
+        run.optimizer.state_dict(),
+        dict(called.named_parameters()),
+        {n: p.to_local() for n, p in called.named_parameters()},
+        {n: p.detach().to_local() for n, p in called.named_parameters()},
+    ):
+        buffer = io.BytesIO()
+        torch.save(saved, buffer)
+        assert b"FP8Shard" not in buffer.getvalue()
+        assert b"fp8dist" not in buffer.getvalue()
 
 
-def _manual(parallel: str) -> tuple[list[float], dict[str, bytes]]:
-    run = Running(Job(parallel=parallel))
-    run.manager.attach(run.called, optimizer=run.optimizer, boundary="manual")
-    losses = []
-    for index in range(4):
-        losses.append(run.step())
-        if index >= 2:  # An evaluation of the updated weights, before the step ends.
-            with torch.no_grad():
-                run.called(batch(9, index)[0])
-        run.manager.step()
-    return losses, arena_bits(run.manager)
-
-
-def test_manual_boundaries_as_under_ddp(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_manual, "fsdp2") == two_ranks.run(_manual, "ddp")
+@on_ranks(2)
+def test_copies_and_sums_of_parameters_are_plain() -> None:
+    run = Running(Job())
+    run.step()
+    called, weight = run.called, run.model.branch.weight
+    ema = {name: p.detach().clone() for name, p in called.named_parameters()}
+    for name, p in called.named_parameters():
+        ema[name].lerp_(p.detach(), 0.1)
+    optimizer, parameters = copy.deepcopy((run.optimizer, list(called.parameters())))
+    assert len(optimizer.param_groups) == 1
+    made = [
+        *ema.values(),
+        *parameters,
+        copy.deepcopy(weight),
+        copy.deepcopy(weight.to_local().detach()),
+        torch.from_numpy(weight.to_local().detach().numpy().copy()),
+        weight.detach().to(torch.bfloat16),
+        torch.empty_like(weight),
+        weight.to_local().detach().view(-1),
+        torch.cat([p.to_local().detach().flatten() for p in called.parameters()]),
+    ]
+    locals_ = [each.to_local() if hasattr(each, "to_local") else each for each in made]
+    assert {type(each) for each in locals_} <= {Tensor, nn.Parameter}
+    assert repr(weight)
+    whole = full(run.model)
+    assert bits(weight.full_tensor()) == bits(whole["branch.weight"])
+    total = sum(p.detach().float().sum() for p in called.parameters())
+    expected = sum(float(value.float().sum()) for value in whole.values())
+    assert float(total.full_tensor()) == pytest.approx(expected, rel=1e-4)  # type: ignore[union-attr]
+    assert float(nn.utils.get_total_norm(called.parameters()).full_tensor()) > 0  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        copy.deepcopy(called)
+    run.step()
 
 
 # What does no harm: training goes on as if it had not been done. ---------------------------------
@@ -182,9 +124,7 @@ def _failed_forward(run: Running) -> None:
     with pytest.raises(ZeroDivisionError):
         run.called(batch(dist.get_rank(), run.index)[0])
     handle.remove()
-    for module in run.called.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    run.reshard()
 
 
 def _reloaded(run: Running) -> None:
@@ -193,9 +133,13 @@ def _reloaded(run: Running) -> None:
         for parameter in run.called.parameters():
             parameter.copy_(parameter * 1.01)
     run.called.load_state_dict(state)
-    with torch.no_grad():
-        for name, parameter in run.called.named_parameters():
-            parameter.copy_(state[name])
+
+
+def _all_reloaded(run: Running) -> None:
+    """AdamW has made the weights outgrow their scales. Attaching again forgets no trust in loaded state."""
+    run.called.load_state_dict({name: value.clone() for name, value in run.called.state_dict().items()})
+    run.manager.load_state_dict(run.manager.state_dict())
+    run.manager.attach(run.called, optimizer=run.optimizer)
 
 
 def _validated(run: Running) -> None:
@@ -204,35 +148,27 @@ def _validated(run: Running) -> None:
         run.called(batch(dist.get_rank(), 100)[0])
 
 
-def _evaluated(grad: bool) -> Callable[[Running], float]:
-    """Evaluate much larger inputs before the forward, and between forward and backward."""
-
-    def step(run: Running) -> float:
-        x = batch(9, run.index)[0] * 100
-        run.called.eval()
-        with torch.set_grad_enabled(grad):
-            run.called(x)
-        run.called.train()
-        loss = run.loss()
-        with torch.no_grad():
-            run.called(x)
-        loss.backward()
-        return run.update(loss)
-
-    return step
+def _attached_while_gathered(run: Running) -> None:
+    _validated(run)
+    run.manager.attach(run.called, optimizer=run.optimizer)
 
 
-def _other_weights_evaluated(run: Running) -> float:
+def _evaluated(run: Running) -> float:
+    """Evaluate much larger inputs before the forward, with grad on, and between forward and backward."""
+    x = batch(9, run.index)[0] * 100
+    run.called.eval()
+    run.called(x)
+    run.called.train()
     loss = run.loss()
-    loss.backward()
-    kept = [parameter.detach().clone() for parameter in run.called.parameters()]
     with torch.no_grad():
-        for parameter in run.called.parameters():
-            parameter.mul_(0.75)
-        run.called(batch(dist.get_rank(), 50)[0])
-        for parameter, value in zip(run.called.parameters(), kept):
-            parameter.copy_(value)
-    return run.update(loss)
+        run.called(x)
+    return run.finish(loss)
+
+
+def _handed_out(run: Running) -> None:
+    """It is local, and does not count as a write."""
+    if dist.get_rank() == 0:
+        run.called.state_dict()
 
 
 def _nan_for_a_while(run: Running) -> None:
@@ -245,59 +181,243 @@ def _nan_for_a_while(run: Running) -> None:
         run.called(batch(0, 0)[0])
 
 
+SGD, KEPT = Job(optimizer="sgd"), Job(reshard=False)
 HARMLESS: dict[str, tuple[Job, Callable[[Running], float]]] = {
     "attach again": (Job(), _before(lambda run: run.manager.attach(run.called, optimizer=run.optimizer))),
-    "moved to where it is, with uneven shards": (Job(model="mlp"), _before(_moved)),
+    "attach while weights are gathered": (KEPT, _before(_attached_while_gathered)),
+    "moved to where it is": (Job(), _before(_moved)),
     "detach and restore, which are refused": (Job(), _before(_refused_undo)),
     "a failed forward": (Job(), _before(_failed_forward)),
-    "a reload of the same weights": (Job(optimizer="sgd"), _before(_reloaded)),
-    "a validation in inference mode": (Job(reshard=False), _before(_validated)),
-    "evaluations": (Job(update="next_step"), _evaluated(False)),
-    "evaluations with grad": (Job(), _evaluated(True)),
-    "an evaluation of other weights": (Job(optimizer="sgd"), _other_weights_evaluated),
-    "a NaN in a weight for a while": (Job(optimizer="sgd"), _before(_nan_for_a_while)),
+    "a reload of the same weights": (SGD, _before(_reloaded)),
+    "a reload of all, and attach": (Job(), _before(_all_reloaded)),
+    "a validation in inference mode": (KEPT, _before(_validated)),
+    "evaluations with grad": (Job(), _evaluated),
+    "a state dict on one rank": (Job(), _before(_handed_out)),
+    "a state dict on one rank, high precision": (Job(fp8_all_gather=False), _before(_handed_out)),
+    "a NaN in a weight for a while": (SGD, _before(_nan_for_a_while)),
 }
+RARE = {"attach again", "moved to where it is", "a reload of the same weights", "a validation in inference mode"}
 
 
-def _trained(what: str, harmless: bool) -> tuple[list[float], dict[str, bytes], dict[str, bytes]]:
-    """Return losses, FP8 state and parameters after a plain step and two of the kind ``what``."""
-    job, step = HARMLESS[what]
+def _trained(job: Job, step: str) -> Any:
+    """Return losses, FP8 state and parameters after a plain step and two of a kind; "": plain ones."""
     run = Running(job)
-    losses = [run.step(), *(step(run) if harmless else run.step() for _ in range(2))]
-    return losses, arena_bits(run.manager), {name: bits(value) for name, value in full(run.model).items()}
+    losses = [run.step(), *(HARMLESS[step][1](run) if step else run.step() for _ in range(2))]
+    return losses, run.bits()
 
 
-KEPT = ("attach again", "a failed forward", "evaluations with grad", "a NaN in a weight for a while")
+@pytest.fixture(scope="module")
+def plainly(two_ranks: RankPool) -> Callable[[Job], Any]:
+    """Return the results without anything harmless in between."""
+    known: dict[str, Any] = {}
+
+    def results(job: Job) -> Any:
+        if repr(job) not in known:
+            known[repr(job)] = two_ranks.run(_trained, job, "")
+        return known[repr(job)]
+
+    return results
 
 
-@pytest.mark.parametrize("what", few(HARMLESS, *KEPT))
-def test_training_goes_on_as_without(three_ranks: RankPool, what: str) -> None:
-    assert three_ranks.run(_trained, what, True) == three_ranks.run(_trained, what, False)
-
-
-@pytest.mark.parametrize("kind", ["plain", "ddp"])
-@on_ranks(2)
-def test_without_fsdp2_it_is_an_error(kind: str) -> None:
-    model = Net()
-    manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=True)
-    called = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
-    text = r"call fully_shard\(\) before attach\(\), or leave fp8_all_gather out"
-    with pytest.raises(ConfigurationError, match=text):
-        manager.attach(called)
-
-
-def test_settings_that_cannot_be() -> None:
-    for settings, match in (({"amax_sync": False}, "amax_sync"), ({"eval_precision": "high"}, "eval_precision")):
-        with pytest.raises(ConfigurationError, match=match):
-            fp8dist.prepare(Net(), fp8_all_gather=True, **settings)  # type: ignore[arg-type]
+@pytest.mark.parametrize("what", few(HARMLESS, *(HARMLESS.keys() - RARE)))
+def test_training_goes_on_as_without(two_ranks: RankPool, plainly: Callable[[Job], Any], what: str) -> None:
+    job = HARMLESS[what][0]
+    assert two_ranks.run(_trained, job, what) == plainly(job)
 
 
 @on_ranks(2)
 def test_a_gathered_weight_that_comes_back_into_fp8_keeps_its_scale() -> None:
     """The scale is checked whenever the weight is gathered."""
-    run = _started()
+    run = Running(Job())
+    run.step()
     run.manager.set_precision("first", "high")
     run.step()
     run.manager.set_precision("first", "fp8")
     found = {slot.role for sync in run.manager._syncs for slot, cold in zip(sync.arena.index, sync.arena.cold) if cold}
     assert found == {"input", "grad_output"}
+
+
+@pytest.mark.parametrize(("gather", "high"), [(True, False), (True, True), (False, False)])
+@on_ranks(2)
+def test_no_weight_is_kept_whole_until_backward(gather: bool, high: bool) -> None:
+    """Neither as it was gathered nor its cast."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 192, bias=False), nn.ReLU(), nn.Linear(192, 64, bias=False))
+    manager = prepared(model, group=dist.group.WORLD, fp8_all_gather=gather)
+    called = shard(model, True)
+    manager.attach(called, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if type(tensor) is Tensor:
+            kept.append(tensor)
+        return tensor
+
+    x = torch.randn(16, 64, requires_grad=True)
+    with manager.no_fp8() if high else contextlib.nullcontext(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = called(x)
+    output.sum().backward()
+    assert not [tensor for tensor in kept if tensor.numel() == 64 * 192]
+    casts = [tensor.numel() for tensor in kept if tensor.element_size() == 1 and tensor.dtype != torch.bool]
+    assert sum(casts) == (0 if high else 16 * (64 + 192))  # The inputs.
+
+
+@on_ranks(2)
+def test_gradients_in_high_precision_are_right() -> None:
+    """Compare gradients in no_fp8() with plain products of the dequantised weights."""
+    run = Running(Job(model="mlp"))
+    linears, weights = fp8_linears(run.model), []
+
+    def note(module: nn.Module, args: Any) -> None:
+        weights.append(module.weight.high_precision().requires_grad_())
+
+    for linear in linears.values():
+        linear.register_forward_pre_hook(note)
+    x, y = batch(dist.get_rank(), 0)
+    with run.manager.no_fp8():
+        nn.functional.mse_loss(run.called(x), y).backward()
+    h = x
+    for i, (weight, linear) in enumerate(zip(weights, linears.values())):
+        h = nn.functional.linear(h, weight, linear.bias.full_tensor().detach())
+        h = torch.relu(h) if i < len(weights) - 1 else h
+    nn.functional.mse_loss(h, y).backward()
+    for weight, linear in zip(weights, linears.values()):
+        expected = weight.grad
+        dist.all_reduce(expected)
+        error = (linear.weight.grad.full_tensor() - expected / 2).abs().max() / expected.abs().max()
+        assert float(error) < 1e-6
+
+
+@on_ranks(2)
+def test_writes_to_a_gathered_weight_are_refused() -> None:
+    run, refused = Running(Job()), []
+
+    def hook(module: nn.Module, args: Any) -> None:
+        weight, other = module.weight, torch.ones(())
+        for write in (
+            lambda: weight.mul_(3.0),
+            lambda: torch._foreach_mul_([weight], 3.0),
+            lambda: torch.mul(other, 3.0, out=weight),
+        ):
+            with torch.no_grad(), pytest.raises(ConfigurationError, match="cannot be written to"):
+                write()
+            refused.append(write)
+
+    run.model.first.register_forward_pre_hook(hook)  # type: ignore[union-attr]
+    run.loss()
+    assert len(refused) == 3
+
+
+# Models in which something is outside, tied, or split otherwise. -----------------------------------------------------
+
+
+@pytest.mark.parametrize("trouble", ["cold", "written"])
+@on_ranks(2, timeout=40.0)
+def test_an_expert_of_one_rank_leaves_no_rank_alone(trouble: str) -> None:
+    """Rank 0's expert is cold or was written to; rank 1's is not."""
+    mesh = mesh_of((2, 1), ("ep", "edp"))
+    model: Any = mlp(32, 32, 16)
+    if trouble == "cold" and dist.get_rank() == 0:
+        nn.init.zeros_(model[0].weight)
+    manager = prepared(model, group=dist.group.WORLD, groups={"0": mesh["edp"]})
+    fully_shard(model[0], mesh=mesh["edp"])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(model, optimizer=optimizer)
+    for step in range(3):
+        if trouble == "written" and step == 1 and dist.get_rank() == 0:
+            with torch.no_grad():
+                model[0].weight.mul_(8)
+        x, y = batch(dist.get_rank(), step)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.isfinite()
+
+
+@on_ranks(2)
+def test_mistakes_are_refused() -> None:
+    for wrap in (DistributedDataParallel, nn.Identity):
+        model: Any = nn.Sequential(nn.Linear(32, 32))
+        manager = prepared(model, group=dist.group.WORLD)
+        called = wrap(model) if wrap is DistributedDataParallel else model
+        with pytest.raises(ConfigurationError, match=r"^fp8_all_gather=True needs FSDP2, but.*: call fully_shard\(\)"):
+            manager.attach(called)
+    model = seeded("net")
+    manager = prepared(model, group=dist.group.WORLD)
+    shard(model)
+    with pytest.raises(ConfigurationError, match=r"attach\(\) must come before the first forward"):
+        model(batch(0, 0)[0])
+    assert manager.steps == 0
+
+
+def _split(model: nn.Module, mesh: Any) -> None:
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+@on_ranks(2)
+def test_casts_are_reused_under_tensor_parallelism() -> None:
+    mesh = mesh_of((2,), ("tp",))
+    model: Any = mlp(32, 64, 32)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh)
+    _split(model, mesh)
+    manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    casts = 0
+    for linear in fp8_linears(model).values():
+        slots, caster = linear.fp8_slots, linear.fp8_slots.caster
+
+        def counting(x: Any, request: Any, of: Any = slots, original: Any = caster.cast) -> Any:
+            nonlocal casts
+            casts += request.state is of._states[1]
+            return original(x, request)
+
+        caster.cast = counting  # type: ignore[method-assign]
+    for index in range(3):
+        model(batch(0, index)[0]).sum().backward()
+    assert casts == 2  # One of each weight.
+
+
+@pytest.mark.parametrize("named", [True, False])
+@on_ranks(2)
+def test_a_root_outside_of_the_model_must_be_named(named: bool) -> None:
+    model: Any = seeded("net")
+    whole = nn.Sequential(model, nn.Linear(16, 16))
+    manager = prepared(model, group=dist.group.WORLD)
+    fully_shard(model.first)
+    fully_shard(whole)
+    if not named:
+        with pytest.raises(ConfigurationError, match=r"pass it as attach\(module=…\)"):
+            manager.attach()
+        return
+    manager.attach(whole)
+    whole(batch(dist.get_rank(), 0)[0]).sum().backward()
+    assert all(linear.fp8_slots.note.resharded for linear in fp8_linears(model).values())
+
+
+class TiedOutside(nn.Module):
+    """The prepared part shares a weight with an embedding outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+        self.embedding = nn.Embedding(48, 32)
+        self.embedding.weight = self.body[0].weight
+
+    def forward(self, x: Any) -> Any:
+        return self.body(x + self.embedding(torch.arange(8)))
+
+
+@pytest.mark.parametrize("outside", [True, False])
+@on_ranks(2)
+def test_a_weight_that_is_tied_to_an_embedding_is_gathered_in_high_precision(outside: bool) -> None:
+    model: Any = TiedOutside() if outside else TiedEmbedding()
+    tied, other = (model.body[0], model.body[1]) if outside else (model.lm_head, model.inner)
+    manager = prepared(model.body if outside else model, group=dist.group.WORLD, skip=None)
+    fully_shard(model)
+    manager.attach(model)
+    seen: dict[nn.Module, bool] = {}
+    for module in (tied, other, model.embedding):
+        module.register_forward_pre_hook(lambda m, args: seen.update({m: isinstance(m.weight, FP8Weight)}))
+    model(batch(0, 0)[0]).sum().backward()
+    assert seen == {model.embedding: False, tied: False, other: True}

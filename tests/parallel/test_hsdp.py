@@ -1,32 +1,33 @@
-"""Meshes with two axes: tensor parallelism × FSDP2, and HSDP (replicate × shard). All four ranks share one state."""
+"""Meshes: tensor parallelism × FSDP2, HSDP (replicate × shard), tensor parallelism under all recipes. What goes wrong
+in a step under each wrapper."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8dist
-from fp8dist import DelayedScaling, StateManager
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
-from tests.support.logs import captured_log
+from tests.support.collectives import counted_collectives
 from tests.support.meshes import (
     OPTIMIZERS,
     WORLD,
-    Built,
     Job,
     Outcome,
     assert_agree,
     assert_bitwise,
     build,
+    clean_fqn,
     parallelize_blocks,
     train,
 )
@@ -39,13 +40,13 @@ from tests.support.parallel import (
     tokens,
     train_plain,
     watched_reductions,
+    whole,
 )
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.suite import NIGHTLY, few
 from tests.support.training import histories, state_bits
 
 pytestmark = [pytest.mark.slow]
-
 
 STEPS = 5
 
@@ -54,8 +55,9 @@ def _trained(pool: RankPool, job: Job, **options: Any) -> list[Outcome]:
     """Return what each rank has. All of them share one state."""
     outcomes = pool.run(train, replace(job, **options))
     assert_agree(outcomes)
-    for outcome in outcomes:
-        assert outcome.reductions == [[WORLD]] * len(outcome.reductions)
+    if job.recipe is None:
+        for outcome in outcomes:
+            assert outcome.reductions == [[WORLD]] * len(outcome.reductions)
     return outcomes
 
 
@@ -80,66 +82,26 @@ def test_meshes_train_as_one_process(four_ranks: RankPool, layout: str) -> None:
             assert float(error / moved) < 0.02, name
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job("tp", optimizer="foreach", accumulate=2),
-        pytest.param(Job("tp", optimizer="fused", update="next_step"), marks=NIGHTLY),
-        pytest.param(Job("hsdp", optimizer="fused", checkpointing="non-reentrant"), marks=NIGHTLY),
-    ],
-    ids=["tp, accumulation", "tp, fused, next_step", "hsdp, checkpointing"],
-)
-def test_fp8_all_gather_changes_no_bit(four_ranks: RankPool, job: Job) -> None:
-    gathered = _trained(four_ranks, job, steps=2)
-    cast_after = _trained(four_ranks, job, steps=2, fp8_all_gather=False)
+SAME = {
+    "tp": Job("tp", accumulate=2, checkpointing="reentrant"),
+    "hsdp": Job("hsdp", optimizer="fused", update="next_step", checkpointing="non-reentrant"),
+    "hsdp, current": Job("hsdp", recipe=CurrentScaling()),
+    "tp, current": Job("tp", recipe=CurrentScaling()),
+}
+
+
+@pytest.mark.parametrize("name", few(SAME, "tp", "hsdp"))
+def test_an_fp8_all_gather_and_checkpoints_change_no_bit(four_ranks: RankPool, name: str) -> None:
+    gathered = _trained(four_ranks, SAME[name], steps=2)
+    cast_after = _trained(four_ranks, SAME[name], steps=2, fp8_all_gather=False, checkpointing="")
     for mine, theirs in zip(gathered, cast_after):
-        assert_bitwise(mine, theirs)
-
-
-@pytest.mark.parametrize("how", few(("reentrant", "non-reentrant"), "non-reentrant"))
-def test_activation_checkpointing_changes_no_bit_of_losses_and_state(four_ranks: RankPool, how: str) -> None:
-    without_it = _trained(four_ranks, Job(), steps=2)
-    for mine, theirs in zip(_trained(four_ranks, Job(), steps=2, checkpointing=how), without_it):
-        assert_bitwise(mine, theirs)
-
-
-@pytest.mark.parametrize(
-    ("layout", "damaged", "ranks", "name"),
-    [
-        ("tp", 1, (0, 1), "blocks.1.norm.weight"),
-        pytest.param("tp", 2, (2, 3), "blocks.0.down.bias", marks=NIGHTLY),
-        ("hsdp", 2, (0, 2), "blocks.0.up.weight"),
-    ],
-)
-@on_ranks(4)
-def test_replicas_that_differ_are_found(layout: str, damaged: int, ranks: tuple[int, ...], name: str) -> None:
-    """There is no majority of two replicas, which are across the tensor-parallel axis, or are HSDP's."""
-    built = build(Job(layout))
-    built.step(0)
-    parameter = dict(built.named())[name]
-    assert isinstance(parameter, DTensor)
-    if dist.get_rank() == damaged:
-        with torch.no_grad():
-            parameter.to_local().view(-1)[1] += 0.25
-    with captured_log():
-        report = built.manager.check(parameters=True, policy="warn")
-    assert [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings] == [("parameter", name, ranks, None)]
-
-
-@on_ranks(4)
-def test_the_data_parallel_axis_alone_is_refused_under_tensor_parallelism() -> None:
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    model = make_blocks()
-    manager = fp8dist.prepare(model, group=mesh["dp"])
-    parallelize_blocks(model, mesh["tp"])
-    with pytest.raises(ConfigurationError) as error:
-        manager.attach(model)
-    rank = dist.get_rank()
-    text = str(error.value)
-    first = rank - rank % 2
-    assert "blocks.0.up" in text
-    whose = f"by ranks {first}, {first + 1}, but its FP8 state only by ranks {rank % 2}, {rank % 2 + 2}:"
-    assert whose in text
+        if SAME[name].recipe is None:
+            assert_bitwise(mine, theirs)
+        elif SAME[name].layout == "hsdp":  # Only gathered weights have a scale in the state.
+            assert mine.losses == theirs.losses
+            assert all(torch.equal(p, theirs.parameters[n]) for n, p in mine.parameters.items())
+        else:  # Parts across the tensor-parallel axis share a scale, unlike separate casts.
+            assert mine.losses == pytest.approx(theirs.losses, rel=2e-2)
 
 
 @pytest.mark.parametrize("fp8_all_gather", [True, False])
@@ -153,76 +115,12 @@ def test_calibration_and_high_precision(fp8_all_gather: bool) -> None:
     assert built.manager.metrics()["fp8/cold_slots"] == 0
     same_on_all_ranks(state_bits(built.manager))
     first = histories(built.manager)["blocks.0.up", "weight"][-1]
-    assert first == float(make_blocks().blocks[0].up.weight.detach().abs().max())  # type: ignore[union-attr]
+    assert first == float(make_blocks().get_parameter("blocks.0.up.weight").detach().abs().max())
     with built.manager.no_fp8():
         high = built.backward(1)
-    built.optimizer.zero_grad()
-    model = make_blocks()
     x, target = tokens(dist.get_rank() // 2, 1)
-    exact = float(loss_of(model(x), target).detach())
+    exact = float(loss_of(make_blocks()(x), target).detach())
     assert high == pytest.approx(exact, rel=2e-2 if fp8_all_gather else 1e-5)
-
-
-def _interrupted_free(job: Job) -> Any:
-    """Return the state without other jobs in the process."""
-    built = build(job)
-    for step in range(2):
-        built.step(step)
-    return state_bits(built.manager)
-
-
-@on_ranks(4)
-def test_managers_on_several_meshes_do_not_meet() -> None:
-    """Two models on two ranks each, and one on all ranks: three managers in one process, stepped in turn."""
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    rank = dist.get_rank()
-    whole_run = build(Job("hsdp", optimizer="sgd"))
-    parts: list[tuple[nn.Module, StateManager, tuple[int, ...]]] = []
-    for axis in ("dp", "tp"):
-        model = make_blocks(seed=7)
-        manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh[axis], fp8_all_gather=True)
-        module = fully_shard(model, mesh=mesh[axis])
-        manager.attach(module)
-        parts.append((module, manager, tuple(mesh[axis].mesh.tolist())))
-    expected = _interrupted_free(whole_run.job)
-    for step in range(2):
-        for factor, (module, manager, ranks) in enumerate(parts, 2):
-            with watched_reductions() as reductions:
-                module(tokens(rank, step)[0] * factor).sum().backward()
-                manager.step()
-            assert reductions.of(manager) == [ranks]
-            seen: list[Any] = [None] * 4
-            dist.all_gather_object(seen, float((tokens(rank, step)[0] * factor).abs().max()))
-            windows: list[Any] = [None] * 4
-            dist.all_gather_object(windows, state_bits(manager))
-            assert [windows[r] for r in ranks] == [windows[rank]] * 2
-            other = next(r for r in range(4) if r not in ranks)
-            assert windows[other] != windows[rank]
-        whole_run.step(step)
-    assert state_bits(whole_run.manager) == expected
-
-
-@on_ranks(4)
-def test_a_copy_made_before_sharding_has_its_own_state() -> None:
-    """FSDP2 cannot copy a sharded model, so the copy comes first."""
-    mesh = mesh_of((2, 2), ("replicate", "shard"))
-    model = make_blocks()
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=True)
-    twin = copy.deepcopy(model)
-    twins = fp8dist.get_manager(twin)
-    results = []
-    for one, of_one in ((model, manager), (twin, twins)):
-        parallelize_blocks(one, mesh["shard"])
-        module = fully_shard(one, mesh=mesh["replicate"])
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-        built = Built(module, of_one.attach(module, optimizer=optimizer), optimizer, Job("tp"))
-        assert fp8dist.get_manager(module) is of_one
-        losses = [built.step(step) for step in range(2)]
-        results.append((losses, state_bits(of_one)))
-        if one is model:
-            assert twins.metrics()["fp8/collectives"] == 0
-    assert results[0] == results[1]
-    assert state_bits(manager) == results[0][1]
 
 
 @on_ranks(4)
@@ -230,23 +128,21 @@ def test_a_mesh_in_another_order_gives_the_same_numbers() -> None:
     """A mesh with ranks in arbitrary order: the position on the mesh determines a rank's part."""
     mesh = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
     model = make_blocks()
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=True)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=8), group=mesh, fp8_all_gather=True)
     parallelize_blocks(model, mesh["tp"])
     module = fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     manager.attach(module, optimizer=optimizer)
-    replica, part = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    straight = build(Job("tp", optimizer="sgd"))
     for step in range(2):
-        x, target = (t.chunk(2, 1)[part] for t in tokens(replica, step))
+        x, target = (t.chunk(2, 1)[mesh.get_local_rank("tp")] for t in tokens(mesh.get_local_rank("dp"), step))
         (loss_of(module(x), target) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
+        straight.step(step)
     same_on_all_ranks(state_bits(manager))
     assert not manager.check(gradients=True, optimizer=optimizer).diverged
-    straight = build(Job("tp", optimizer="sgd"))
-    for step in range(2):
-        straight.step(step)
-    assert histories(manager) == {slot: window[-4:] for slot, window in histories(straight.manager).items()}
+    assert histories(manager) == histories(straight.manager)
 
 
 @pytest.mark.long
@@ -259,3 +155,149 @@ def test_hybrid_shards_of_fsdp1_are_those_of_fsdp2(four_ranks: RankPool) -> None
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-3)
         for slot, window in theirs.histories.items():
             assert mine.histories[slot] == pytest.approx(window, rel=2e-2)
+
+
+# Tensor parallelism under all recipes. ------------------------------------------------------------------------------
+
+RECIPES: dict[str, Recipe] = {
+    "current": CurrentScaling(),
+    "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
+    "mx": MXFP8Scaling(),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("columns", [True, False], ids=["column-wise", "row-wise"])
+@on_ranks(2)
+def test_parts_are_multiplied_as_by_linears_of_their_own(name: str, columns: bool) -> None:
+    """Each rank casts its part of each operand independently, and no step communicates."""
+    mesh, recipe, rank = mesh_of((2,), ("tp",)), RECIPES[name], dist.get_rank()
+    torch.manual_seed(4)
+    w, full, g = torch.randn(512, 256), torch.randn(48, 256), torch.randn(48, 512)
+    full[:, 128:] *= 5  # Makes the ranks' own amaxes differ.
+
+    def prepared(weight: Tensor, parameter: Tensor, **options: Any) -> Any:
+        model = nn.Sequential(nn.Linear(*reversed(weight.shape), bias=False))
+        manager = fp8dist.prepare(model, recipe, **options)
+        model[0].weight = nn.Parameter(parameter)
+        manager.attach(model)
+        return model, manager
+
+    model, manager = prepared(w, distribute_tensor(w, mesh, [Shard(0 if columns else 1)]), group=mesh)
+    x = distribute_tensor(full, mesh, [Replicate() if columns else Shard(1)]).requires_grad_()
+    with counted_collectives() as calls:
+        y = model(x)
+        assert calls.names == []
+        y.redistribute(mesh, [Replicate()]).backward(distribute_tensor(g, mesh, [Replicate()]))
+        manager.step()
+    assert 4 * (8 + 3) not in calls.sizes
+    part = w.chunk(2, 0 if columns else 1)[rank].contiguous()
+    alone, _ = prepared(part, part, amax_sync=False)
+    own = (full if columns else full.chunk(2, 1)[rank]).clone().requires_grad_()
+    output = alone(own)
+    output.backward(g.chunk(2, 1)[rank] if columns else g)
+    assert x.grad is not None
+    assert own.grad is not None
+    summed, joined = (own.grad, output.detach()) if columns else (output.detach(), own.grad)
+    dist.all_reduce(summed)
+    assert torch.equal(whole(x.grad if columns else y), summed)
+    assert torch.equal(whole(y if columns else x.grad).chunk(2, 1)[rank], joined)
+    assert torch.equal(model[0].weight.grad.to_local(), alone[0].weight.grad)
+    same_on_all_ranks(whole(y).tolist())
+    assert not manager.check().diverged
+
+
+@pytest.mark.parametrize(
+    ("up", "name", "refused"),
+    [
+        (160, "block", True),
+        (384, "block", True),
+        (512, "block", False),
+        (160, "current", False),
+        (160, "rowwise", False),
+        (160, "mx", False),
+    ],
+)
+@on_ranks(2)
+def test_cut_blocks_are_refused_by_all_ranks(up: int, name: str, refused: bool) -> None:
+    """A dim that is not split (``down``'s 64 outputs) may have any size."""
+    mesh = mesh_of((2,), ("tp",))
+    model = nn.Sequential()
+    model.add_module("up", nn.Linear(256, up))
+    model.add_module("down", nn.Linear(up, 64))
+    manager = fp8dist.prepare(model, RECIPES[name], group=mesh)
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if refused:
+        text = rf"^up: local weight shape \({up // 2}, 256\) of \({up}, 256\)(.|\n)*128(.|\n)*overrides"
+        with pytest.raises(ConfigurationError, match=text):
+            manager.attach(model)
+        assert not manager._job.attached
+    else:
+        manager.attach(model)
+        model(torch.randn(16, 256)).sum().backward()
+
+
+# What goes wrong in a step: no rank is left alone, and training goes on as if it had not been. -----------------------
+
+JOBS = {
+    "DDP, hook, next_step": Job("ddp", hook="ours", optimizer="sgd", update="next_step"),
+    "FSDP1": Job("fsdp1", optimizer="momentum"),
+    "FSDP1, hook": Job("fsdp1", optimizer="momentum", hook="ours"),
+    "HSDP": Job("hsdp"),
+    "TP": Job("tp", optimizer="sgd"),
+}
+
+
+def _fail(*args: Any) -> None:
+    raise KeyError("interrupted")
+
+
+def _interrupted(job: Job, how: str) -> Any:
+    """Train for two steps. Between them, something fails on all ranks."""
+    built = build(job)
+    states = []
+
+    def interrupted() -> None:
+        last = next(module for name, module in built.module.named_modules() if clean_fqn(name) == "blocks.1.norm")
+        if how == "calibration":
+            with built.manager.calibrate():
+                built.backward(2)
+                raise KeyError
+        if how == "forward":
+            handle = last.register_forward_pre_hook(_fail)
+        else:  # At the end of backward, the gradients of the second block have been reduced.
+            handle = built.module.register_forward_pre_hook(
+                lambda module, args: args[0].requires_grad_().register_hook(_fail) and None
+            )
+        try:
+            built.backward(1)  # The next step's batch, so its amaxes are not larger.
+        finally:
+            handle.remove()
+
+    for index in range(2):
+        if how and index == 1:
+            with pytest.raises(KeyError):
+                interrupted()
+            built.optimizer.zero_grad()
+        losses = built.step(index)
+        states.append((losses, state_bits(built.manager)))
+    return states, built.parameter_bits()
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("HSDP", "forward"),
+        ("DDP, hook, next_step", "calibration"),
+        ("FSDP1, hook", "backward"),
+        *(pytest.param(name, "forward", marks=NIGHTLY) for name in ("FSDP1", "TP")),
+        pytest.param("FSDP1, hook", "calibration", marks=NIGHTLY),
+    ],
+)
+def test_training_goes_on_after_an_error(four_ranks: RankPool, name: str, how: str) -> None:
+    """A failed forward or backward, and a calibration that is interrupted: under a hook after it has launched its
+    sync. FSDP1 itself goes on otherwise after a failed backward."""
+    job = JOBS[name]
+    unbroken = (replace(job, hook=""), how) if how == "backward" else (job, "")
+    assert four_ranks.run(_interrupted, job, how) == four_ranks.run(_interrupted, *unbroken)

@@ -1,4 +1,4 @@
-"""What a replay refuses, with a reason, and what DDP's hooks see of it."""
+"""What a replay refuses, with a reason, what DDP's hooks see of it, and that the model is left as it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import ConfigurationError
 from tests.support.meshes import quiet
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.suite import few
 from tests.support.training import batch, bits, gradient_bits, make_net, parameter_bits
 
@@ -33,32 +33,32 @@ def _step_of(model: Any) -> Callable[[Any], None]:
     return step
 
 
-def _settled(model: Any) -> Any:
-    """DDP arranges its buckets in the second forward."""
-    for index in range(2):
-        _step_of(model)(index)
-    return model
+def _replayed(model: Any, step: Callable[[Any], Any] | None = None, batch: Any = 0) -> fp8dist.ReplayReport:
+    return fp8dist.replay(model, _step_of(model) if step is None else step, batch)
 
 
 def _ddp(**options: Any) -> Any:
     return DistributedDataParallel(make_net(), **options)
 
 
-def _fsdp1() -> Any:
-    with quiet():
-        return FullyShardedDataParallel(make_net(), device_id=torch.device("cpu"))
+def _settled(model: Any = None) -> Any:
+    """DDP arranges its buckets in the second forward."""
+    model = model or _ddp()
+    for index in range(2):
+        _step_of(model)(index)
+    return model
 
 
 def _stepping() -> None:
-    model = _settled(_ddp())
+    model = _settled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fp8dist.replay(model, lambda index: (_step_of(model)(index), optimizer.step()), 0)
+    _replayed(model, lambda index: (_step_of(model)(index), optimizer.step()))
 
 
 def _ending_a_step() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD).attach(boundary="manual")
-    fp8dist.replay(net, lambda index: (_step_of(net)(index), manager.step()), 0)
+    _replayed(net, lambda index: (_step_of(net)(index), manager.step()))
 
 
 def _writing() -> None:
@@ -69,45 +69,49 @@ def _writing() -> None:
         with torch.no_grad():
             net.last.bias.add_(1)
 
-    fp8dist.replay(net, step, 0)
+    _replayed(net, step)
 
 
 def _joined() -> None:
-    model = _settled(_ddp())
+    model = _settled()
     with Join([model]):
-        fp8dist.replay(model, _step_of(model), 0)
+        _replayed(model)
+
+
+def _fsdp1() -> None:
+    with quiet():
+        _replayed(FullyShardedDataParallel(make_net(), device_id=torch.device("cpu")))
 
 
 def _hooked() -> None:
-    net = make_net()
+    net: Any = make_net()
     for module in (net.first, net):
         fully_shard(module)
-    net.set_all_reduce_hook(lambda reduced: None)  # type: ignore[operator]
-    fp8dist.replay(net, _step_of(net), 0)
+    net.set_all_reduce_hook(lambda reduced: None)
+    _replayed(net)
 
 
 def _split() -> None:
-    net = make_net()
-    mesh = dist.init_device_mesh("cpu", (2,))
+    net, mesh = make_net(), dist.init_device_mesh("cpu", (2,))
     net.last.weight = nn.Parameter(distribute_tensor(net.last.weight.detach(), mesh, [Shard(0)]))
     net.first.weight = nn.Parameter(distribute_tensor(net.first.weight.detach(), mesh, [Replicate()]))
-    fp8dist.replay(net, _step_of(net), 0)
+    _replayed(net)
 
 
 def _in_main_gradients() -> None:
     net = make_net()
     net.last.weight.main_grad = torch.zeros(16, 48)  # type: ignore[attr-defined]
-    fp8dist.replay(net, _step_of(net), 0)
+    _replayed(net)
 
 
 def _compiled() -> None:
     net = make_net()
-    fp8dist.replay(net, _step_of(torch.compile(net, backend="eager")), 0)
+    _replayed(net, _step_of(torch.compile(net, backend="eager")))
 
 
 def _compiled_step() -> None:
     net = make_net()
-    fp8dist.replay(net, torch.compile(_step_of(net), backend="eager"), 0)
+    _replayed(net, torch.compile(_step_of(net), backend="eager"))
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -115,55 +119,41 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "the end of a step": (_ending_a_step, "a step inside replay()"),
     "a parameter": (_writing, "wrote to the parameter last.bias"),
     "join": (_joined, "inside a Join context"),
-    "no buckets yet": (lambda: fp8dist.replay(model := _ddp(), _step_of(model), 0), "arranges its buckets"),
-    "unused": (
-        lambda: fp8dist.replay(model := _settled(_ddp(find_unused_parameters=True)), _step_of(model), 0),
-        "find_unused_parameters",
-    ),
-    "fsdp1": (lambda: fp8dist.replay(model := _fsdp1(), _step_of(model), 0), "FSDP1"),
+    "no buckets yet": (lambda: _replayed(_ddp()), "arranges its buckets"),
+    "unused": (lambda: _replayed(_settled(_ddp(find_unused_parameters=True))), "find_unused_parameters"),
+    "fsdp1": (_fsdp1, "FSDP1"),
     "fsdp2's hook": (_hooked, "set_all_reduce_hook"),
     "parts": (_split, "the data-parallel axis"),
-    "objects": (lambda: fp8dist.replay(net := make_net(), _step_of(net), [torch.device("cpu")]), "holds a device"),
-    "meta": (lambda: fp8dist.replay(net := make_net().to("meta"), _step_of(net), 0), "materialise"),
+    "objects": (lambda: _replayed(make_net(), batch=[torch.device("cpu")]), "holds a device"),
+    "meta": (lambda: _replayed(make_net().to("meta")), "materialise"),
     "main_grad": (_in_main_gradients, "main_grad"),
     "nothing seen": (_compiled, "no module of the model was called in Python"),
     "a compiled step": (_compiled_step, "no module of the model was called in Python"),
-    "lazy": (
-        lambda: fp8dist.replay(net := nn.LazyLinear(4), lambda index: net(torch.ones(2, 8)), 0),
-        "lazy parameters",
-    ),
-    "nothing there": (lambda: fp8dist.replay(net := nn.ReLU(), _step_of(net), 0), "no parameters"),
+    "lazy": (lambda: _replayed(nn.LazyLinear(4)), "lazy parameters"),
+    "nothing there": (lambda: _replayed(nn.ReLU()), "no parameters"),
 }
-
-
-def _message(what: str) -> str:
-    with pytest.raises(ConfigurationError) as raised:
-        REFUSED[what][0]()
-    return str(raised.value)
 
 
 @pytest.mark.parametrize("what", few(REFUSED, *(REFUSED.keys() - {"a compiled step"})))
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_refused_with_a_reason_on_all_ranks(what: str, two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_message, what)
-    assert first == second
-    assert REFUSED[what][1] in first
+@on_ranks(2)
+def test_refused_with_a_reason_on_all_ranks(what: str) -> None:
+    call, reason = REFUSED[what]
+    with pytest.raises(ConfigurationError) as raised:
+        call()
+    assert reason in str(raised.value)
+    texts: list[Any] = [None] * 2
+    dist.all_gather_object(texts, str(raised.value))
+    assert texts[0] == texts[1]
 
 
-def _refused_on_one_rank() -> tuple[str, bool]:
+@on_ranks(2)
+def test_what_one_rank_refuses_all_refuse() -> None:
     net = make_net()
     before = parameter_bits(net)
-    with pytest.raises(ConfigurationError) as raised:
-        fp8dist.replay(net, _step_of(net), 0 if dist.get_rank() == 0 else object())
-    return str(raised.value), parameter_bits(net) == before
-
-
-def test_what_one_rank_refuses_all_refuse(two_ranks: RankPool) -> None:
-    (first, same), (second, also) = two_ranks.run(_refused_on_one_rank)
-    assert first == second
-    assert first.endswith("(rank 1)")
-    assert same
-    assert also
+    with pytest.raises(ConfigurationError, match=r"\(rank 1\)$"):
+        _replayed(net, batch=0 if dist.get_rank() == 0 else object())
+    assert parameter_bits(net) == before
 
 
 @on_ranks(2)
@@ -174,8 +164,8 @@ def test_a_communication_hook_of_ddp_is_not_called() -> None:
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     _settled(model)
     before, gradients = state.iter, gradient_bits(model)
-    report = fp8dist.replay(model, _step_of(model), 0)
-    assert (state.iter - before, report.reproducible, gradient_bits(model) == gradients) == (0, True, True)
+    assert _replayed(model).reproducible
+    assert (state.iter, gradient_bits(model)) == (before, gradients)
 
 
 def test_notes_of_a_gradient_scaler_are_put_back() -> None:
@@ -216,8 +206,7 @@ for _ in range(2):
     step(x)
 before = peak()
 fp8dist.replay(model, step, x)
-after = peak()
-print((after - before) / 1024)
+print((peak() - before) / 1024)
 """
 
 
@@ -229,40 +218,33 @@ def test_memory_is_that_of_gradients_and_buffers_once() -> None:
     assert 48 < float(found.stdout) < 64 + 32 + 24
 
 
-def _between(options: dict[str, Any], replays: bool) -> tuple[str, dict[str, bytes | None]]:
-    """Call replay() between a forward and its backward, with gradients of a microbatch that was not reduced."""
-    model, told = _settled(_ddp(**options)), ""
-    if (
-        replays and "static_graph" not in options
-    ):  # Its hooks on parameters must not look like hooks of the program afterwards.
-        assert fp8dist.replay(model, _step_of(model), 1).reproducible
-    with model.no_sync():
-        _step_of(model)(2)
-    x, y = batch(dist.get_rank(), 3)
-    loss = nn.functional.mse_loss(model(x), y)
-    if replays:
-        with pytest.raises(ConfigurationError) as raised:
-            fp8dist.replay(model, _step_of(model), 0)
-        told = str(raised.value)
-    loss.backward()
-    return told, gradient_bits(model)
-
-
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"bucket_cap_mb": 1e-5},
-        {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
-    ],
+    [{}, {"static_graph": True}, {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True}],
+    ids=["plain", "static_graph", "bucket views"],
 )
-def test_ddp_is_left_as_it_is_between_a_forward_and_its_backward(options: dict[str, Any], two_ranks: RankPool) -> None:
-    replayed, plain = two_ranks.run(_between, options, True), two_ranks.run(_between, options, False)
-    assert all("between a forward of DDP and its backward" in told for told, _ in replayed)
-    assert [gradients for _, gradients in replayed] == [gradients for _, gradients in plain]
-    assert plain[0][1] == plain[1][1]
+@on_ranks(2)
+def test_ddp_is_left_as_it_is_between_a_forward_and_its_backward(options: dict[str, Any]) -> None:
+    """With gradients of a microbatch that was not reduced."""
+    found = []
+    for replays in (True, False):
+        model = _settled(_ddp(**options))
+        if replays and "static_graph" not in options:
+            # Its hooks on parameters must not look like hooks of the program afterwards.
+            assert _replayed(model, batch=1).reproducible
+        with model.no_sync():
+            _step_of(model)(2)
+        x, y = batch(dist.get_rank(), 3)
+        loss = nn.functional.mse_loss(model(x), y)
+        if replays:
+            with pytest.raises(ConfigurationError, match="between a forward of DDP and its backward"):
+                _replayed(model)
+        loss.backward()
+        found.append(gradient_bits(model))
+    assert found[0] == found[1]
+    everywhere: list[Any] = [None] * 2
+    dist.all_gather_object(everywhere, found[1])
+    assert everywhere[0] == everywhere[1]
 
 
 @on_ranks(2)
@@ -275,26 +257,29 @@ def test_what_is_frozen_or_hooked_is_no_probe_between_a_forward_and_its_backward
     model = _settled(DistributedDataParallel(net))
     calls.clear()
     loss = model(batch(dist.get_rank(), 3)[0]).square().mean()
-    with pytest.raises(ConfigurationError) as raised:
-        fp8dist.replay(model, _step_of(model), 0)
+    with pytest.raises(ConfigurationError, match="between a forward of DDP and its backward"):
+        _replayed(model)
     loss.backward()
-    assert "between a forward of DDP and its backward" in str(raised.value)
     assert len(calls) == 1
 
 
-class _Buffers(nn.Module):
-    """Its forward replaces a buffer, makes one, and writes to others."""
+class _Changing(nn.Module):
+    """Its forward replaces parameters and buffers, makes a buffer, writes to others and to their memory, resizes one,
+    and ends in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.register_buffer("mean", torch.zeros(16))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("missing", None)
-        self.register_buffer("wide", torch.ones(1).expand(16))
+        self.register_buffer("wide", torch.ones(1).expand(4))
+        self.register_buffer("count", torch.arange(4.0))
+        self.register_buffer("table", torch.arange(4.0))
         with torch.inference_mode():
-            self.register_buffer("table", torch.ones(16))
-            self.frozen = nn.Parameter(torch.ones(16), requires_grad=False)
+            self.register_buffer("constant", torch.ones(4))
+            self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -302,34 +287,8 @@ class _Buffers(nn.Module):
         self.missing = x.detach()
         if not hasattr(self, "made"):
             self.register_buffer("made", x.detach().mean(0))
-        return self.inner(x) * self.calls + self.mean * self.made * self.wide * self.table + self.frozen
-
-
-def test_buffers_are_the_same_objects_with_the_same_values() -> None:
-    net = _Buffers()
-    before = {name: (buffer, buffer.tolist()) for name, buffer in net.named_buffers()}
-    report = fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.randn(4, 16))
-    assert report.reproducible, str(report)
-    after = dict(net.named_buffers())
-    assert after.keys() == before.keys()
-    assert net.missing is None
-    for name, (buffer, values) in before.items():
-        assert after[name] is buffer
-        assert buffer.tolist() == values
-
-
-class _Changing(nn.Module):
-    """Its forward replaces parameters and a buffer's memory, resizes another buffer, and ends in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.inner = nn.Linear(4, 4)
-        self.register_buffer("count", torch.arange(4.0))
-        self.register_buffer("table", torch.arange(4.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x) * self.scale * (2 if self.training else 1) + self.count.sum() + self.table.sum()
+        y = y * self.calls + self.mean * self.made * self.wide * self.constant + self.frozen
         self.scale = nn.Parameter(2 * self.scale.detach())
         self.count.resize_(8).fill_(1)
         self.table.data = torch.ones(2, dtype=torch.float64)
@@ -338,14 +297,20 @@ class _Changing(nn.Module):
         return y
 
 
-def test_what_a_step_replaces_or_resizes_comes_back() -> None:
+def test_what_a_step_writes_replaces_or_resizes_comes_back() -> None:
+    """The same objects, with the same values."""
     net = _Changing()
-    before = {name: (tensor, tensor.tolist(), tensor.dtype) for name, tensor in net.state_dict(keep_vars=True).items()}
+
+    def tensors() -> dict[str, Any]:
+        return {**dict(net.named_parameters()), **dict(net.named_buffers())}
+
+    before = {name: (tensor, tensor.tolist(), tensor.dtype) for name, tensor in tensors().items()}
     report = fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.randn(2, 4))
     assert report.reproducible, str(report)
-    after = net.state_dict(keep_vars=True)
+    assert net.missing is None
+    assert tensors().keys() == before.keys()
     for name, (tensor, values, dtype) in before.items():
-        assert after[name] is tensor
+        assert tensors()[name] is tensor
         assert (tensor.tolist(), tensor.dtype) == (values, dtype)
     assert all(module.training for module in net.modules())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,8 @@ from fp8dist import DivergenceError, ManifestMismatchError, NVFP4Scaling
 from fp8dist.modules import casters
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import mesh_of, same_on_all_ranks
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import POOLS, on_ranks
+from tests.support.suite import crossed
 
 pytestmark = [pytest.mark.slow]
 
@@ -71,6 +71,18 @@ def _part(result: Tensor, place: int, dim: int | None) -> Tensor:
     return result.chunk(dist.get_world_size(), along)[dist.get_rank()]
 
 
+class Whole(nn.Module):
+    """Gives a product a gradient of this placement."""
+
+    def __init__(self, model: nn.Module, output: Placement) -> None:
+        super().__init__()
+        self.model, self.output = model, output
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = self.model(x)
+        return y.redistribute(y.device_mesh, [self.output])  # type: ignore[no-any-return]
+
+
 def _shards(layout: str) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     of_weight, of_input, dims = LAYOUTS[layout]
@@ -81,32 +93,18 @@ def _shards(layout: str) -> None:
 
     mesh, model = mesh_of((ranks,), ("tp",)), _model()
     manager = fp8dist.prepare(model, NVFP4Scaling(), group=mesh, check_policy="raise", check_every=1)
-    if of_weight is None:
+    if of_weight is None or of_input is None:
         manager.attach(model, data_rank=rank)
         parts = _casts(model, manager, 4, lambda x, g: (x.chunk(ranks)[rank].requires_grad_(), g.chunk(ranks)[rank]))
     else:
-        weight = model[0].weight.detach()
-        model[0].weight = nn.Parameter(distribute_tensor(weight, mesh, [of_weight]))
+        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [of_weight]))
         manager.attach(model)
-        assert of_input is not None
         output = Shard(1) if of_weight == Shard(0) else Replicate()
 
-        class Whole(nn.Module):
-            """Gives the product a gradient of this placement."""
+        def placed(x: Tensor, g: Tensor) -> Any:
+            return distribute_tensor(x, mesh, [of_input]).requires_grad_(), distribute_tensor(g, mesh, [output])
 
-            def forward(self, x: Tensor) -> Tensor:
-                y: Any = model(x)
-                return y.redistribute(mesh, [output])  # type: ignore[no-any-return]
-
-        parts = _casts(
-            Whole(),
-            manager,
-            4,
-            lambda x, g: (
-                distribute_tensor(x, mesh, [of_input]).requires_grad_(),
-                distribute_tensor(g, mesh, [output]),
-            ),
-        )
+        parts = _casts(Whole(model, output), manager, 4, placed)
     assert len(parts) == len(whole) == 12
     for place, (mine, theirs) in enumerate(zip(parts, whole)):
         role = place % 3
@@ -118,22 +116,29 @@ def _shards(layout: str) -> None:
     assert manager.slot("0", "input").scale != 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks", "four_ranks"])
-def test_shards_have_the_bits_of_one_process(request: pytest.FixtureRequest, ranks: str, layout: str) -> None:
+@crossed(ranks=POOLS, layout=LAYOUTS)
+def test_shards_have_the_bits_of_one_process(request: pytest.FixtureRequest, ranks: int, layout: str) -> None:
     """Bytes and scales of weights, inputs and gradients, with Hadamard signs and stochastic rounding. In the layout
     "row-wise" each rank has a copy of the gradient: all copies are rounded as one process rounds it."""
-    pool: RankPool = request.getfixturevalue(ranks)
-    pool.run(_shards, layout)
+    request.getfixturevalue(POOLS[ranks]).run(_shards, layout)
+
+
+def _attached(**options: Any) -> Any:
+    """Return (model, manager) of this rank. ``options``: of attach."""
+    model = _model()
+    manager = fp8dist.prepare(model, NVFP4Scaling(), group=dist.group.WORLD)
+    manager.attach(model, **options)
+    return model, manager
+
+
+def _step(model: Any, manager: Any, steps: int = 2) -> Casts:
+    return _casts(model, manager, steps, lambda x, g: (x.requires_grad_(), g))
 
 
 @on_ranks(2)
 def test_ranks_with_other_data_round_as_told() -> None:
     for data_rank, equal in ((0, True), (dist.get_rank(), False)):
-        model = _model()
-        manager = fp8dist.prepare(model, NVFP4Scaling(), group=dist.group.WORLD)
-        manager.attach(model, data_rank=data_rank)
-        casts = _casts(model, manager, 2, lambda x, g: (x.requires_grad_(), g))
+        casts = _step(*_attached(data_rank=data_rank))
         gradients: list[Any] = [None, None]
         dist.all_gather_object(gradients, [bytes(one.view(torch.uint8).flatten().tolist()) for one in casts[-1][::2]])
         for mine, theirs in zip(*gradients):
@@ -141,43 +146,29 @@ def test_ranks_with_other_data_round_as_told() -> None:
         same_on_all_ranks([float(one.float().sum()) for one in casts[-2]])  # The signs do not depend on it.
 
 
+@pytest.mark.parametrize("finds", ["sync", "check"])
 @on_ranks(2)
-def test_a_step_has_one_collective() -> None:
-    model = _model()
-    manager = fp8dist.prepare(model, NVFP4Scaling(), group=dist.group.WORLD)
-    manager.attach(model)
-    x, g = _batch(0)
-    model(x).backward(g)
+def test_a_planted_global_amax_is_named(finds: str) -> None:
+    """By the sync of the next step, and by a check. A step has one collective."""
+    model, manager = _attached()
+    _step(model, manager)
     with counted_collectives() as calls:
-        manager.step()
+        _step(model, manager, 1)
     assert (calls.names, calls.sizes) == (["all_reduce"], [4 * (8 + 3)])
-
-
-@on_ranks(2)
-def test_a_planted_global_amax_is_named() -> None:
-    """By the sync of the next step, and by a check."""
-    for finds in ("sync", "check"):
-        model = _model()
-        manager = fp8dist.prepare(model, NVFP4Scaling(), group=dist.group.WORLD)
-        manager.attach(model)
-        _casts(model, manager, 2, lambda x, g: (x.requires_grad_(), g))
-        if dist.get_rank() == 1:
-            arena = manager._syncs[0].arena
-            place = arena.index[fp8dist.Slot("0", "grad_output")]
-            arena.amax[place] *= 2
-            arena.rescale(arena.amax, arena.mask([place]))
-        steps = functools.partial(_casts, model, manager, 2, lambda x, g: (x.requires_grad_(), g))
-        with pytest.raises(DivergenceError, match="0:grad_output"):
-            (manager.check if finds == "check" else steps)()
+    if dist.get_rank() == 1:
+        arena = manager._syncs[0].arena
+        place = arena.index[fp8dist.Slot("0", "grad_output")]
+        arena.amax[place] *= 2
+        arena.rescale(arena.amax, arena.mask([place]))
+    with pytest.raises(DivergenceError, match="0:grad_output"):
+        manager.check() if finds == "check" else _step(model, manager)
 
 
 @on_ranks(2)
 def test_the_ledger_is_checked() -> None:
     """A planted step is named by the check, and another seed by ``attach``."""
-    model = _model()
-    manager = fp8dist.prepare(model, NVFP4Scaling(), group=dist.group.WORLD)
-    manager.attach(model)
-    _casts(model, manager, 2, lambda x, g: (x.requires_grad_(), g))
+    model, manager = _attached()
+    _step(model, manager)
     if dist.get_rank() == 1:
         manager._syncs[0].arena.step.add_(1)
     with pytest.raises(DivergenceError, match="step"):

@@ -26,7 +26,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.parallel import torch_internals
 from tests.support.logs import captured_log
 from tests.support.meshes import mesh_of
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import on_ranks
 
 
 def _net() -> nn.Sequential:
@@ -40,9 +40,6 @@ def _refused(call: Callable[[], object]) -> str:
     except ConfigurationError as error:
         return str(error)
     return ""
-
-
-# Attributes that this torch lacks. The model is sharded first: the library reads the state of sharded models. --------
 
 
 @contextlib.contextmanager
@@ -69,72 +66,49 @@ def _lack(net: nn.Module, name: str) -> contextlib.AbstractContextManager[Any]:
     return _without(type(torch_internals._groups(state)[0]), name)
 
 
-NAMES = [
-    "_get_fsdp_state",
-    "post_forward_mesh_info",
-    "mesh_info",
-    "fsdp_params",
-    "_partial_reduce_output",
-    "unsharded_accumulated_grad",
-    "_unsharded_param",
-]
-
-
-def _attached_without(name: str | None, gather: bool) -> tuple[list[str], str, str, str]:
-    """Return (warnings of two attachments, attach's error, calibrate's error, the training's result)."""
-    net = _net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=gather)
-    for layer in net:
-        fully_shard(layer)
-    fully_shard(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    lacking = contextlib.nullcontext() if name is None else _lack(net[0], name)
-    with captured_log() as log:
-        with lacking:
-            attach = _refused(lambda: manager.attach(net, optimizer=optimizer))
-            if not attach:
-                manager.attach(net, optimizer=optimizer)
-
-            def calibrate() -> None:
-                with manager.calibrate():
-                    net(torch.ones(4, 32))
-
-            calibration = "" if attach else _refused(calibrate)
-        if attach:
-            return [text for _, text in log], attach, calibration, ""
-        net(torch.ones(4, 32)).sum().backward()
-        optimizer.step()
-    return [text for _, text in log], attach, calibration, "trained"
-
-
-def test_a_known_torch_is_not_warned_of(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_attached_without, None, True) == [([], "", "", "trained")] * 2
+NAMES = ["_get_fsdp_state", "mesh_info", "_partial_reduce_output", "unsharded_accumulated_grad", "_unsharded_param"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_calibrate_is_refused_where_fsdp2_does_not_tell_of_gradients(two_ranks: RankPool, name: str) -> None:
-    for warned, attach, calibration, trained in two_ranks.run(_attached_without, name, False):
-        (text,) = warned
-        assert torch.__version__ in text
-        assert name in text
-        assert "raise ConfigurationError" in text
-        assert attach == ""
+@pytest.mark.parametrize(
+    ("name", "gather"), [(None, True), *((name, False) for name in NAMES), *((name, True) for name in NAMES[:2])]
+)
+@on_ranks(2)
+def test_what_needs_private_state_of_fsdp2_is_refused_without_it(name: str | None, gather: bool) -> None:
+    """calibrate() does where FSDP2 does not tell of gradients, and an FP8 all-gather where it does not tell where it
+    reshards. Two attachments have one warning. A torch that has all is not warned of."""
+    net = _net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=gather)
+    for part in (*net, net):
+        fully_shard(part)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def calibrate() -> None:
+        with manager.calibrate():
+            net(torch.ones(4, 32))
+
+    with captured_log() as log, contextlib.nullcontext() if name is None else _lack(net[0], name):
+        attach = _refused(lambda: manager.attach(net, optimizer=optimizer))
+        calibration = ""
+        if not attach:
+            manager.attach(net, optimizer=optimizer)
+            calibration = _refused(calibrate)
+    if name is None:
+        assert (log, attach, calibration) == ([], "", "")
+        return
+    ((_, warned),) = log
+    assert torch.__version__ in warned
+    assert name in warned
+    assert "raise ConfigurationError" in warned
+    if gather:
+        assert attach.startswith(f"fp8_all_gather=True: torch {torch.__version__} has no ")
+        assert attach.endswith("or leave fp8_all_gather out")
+    else:
         assert calibration.startswith(f"calibrate(): torch {torch.__version__} has no ")
         assert name in calibration
         assert "train without it" in calibration
-        assert trained == "trained"
-
-
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_an_fp8_all_gather_is_refused_where_fsdp2_does_not_tell_where_it_reshards(
-    two_ranks: RankPool, name: str
-) -> None:
-    for warned, attach, _, _ in two_ranks.run(_attached_without, name, True):
-        (text,) = warned
-        assert name in text
-        assert attach.startswith(f"fp8_all_gather=True: torch {torch.__version__} has no ")
-        assert attach.endswith("or leave fp8_all_gather out")
+        net(torch.ones(4, 32)).sum().backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["beside FSDP2", "alone"])
@@ -186,7 +160,6 @@ def test_what_fsdp1_leaves_of_a_linear_is_not_prepared(orig: bool) -> None:
     assert plain == ""
 
 
-@pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_a_check_is_refused_where_fsdp1_does_not_tell_what_it_ignores() -> None:
     net = _net()
@@ -215,7 +188,6 @@ def test_a_plain_model_is_not_warned_of_any_torch() -> None:
 @pytest.mark.slow
 @on_ranks(4)
 def test_gradients_that_wait_for_the_all_reduce_of_hsdp_are_not_mixed_in() -> None:
-    told = []
     net = _net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
     fully_shard(net, mesh=mesh_of((2, 2), ("replicate", "shard")))
@@ -223,15 +195,8 @@ def test_gradients_that_wait_for_the_all_reduce_of_hsdp_are_not_mixed_in() -> No
     for reduced in (False, True):
         net.set_requires_all_reduce(reduced)
         net(torch.ones(4, 32)).sum().backward()
-
-        def calibrate() -> None:
-            with manager.calibrate():
-                pass
-
-        told.append(_refused(calibrate))
-    waits, reduced = told
-    assert "has not reduced yet" in waits
-    assert reduced == ""
+        told = _refused(lambda: manager.calibrate().__enter__())
+        assert ("has not reduced yet" in told) is (told != "") is not reduced
 
 
 @pytest.mark.parametrize("name", ["_get_ddp_logging_data", "_use_python_reducer"])

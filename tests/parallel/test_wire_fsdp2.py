@@ -1,4 +1,4 @@
-"""FSDP2's gradients in FP8: what was damaged on the wire is named by receiver, sender and module."""
+"""FSDP2's gradients in FP8: how exact they are. What was damaged is named by receiver, sender and module."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling
 from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.parallel import torch_internals
 from tests.parallel.test_wire import everything_in_fp8
+from tests.parallel.test_wire_training import WORST
 from tests.support.ranks import on_ranks
 
 Damage = Callable[[Tensor], None]
@@ -62,6 +64,14 @@ def backward(model: nn.Module) -> None:
         model(torch.randn(16, 32)).square().mean().backward()
 
 
+def found(check: Callable[[], Any]) -> Any:
+    """Return the only finding."""
+    with pytest.raises(DivergenceError) as caught:
+        check()
+    (finding,) = caught.value.report.findings
+    return finding
+
+
 @pytest.mark.parametrize("place", [0, -9, -1], ids=["a byte of a number", "a byte of a scale", "of the checksum"])
 @on_ranks(3)
 def test_damage_is_named(place: int) -> None:
@@ -71,9 +81,7 @@ def test_damage_is_named(place: int) -> None:
     with received(1, flipped(2, place)):
         backward(model)
     backward(model)  # It is remembered.
-    with pytest.raises(DivergenceError) as caught:
-        fp8dist.fsdp.check_gradients(model)
-    (finding,) = caught.value.report.findings
+    finding = found(lambda: fp8dist.fsdp.check_gradients(model))
     assert (finding.ranks, finding.reference_rank) == ((1,), 0)
     assert finding.name == "1, as received in FP8"
     assert "damaged from rank 2" in finding.detail
@@ -91,9 +99,7 @@ def test_messages_of_another_step_are_named() -> None:
         backward(model)
     with received(0, lambda messages: messages.copy_(older[0])):
         backward(model)
-    with pytest.raises(DivergenceError) as caught:
-        fp8dist.fsdp.check_gradients(model)
-    (finding,) = caught.value.report.findings
+    finding = found(lambda: fp8dist.fsdp.check_gradients(model))
     assert finding.ranks == (0,)
     assert "damaged from rank 0, 1, 2" in finding.detail
 
@@ -106,9 +112,7 @@ def test_a_rank_of_one_replica_is_named() -> None:
     backward(model)
     with received(3, flipped(0, 0)):
         backward(model)
-    with pytest.raises(DivergenceError) as caught:
-        fp8dist.fsdp.check_gradients(model)
-    (finding,) = caught.value.report.findings
+    finding = found(lambda: fp8dist.fsdp.check_gradients(model))
     assert (finding.ranks, finding.reference_rank) == ((3,), 0)
     assert "damaged from rank 2" in finding.detail
 
@@ -147,10 +151,7 @@ def test_a_manager_names_it(recipe: Any) -> None:
     step()
     manager.check()
     step(flipped(1, 0))
-    finds = step if recipe.delayed else manager.check
-    with pytest.raises(DivergenceError) as caught:
-        finds()
-    (finding,) = caught.value.report.findings
+    finding = found(step if recipe.delayed else manager.check)
     assert (finding.kind, finding.ranks, finding.reference_rank) == ("gradient", (2,), 0)
     assert finding.name == "1, as received in FP8"
     for _ in range(2):  # It was reported.
@@ -159,10 +160,61 @@ def test_a_manager_names_it(recipe: Any) -> None:
     manager.detach()
 
 
+def three_layers() -> nn.Sequential:
+    """Two layers of more numbers than travel as before, and one of fewer."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(300, 331), nn.Linear(331, 300), nn.Linear(300, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exclude", [(), "1"], ids=str)
+@on_ranks(3)
+def test_fsdp2(exclude: Any) -> None:
+    gradients = []
+    for in_fp8 in (False, True):
+        model = three_layers()
+        for part in (*model, model):
+            fully_shard(part)
+        if in_fp8:
+            assert fp8dist.fsdp.reduce_in_fp8(model, exclude) == (("0",) if exclude else ("0", "1"))
+        x = torch.randn(16, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(2):  # Accumulated in the sharded gradient.
+            model(x).square().mean().backward()
+        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+    for (name, _), expected, got in zip(model.named_parameters(), *gradients):
+        lost = float((got - expected).norm() / expected.norm())
+        assert lost <= WORST
+        assert (lost > 0) == (not name.startswith(("2", *exclude))), name
+
+
 @on_ranks(2)
-def test_a_model_that_reduces_as_before_has_nothing_to_check() -> None:
-    model = two_layers()
+def test_fsdp2_leaves_shard_groups_of_one_rank_alone() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    for in_fp8 in (False, True):
+        model = nn.Linear(300, 300, bias=False)
+        fully_shard(model, mesh=mesh)
+        model.set_gradient_divide_factor(3.0)
+        if in_fp8:
+            assert fp8dist.fsdp.reduce_in_fp8(model) == ()
+        model(torch.full((1, 300), 1.0 + dist.get_rank())).sum().backward()
+        assert model.weight.grad.to_local().unique().tolist() == [1.0]
+
+
+@on_ranks(2)
+def test_fsdp2_refuses() -> None:
+    with pytest.raises(ConfigurationError, match="no FSDP2 module"):
+        fp8dist.fsdp.reduce_in_fp8(three_layers())
+    model = three_layers()
     fully_shard(model)
-    assert fp8dist.fsdp.reduce_in_fp8(model) == ()
+    with pytest.raises(ConfigurationError, match="exclude"):
+        fp8dist.fsdp.reduce_in_fp8(model, "0")
+    several = mock.patch.object(FSDPModule, "set_custom_reduce_scatter", side_effect=ValueError("several groups."))
+    with several, pytest.raises(ConfigurationError, match=r"several groups\. Exclude"):
+        fp8dist.fsdp.reduce_in_fp8(model)
+    older = mock.patch.object(torch_internals, "_SETTERS", ("set_in_a_later_torch",))
+    with older, pytest.raises(ConfigurationError, match=r"has no FSDPModule\.set_in_a_later_torch"):
+        fp8dist.fsdp.reduce_in_fp8(model)
+    fully_shard(several_layers := two_layers())
+    assert fp8dist.fsdp.reduce_in_fp8(several_layers) == ()  # Too small.
     with pytest.raises(ConfigurationError, match=r"reduce_in_fp8\(\) has put in FP8"):
-        fp8dist.fsdp.check_gradients(model)
+        fp8dist.fsdp.check_gradients(several_layers)

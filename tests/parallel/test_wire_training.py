@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,19 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling
-from fp8dist.errors import ConfigurationError
-from fp8dist.parallel import torch_internals
 from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
-from tests.parallel.test_wire import everything_in_fp8
+from tests.parallel.test_wire import everything_in_fp8, in_fp8
 from tests.support.collectives import counted_collectives
 from tests.support.lab.mixture import MixtureGPT
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.parallel import same_on_all_ranks
+from tests.support.ranks import POOLS, RankPool, on_ranks
 from tests.support.suite import few
 from tests.support.training import batch, bits, make_net
 
@@ -84,36 +81,28 @@ def errors(kind: str, seed: int, steps: int, jump: int) -> tuple[float, float, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", few(MODELS, "main job"))
-def test_few_gradients_are_lost(two_ranks: RankPool, kind: str) -> None:
-    for norm, worst, _ in two_ranks.run(errors, kind, 0, 8, 4):
-        assert norm <= NORM
-        assert worst <= WORST
-
-
-@pytest.mark.long
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("kind", "seed"),
-    [("main job", 0), ("main job", 1), ("main job", 2), ("mixture", 0)],  # Others: not run.
+    ("ranks", "kind", "steps"),
+    few([(2, "main job", 8), (4, "main job", 300), (4, "mixture", 300)], (2, "main job", 8)),
 )
-def test_few_gradients_are_lost_in_300_steps(
-    four_ranks: RankPool, kind: str, seed: int, record_property: Callable[[str, object], None]
+def test_few_gradients_are_lost(
+    request: pytest.FixtureRequest,
+    ranks: int,
+    kind: str,
+    steps: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    for norm, worst, name in four_ranks.run(errors, kind, seed, 300, 150, timeout=900):
+    pool: RankPool = request.getfixturevalue(POOLS[ranks])
+    for norm, worst, name in pool.run(errors, kind, 0, steps, steps // 2, timeout=900):
         record_property("errors", (norm, worst, name))
         assert norm <= NORM
         assert worst <= WORST
 
 
-def plain(ddp: nn.Module) -> None:
-    _backward(ddp, 0)
-
-
-def _backward(ddp: nn.Module, index: int, factor: float = 1.0, **options: Any) -> None:
+def _backward(ddp: nn.Module, index: int, **options: Any) -> None:
     x, y = batch(dist.get_rank(), index)
-    (factor * (ddp(x, **options) - y).square().mean()).backward()
+    (ddp(x, **options) - y).square().mean().backward()
 
 
 def no_sync(ddp: Any) -> None:
@@ -143,7 +132,6 @@ def clipped(ddp: nn.Module) -> None:
 
 
 OPTIONS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
-    "plain": (plain, {}),
     "no_sync": (no_sync, {}),
     "accumulation": (accumulated, {}),
     "unused parameters": (unused, {"find_unused_parameters": True}),
@@ -153,39 +141,32 @@ OPTIONS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
 }
 
 
+def _errors_of(program: Callable[[Any], None], state: Any = None, exclude: Any = (), **options: Any) -> float:
+    """Return the error of the gradients, as a share of their norm under plain DDP. They must have the same bits on all
+    ranks."""
+    plain, model = make_net(), make_net()
+    program(DistributedDataParallel(plain, bucket_cap_mb=0.004, **options))
+    ddp, hook = in_fp8(model, state=state, exclude=exclude, bucket_cap_mb=0.004, **options)
+    with everything_in_fp8():
+        program(ddp)
+    fp8dist.ddp.check_gradients(hook)
+    expected, got = (torch.cat([p.grad.reshape(-1) for p in each.parameters()]) for each in (plain, model))
+    same_on_all_ranks(bits(got))
+    return float((got - expected).norm() / expected.norm())
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(2)
 def test_options_of_ddp(name: str) -> None:
-    """Gradients are those of plain DDP, but for what FP8 loses, and have the same bits on all ranks."""
     program, options = OPTIONS[name]
-    found = []
-    for in_fp8 in (False, True):
-        model = make_net()
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004, **options)
-        if in_fp8:
-            hook = fp8dist.ddp.comm_hook(model, gradients="fp8")
-            ddp.register_comm_hook(None, hook)
-        with everything_in_fp8():
-            program(ddp)
-        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
-    expected, got = found
     casts = 3 if program is accumulated else 1  # DDP sends again what it has accumulated.
-    assert 0 < float((got - expected).norm()) <= casts * NORM * float(expected.norm())
-    assert _same_on_all_ranks(got)
-    fp8dist.ddp.check_gradients(hook)
-
-
-def _same_on_all_ranks(tensor: Tensor) -> bool:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, bits(tensor))
-    return len(set(gathered)) == 1
+    assert 0 < _errors_of(program, **options) <= casts * NORM
 
 
 @on_ranks(2)
 def test_a_scaler_skips_on_all_ranks() -> None:
     model = make_net()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(model, gradients="fp8"))
+    ddp, _ = in_fp8(model, bucket_cap_mb=0.004)
     optimizer, scaler = torch.optim.SGD(ddp.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
     with everything_in_fp8():
         for step in range(3):
@@ -198,17 +179,15 @@ def test_a_scaler_skips_on_all_ranks() -> None:
             optimizer.zero_grad()
             assert (bits(model.first.weight) == before) == (step == 1)
             assert scaler.get_scale() == (8 if step == 0 else 4)
-            assert _same_on_all_ranks(model.first.weight)
+            same_on_all_ranks(bits(model.first.weight))
 
 
 @on_ranks(3)
 def test_join() -> None:
     """A rank without data receives and sends as the others do."""
-    models = make_net(), make_net()
-    for in_fp8, model in enumerate(models):
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-        if in_fp8:
-            ddp.register_comm_hook(None, hook := fp8dist.ddp.comm_hook(model, gradients="fp8"))
+    plain, model = make_net(), make_net()
+    wrapped, hook = in_fp8(model, bucket_cap_mb=0.004)
+    for ddp in (DistributedDataParallel(plain, bucket_cap_mb=0.004), wrapped):
         optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
         with everything_in_fp8(), Join([ddp]):
             for step in range(2 + 2 * dist.get_rank()):
@@ -216,8 +195,8 @@ def test_join() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     fp8dist.ddp.check_gradients(hook)
-    assert _same_on_all_ranks(torch.cat([p.view(-1) for p in models[1].parameters()]))
-    for one, other in zip(models[0].parameters(), models[1].parameters()):
+    same_on_all_ranks([bits(p) for p in model.parameters()])
+    for one, other in zip(plain.parameters(), model.parameters()):
         torch.testing.assert_close(one, other, rtol=0, atol=0.02)
 
 
@@ -225,9 +204,7 @@ def test_join() -> None:
 def test_after_a_backward_that_failed() -> None:
     """Buckets that were under way are dropped."""
     model = make_net()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-    hook = fp8dist.ddp.comm_hook(model, gradients="fp8")
-    ddp.register_comm_hook(None, hook)
+    ddp, hook = in_fp8(model, bucket_cap_mb=0.004)
 
     def fail(gradient: Tensor) -> None:
         raise ArithmeticError
@@ -242,7 +219,7 @@ def test_after_a_backward_that_failed() -> None:
         with contextlib.suppress(RuntimeError):  # DDP's own reducer may refuse the next forward.
             ddp.zero_grad()
             _backward(ddp, 1)
-            assert _same_on_all_ranks(model.first.weight.grad)
+            same_on_all_ranks(bits(model.first.weight.grad))
     fp8dist.ddp.check_gradients(hook)
 
 
@@ -252,84 +229,7 @@ def test_nodes(shape: tuple[int, int]) -> None:
     """On a mesh bf16 travels within nodes; FP8 between them, or nothing if there is one. All ranks have the same
     bits."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu"))
-    found = []
-    for in_fp8 in (False, True):
-        model = make_net()
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-        if in_fp8:
-            hook = fp8dist.ddp.comm_hook(model, gradients="fp8", exclude="last.bias")
-            ddp.register_comm_hook(mesh, hook)
-        with everything_in_fp8(), counted_collectives() as calls:
-            several(ddp)
-        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
-    expected, got = found
-    if shape[0] == 1:
-        assert "all_to_all_single" not in calls.names
-        assert torch.allclose(expected, got)
-    else:
-        assert 0 < float((got - expected).norm()) <= NORM * float(expected.norm())
-    assert _same_on_all_ranks(got)
-    fp8dist.ddp.check_gradients(hook)
-
-
-class Two(nn.Module):
-    """Two layers under FSDP2, each of more numbers than travel as before, and one of fewer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.last = nn.Linear(300, 331), nn.Linear(331, 300), nn.Linear(300, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.down(torch.relu(self.up(x)))))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exclude", [(), "down"], ids=str)
-@on_ranks(3)
-def test_fsdp2(exclude: Any) -> None:
-    found = []
-    for in_fp8 in (False, True):
-        torch.manual_seed(0)
-        model = Two()
-        for part in (model.up, model.down, model.last, model):
-            fully_shard(part)
-        if in_fp8:
-            names = fp8dist.fsdp.reduce_in_fp8(model, exclude)
-            assert names == ("up", *(() if exclude else ("down",)))
-        x = torch.randn(16, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
-        for _ in range(2):  # Accumulated in the sharded gradient.
-            model(x).square().mean().backward()
-        found.append([p.grad.full_tensor() for p in model.parameters()])
-    for (name, _), expected, got in zip(model.named_parameters(), *found):
-        lost = float((got - expected).norm() / expected.norm())
-        assert lost <= WORST
-        assert (lost > 0) == (not name.startswith(("last", *([exclude] if exclude else ())))), name
-
-
-@on_ranks(2)
-def test_fsdp2_leaves_shard_groups_of_one_rank_alone() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
-    for in_fp8 in (False, True):
-        model = nn.Linear(300, 300, bias=False)
-        fully_shard(model, mesh=mesh)
-        model.set_gradient_divide_factor(3.0)
-        if in_fp8:
-            assert fp8dist.fsdp.reduce_in_fp8(model) == ()
-        model(torch.full((1, 300), 1.0 + dist.get_rank())).sum().backward()
-        assert model.weight.grad.to_local().unique().tolist() == [1.0]
-
-
-@on_ranks(2)
-def test_fsdp2_refuses() -> None:
-    with pytest.raises(ConfigurationError, match="no FSDP2 module"):
-        fp8dist.fsdp.reduce_in_fp8(Two())
-    model = Two()
-    fully_shard(model)
-    with pytest.raises(ConfigurationError, match="exclude"):
-        fp8dist.fsdp.reduce_in_fp8(model, "up")
-    several = mock.patch.object(FSDPModule, "set_custom_reduce_scatter", side_effect=ValueError("several groups."))
-    with several, pytest.raises(ConfigurationError, match=r"several groups\. Exclude"):
-        fp8dist.fsdp.reduce_in_fp8(model)
-    older = mock.patch.object(torch_internals, "_SETTERS", ("set_in_a_later_torch",))
-    with older, pytest.raises(ConfigurationError, match=r"has no FSDPModule\.set_in_a_later_torch"):
-        fp8dist.fsdp.reduce_in_fp8(model)
+    with counted_collectives() as calls:
+        error = _errors_of(several, mesh, "last.bias")
+    assert ("all_to_all_single" in calls.names) is (shape[0] > 1)
+    assert 0 < error <= NORM if shape[0] > 1 else error < 1e-6

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.state.arena import SATURATED
-from tests.support.sharded import Job, build, fp8_linears, full
-from tests.support.training import batch
-
-FITS = 0.05
-"""Share of 448s with a fitting scale: 1/28 for uniform weights, since values between 432 and 448 round to 448."""
+from tests.support.sharded import Job, arena_bits, build, fp8_linears, full
+from tests.support.training import batch, bits
 
 
 @dataclass
@@ -36,7 +34,10 @@ class Running:
         return nn.functional.mse_loss(self.called(x).float(), y)
 
     def step(self) -> float:
-        loss = self.loss()
+        return self.finish(self.loss())
+
+    def finish(self, loss: Tensor) -> float:
+        """Run the backward, take the optimizer's step, and return the loss."""
         loss.backward()
         return self.update(loss)
 
@@ -46,15 +47,16 @@ class Running:
         self.optimizer.zero_grad()
         return float(loss.detach())
 
-    def saturated(self) -> dict[str, float]:
-        """Return the share of each weight's FP8 values at the limit, as the next forward with grad off sees them."""
-        shares: dict[str, float] = {}
+    def used(self) -> dict[str, tuple[bytes, bytes]]:
+        """Return (FP8 bytes, inverse scale) of each weight, as the next forward with grad off gathers them."""
+        found: dict[str, tuple[bytes, bytes]] = {}
 
         def note(name: str) -> Any:
             def hook(module: nn.Module, args: Any) -> None:
                 weight = module.weight
                 assert isinstance(weight, FP8Weight)
-                shares[name] = float((weight.rows.float().abs() == 448).float().mean())
+                # Clones: numpy pins the memory of its arrays, and FSDP could not free it.
+                found[name] = (bits(weight.rows.clone()), bits(weight.inv_scale.clone()))
 
             return hook
 
@@ -63,15 +65,30 @@ class Running:
             self.called(batch(dist.get_rank(), 0)[0])
         for handle in handles:
             handle.remove()
-        return shares
+        return found
 
-    def scales(self) -> dict[str, float]:
-        return {name: float(self.manager.slot(name, "weight").scale) for name in fp8_linears(self.model)}
+    def derived(self) -> dict[str, tuple[bytes, bytes]]:
+        """Return what ``used`` must be if each scale is that of the whole weight now. COLLECTIVE."""
+        found = {}
+        for name in fp8_linears(self.model):
+            weight = full(self.model)[f"{name}.weight"]
+            scale = torch.tensor(448.0) / weight.abs().max()
+            rows = (weight * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+            found[name] = (bits(rows), bits(torch.reciprocal(scale)))
+        return found
 
-    def fitting(self) -> dict[str, float]:
-        """Return the scales that the current weights would give. COLLECTIVE."""
-        whole = full(self.model)
-        return {n: float(torch.tensor(448.0) / whole[f"{n}.weight"].abs().max()) for n in fp8_linears(self.model)}
+    def reshard(self) -> None:
+        for module in self.called.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def windows(self) -> dict[str, list[float]]:
+        """Return the amaxes in the windows of all weights."""
+        return {name: self.manager.slot(name, "weight").amax_history.tolist() for name in fp8_linears(self.model)}
+
+    def bits(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        """Return FP8 state and parameters. COLLECTIVE."""
+        return arena_bits(self.manager), {name: bits(value) for name, value in full(self.model).items()}
 
     @property
     def counted(self) -> int:

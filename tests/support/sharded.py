@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import DelayedScaling, Recipe, StateManager
@@ -29,7 +30,12 @@ HISTORY = 4
 
 
 class Deep(nn.Module):
-    """Two blocks of two Linears, one without bias, each with a LayerNorm; shapes as in ``training.batch``."""
+    """Two blocks of two Linears, one without bias, each with a LayerNorm; shapes as in ``training.batch``.
+
+    ``reentrant``: if not None, blocks run in activation checkpoints of this kind.
+    """
+
+    reentrant: bool | None = None
 
     def __init__(self, width: int = 32, inner: int = 64) -> None:
         super().__init__()
@@ -40,7 +46,7 @@ class Deep(nn.Module):
     def forward(self, x: Tensor, skip: bool = False) -> Tensor:
         h = self.first(x)
         for block in self.blocks:
-            h = block(h)
+            h = block(h) if self.reentrant is None else checkpoint(block, h, use_reentrant=self.reentrant)
         return self.last(h)
 
 
@@ -58,6 +64,45 @@ class Mlp(nn.Module):
         return self.layers[-1](x)
 
 
+class TiedLinears(nn.Module):
+    """Two of its four Linears share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 48)
+        self.a = nn.Linear(48, 48)
+        self.b = nn.Linear(48, 48)
+        self.b.weight = self.a.weight
+        self.last = nn.Linear(48, 16)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        h = torch.relu(self.first(x))
+        return self.last(h + self.a(h) + torch.relu(self.b(h)))
+
+
+class TiedEmbedding(nn.Module):
+    """Its head shares a weight with its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.inner = nn.Linear(32, 32)
+        self.lm_head = nn.Linear(32, 64, bias=False)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        tokens = (x[:, :16].abs() * 10).long() % 64
+        return self.lm_head(torch.relu(self.inner(self.embedding(tokens)))).mean(1)[:, :16]
+
+
+def frozen() -> Deep:
+    """A whole block is frozen, and a weight of the other."""
+    model = Deep()
+    model.blocks[0].up.weight.requires_grad_(False)  # type: ignore[union-attr]
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
 def wide() -> Mlp:
     """Shards of two ranks are whole blocks of 128 x 128, except in the last layer."""
     return Mlp((256, 512, 256, 16))
@@ -69,6 +114,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "deep": Deep,
     "mlp": Mlp,
     "wide": wide,
+    "tied linears": TiedLinears,
+    "tied embedding": TiedEmbedding,
+    "frozen": frozen,
 }
 
 
@@ -106,7 +154,7 @@ class Job:
     shard: dict[str, Any] = field(default_factory=dict)  # more arguments of fully_shard
     ddp: dict[str, Any] = field(default_factory=dict)
     autocast: bool = False  # forward under torch.autocast, in BF16
-    hook: Callable[[DistributedDataParallel, StateManager], None] | None = None  # registers a communication hook of DDP
+    hook: Callable[[Any, StateManager], None] | None = None  # called after attach: registers DDP's hook, sets options
     reduce_unused: bool = False  # FSDP2: zero gradients for modules that only other ranks ran
     recipe: Recipe | None = None  # None: delayed scaling, with ``update``
     overrides: dict[str, Recipe | High] = field(default_factory=dict)
@@ -192,7 +240,7 @@ def build(job: Job) -> tuple[nn.Module, nn.Module, StateManager | None, torch.op
     if manager is not None:
         manager.attach(called, optimizer=optimizer)
         if job.hook is not None:
-            job.hook(called, manager)  # type: ignore[arg-type]
+            job.hook(called, manager)
     return model, called, manager, optimizer
 
 
