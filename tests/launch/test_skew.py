@@ -1,4 +1,4 @@
-"""The example job's statistics of its ranks' times: quantiles computed by hand, and stragglers."""
+"""The lab's statistics of its ranks' times: quantiles computed by hand, and stragglers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ def measured(steps: Steps) -> Any:
     return np.array(steps, dtype=np.float64).transpose(0, 2, 1)
 
 
-def made_up(ranks: int, steps: int) -> Steps:
-    """Return random times."""
-    numbers = random.Random(0)
-    one = lambda: (numbers.random(), 10 * numbers.random(), 20 + 10 * numbers.random())  # noqa: E731
-    return [[one() for _ in range(steps)] for _ in range(ranks)]
+def with_own(own: Sequence[Sequence[float]], step: float) -> Any:
+    """Return times of ranks that wait for each other: own time plus wait is ``step``."""
+    return measured([[(0.0, step - ms, step) for ms in of_rank] for of_rank in own])
 
 
 def kinds_of(times: Sequence[tuple[float, float, float]]) -> dict[str, list[float]]:
@@ -49,13 +47,11 @@ def require_quantiles(found: dict[str, Any], name: str, values: Sequence[float])
     assert found[f"{name}_p99_ms"] == pytest.approx(p99, abs=1e-4)
 
 
-def with_own(own: Sequence[Sequence[float]], step: float) -> Steps:
-    """Return times of ranks that wait for each other: own time plus wait is ``step``."""
-    return [[(0.0, step - ms, step) for ms in of_rank] for of_rank in own]
-
-
 def test_lines_are_over_the_ranks_and_the_summary_over_the_steps() -> None:
-    steps, seen, lines = made_up(5, 30), skew.Skew(5), []
+    numbers = random.Random(0)
+    one = lambda: (numbers.random(), 10 * numbers.random(), 20 + 10 * numbers.random())  # noqa: E731
+    steps: Steps = [[one() for _ in range(30)] for _ in range(5)]
+    seen, lines = skew.Skew(5), []
     for start in range(0, 30, 7):  # One interval at a time, as in the job.
         lines += seen.add(measured([of_rank[start : start + 7] for of_rank in steps]))
     for index, line in enumerate(lines):
@@ -75,95 +71,53 @@ def test_lines_are_over_the_ranks_and_the_summary_over_the_steps() -> None:
     assert json.loads(json.dumps(summary)) == summary
 
 
-def test_without_fp8_there_are_the_other_waits() -> None:
-    seen = skew.Skew(2)
-    (line, *_) = seen.add(measured([[(math.nan, 5.0, 30.0)] * 9, [(math.nan, 25.0, 30.0)] * 9]))
-    assert line["wait_max_ms"] == 25
-    assert not [name for name in line if name.startswith("sync")]
+def test_only_steps_that_ended_with_several_ranks_count_and_without_fp8_the_other_waits() -> None:
+    none = math.nan
+    seen, alone = skew.Skew(2), skew.Skew(1)
+    *lines, last = seen.add(
+        measured([[(none, 5.0, 30.0)] * 9 + [(none,) * 3], [(none, 25.0, 30.0)] * 9 + [(none,) * 3]])
+    )
+    assert (lines[0]["last_rank"], lines[0]["wait_max_ms"], last) == (0, 25, {})
+    assert not [name for name in lines[0] if name.startswith("sync")]
     summary = seen.summary(["a", "b"])
-    assert summary["straggler"] == {"rank": 0, "host": "a", "behind_ms": 20.0}
+    assert (summary["steps"], summary["straggler"]) == (9, {"rank": 0, "host": "a", "behind_ms": 20.0})
     assert [rank["sync_wait_p50_ms"] for rank in summary["ranks"]] == [None, None]
     assert "-" in skew.lines_of(summary)[-1]
-
-
-def test_only_steps_that_ended_with_several_ranks_count() -> None:
-    cut = (math.nan, math.nan, math.nan)
-    seen, alone = skew.Skew(2), skew.Skew(1)
-    first, last = seen.add(measured([[(1.0, 2.0, 9.0), cut], [(2.0, 2.0, 9.0), cut]]))
-    assert (first["last_rank"], last) == (0, {})
-    assert seen.summary(["a", "b"])["steps"] == 1
-    assert seen.add(measured([[cut], [cut]])) == [{}]
     assert alone.add(measured([[(0.0, 0.0, 9.0)] * 2])) == [{}, {}]
     assert alone.summary(["a"]) is skew.Skew(2).summary(["a", "b"]) is None
 
 
-def noisy(ranks: int, steps: int, slow: dict[int, float], noise: float = 4.0) -> Steps:
-    """Return times with about 50 ms of own time, plus ``slow[rank]`` ms on slow ranks."""
-    numbers = random.Random(ranks)
-    own = [[50 + slow.get(rank, 0) + noise * numbers.random() for _ in range(steps)] for rank in range(ranks)]
-    return with_own(own, 120)
-
-
-def test_a_rank_that_is_slow_in_each_step_is_named_and_noise_is_not() -> None:
-    for ranks in [2, 3, 4, 16]:
-        hosts = [f"host{rank}" for rank in range(ranks)]
-        seen = skew.Skew(ranks)
-        lines = seen.add(measured(noisy(ranks, 24, {ranks - 1: 15})))
-        straggler = seen.summary(hosts)["straggler"]
-        assert (straggler["rank"], straggler["host"]) == (ranks - 1, hosts[-1])
-        assert straggler["behind_ms"] == pytest.approx(15, abs=4)
-        assert {line["straggler"] for line in lines} == {ranks - 1}
-        text = skew.lines_of(seen.summary(hosts))[0]
-        assert text.startswith("straggler: ")
-        assert f"rank {ranks - 1} on host{ranks - 1}, " in text
-        assert "; and" not in text
-        seen = skew.Skew(ranks)
-        lines = seen.add(measured(noisy(ranks, 24, {}, noise=60)))
-        summary = seen.summary(hosts)
-        assert (summary["straggler"], summary["also_behind"]) == (None, [])
-        assert {line["straggler"] for line in lines} == {None}
-        assert skew.lines_of(summary)[0].split() == ["straggler:", "none"]
-    seen = skew.Skew(8)
-    seen.add(measured(noisy(8, 24, {4: 20, 5: 30, 6: 20, 7: 20})))  # Half of the ranks: a slow host.
-    summary = seen.summary(["a"] * 4 + ["b"] * 4)
-    assert (summary["straggler"]["rank"], summary["straggler"]["host"]) == (5, "b")
-    assert sorted(other["rank"] for other in summary["also_behind"]) == [4, 6, 7]
-    assert "rank 5 on b, " in skew.lines_of(summary)[0]
-
-
-def test_what_is_no_straggler() -> None:
-    for own, step in [
+def test_a_rank_that_is_slow_in_most_steps_is_named_and_noise_is_not() -> None:
+    numbers = random.Random(0)
+    for ranks in [2, 3, 16]:
+        for late, noise, named in [(15, 4.0, ranks - 1), (0, 60.0, None)]:
+            own = [
+                [50 + (late if rank == ranks - 1 else 0) + noise * numbers.random() for _ in range(24)]
+                for rank in range(ranks)
+            ]
+            seen = skew.Skew(ranks)
+            assert {line["straggler"] for line in seen.add(with_own(own, 120))} == {named}
+            summary = seen.summary([f"host{rank}" for rank in range(ranks)])
+            (first, *_) = skew.lines_of(summary)
+            if named is None:
+                assert (summary["straggler"], first.split()) == (None, ["straggler:", "none"])
+            else:
+                assert summary["straggler"]["behind_ms"] == pytest.approx(late, abs=4)
+                assert first.startswith("straggler: ")
+                assert f"rank {named} on host{named}, " in first
+    for few, step in [
         ([[50.0] * 20, [53.0] * 20], 120),  # 2.5% of the step.
         ([[2.0] * 20, [2.9] * 20], 4),  # A large part of it, but less than a millisecond.
         ([[50.0] * 20, [50.0] * 12 + [500.0] * 8], 600),  # Late in less than half of the steps, however late.
         ([[50.0] * 7, [500.0] * 7], 600),  # Too few steps.
     ]:
         seen = skew.Skew(2)
-        seen.add(measured(with_own(own, step)))
+        seen.add(with_own(few, step))
         assert seen.summary(["a", "b"])["straggler"] is None
 
 
-def test_lines_tell_of_the_newest_steps_and_memory_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skew, "KEPT_STEPS", 40)
-    seen = skew.Skew(3)
-    named = []
-    for slow in [0] * 10 + [2] * 30:
-        lines = seen.add(measured(noisy(3, 4, {slow: 30})))
-        named.append(lines[0]["straggler"])
-    assert named[0] is None  # Too few steps.
-    assert set(named[1:10]) == {0}
-    assert set(named[16:]) == {2}
-    summary = seen.summary(["a"] * 3)
-    assert 40 <= summary["steps"] < 44
-    assert summary["straggler"]["rank"] == 2
-
-
-def test_of_many_ranks_the_summary_has_the_extremes() -> None:
-    ranks = 100
-    own = [[float(50 + rank)] * 10 for rank in range(ranks)]
-    seen = skew.Skew(ranks)
-    seen.add(measured(with_own(own, 200)))
-    summary = seen.summary(["a"] * ranks)
-    assert [rank["rank"] for rank in summary["ranks"]] == [*range(8), *range(92, 100)]
-    assert summary["skew_p50_ms"] == 99
-    assert len(summary["also_behind"]) == 15
+def test_lines_are_about_the_newest_steps_and_of_several_stragglers_the_worst_is_named() -> None:
+    seen = skew.Skew(8)
+    for slow, steps in [(0, 20), (5, 20)]:
+        own = [[50.0 + (30 if rank == slow else 20 if rank in (4, 6) else 0)] * steps for rank in range(8)]
+        assert seen.add(with_own(own, 120))[0]["straggler"] == slow

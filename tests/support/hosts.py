@@ -223,6 +223,11 @@ class Host(Namespace):
             "tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "1s"
         )
 
+    def limited(self) -> bool:
+        """Return True if packets had to wait because of ``limit``."""
+        counted = self.wire("tc", "-s", "qdisc", "show", "dev", DEVICE)
+        return int(counted.split("overlimits ")[1].split()[0]) > 0
+
     def unlimit(self) -> None:
         """Undo ``limit``."""
         self.wire("tc", "qdisc", "del", "dev", DEVICE, "root")
