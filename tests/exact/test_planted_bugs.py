@@ -66,8 +66,16 @@ BUGS = [
     Bug("pipeline", "scaled stage", "output", "layers.1", "the output on rank 1 is 1/2 of the reference", 4),
     # Parameters.
     Bug("ddp", "other weights", "parameter", "layers.0.mlp.up.weight", "rank 1: 1 of 144 elements differ"),
-    Bug("hand_tp", "wrong shard", "parameter", "layers.0.mlp.up.bias", "no rank holds slices 6 to 11 of dim 0"),
-    Bug("hand_tp", "swapped", "swapped", "layers.0.attention.k.bias", "rank 0 holds 6 to 11 of dim 0"),
+    Bug(
+        *("hand_tp", "wrong shard", "parameter", "layers.0.mlp.up.bias"),
+        "no rank holds slices 6 to 11 of dim 0 of the parameter layers.0.mlp.up.bias: "
+        "rank 0 holds 0 to 5 of dim 0, rank 1 holds 0 to 5 of dim 0",
+    ),
+    Bug(
+        *("hand_tp", "swapped", "swapped", "layers.0.attention.k.bias"),
+        "the parts lie on other ranks than those of most parameters (layers.0.attention.k.bias: "
+        "rank 0 holds 6 to 11 of dim 0, rank 1 holds 0 to 5 of dim 0",
+    ),
 ]
 
 ALIKE = {
