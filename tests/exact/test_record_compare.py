@@ -112,6 +112,64 @@ def test_what_is_frozen_on_one_side_alone_is_named(tmp_path: Path) -> None:
     assert str(report) == "2.bias: no gradient on rank 0"
 
 
+class Total(nn.Module):
+    """The sum of its input, and ``more`` times that of its squares."""
+
+    def __init__(self, more: int = 0) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() + self.more * x.square().sum()
+
+
+def test_a_wrong_output_is_compared_with_the_nearest_call(tmp_path: Path) -> None:
+    """A first call that learns shapes, as of a pipeline, is no fault. Summands, factors and biases are in
+    test_planted_bugs.py."""
+
+    def loss(model: nn.Module, shards: Tensor) -> list[Tensor]:
+        return [model(rows) for rows in shards]
+
+    shards = torch.arange(24.0).reshape(2, 3, 4)
+    exact.record(small().append(Total()), loss, shards, tmp_path / "reference")
+    for more, wrong, text in [
+        (0, False, "all 2 gradients equal the reference"),
+        (1, False, "3: the first wrong output, on rank 0"),
+        (0, True, "1: the first wrong output, on rank 0 (1 of 18 elements differ: [1, 2]). All outputs before it are"),
+    ]:
+        model, calls = small().append(Total(more)), [0]
+
+        def change(module: Any, args: Any, out: Tensor, calls: list[int] = calls, wrong: bool = wrong) -> Tensor:
+            calls[0] += 1
+            place = torch.zeros_like(out)
+            place[1, 2] = wrong and calls[0] == 2
+            return out + place
+
+        def step(model: nn.Module = model, wrong: bool = wrong) -> None:
+            if not wrong:
+                with torch.no_grad():
+                    model(torch.zeros(3, 4))
+            torch.stack(loss(model, shards)).sum().backward()
+
+        model[1].register_forward_hook(change)
+        report = str(exact.compare(model, step, tmp_path / "reference"))
+        assert report.startswith(text), report
+
+
+def test_parameters_of_other_values_are_named(tmp_path: Path) -> None:
+    exact.record(small(), of_rows, ROWS, tmp_path / "reference")
+    rolled = small()
+    rolled[2].weight.data = rolled[2].weight.data.roll(1, 0)
+    for model, text in [
+        (small()[:2], "no rank holds the parameter 2.weight"),
+        (nn.Sequential(nn.Linear(4, 3)), "rank 0: it has slices of dim 0 that the reference has not"),
+        (rolled, "rank 0: in place of slices 0 to 2 of dim 0 are the reference's slices 2, 0 to 1"),
+    ]:
+        report = exact.compare(model, lambda: None, tmp_path / "reference")
+        assert report.findings[0].kind == "parameter"
+        assert text in str(report)
+
+
 def test_functions_translate_names(tmp_path: Path) -> None:
     """Of one model, of parts with names of their own, and of stages with the same names."""
     path = tmp_path / "reference"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fp8dist.exact.field import P
 from fp8dist.exact.placement import HeldPart, displaced, part_of
-from fp8dist.exact.shards import cut_dim
+from fp8dist.exact.reference import Reference
+from fp8dist.exact.shards import cut_dim, judge_parameters
 from fp8dist.exact.solver import combined, fraction_text, small_fraction, solve
 
 
@@ -75,6 +76,16 @@ def test_equal_slices_follow_the_other_parts_of_the_rank() -> None:
     assert part_of(zeros[:6], zeros, 0, [fused]) == fused
     assert part_of(zeros[:4], zeros, 0, [fused]) == HeldPart(0, (0, 1, 2, 3))
     assert part_of(zeros[:4], zeros, 0, [HeldPart(1, (2, 3))]) == HeldPart(0, (4, 5, 6, 7))
+
+
+def test_zeros_follow_the_weight_of_their_module() -> None:
+    weights = {"a.weight": residues(8, 4), "b.weight": residues(8, 4, seed=1)}
+    whole = {"a.bias": torch.zeros(8, dtype=torch.int64), **weights}
+    halves = [{name: tensor.chunk(2)[rank ^ (name == "b.weight")] for name, tensor in whole.items()} for rank in (0, 1)]
+    findings, (parts, _) = judge_parameters(Reference(whole, {}, {}, {}, []), halves)
+    assert findings == []
+    first, last = HeldPart(0, (0, 1, 2, 3)), HeldPart(0, (4, 5, 6, 7))
+    assert parts == {"a.bias": first, "a.weight": first, "b.weight": last}
 
 
 def test_the_cut_dim_follows_from_the_shapes() -> None:
