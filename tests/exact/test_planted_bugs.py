@@ -93,7 +93,8 @@ CASES = [pytest.param(bug, marks=NIGHTLY if (bug.program, bug.fault) in ALIKE el
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", CASES, ids=lambda bug: f"{bug.program}-{bug.fault}-{bug.shards}".replace(" ", "_"))
 def test_a_planted_bug_is_named(request: pytest.FixtureRequest, bug: Bug, tmp_path: Path) -> None:
-    kind = Kind(**{"head_dim": 1, "hidden": 12, "vocabulary": 24, **bug.model})
+    layers = 2 if bug.program == "pipeline" else 1
+    kind = Kind(**{"layers": layers, "head_dim": 1, "hidden": 12, "vocabulary": 24, **bug.model})
     pool: RankPool = request.getfixturevalue(POOLS[bug.ranks])
     report, *others = pool.run(report_of, bug.program, kind, bug.shards, tmp_path / "reference", (bug.fault,))
     assert others == [report] * (bug.ranks - 1)

@@ -34,9 +34,6 @@ OF_THE_EXAMPLE = {
 OF_THE_LAB = {
     "--margin much": "--margin",
     "--out setup.cfg/run": "--out setup.cfg/run: Not a directory",
-    "--sharding grad_op": "--sharding grad_op is for --parallel fsdp1, got ddp",
-    "--shard-size 2": "--shard-size is for --parallel hsdp, got ddp",
-    "--parallel hsdp --shard-size 3": "--shard-size 3 does not divide the 2 ranks",
     # Recipes.
     "--recipe current --history-len 16": "--history-len is for delayed scaling",
     "--recipe rowwise --update next_step": "--update is for delayed scaling",
@@ -57,7 +54,6 @@ OF_THE_LAB = {
     "--audit-every 0 --audit-bytes 9": "--audit-bytes needs --audit-every",
     "--stop-after 4": "--stop-after needs --save-every",
     "--stop-after 9 --steps 8": "--stop-after 9 is beyond --steps 8",
-    "--async-save": "--async-save needs --save-every",
     # Mixtures.
     "--top-k 2": "--top-k needs --experts",
     "--experts 2 --top-k 3": "--top-k 3 is more than the --experts 2",

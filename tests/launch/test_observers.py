@@ -1,5 +1,5 @@
-"""An observer changes no bit: a record of each slot, audits, a loss guard, replays. Measured waits are in
-test_waiting.py."""
+"""An observer changes no bit: a record of each slot, audits, a loss guard, replays. That the
+lab measures waits changes none either: test_train_gpt.py."""
 
 from __future__ import annotations
 

@@ -34,16 +34,6 @@ def test_a_program_by_its_path(tmp_path: Path) -> None:
         assert f"[{rank}]: {log.read_text()}" in done.stdout
 
 
-@pytest.mark.long
-def test_a_module_whose_rank_fails_gives_the_status(tmp_path: Path) -> None:
-    """The other rank then fails in a collective. It may end with a traceback and status 1 at the same moment."""
-    (tmp_path / "lessons").mkdir()
-    shutil.copy(LESSON, tmp_path / "lessons/ddp.py")
-    done = start(LAUNCH, "-m", "lessons.ddp", "--fail-rank", "1", FOLDER=str(tmp_path))
-    assert done.returncode == 7, done.stdout + done.stderr
-    assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: 7 ", done.stderr)
-
-
 def test_the_launcher_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("-h", "--help"):
         assert main(["launch", flag]) == 0

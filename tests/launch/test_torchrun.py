@@ -51,6 +51,7 @@ def test_the_program_has_all_that_follows_it() -> None:
 RESTARTED = {**TWO_NODES, "MAX_RESTARTS": "3", "MASTER_PORT": "2345", "JOIN_TIMEOUT": "90"}
 AGAIN = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:2345", "max_restarts": 3, "local_addr": "127.0.0.1"}
 IPV6 = {"IFNAME": "ib0", "LOCAL_ADDR": "fd00::1"}
+OWN: dict[str, Any] = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib"}
 UNKNOWN = "no-such-host.invalid"
 
 PLANS: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, str | None]]] = {
@@ -79,6 +80,11 @@ PLANS: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, str | None]]] =
         {"local_addr": "10.1.2.3", "rdzv_conf": "timeout=20"},
         {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=lo,ib1"},
     ),
+    "the user's address": (
+        {**TWO_NODES, "LOCAL_ADDR": "10.1.2.3"},
+        {"local_addr": "10.1.2.3"},
+        {"GLOO_SOCKET_IFNAME": "lo"},
+    ),
     # With IFNAME and LOCAL_ADDR set, nothing is looked up and IPv6 is accepted.
     "IPv6": (
         {**TWO_NODES, **IPV6, "MASTER_ADDR": "fd00::9"},
@@ -87,9 +93,9 @@ PLANS: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, str | None]]] =
     ),
     "an interface that does not exist": ({**TWO_NODES, "IFNAME": "none0", "LOCAL_ADDR": "10.1.2.3"}, {}, {}),
     "a host that has no address": (
-        {**TWO_NODES, **IPV6, "MASTER_ADDR": UNKNOWN, "NCCL_SOCKET_IFNAME": "ib"},
+        {**TWO_NODES, **OWN, "MASTER_ADDR": UNKNOWN, "LOCAL_ADDR": "fd00::1"},
         {"master_addr": UNKNOWN, "local_addr": "fd00::1"},
-        {"NCCL_SOCKET_IFNAME": "ib"},
+        OWN,
     ),
     "a folder for the logs of each node": (
         {**TWO_NODES, "LOGS": "logs of it"},
