@@ -38,42 +38,42 @@ def decoder(**options: Any) -> Decoder:
     return model
 
 
+TOKENS = torch.randint(0, 36, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_shards_add_up_exactly(dtype: torch.dtype) -> None:
-    model = decoder().to(dtype)
-    tokens = torch.randint(0, 36, (6, 8))
-    whole = gradients(model, tokens)
-    parts = [gradients(model, tokens[2 * n : 2 * n + 2], 1 / 3) for n in range(3)]
-    for expected, *shares in zip(whole, *parts):
-        assert expected.dtype == dtype
-        assert torch.equal(reduced(sum(share.double() for share in shares)), expected.double())
-    assert sum(bool(grad.any()) for grad in whole) == len(whole)
+def test_shards_add_up_exactly_and_alike_in_float32_and_float64() -> None:
+    tokens, wholes = torch.randint(0, 36, (6, 8)), []
+    for dtype in (torch.float32, torch.float64):
+        model = decoder().to(dtype)
+        whole = gradients(model, tokens)
+        parts = [gradients(model, tokens[2 * n : 2 * n + 2], 1 / 3) for n in range(3)]
+        for expected, *shares in zip(whole, *parts):
+            assert expected.dtype == dtype
+            assert torch.equal(reduced(sum(share.double() for share in shares)), expected.double())
+        assert sum(bool(grad.any()) for grad in whole) == len(whole)
+        wholes.append(whole)
+    assert all(torch.equal(a.double(), b) for a, b in zip(*wholes))
 
 
-def test_float32_and_float64_give_the_same_residues() -> None:
-    tokens = torch.randint(0, 36, (2, 8))
-    narrow, wide = gradients(decoder(), tokens), gradients(decoder().double(), tokens)
-    assert all(torch.equal(a.double(), b) for a, b in zip(narrow, wide))
-
-
-@pytest.mark.parametrize("attention", ["mask", "float mask", "by hand", "where"])
-def test_masks_of_all_kinds_give_weight_zero(attention: str) -> None:
+def test_masks_of_all_kinds_give_weight_zero_and_dropout_is_off() -> None:
     """RoPE's tables are plain attributes of the model: they become residues at first use."""
-    tokens = torch.randint(0, 36, (2, 8))
-    expected = gradients(decoder(attention="causal"), tokens)
-    assert all(map(torch.equal, gradients(decoder(attention=attention), tokens), expected))
+    expected = gradients(decoder(attention="causal"), TOKENS)
+    for attention in ("mask", "float mask", "by hand", "where"):
+        assert all(map(torch.equal, gradients(decoder(attention=attention), TOKENS), expected)), attention
+    for chance in (0.3, 0.5):  # torch drops arguments that equal their defaults.
+        assert all(map(torch.equal, gradients(decoder(dropout=chance), TOKENS), expected))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_modules_that_a_checkpoint_runs_again_compute_the_same(reentrant: bool) -> None:
     """In backward, functions must still be replaced."""
-    model, tokens = decoder(), torch.randint(0, 36, (2, 8))
-    expected = gradients(model, tokens)
+    model = decoder()
+    expected = gradients(model, TOKENS)
     for block in model.blocks:
         block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=reentrant)  # type: ignore[method-assign]
-    assert all(map(torch.equal, gradients(model, tokens), expected))
+    assert all(map(torch.equal, gradients(model, TOKENS), expected))
 
 
 @pytest.mark.parametrize(
@@ -112,69 +112,52 @@ class Entropies(torch.autograd.Function):
         return grad * F.log_softmax(ctx.saved_tensors[0], -1)
 
 
-@pytest.mark.parametrize("how", ["tensor", "backward", "grad"])
-def test_functions_are_replaced_in_backward_too(how: str) -> None:
-    x = torch.randint(2, P, (3, 4)).float().requires_grad_()
+def test_functions_are_replaced_in_backward_too() -> None:
     cotangent = torch.randint(2, P, (3, 4)).float()
-    with arithmetic():
-        expected = cotangent * F.log_softmax(x.detach(), -1)
-        y = Entropies.apply(x)
-        if how == "tensor":
-            y.backward(cotangent)
-        elif how == "backward":
-            torch.autograd.backward([y], [cotangent])
-        else:
-            (x.grad,) = torch.autograd.grad(y, x, cotangent)
-    assert torch.equal(x.grad, expected)
-
-
-def test_dropout_is_off() -> None:
-    tokens = torch.randint(0, 36, (2, 8))
-    expected = gradients(decoder(), tokens)
-    for chance in (0.3, 0.5):  # torch drops arguments that equal their defaults.
-        assert all(map(torch.equal, gradients(decoder(dropout=chance), tokens), expected))
+    for how in ("tensor", "backward", "grad"):
+        x = torch.randint(2, P, (3, 4)).float().requires_grad_()
+        with arithmetic():
+            expected = cotangent * F.log_softmax(x.detach(), -1)
+            y = Entropies.apply(x)
+            if how == "tensor":
+                y.backward(cotangent)
+            elif how == "backward":
+                torch.autograd.backward([y], [cotangent])
+            else:
+                (x.grad,) = torch.autograd.grad(y, x, cotangent)
+        assert torch.equal(x.grad, expected)
 
 
 def test_a_step_of_sgd_is_exact() -> None:
     model = decoder()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False)
-    grads = gradients(model, torch.randint(0, 36, (2, 8)))[1:]
+    grads = gradients(model, TOKENS)[1:]
     with arithmetic():
         optimizer.step()
         expected = [p - 0.1 * (g + 0.01 * p) for p, g in zip(before, grads)]
     assert all(map(torch.equal, model.parameters(), expected))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_other_optimizers_are_refused(name: str) -> None:
+def test_what_a_loop_must_not_do_is_refused() -> None:
+    """Steps of other optimizers, clipping, ops without a rule, casts to less than float32."""
     model = decoder()
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=True if name == "SGD" else None)
-    gradients(model, torch.randint(0, 36, (2, 8)))
-    with arithmetic(), pytest.raises(ConfigurationError, match="has is SGD with foreach=False"):
-        optimizer.step()
-
-
-def test_clipping_is_refused() -> None:
-    model = decoder()
-    gradients(model, torch.randint(0, 36, (2, 8)))
-    for foreach in (False, True):
+    gradients(model, TOKENS)
+    for name, foreach in (("AdamW", None), ("SGD", True)):
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=foreach)
+        with arithmetic(), pytest.raises(ConfigurationError, match="has is SGD with foreach=False"):
+            optimizer.step()
+    for each in (False, True):
         with arithmetic(), pytest.raises(ConfigurationError, match=r"norm.* has no rule .* Do not clip gradients"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
-
-
-def test_a_refusal_names_the_op_and_the_module() -> None:
-    model = decoder(activation=F.elu)
-    with pytest.raises(ConfigurationError, match=r"aten\.elu\.default in blocks\.0 \(Block\): .* has no rule"):
-        gradients(model, torch.randint(0, 36, (2, 8)))
-
-
-def test_casts_to_less_than_float32_are_refused() -> None:
-    model = decoder(activation=lambda x: F.gelu(x.bfloat16()).float())
-    with pytest.raises(ConfigurationError, match=r"_to_copy\.default in blocks\.0 .*bfloat16 cannot hold residues"):
-        gradients(model, torch.randint(0, 36, (2, 8)))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=each)
+    for activation, words in (
+        (F.elu, r"aten\.elu\.default in blocks\.0 \(Block\): .* has no rule"),
+        (lambda x: F.gelu(x.bfloat16()).float(), r"_to_copy\.default in blocks\.0 .*bfloat16 cannot hold residues"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            gradients(decoder(activation=activation), TOKENS)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigurationError, match="bfloat16 cannot hold"):
-        gradients(decoder(), torch.randint(0, 36, (2, 8)))
+        gradients(decoder(), TOKENS)
     with pytest.raises(ConfigurationError, match=r"weight in torch\.bfloat16"):
         to_residues(nn.Linear(4, 4).bfloat16())
 
@@ -199,9 +182,14 @@ def test_what_has_no_residue_is_refused(function: Any, words: str) -> None:
 
 def test_a_user_adds_a_surrogate() -> None:
     """The replaced function's gradient is that of the replacement."""
-    tokens = torch.randint(0, 36, (2, 8))
-    found = gradients(decoder(activation=F.elu), tokens, surrogates={F.elu: lambda x, **_: F.silu(x)})
-    assert all(map(torch.equal, found, gradients(decoder(activation=F.silu), tokens)))
+    found = gradients(decoder(activation=F.elu), TOKENS, surrogates={F.elu: lambda x, **_: F.silu(x)})
+    assert all(map(torch.equal, found, gradients(decoder(activation=F.silu), TOKENS)))
+    x = torch.tensor([5.0])
+    with arithmetic():
+        expected = F.silu(x)
+        with arithmetic({F.elu: lambda x, **_: F.silu(x)}):  # A context within the context adds to it.
+            assert torch.equal(F.elu(x), expected)
+        assert torch.equal(F.silu(x), expected)
 
 
 def test_numbers_and_integer_tensors_are_residues() -> None:
@@ -236,24 +224,21 @@ def test_a_number_in_a_table_does_not_depend_on_the_others() -> None:
         assert torch.tensor(1 / 11) * 11 == 1
 
 
-@pytest.mark.parametrize("number", [-1e4, -1e9, -50000])
-def test_numbers_that_masks_are_made_of(number: float) -> None:
-    hidden = torch.tensor([True, False])
-    table = torch.tensor([-1e9, 0.0])
-    with arithmetic():
-        x = torch.ones(2)
-        masks = [
-            torch.zeros(2).masked_fill(hidden, number),
-            torch.zeros(2).masked_fill(hidden, torch.tensor(float(number))),
-            torch.where(hidden, number, x * 0),
-            torch.where(hidden, torch.full((2,), float(number)), x * 0),
-            hidden.float() * number,
-            (1 - (~hidden).long()) * float(number),
-            x * 0 + table,
-        ]
-        for mask in masks:
-            assert mask.tolist() == [-math.inf, 0]
-        assert torch.zeros(2, dtype=torch.int64).masked_fill(hidden, int(number)).tolist() == [number, 0]
+def test_numbers_that_masks_are_made_of() -> None:
+    hidden, table, x = torch.tensor([True, False]), torch.tensor([-1e9, 0.0]), torch.ones(2)
+    for number in (-1e4, -1e9, -50000):
+        with arithmetic():
+            masks = [
+                torch.zeros(2).masked_fill(hidden, number),
+                torch.zeros(2).masked_fill(hidden, torch.tensor(float(number))),
+                torch.where(hidden, number, x * 0),
+                torch.where(hidden, torch.full((2,), float(number)), x * 0),
+                hidden.float() * number,
+                (1 - (~hidden).long()) * float(number),
+                x * 0 + table,
+            ]
+            assert [mask.tolist() for mask in masks] == [[-math.inf, 0]] * len(masks)
+            assert torch.zeros(2, dtype=torch.int64).masked_fill(hidden, int(number)).tolist() == [number, 0]
 
 
 def test_a_number_that_caps_changes_nothing() -> None:
@@ -269,16 +254,6 @@ def test_a_number_that_caps_changes_nothing() -> None:
             torch.ones(2).clamp_(-8, 8)
 
 
-def test_a_context_within_the_context_adds_surrogates() -> None:
-    x = torch.tensor([5.0])
-    with arithmetic():
-        expected = F.silu(x)
-        with arithmetic({F.elu: lambda x, **_: F.silu(x)}):
-            assert torch.equal(F.elu(x), expected)
-        assert torch.equal(F.silu(x), expected)
-
-
-@pytest.mark.slow
 def test_nothing_is_left_behind() -> None:
     with arithmetic():
         pass

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fp8dist.exact.field import P
 from fp8dist.exact.placement import HeldPart, displaced, part_of
-from fp8dist.exact.shards import cut_dim
+from fp8dist.exact.reference import Reference
+from fp8dist.exact.shards import cut_dim, judge_parameters
 from fp8dist.exact.solver import combined, fraction_text, small_fraction, solve
 
 
@@ -24,20 +25,14 @@ def residue(fraction: Fraction) -> int:
     return fraction.numerator * pow(fraction.denominator, -1, P) % P
 
 
-@pytest.mark.parametrize("text", ["0", "1", "-1", "2", "1/2", "5/6", "-3/7", "91/89", "-90/7", "1/128"])
-def test_a_residue_shows_its_fraction(text: str) -> None:
-    assert small_fraction(residue(Fraction(text))) == Fraction(text)
-    assert fraction_text(residue(Fraction(text))) == text
-
-
-def test_each_fraction_has_a_residue_of_its_own() -> None:
-    for numerator in range(-40, 41):
+def test_a_residue_shows_its_fraction_or_itself() -> None:
+    for text in ["0", "1", "-1", "2", "1/2", "5/6", "-3/7", "91/89", "-90/7", "1/128"]:
+        assert small_fraction(residue(Fraction(text))) == Fraction(text)
+        assert fraction_text(residue(Fraction(text))) == text
+    for numerator in range(-40, 41):  # No two of them have the same residue.
         for denominator in range(1, 41):
             fraction = Fraction(numerator, denominator)
             assert small_fraction(residue(fraction)) == fraction
-
-
-def test_what_is_no_small_fraction_is_shown_as_it_is() -> None:
     shown = [small_fraction(each) for each in residues(1000).tolist()]
     assert sum(each is not None for each in shown) < 130
     assert fraction_text(residues(1000).tolist()[shown.index(None)]).startswith("the residue ")
@@ -83,23 +78,25 @@ def test_equal_slices_follow_the_other_parts_of_the_rank() -> None:
     assert part_of(zeros[:4], zeros, 0, [HeldPart(1, (2, 3))]) == HeldPart(0, (4, 5, 6, 7))
 
 
+def test_zeros_follow_the_weight_of_their_module() -> None:
+    weights = {"a.weight": residues(8, 4), "b.weight": residues(8, 4, seed=1)}
+    whole = {"a.bias": torch.zeros(8, dtype=torch.int64), **weights}
+    halves = [{name: tensor.chunk(2)[rank ^ (name == "b.weight")] for name, tensor in whole.items()} for rank in (0, 1)]
+    findings, (parts, _) = judge_parameters(Reference(whole, {}, {}, {}, []), halves)
+    assert findings == []
+    first, last = HeldPart(0, (0, 1, 2, 3)), HeldPart(0, (4, 5, 6, 7))
+    assert parts == {"a.bias": first, "a.weight": first, "b.weight": last}
+
+
 def test_the_cut_dim_follows_from_the_shapes() -> None:
-    assert cut_dim((4, 6), (8, 6)) == 0
-    assert cut_dim((8, 3), (8, 6)) == 1
-    assert [cut_dim(*shapes) for shapes in [((8, 6), (8, 6)), ((4, 3), (8, 6)), ((9, 6), (8, 6)), ((8,), (8, 6))]] == [
-        None
-    ] * 4
+    shapes = [(4, 6), (8, 3), (8, 6), (4, 3), (9, 6), (8,)]
+    assert [cut_dim(part, (8, 6)) for part in shapes] == [0, 1, None, None, None, None]
 
 
 def test_slices_in_other_places() -> None:
     whole = residues(8, 4)
-    swapped = whole[torch.tensor([0, 1, 6, 7, 4, 5, 2, 3])]
-    assert displaced(swapped, whole, HeldPart(None)) == (
-        "in place of slices 2 to 3, 6 to 7 of dim 0 are the reference's slices 6 to 7, 2 to 3"
-    )
-    assert displaced(whole[4:], whole, HeldPart(0, (0, 1, 2, 3))) == (
-        "in place of slices 0 to 3 of dim 0 are the reference's slices 4 to 7"
-    )
-    assert displaced(whole, whole, HeldPart(None)) is None
-    assert displaced(residues(8, 4, seed=5), whole, HeldPart(None)) is None
-    assert displaced(whole * 0, whole, HeldPart(None)) is None
+    found = displaced(whole[torch.tensor([0, 1, 6, 7, 4, 5, 2, 3])], whole, HeldPart(None))
+    assert found == "in place of slices 2 to 3, 6 to 7 of dim 0 are the reference's slices 6 to 7, 2 to 3"
+    found = displaced(whole[4:], whole, HeldPart(0, (0, 1, 2, 3)))
+    assert found == "in place of slices 0 to 3 of dim 0 are the reference's slices 4 to 7"
+    assert [displaced(of, whole, HeldPart(None)) for of in (whole, residues(8, 4, seed=5), whole * 0)] == [None] * 3

@@ -40,92 +40,62 @@ def judged(shards: Mapping[str, Tensor], changed: Mapping[str, Sequence[Tensor |
     return judge_gradients(NAMES, shards, held)
 
 
-def test_equal_gradients() -> None:
-    report = judged(shards_of(2), {})
+PAIRS = [("1", "1", "0", "0"), ("0", "0", "1", "1")] * 2
+
+EQUATIONS: dict[str, tuple[list[str], list[tuple[str, ...]], str, str]] = {
+    "a factor": (NAMES, [("2", "2", "2")] * 2, "factor", "every gradient is 2/1 of the reference"),
+    "a factor of some": (NAMES[1:], [("1/2",) * 3] * 2, "factor", "norm, first are 1/2 of the reference"),
+    "a factor on one rank": (
+        *(NAMES[:1], [("2", "2"), ("1", "1")], "factor"),
+        "head: rank 0: 2/1 of the reference; rank 1: equals the reference",
+    ),
+    "a missing mean": (
+        *(NAMES, [("2", "0"), ("0", "2")], "ranks"),
+        "every gradient: the reference is 1/2 x rank 0 + 1/2 x rank 1: the mean over these ranks is missing",
+    ),
+    "a reduction over the wrong ranks": (
+        *(NAMES, PAIRS, "ranks"),
+        "every gradient: the reference is 1 x rank 0 + 1 x rank 1: the sum over these ranks is missing "
+        "(rank 0 stands for ranks 0, 2, rank 1 stands for ranks 1, 3)",
+    ),
+    "local tokens": (
+        *(NAMES, [("5/6", "5/4")] * 2, "local tokens"),
+        "every gradient: 5/6 and 5/4 of the shards' contributions: the loss is divided by local tokens",
+    ),
+    "other weights": (NAMES[:1], [("1", "1/3")] * 2, "weights", "head: 1 and 1/3 of the shards' contributions"),
+    "a shard that is read twice": (
+        *(NAMES, [("1", "2", "0", "1")] * 2, "shards"),
+        "every gradient: shard 1 is counted 2 times, shard 2 is missing",
+    ),
+    "one rank that differs": (
+        *(NAMES[:1], [("1", "1", "1"), ("1", "1", "0")], "shards"),
+        "head: rank 0: equals the reference; rank 1: shard 2 is missing",
+    ),
+}
+"""Names of the gradients, the coefficients of the shards on each rank, the kind of the finding, and the report."""
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_an_equation_is_found(name: str) -> None:
+    names, ranks, kind, text = EQUATIONS[name]
+    shards = shards_of(len(ranks[0]))
+    report = judged(shards, {of: [weighted(shards[of], *each) for each in ranks] for of in names}, len(ranks))
+    assert (report.findings[0].kind, str(report), report.downstream) == (kind, text, ())
+
+
+def test_equal_gradients_and_a_missing_sum_of_any_summands() -> None:
+    shards = shards_of(2)
+    report = judged(shards, {})
     assert report.equal
     assert str(report) == "all 3 gradients equal the reference"
-
-
-def test_one_factor_everywhere_is_one_sentence() -> None:
-    shards = shards_of(3)
-    report = judged(shards, {name: [weighted(shards[name], "2", "2", "2")] * 2 for name in NAMES})
-    assert (report.findings[0].kind, report.downstream) == ("factor", ())
-    assert str(report) == "every gradient is 2/1 of the reference"
-
-
-def test_a_factor_of_some_tensors_names_them() -> None:
-    shards = shards_of(3)
-    report = judged(shards, {name: [weighted(shards[name], "1/2", "1/2", "1/2")] * 2 for name in NAMES[1:]})
-    assert str(report) == "norm, first are 1/2 of the reference"
-
-
-def test_a_missing_sum_over_ranks() -> None:
-    shards = shards_of(2)
     parts = list(residues(1, 4, seed=9)) * 2
     parts[1] = (shards["norm"].sum(0) - parts[0]) % P
-    report = judged(shards, {"norm": parts})
-    assert str(report) == "norm: the reference is 1 x rank 0 + 1 x rank 1: the sum over these ranks is missing"
-    assert report.findings[0].kind == "ranks"
-
-
-def test_a_missing_mean_over_ranks() -> None:
-    shards = shards_of(2)
-    own = {name: [weighted(shards[name], "2", "0"), weighted(shards[name], "0", "2")] for name in NAMES}
-    assert str(judged(shards, own)) == (
-        "every gradient: the reference is 1/2 x rank 0 + 1/2 x rank 1: the mean over these ranks is missing"
+    assert str(judged(shards, {"norm": parts})) == (
+        "norm: the reference is 1 x rank 0 + 1 x rank 1: the sum over these ranks is missing"
     )
 
 
-def test_a_reduction_over_the_wrong_ranks() -> None:
-    shards = shards_of(4)
-    pairs = {
-        name: [weighted(shards[name], *("1", "1", "0", "0")), weighted(shards[name], *("0", "0", "1", "1"))] * 2
-        for name in NAMES
-    }
-    assert str(judged(shards, pairs, ranks=4)) == (
-        "every gradient: the reference is 1 x rank 0 + 1 x rank 1: the sum over these ranks is missing "
-        "(rank 0 stands for ranks 0, 2, rank 1 stands for ranks 1, 3)"
-    )
-
-
-def test_local_tokens() -> None:
-    shards = shards_of(2)
-    report = judged(shards, {name: [weighted(shards[name], "5/6", "5/4")] * 2 for name in NAMES})
-    assert report.findings[0].kind == "local tokens"
-    assert str(report) == (
-        "every gradient: 5/6 and 5/4 of the shards' contributions: the loss is divided by local tokens"
-    )
-
-
-def test_other_weights_of_the_shards() -> None:
-    shards = shards_of(2)
-    report = judged(shards, {"head": [weighted(shards["head"], "1", "1/3")] * 2})
-    assert (str(report), report.findings[0].kind) == ("head: 1 and 1/3 of the shards' contributions", "weights")
-
-
-def test_a_shard_that_is_read_twice() -> None:
-    shards = shards_of(4)
-    report = judged(shards, {name: [weighted(shards[name], "1", "2", "0", "1")] * 2 for name in NAMES})
-    assert report.findings[0].kind == "shards"
-    assert str(report) == "every gradient: shard 1 is counted 2 times, shard 2 is missing"
-
-
-def test_one_rank_that_differs() -> None:
-    shards = shards_of(3)
-    right = weighted(shards["head"], "1", "1", "1")
-    report = judged(shards, {"head": [right, weighted(shards["head"], "1", "1", "0")]})
-    assert str(report) == "head: rank 0: equals the reference; rank 1: shard 2 is missing"
-    assert report.findings[0].kind == "shards"
-
-
-def test_a_factor_on_one_rank() -> None:
-    shards = shards_of(2)
-    report = judged(shards, {"head": [weighted(shards["head"], "2", "2"), weighted(shards["head"], "1", "1")]})
-    assert str(report) == "head: rank 0: 2/1 of the reference; rank 1: equals the reference"
-    assert report.findings[0].kind == "factor"
-
-
-def test_swapped_rows() -> None:
+def test_rows_in_other_places_and_parts_with_one_equation() -> None:
     shards = shards_of(2)
     whole = weighted(shards["head"], "1", "1")
     report = judged(shards, {"head": [whole[torch.tensor([3, 4, 5, 0, 1, 2])]] * 2})
@@ -133,25 +103,20 @@ def test_swapped_rows() -> None:
     assert str(report) == (
         "head: ranks 0, 1: in place of slices 0 to 5 of dim 0 are the reference's slices 3 to 5, 0 to 2"
     )
-
-
-def test_swapped_parts_of_two_ranks() -> None:
-    shards = shards_of(2)
-    whole, parts = weighted(shards["head"], "1", "1"), [HeldPart(0, (0, 1, 2)), HeldPart(0, (3, 4, 5))]
-    right = [Holding(rank, parts[rank], parts[rank].of(whole)) for rank in range(2)]
-    swapped = [Holding(rank, parts[rank], parts[1 - rank].of(whole)) for rank in range(2)]
-    assert judge_gradients(["head"], shards, {"head": right}).equal
-    assert str(judge_gradients(["head"], shards, {"head": swapped})) == (
-        "head: rank 0: in place of slices 0 to 2 of dim 0 are the reference's slices 3 to 5; "
-        "rank 1: in place of slices 3 to 5 of dim 0 are the reference's slices 0 to 2"
+    rows, columns = (
+        [HeldPart(dim, of) for of in cut] for dim, cut in enumerate([((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3))])
     )
-
-
-def test_parts_with_one_equation_share_a_sentence() -> None:
-    shards = shards_of(2)
-    whole, parts = weighted(shards["head"], "3", "3"), [HeldPart(1, (0, 1)), HeldPart(1, (2, 3))]
-    held = [Holding(rank, parts[rank], parts[rank].of(whole)) for rank in range(2)]
-    assert str(judge_gradients(["head"], shards, {"head": held})) == "head is 3/1 of the reference"
+    for parts, order, factor, text in [
+        (rows, (0, 1), 1, "all 1 gradients equal the reference"),
+        (
+            *(rows, (1, 0), 1),
+            "head: rank 0: in place of slices 0 to 2 of dim 0 are the reference's slices 3 to 5; "
+            "rank 1: in place of slices 3 to 5 of dim 0 are the reference's slices 0 to 2",
+        ),
+        (columns, (0, 1), 3, "head is 3/1 of the reference"),
+    ]:
+        held = [Holding(rank, parts[rank], factor * parts[order[rank]].of(whole) % P) for rank in range(2)]
+        assert str(judge_gradients(["head"], shards, {"head": held})) == text
 
 
 def test_the_earliest_in_backward_is_the_culprit() -> None:

@@ -1,9 +1,8 @@
-"""The lab's runs on one and two ranks: what they learn, share and write; flags that are refused."""
+"""The lab's runs on one and two ranks: what they learn, share and write."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,9 @@ from fp8dist.errors import ManifestMismatchError
 from fp8dist.state.publications import _absent
 from launch.train_gpt.ranks import most_restarts
 from tests.support.lab.failures import CollectiveFailed, Whereabouts
-from tests.support.main_job import ALONE, RANKS, STEPS, TINY, TORCHRUN, Run, Runs, assert_refused, finish, start
+from tests.support.main_job import ALONE, RANKS, STEPS, TINY, TORCHRUN, Run, Runs, finish, start
 from tests.support.ranks import RankPool
-from tests.support.suite import NIGHTLY, few
-
-SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
-
-
-@pytest.mark.long
-@pytest.mark.nightly
-def test_fp8_learns_like_fp32_on_two_ranks(runs: Runs) -> None:
-    fp32, fp8 = (runs(RANKS, *SMALL, "--precision", precision) for precision in ("fp32", "fp8"))
-    for run in (fp32, fp8):
-        assert run.losses[0] - run.summary["final_training_loss"] > 1.0
-        assert run.summary["parameters_identical"] is True
-    assert fp8.losses != fp32.losses
-    assert fp8.summary["final_training_loss"] == pytest.approx(fp32.summary["final_training_loss"], rel=0.02)
-
+from tests.support.suite import few
 
 SOUND = {"ranks": 2, "fp8_collectives_per_step": 1, "fp8_state_identical": True, "parameters_identical": True}
 SLOTS = 4 * 3
@@ -41,10 +26,7 @@ SLOTS = 4 * 3
 PLAIN: dict[str, Any] = {"fp8_slots": SLOTS, "fp8_bytes_per_sync": 4 * (8 + SLOTS), "bytes_gathered_per_step": 0}
 
 TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "": ("equal", PLAIN),
-    "--eval-every 6": ("equal", PLAIN),
-    "--update next_step": ("equal", PLAIN),
-    "--parallel hsdp": ("equal", PLAIN),  # Two replicas of one shard.
+    "--update next_step --eval-every 6": ("equal", PLAIN),
     # Gradients and their norm, which clips them, are summed in another order.
     "--parallel fsdp1": ("near", {}),
     "--parallel fsdp2": ("near", {}),
@@ -55,17 +37,20 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", few(TWO_RANKS, "", "--update next_step", "--parallel fsdp2", "--no-amax-sync"))
+@pytest.mark.parametrize("flags", few(TWO_RANKS, *(of for of in TWO_RANKS if "fsdp1" not in of and "acc" not in of)))
 def test_two_ranks_hold_the_same_state_for_one_collective_a_step(runs: Runs, flags: str) -> None:
     """Metrics have a line per step. Validation does not affect training."""
     compared, fields = TWO_RANKS[flags]
     run, plain = runs(RANKS, *TINY, *flags.split()), runs(RANKS, *TINY)
+    assert (SOUND | PLAIN).items() <= plain.summary.items()
     assert (SOUND | fields).items() <= run.summary.items()
     if compared == "equal":
         assert_equal_runs(run, plain)
     elif compared == "near":
         assert run.losses == pytest.approx(plain.losses, rel=1e-5)
         assert run.summary["validation_loss"] == pytest.approx(plain.summary["validation_loss"], rel=1e-5)
+        norms = [[line["grad_norm"] for line in of.lines] for of in (run, plain)]  # Of the whole model.
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)  # In FP8 small differences may cross a rounding.
     syncs = flags != "--no-amax-sync"
     assert (run.summary["exposed_sync_ms_per_step"] > 0) == syncs
     assert f"fp8_state_identical:        {syncs}" in run.output
@@ -108,19 +93,11 @@ def test_switched_off_by_environment_equals_high_precision(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--precision", "fp8", "--calibrate-steps", "2", "--amax-algo", "most_recent", "--format", "e4m3"],
-        pytest.param(["--precision", "fp8", "--parallel", "ddp", "--backend", "torch", "--margin", "1"], marks=NIGHTLY),
-        pytest.param(["--precision", "bf16"], marks=NIGHTLY),
-    ],
-    ids=lambda flags: flags[1] + flags[-1],
-)
-def test_one_process_without_torchrun(tmp_path: Path, flags: list[str]) -> None:
+def test_one_process_learns_a_text(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"a few words, over and over. " * 100)
-    run = finish(tmp_path / "out", ALONE, *TINY, *flags, "--data", str(text))
+    flags = ["--calibrate-steps", "2", "--amax-algo", "most_recent", "--format", "e4m3", "--data", str(text)]
+    run = finish(tmp_path / "out", ALONE, *TINY, *flags)
     assert run.summary["ranks"] == 1
     assert run.losses[-1] < run.losses[0]
 
@@ -137,51 +114,8 @@ def test_gathering_fp8_changes_bytes_and_no_bits(runs: Runs) -> None:
     assert gathered == 2 * (weights // 2) * (4 - 1)  # Forward, backward; half is remote; 3 bytes saved.
 
 
-@pytest.mark.long
-@pytest.mark.nightly
-@pytest.mark.parametrize("flags", [["fsdp1", "--sharding", "grad_op"], ["fsdp2"]], ids=lambda flags: flags[0])
-def test_sharded_accumulation_and_bfloat16(runs: Runs, flags: list[str]) -> None:
-    accumulates = ["--accumulate", "2", "--eval-every", "6", "--batch-size", "3"]  # Uneven validation.
-    bf16 = runs(RANKS, *TINY, "--parallel", *flags, "--precision", "bf16", *accumulates)
-    ddp = runs(RANKS, *TINY, "--parallel", "ddp", "--precision", "fp32", *accumulates)
-    assert bf16.losses == pytest.approx(ddp.losses, rel=1e-3)  # bfloat16 has 8 significant bits.
-    assert bf16.summary["validation_loss"] == pytest.approx(ddp.summary["validation_loss"], rel=1e-3)
-
-
-@pytest.mark.long
-def test_replicas_of_shards_on_four_ranks(runs: Runs) -> None:
-    flags = ["--parallel", "hsdp", "--check-every", "4", "--calibrate-steps", "2"]
-    run = runs(RANKS, *TINY, *flags, NPROC="4")
-    assert run.summary["ranks"] == 4
-    assert run.summary["bytes_gathered_per_step"] > 0
-    assert run.summary["fp8_state_identical"] is True
-    assert run.summary["parameters_identical"] is True
-    assert run.summary["checks"] == 4  # Calibration counts as a step: after 3, 7 and 11 steps, and at the end.
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "variables", "message"),
-    [
-        (["--data", "/no/such/file"], {}, "/no/such/file"),
-        (["--inject", "scale:0:3"], {"FP8DIST_AMAX_SYNC": "0"}, "--inject scale:0:3: FP8 or its amax sync is switched"),
-        (
-            ["--precision", "fp32"],
-            {"FP8DIST_CHECK_EVERY": "often"},
-            "FP8DIST_CHECK_EVERY must be a number of steps from 0",
-        ),
-        ([], {"FP8DIST_CHECK_POLICY": "loud"}, "FP8DIST_CHECK_POLICY must be one of"),
-        (["--margin", "1000"], {}, "margin must be"),
-    ],
-)
-def test_a_mistake_without_torchrun(
-    tmp_path: Path, flags: list[str], variables: Mapping[str, str], message: str
-) -> None:
-    assert_refused(start(ALONE, "--out", str(tmp_path), *flags, **variables), message)
-
-
-@pytest.mark.slow
-def test_only_the_first_rank_tells_of_a_mistake() -> None:
+def test_only_the_first_rank_prints_a_mistake() -> None:
     done = start(ALONE, "--steps", "0", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
@@ -203,5 +137,6 @@ def _restarts(own: tuple[str, ...]) -> int:
 
 @pytest.mark.slow
 def test_all_ranks_count_the_restarts_of_every_agent(two_ranks: RankPool) -> None:
+    """So that all resume from the same step."""
     assert two_ranks.run(_restarts, ("0", "2")) == [2, 2]
     assert two_ranks.run(_restarts, ("1", "0")) == [1, 1]

@@ -34,16 +34,6 @@ def test_a_program_by_its_path(tmp_path: Path) -> None:
         assert f"[{rank}]: {log.read_text()}" in done.stdout
 
 
-@pytest.mark.long
-def test_a_module_whose_rank_fails_gives_the_status(tmp_path: Path) -> None:
-    """The other rank then fails in a collective. It may end with a traceback and status 1 at the same moment."""
-    (tmp_path / "lessons").mkdir()
-    shutil.copy(LESSON, tmp_path / "lessons/ddp.py")
-    done = start(LAUNCH, "-m", "lessons.ddp", "--fail-rank", "1", FOLDER=str(tmp_path))
-    assert done.returncode == 7, done.stdout + done.stderr
-    assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: 7 ", done.stderr)
-
-
 def test_the_launcher_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("-h", "--help"):
         assert main(["launch", flag]) == 0
@@ -69,14 +59,6 @@ def test_a_command_that_starts_nothing(capsys: pytest.CaptureFixture[str]) -> No
         assert_launcher_refused(subprocess.CompletedProcess(words, status, captured.out, captured.err), message)
 
 
-@pytest.mark.slow
-def test_a_signal_is_told_as_shells_do(tmp_path: Path) -> None:
-    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    done = start(LAUNCH, "killed.py", NPROC="1", FOLDER=str(tmp_path))
-    assert done.returncode == 128 + 9, done.stderr
-    assert "killed.py FAILED" in done.stderr
-
-
 def test_another_node_that_has_ended_the_job_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,12 +74,10 @@ def test_another_node_that_has_ended_the_job_is_told_in_one_line(
 
 def test_of_ranks_that_fail_together_the_cause_gives_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     for codes, status in [
-        ([7], 7),
         ([1, 7], 7),  # Rank 0 failed in a collective with rank 1, without handling the error.
         ([5, 1], 1),  # The example job handles the error with exit 5.
         ([5, -15, 3], 3),
         ([1, -9], 128 + 9),
-        ([7, 1], 7),
         ([7, 3, 9], 3),  # The first failure wins.
         ([5, 5], 5),
         ([-15], 128 + 15),

@@ -29,6 +29,9 @@ def cluster() -> Iterator[Slurm]:
     """A SLURM cluster with two nodes."""
     with slurm.running(2) as cluster:
         yield cluster
+        assert slurm.marked(cluster.folder)
+    assert slurm.marked(cluster.folder) == []
+    assert not cluster.folder.exists()
 
 
 def submit(
@@ -110,13 +113,3 @@ def test_a_cancelled_job_leaves_no_process(cluster: Slurm, tmp_path: Path) -> No
     cluster.command("scancel", job)
     assert ended(cluster, job)["JobState"] == "CANCELLED"
     assert processes_after(cluster, 30) == []
-
-
-def test_nothing_is_left_of_a_slurm_that_is_taken_down(tmp_path: Path) -> None:
-    with slurm.running(1) as one:
-        job = one.command("sbatch", "--parsable", "--output", str(tmp_path / "log"), "--wrap", "srun sleep 1000")[0]
-        one.wait_for(job, "RUNNING")
-        folder = one.folder
-        assert slurm.marked(folder)
-    assert slurm.marked(folder) == []
-    assert not folder.exists()

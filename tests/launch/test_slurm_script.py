@@ -54,28 +54,25 @@ def test_the_first_of_very_many_nodes_is_the_master(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == "node1 2 fp8dist-7.ranks"
 
 
-@pytest.mark.parametrize("body", ["exit 0", "exit 1"])
-def test_a_job_whose_nodes_nobody_knows(tmp_path: Path, body: str) -> None:
-    done = submitted(tmp_path, body)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "slurm.sbatch: error: scontrol names no host of nodes: set MASTER_ADDR to the first node\n"
-    assert submitted(tmp_path, body, MASTER_ADDR="node3").stdout.startswith("node3 ")
-
-
-@pytest.mark.parametrize(("cpus", "option"), [({}, []), ({"SLURM_CPUS_PER_TASK": "64"}, ["--cpus-per-task=64"])])
-def test_a_task_has_the_cpus_of_the_job(tmp_path: Path, cpus: dict[str, str], option: list[str]) -> None:
-    words = submitted(tmp_path, "echo node1", "--steps", "7", **cpus).stdout.splitlines()[1:]
-    assert words[: words.index("bash")] == ["--kill-on-bad-exit=0", "--wait", "900", *option]
-    assert words[-3:] == [str(ROOT / "launch/torchrun.sh"), "--steps", "7"]
-
-
-def test_the_repository_may_be_elsewhere(tmp_path: Path) -> None:
-    done = submitted(tmp_path, "echo node1", "train.py", SLURM_SUBMIT_DIR="/at")
-    assert (done.returncode, done.stdout) == (2, "")
-    said = "there is no /at/launch/torchrun.sh: set REPOSITORY to the clone of fp8dist"
-    assert done.stderr == f"slurm.sbatch: error: {said}\n"
-    done = submitted(tmp_path, "echo node1", "train.py", "--help", SLURM_SUBMIT_DIR="/at", REPOSITORY=str(ROOT))
+def test_jobs_that_cannot_start(tmp_path: Path) -> None:
+    elsewhere = {"SLURM_SUBMIT_DIR": "/at"}
+    for body, variables, said in [
+        ("exit 0", {}, "scontrol names no host of nodes: set MASTER_ADDR to the first node"),
+        ("exit 1", {}, "scontrol names no host of nodes: set MASTER_ADDR to the first node"),
+        ("echo node1", elsewhere, "there is no /at/launch/torchrun.sh: set REPOSITORY to the clone of fp8dist"),
+    ]:
+        done = submitted(tmp_path, body, "train.py", **variables)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"slurm.sbatch: error: {said}\n")
+    assert submitted(tmp_path, "exit 1", MASTER_ADDR="node3").stdout.startswith("node3 ")
+    done = submitted(tmp_path, "echo node1", "train.py", "--help", REPOSITORY=str(ROOT), **elsewhere)
     assert done.stdout.splitlines()[-3:] == [str(ROOT / "launch/torchrun.sh"), "train.py", "--help"]
+
+
+def test_a_task_has_the_cpus_of_the_job(tmp_path: Path) -> None:
+    for cpus, option in ({}, []), ({"SLURM_CPUS_PER_TASK": "64"}, ["--cpus-per-task=64"]):
+        words = submitted(tmp_path, "echo node1", "--steps", "7", **cpus).stdout.splitlines()[1:]
+        assert words[: words.index("bash")] == ["--kill-on-bad-exit=0", "--wait", "900", *option]
+        assert words[-3:] == [str(ROOT / "launch/torchrun.sh"), "--steps", "7"]
 
 
 TASK = """#!/bin/bash

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,132 +21,98 @@ from fp8dist.cli.launcher.environment import BadVariable, Job
 from fp8dist.cli.launcher.plan import Plan
 from launch.train_gpt import exits
 from tests.support.lab import exits as lab_exits
-from tests.support.main_job import (
-    EXAMPLE,
-    LAUNCH,
-    LESSON,
-    ROOT,
-    TINY,
-    TORCHRUN,
-    assert_launcher_refused,
-    assert_refused,
-    start,
-)
+from tests.support.main_job import EXAMPLE, LAUNCH, LESSON, ROOT, TINY, TORCHRUN, assert_launcher_refused, start
+from tests.support.slurm import free_ports
+from tests.support.suite import crossed
 
 CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-OURS = (
-    "NPROC",
-    "NNODES",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MAX_RESTARTS",
-    "JOIN_TIMEOUT",
-    "LOGS",
-    "IFNAME",
-    "LOCAL_ADDR",
-)
 SET_BOTH = "set IFNAME and LOCAL_ADDR to this node's interface and address"
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "localhost", "NPROC": "3"}
 PROGRAM = ["train.py", "--steps", "7"]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The arguments and environment with which the launcher would start torchrun."""
-
-    arguments: Any  # Parsed by torchrun itself.
-    environment: dict[str, str]
-
-
-def planned(program: Sequence[str] = PROGRAM, **variables: str) -> Planned:
-    """Return the plan for ``variables``, without launcher variables from the environment of the tests."""
-    own = {*CHOSEN, *OURS, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
-    environment = {name: value for name, value in os.environ.items() if name not in own} | variables
-    plan = Plan.of(Job.read(environment), program, environment)
-    return Planned(get_args_parser().parse_args(plan.arguments), environment | plan.variables)
+def planned(program: Sequence[str] = PROGRAM, **variables: str) -> tuple[Any, dict[str, str]]:
+    """Return torchrun's arguments, parsed by torchrun itself, and its environment."""
+    given = {"PATH": os.environ["PATH"], **variables}
+    plan = Plan.of(Job.read(given), program, given)
+    return get_args_parser().parse_args(plan.arguments), given | plan.variables
 
 
 def test_the_program_has_all_that_follows_it() -> None:
     for words in [["--help"], ["-m", "x"], ["--", "--nproc-per-node", "9"], ["a", "--", "-m"], [""]]:
-        arguments = planned(["folder/train.py", *words]).arguments
+        arguments, _ = planned(["folder/train.py", *words])
         assert (arguments.module, arguments.training_script) == (False, "folder/train.py")
         assert (arguments.training_script_args, arguments.nproc_per_node) == (words, "2")
-        arguments = planned(["-m", "package.module", *words]).arguments
+        arguments, _ = planned(["-m", "package.module", *words])
         assert (arguments.module, arguments.training_script) == (True, "package.module")
         assert arguments.training_script_args == words
 
 
-def test_one_node_stays_for_itself() -> None:
-    plan = planned(NPROC="2")
-    assert plan.arguments.standalone
-    assert (plan.arguments.training_script, plan.arguments.training_script_args) == ("train.py", ["--steps", "7"])
-    assert (plan.arguments.nproc_per_node, plan.arguments.max_restarts) == ("2", 0)
-    assert (plan.arguments.log_dir, plan.arguments.tee) == (None, "0")
-    assert [name for name in CHOSEN if name in plan.environment] == ["OMP_NUM_THREADS"]
-    cores = len(os.sched_getaffinity(0))
-    assert plan.environment["OMP_NUM_THREADS"] == str(max(1, cores // 2))
-    assert planned(NPROC="2", OMP_NUM_THREADS="5").environment["OMP_NUM_THREADS"] == "5"
+RESTARTED = {**TWO_NODES, "MAX_RESTARTS": "3", "MASTER_PORT": "2345", "JOIN_TIMEOUT": "90"}
+AGAIN = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:2345", "max_restarts": 3, "local_addr": "127.0.0.1"}
+IPV6 = {"IFNAME": "ib0", "LOCAL_ADDR": "fd00::1"}
+OWN: dict[str, Any] = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib"}
+UNKNOWN = "no-such-host.invalid"
 
-
-def test_several_nodes_meet_at_the_first() -> None:
-    plan = planned(**TWO_NODES)
-    arguments = plan.arguments
-    assert (arguments.nnodes, arguments.node_rank, arguments.nproc_per_node) == ("2", 1, "3")
-    assert (arguments.rdzv_backend, arguments.master_addr, arguments.master_port) == ("static", "localhost", 29500)
-    assert (arguments.rdzv_conf, arguments.local_addr) == ("timeout=600", "127.0.0.1")
-    assert plan.environment["GLOO_SOCKET_IFNAME"] == "lo"
-    assert plan.environment["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in plan.environment
-
-
-def test_nodes_that_may_meet_again() -> None:
-    for node, is_host in [("0", "true"), ("1", "false")]:
-        more = {"NODE_RANK": node, "MAX_RESTARTS": "3", "MASTER_PORT": "2345", "JOIN_TIMEOUT": "90"}
-        plan = planned(**{**TWO_NODES, **more})
-        arguments = plan.arguments
-        assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.max_restarts) == (
-            "c10d",
-            "localhost:2345",
-            3,
-        )
-        assert arguments.rdzv_conf == f"is_host={is_host},join_timeout=90,read_timeout=90"
-        assert arguments.local_addr == "127.0.0.1"
-        assert plan.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-
-
-def test_what_the_user_has_set_stays() -> None:
-    own = {"GLOO_SOCKET_IFNAME": "ib0", "JOIN_TIMEOUT": "20", "LOCAL_ADDR": "10.1.2.3", "IFNAME": "lo,ib1"}
-    plan = planned(**TWO_NODES, **own)
-    assert plan.environment["GLOO_SOCKET_IFNAME"] == "ib0"
-    assert plan.environment["NCCL_SOCKET_IFNAME"] == "=lo,ib1"
-    assert (plan.arguments.local_addr, plan.arguments.rdzv_conf) == ("10.1.2.3", "timeout=20")
+PLANS: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, str | None]]] = {
+    "one node stays for itself": (
+        {"NPROC": "2"},
+        {"standalone": True, "nproc_per_node": "2", "max_restarts": 0, "log_dir": None, "tee": "0"},
+        {**dict.fromkeys(CHOSEN), "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))},
+    ),
+    "the user's threads": ({"NPROC": "2", "OMP_NUM_THREADS": "5"}, {}, {"OMP_NUM_THREADS": "5"}),
+    "several nodes meet at the first": (
+        TWO_NODES,
+        {
+            **{"nnodes": "2", "node_rank": 1, "nproc_per_node": "3", "rdzv_backend": "static"},
+            **{"master_addr": "localhost", "master_port": 29500, "rdzv_conf": "timeout=600", "local_addr": "127.0.0.1"},
+        },
+        {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None},
+    ),
+    "node 0 that may meet the others again": (
+        {**RESTARTED, "NODE_RANK": "0"},
+        {**AGAIN, "rdzv_conf": "is_host=true,join_timeout=90,read_timeout=90"},
+        {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    ),
+    "another node that may": (RESTARTED, {**AGAIN, "rdzv_conf": "is_host=false,join_timeout=90,read_timeout=90"}, {}),
+    "the user's interfaces": (
+        {**TWO_NODES, "GLOO_SOCKET_IFNAME": "ib0", "JOIN_TIMEOUT": "20", "LOCAL_ADDR": "10.1.2.3", "IFNAME": "lo,ib1"},
+        {"local_addr": "10.1.2.3", "rdzv_conf": "timeout=20"},
+        {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=lo,ib1"},
+    ),
+    "the user's address": (
+        {**TWO_NODES, "LOCAL_ADDR": "10.1.2.3"},
+        {"local_addr": "10.1.2.3"},
+        {"GLOO_SOCKET_IFNAME": "lo"},
+    ),
     # With IFNAME and LOCAL_ADDR set, nothing is looked up and IPv6 is accepted.
-    own = {"MASTER_ADDR": "fd00::9", "IFNAME": "ib0", "LOCAL_ADDR": "fd00::1"}
-    plan = planned(**{**TWO_NODES, **own})
-    assert (plan.arguments.master_addr, plan.arguments.local_addr) == ("fd00::9", "fd00::1")
-    assert [plan.environment[name] for name in CHOSEN[:2]] == ["ib0", "=ib0"]
-    # With everything set, nothing is looked up: this name has no address.
-    said = {"MASTER_ADDR": "no-such-host.invalid", "NCCL_SOCKET_IFNAME": "ib", "LOCAL_ADDR": "fd00::1"}
-    plan = planned(**{**TWO_NODES, **said}, GLOO_SOCKET_IFNAME="ib0")
-    assert plan.environment["NCCL_SOCKET_IFNAME"] == "ib"
-    assert (plan.arguments.master_addr, plan.arguments.local_addr) == ("no-such-host.invalid", "fd00::1")
+    "IPv6": (
+        {**TWO_NODES, **IPV6, "MASTER_ADDR": "fd00::9"},
+        {"master_addr": "fd00::9", "local_addr": "fd00::1"},
+        {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"},
+    ),
+    "an interface that does not exist": ({**TWO_NODES, "IFNAME": "none0", "LOCAL_ADDR": "10.1.2.3"}, {}, {}),
+    "a host that has no address": (
+        {**TWO_NODES, **OWN, "MASTER_ADDR": UNKNOWN, "LOCAL_ADDR": "fd00::1"},
+        {"master_addr": UNKNOWN, "local_addr": "fd00::1"},
+        OWN,
+    ),
+    "a folder for the logs of each node": (
+        {**TWO_NODES, "LOGS": "logs of it"},
+        {"log_dir": "logs of it/node-1", "tee": "3"},
+        {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]: "},
+    ),
+    "a folder for the logs of one node": ({"LOGS": "logs"}, {"log_dir": "logs"}, {}),
+}
+"""Variables, and what torchrun then gets: some of its arguments and of its environment."""
 
 
-def test_a_folder_for_the_logs_of_each_node() -> None:
-    plan = planned(**TWO_NODES, LOGS="logs of it")
-    assert (plan.arguments.log_dir, plan.arguments.tee) == ("logs of it/node-1", "3")
-    assert plan.environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[${rank}]: "
-    assert planned(LOGS="logs").arguments.log_dir == "logs"
-
-
-def test_interfaces_are_asked_for_only_when_needed() -> None:
-    """An IFNAME that does not exist is an error, unless LOCAL_ADDR is set too."""
-    with pytest.raises(
-        BadVariable, match=r"^IFNAME none0: this node has no none0 with an IPv4 address, only (.+, )?lo"
-    ):
-        planned(**TWO_NODES, IFNAME="none0")
-    assert planned(**TWO_NODES, IFNAME="none0", LOCAL_ADDR="10.1.2.3").environment["GLOO_SOCKET_IFNAME"] == "none0"
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plan(name: str) -> None:
+    variables, arguments, environment = PLANS[name]
+    found, seen = planned(**variables)
+    assert {of: getattr(found, of) for of in arguments} == arguments
+    assert {of: seen.get(of) for of in environment} == environment
 
 
 def test_a_variable_that_cannot_be_used() -> None:
@@ -165,6 +130,9 @@ def test_a_variable_that_cannot_be_used() -> None:
         with pytest.raises(BadVariable) as refused:
             planned(**{**TWO_NODES, **variables})
         assert str(refused.value) == message
+    unknown = r"^IFNAME none0: this node has no none0 with an IPv4 address, only (.+, )?lo"
+    with pytest.raises(BadVariable, match=unknown):
+        planned(**TWO_NODES, IFNAME="none0")
 
 
 def test_the_launcher_needs_no_torch_until_it_starts_the_agent() -> None:
@@ -198,13 +166,6 @@ def test_a_node_has_a_rank_per_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert Job.read({}).nproc == ranks
     assert Job.read({"NPROC": "5", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"}).ranks == 15
-
-
-def test_flags_are_checked_for_the_ranks_of_all_nodes(tmp_path: Path) -> None:
-    """The check comes before this node waits for the other one."""
-    two_nodes = {**TWO_NODES, "NODE_RANK": "0", "NPROC": "1", "JOIN_TIMEOUT": "1"}
-    done = start(EXAMPLE, "--parallel", "none", "--out", str(tmp_path), **two_nodes)
-    assert_refused(done, "--parallel none is for one rank, got 2")
 
 
 @pytest.mark.slow
@@ -319,10 +280,11 @@ def test_with_logs_a_rank_that_is_killed_is_told_as_without(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", ["0", "1"])
-@pytest.mark.parametrize("node", ["0", "1"])
-def test_a_node_that_is_alone_gives_up(node: str, restarts: str, free_port: str) -> None:
-    variables = {**TWO_NODES, "NODE_RANK": node, "MAX_RESTARTS": restarts, "NPROC": "1", "MASTER_PORT": free_port}
+@crossed(node=["0", "1"], restarts=["0", "1"])
+def test_a_node_that_is_alone_gives_up(node: str, restarts: str) -> None:
+    (port,) = free_ports(1)
+    more = {"NODE_RANK": node, "MAX_RESTARTS": restarts, "NPROC": "1", "MASTER_PORT": str(port)}
+    variables = {**TWO_NODES, **more}
     done = start(LAUNCH, str(LESSON), JOIN_TIMEOUT="1", **variables)
     assert done.returncode == 5, done.stdout + done.stderr
     said = done.stderr.splitlines()[-1]
@@ -343,19 +305,14 @@ def test_a_port_in_use_is_a_mistake_on_node_0(restarts: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture
-def free_port() -> str:
-    """Return an unused port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--steps", "3", "--help"]])
-def test_the_scripts_help_has_both_of_its_lives(words: list[str]) -> None:
+def test_the_scripts_help_has_both_of_its_lives() -> None:
     """It starts programs, and without one the example job."""
-    done = subprocess.run([ROOT / "launch/torchrun.sh", *words], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    shown = set()
+    for words in (["--help"], ["-h"], ["--steps", "3", "--help"]):
+        done = subprocess.run([ROOT / "launch/torchrun.sh", *words], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        shown.add(done.stdout)
+    assert len(shown) == 1
     assert done.stdout.startswith("Start a training program on every rank of this node")
     for text in ("torchrun.sh train.py --its-flags", "-m package.module", "example job", "PYTHON ", "--save-every N"):
         assert text in done.stdout, text

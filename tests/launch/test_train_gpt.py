@@ -31,7 +31,7 @@ from tests.support.main_job import (
     start,
 )
 from tests.support.ranks import on_ranks
-from tests.support.suite import NIGHTLY, few
+from tests.support.suite import few
 
 
 @pytest.mark.slow
@@ -47,40 +47,37 @@ def test_a_run_on_two_ranks_has_its_folder(runs: Runs) -> None:
     assert "final_training_loss:" in run.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        [],
-        ["--parallel", "fsdp2", "--accumulate", "2"],
-        pytest.param(["--parallel", "hsdp", "--update", "next_step"], marks=NIGHTLY),
-        pytest.param(["--parallel", "fsdp2", "--recipe", "rowwise"], marks=NIGHTLY),
-        pytest.param(["--parallel", "fsdp2", "--recipe", "block", "--width", "96"], marks=NIGHTLY),
-        pytest.param(["--recipe", "current", "--no-amax-sync"], marks=NIGHTLY),
-        pytest.param(["--precision", "bf16", "--parallel", "fsdp2"], marks=NIGHTLY),
-        pytest.param(["--precision", "fp32", "--check-every", "5"], marks=NIGHTLY),
-    ],
-    ids=" ".join,
+ALIKE = (
+    "",
+    "--parallel fsdp2 --accumulate 2",
+    "--parallel hsdp --update next_step",
+    "--parallel fsdp2 --recipe block --width 96",
+    "--recipe current --no-amax-sync",
+    "--precision bf16 --parallel fsdp2",
+    "--precision fp32 --check-every 5",
 )
-def test_the_lab_trains_as_the_example_does(runs: Runs, flags: list[str]) -> None:
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", few(ALIKE, *ALIKE[:2]))
+def test_the_lab_trains_as_the_example_does(runs: Runs, flags: str) -> None:
     """So the tests of the lab are tests of the example: equal losses, bit for bit."""
-    example, lab = runs(EXAMPLE_RANKS, *SIZE, *flags), runs(RANKS, *TINY, *flags)
+    example, lab = runs(EXAMPLE_RANKS, *SIZE, *flags.split()), runs(RANKS, *TINY, *flags.split())
     assert example.losses == lab.losses
     norms = [[line["grad_norm"] for line in run.lines] for run in (example, lab)]
     assert norms[0] == norms[1]
 
 
-RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
+RESUMED = [
+    ("ddp", "3", "--resume auto", {}),
+    ("fsdp2", "2", "", {"TORCHELASTIC_RESTART_COUNT": "1"}),  # As torchrun restarts it.
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallel", "ranks", "flag", "variables"),
-    [("ddp", "3", ("--resume", "auto"), {}), pytest.param("fsdp2", "2", (), RESTARTED, marks=NIGHTLY)],
-    ids=["resumed", "restarted by torchrun"],
-)
+@pytest.mark.parametrize(("parallel", "ranks", "flag", "variables"), few(RESUMED, RESUMED[0]))
 def test_a_resumed_run_is_the_same_run(
-    tmp_path: Path, parallel: str, ranks: str, flag: tuple[str, ...], variables: dict[str, str]
+    tmp_path: Path, parallel: str, ranks: str, flag: str, variables: dict[str, str]
 ) -> None:
     """DDP runs on three ranks, because the order of a sum has no effect on two."""
     flags = [*SIZE, "--parallel", parallel, "--save-every", "5", "--keep", "3"]
@@ -92,7 +89,7 @@ def test_a_resumed_run_is_the_same_run(
         assert_refused(done, "has checkpoints: resume with --resume auto")
     for step in (10, 12):
         shutil.rmtree(saved / f"step-{step:08d}")
-    again = finish(tmp_path / "run", EXAMPLE_RANKS, *flags, *flag, NPROC=ranks, **variables)
+    again = finish(tmp_path / "run", EXAMPLE_RANKS, *flags, *flag.split(), NPROC=ranks, **variables)
     assert again.summary["resumed_after_step"] == 5
     assert again.losses == straight.losses
     assert again.summary["validation_loss"] == straight.summary["validation_loss"]
@@ -147,13 +144,6 @@ def test_torchrun_sh_tells_a_mistake_before_it_starts_a_rank() -> None:
 def test_what_the_library_refuses_is_one_line_too(tmp_path: Path) -> None:
     done = forked.run([*SIZE, "--out", str(tmp_path)], None, {"FP8DIST_BACKEND": "abacus"}, main=train.main)
     assert_refused(done, "FP8DIST_BACKEND must be one of")
-
-
-def test_help_names_every_flag() -> None:
-    done = start(EXAMPLE, "--help")
-    assert done.returncode == 0
-    for flag in ("--parallel", "--precision", "--update", "--no-amax-sync", "--check-every", "--save-every", "--out"):
-        assert flag in done.stdout
 
 
 def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
 from tests.silent_bugs.job import Job, program
-from tests.silent_bugs.models import batch, mlp, mse, ragged, train
+from tests.silent_bugs.models import batch, mlp, mse, ragged, started, train
 
 
 def _squares(called: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -32,6 +31,15 @@ def _exact(job: Job, losses: Any, shards: Any, backward: Callable[..., Any], bat
     job.exact(mlp, losses, shards, called, lambda: backward(called, *(shards[job.rank] if batch is None else batch)))
 
 
+def _over_ranks(job: Job, losses: Any, backward: Callable[..., Any], lr: float) -> None:
+    """Train with a part of one sequence on each rank."""
+    _exact(job, losses, [batch(0, rank) for rank in range(job.size)], backward)
+    called, optimizer = started(job, mlp(), lr=lr)
+    for step in range(5):
+        x, y = batch(step, job.rank)
+        job.step(optimizer, loss=backward(called, x, y), batch=(x, y))
+
+
 @program("every gradient is 3/1 of the reference", alike=True)
 def loss_times_ranks(job: Job) -> None:
     """NVIDIA/Megatron-LM 906, 2024. Ranks have parts of one sequence. Their losses are sums over their tokens, divided
@@ -45,13 +53,7 @@ def loss_times_ranks(job: Job) -> None:
     def losses(model: nn.Module, shards: Any) -> list[Tensor]:
         return [_squares(model, x, y).sum() / (16 * len(shards)) for x, y in shards]
 
-    _exact(job, losses, [batch(0, rank) for rank in range(job.size)], backward)
-    called = job.prepare(mlp())
-    optimizer = SGD(called.parameters(), lr=0.02)
-    job.attach(called, optimizer)
-    for step in range(5):
-        x, y = batch(step, job.rank)
-        job.step(optimizer, loss=backward(called, x, y), batch=(x, y))
+    _over_ranks(job, losses, backward, lr=0.02)
 
 
 @program("2.weight|2.bias", alike=True)
@@ -71,13 +73,7 @@ def second_loss_divided_again(job: Job) -> None:
     def losses(model: nn.Module, shards: Any) -> list[Tensor]:
         return [sum(both(model, x, y)) / len(shards) for x, y in shards]
 
-    _exact(job, losses, [batch(0, rank) for rank in range(job.size)], backward)
-    called = job.prepare(mlp())
-    optimizer = SGD(called.parameters(), lr=0.05)
-    job.attach(called, optimizer)
-    for step in range(5):
-        x, y = batch(step, job.rank)
-        job.step(optimizer, loss=backward(called, x, y), batch=(x, y))
+    _over_ranks(job, losses, backward, lr=0.05)
 
 
 @program("contributions: the loss is divided by local tokens", ranks=1)
@@ -94,9 +90,7 @@ def mean_of_microbatch_means(job: Job) -> None:
 
     parts = [ragged(micro, 0) for micro in range(2)]
     _exact(job, _over_tokens, parts, backward, parts)
-    called = job.prepare(mlp())
-    optimizer = SGD(called.parameters(), lr=0.1)
-    job.attach(called, optimizer)
+    called, optimizer = started(job, mlp())
     for step in range(5):
         loss = backward(called, *(ragged(2 * step + micro, 0) for micro in range(2)))
         job.step(optimizer, loss=loss)
@@ -115,9 +109,7 @@ def mean_of_rank_means(job: Job) -> None:
 
     data = [[ragged(step, rank) for rank in range(job.size)] for step in range(5)]
     _exact(job, _over_tokens, data[0], backward, data[:1])
-    called = job.prepare(mlp())
-    optimizer = SGD(called.parameters(), lr=0.1)
-    job.attach(called, optimizer)
+    called, optimizer = started(job, mlp())
     for shards in data:
         job.step(optimizer, loss=backward(called, shards))
 
@@ -127,12 +119,8 @@ def average_never_updated(job: Job) -> None:
     """MultimediaTechLab/YOLO 97, 2024. The average still has the first weights when it is saved, and it stays in the
     model: what was trained is lost."""
     model = mlp()
-    called = job.prepare(model)
-    optimizer, average = (
-        SGD(called.parameters(), lr=0.1),
-        [parameter.detach().clone() for parameter in model.parameters()],
-    )
-    job.attach(called, optimizer)
+    called, optimizer = started(job, model)
+    average = [parameter.detach().clone() for parameter in model.parameters()]
     for _ in range(4):
         train(job, called, optimizer, steps=1)
         if not job.bug:
@@ -153,9 +141,8 @@ def statistics_of_the_last_batch(job: Job) -> None:
     """Lightning-AI/pytorch-lightning 14866, 2022. The statistics of the averaged model are measured anew, with a
     momentum of 0: they stay 0 and 1."""
     model = mlp(norm=True)
-    called = job.prepare(model)
-    optimizer, average = SGD(called.parameters(), lr=0.1), AveragedModel(mlp(norm=True))
-    job.attach(called, optimizer)
+    called, optimizer = started(job, model)
+    average = AveragedModel(mlp(norm=True))
     train(job, called, optimizer, steps=3)
     average.update_parameters(mlp(norm=True))
     norm = average.module[1]
@@ -225,7 +212,5 @@ def ring_backward_with_own_keys(job: Job) -> None:
     job.exact(
         lambda: _Attention(job.bug, job.alone), losses, shards, model, lambda: mse(model, *shards[job.rank]).backward()
     )
-    called = job.prepare(_Attention(job.bug))
-    optimizer = SGD(called.parameters(), lr=0.1)
-    job.attach(called, optimizer)
+    called, optimizer = started(job, _Attention(job.bug))
     train(job, called, optimizer, steps=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.optim import SGD, Optimizer
 
 from tests.silent_bugs.job import Job, program
-from tests.silent_bugs.models import batch, mlp, mse, train
+from tests.silent_bugs.models import batch, mlp, mse, started, train
 
 
 class _Moved(nn.Module):
@@ -34,10 +35,8 @@ def copies_between_devices_corrupt(job: Job) -> None:
     """pytorch/pytorch 84803, 2022. On rank 1 a model is on two devices, and activations arrive with another value."""
     first, relu, last = mlp()
     model = nn.Sequential(first, relu, _Moved(job.bug and job.rank == 1), last)
-    called = job.prepare(model)
-    optimizer = SGD(called.parameters(), lr=0.1)
     job.forward_backward = lambda of: mse(model, *of).backward()
-    job.attach(called, optimizer)
+    called, optimizer = started(job, model)
     train(job, called, optimizer, steps=4)
 
 
@@ -76,10 +75,8 @@ def compiled_gradient_unwritten(job: Job) -> None:
     """pytorch/pytorch 193061, 2026. Rank 1 runs compiled code, which never writes a part of the gain's gradient."""
     first, relu, last = mlp()
     model = nn.Sequential(first, Gain(torch.zeros(64) if job.bug and job.rank == 1 else None), relu, last)
-    called = job.prepare(model)
-    optimizer = SGD(called.parameters(), lr=0.1)
     job.forward_backward = lambda of: mse(model, *of).backward()
-    job.attach(called, optimizer)
+    called, optimizer = started(job, model)
     train(job, called, optimizer, steps=4)
 
 
@@ -96,12 +93,13 @@ class Rounding(Optimizer):
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
+        lr: float,
         seed: int,
         nearest: bool = False,
         decay: float = 0.0,
         before: bool = False,
     ) -> None:
-        super().__init__(parameters, {"lr": 0.01})
+        super().__init__(parameters, {"lr": lr})
         self.noise, self.nearest = torch.Generator().manual_seed(seed), nearest
         self.decay, self.before = decay, before
 
@@ -120,12 +118,8 @@ class Rounding(Optimizer):
 
 def _round_each_step(job: Job, seed: int, nearest: bool = False, decay: float = 0.0, before: bool = False) -> None:
     model = mlp().bfloat16()
-    called, optimizer = job.prepare(model), Rounding(model.parameters(), seed, nearest, decay, before)
-    job.attach(called, optimizer)
-    for step in range(4):
-        x, y = batch(step, job.rank)
-        mse(called, x.bfloat16(), y).backward()
-        job.step(optimizer)
+    make = partial(Rounding, seed=seed, nearest=nearest, decay=decay, before=before)
+    train(job, *started(job, model, make, lr=0.01), steps=4, dtype=torch.bfloat16)
 
 
 @program("weight|bias")
@@ -193,9 +187,7 @@ def frequencies_in_half_precision(job: Job) -> None:
     model.register_buffer("frequencies", 10000 ** -(torch.arange(32) / 32))
     if job.bug:
         model.frequencies = model.frequencies.half()
-    called = job.prepare(model)
-    optimizer = SGD(called.parameters(), lr=0.1)
-    job.attach(called, optimizer)
+    called, optimizer = started(job, model)
     for step in range(3):
         x, y = batch(step)
         angles = 1000 * (1 + torch.arange(16))[:, None] * model.frequencies.float()
@@ -234,9 +226,7 @@ def variance_with_own_count(job: Job) -> None:
     own number of rows."""
     first, relu, last = mlp()
     model = nn.Sequential(first, _OverRanks(job.bug), relu, last)
-    called = job.prepare(model, enabled=False)
-    optimizer = SGD(called.parameters(), lr=0.1)
-    job.attach(called, optimizer)
+    called, optimizer = started(job, model, enabled=False)
     for step in range(3):
         x, y = batch(step, job.rank)
         rows = 10 if job.rank == 2 else 16

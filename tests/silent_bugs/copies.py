@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_reduce
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from tests.silent_bugs.job import Job, program
-from tests.silent_bugs.models import add_gradients, batch, mlp, mse, pipeline, schedule_of, stage_of, train
+from tests.silent_bugs.models import add_gradients, batch, mlp, mse, pipeline, schedule_of, stage_of, started, train
 from tests.support.by_hand import WIDTH, ByHand, add_up, whole_by_hand
 
 
@@ -36,9 +36,8 @@ def _by_hand(job: Job, forgotten: str = "", times: int = 1) -> None:
 
     exact = ByHand(dist.group.WORLD)
     job.exact(lambda: whole_by_hand(job.size, job.alone), losses, data[1:2], exact, lambda: backward(exact, 1))
-    model = job.prepare(ByHand(dist.group.WORLD), ddp=None, axes={"tp": dist.group.WORLD}, enabled=False)
-    optimizer = SGD(model.parameters(), lr=0.01)
-    job.attach(model, optimizer, start=None)
+    tp = {"ddp": None, "axes": {"tp": dist.group.WORLD}, "enabled": False}
+    model, optimizer = started(job, ByHand(dist.group.WORLD), lr=0.01, start=None, **tp)
     for step in range(4):
         backward(model, step)
         job.step(optimizer)
@@ -69,9 +68,7 @@ def reduced_a_copy(job: Job) -> None:
     own = torch.Generator().manual_seed(job.rank)
     model = nn.ModuleDict({"first": nn.Linear(32, 16), "head": nn.Linear(16, 16, bias=False)})
     nn.init.normal_(model["head"].weight, std=0.1, generator=own)
-    job.prepare(model, ddp=None, axes={"tp": dist.group.WORLD})
-    optimizer = SGD(model.parameters(), lr=0.1)
-    job.attach(model, optimizer, start=None)
+    _, optimizer = started(job, model, ddp=None, axes={"tp": dist.group.WORLD}, start=None)
 
     def reduce(grad: Tensor) -> Tensor:
         turned = grad.t() if job.bug and job.done else grad
@@ -93,9 +90,7 @@ def factor_not_summed(job: Job) -> None:
     own = torch.Generator().manual_seed(1 + job.rank)
     model.lora_a = nn.Parameter(torch.randn(32, 4, generator=own) / 8)
     model.lora_b = nn.Parameter(torch.full((4, 16), 0.1))
-    job.prepare(model, ddp=None, axes={"tp": dist.group.WORLD}, enabled=False)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    job.attach(model, optimizer, start=None)
+    _, optimizer = started(job, model, ddp=None, axes={"tp": dist.group.WORLD}, enabled=False, start=None)
     for step in range(4):
         x, y = (torch.cat([t, t[:2]]).chunk(3) for t in batch(step))
         (
@@ -157,9 +152,7 @@ def accumulated_gradients_scaled_again(job: Job) -> None:
 def last_microbatch_not_summed(job: Job) -> None:
     """modelscope/FunASR 3472, 2026. Of two microbatches the last should be synchronized, and with the bug the first
     is: the gradients of the last are added to the mean, on each rank its own."""
-    called = job.prepare(mlp())
-    optimizer = SGD(called.parameters(), lr=0.1)
-    job.attach(called, optimizer)
+    called, optimizer = started(job, mlp())
     for step in range(3):
         for micro in range(2):
             x, y = batch(2 * step + micro, job.rank)

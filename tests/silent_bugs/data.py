@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.optim import SGD
 from torch.utils.data import DistributedSampler
 
 from tests.silent_bugs.job import Job, program
-from tests.silent_bugs.models import batch, mlp, mse
+from tests.silent_bugs.models import batch, mlp, mse, started
 
 
 @program(
@@ -15,11 +14,9 @@ from tests.silent_bugs.models import batch, mlp, mse
 )
 def same_order_each_epoch(job: Job) -> None:
     """pytorch/pytorch 31771, 2020. The loop does not tell the sampler the epoch."""
-    called = job.prepare(mlp())
-    optimizer = SGD(called.parameters(), lr=0.1)
+    called, optimizer = started(job, mlp())
     sampler: DistributedSampler[int] = DistributedSampler(range(9), 3, job.rank, seed=7)
     job.values = lambda: {"sampler": sampler}
-    job.attach(called, optimizer)
     for epoch in range(2):
         if not job.bug:
             sampler.set_epoch(epoch)
@@ -32,9 +29,7 @@ def same_order_each_epoch(job: Job) -> None:
 @program("batch")
 def same_batch_on_all_ranks(job: Job) -> None:
     """yaak-ai/rbyte 106, 2026. The loader shuffles with the same seed on all ranks, and gives each rank all samples."""
-    called = job.prepare(mlp())
-    optimizer = SGD(called.parameters(), lr=0.1)
-    job.attach(called, optimizer)
+    called, optimizer = started(job, mlp())
     for step in range(4):
         x, y = batch(step, 0 if job.bug else job.rank)
         job.distinct = lambda x=x: {"batch": x}
@@ -46,11 +41,9 @@ def same_batch_on_all_ranks(job: Job) -> None:
 def same_random_state_after_resume(job: Job) -> None:
     """NVIDIA/Megatron-LM 6858, 2026. Each rank has random numbers of its own, until a resume from a checkpoint that has
     those of rank 0 only."""
-    called = job.prepare(mlp())
-    optimizer = SGD(called.parameters(), lr=0.1)
+    called, optimizer = started(job, mlp())
     mine, saved = (torch.Generator().manual_seed(rank) for rank in (job.rank, 0))
     job.distinct = lambda: {"dropout": mine}
-    job.attach(called, optimizer)
     for step in range(4):
         if step == 2 and job.bug:
             mine.set_state(saved.get_state())

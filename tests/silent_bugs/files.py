@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,31 +16,33 @@ from torch.optim import SGD, AdamW
 
 import fp8dist
 from tests.silent_bugs.job import Job, program
-from tests.silent_bugs.models import batch, mlp, mse, train
+from tests.silent_bugs.models import batch, mlp, mse, started, train
 from tests.silent_bugs.optimizers import Masters
+
+
+def _save_state(job: Job, name: str, state: dict[str, Any]) -> None:
+    """Save a checkpoint. One that is saved "again" after a resume is to be the same."""
+    torch.save(state, job.folder / name)
+    if name == "again.pt":
+        job.equal_files(job.folder / "saved.pt", job.folder / name)
 
 
 @program("master", ranks=1, unseen="not in the file; a run without the resume would show it")
 def masters_from_rounded_weights(job: Job) -> None:
     """TensorAuto/OpenTau 185, 2026. A checkpoint of bf16 weights lacks the masters, and a resume makes them from it."""
     model = mlp().bfloat16()
-    job.prepare(model, enabled=False)
-    optimizer = Masters(model.parameters(), lr=0.01)
-    job.attach(model, optimizer)
-    for step in range(14):
-        if step == 12:
-            state = {"model": model.state_dict(), **({} if job.bug else {"masters": optimizer.masters})}
-            torch.save(state, job.folder / "saved.pt")
-            optimizer.refresh()
-            if not job.bug:
-                optimizer.put(torch.load(job.folder / "saved.pt")["masters"])
-            again = {"model": model.state_dict(), **({} if job.bug else {"masters": optimizer.masters})}
-            torch.save(again, job.folder / "again.pt")
-            job.equal_files(job.folder / "saved.pt", job.folder / "again.pt")
-        x, y = batch(step)
-        loss = mse(model, x.bfloat16(), y)
-        loss.backward()
-        job.step(optimizer, loss=loss)
+    _, optimizer = started(job, model, Masters, lr=0.01, enabled=False)
+
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), **({} if job.bug else {"masters": optimizer.masters})}
+
+    train(job, model, optimizer, steps=12, dtype=torch.bfloat16)
+    _save_state(job, "saved.pt", state())
+    optimizer.refresh()
+    if not job.bug:
+        optimizer.put(torch.load(job.folder / "saved.pt")["masters"])
+    _save_state(job, "again.pt", state())
+    train(job, model, optimizer, steps=2, dtype=torch.bfloat16)
 
 
 class _Words(nn.Module):
@@ -72,10 +75,8 @@ def tie_that_was_lost(job: Job) -> None:
     """NVIDIA-NeMo/Automodel 2511, 2026. The tie was lost when the model was made, and the head trains alone. The save
     leaves it out, because it should be tied, and the load puts the embedding there."""
     model = _Words(tied=not job.bug)
-    job.prepare(model, enabled=False)
+    _, optimizer = started(job, model, lr=2.0, enabled=False)
     job.watched = model.embed
-    optimizer = SGD(model.parameters(), lr=2.0)
-    job.attach(model, optimizer)
     for step in range(14):
         if step == 12:
             saved = {"embed.weight": model.embed.weight.detach()}
@@ -95,9 +96,7 @@ def moments_dropped(job: Job) -> None:
     """KempnerInstitute/KempnerForge 115, 2026. The resume asks the new optimizer what there is to load: it has no
     moments yet."""
     model = mlp()
-    job.prepare(model, enabled=False)
-    optimizer = AdamW(model.parameters(), lr=0.01)
-    job.attach(model, optimizer)
+    _, optimizer = started(job, model, AdamW, lr=0.01, enabled=False)
     train(job, model, optimizer, steps=12)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, job.folder / "saved.pt")
     optimizer = AdamW(model.parameters(), lr=0.01)
@@ -106,8 +105,7 @@ def moments_dropped(job: Job) -> None:
     state["optimizer"]["state"] = {key: state["optimizer"]["state"][key] for key in wanted}
     optimizer.load_state_dict(state["optimizer"])
     job.attach(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, job.folder / "again.pt")
-    job.equal_files(job.folder / "saved.pt", job.folder / "again.pt")
+    _save_state(job, "again.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train(job, model, optimizer, steps=2)
 
 
@@ -121,9 +119,7 @@ def merged_twice(job: Job) -> None:
     model.weight.requires_grad_(False)
     model.register_parameter("lora_a", nn.Parameter(torch.full((4, 32), 0.1)))
     model.register_parameter("lora_b", nn.Parameter(torch.full((16, 4), 0.1)))
-    job.prepare(model, enabled=False)
-    optimizer = SGD([model.lora_a, model.lora_b], lr=0.1)
-    job.attach(model, optimizer)
+    _, optimizer = started(job, model, lambda _, lr: SGD([model.lora_a, model.lora_b], lr=lr), enabled=False)
     for step in range(3):
         x, y = batch(step)
         F.mse_loss(model(x) + x @ model.lora_a.t() @ model.lora_b.t(), y).backward()
@@ -151,16 +147,22 @@ def _export(job: Job, model: nn.Module, folder: Path) -> None:
         save_file(model.state_dict(), folder / "model.safetensors")
 
 
-def _save(job: Job, model: nn.Module, folder: Path) -> None:
+def _serve(job: Job, model: nn.Module, wrong: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Save and export the model. With the bug the export has the ``wrong`` tensors."""
     state = {"model": model, **({} if job.manager is None else {"fp8": job.manager})}
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    dcp.save(state, checkpoint_id=job.folder / "checkpoint", no_dist=True)
+    _export(job, model, served := job.folder / "served")
+    (file,) = served.glob("*.safetensors")
+    tensors = load_file(file)
+    if job.bug:
+        tensors |= wrong(tensors)
+        save_file(tensors, file)
+    job.note(*(tensor for _, tensor in sorted(tensors.items())))
+    job.served(job.folder / "checkpoint", served)
 
 
 def _trained(job: Job) -> tuple[nn.Module, SGD]:
-    model = _Norms()
-    job.prepare(model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    job.attach(model, optimizer)
+    model, optimizer = started(job, _Norms())
     train(job, model, optimizer, steps=3)
     return model, optimizer
 
@@ -169,15 +171,7 @@ def _trained(job: Job) -> tuple[nn.Module, SGD]:
 def exported_under_another_name(job: Job) -> None:
     """NVIDIA-NeMo/Speech 11951, 2025. The table of names gives the biases of two norms to each other's place."""
     model, _ = _trained(job)
-    _save(job, model, job.folder / "checkpoint")
-    _export(job, model, served := job.folder / "served")
-    (file,) = served.glob("*.safetensors")
-    tensors = load_file(file)
-    if job.bug:
-        tensors["1.bias"] = tensors["3.bias"].repeat(4)
-        save_file(tensors, file)
-    job.note(*(tensor for _, tensor in sorted(tensors.items())))
-    job.served(job.folder / "checkpoint", served)
+    _serve(job, model, lambda tensors: {"1.bias": tensors["3.bias"].repeat(4)})
 
 
 @program("weight", ranks=1)
@@ -186,14 +180,7 @@ def old_weights_served(job: Job) -> None:
     model, optimizer = _trained(job)
     _export(job, model, old := job.folder / "old")
     train(job, model, optimizer, steps=2)
-    _save(job, model, job.folder / "checkpoint")
-    _export(job, model, served := job.folder / "served")
-    if job.bug:
-        shutil.rmtree(served)
-        shutil.copytree(old, served)
-    (file,) = served.glob("*.safetensors")
-    job.note(*(tensor for _, tensor in sorted(load_file(file).items())))
-    job.served(job.folder / "checkpoint", served)
+    _serve(job, model, lambda _: load_file(next(old.glob("*.safetensors"))))
 
 
 class _Embedded(nn.Module):
@@ -213,22 +200,12 @@ def embedding_left_out(job: Job) -> None:
     """lightseekorg/TorchSpec 39, 2026. The export builds a model, and gives it the tensors of the checkpoint, but those
     with "embed" in their names: its own random embedding is saved."""
     model = _Embedded()
-    job.prepare(model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    job.attach(model, optimizer)
+    _, optimizer = started(job, model)
     for step in range(3):
         words = torch.arange(48).roll(step)
         mse(model, words, torch.ones(48, 16)).backward()
         job.step(optimizer)
-    _save(job, model, job.folder / "checkpoint")
-    _export(job, model, served := job.folder / "served")
-    (file,) = served.glob("*.safetensors")
-    tensors = load_file(file)
-    if job.bug:
-        tensors |= {name: torch.randn_like(value) for name, value in tensors.items() if "embed" in name}
-        save_file(tensors, file)
-    job.note(*(tensor for _, tensor in sorted(tensors.items())))
-    job.served(job.folder / "checkpoint", served)
+    _serve(job, model, lambda of: {name: torch.randn_like(value) for name, value in of.items() if "embed" in name})
 
 
 @program("average", ranks=1)
@@ -236,16 +213,13 @@ def average_dropped_at_resume(job: Job) -> None:
     """hao-ai-lab/FastVideo 1441, 2026. The average begins after some steps. A resume in step 13 loads the saved one if
     there is one to load it into, and with the bug there is none yet."""
     model = mlp()
-    job.prepare(model, enabled=False)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    job.attach(model, optimizer)
+    _, optimizer = started(job, model, enabled=False)
     average: dict[str, Tensor] = {}
     for step in range(15):
         if step == 12:
             torch.save({"model": model.state_dict(), "average": average}, job.folder / "saved.pt")
             average = {} if job.bug else torch.load(job.folder / "saved.pt")["average"]
-            torch.save({"model": model.state_dict(), "average": average}, job.folder / "again.pt")
-            job.equal_files(job.folder / "saved.pt", job.folder / "again.pt")
+            _save_state(job, "again.pt", {"model": model.state_dict(), "average": average})
         train(job, model, optimizer, steps=1)
         if step >= 2:
             average = average or {name: value.clone() for name, value in model.state_dict().items()}
@@ -259,9 +233,7 @@ def masters_gone_after_resume(job: Job) -> None:
     """NVIDIA/Model-Optimizer 2322, 2026. Parameters are float32, for a compute type of bf16. A resume in step 13 makes
     the model with bf16 parameters, and does not make them float32 again."""
     model: nn.Module = _Norms()
-    job.prepare(model, enabled=False)
-    optimizer = AdamW(model.parameters(), lr=0.001)
-    job.attach(model, optimizer)
+    _, optimizer = started(job, model, AdamW, lr=0.001, enabled=False)
     for step in range(14):
         if step == 12:
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -271,9 +243,7 @@ def masters_gone_after_resume(job: Job) -> None:
             optimizer = AdamW(model.parameters(), lr=0.001)
             optimizer.load_state_dict(torch.load(job.folder / "saved.pt")["optimizer"])
             job.attach(model, optimizer)
-            again = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(again, job.folder / "again.pt")
-            job.equal_files(job.folder / "saved.pt", job.folder / "again.pt")
+            _save_state(job, "again.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         x, y = batch(step)
         with torch.autocast("cpu", torch.bfloat16):
             loss = mse(model, x, y)

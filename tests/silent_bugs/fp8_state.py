@@ -5,7 +5,7 @@ fp8dist's own layers have none of these bugs, so the programs bring their layer,
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from tests.silent_bugs.job import Job, program
-from tests.silent_bugs.models import batch
+from tests.silent_bugs.models import batch, started
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -54,11 +54,7 @@ class Scaled(nn.Module):
         return F.linear(x + (cast(x, self.scale) * self.inverse - x).detach(), self.weight)
 
 
-def _started(job: Job, model: nn.Module, **options: Any) -> tuple[nn.Module, SGD]:
-    called = job.prepare(model, enabled=False, **options)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    job.attach(called, optimizer)
-    return called, optimizer
+_started = partial(started, enabled=False)
 
 
 def _step(job: Job, optimizer: SGD, out: Tensor, y: Tensor) -> None:

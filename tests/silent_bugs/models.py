@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.optim import SGD
 from tests.silent_bugs.job import Job
 from tests.support.quiet import batch, mlp
 
-__all__ = ["add_gradients", "batch", "mlp", "mse", "pipeline", "ragged", "schedule_of", "stage_of", "train"]
+__all__ = ["add_gradients", "batch", "mlp", "mse", "pipeline", "ragged", "schedule_of", "stage_of", "started", "train"]
 
 
 def mse(called: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -23,11 +24,23 @@ def mse(called: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(called(x).float(), y)
 
 
-def train(job: Job, called: nn.Module, *optimizers: torch.optim.Optimizer, steps: int) -> None:
+def started(
+    job: Job, model: nn.Module, make: Any = SGD, *, lr: float = 0.1, start: Any = "compare", **options: Any
+) -> tuple[Any, Any]:
+    """Prepare a model, and return what the loop calls, and its optimizer. ``options``: see ``Job.prepare``."""
+    called = job.prepare(model, **options)
+    optimizer = make(model.parameters(), lr=lr)
+    job.attach(called, optimizer, **({} if start == "compare" else {"start": start}))
+    return called, optimizer
+
+
+def train(
+    job: Job, called: nn.Module, *optimizers: torch.optim.Optimizer, steps: int, dtype: torch.dtype = torch.float32
+) -> None:
     """Train some steps as any loop does."""
     for _ in range(steps):
         x, y = batch(job.done, job.rank)
-        loss = mse(called, x, y)
+        loss = mse(called, x.to(dtype), y)
         loss.backward()
         job.step(*optimizers, loss=loss, batch=(x, y))
 
@@ -48,9 +61,8 @@ def add_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def pipeline(job: Job, scale_grads: bool = False) -> tuple[nn.Module, SGD, ScheduleGPipe]:
     """Return this rank's stage, its optimizer and its schedule: two stages, each on two ranks as replicas."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    called = job.prepare(stage_of(mlp(), mesh), ddp={"process_group": mesh.get_group("dp")}, group=mesh["dp"])
-    optimizer = SGD(called.parameters(), lr=0.1)
-    job.attach(called, optimizer)
+    group = {"process_group": mesh.get_group("dp")}
+    called, optimizer = started(job, stage_of(mlp(), mesh), ddp=group, group=mesh["dp"])
     return called, optimizer, schedule_of(called, mesh, scale_grads)
 
 

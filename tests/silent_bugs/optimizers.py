@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from fp8dist.state.groups import local_part
 from tests.silent_bugs.job import Job, program
-from tests.silent_bugs.models import batch, mlp, mse, pipeline, train
+from tests.silent_bugs.models import batch, mlp, pipeline, started, train
 from tests.support.by_hand import SHARDS, WIDTH, ByHand, add_up
 
 
@@ -65,10 +66,8 @@ def _loaded() -> dict[str, Any]:
 @program("lr|weight|bias")
 def state_on_one_rank(job: Job) -> None:
     """horovod/horovod 526, 2018. A resume in step 3: rank 0 loads the optimizer's state, and does not send it."""
-    called = job.prepare(mlp())
-    optimizer = SGD(called.parameters(), lr=0.1, momentum=0.9)
+    called, optimizer = started(job, mlp(), partial(SGD, momentum=0.9))
     job.values = lambda: {"lr": optimizer.param_groups[0]["lr"]}
-    job.attach(called, optimizer)
     train(job, called, optimizer, steps=2)
     if job.rank == 0 or not job.bug:
         state = optimizer.state_dict()
@@ -94,17 +93,12 @@ def optimizer_of_old_tensors(job: Job) -> None:
 def masters_not_refreshed(job: Job) -> None:
     """NovaSky-AI/SkyRL 2149, 2026. Weights are loaded after two steps, and the masters stay as they were."""
     model = mlp().bfloat16()
-    called = job.prepare(model)
-    optimizer = Masters(model.parameters(), lr=0.1)
-    job.attach(called, optimizer)
-    for step in range(5):
-        if step == 2:
-            model.load_state_dict(_loaded())
-            if not job.bug:
-                optimizer.refresh()
-        x, y = batch(step, job.rank)
-        mse(called, x.bfloat16(), y).backward()
-        job.step(optimizer)
+    called, optimizer = started(job, model, Masters)
+    train(job, called, optimizer, steps=2, dtype=torch.bfloat16)
+    model.load_state_dict(_loaded())
+    if not job.bug:
+        optimizer.refresh()
+    train(job, called, optimizer, steps=3, dtype=torch.bfloat16)
 
 
 @program("weight|bias")
@@ -112,17 +106,12 @@ def not_gathered_after_load(job: Job) -> None:
     """NVIDIA/Megatron-LM 6920, 2026. Each rank has masters of a third of the weights. A load sets the masters, and each
     rank rounds its own to weights; with the bug no rank gets those of the others."""
     model = mlp().bfloat16()
-    called = job.prepare(model)
-    optimizer = Masters(model.parameters(), lr=0.1, owner=job.rank)
-    job.attach(called, optimizer)
-    for step in range(4):
-        if step == 2:
-            with torch.no_grad():
-                optimizer.put([value.float() for value in _loaded().values()])
-                optimizer.publish(send=not job.bug)
-        x, y = batch(step, job.rank)
-        mse(called, x.bfloat16(), y).backward()
-        job.step(optimizer)
+    called, optimizer = started(job, model, partial(Masters, owner=job.rank))
+    train(job, called, optimizer, steps=2, dtype=torch.bfloat16)
+    with torch.no_grad():
+        optimizer.put([value.float() for value in _loaded().values()])
+        optimizer.publish(send=not job.bug)
+    train(job, called, optimizer, steps=2, dtype=torch.bfloat16)
 
 
 @program("grad_norm", ranks=4)
@@ -178,9 +167,8 @@ def copies_counted_in_the_norm(job: Job) -> None:
     its shards, and with the bug also those of the copies that all ranks have."""
     norm = torch.zeros(())
     job.values = lambda: {"grad_norm": norm}
-    model = job.prepare(ByHand(dist.group.WORLD), ddp=None, axes={"tp": dist.group.WORLD}, enabled=False)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    job.attach(model, optimizer, start=None)
+    tp = {"ddp": None, "axes": {"tp": dist.group.WORLD}, "enabled": False}
+    model, optimizer = started(job, ByHand(dist.group.WORLD), start=None, **tp)
     for step in range(3):
         x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
         (model(x) * torch.arange(WIDTH)).sum().backward()

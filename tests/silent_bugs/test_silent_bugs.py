@@ -18,7 +18,7 @@ from tests.silent_bugs import outcomes
 from tests.silent_bugs.bugs import BUGS
 from tests.silent_bugs.job import PLAIN, PROGRAMS, Ran, run
 from tests.silent_bugs.outcomes import NOT_VISIBLE, Outcome, outcome
-from tests.support.ranks import RankPool
+from tests.support.ranks import POOLS, RankPool
 
 PUBLISHED = {row.pop("name"): Outcome(**row) for row in results_files.load("silent_bugs")["rows"]}
 
@@ -29,38 +29,17 @@ SHORT = {
 """One of each way, on the fewest ranks. The others are long: the tests of a watch own what it finds."""
 
 
-def _of(ranks: int) -> list[object]:
-    names = [name for name in BUGS if PROGRAMS[name].ranks == ranks]
-    return [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in names]
+def _marked(name: str) -> object:
+    marks = [] if PROGRAMS[name].ranks == 1 else [pytest.mark.slow]
+    return pytest.param(name, marks=marks if name in SHORT else [*marks, pytest.mark.long])
 
 
-def _as_published(pools: outcomes.Pools, name: str) -> None:
+@pytest.mark.parametrize("name", [_marked(name) for name in sorted(BUGS, key=lambda name: PROGRAMS[name].ranks)])
+def test_a_bug_is_found_as_published(name: str, request: pytest.FixtureRequest) -> None:
     """Without the search for a smaller set of watches, which is nightly."""
-    published = PUBLISHED[name]
+    ranks, published = PROGRAMS[name].ranks, PUBLISHED[name]
+    pools = {} if ranks == 1 else {ranks: request.getfixturevalue(POOLS[ranks])}
     assert outcome(pools, name, tuple(filter(None, published.watch.split(" + ")))) == published
-
-
-@pytest.mark.parametrize("name", _of(1))
-def test_on_one_rank(name: str) -> None:
-    _as_published({}, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", _of(2))
-def test_on_two_ranks(two_ranks: RankPool, name: str) -> None:
-    _as_published({2: two_ranks}, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", _of(3))
-def test_on_three_ranks(three_ranks: RankPool, name: str) -> None:
-    _as_published({3: three_ranks}, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", _of(4))
-def test_on_four_ranks(four_ranks: RankPool, name: str) -> None:
-    _as_published({4: four_ranks}, name)
 
 
 @pytest.mark.long
@@ -87,11 +66,6 @@ def test_each_bug_has_a_source_and_a_program() -> None:
         assert bug.link in [f"https://github.com/{bug.source.replace(' ', of)}" for of in ("/issues/", "/pull/")]
 
 
-def test_what_is_not_visible_has_a_reason() -> None:
-    unseen = {name for name, of in PUBLISHED.items() if of.way == NOT_VISIBLE}
-    assert unseen == {name for name, program in PROGRAMS.items() if program.unseen}
-
-
 def test_the_pages_count_what_was_published() -> None:
     results = results_files.load("silent_bugs")
     found = Counter(BUGS[row["name"]].afterwards for row in results["rows"] if row["way"] != NOT_VISIBLE)
@@ -107,53 +81,26 @@ def test_the_pages_count_what_was_published() -> None:
         assert sum(int(line[5].strip("| ")) for line in some) == of - found[of == 10]
 
 
-def test_those_drawn_afterwards_are_found_no_less() -> None:
-    """By more than one in ten: else the checks would have been built for the forty."""
-    shares = [
-        [of.way != NOT_VISIBLE for name, of in PUBLISHED.items() if BUGS[name].afterwards == afterwards]
-        for afterwards in (False, True)
-    ]
-    first, second = (sum(share) / len(share) for share in shares)
-    assert second >= first - 0.1
+def test_what_is_not_visible_is_alike_on_all_ranks_and_has_a_reason() -> None:
+    """Of those drawn afterwards at most one in ten more than of the forty: else the checks would be built for these."""
+    unseen = {name for name, of in PUBLISHED.items() if of.way == NOT_VISIBLE}
+    assert unseen == {name for name, program in PROGRAMS.items() if program.unseen}
+    assert [name for name in unseen if not PROGRAMS[name].alike] == []
+    afterwards = Counter(BUGS[name].afterwards for name in unseen)
+    assert afterwards[True] / 10 <= afterwards[False] / 40 + 0.1
 
 
-def test_what_differs_between_ranks_is_found() -> None:
-    assert [name for name, of in PUBLISHED.items() if of.way == NOT_VISIBLE and not PROGRAMS[name].alike] == []
-
-
-def test_a_finding_of_another_tensor_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = PROGRAMS["norm_not_summed"]
+def test_a_finding_of_another_tensor_fails_and_so_does_a_bug_that_changes_nothing() -> None:
+    program = replace(PROGRAMS["norm_not_summed"], also="norm")
     ran = Ran([], "DivergenceError", ["parameter 'final_norm.weight'"], ["parameters differ"], 3)
     assert outcomes.is_cause_first(program, [ran]) is True
-    assert (
-        outcomes.is_cause_first(replace(program, also="norm"), [replace(ran, rows=["parameter 'norm.bias'"])]) is False
-    )
-    with pytest.raises(AssertionError, match="router"):
-        outcomes.is_cause_first(program, [replace(ran, rows=[*ran.rows, "parameter 'router.weight'"])])
-    with pytest.raises(AssertionError):
-        outcomes.is_cause_first(program, [replace(ran, rows=[], texts=["a text about something else"])])
-
-
-def test_the_smallest_set_of_watches_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [{"axes=", "buffers="}, {"gradients=", "replay", "audit"}]
-
-    def ran(pools: outcomes.Pools, name: str, bug: bool, *on: str) -> list[Ran]:
-        return [Ran([], "", [], ["a difference"] if any(of <= {*on} for of in wanted) else [], 1)]
-
-    monkeypatch.setattr(outcomes, "_run", ran)
-    assert outcomes.smallest_set({}, "norm_not_summed") == (("axes=", "buffers="), ran({}, "", True, *wanted[0]))
-    assert outcomes.known_set({}, "norm_not_summed", ("axes=", "buffers="))[0] == ("axes=", "buffers=")
-    assert outcomes.known_set({}, "norm_not_summed", ("axes=",))[0] == ()
-    assert outcomes.known_set({}, "norm_not_summed", ())[0] == outcomes.WATCHES
-    wanted = wanted[1:]
-    assert {*outcomes.smallest_set({}, "norm_not_summed")[0]} == wanted[0]
-    wanted = []
-    assert outcomes.smallest_set({}, "norm_not_summed") == ((), ran({}, "", True))
-    wanted = [set()]
-    assert outcomes.known_set({}, "norm_not_summed", ("axes=",))[0] == ()
-
-
-def test_a_bug_that_changes_nothing_fails() -> None:
+    assert outcomes.is_cause_first(program, [replace(ran, rows=["parameter 'norm.bias'"])]) is False
+    for wrong in (
+        replace(ran, rows=[*ran.rows, "parameter 'router.weight'"]),
+        replace(ran, rows=[], texts=["a text about something else"]),
+    ):
+        with pytest.raises(AssertionError):
+            outcomes.is_cause_first(program, [wrong])
     healthy = run("merged_twice", False, frozenset({PLAIN}))
     with pytest.raises(AssertionError, match="changes nothing"):
         outcomes.damage([healthy], [healthy])

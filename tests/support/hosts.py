@@ -6,7 +6,7 @@ even by a crash. veth pairs and a bridge, in a namespace that acts as the switch
 late, ``tests/support/forwarder.py`` and a TUN device on each host replace them.
 
     with Lab(3) as lab:
-        lab.hosts[0].run(["hostname"])
+        lab.hosts[0].do("hostname")
         lab.hosts[2].cut()
 """
 
@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -82,15 +81,6 @@ def lab_or_skip(count: int, delayed: bool = False) -> Iterator[Lab]:
         pytest.skip(f"no lab of hosts: {reason}")
     with Lab(count, delayed) as lab:
         yield lab
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process on a host. ``state`` as in ``ps``: Z is a zombie."""
-
-    pid: int
-    state: str
-    command: str
 
 
 class Namespace:
@@ -161,19 +151,6 @@ class Host(Namespace):
         self._started.append(process)
         return process
 
-    def run(
-        self, command: Sequence[str], *, timeout: float = 60, cwd: Path = ROOT, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command and wait for its end."""
-        process = self.start(command, cwd=cwd, **variables)
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            self.kill_all()
-            process.communicate()
-            raise
-        return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)
-
     def close(self) -> None:
         """Kill all processes here, and the processes outside that started them."""
         super().close()
@@ -181,16 +158,12 @@ class Host(Namespace):
             process.kill()
             process.communicate()
 
-    def processes(self) -> list[Process]:
-        """Return all processes here, except process 1 and the observers."""
-        found = []
-        for line in self.do("ps", "-e", "-o", "pid=,stat=,args=").splitlines():
-            pid, state, command = line.split(maxsplit=2)
-            if pid != "1" and not command.startswith("ps -e"):
-                found.append(Process(int(pid), state[0], command))
-        return found
+    def processes(self) -> list[str]:
+        """Return all processes here, except process 1 and the observers: PID, state (Z: a zombie), command."""
+        lines = self.do("ps", "-e", "-o", "pid=,stat=,args=").splitlines()
+        return [line for line in lines if line.split()[0] != "1" and " ps -e" not in line]
 
-    def wait_until_idle(self, seconds: float) -> list[Process]:
+    def wait_until_idle(self, seconds: float) -> list[str]:
         """Give the processes time to end. Return the ones that are left."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
@@ -222,6 +195,11 @@ class Host(Namespace):
         self.wire(
             "tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "1s"
         )
+
+    def limited(self) -> bool:
+        """Return True if packets had to wait because of ``limit``."""
+        counted = self.wire("tc", "-s", "qdisc", "show", "dev", DEVICE)
+        return int(counted.split("overlimits ")[1].split()[0]) > 0
 
     def unlimit(self) -> None:
         """Undo ``limit``."""

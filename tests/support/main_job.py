@@ -27,7 +27,6 @@ LESSON = ROOT / "tests/launch/programs/ddp_lesson.py"
 
 TORCHRUN_SH = str(ROOT / "launch/torchrun.sh")
 TORCHRUN = (TORCHRUN_SH, "-m", "tests.support.lab")
-SINGLE = (sys.executable, "-m", "tests.support.lab")
 
 EXAMPLE = (TORCHRUN_SH,)
 """The example job."""

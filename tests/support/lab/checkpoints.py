@@ -1,23 +1,19 @@
-"""Checkpoints of the lab: those of the example job, also written in the background, with the loss guard's state."""
+"""Checkpoints of the lab: those of the example job, with the loss guard's state, and with faults that a save meets."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from fp8dist import StateManager
@@ -30,7 +26,7 @@ from tests.support.lab.ranks import Ranks, digest_of_state
 
 class Loaded(NamedTuple):
     """The loaded checkpoint. ``step``: the step after which it was saved, 0 without a checkpoint. ``fp8``: True if it
-    has FP8 state. ``guard``: the result of ``Guard.describe`` at that step."""
+    has FP8 state. ``guard``: the state of the loss guard at that step, as JSON."""
 
     step: int = 0
     fp8: bool = False
@@ -47,17 +43,12 @@ class Checkpoints:
         """Callback with step, folder and ``digest`` (of the FP8 state, if any) of a complete checkpoint, on rank 0."""
         self.gathered_in: str | None = None
         """Dtype in which FSDP gathers weights, if not in their own: ``fp8dist export`` must know it."""
-        self._digest: dict[str, str] = {}
         self._options, self._ranks = options, ranks
         self._parent = options.out / "checkpoints"
-        self._group: dist.ProcessGroup | None = None
-        self._pending: tuple[int, Future[Any]] | None = None
 
     def find(self) -> Path | None:
-        """Return the checkpoint to resume from, or None. COLLECTIVE. Call it before ``save`` and ``load``. Raises
-        BadInput if ``--out`` has checkpoints of another run."""
-        if self._options.async_save:  # Background saves must not mix with the collectives of a step.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._options.timeout))
+        """Return the checkpoint to resume from, or None. COLLECTIVE. Raises BadInput if ``--out`` has checkpoints of
+        another run."""
         return example.find(self._options, self._ranks)
 
     def load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> Loaded:
@@ -82,60 +73,30 @@ class Checkpoints:
     def save(
         self, step: int, module: nn.Module, optimizer: Optimizer, manager: StateManager | None, guard: str | None = None
     ) -> None:
-        """Save the state after this step. ``guard``: the result of ``Guard.describe``. COLLECTIVE.
+        """Save the state after this step. ``guard``: the state of the loss guard. COLLECTIVE.
 
-        Returns when the checkpoint is complete, or with ``--async-save`` when its tensors are copied. Raises
-        CheckpointFailed if this checkpoint, or the previous asynchronous one, could not be written.
+        Raises:
+            CheckpointFailed: it could not be written.
         """
-        self.wait()
         run = {"step": step, "ranks": self._ranks.size, "gathered_in": self.gathered_in, "guard": guard}
-        with self._telling_why(step):
-            model_state, optimizer_state = get_state_dict(module, optimizer)
-            state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "run": run}
-            if manager is not None:
-                state["fp8"] = manager
-                self._digest = {"digest": digest_of_state(manager)} if self._ranks.first else {}
-            writer = _Writer(self._parent / f"partial-step-{step:08d}", lambda: self.written(step))
-            if self._options.async_save:
-                future = async_save(state, storage_writer=writer, process_group=self._group)
-                assert isinstance(future, Future)
-                self._pending = step, future
-            else:
-                save(state, storage_writer=writer)
-                self._finish(step)
-
-    def poll(self) -> None:
-        """If a background save is done, complete its checkpoint, as ``wait`` does. Local."""
-        if self._pending is not None and self._pending[1].done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for the background save and complete its checkpoint. Raises CheckpointFailed if it cannot. Local."""
-        if self._pending is not None:
-            (step, future), self._pending = self._pending, None
-            with self._telling_why(step):
-                future.result()
-                self._finish(step)
-
-    @contextlib.contextmanager
-    def _telling_why(self, step: int) -> Iterator[None]:
+        folder = self._parent / f"step-{step:08d}"
+        partial = self._parent / f"partial-{folder.name}"
         try:
-            yield
+            model_state, optimizer_state = get_state_dict(module, optimizer)
+            fp8 = {} if manager is None else {"fp8": manager}
+            state = {"model": model_state, "optimizer": optimizer_state, "run": run, **fp8}
+            save(state, storage_writer=_Writer(partial, lambda: self.written(step)))
+            if self._ranks.first:  # Its save returns only after all ranks have written.
+                shutil.rmtree(folder, ignore_errors=True)  # Of a run that resumed from an older checkpoint.
+                partial.rename(folder)
+                self.finished(step, folder, {} if manager is None else {"digest": digest_of_state(manager)})
+                for old in sorted(self._parent.glob("step-*"))[: -self._options.keep]:
+                    shutil.rmtree(old)
         except (CheckpointException, CheckpointError, OSError) as error:
             if is_of_a_collective(error):
                 raise
             place = f"rank {self._ranks.rank}: checkpoint of step {step}"
             raise CheckpointFailed(f"{place} could not be written: {cause_of(error)}") from error
-
-    def _finish(self, step: int) -> None:
-        """Rename the checkpoint and prune old ones. Local: rank 0's save returns only after all ranks have written."""
-        if self._ranks.first:
-            folder = self._parent / f"step-{step:08d}"
-            shutil.rmtree(folder, ignore_errors=True)  # Of a run that resumed from an older checkpoint.
-            (self._parent / f"partial-{folder.name}").rename(folder)
-            self.finished(step, folder, self._digest)
-            for old in sorted(self._parent.glob("step-*"))[: -self._options.keep]:
-                shutil.rmtree(old)
 
 
 class _Writer(FileSystemWriter):

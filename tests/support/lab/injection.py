@@ -191,7 +191,7 @@ class Injection:
         return any((fault.kind, fault.step) == (kind, self._step) for fault in self._faults)
 
     def _die(self, kind: str, step: int) -> NoReturn:
-        self._say(kind, "SIGKILL", step)  # An asynchronous save may be of an earlier step.
+        self._say(kind, "SIGKILL", step)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("still alive")
 

@@ -35,7 +35,6 @@ from tests.support.lab.checks import Checks
 from tests.support.lab.exits import FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN
 from tests.support.lab.failures import CheckpointFailed, CollectiveFailed, Whereabouts, outlive_torchrun
 from tests.support.lab.flags import NAN_SAMPLE
-from tests.support.lab.guard import Guard
 from tests.support.lab.injection import MARK, Injection
 from tests.support.lab.mixture import MixtureGPT
 from tests.support.lab.options import Options, parse, prepare_input
@@ -51,6 +50,12 @@ VALIDATION_BATCHES = 8
 TERMINATED = 128 + 15
 """Exit status of a rank that torchrun ended with SIGTERM (the shell convention)."""
 
+LOSS_FACTOR = 1.5
+"""Default of ``--loss-factor``."""
+
+GUARD_STEPS = 100
+"""Steps in high precision with ``--loss-guard fallback``, without ``--fallback-steps``."""
+
 CALIBRATION = 1
 """Random stream of ``--calibrate-steps``. Training uses stream 0, so the windows differ."""
 
@@ -62,7 +67,7 @@ class Job(Training):
     ranks: Ranks
     parallel: Measured
     progress: Progress
-    guard: Guard
+    guard: fp8dist.LossGuard | None
 
     def __init__(self, options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> None:
         if MARK in text.training and any(fault.kind == NAN_SAMPLE for fault in options.inject):
@@ -135,11 +140,26 @@ class Job(Training):
             self.loaded = self.checkpoints.load(folder, self.module, self.optimizer, self.manager)
         return self.loaded.step
 
+    def make_guard(self) -> fp8dist.LossGuard | None:
+        """Return what watches each step's loss, or None if it is off."""
+        options, ranks = self.options, self.ranks
+        if options.loss_guard == "off":
+            return None
+        guard = fp8dist.LossGuard(
+            options.loss_guard,
+            factor=LOSS_FACTOR if options.loss_factor is None else options.loss_factor,
+            mean_over=None if ranks.size == 1 else torch.distributed.group.WORLD,
+            manager=self.manager,
+            steps=options.fallback_steps or GUARD_STEPS,
+            optimizer=self.optimizer if options.loss_guard == "skip" else None,
+        )
+        if self.loaded.guard is not None:
+            guard.load_state_dict(json.loads(self.loaded.guard))
+        return guard
+
     def make_recorder(self) -> fp8dist.Recorder:
         options = self.options
-        self.guard = Guard(options, self.ranks, self.optimizer, self.manager)
-        if self.loaded.guard is not None:
-            self.guard.restore(self.loaded.guard)
+        self.guard = self.make_guard()
         if options.scale_jump is not None and self.manager is not None:
             fp8dist.watch(self.manager, options.watch_every, jump=options.scale_jump)
         exporters: list[fp8dist.Exporter] = []
@@ -192,8 +212,6 @@ class Job(Training):
         except LossDiverged:  # All ranks raise it, so collectives still work.
             with self.watch.during("sharing losses"):
                 self.progress.flush()
-            with self.watch.during("saving a checkpoint"):
-                self.checkpoints.wait()
             raise
 
     def train(self) -> None:
@@ -211,22 +229,20 @@ class Job(Training):
                     progress.flush(self.validation_loss if validates else None)
             with during("checking"):
                 self.checks.after(step)
-            with during("saving a checkpoint"):
-                self.checkpoints.poll()
-                if options.saves_at(step):
-                    self.checkpoints.save(step, self.module, self.optimizer, self.manager, self.guard.describe())
-        with during("saving a checkpoint"):
-            self.checkpoints.wait()
+            if options.saves_at(step):
+                guard = None if self.guard is None else json.dumps(self.guard.state_dict())
+                with during("saving a checkpoint"):
+                    self.checkpoints.save(step, self.module, self.optimizer, self.manager, guard)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         self.watch.step = step
         self.injection.before_step(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, self.options) * self.guard.learning_rate_factor
+            group["lr"] = learning_rate_at(step, self.options)
         loss = self.gradients(step)
         try:
             with self.watch.during("the loss guard"):
-                self.alarm = self.guard.observe(step, loss)
+                self.alarm = None if self.guard is None else self.guard.observe(loss, step)
         except LossDiverged as error:  # Record the loss that stopped the run.
             self.progress.add(step, self.optimizer.param_groups[0]["lr"], loss)
             self.progress.tell(error.alarm)
@@ -277,7 +293,7 @@ class Job(Training):
                 self.buffer,
                 lambda batch: self.backward(*batch),
                 self.options.replay_on,
-                guard=self.guard.losses,
+                guard=self.guard,
                 callback=record_replay,
             )
 
@@ -337,7 +353,7 @@ class Job(Training):
             if manager is not None
             else 0,
             "fallbacks": int(spent.get("fp8/fallbacks", 0.0)),
-            "loss_alarms": self.guard.alarms,
+            "loss_alarms": 0 if self.guard is None else self.guard.alarms,
             "bytes_gathered_per_step": self.parallel.gathered.total / max(1, steps),
             "fp8_collectives_per_step": collectives / max(1, steps),
             "fp8_bytes_per_sync": spent.get("fp8/sync_bytes", 0.0) / collectives if collectives else 0.0,

@@ -42,16 +42,11 @@ class Options(example.Options):
     """The options of one run. Several values of one flag are a tuple."""
 
     parallel: str = flag(None, "that of the example job, or fsdp1", choices=("none", "ddp", *SHARDED))
-    shard_size: int | None = count(None, "with hsdp: ranks that share one copy of the parameters (default: half)")
-    sharding: Literal["full", "grad_op"] = flag(
-        "full", "with fsdp1: grad_op keeps gathered parameters for the backward", choices=("full", "grad_op")
-    )
     fp8_gradients: bool = _on("with ddp: add up gradients in FP8")
     share_batch: bool = _on("divide the batch of one rank among all ranks, for the same training as on one")
     eval_every: int = count(0, "validate every N steps; 0: only at the end", 0)
     log_every: int = count(10, "read losses from the device every N steps")
     stop_after: int = count(None, "save and exit after step N; the learning rate still follows --steps")
-    async_save: bool = _on("continue training while checkpoint files are written")
     experts: int = count(0, "make the MLP of each block a mixture of N experts, each as wide as that MLP", 0)
     top_k: int = count(None, "with --experts: experts that each token visits (default: 2)")
 
@@ -96,10 +91,10 @@ class Options(example.Options):
     )
     tensorboard: bool = _on("with --watch-every: also write TensorBoard files to tensorboard under --out")
     prometheus: int | None = count(None, "also serve the numbers of the run to Prometheus, on port N")
-    loss_guard: Literal["off", "warn", "stop", "skip", "fallback", "lower-lr"] = flag(
+    loss_guard: Literal["off", "warn", "stop", "skip", "fallback"] = flag(
         "off",
         "action, before the update, if the loss jumps or is not finite",
-        choices=("off", "warn", "stop", "skip", "fallback", "lower-lr"),
+        choices=("off", "warn", "stop", "skip", "fallback"),
     )
     loss_factor: float | None = number(
         None, "a loss jumps above X times the median (default: 1.5)", "finite and at least 1", lambda value: value >= 1
@@ -136,7 +131,7 @@ class Options(example.Options):
     def shards(self) -> int:
         """The number of ranks that share one copy of the parameters."""
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        return self.shard_size or (ranks // 2 if self.parallel == "hsdp" and ranks % 2 == 0 else ranks)
+        return ranks // 2 if self.parallel == "hsdp" and ranks % 2 == 0 else ranks
 
     @property
     def recipes(self) -> set[str]:
@@ -157,12 +152,6 @@ class Options(example.Options):
     def require_consistent(self, ranks: int) -> None:
         if self.parallel == "none" and ranks > 1:
             raise BadInput(f"--parallel none is for one rank, got {ranks} ranks: use --parallel ddp")
-        if self.parallel != "hsdp" and self.shard_size is not None:
-            raise BadInput(f"--shard-size is for --parallel hsdp, got {self.parallel}")
-        if ranks % self.shards:
-            raise BadInput(f"--shard-size {self.shard_size} does not divide the {ranks} ranks")
-        if self.sharding != "full" and self.parallel != "fsdp1":
-            raise BadInput(f"--sharding {self.sharding} is for --parallel fsdp1, got {self.parallel}")
         if self.fp8_gradients and self.parallel != "ddp":
             raise BadInput(f"--fp8-gradients is for --parallel ddp, got {self.parallel}")
         if self.share_batch and self.batch_size % ranks:
@@ -180,8 +169,6 @@ class Options(example.Options):
             raise BadInput(f"--stop-after {self.stop_after} is beyond --steps {self.steps}")
         if self.stop_after and not self.save_every:
             raise BadInput("--stop-after needs --save-every: without a checkpoint the training would be lost")
-        if self.async_save and not self.save_every:
-            raise BadInput("--async-save needs --save-every")
         for fault in self.inject:
             _require_possible(fault, self, ranks)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -92,11 +92,9 @@ class FSDP1(Measured):
     bf16_by_autocast = False
 
     def wrap(self, model: GPT) -> nn.Module:
-        strategies = {"full": ShardingStrategy.FULL_SHARD, "grad_op": ShardingStrategy.SHARD_GRAD_OP}
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if self.bf16 else None
         return FullyShardedDataParallel(
             model,
-            sharding_strategy=strategies[self.options.sharding],
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             mixed_precision=precision,
             device_id=self.ranks.device,
@@ -129,20 +127,12 @@ class FSDP1(Measured):
 
 
 class MeasuredFSDP2(Measured, FSDP2):
-    """``fully_shard``, with a chosen number of shards."""
+    """``fully_shard``, whose gathers are counted."""
 
     def __init__(self, options: Options, ranks: Ranks) -> None:
         super().__init__(options, ranks)
         for group in self.mesh.get_all_groups():  # torch gives the groups of mesh axes their own default timeout.
             distributed_c10d._set_pg_timeout(timedelta(seconds=options.timeout), group)
-
-    def axes(self) -> dict[str, int]:
-        shard = self.options.shards
-        return (
-            {"replicate": self.ranks.size // shard, "shard": shard}
-            if self.options.parallel == "hsdp"
-            else super().axes()
-        )
 
     @contextlib.contextmanager
     def calls(self) -> Iterator[None]:

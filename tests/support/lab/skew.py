@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-
-KEPT, KEPT_STEPS = 1 << 21, 10_000
-"""Limits of the history for the summary: values of each kind, over all ranks, and steps. The newest are kept."""
 
 RECENT = 20
 """Number of newest steps from which a line of ``metrics.jsonl`` names the straggler."""
@@ -27,9 +23,6 @@ their host or late data."""
 SHARE, FLOOR_MS = 0.05, 1.0
 """Minimum delay of a straggler, as a share of the whole step and in ms. Both must be exceeded."""
 
-NAMED = 16
-"""Number of ranks in the summary. In larger jobs it has those with the least and the most own time."""
-
 
 class Skew:
     """Collects the measurements of all ranks (see ``Waiting``), on rank 0.
@@ -39,9 +32,7 @@ class Skew:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._parts: deque[Floats] = deque()  # [ranks, 3, steps] each: sync, other collectives, whole step
-        self._steps = 0  # Total steps in _parts.
+        self._measured: Floats = np.empty((ranks, 3, 0))  # Of each step: in the sync, in other collectives, in total.
 
     def add(self, measured: Floats) -> list[dict[str, Any]]:
         """Add measurements, in ms, [ranks, 3, steps]: FP8 sync, other collectives, whole step. Return the fields of
@@ -50,13 +41,13 @@ class Skew:
         Waits are quantiles over the ranks in one step. Skew is the largest minus the smallest own time. The fields are
         empty with one rank, and for a step that did not end.
         """
-        steps = measured.shape[2]
+        ranks, _, steps = measured.shape
         ended: npt.NDArray[np.bool_] = ~np.any(np.isnan(measured[:, 2]), axis=0)
-        if self._ranks == 1 or not ended.any():
+        if ranks == 1 or not ended.any():
             return [{}] * steps
         measured = measured[:, :, ended]
-        self._keep(measured)
-        stragglers = _stragglers(self._newest(RECENT))
+        self._measured = np.concatenate([self._measured, measured], axis=2)
+        straggler = _straggler(self._measured[:, :, -RECENT:])
         own = _own(measured)
         columns: dict[str, list[Any]] = {}
         if not np.isnan(measured[:, 0]).any():
@@ -64,57 +55,36 @@ class Skew:
         columns.update(_columns("wait", _waited(measured)))
         columns["skew_ms"] = np.round(np.ptp(own, axis=0), 4).tolist()
         columns["last_rank"] = own.argmax(0).tolist()
-        columns["straggler"] = [stragglers[0][0] if stragglers else None] * own.shape[1]
+        columns["straggler"] = [straggler and straggler[0]] * own.shape[1]
         lines = iter([dict(zip(columns, values)) for values in zip(*columns.values())])
         return [next(lines) if done else {} for done in ended.tolist()]
 
     def summary(self, hosts: Sequence[str]) -> dict[str, Any] | None:
-        """Return the summary of the newest steps, or None with one rank or no steps. ``hosts``: names by rank."""
-        if not self._parts:
+        """Return the summary of all steps, or None with one rank or no steps. ``hosts``: names by rank."""
+        measured = self._measured
+        if not measured.size:
             return None
-        measured = self._newest(self._steps)
-        own, waited = _own(measured), _waited(measured)
+        own, straggler = _own(measured), _straggler(measured)
         skew = np.ptp(own, axis=0)
-        order = np.median(own, axis=1).argsort().tolist()
-        shown = order if len(order) <= NAMED else order[: NAMED // 2] + order[-NAMED // 2 :]
-        described = [
-            {"rank": rank, "host": hosts[rank], "behind_ms": round(behind, 4)} for rank, behind in _stragglers(measured)
-        ]
+        kinds = {"sync_wait": measured[:, 0], "wait": _waited(measured), "own": own}
+        named = straggler and dict(
+            zip(("rank", "host", "behind_ms"), (straggler[0], hosts[straggler[0]], straggler[1]))
+        )
         return {
             "steps": measured.shape[2],
-            "straggler": described[0] if described else None,
-            "also_behind": described[1:NAMED],
+            "straggler": named,
             "skew_p50_ms": _at(0.5, skew),
             "skew_p99_ms": _at(0.99, skew),
             "ranks": [
                 {
                     "rank": rank,
-                    "host": hosts[rank],
-                    **_over_steps("sync_wait", measured[rank, 0]),
-                    **_over_steps("wait", waited[rank]),
-                    **_over_steps("own", own[rank]),
+                    "host": host,
+                    **{f"{name}_p50_ms": _at(0.5, of[rank]) for name, of in kinds.items()},
+                    **{f"{name}_p99_ms": _at(0.99, of[rank]) for name, of in kinds.items()},
                 }
-                for rank in sorted(shown)
+                for rank, host in enumerate(hosts)
             ],
         }
-
-    def _keep(self, measured: Floats) -> None:
-        most = max(1, min(KEPT_STEPS, KEPT // self._ranks))
-        self._parts.append(measured[:, :, -most:])
-        self._steps += self._parts[-1].shape[2]
-        while self._steps - self._parts[0].shape[2] >= most:
-            self._steps -= self._parts.popleft().shape[2]
-
-    def _newest(self, steps: int) -> Floats:
-        """Return the newest measurements, [ranks, 3, at most ``steps``]."""
-        taken: list[Floats] = []
-        found = 0
-        for part in reversed(self._parts):
-            if found >= steps:
-                break
-            taken.append(part)
-            found += part.shape[2]
-        return np.concatenate(taken[::-1], axis=2)[:, :, -steps:]
 
 
 def lines_of(summary: dict[str, Any]) -> list[str]:
@@ -122,8 +92,6 @@ def lines_of(summary: dict[str, Any]) -> list[str]:
     straggler, who = summary["straggler"], "none"
     if straggler is not None:
         who = f"rank {straggler['rank']} on {straggler['host']}, {straggler['behind_ms']:.1f} ms a step behind"
-        if summary["also_behind"]:
-            who += f"; and ranks {', '.join(str(other['rank']) for other in summary['also_behind'])}"
     lines = [
         f"{'straggler:':58}{who}",
         f"{'skew of the ranks, ms per step (p50, p99):':58}{summary['skew_p50_ms']:.1f}, {summary['skew_p99_ms']:.1f}",
@@ -140,19 +108,19 @@ def _cell(rank: dict[str, Any], name: str) -> str:
     return "-" if p50 is None else f"{p50:.1f}, {p99:.1f}"
 
 
-def _stragglers(measured: Floats) -> list[tuple[int, float]]:
-    """Return (rank, median ms behind) of each straggler, the worst first.
+def _straggler(measured: Floats) -> tuple[int, float] | None:
+    """Return the worst straggler and its median ms behind, or None.
 
     If more than half of the ranks are slow, the median rank is slow too, and no rank counts as a straggler.
     """
     if measured.shape[2] < FEWEST:
-        return []
+        return None
     own = _own(measured)
     behind = own - np.quantile(own, 0.5, axis=0, method="lower")  # With two ranks, the faster one.
     mostly = np.quantile(behind, 1 - MOST, axis=1)
     margin = max(FLOOR_MS, SHARE * float(np.median(measured[:, 2])))
-    found = [(rank, float(np.median(behind[rank]))) for rank in np.flatnonzero(mostly > margin).tolist()]
-    return sorted(found, key=lambda one: -one[1])
+    found = [(round(float(np.median(behind[rank])), 4), rank) for rank in np.flatnonzero(mostly > margin).tolist()]
+    return max(found)[::-1] if found else None
 
 
 def _waited(measured: Floats) -> Floats:
@@ -171,10 +139,6 @@ def _columns(name: str, values: Floats) -> dict[str, list[float]]:
     """Return p50, p99 and maximum over the ranks, for each step. ``values``: ms, [ranks, steps]."""
     p50, p99 = np.quantile(values, [0.5, 0.99], axis=0).round(4).tolist()
     return {f"{name}_p50_ms": p50, f"{name}_p99_ms": p99, f"{name}_max_ms": values.max(0).round(4).tolist()}
-
-
-def _over_steps(name: str, values: Floats) -> dict[str, float | None]:
-    return {f"{name}_p50_ms": _at(0.5, values), f"{name}_p99_ms": _at(0.99, values)}
 
 
 def _at(quantile: float, values: Floats) -> float | None:
