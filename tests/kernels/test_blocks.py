@@ -1,108 +1,131 @@
-"""Casts with many scales, against FP8 arithmetic written from its definition."""
+"""Casts with many scales, against an oracle; and how Triton launches them."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp8dist_kernels.reference.blocks import quantize_blocks, quantize_rowwise
-from tests.support.casting import FORMATS, hard_values, rounded
-from tests.support.oracle import amax_of, divide, float32, scale_for
+from fp8dist_kernels.reference import blocks as plain
+from fp8dist_kernels.triton import blocks as fused
+from tests.support import fp8_oracle
+from tests.support.casting import FORMATS, LAYOUTS, assert_same, hard_values, poison
+from tests.support.counted import Operations
+from tests.support.devices import DEVICE
+from tests.support.gemms import assert_operand, numbers
 
-Lines = Sequence[Sequence[float]]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
+
+BLOCKS = (None, (1, 128), (128, 128))
+KINDS = pytest.mark.parametrize("block", BLOCKS, ids=str)
 
 
-def expected(lines: Lines, height: int, width: int, dtype: torch.dtype, power_of_two: bool) -> tuple[Lines, Lines]:
-    """Return (FP8 values, inv_scales) of a matrix with one scale per block of height x width, in plain Python."""
-    limit = 448.0 if dtype is torch.float8_e4m3fn else 57344.0
-    fp8 = [[0.0] * len(line) for line in lines]
-    inv_scales: list[list[float]] = []
-    for top in range(0, len(lines), height):
-        inv_scales.append([])
-        for left in range(0, len(lines[0]), width):
-            places = [
-                (i, j)
-                for i in range(top, min(top + height, len(lines)))
-                for j in range(left, min(left + width, len(lines[0])))
-            ]
-            amax = amax_of(lines[i][j] for i, j in places)
-            assert amax is not None
-            scale = scale_for(amax, 1.0, limit, power_of_two=power_of_two)
-            inv_scales[-1].append(divide(1.0, scale))
-            for i, j in places:
-                value = lines[i][j]
-                fp8[i][j] = rounded(float32(value * scale) if math.isfinite(value) else value, dtype)
-    return fp8, inv_scales
+def run(kernels: Any, x: Tensor, dtype: torch.dtype, block: Any, **changes: Any) -> tuple[Tensor, ...]:
+    options = {"power_of_two": False, "rows": True, "columns": True, **changes}
+    if block is None:
+        return kernels.quantize_rowwise(x, dtype, **options)
+    return kernels.quantize_blocks(x, dtype, block=block, **options)
+
+
+def compare(x: Tensor, dtype: torch.dtype, block: Any, **options: Any) -> None:
+    assert_same(run(fused, x, dtype, block, **options), run(plain, x, dtype, block, **options))
 
 
 def check(got: tuple[Tensor, ...], x: Tensor, block: Any, dtype: torch.dtype, power_of_two: bool) -> None:
-    fp8, inv_scale, fp8_t, inv_scale_t = got
-    tokens, features = x.shape
-    for copy, scales, source in ((fp8, inv_scale, x), (fp8_t[:, :tokens], inv_scale_t, x.t())):
-        height, width = block or (1, source.shape[1])
-        values, inverse = expected(source.float().tolist(), height, width, dtype, power_of_two)
-        assert repr(copy.float().tolist()) == repr(values)
-        assert scales.tolist() == inverse
-    assert fp8_t.shape == (features, -(-tokens // 16) * 16)
-    assert not fp8_t[:, tokens:].view(torch.uint8).any()
+    format = fp8_oracle.E4M3 if dtype is torch.float8_e4m3fn else fp8_oracle.E5M2
+    for (copy, scales), source in zip((got[:2], got[2:]), (x, x.t())):
+        expected = fp8_oracle.cast(numbers(source), format, block or (1, source.shape[1]), power_of_two)
+        assert_operand(copy, scales, expected, "rows" if source is x else "columns")
 
 
-@pytest.mark.parametrize("block", [None, (1, 128), (128, 128)], ids=str)
+@KINDS
 @pytest.mark.parametrize(("dtype", "power_of_two"), [*zip(FORMATS, (False, True))])
-def test_numbers_are_those_of_the_definition(dtype: torch.dtype, block: Any, power_of_two: bool) -> None:
-    x = hard_values(19, 140, finite=True).cpu().bfloat16()
+def test_numbers_are_those_of_the_oracle(dtype: torch.dtype, block: Any, power_of_two: bool) -> None:
+    x = hard_values(19, 144, finite=True).cpu().bfloat16()
     x[3, 5], x[4, 7], x[5, 130] = math.nan, -math.inf, 0.0
-    options: Any = {"power_of_two": power_of_two, "rows": True, "columns": True}
-    got = quantize_blocks(x, dtype, block=block, **options) if block else quantize_rowwise(x, dtype, **options)
-    check(got, x, block, dtype, power_of_two)
+    check(run(plain, x, dtype, block, power_of_two=power_of_two), x, block, dtype, power_of_two)
 
 
 def test_shapes_and_strides() -> None:
-    x = torch.ones(130, 272)
-    options: Any = {"power_of_two": False, "rows": True, "columns": True}
-    shapes = [(tuple(t.shape), t.stride()) for t in quantize_rowwise(x, torch.float8_e4m3fn, **options)]
-    copies = ((130, 272), (272, 1)), ((272, 144), (144, 1))
-    assert shapes == [copies[0], ((130, 1), (1, 1)), copies[1], ((272, 1), (1, 1))]
-    shapes = [(tuple(t.shape), t.stride()) for t in quantize_blocks(x, torch.float8_e4m3fn, block=(1, 128), **options)]
-    assert shapes == [copies[0], ((130, 3), (1, 130)), copies[1], ((272, 2), (1, 272))]
-    square = quantize_blocks(x, torch.float8_e4m3fn, block=(128, 128), **options)
-    shapes = [(tuple(t.shape), t.stride()) for t in square]
-    assert shapes == [copies[0], ((2, 3), (3, 1)), copies[1], ((3, 2), (2, 1))]
+    x, copies = torch.ones(130, 272), (((130, 272), (272, 1)), ((272, 144), (144, 1)))
+    for block, scales in zip(
+        BLOCKS,
+        (
+            (((130, 1), (1, 1)), ((272, 1), (1, 1))),
+            (((130, 3), (1, 130)), ((272, 2), (1, 272))),
+            (((2, 3), (3, 1)), ((3, 2), (2, 1))),
+        ),
+    ):
+        shapes = [(tuple(t.shape), t.stride()) for t in run(plain, x, FORMATS[0], block)]
+        assert shapes == [copies[0], scales[0], copies[1], scales[1]]
 
 
-@pytest.mark.parametrize("block", [None, (1, 128), (128, 128)], ids=str)
-def test_empty_tensors_for_what_was_not_asked_for_and_of_nothing(block: Any) -> None:
-    def run(x: Tensor, **which: bool) -> list[tuple[int, ...]]:
-        options: Any = {"power_of_two": False, **which}
-        if block is None:
-            return [tuple(t.shape) for t in quantize_rowwise(x, torch.float8_e5m2, **options)]
-        return [tuple(t.shape) for t in quantize_blocks(x, torch.float8_e5m2, block=block, **options)]
-
-    x = torch.ones(5, 32)
-    assert run(x, rows=True, columns=False)[2:] == [(0,), (0,)]
-    assert run(x, rows=False, columns=True)[:2] == [(0,), (0,)]
-    lines = {None: ((0, 1), (32, 1)), (1, 128): ((0, 1), (32, 0)), (128, 128): ((0, 1), (1, 0))}[block]
-    assert run(x[:0], rows=True, columns=True) == [(0, 32), lines[0], (32, 0), lines[1]]
+@KINDS
+def test_either_copy_alone_and_nothing(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    x = hard_values(20, 130).bfloat16()
+    both = run(plain, x, FORMATS[1], block)
+    for given, (rows, columns) in itertools.product((x, LAYOUTS["transposed"](x)), ((True, False), (False, True))):
+        alone = run(plain, given, FORMATS[1], block, rows=rows, columns=columns)
+        mine = slice(0, 2) if rows else slice(2, 4)
+        assert_same(alone[mine], both[mine])
+        assert [tuple(one.shape) for one in alone].count((0,)) == 2
+        compare(given, FORMATS[1], block, rows=rows, columns=columns)
+    compare(x, FORMATS[1], block, rows=False, columns=False)
+    lines = {None: ((0, 1), (130, 1)), (1, 128): ((0, 2), (130, 0)), (128, 128): ((0, 2), (2, 0))}[block]
+    shapes = [tuple(one.shape) for one in run(plain, x[:0], FORMATS[1], block)]
+    assert shapes == [(0, 130), lines[0], (130, 0), lines[1]]
 
 
 @pytest.mark.parametrize("experts", [0, 2])
 def test_weights_of_experts_under_autocast_and_of_none(experts: int) -> None:
-    weight, each = torch.randn(experts, 130, 48), {"power_of_two": False, "rows": True, "columns": True}
+    weight = torch.randn(experts, 130, 48)
     with torch.autocast("cpu", torch.bfloat16):
-        made = quantize_blocks(weight, torch.float8_e4m3fn, block=(128, 128), **each)
+        made = run(plain, weight, FORMATS[0], (128, 128))
     assert [tuple(t.shape[1:]) for t in made] == [(130, 48), (2, 1), (48, 144), (1, 2)]
     for expert, part in enumerate(weight):
-        check(tuple(t[expert] for t in made), part, (128, 128), torch.float8_e4m3fn, False)
+        check(tuple(t[expert] for t in made), part, (128, 128), FORMATS[0], False)
     assert all(len(t) == experts for t in made)
 
 
-def test_other_blocks_are_refused() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 528), (520, 16), (144, 400)], ids=str)
+def test_amaxes_of_rows_in_parts(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row, of several tiles, and in more parts than usual, as of rows of more than 131,072 elements."""
+    poison(monkeypatch)
+    monkeypatch.setattr(fused, "_PARTS", 2)
+    monkeypatch.setattr(fused, "_PART_ELEMENTS", 128)
+    compare(hard_values(*shape).bfloat16(), FORMATS[0], None)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+def test_numbers_of_launches(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two for rows and columns, one for all experts in blocks."""
+    grids: list[tuple[int, ...]] = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    for name in ("_amax_kernel", "_lines_kernel", "_squares_kernel"):
+        monkeypatch.setattr(fused, name, Launch())
+    for block, x, count in (
+        (None, hard_values(130, 272), 2),
+        *((block, torch.empty(2, 130, 48, device=DEVICE), 1) for block in BLOCKS[1:]),
+    ):
+        grids.clear()
+        with Operations() as operations:
+            run(fused, x.mT if transposed else x, FORMATS[0], block)
+        launching = [op for op in operations.seen if not (op.is_view or op.overloadpacket is torch.ops.aten.empty)]
+        assert (len(grids), launching) == (count, [])
+
+
+@pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fused"])
+def test_other_blocks_are_refused(version: Any) -> None:
     with pytest.raises(ValueError, match="blocks of 64x64; expected 1x128 or 128x128"):
-        quantize_blocks(
-            torch.ones(2, 2), torch.float8_e4m3fn, block=(64, 64), power_of_two=False, rows=True, columns=True
-        )
+        run(version, torch.ones(2, 2, device=DEVICE), FORMATS[0], (64, 64))

@@ -12,13 +12,7 @@ import torch
 from fp8dist_kernels import ops
 from fp8dist_kernels.multipliers import ROWS, Detour, Machine, Product, ProductError, machine_of, reads_sideways, row_of
 from fp8dist_kernels.reference import casts, torch_matmuls
-from fp8dist_kernels.reference.matmuls import (
-    FLOAT32_SCALINGS,
-    Scaling,
-    matmul_reference,
-    multiply_reference,
-    scaling_of,
-)
+from fp8dist_kernels.reference.matmuls import FLOAT32_SCALINGS, Scaling, multiply_reference, scaling_of
 from fp8dist_kernels.reference.torch_matmuls import multiply_directly, multiply_torch
 from fp8dist_kernels.triton.matmuls import multiply as multiply_triton
 from tests.support.libtorch import CUBLAS, Stand
@@ -29,55 +23,52 @@ HOPPER, ADA, B200, RTX = (9, 0), (8, 9), (10, 0), (12, 0)
 NEW, OLD = (13, 0), (12, 8)
 V211, V213, V214, LATER = (2, 11), (2, 13), (2, 14), (2, 15)
 MACHINES = [
-    Machine(capability, cuda, version)
-    for capability, cuda, version in (
-        *itertools.product((HOPPER,), (NEW, (12, 9), OLD, (12, 6)), (V211, V213)),
-        *itertools.product((ADA, B200, RTX), (NEW, OLD), (V211, V214)),
-        *itertools.product((HOPPER, ADA, B200), (OLD,), (LATER,)),
+    Machine(*each)
+    for each in (
+        *((HOPPER, cuda, V211) for cuda in (NEW, (12, 9), OLD)),
+        *((capability, NEW, V211) for capability in (ADA, B200, RTX)),
+        (B200, OLD, V214),
+        *((capability, OLD, LATER) for capability in (HOPPER, ADA, B200)),
     )
 ]
-TOKENS = (*range(1, 18), 100, 101)
+TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 100)
 ROUNDINGS = 2.0**-21
 """Of a float32 result, relative to the sum of the magnitudes: a few roundings, in another order."""
 
-REFUSALS: dict[str, tuple[Product, Machine, str]] = {
-    "a GPU without FP8": (
-        Product(Scaling.TENSORWISE, 16, 32, 64, E4M3, E4M3, BF16), Machine((8, 0), NEW, V211),
-        "only supported on CUDA devices with compute capability >= 9.0 or 8.9",
+
+def _case(
+    kind: str, sizes: tuple[int, int, int], capability: tuple[int, int], words: str, *, b: torch.dtype = E4M3,
+    out: torch.dtype = BF16, bias: torch.dtype | None = None, cuda: tuple[int, int] = NEW,
+) -> tuple[Product, Machine, str]:  # fmt: skip
+    return Product(Scaling[kind], *sizes, E4M3, b, out, bias), Machine(capability, cuda, V211), words
+
+
+RAGGED, WHOLE, SHORT = (13, 144, 272), (16, 144, 272), (16, 144, 64)
+REFUSALS = {
+    "a GPU without FP8": _case("TENSORWISE", (16, 32, 64), (8, 0), "devices with compute capability >= 9.0 or 8.9"),
+    "blocks: k below one block": _case("BLOCKWISE", (13, 144, 48), HOPPER, CUBLAS),
+    "blocks: not a Hopper GPU": _case("BLOCKWISE", WHOLE, B200, "scaling only supported in CUDA for SM90"),
+    "blocks: torch built with CUDA before 12.9": _case(
+        "BLOCKWISE_1D", WHOLE, HOPPER, "requires cublasLt >= 12.9", out=FLOAT, cuda=OLD
     ),
-    "blocks: k below one block": (
-        Product(Scaling.BLOCKWISE, 13, 144, 48, E4M3, E4M3, BF16), Machine(HOPPER, NEW, V211), CUBLAS,
+    "MX: not a Blackwell GPU": _case("MX", (13, 144, 288), HOPPER, CUBLAS),
+    "MX: torch built with CUDA before 12.8": _case(
+        "MX", (13, 144, 288), B200, "only supported for CUDA 12.8 and above", cuda=(12, 6)
     ),
-    "blocks: not a Hopper GPU": (
-        Product(Scaling.BLOCKWISE, 16, 144, 272, E4M3, E4M3, BF16), Machine(B200, NEW, V211),
-        "scaling only supported in CUDA for SM90",
-    ),
-    "blocks: torch built with CUDA before 12.9": (
-        Product(Scaling.BLOCKWISE_1D, 16, 144, 272, E4M3, E4M3, FLOAT), Machine(HOPPER, OLD, V211),
-        "requires cublasLt >= 12.9",
-    ),
-    "MX: not a Blackwell GPU": (
-        Product(Scaling.MX, 13, 144, 288, E4M3, E4M3, BF16), Machine(HOPPER, NEW, V211), CUBLAS,
-    ),
-    "MX: torch built with CUDA before 12.8": (
-        Product(Scaling.MX, 13, 144, 288, E4M3, E4M3, BF16), Machine(B200, (12, 6), V211),
-        "only supported for CUDA 12.8 and above",
-    ),
-    "scales of rows, CUTLASS: b in E5M2": (
-        Product(Scaling.ROWWISE, 16, 144, 64, E4M3, E5M2, BF16), Machine(B200, NEW, V211), "Float8_e4m3fn to be true",
-    ),
-    "a bias of another dtype than the result, or in float32": (
-        Product(Scaling.TENSORWISE, 16, 32, 64, E4M3, E4M3, FLOAT, FLOAT), Machine(HOPPER, NEW, V211),
+    "scales of rows, CUTLASS: b in E5M2": _case("ROWWISE", SHORT, B200, "Float8_e4m3fn to be true", b=E5M2),
+    "a bias of another dtype than the result, or in float32": _case(
+        "TENSORWISE",
+        (16, 32, 64),
+        HOPPER,
         "Bias is not supported when out_dtype is set to Float32",
+        out=FLOAT,
+        bias=FLOAT,
     ),
-    "scales of rows, CUTLASS: a result that it cannot write": (
-        Product(Scaling.ROWWISE, 16, 144, 64, E4M3, E4M3, FLOAT), Machine(ADA, NEW, V211),
-        "Only bf16 and fp16 high precision output types are supported for row-wise scaling",
+    "scales of rows, CUTLASS: a result that it cannot write": _case(
+        "ROWWISE", SHORT, ADA, "Only bf16 and fp16 high precision output types are supported for row-wise", out=FLOAT
     ),
-    "blocks: rows not in multiples of 8": (
-        Product(Scaling.BLOCKWISE, 13, 144, 272, E4M3, E4M3, BF16), Machine(HOPPER, NEW, V211), CUBLAS,
-    ),
-}  # fmt: skip
+    "blocks: rows not in multiples of 8": _case("BLOCKWISE", RAGGED, HOPPER, CUBLAS),
+}
 """By row of the table: a product, a machine, and libtorch's words. Of a short k alone no refusal is known: nobody
 is seen to multiply such blocks."""
 
@@ -105,10 +96,6 @@ def _given(product: Product, exact: bool = True) -> tuple[Any, ...]:
     return (product.scaling, *given.operands, product.out, False, bias)
 
 
-def _expected(arguments: tuple[Any, ...]) -> torch.Tensor:
-    return multiply_reference(*arguments)
-
-
 def test_each_row_has_a_refusal() -> None:
     assert list(REFUSALS) == [row.name for row in ROWS if row.detour is not Detour.ADDED_AFTER]
 
@@ -132,7 +119,7 @@ def test_what_libtorch_refuses_goes_elsewhere(name: str, on: Any, monkeypatch: p
         with pytest.raises(ProductError, match=name):
             multiply_torch(*arguments)
     else:
-        assert torch.equal(multiply_torch(*arguments), _expected(arguments))
+        assert torch.equal(multiply_torch(*arguments), multiply_reference(*arguments))
         after = {Detour.SCALES_AFTER: "tensor", Detour.SCALES_OF_ROWS: "row", Detour.PADDED_ROWS: "block"}
         assert stand.calls == [after.get(row.detour, "tensor")]
     monkeypatch.setattr(ops, "runs_fused", lambda backend, device: backend in ("auto", "triton"))
@@ -155,7 +142,7 @@ def test_torch_multiplies_mx_on_blackwell(machine: Machine, on: Any) -> None:
         (40, 64, BF16, FLOAT),
     ):
         arguments = _given(Product(Scaling.MX, m, 144, k, E4M3, E4M3, out, bias))
-        assert torch.equal(multiply_torch(*arguments), _expected(arguments))
+        assert torch.equal(multiply_torch(*arguments), multiply_reference(*arguments))
     assert stand.calls == ["mx"] * 4
 
 
@@ -166,10 +153,10 @@ def test_the_half_that_cutlass_writes_as_bfloat16(on: Any) -> None:
         stand, arguments = on(machine), _given(product)
         with pytest.raises(AssertionError, match="writes bfloat16"):
             multiply_directly(*arguments)
-        assert torch.equal(multiply_torch(*arguments), _expected(arguments))
+        assert torch.equal(multiply_torch(*arguments), multiply_reference(*arguments))
         assert stand.calls == ["tensor"]
     on(Machine(ADA, NEW, LATER))
-    assert torch.equal(multiply_directly(*arguments), _expected(arguments))
+    assert torch.equal(multiply_directly(*arguments), multiply_reference(*arguments))
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
@@ -191,7 +178,7 @@ def test_no_product_is_refused_that_torch_has(machine: Machine, on: Any) -> None
             with pytest.raises(ProductError, match=row.name):
                 multiply_torch(kind, *arguments[1:])
             continue
-        assert torch.equal(multiply_torch(kind, *arguments[1:]), _expected(arguments)), product
+        assert torch.equal(multiply_torch(kind, *arguments[1:]), multiply_reference(*arguments)), product
     blocks = machine.capability == HOPPER and machine.cuda >= (12, 9)
     assert len(refused) == (0 if blocks else 1)
     assert set(stand.calls) == {"tensor", "row", *(["block"] if blocks else [])}
@@ -238,17 +225,9 @@ def test_a_weight_lies_sideways(machine: Machine, on: Any, monkeypatch: pytest.M
     ops._multiplier.cache_clear()
 
 
-def test_a_sum_with_a_buffer_is_tritons_and_else_a_product_and_an_addition(
-    on: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sum_with_a_buffer_is_tritons(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/modules/test_main_grad.py`` has sums of the other backends: a product and an addition."""
     product = Product(Scaling.ROWWISE, 16, 144, 64, E4M3, E4M3, FLOAT)
-    for machine, way in ((Machine(HOPPER, NEW, V211), "row"), (Machine(ADA, NEW, V211), "tensor")):
-        stand, arguments, total = on(machine), _given(product), torch.ones(16, 144)
-        ops._multiplier.cache_clear()
-        ops.matmul_into(*arguments[1:5], total, fast_accumulation=False, backend="torch")
-        assert torch.equal(total, 1 + _expected(arguments))
-        assert stand.calls == [way]
-    ops._multiplier.cache_clear()
     monkeypatch.setattr(ops, "runs_fused", lambda backend, device: backend in ("auto", "triton"))
     on(Machine(HOPPER, NEW, V211))
     choose, device = ops._multiplier.__wrapped__, torch.device("cpu")
@@ -260,10 +239,10 @@ def test_this_machine() -> None:
     machine = machine_of(torch.device("cpu"))
     assert machine.capability is None
     assert machine.torch == tuple(int(part) for part in torch.__version__.split(".")[:2])
-    a, b, one = torch.ones(4, 32).to(E4M3), torch.ones(16, 32).to(E4M3), torch.ones(())
+    arguments = _given(Product(Scaling.TENSORWISE, 4, 16, 32, E4M3, E4M3, BF16))
     for backend in ("torch", "auto"):
-        found = ops.matmul(a, b, one, one, BF16, fast_accumulation=False, backend=backend)
-        assert torch.equal(found, matmul_reference(a, b, one, one, BF16))
+        found = ops.matmul(*arguments[1:5], BF16, fast_accumulation=False, backend=backend)
+        assert torch.equal(found, multiply_reference(*arguments))
 
 
 def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from fp8dist_kernels.reference.scaled_grouped import clear_tail as plain_clear
 from fp8dist_kernels.reference.scaled_grouped import multiply_grouped_torch
 from fp8dist_kernels.triton import version_of
 from fp8dist_kernels.triton.scaled_grouped import clear_tail as fused_clear
+from tests.kernels.test_grouped_matmuls import BEYOND, Case
 from tests.support.devices import DEVICE, needs_gpu
-from tests.support.grouped import COUNTS, WRONG, ends
+from tests.support.grouped import COUNTS, WRONG
 from tests.support.products import E4M3, E5M2
 
 BF16, HOPPER = torch.bfloat16, (9, 0)
@@ -29,7 +31,7 @@ KINDS = pytest.mark.parametrize("scaling", [Scaling.TENSORWISE, Scaling.ROWWISE]
 
 
 class Torch:
-    """Stands for ``aten::_scaled_grouped_mm_v2``, which CUDA alone has. Computes one row after another, in float64.
+    """Stands for ``aten::_scaled_grouped_mm_v2``, which CUDA alone has. Computes in float64.
 
     The checks are those of the older op with the same kernel, whose meta function torch has.
     """
@@ -57,10 +59,9 @@ class Torch:
         start = 0
         for expert, end in enumerate(offs.tolist()):
             assert start <= end <= len(a)
-            for row in range(start, end):
-                sums = a[row].double() @ b[expert].double()
-                product[row] = (sums * of_a[row].double() * of_b[expert].double()).to(out_dtype)
-            start = end
+            rows, start = slice(start, end), end
+            sums = a[rows].double() @ b[expert].double()
+            product[rows] = (sums * of_a[rows, None].double() * of_b[expert].double()).to(out_dtype)
         return product
 
 
@@ -71,104 +72,71 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Torch:
     return made
 
 
-def operands(scaling: Scaling, tokens: int, groups: int, n: int = 48, k: int = 80) -> tuple[Tensor, ...]:
-    """Return small integers, and power-of-two scales of every second number in memory: all sums are exact."""
-    generator = torch.Generator().manual_seed(tokens)
-
-    def integers(*shape: int) -> Tensor:
-        return torch.randint(-2, 3, shape, generator=generator).float().to(E4M3).to(DEVICE)
-
-    def scales(*shape: int) -> Tensor:
-        made = 2.0 ** torch.randint(-3, 3, (*shape, 2), generator=generator)
-        return made.to(DEVICE)[..., 0]
-
-    a, b = integers(tokens, k), integers(groups, n, k)
-    if scaling is Scaling.TENSORWISE:
-        return a, b, scales(groups), scales(groups)
-    return a, b, scales(tokens, 1), scales(groups, n, 1)
+def multiply(case: Case, clear: Any = fused_clear, fast: bool = True) -> Tensor:
+    """Return torch's product. Of the scales, every second number in memory is one."""
+    scales = (scale.repeat_interleave(2, 0)[::2] for scale in case.scales)
+    return multiply_grouped_torch(case.scaling, case.a, case.b, *scales, case.offsets, fast, clear)
 
 
-CASE: dict[str, Any] = {
-    "capability": HOPPER,
-    "dtypes": (E4M3, E4M3, BF16),
-    "scaling": Scaling.TENSORWISE,
-    "shape": (8, 48, 80),
-    "biased": False,
-}
+def wanted(case: Case) -> Tensor:
+    return case.rows(plain, BF16, bias=False)
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({}, True),
-        ({"scaling": Scaling.ROWWISE}, True),
-        ({"shape": (1, 16, 16)}, True),
-        ({"shape": (1023, 14336, 4096)}, True),
-        ({"scaling": Scaling.BLOCKWISE}, False),
-        ({"scaling": Scaling.BLOCKWISE_1D}, False),
-        ({"biased": True}, False),
-        ({"dtypes": (E5M2, E4M3, BF16)}, False),
-        ({"dtypes": (E4M3, E5M2, BF16)}, False),
-        ({"dtypes": (E4M3, E4M3, torch.float32)}, False),
-        ({"dtypes": (E4M3, E4M3, torch.float16)}, False),
-        ({"shape": (8, 40, 80)}, False),
-        ({"shape": (8, 48, 88)}, False),
-        ({"shape": (8, 0, 80)}, False),
-        ({"shape": (8, 48, 0)}, False),
-        ({"shape": (1024, 48, 80)}, False),
-        ({"capability": None}, False),
-        ({"capability": (8, 9)}, False),
-        ({"capability": (10, 0)}, False),
-        ({"capability": (12, 0)}, False),
-    ],
-    ids=str,
-)
-def test_when_torch_can(change: dict[str, Any], expected: bool) -> None:
-    assert torch_can_group(**{**CASE, **change}) is expected
+def test_when_torch_can() -> None:
+    case = {"capability": HOPPER, "dtypes": (E4M3, E4M3, BF16), "scaling": Scaling.TENSORWISE, "shape": (8, 48, 80)}
+    can = ({}, {"scaling": Scaling.ROWWISE}, {"shape": (1, 16, 16)}, {"shape": (1023, 14336, 4096)})
+    cannot = (
+        *({"scaling": scaling} for scaling in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D)),
+        *({"dtypes": dtypes} for dtypes in ((E5M2, E4M3, BF16), (E4M3, E5M2, BF16))),
+        *({"dtypes": (E4M3, E4M3, out)} for out in (torch.float32, torch.float16)),
+        *({"shape": shape} for shape in ((8, 40, 80), (8, 48, 88), (8, 0, 80), (8, 48, 0), (1024, 48, 80))),
+        *({"capability": capability} for capability in (None, (8, 9), (10, 0), (12, 0))),
+        {"biased": True},
+    )
+    for expected, changes in ((True, can), (False, cannot)):
+        for change in changes:
+            assert torch_can_group(**{**case, "biased": False, **change}) is expected, change
 
 
 @KINDS
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_torch_gets_rows_with_a_scale_each(scaling: Scaling, counts: tuple[int, ...], stand_in: Torch) -> None:
-    given, offsets = operands(scaling, sum(counts) + 3, len(counts)), ends(counts)
-    given[0][sum(counts) :] = torch.nan
-    got = multiply_grouped_torch(scaling, *given, offsets, True, plain_clear)
-    assert torch.equal(got, plain.matmul_grouped(*given, offsets, BF16, True))
-    ((_, b, of_a, of_b, _),) = stand_in.calls
-    assert b.stride()[1:] == (1, b.shape[1])
-    assert (of_a.shape, of_b.shape) == ((len(got),), (len(counts), 48))
+def test_torch_gets_rows_with_a_scale_each(scaling: Scaling, stand_in: Torch) -> None:
+    """And rows of no expert are set to 0."""
+    for counts, n, clear in zip(COUNTS, (48, 528) * 3, (plain_clear, *[fused_clear] * 5)):
+        case = Case(counts, scaling, n=n, k=80)
+        got = multiply(case, clear)
+        assert torch.equal(got, wanted(case))
+        _, b, of_a, of_b, _ = stand_in.calls[-1]
+        assert b.stride()[1:] == (1, b.shape[1])
+        assert (of_a.shape, of_b.shape) == ((len(got),), (len(counts), n))
 
 
 @KINDS
-def test_odd_addresses_and_no_rows(scaling: Scaling, stand_in: Torch) -> None:
-    given, offsets = operands(scaling, 9, 2), ends((4, 5))
-    shifted = [torch.cat([one.view(torch.uint8).flatten()[:1], one.view(torch.uint8).flatten()]) for one in given[:2]]
-    moved = [one[1:].view(E4M3).view(like.shape) for one, like in zip(shifted, given)]
-    assert all(one.data_ptr() % 16 for one in moved)
-    expected = plain.matmul_grouped(*given, offsets, BF16, True)
-    assert torch.equal(multiply_grouped_torch(scaling, *moved, *given[2:], offsets, False, plain_clear), expected)
-    nothing = operands(scaling, 0, 2)
-    assert multiply_grouped_torch(scaling, *nothing, ends((0, 0)), True, plain_clear).shape == (0, 48)
-    assert len(stand_in.calls) == 1
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_offsets_are_cut(wrong: tuple[int, ...], stand_in: Torch) -> None:
-    given, offsets = operands(Scaling.TENSORWISE, 50, 3), torch.tensor(wrong, dtype=torch.int32, device=DEVICE)
-    expected = plain.matmul_grouped(*given, cut(offsets, 50), BF16, True)
-    assert torch.equal(multiply_grouped_torch(Scaling.TENSORWISE, *given, offsets, True, fused_clear), expected)
+def test_odd_addresses_wrong_offsets_and_no_rows(scaling: Scaling, stand_in: Torch) -> None:
+    case = Case((4, 5), scaling, n=48, k=80)
+    expected, given = wanted(case), (case.a, case.b)
+    shifted = [torch.cat([one.view(torch.uint8).flatten()[:1], one.view(torch.uint8).flatten()])[1:] for one in given]
+    case.a, case.b = (one.view(E4M3).view(like.shape) for one, like in zip(shifted, given))
+    assert all(one.data_ptr() % 16 for one in (case.a, case.b))
+    assert torch.equal(multiply(case, plain_clear, fast=False), expected)
+    for given_offsets in WRONG:  # They are cut.
+        offsets = torch.tensor(given_offsets, dtype=torch.int32, device=DEVICE)
+        case = Case((16, 16, 18 - BEYOND), scaling, n=48, k=80, offsets=cut(offsets, 50))
+        expected, case.offsets = wanted(case), offsets
+        assert torch.equal(multiply(case), expected)
+    calls, case.a = len(stand_in.calls), case.a[:0]
+    assert multiply(case).shape == (0, 48)
+    assert len(stand_in.calls) == calls
 
 
 def test_which_backend_and_product_call_torch(stand_in: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of E4M3 do, with "auto" and "torch" on Hopper. Columns of a wgrad never do."""
     monkeypatch.setattr(grouped_ops, "nvidia_capability", lambda device: HOPPER)
-    offsets, (a, b, *scales) = ends((4, 0, 5)), operands(Scaling.TENSORWISE, 9, 3)
-    how: dict[str, Any] = {"fast_accumulation": True}
-    expected = plain.matmul_grouped(a, b, *scales, offsets, BF16, True)
+    case, how = Case((4, 0, 5), Scaling.TENSORWISE, n=48, k=80), {"fast_accumulation": True}
+    a, b, scales, offsets = case.a, case.b, case.scales, case.offsets
     for backend, calls in (("auto", 1), ("torch", 2), ("reference", 2), ("triton", 2)):
         made = len(stand_in.calls)
         got = direct.matmul_grouped(a, b, *scales, offsets, BF16, backend=backend, **how)
-        assert torch.equal(got, expected)
+        assert torch.equal(got, wanted(case))
         of_torch = len(stand_in.calls) > made
         name = grouped_ops.multiplier_name((E4M3, E4M3, BF16), Scaling.TENSORWISE, b.shape, False, backend, DEVICE)
         assert (name == "torch.scaled_grouped_mm") is of_torch
@@ -182,20 +150,6 @@ def test_which_backend_and_product_call_torch(stand_in: Torch, monkeypatch: pyte
     assert len(stand_in.calls) == 2
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 21])
-@pytest.mark.parametrize("n", [16, 528])
-def test_the_tail_is_cleared(tokens: int, n: int) -> None:
-    for end in {0, 1, tokens // 2, tokens}:
-        made = []
-        for clear in (plain_clear, fused_clear):
-            product = torch.full((tokens, n), torch.nan, dtype=BF16, device=DEVICE)
-            clear(product, ends((end, 0)))
-            made.append(product.isnan())
-            assert not product[end:].any()
-        assert torch.equal(*made)
-        assert made[0][:end].all()
-
-
 def test_the_device_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without memory, any read raises."""
 
@@ -204,9 +158,10 @@ def test_the_device_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm_v2", product)
     for scaling in (Scaling.TENSORWISE, Scaling.ROWWISE):
-        given = [one.to("meta") for one in operands(scaling, 9, 2)]
-        made = multiply_grouped_torch(scaling, *given, ends((4, 5)).to("meta"), True, plain_clear)
-        assert made.shape == (9, 48)
+        case = Case((4, 5), scaling, n=48, k=80)
+        given = [one.to("meta") for one in (case.a, case.b, *case.scales, case.offsets)]
+        made = multiply_grouped_torch(scaling, *given, True, plain_clear)
+        assert made.shape == (9 + BEYOND, 48)
 
 
 def test_torch_has_the_arguments() -> None:
@@ -225,8 +180,6 @@ def test_torch_has_the_arguments() -> None:
 def test_on_a_gpu(scaling: Scaling) -> None:
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("torch has this product on Hopper only")
-    for counts in COUNTS:
-        given, offsets = operands(scaling, sum(counts) + 3, len(counts)), ends(counts)
-        expected = plain.matmul_grouped(*given, offsets, BF16, True)
-        for fast in (True, False):
-            assert torch.equal(multiply_grouped_torch(scaling, *given, offsets, fast, fused_clear), expected)
+    for counts, fast in itertools.product(COUNTS, (True, False)):
+        case = Case(counts, scaling, n=48, k=80)
+        assert torch.equal(multiply(case, fast=fast), wanted(case))

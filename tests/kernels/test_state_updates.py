@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from unittest import mock
 
-import pytest
-import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8dist import DelayedScaling
@@ -15,52 +15,38 @@ from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels import direct, host
 from fp8dist_kernels.arrays import StateArrays
 from fp8dist_kernels.formats import E4M3
-from fp8dist_kernels.reference import update
-from fp8dist_kernels.reference.rings import RingShape
 from tests.support.counted import Operations
 from tests.support.updates import RULE, assert_equal, random_arrays
 
 
-def _runs_numpy(arrays: StateArrays, backend: str = "auto") -> bool:
-    """Return if ``StateUpdates`` runs numpy for a launch and a commit. Both run it or neither."""
-    before = host.launch, host.commit
-    calls: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "launch", lambda *args: (calls.append("launch"), before[0](*args))[1])
-        patch.setattr(host, "commit", lambda *args: (calls.append("commit"), before[1](*args))[1])
+def _run(arrays: StateArrays, backend: str = "auto") -> tuple[Tensor, bool]:
+    """Return the outcome of a commit after a launch, and whether numpy ran. It runs both or neither."""
+    with (
+        mock.patch.object(host, "launch", wraps=host.launch) as launch,
+        mock.patch.object(host, "commit", wraps=host.commit) as commit,
+    ):
         updates = direct.StateUpdates(arrays, RULE, backend)
         updates.launch(None, False)
-        assert updates.commit(arrays.send, None).shape == (update.OUTCOME,)
-    assert calls in ([], ["launch", "commit"])
-    return bool(calls)
+        outcome = updates.commit(arrays.send, None)
+    assert launch.called == commit.called
+    return outcome, launch.called
 
 
 def test_which_version_runs() -> None:
-    arrays = StateArrays.allocate([448.0] * 3, [464.0] * 3, RingShape(4), torch.device("cpu"))
-    assert {name: _runs_numpy(arrays, name) for name in ("auto", "torch", "reference")} == {
-        "auto": True,
-        "torch": True,
-        "reference": False,
-    }
-    with FakeTensorMode() as mode:
-        fake = StateArrays(*map(mode.from_tensor, arrays))
-        assert not _runs_numpy(fake)
-
-
-def test_modes_see_the_ops() -> None:
-    """A dispatch mode sees one op per call. What runs inside gives the same bits as numpy."""
-    arrays = random_arrays(random.Random(0), 6, 4)
-    twin = StateArrays(*(tensor.clone() for tensor in arrays))
-    updates = direct.StateUpdates(arrays, RULE, "auto")
+    """Numpy, unless the reference is asked for or a dispatch mode must see the ops. All give the same bits."""
+    start = random_arrays(random.Random(0), 6, 4)
+    made = {name: StateArrays(*(tensor.clone() for tensor in start)) for name in ("auto", "torch", "reference")}
+    outcomes = {name: _run(arrays, name) for name, arrays in made.items()}
+    assert {name: numpy for name, (_, numpy) in outcomes.items()} == {"auto": True, "torch": True, "reference": False}
     with Operations() as seen:
-        updates.launch(None, False)
-        outcome = updates.commit(arrays.send, None)
+        outcome, _ = _run(start)
     names = [str(op) for op in seen.seen if "fp8dist" in str(op)]
     assert names == ["fp8dist.launch.default", "fp8dist.commit.default"]
-    updates = direct.StateUpdates(twin, RULE, "auto")
-    updates.launch(None, False)
-    assert updates.commit(twin.send, None).equal(outcome)
-    assert_equal(twin, arrays)
+    for name, arrays in made.items():
+        assert_equal(arrays, start)
+        assert outcomes[name][0].equal(outcome)
+    with FakeTensorMode() as mode:
+        assert not _run(StateArrays(*map(mode.from_tensor, start)))[1]
 
 
 def test_an_arena_that_is_rebuilt_or_copied_has_its_own_views() -> None:

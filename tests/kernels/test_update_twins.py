@@ -6,73 +6,20 @@ import itertools
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from fp8dist_kernels import host
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
-from fp8dist_kernels.header import HEADER, WORD_STEP, WORDS
-from fp8dist_kernels.reference import update
+from fp8dist_kernels.header import WORD_STEP, WORDS
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist_kernels.reference.rings import RingShape
 from fp8dist_kernels.triton import update as fused
 from tests.support.devices import DEVICE
 from tests.support.oracle import FP8_MAX, ROUNDS_TO_MAX, Rules, SlotOracle, bits_of, of_bits
 from tests.support.suite import crossed
-from tests.support.updates import RULE, assert_equal, random_amaxes, random_arrays
+from tests.support.updates import RULE, BothVersions, random_amaxes, random_arrays
 
 VERSIONS = pytest.mark.parametrize("version", ["numpy", "triton"])
-
-
-class _Both:
-    """The same state twice: one copy is updated by plain torch, one by another version. Both must stay equal."""
-
-    def __init__(self, version: str, arrays: StateArrays) -> None:
-        self.numpy = version == "numpy"
-        self.device = "cpu" if self.numpy else DEVICE
-        self.plain = arrays
-        self.arrays = StateArrays(*(tensor.clone().to(self.device) for tensor in arrays))
-        self.version: Any = host if self.numpy else fused
-        self.views: Any = host.HostArrays(self.arrays) if self.numpy else self.arrays
-
-    def _call(self, name: str, *args: Any) -> Any:
-        args = tuple(arg.to(self.device) if isinstance(arg, Tensor) else arg for arg in args)
-        # The support for Triton's interpreter has switched numpy's warnings off.
-        with np.errstate(all="raise" if self.numpy else "ignore"):
-            return getattr(self.version, name)(self.views, *args)
-
-    def launch(self, amaxes: Tensor, shards: Tensor, hold: Tensor | None = None, drop: bool = False) -> None:
-        for arrays in (self.plain, self.arrays):
-            arrays.pending.copy_(amaxes.view(torch.float32))
-            arrays.shards.copy_(shards.view(torch.float32))
-            arrays.send.fill_(77)
-        update.launch(self.plain, hold, drop)
-        self._call("launch", hold, drop)
-        assert_equal(self.arrays, self.plain)
-        assert not self.arrays.scratch.any(), "it must be clean for the next launch"
-
-    def commit(self, rule: UpdateRule, reduced: Tensor, hold: Tensor | None = None) -> list[bool]:
-        expected = update.commit(self.plain, rule, reduced, hold)
-        if self.numpy:  # With lanes of a fallback behind the message.
-            reduced = torch.cat([reduced, random_amaxes(random.Random(1), 7)])
-        found = self._call("commit", rule, reduced, hold)
-        assert (found.dtype, found.tolist()) == (torch.bool, expected.tolist())
-        assert_equal(self.arrays, self.plain)
-        return found.tolist()
-
-    def step(self, rule: UpdateRule, rng: random.Random, wrong: int | None = None, hold: Tensor | None = None) -> None:
-        n, m = len(self.plain.pending), len(self.plain.shards)
-        self.launch(random_amaxes(rng, n), random_amaxes(rng, m), hold, rng.random() < 0.5)
-        reduced = self.plain.send.clone()
-        reduced[HEADER:] = torch.maximum(reduced[HEADER:], random_amaxes(rng, n))
-        if wrong is not None:
-            reduced[wrong] += 1
-        outcome = self.commit(rule, reduced, hold)
-        assert outcome[:WORDS] == [wrong is not None and wrong % WORDS == word for word in range(WORDS)]
-
-
 RULES = [*itertools.product((-200, -2, 0, 3, 200), (False, True), (False, True))]
 
 
@@ -85,19 +32,19 @@ def test_rules(version: str, algorithm: Any, length: int) -> None:
     turn = 7 * length + 3 * len(algorithm)
     for margin, power_of_two, just_in_time in RULES if version == "numpy" else RULES[turn % 5 :: 5]:
         rng = random.Random(margin)
-        both = _Both(version, random_arrays(rng, 31, length, shards=rng.choice([0, 3])))
+        both = BothVersions(version, random_arrays(rng, 31, length, shards=rng.choice([0, 3])))
         for _ in range(4):
             both.step(UpdateRule(length, margin, power_of_two, just_in_time, algorithm), rng)
 
 
 @pytest.mark.slow
 @VERSIONS
-@pytest.mark.parametrize("shards", [0, 1, 5])
+@pytest.mark.parametrize("shards", [0, 5])
 def test_holds_and_differences(version: str, shards: int) -> None:
     """What ranks disagree about, and what a loss scaler holds back, on its own and together, in one row of steps."""
     torch.manual_seed(shards)
     rng = random.Random(shards)
-    both = _Both(version, random_arrays(rng, 40, 4, shards))
+    both = BothVersions(version, random_arrays(rng, 40, 4, shards))
     holds: list[Any] = [None, 0.0, [1.0]]
     holds += [1.0, -0.0, torch.nan, [0.0], [2.0], True] if version == "numpy" else []
     for wrong, value in itertools.product((None, *range(2 * WORDS)), holds):
@@ -110,24 +57,36 @@ def test_holds_and_differences(version: str, shards: int) -> None:
 
 
 @VERSIONS
-def test_sharded_weights_count_where_a_user_ran(version: str) -> None:
-    """Most slots did not run, on no rank: any of a weight's users may be the only one that ran."""
-    rng = random.Random(0)
-    both = _Both(version, random_arrays(rng, 60, 4, 20))
+def test_states_of_all_kinds(version: str) -> None:
+    for n in (0, 1, 2, 672):
+        torch.manual_seed(n)
+        rng = random.Random(n)
+        both = BothVersions(version, random_arrays(rng, n, 16))
+        for hold in (None, torch.tensor(1.0), None):
+            both.step(RULE._replace(length=16), rng, hold=hold)
+    # Most slots did not run, on no rank: any user of a sharded weight may be the only one that ran.
+    both = BothVersions(version, random_arrays(rng, 60, 4, 20))
     for _ in range(10):
         amaxes = torch.where(torch.rand(60) < 0.8, DID_NOT_RUN_BITS, random_amaxes(rng, 60))
         both.launch(amaxes, random_amaxes(rng, 20))
         both.commit(RULE, both.plain.send.clone())
+    # The step counter and the sum of the digest wrap.
+    both = BothVersions(version, random_arrays(rng, 5, 4))
+    for arrays in (both.plain, both.arrays):
+        arrays.words[1] = 2**31 - 1
+        arrays.scales.view(torch.int32).fill_(2**31 - 1)
+    both.step(RULE, rng)
+    assert both.arrays.words[1] == -(2**31)
 
 
-@VERSIONS
-@pytest.mark.parametrize("n", [0, 1, 2, 672])
-def test_numbers_of_slots(version: str, n: int) -> None:
-    torch.manual_seed(n)
-    rng = random.Random(n)
-    both = _Both(version, random_arrays(rng, n, 16))
-    for hold in (None, torch.tensor(1.0), None):
-        both.step(RULE._replace(length=16), rng, hold=hold)
+def test_damaged_maxima_are_made_good() -> None:
+    """A commit takes the maxima of blocks from their entries."""
+    both = BothVersions("numpy", random_arrays(random.Random(0), 9, 16))
+    for arrays in (both.plain, both.arrays):
+        arrays.block_max.fill_(3e38)
+    for _ in range(20):
+        both.step(RULE._replace(length=16), random.Random(0))
+    assert not (both.arrays.block_max == 3e38).all()
 
 
 @VERSIONS
@@ -144,31 +103,10 @@ def test_alarms(version: str) -> None:
     ):
         arrays = random_arrays(random.Random(0), 6, 4, shards)
         arrays.scales.fill_(1e20)
-        both = _Both(version, arrays)
+        both = BothVersions(version, arrays)
         both.launch(amaxes, amaxes[:shards])
         outcome = both.commit(RULE._replace(just_in_time=False), both.plain.send.clone())
         assert outcome == [False] * WORDS + alarms + [True]
-
-
-@VERSIONS
-def test_counters_wrap(version: str) -> None:
-    """The step counter, and the sum of the digest."""
-    both = _Both(version, random_arrays(random.Random(0), 5, 4))
-    for arrays in (both.plain, both.arrays):
-        arrays.words[1] = 2**31 - 1
-        arrays.scales.view(torch.int32).fill_(2**31 - 1)
-    both.step(RULE, random.Random(0))
-    assert both.arrays.words[1] == -(2**31)
-
-
-def test_damaged_maxima_are_made_good() -> None:
-    """A commit takes the maxima of blocks from their entries."""
-    both = _Both("numpy", random_arrays(random.Random(0), 9, 16))
-    for arrays in (both.plain, both.arrays):
-        arrays.block_max.fill_(3e38)
-    for _ in range(20):
-        both.step(RULE._replace(length=16), random.Random(0))
-    assert not (both.arrays.block_max == 3e38).all()
 
 
 @VERSIONS
@@ -179,7 +117,7 @@ def test_commits_against_the_oracle(version: str) -> None:
     formats = [FP8_MAX["e4m3" if i % 2 == 0 else "e5m2"] for i in range(16)]
     slots = [SlotOracle(limit, rules) for limit in formats]
     limits = [ROUNDS_TO_MAX[limit] for limit in formats]
-    both = _Both(version, StateArrays.allocate(formats, limits, RingShape(3), torch.device("cpu")))
+    both = BothVersions(version, StateArrays.allocate(formats, limits, RingShape(3), torch.device("cpu")))
     for step in range(10):
         words = [word if word < 0 else min(word, 0x7FC00000) for word in random_amaxes(rng, 16).tolist()]
         if step == 0:
@@ -195,11 +133,11 @@ def test_commits_against_the_oracle(version: str) -> None:
 
 
 def test_what_a_kernel_would_read_beyond_is_refused() -> None:
-    for hold in (torch.zeros(2), torch.zeros(0)):
-        arrays = _Both("triton", random_arrays(random.Random(0), 5, 4)).arrays
+    arrays = BothVersions("triton", random_arrays(random.Random(0), 5, 4)).arrays
+    for size in (0, 2):
         with pytest.raises(ValueError, match="one element"):
-            fused.launch(arrays, hold.to(DEVICE), False)
+            fused.launch(arrays, torch.zeros(size, device=DEVICE), False)
+    strided = torch.zeros(2 * len(arrays.send), dtype=torch.int32, device=DEVICE)[::2]
+    for message in (arrays.send[:-1], strided):
         with pytest.raises(ValueError, match="contiguous message of shape"):
-            fused.commit(arrays, RULE, arrays.send[:-1], None)
-        with pytest.raises(ValueError, match="contiguous message of shape"):
-            fused.commit(arrays, RULE, torch.zeros(2 * len(arrays.send), dtype=torch.int32, device=DEVICE)[::2], None)
+            fused.commit(arrays, RULE, message, None)

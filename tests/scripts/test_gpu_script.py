@@ -97,7 +97,6 @@ def test_a_stage_that_does_not_end_is_ended_and_the_summary_follows(tmp_path: Pa
 
 WITHOUT_A_GPU = {
     "tests/cli/test_doctor.py": "scripts/gpu runs fp8dist doctor itself",
-    "tests/kernels/test_interpreter.py": "Triton's interpreter, which no test needs on a GPU",
     "tests/kernels/test_tiles.py": "measured on a GPU by scripts/gpu tune",
 }
 """Files that look for a GPU, and what of them check does not run there."""

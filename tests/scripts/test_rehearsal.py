@@ -26,8 +26,8 @@ FILE = "nvidia-h200.json"
 CHOSEN = (
     "nccl or (give_the_same and _collectives) or (two_ranks and same_step) or (delayed-auto and not tokens) or "
     "(replayed and sgd and same_step) or "
-    "(small and (test_digests or test_amax or (test_updates and max-False) or (test_casts and 1x128 and False)"
-    " or (test_products and not wide and not tiles and tensorwise)))"
+    "(small and not wide and (test_ops or (test_updates and max-False)"
+    " or (test_products and not tiles and tensorwise)))"
 )
 """Tests of each kind that ``check`` runs. torch.compile does not run on a pretended GPU."""
 ALONE = ("-n", "0", "-k", CHOSEN)

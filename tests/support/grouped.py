@@ -18,9 +18,9 @@ WRONG = ((40, 30, 60), (-3, 20, 1 << 30), (0, 49, 0), (2**31 - 1,) * 3)
 """Offsets of three experts that decrease, or that lie beyond or before all of 50 rows."""
 
 
-def ends(counts: Sequence[int]) -> Tensor:
+def ends(counts: Sequence[int], device: torch.device | str = DEVICE) -> Tensor:
     """Return ``offsets`` of groups with these numbers of rows."""
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=DEVICE)
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
 
 
 def poisoned_rows(counts: Sequence[int], features: int, beyond: int, seed: int = 0, finite: bool = False) -> Tensor:
@@ -30,8 +30,8 @@ def poisoned_rows(counts: Sequence[int], features: int, beyond: int, seed: int =
     return x
 
 
-def slots_of(groups: int, apart: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def slots_of(groups: int, device: torch.device | str = DEVICE, apart: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Return scales, cold flags and pendings of slots in an arena: every ``apart``-th is used, every third is cold."""
-    scale = torch.linspace(0.2, 3.0, groups * apart, device=DEVICE)
-    cold = torch.arange(groups * apart, device=DEVICE) % 3 == 0
+    scale = torch.linspace(0.2, 3.0, groups * apart, device=device)
+    cold = torch.arange(groups * apart, device=device) % 3 == 0
     return scale[::apart], cold[::apart], torch.full_like(scale, -1.0)[::apart]

@@ -1,15 +1,21 @@
-"""Random states of an arena, and amaxes of a step, for tests of launches and commits."""
+"""Random states of an arena, amaxes of a step, and two versions that must stay equal: for launches and commits."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fp8dist_kernels import host
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
+from fp8dist_kernels.header import HEADER, WORDS
+from fp8dist_kernels.reference import update
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist_kernels.reference.rings import RingShape
+from tests.support.devices import DEVICE
 
 RULE = UpdateRule(4, 0, False, True, "max")
 BITS = (
@@ -49,3 +55,54 @@ def assert_equal(mine: StateArrays, theirs: StateArrays) -> None:
         a, b = a.cpu().contiguous(), b.cpu().contiguous()
         same = a.view(torch.uint8).equal(b.view(torch.uint8)) if a.numel() else a.shape == b.shape
         assert same, (name, a, b)
+
+
+class BothVersions:
+    """The same state twice: one copy is updated by plain torch on the CPU, one by ``version``: "numpy" or "triton", on
+    the device. Both must stay equal."""
+
+    def __init__(self, version: str, arrays: StateArrays) -> None:
+        self.numpy = version == "numpy"
+        self.device = "cpu" if self.numpy else DEVICE
+        self.plain = arrays
+        self.arrays = StateArrays(*(tensor.clone().to(self.device) for tensor in arrays))
+        self.views: Any = host.HostArrays(self.arrays) if self.numpy else self.arrays
+
+    def _call(self, name: str, *args: Any) -> Any:
+        # Imported here because decorating a kernel reads TRITON_INTERPRET.
+        from fp8dist_kernels.triton import update as fused
+
+        args = tuple(arg.to(self.device) if isinstance(arg, Tensor) else arg for arg in args)
+        # The support for Triton's interpreter has switched numpy's warnings off.
+        with np.errstate(all="raise" if self.numpy else "ignore"):
+            return getattr(host if self.numpy else fused, name)(self.views, *args)
+
+    def launch(self, amaxes: Tensor, shards: Tensor, hold: Tensor | None = None, drop: bool = False) -> None:
+        for arrays in (self.plain, self.arrays):
+            arrays.pending.copy_(amaxes.view(torch.float32))
+            arrays.shards.copy_(shards.view(torch.float32))
+            arrays.send.fill_(77)
+        update.launch(self.plain, hold, drop)
+        self._call("launch", hold, drop)
+        assert_equal(self.arrays, self.plain)
+        assert not self.arrays.scratch.any(), "it must be clean for the next launch"
+
+    def commit(self, rule: UpdateRule, reduced: Tensor, hold: Tensor | None = None) -> list[bool]:
+        expected = update.commit(self.plain, rule, reduced, hold)
+        if self.numpy:  # With lanes of a fallback behind the message.
+            reduced = torch.cat([reduced, random_amaxes(random.Random(1), 7)])
+        found = self._call("commit", rule, reduced, hold)
+        assert (found.dtype, found.tolist()) == (torch.bool, expected.tolist())
+        assert_equal(self.arrays, self.plain)
+        return found.tolist()
+
+    def step(self, rule: UpdateRule, rng: random.Random, wrong: int | None = None, hold: Tensor | None = None) -> None:
+        """Launch and commit. ``wrong``: the word of the header in which the ranks differ."""
+        n, m = len(self.plain.pending), len(self.plain.shards)
+        self.launch(random_amaxes(rng, n), random_amaxes(rng, m), hold, rng.random() < 0.5)
+        reduced = self.plain.send.clone()
+        reduced[HEADER:] = torch.maximum(reduced[HEADER:], random_amaxes(rng, n))
+        if wrong is not None:
+            reduced[wrong] += 1
+        outcome = self.commit(rule, reduced, hold)
+        assert outcome[:WORDS] == [wrong is not None and wrong % WORDS == word for word in range(WORDS)]
