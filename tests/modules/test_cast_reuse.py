@@ -48,15 +48,11 @@ class Job:
         self.seen.append(bits(loss))
         return loss.detach()
 
-    def step(self, number: int) -> None:
-        for micro in range(MICROBATCHES):
-            self.backward(MICROBATCHES * number + micro)
-        self.end(self.optimizer)
-
-    def end(self, optimizer: Optimizer) -> None:
+    def end(self) -> None:
+        """End a step."""
         self.seen.append(gradient_bits(self.net))
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def output(self) -> bytes:
         return bits(self.net(self.x))
@@ -90,19 +86,19 @@ def fused_sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
 
 
-def plainly(job: Job) -> None:
+def plainly(job: Job, evaluates: bool = False) -> None:
     for number in range(STEPS):
-        job.step(number)
+        for micro in range(MICROBATCHES):
+            job.backward(MICROBATCHES * number + micro)
+            if evaluates:
+                with torch.no_grad():
+                    job.seen.append(bits(job.net(batch(1, number)[0])))
+        job.end()
 
 
 def evaluating(job: Job) -> None:
     """A forward with grad off casts each time, because swapping weights for an evaluation triggers no hook."""
-    for number in range(STEPS):
-        for micro in range(MICROBATCHES):
-            job.backward(MICROBATCHES * number + micro)
-            with torch.no_grad():
-                job.seen.append(bits(job.net(batch(1, number)[0])))
-        job.end(job.optimizer)
+    plainly(job, evaluates=True)
 
 
 def by_closure(job: Job) -> None:
@@ -113,7 +109,7 @@ def by_closure(job: Job) -> None:
         return sum((job.backward(micro) for micro in range(MICROBATCHES)), torch.zeros(()))
 
     for _ in range(STEPS):
-        job.optimizer.step(closure)  # type: ignore[arg-type]
+        job.optimizer.step(closure)
     with watched_casts() as seen:
         job.output()
         job.output()
@@ -131,7 +127,7 @@ def with_temporaries(job: Job) -> None:
             loss.backward()
             job.seen.append(bits(loss))
             del loss
-        job.end(job.optimizer)
+        job.end()
 
 
 def with_a_copied_part(job: Job) -> None:
@@ -210,7 +206,8 @@ def test_refresh_weights_forgets_what_other_weights_were_like(forward_again: boo
     """In the window, and since the last boundary. ``stepped``: a boundary comes before the refresh, too."""
     job = Job(make=lambda p: torch.optim.SGD(p, lr=1e-30))  # Changes nothing; a step with 0 would not count.
     if stepped:
-        job.step(0)
+        job.backward(0)
+        job.end()
         assert job.manager.slot("first", "weight").amax_history.count_nonzero() == 1
     job.backward(0)
     for weight in job.weights():

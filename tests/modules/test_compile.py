@@ -46,7 +46,7 @@ def plain(block: nn.Module, x: Tensor) -> Tensor:
 
 
 checkpointed: Run = partial(checkpoint, use_reentrant=False)
-selective: Run = partial(checkpointed, context_fn=partial(create_selective_checkpoint_contexts, _save_products))  # type: ignore[call-arg]
+selective: Run = partial(checkpointed, context_fn=partial(create_selective_checkpoint_contexts, _save_products))
 
 
 class Block(nn.Module):
@@ -62,17 +62,11 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-class Tied(nn.Module):
-    """Two Linears of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.down.weight = self.up.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    model[2].weight = model[0].weight
+    return model
 
 
 def blocks() -> nn.Module:
@@ -114,7 +108,7 @@ def train(case: Case, compiler: str | None = None) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     attached = {} if case.boundary == "manager.step()" else {"optimizer": optimizer}
     manager.attach(model, **attached, **({"boundary": "manual"} if case.boundary == "manual" else {}))
-    eager = [partial(case.run, part) for part in (model if case.parts else [model])]  # type: ignore[attr-defined]
+    eager = [partial(case.run, part) for part in (model if case.parts else [model])]
     compiled = [torch.compile(each, fullgraph=True, backend=compiler) for each in eager] if compiler else eager
     losses = []
     for step, tokens in enumerate(case.sizes):
@@ -133,7 +127,7 @@ def train(case: Case, compiler: str | None = None) -> Any:
                 loss.backward()
                 losses.append(bits(loss.nan_to_num(nan=-1.0)))  # A NaN may have either sign.
             for parameter in model.parameters():
-                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)  # type: ignore[union-attr]
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
             optimizer.step()
             if case.boundary != "optimizer":
                 manager.step()
@@ -148,7 +142,7 @@ def train(case: Case, compiler: str | None = None) -> Any:
 
 NEXT = DelayedScaling(history_len=4, update="next_step")
 MIXED: dict[str, Any] = {"recipe": DelayedScaling(history_len=4), "overrides": {"up": BlockScaling()}}
-ANY_SIZE: dict[str, Any] = {"sizes": (17, 16, 48, 0, 1, 33), "warm": None}
+ANY_SIZE: dict[str, Any] = {"sizes": (17, 16, 0, 1), "warm": None}
 """With and without padding. The second size makes the graph dynamic."""
 CASES = {
     "cold, hot, not finite": Case(sizes=(35,) * 6, warm=None, factors=(0, 1, 5, math.inf, 2, 3)),
@@ -160,7 +154,7 @@ CASES = {
     "current, dgrad high": Case(CurrentScaling(high_precision=("dgrad",))),
     "a Linear left high": Case(CurrentScaling(), {"up": "high"}),
     "two in one, checkpointed": Case(**MIXED, run=checkpointed),
-    "tied": Case(model=Tied),
+    "tied": Case(model=tied),
     "selective": Case(run=selective, backend="torch"),
     "one by one, checkpointed": Case(model=blocks, parts=True, run=checkpointed),
     "row-wise, any size": Case(RowwiseScaling(), **ANY_SIZE),
@@ -168,9 +162,9 @@ CASES = {
     "one by one, selective": Case(model=blocks, parts=True, run=selective),
     "blocks, any size": Case(BlockScaling(), **ANY_SIZE),
     "mx, any size": Case(MXFP8Scaling(), **ANY_SIZE),
-    **{f"{run.func.__name__} on Triton": Case(run=run, backend="triton") for run in (checkpointed, selective)},  # type: ignore[attr-defined]
+    **{f"{run.func.__name__} on Triton": Case(run=run, backend="triton") for run in (checkpointed, selective)},
 }
-KEPT = ("cold, hot, not finite", "next step, manual", "two in one, checkpointed", "row-wise, any size")
+KEPT = ("next step, manual", "two in one, checkpointed", "row-wise, any size")
 
 
 @pytest.mark.slow

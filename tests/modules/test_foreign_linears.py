@@ -17,17 +17,11 @@ from torch.distributed.fsdp import fully_shard
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
+from tests.support.linear import RECIPES
 from tests.support.ranks import on_ranks
 from tests.support.suite import crossed, few
 
 TOKENS, IN, OUT = 32, 48, 64
-RECIPES = [
-    fp8dist.DelayedScaling(),
-    fp8dist.CurrentScaling(),
-    fp8dist.RowwiseScaling(),
-    fp8dist.BlockScaling(),
-    fp8dist.MXFP8Scaling(),
-]
 
 
 class Named(nn.Linear):

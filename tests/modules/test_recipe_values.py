@@ -27,7 +27,7 @@ KINDS: Sequence[type[Recipe]] = (DelayedScaling, CurrentScaling, RowwiseScaling,
 
 RECIPES = [
     *(kind() for kind in KINDS),
-    *(kind(format="e4m3" if kind().format == "hybrid" else "hybrid", power_of_two=True) for kind in KINDS),  # type: ignore[call-arg]
+    *(kind(format="e4m3" if kind().format == "hybrid" else "hybrid", power_of_two=True) for kind in KINDS),
     *(MXFP8Scaling(), MXFP8Scaling(scale_rounding="up")),
 ]
 """Each kind in each format, one of them with powers of two; MX with both roundings."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,14 @@ E4M3 = torch.float8_e4m3fn
 IN, OUT = 96, 48
 
 
-def key_of(seed: int, fqn: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed} {fqn}".encode(), digest_size=8).digest(), "little", signed=True)
+KEY = int.from_bytes(hashlib.blake2b(b"0 0", digest_size=8).digest(), "little", signed=True)
+"""Of seed 0 and the module named 0."""
 
 
-def dequantised(x: Tensor, copy: str, draw: tuple[int, ...] = (0, 0, 0, 0, 1), fqn: str = "0", **how: bool) -> Tensor:
+def dequantised(x: Tensor, copy: str, draw: tuple[int, ...] = (0, 0, 0, 0, 1), **how: bool) -> Tensor:
     """Return the copy ("rows" or "columns") of x, float64, cut to its size. The scale is that of x, with margin 1."""
     encode = torch.full((), 2688.0, device=x.device) / x.detach().abs().amax() / 2
-    options: dict[str, Any] = {"key": key_of(0, fqn), "square": False, "hadamard": False, "stochastic": False, **how}
+    options: dict[str, Any] = {"key": KEY, "square": False, "hadamard": False, "stochastic": False, **how}
     at = torch.tensor(draw, device=x.device)
     made = quantize_nvfp4(x.detach(), encode, at, E4M3, rows=copy == "rows", columns=copy == "columns", **options)
     fp8, scale = made[:2] if copy == "rows" else made[2:]
@@ -45,10 +44,10 @@ def dequantised(x: Tensor, copy: str, draw: tuple[int, ...] = (0, 0, 0, 0, 1), f
 def test_settings() -> None:
     wrong: list[tuple[Any, str]] = [
         (lambda: NVFP4Scaling(seed=-1), "seed must be an integer from 0 to"),
-        (lambda: NVFP4Scaling(hadamard="yes"), "hadamard must be True or False"),  # type: ignore[arg-type]
-        (lambda: MXFP8Scaling(scale_rounding="floor"), "scale_rounding must be one of down, up, got 'floor'"),  # type: ignore[arg-type]
-        (lambda: fp8dist.prepare(nn.Linear(32, 32), "nvfp4"), r"write fp8dist\.NVFP4Scaling\(\)"),  # type: ignore[arg-type]
-        (lambda: fp8dist.prepare(nn.Linear(32, 32), "mxfp8"), r"write fp8dist\.MXFP8Scaling\(\)"),  # type: ignore[arg-type]
+        (lambda: NVFP4Scaling(hadamard="yes"), "hadamard must be True or False"),
+        (lambda: MXFP8Scaling(scale_rounding="floor"), "scale_rounding must be one of down, up, got 'floor'"),
+        (lambda: fp8dist.prepare(nn.Linear(32, 32), "nvfp4"), r"write fp8dist\.NVFP4Scaling\(\)"),
+        (lambda: fp8dist.prepare(nn.Linear(32, 32), "mxfp8"), r"write fp8dist\.MXFP8Scaling\(\)"),
     ]
     for call, message in wrong:
         with pytest.raises(ConfigurationError, match=message):
@@ -133,19 +132,21 @@ def test_seeds_steps_and_microbatches_differ() -> None:
     assert len({*gradients(NVFP4Scaling()), *gradients(NVFP4Scaling(seed=1))}) == 8
 
 
-def test_an_evaluation_does_not_change_training() -> None:
-    """Although it runs a backward between two microbatches."""
+@pytest.mark.parametrize("how", ["evaluated", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # At a break of the graph.
+def test_training_is_not_changed_when_it_is(how: str) -> None:
+    """An evaluation runs a backward between two microbatches. The compiler leaves these Linears out of its graphs."""
     seen = []
-    for evaluates in (False, True):
+    for changes in ("", how):
+        torch._dynamo.reset()
         net, _, optimizer = _prepared(NVFP4Scaling())
+        called = torch.compile(net, backend="eager") if changes == "compiled" else net
 
-        def forward(_: nn.Module, x: Tensor, net: nn.Module = net, evaluates: bool = evaluates) -> Tensor:
-            if evaluates:
-                net.eval()
-                torch.autograd.grad(net(x).sum(), list(net.parameters()))
-                net.train()
-            result: Tensor = net(x)
-            return result
+        def forward(_: Any, x: Tensor, net: Any = net, called: Any = called, changes: str = changes) -> Any:
+            if changes == "evaluated":
+                torch.autograd.grad(net.eval()(x).sum(), list(net.parameters()))
+            net.train()
+            return called(x)
 
         seen.append(_train(net, optimizer, range(3), forward))
     assert seen[0] == seen[1]
@@ -193,19 +194,6 @@ def test_a_backward_after_the_step_has_the_signs_of_its_forward() -> None:
     assert (gradients[2] - gradients[1]).norm() < 0.3 * gradients[1].norm()
 
 
-@pytest.mark.slow
-def test_compiled_models_leave_its_linears_out() -> None:
-    ends = []
-    for compiles in (False, True):
-        torch._dynamo.reset()
-        net, _, optimizer = _prepared(NVFP4Scaling())
-        called = torch.compile(net, backend="eager") if compiles else net
-        # torch reads .grad of what it hands over at a break of the graph.
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            ends.append(_train(net, optimizer, range(3), lambda _, x, called=called: called(x)))
-    assert ends[0] == ends[1]
-
-
 def test_weights_that_others_write_get_a_scale_that_fits() -> None:
     net, _, optimizer = _prepared(NVFP4Scaling(stochastic_rounding=False))
     _train(net, optimizer, range(3))
@@ -233,7 +221,7 @@ def test_shares_that_saturate_are_measured() -> None:
     """With MX's own rounding, 500 saturates: 448 / 500 is not 1. Rounded up, nothing does. NVFP4's scale is delayed: a
     tensor that grows by 4 in a step saturates."""
     for rounding, expected in (("down", 0.5), ("up", 0.0)):
-        recipe = MXFP8Scaling(scale_rounding=rounding)  # type: ignore[arg-type]
+        recipe = MXFP8Scaling(scale_rounding=rounding)
         assert _shares_of_inputs(recipe, torch.tensor([500.0, 1.0]).repeat(4, 32)) == [(expected, 0.0)]
     growing = [torch.tensor([size, 1e-6]).repeat(4, 32) for size in (1.0, 2.0, 8.0)]
     assert _shares_of_inputs(NVFP4Scaling(), *growing) == [(0.0, 0.5), (0.0, 0.5), (0.5, 0.5)]

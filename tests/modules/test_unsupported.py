@@ -18,14 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fp8dist
 from fp8dist import (
-    BlockScaling,
     ConfigurationError,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8Scaling,
-    RowwiseScaling,
 )
 from tests.support.experts import Experts, Mixture
+from tests.support.linear import RECIPES
 from tests.support.parallel import mesh_of
 from tests.support.ranks import on_ranks
 
@@ -72,7 +68,7 @@ def test_grouped_products_have_the_same_limits() -> None:
     for enabled in (True, False):
         model = Mixture(Experts())
         manager = fp8dist.prepare(model, enabled=enabled)
-        slots = next(iter(model.experts.fp8_products.values()))  # type: ignore[union-attr]
+        slots = next(iter(model.experts.fp8_products.values()))
         weight: Any = getattr(model.experts, slots.name)
         offsets = torch.full((len(weight),), 4, dtype=torch.int32)
         product = partial(fp8dist.grouped_linear, weight=weight, offsets=offsets, slots=slots)
@@ -146,7 +142,7 @@ def _jagged(net: nn.Module) -> Any:
 CALLS: dict[str, tuple[Call, str]] = {
     "jagged": (_jagged, "layout nested"),
     "nested": (lambda net: net(torch.nested.nested_tensor([_x(3), _x(5)])).to_padded_tensor(0.0), "layout nested"),
-    "sparse": (lambda net: net[0](_x(4).to_sparse()), "layout sparse_coo"),  # type: ignore[index]
+    "sparse": (lambda net: net[0](_x(4).to_sparse()), "layout sparse_coo"),
     "vmap": (lambda net: torch.vmap(net)(_x(4, 8)), "vmap"),
     "func.grad": (
         lambda net: torch.func.grad(lambda p: torch.func.functional_call(net, p, (_x(4),)).sum())(_parameters(net)),
@@ -167,7 +163,6 @@ CALLS: dict[str, tuple[Call, str]] = {
     "gradient penalty of a sum": (lambda net: _penalty(net, False), "create_graph=True"),
     "hessian": (lambda net: torch.autograd.functional.hessian(lambda x: net(x).sum(), _x(1)), "create_graph=True"),
 }
-RECIPES = (DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling())
 
 
 def _tensors(value: Any) -> list[Tensor]:
