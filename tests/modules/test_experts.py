@@ -9,43 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling, FP8Experts
 from fp8dist.errors import ConfigurationError
-from tests.support.collectives import counted_collectives
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool
+from tests.support.sharded_experts import Routed, routed_batch
 from tests.support.states import state_of
 from tests.support.suite import few
 from tests.support.training import bits
 
-EXPERTS = 8
 
-
-class Routed(nn.Module):
-    """A mixture whose batch says which expert each row goes to: x [n, 33], the last column is the expert."""
-
-    def __init__(self, gate: bool = True) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(32, 32)
-        self.experts: Any = Experts(EXPERTS, gate=gate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the experts' outputs: [n, 32]."""
-        index = x[:, 32:].long()
-        out: Tensor = self.experts(self.inlet(x[:, :32]), index, torch.ones_like(index, dtype=x.dtype))
-        return out
-
-
-def batch(seed: int) -> Tensor:
-    """Return rows and their routes; some experts have no row."""
-    index, _ = routes(12, 1, [e for e in range(EXPERTS) if (e + seed) % 5], seed)
-    return torch.cat([rows(12, 32, seed), index.float()], 1)
+def run(model: nn.Module, seed: int = 1) -> Tensor:
+    """Return the outputs of 16 rows."""
+    index, weights = routes(16, 2, range(4), seed)
+    out: Tensor = model(rows(16, 32, seed), index, weights)
+    return out
 
 
 @pytest.mark.parametrize(("counted", "lr", "bound"), [(True, 0.1, 0.04), (False, 1e-4, 0.06)])
@@ -55,8 +37,7 @@ def test_a_written_weight_is_cast_with_its_own_amax(counted: bool, lr: float, bo
     manager = fp8dist.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     manager.attach(model, optimizer=optimizer)
-    index, weights = routes(16, 2, range(4), 1)
-    model(rows(16, 32, 1), index, weights).sum().backward()
+    run(model).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     experts: Any = model.experts
@@ -71,15 +52,6 @@ def test_a_written_weight_is_cast_with_its_own_amax(counted: bool, lr: float, bo
     high = torch.cat([x[4 * e : 4 * e + 4] @ experts.gate_up_proj[e].t() for e in range(4)])
     # E4M3 has 4 bits of precision; sums of 32 products average the errors out. Saturated by 1.9, it is 0.11.
     assert float((out - high).detach().norm() / high.detach().norm()) < bound
-
-
-def test_groups_and_patterns_of_products() -> None:
-    """A group may be that of a product. Other patterns are for modules, and one that matches none says so."""
-    with captured_log() as log:
-        manager = fp8dist.prepare(Routed(), groups={"experts.gate_up": None}, skip="experts.down", amax_sync=False)
-    ((_, message),) = log
-    assert "skip: no module with a matmul weight matches 'experts.down'" in message
-    assert manager.coverage().share == 1
 
 
 def test_no_host_synchronisation() -> None:
@@ -97,9 +69,8 @@ def test_no_host_synchronisation() -> None:
         model = Mixture(Experts())
         manager = fp8dist.prepare(model, recipe)
         manager.attach(model)
-        index, weights = routes(16, 2, range(4), 1)
         with Watch():  # The dispatcher then shows grouped ops, and not what is inside them.
-            model(rows(16, 32, 1), index, weights).sum().backward()
+            run(model).sum().backward()
         assert read == []
 
 
@@ -110,18 +81,22 @@ def test_batches_without_tokens() -> None:
     out = model(x, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
     out.sum().backward()
     assert out.shape == (0, 32)
-    assert bits(model.experts.down_proj.grad) == bits(torch.zeros(4, 32, 48))  # type: ignore[arg-type, union-attr]
+    assert bits(model.experts.down_proj.grad) == bits(torch.zeros(4, 32, 48))
 
 
-def test_switched_off_without_a_forward_of_its_own() -> None:
+def test_switched_off_it_computes_what_it_did() -> None:
+    """A module without a forward of its own computes nearly the same."""
+
     class Bare(Experts):
         forward = nn.Module.forward
 
-    index, weights = routes(9, 2, range(4), 1)
-    model = Mixture(Bare())
-    with captured_log():
-        fp8dist.prepare(model, enabled=False)
-    torch.testing.assert_close(model(rows(9, 32, 1), index, weights), Experts()(rows(9, 32, 1), index, weights))
+    expected = run(Experts())
+    for kind in (Experts, Bare):
+        model = Mixture(kind())
+        with captured_log():
+            fp8dist.prepare(model, enabled=False)
+        assert kind is Bare or bits(run(model)) == bits(expected)
+        torch.testing.assert_close(run(model), expected)
 
 
 def test_experts_of_other_ranks_add_nothing_through_a_norm() -> None:
@@ -134,6 +109,7 @@ def test_experts_of_other_ranks_add_nothing_through_a_norm() -> None:
 
 
 def test_history_of_experts_is_short_by_default() -> None:
+    """Experts share the arena of the Linears, and its collective, if their histories are as long."""
     for recipe, overrides, experts, inlet in (
         (None, None, 16, 1024),
         (DelayedScaling(history_len=4), None, 4, 4),
@@ -142,14 +118,13 @@ def test_history_of_experts_is_short_by_default() -> None:
         manager = fp8dist.prepare(Routed(), recipe, overrides=overrides)
         for fqn, length in (("experts.down.3", experts), ("inlet", inlet)):
             assert manager.slot(fqn, "weight").recipe.history_len == length
+        assert len(manager._syncs) == (1 if experts == inlet else 2)
 
 
-def _expert_parallel(model: Any) -> None:
-    model.experts._is_expert_parallel = True
-
-
-def _own_forward(model: Any) -> None:
-    model.experts.forward = model.experts.forward
+def _set(name: str, *value: Any) -> Any:
+    """``value``: of an attribute, or the shape of a parameter."""
+    parameter = len(value) > 1
+    return lambda model: setattr(model.experts, name, nn.Parameter(torch.randn(value)) if parameter else value[0])
 
 
 def _shared(model: Any) -> None:
@@ -157,20 +132,16 @@ def _shared(model: Any) -> None:
     model.more.down_proj = model.experts.down_proj
 
 
-def _reshaped(name: str, *shape: int) -> Any:
-    return lambda model: setattr(model.experts, name, nn.Parameter(torch.randn(shape)))
-
-
 LEFT_OUT: list[tuple[Any, str]] = [
     (lambda model: setattr(model, "experts", Experts(hidden=40)), "dims of 4 x 96 x 40 are not multiples of 16"),
-    (_expert_parallel, "expert parallelism is not supported yet"),
-    (_own_forward, "its forward was replaced"),
+    (_set("_is_expert_parallel", True), "expert parallelism is not supported yet"),
+    (_set("forward", torch.relu), "its forward was replaced"),
     (None, "it matches skip"),
     (_shared, "another module uses its weights, too"),
-    (_reshaped("down_proj", 3, 32, 48), "gate_up_proj (4, 96, 32) and down_proj (3, 32, 48) do not fit each other"),
-    (_reshaped("down_proj", 4, 48, 32), "has_gate=True, is_transposed=False"),
-    (_reshaped("gate_up_proj", 4, 32, 96), "gate_up_proj (4, 32, 96) and down_proj (4, 32, 48) do not fit"),
-    (_reshaped("down_proj_bias", 4, 48), "down_proj_bias (4, 48) does not fit down_proj (4, 32, 48): expected (4, 32)"),
+    (_set("down_proj", 3, 32, 48), "gate_up_proj (4, 96, 32) and down_proj (3, 32, 48) do not fit each other"),
+    (_set("down_proj", 4, 48, 32), "has_gate=True, is_transposed=False"),
+    (_set("gate_up_proj", 4, 32, 96), "gate_up_proj (4, 32, 96) and down_proj (4, 32, 48) do not fit"),
+    (_set("down_proj_bias", 4, 48), "down_proj_bias (4, 48) does not fit down_proj (4, 32, 48): expected (4, 32)"),
 ]
 
 
@@ -200,34 +171,23 @@ def test_mistakes_are_refused_with_what_to_do() -> None:
         manager.attach()
 
 
-def test_a_router_in_fp8_is_warned_of() -> None:
-    def warnings(skip: Any) -> list[str]:
-        model = nn.ModuleDict({"router": nn.Linear(32, 16), "up": nn.Linear(32, 48), "experts": Experts(16)})
+def test_warnings_of_prepare() -> None:
+    """Of a router in FP8, and of patterns: a group may be that of a product, other patterns are for modules."""
+
+    def warned(model: nn.Module, **options: Any) -> list[str]:
         with captured_log() as log:
-            fp8dist.prepare(nn.ModuleDict({"mlp": model}), skip=skip)
-        return [text for level, text in log if "outputs as" in text]
+            fp8dist.prepare(model, **options)
+        return [text for _, text in log]
 
-    (text,) = warnings(None)
+    def mixture() -> nn.Module:
+        modules = {"router": nn.Linear(32, 16), "up": nn.Linear(32, 48), "experts": Experts(16)}
+        return nn.ModuleDict({"mlp": nn.ModuleDict(modules)})
+
+    (text,) = warned(mixture())
     assert text.startswith("fp8dist: mlp.router: as many outputs as the mixture has experts.")
-    assert warnings(re.findall(r"skip='(.*)'", text)) == []
-
-
-def _collectives(history: int, steps: int) -> int:
-    net = Routed()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=history), group=dist.group.WORLD)
-    manager.attach(net, boundary="manual")
-    with counted_collectives() as calls:
-        for step in range(steps):
-            net(batch(step)).sum().backward()
-            manager.step()
-    return calls.names.count("all_reduce")
-
-
-def test_one_collective_per_step_and_arena(two_ranks: RankPool) -> None:
-    """Experts share the arena of the Linears if their histories are as long, else they have one of their own."""
-    for history, arenas in ((4, 1), (64, 2)):
-        few, many = (two_ranks.run(_collectives, history, steps)[0] for steps in (2, 5))
-        assert many - few == 3 * arenas
+    assert warned(mixture(), skip=re.findall(r"skip='(.*)'", text)) == []
+    (text,) = warned(Routed(), groups={"experts.gate_up": None}, skip="experts.down", amax_sync=False)
+    assert "skip: no module with a matmul weight matches 'experts.down'" in text
 
 
 def test_copies_pickles_checkpoints_and_restore() -> None:
@@ -239,13 +199,13 @@ def test_copies_pickles_checkpoints_and_restore() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager.attach(model, optimizer=optimizer)
     for step in range(3):
-        model(batch(step)).pow(2).mean().backward()
+        model(routed_batch(0, step, 4)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     stream = io.BytesIO()
     torch.save(model, stream)
     stream.seek(0)
-    x = batch(9)
+    x = routed_batch(0, 9, 4)
     expected = bits(model.eval()(x))
     of_resumed = fp8dist.prepare(resumed, DelayedScaling(history_len=4))
     of_resumed.load_state_dict(manager.state_dict())
@@ -297,8 +257,7 @@ def test_a_registered_slot_does_not_part_the_experts() -> None:
     for fqn in ("experts.gate_up.1.extra", "experts.gate_up"):
         manager.register(fqn, "input", "e4m3")
     manager.attach(model)
-    index, weights = routes(16, 2, range(4), 1)
-    model(rows(16, 32, 1), index, weights).sum().backward()
+    run(model).sum().backward()
     manager.step()
     arena = manager._cycle.syncs[0].arena
     assert not arena.cold[arena.run_of([fp8dist.Slot(f"experts.gate_up.{e}", "input") for e in range(4)])].any()
@@ -310,11 +269,13 @@ COMPILED = (DelayedScaling(history_len=4), fp8dist.RowwiseScaling(), fp8dist.Blo
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
-@pytest.mark.parametrize("recipe", few(COMPILED, COMPILED[0]))
-def test_compiled_whole_without_recompiles(recipe: fp8dist.Recipe) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "changed"), few([*((recipe, None) for recipe in COMPILED), (COMPILED[0], 3)], (COMPILED[0], None))
+)
+def test_compiled_whole_without_recompiles(recipe: fp8dist.Recipe, changed: int | None) -> None:
     """As token counts change, and equal to eager training bit for bit. A changed precision compiles once more."""
     outcomes = []
-    steps, changed = (5, 3) if recipe.delayed else (2, None)
+    steps = 3 if changed is None else 5
     for compiled in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -322,12 +283,12 @@ def test_compiled_whole_without_recompiles(recipe: fp8dist.Recipe) -> None:
         manager = fp8dist.prepare(model, recipe)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         manager.attach(model, optimizer=optimizer)
-        run = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else model
+        called = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else model
         for step in range(steps):
             if step == changed:
                 manager.set_precision("experts.down.1", "high")
             index, weights = routes(17 + step, 2, range(4), step)
-            run(rows(17 + step, 32, step).bfloat16(), index, weights.bfloat16()).pow(2).mean().backward()
+            called(rows(17 + step, 32, step).bfloat16(), index, weights.bfloat16()).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]

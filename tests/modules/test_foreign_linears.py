@@ -17,17 +17,11 @@ from torch.distributed.fsdp import fully_shard
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
+from tests.support.linear import RECIPES
 from tests.support.ranks import on_ranks
 from tests.support.suite import crossed, few
 
 TOKENS, IN, OUT = 32, 48, 64
-RECIPES = [
-    fp8dist.DelayedScaling(),
-    fp8dist.CurrentScaling(),
-    fp8dist.RowwiseScaling(),
-    fp8dist.BlockScaling(),
-    fp8dist.MXFP8Scaling(),
-]
 
 
 class Named(nn.Linear):
@@ -64,6 +58,8 @@ Conv1D.__module__ = "transformers.pytorch_utils"  # fp8dist knows the class by i
 class ColumnParallelLinear(nn.Module):
     """Like Megatron-Core's on one rank, but without the tuple that it returns."""
 
+    gradient_accumulation_fusion = True
+
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_features, in_features))
@@ -75,7 +71,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> Tensor:
         return self._forward_impl(
             input=input_, weight=self.weight if weight is None else weight, bias=self.bias,
-            allreduce_dgrad=False, sequence_parallel=False, tp_group=None, gradient_accumulation_fusion=True,
+            allreduce_dgrad=False, sequence_parallel=False, tp_group=None,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
         )  # fmt: skip
 
 
@@ -102,27 +99,22 @@ class Calling(nn.Linear):
         return 2 * super().__call__(*args)
 
 
-def _pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Linear]:
-    """Return a module, and an nn.Linear that computes the same."""
+def _pair(name: str) -> tuple[nn.Sequential, nn.Sequential]:
+    """Return a model of one module, and one of an nn.Linear that computes the same."""
     torch.manual_seed(1)
-    foreign, linear = make(), nn.Linear(IN, OUT)
+    foreign, linear = MAKE[name](), nn.Linear(IN, OUT)
     weight = foreign.weight.t() if isinstance(foreign, Conv1D) else foreign.weight
     with torch.no_grad():
         linear.weight.copy_(weight)
         linear.bias.copy_(foreign.bias)
-    return foreign, linear
+    return nn.Sequential(foreign), nn.Sequential(linear)
 
 
-def _named() -> nn.Module:
-    return Named(IN, OUT)
-
-
-def _conv1d() -> nn.Module:
-    return Conv1D(OUT, IN)
-
-
-def _parallel() -> nn.Module:
-    return ColumnParallelLinear(IN, OUT)
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "subclass": lambda: Named(IN, OUT),
+    "Conv1D": lambda: Conv1D(OUT, IN),
+    "parallel": lambda: ColumnParallelLinear(IN, OUT),
+}
 
 
 def _trained(model: nn.Module, steps: int = 5, **options: Any) -> tuple[list[Tensor], fp8dist.StateManager]:
@@ -145,15 +137,12 @@ def _trained(model: nn.Module, steps: int = 5, **options: Any) -> tuple[list[Ten
     return seen, manager
 
 
-@crossed(recipe=RECIPES, make=[_named, _conv1d, _parallel], gemms=[(), ("fprop",), ("dgrad",), ("wgrad",)])
-def test_it_computes_what_an_fp8_linear_does(
-    make: Callable[[], nn.Module], recipe: Any, gemms: tuple[str, ...]
-) -> None:
-    foreign, linear = (nn.Sequential(one) for one in _pair(make))
+@crossed(recipe=RECIPES, name=MAKE, gemms=[(), ("fprop",), ("dgrad",), ("wgrad",)])
+def test_it_computes_what_an_fp8_linear_does(name: str, recipe: Any, gemms: tuple[str, ...]) -> None:
+    foreign, linear = _pair(name)
     original, shape = type(foreign[0]), foreign[0].weight.shape
-    options = {"recipe": recipe}
-    wanted, of_linear = _trained(linear, **options)
-    found, manager = _trained(foreign, **options)
+    wanted, of_linear = _trained(linear, recipe=recipe)
+    found, manager = _trained(foreign, recipe=recipe)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert isinstance(foreign[0], FP8Linear)
     assert isinstance(foreign[0], original)
@@ -170,59 +159,37 @@ def test_it_computes_what_an_fp8_linear_does(
             model.zero_grad()
             model(x).square().sum().backward()
         assert torch.allclose(foreign(x), linear(x))
-    fp8dist.restore(foreign)
-    assert type(foreign[0]) is original
-    assert not hasattr(foreign[0], "fp8_slots")
 
 
-@pytest.mark.parametrize("make", [_named, _conv1d, _parallel])
-def test_it_can_be_copied_and_restored(make: Callable[[], nn.Module]) -> None:
-    model = nn.Sequential(_pair(make)[0])
+@pytest.mark.parametrize("name", MAKE)
+def test_it_can_be_switched_off_copied_pickled_and_restored(name: str) -> None:
+    model, linear = _pair(name)
+    plain, x = copy.deepcopy(model), torch.randn(TOKENS, IN)
     original, keys = type(model[0]), set(vars(model[0]))
-    _trained(model)
-    x = torch.randn(TOKENS, IN)
-    copied = copy.deepcopy(model.eval())
-    assert type(copied[0]) is type(model[0])
-    assert torch.equal(copied(x), model(x))
+    switched_off = copy.deepcopy(model)
+    fp8dist.prepare(switched_off, enabled=False)
+    assert torch.equal(switched_off(x), plain(x))
+    for one in (model, linear):
+        _trained(one)
+    copies = [copy.deepcopy(model.eval())]
+    if name == "subclass":  # The others are of a test's own modules.
+        copies.append(_through_pickle(model))
+        assert torch.equal(model[0].doubled(), 2 * model[0].weight)
+        assert (model[0].label, copies[1][0].label, repr(model[0])) == ("mine", "mine", "FP8Named(named)")
+    for copied in copies:
+        assert type(copied[0]) is type(model[0])
+        assert torch.equal(copied(x), linear(x))
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     fp8dist.restore(model)
     assert type(model[0]) is original
     assert set(vars(model[0])) == keys
 
 
-def test_it_can_be_pickled_by_its_own_class() -> None:
-    pair = [nn.Sequential(one) for one in _pair(_named)]
-    for model in pair:
-        _trained(model)
-    x = torch.randn(TOKENS, IN)
-    foreign, linear = map(_through_pickle, pair)
-    assert type(foreign[0]) is type(pair[0][0])
-    assert foreign[0].label == "mine"
-    assert torch.equal(foreign(x), linear(x))
-
-
-def _through_pickle(model: nn.Module) -> nn.Module:
+def _through_pickle(model: nn.Module) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
-def test_its_own_methods_stay() -> None:
-    model = nn.Sequential(_pair(_named)[0])
-    fp8dist.prepare(model)
-    assert torch.equal(model[0].doubled(), 2 * model[0].weight)
-    assert (model[0].label, repr(model[0])) == ("mine", "FP8Named(named)")
-
-
-@pytest.mark.parametrize("make", [_named, _conv1d, _parallel])
-def test_switched_off_it_computes_what_it_did(make: Callable[[], nn.Module]) -> None:
-    plain = _pair(make)[0]
-    model = nn.Sequential(copy.deepcopy(plain))
-    fp8dist.prepare(model, enabled=False)
-    x = torch.randn(TOKENS, IN)
-    assert torch.equal(model(x), plain(x))
+    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("cls", [Own, OwnConv1D, OwnParallelLinear, Calling])
@@ -236,7 +203,7 @@ def test_a_forward_of_its_own_stays_and_is_named(cls: type[nn.Module]) -> None:
 
 
 def test_a_parallel_linear_refuses_the_weight_of_another_module() -> None:
-    model = nn.Sequential(_parallel())
+    model = nn.Sequential(MAKE["parallel"]())
     fp8dist.prepare(model)
     with pytest.raises(ConfigurationError, match="0: it was called with the weight of another module"):
         model[0](torch.randn(TOKENS, IN), torch.randn(OUT, IN))
@@ -249,10 +216,10 @@ def test_features_of_a_conv1d_must_be_multiples_of_16() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("make", few([_named, _conv1d], _conv1d))
-def test_it_compiles_in_one_graph(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("name", few(["subclass", "Conv1D"], "Conv1D"))
+def test_it_compiles_in_one_graph(name: str) -> None:
     torch._dynamo.reset()
-    model = nn.Sequential(_pair(make)[0])
+    model, _ = _pair(name)
     wanted, _ = _trained(copy.deepcopy(model))
     model.compile(fullgraph=True, backend="aot_eager")
     found, _ = _trained(model)
@@ -266,7 +233,7 @@ def test_a_sharded_conv1d(gathers_fp8: bool) -> None:
     """Its weight is gathered in high precision, and cast to the bytes that an FP8 gather brings."""
     results = []
     for which in range(2):
-        model = nn.Sequential(_pair(_conv1d)[which])
+        model = _pair("Conv1D")[which]
         manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=gathers_fp8)
         fully_shard(model[0])
         fully_shard(model)
@@ -281,11 +248,6 @@ def test_a_sharded_conv1d(gathers_fp8: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         weight = model[0].weight.full_tensor()
-        results.append(
-            [
-                *outputs,
-                weight.t() if which == 0 else weight,
-                *(manager.slot(*slot).amax_history for slot in manager.slots),
-            ]
-        )
+        results.append([*outputs, weight if which else weight.t()])
+        results[-1] += [manager.slot(*slot).amax_history for slot in manager.slots]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

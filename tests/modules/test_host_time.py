@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import cProfile
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +20,8 @@ from fp8dist_kernels.triton import casts, magnitude, matmuls, strips
 from scripts.benchmarks.host import LAYERS, Chain, without_launches
 from tests.support import interpreter  # noqa: F401 - Triton's interpreter stands for a GPU's kernels.
 from tests.support.counted import no_garbage
-from tests.support.experts import Experts
-
-RECIPES = (
-    fp8dist.DelayedScaling(),
-    fp8dist.CurrentScaling(),
-    fp8dist.RowwiseScaling(),
-    fp8dist.BlockScaling(),
-    fp8dist.MXFP8Scaling(),
-)
+from tests.support.experts import Experts, Mixture
+from tests.support.linear import RECIPES
 
 
 def calls_per_layer(chain: Chain) -> Counter[str]:
@@ -100,31 +94,28 @@ def test_plans_of_many_batch_sizes_are_forgotten() -> None:
         assert casts.plan_of.cache_info().currsize == casts.plan_of.cache_info().maxsize
 
 
+def flops(model: nn.Module, *inputs: Any) -> int:
+    """Return those of a forward and a backward."""
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs).sum().backward()
+    return int(counter.get_total_flops())
+
+
 def test_flops_are_counted_as_those_of_linear() -> None:
+    """Of experts as those of their rows, in forward and dgrad; wgrad rounds the rows to a multiple of 16."""
     model, x = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 16)), torch.randn(64, 48, requires_grad=True)
-
-    def counted() -> int:
-        with FlopCounterMode(display=False) as counter:
-            model(x).sum().backward()
-        return int(counter.get_total_flops())
-
-    expected = counted()
+    expected = flops(model, x)
     fp8dist.prepare(model)
-    assert counted() == expected == 3 * 2 * 64 * (48 * 32 + 32 * 16)
-
-
-def test_flops_of_experts_are_those_of_their_rows() -> None:
-    """Forward and dgrad. wgrad rounds the rows to a multiple of 16."""
-    hidden, inner, experts = 32, 48, 5
-    model = nn.Sequential(OrderedDict(experts=Experts(experts, hidden, inner)))
-    fp8dist.prepare(model)
+    assert flops(model, x) == expected == 3 * 2 * 64 * (48 * 32 + 32 * 16)
+    hidden, inner = 32, 48
+    mixture = Mixture(Experts(5, hidden, inner))
+    fp8dist.prepare(mixture)
     per_row = 2 * (hidden * 2 * inner + inner * hidden)
     for tokens in (16, 96, 23):
         rows = 2 * tokens
-        x, chosen = torch.randn(tokens, hidden, requires_grad=True), torch.zeros(tokens, 2, dtype=torch.int64)
-        with FlopCounterMode(display=False) as counter:
-            model.experts(x, chosen, torch.ones(tokens, 2)).sum().backward()
-        of_wgrad = int(counter.get_total_flops()) - 2 * rows * per_row
+        chosen = torch.zeros(tokens, 2, dtype=torch.int64)
+        found = flops(mixture, torch.randn(tokens, hidden, requires_grad=True), chosen, torch.ones(tokens, 2))
+        of_wgrad = found - 2 * rows * per_row
         assert of_wgrad % per_row == 0
         assert abs(of_wgrad // per_row - rows) <= (0 if rows % 16 == 0 else 15)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,21 +20,16 @@ from fp8dist.checks.computations import computations_of
 from fp8dist.checks.known_calls import ProductOf
 from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.taps import tap_on
-from tests.modules.test_foreign_linears import IN, OUT, RECIPES, TOKENS, ColumnParallelLinear
+from tests.modules.test_foreign_linears import IN, OUT, TOKENS, ColumnParallelLinear
 from tests.support import interpreter  # noqa: F401 - Triton's interpreter stands for a GPU's kernels.
+from tests.support.linear import RECIPES
 
 MICROBATCHES = 3
 FLOAT, BF16 = torch.float32, torch.bfloat16
-TRITON = pytest.param("triton", marks=pytest.mark.slow)
-RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 
 
 class Unfused(ColumnParallelLinear):
-    def forward(self, input_: Tensor, weight: Tensor | None = None) -> Tensor:
-        return self._forward_impl(
-            input=input_, weight=self.weight, bias=self.bias, allreduce_dgrad=False, sequence_parallel=False,
-            tp_group=None, gradient_accumulation_fusion=False,
-        )  # fmt: skip
+    gradient_accumulation_fusion = False
 
 
 Unfused.__name__, Unfused.__module__ = "ColumnParallelLinear", ColumnParallelLinear.__module__
@@ -54,8 +50,8 @@ class Job:
         self.ready: list[Tensor] = []
         self._kept = []
         for parameter in self.model.parameters():
-            parameter.main_grad = torch.zeros(parameter.shape, dtype=buffer)  # type: ignore[attr-defined]
-            accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=buffer)
+            accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             accumulator.register_hook(self._hook(parameter))
             self._kept.append(accumulator)
         self.begin()
@@ -74,8 +70,8 @@ class Job:
     def begin(self) -> None:
         """As zero_grad_buffer."""
         for parameter in self.model.parameters():
-            parameter.main_grad.zero_()  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            parameter.main_grad.zero_()
+            parameter.grad_added_to_main_grad = False
 
     def batch(self, number: int) -> Tensor:
         x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(number))
@@ -95,18 +91,22 @@ class Job:
                 self.backward(y, number)
             found += [y.detach(), x.grad]
         self.manager.step()
-        return [*found, *(parameter.main_grad.clone() for parameter in self.model.parameters())]  # type: ignore
+        return [*found, *(parameter.main_grad.clone() for parameter in self.model.parameters())]
 
 
 def _assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@RECIPE
-@pytest.mark.parametrize("backend", [TRITON, "reference", "torch"])
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        *((recipe, "reference") for recipe in RECIPES),
+        *(pytest.param(recipe, "triton", marks=pytest.mark.slow) for recipe in RECIPES[0:3:2]),
+        *((recipe, "torch") for recipe in RECIPES[:3]),  # torch has no products of blocks on a CPU.
+    ],
+)
 def test_the_sum_has_the_bits_of_a_gradient_that_ddp_adds(recipe: fp8dist.Recipe, backend: str) -> None:
-    if backend == "torch" and isinstance(recipe, (fp8dist.BlockScaling, fp8dist.MXFP8Scaling)):
-        pytest.skip("torch has no products of blocks on a CPU")
     fused, plain = Job(recipe, backend=backend), Job(recipe, fused=False, backend=backend)
     for _ in range(2):
         _assert_equal(fused.step(), plain.step())
@@ -117,8 +117,10 @@ def test_the_sum_has_the_bits_of_a_gradient_that_ddp_adds(recipe: fp8dist.Recipe
     assert fused.linear.weight.grad is None
 
 
-@pytest.mark.parametrize("buffer", [FLOAT, BF16])
-@pytest.mark.parametrize("backend", [TRITON, "reference"])
+@pytest.mark.parametrize(
+    ("backend", "buffer"),
+    [pytest.param("triton", BF16, marks=pytest.mark.slow), ("reference", FLOAT), ("reference", BF16)],
+)
 def test_a_gradient_of_bfloat16_weights_is_not_rounded_before_it_is_added(buffer: torch.dtype, backend: str) -> None:
     """Weights of bfloat16 give the sums of the same weights in float32, rounded once per microbatch."""
     narrow = Job(dtype=BF16, buffer=buffer, backend=backend)
@@ -210,24 +212,18 @@ def test_known_answers_add_as_the_module_does() -> None:
         assert [one.into for one in found if isinstance(one, ProductOf)] == [False, False, fused]
 
 
-@pytest.mark.slow
-def test_a_listener_changes_no_bit() -> None:
-    fused, heard, calls = Job(backend="triton"), Job(backend="triton"), []
-    heard.manager._job.tap = tap_on(torch.device("cpu"), lambda op, *_: calls.append(op))
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", pytest.param("listened to", marks=pytest.mark.slow)])
+def test_recomputed_forwards_and_listeners_change_no_bit(how: str) -> None:
+    backend = "triton" if how == "listened to" else "auto"
+    fused, plain, calls = Job(backend=backend), Job(fused=False, backend=backend), []
+    run: Any = fused.model
+    if how == "listened to":
+        fused.manager._job.tap = tap_on(torch.device("cpu"), lambda op, *_: calls.append(op))
+    else:
+        run = partial(checkpoint, fused.model, use_reentrant=how == "reentrant")
     for _ in range(2):
-        _assert_equal(heard.step(), fused.step())
-    assert calls.count("matmul") == 2 * 3 * MICROBATCHES
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed_forwards(reentrant: bool) -> None:
-    fused, plain = Job(), Job(fused=False)
-
-    def recomputed(job: Job) -> Callable[[Tensor], Tensor]:
-        return lambda x: checkpoint(job.model, x, use_reentrant=reentrant)
-
-    for _ in range(2):
-        _assert_equal(fused.step(run=recomputed(fused)), plain.step())
+        _assert_equal(fused.step(run=run), plain.step())
+    assert calls.count("matmul") == (2 * 3 * MICROBATCHES if how == "listened to" else 0)
 
 
 def test_a_split_backward_adds_once() -> None:

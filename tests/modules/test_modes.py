@@ -1,26 +1,25 @@
-"""Eval, no_fp8, recording, calibration, inference mode, and the off switch."""
+"""Eval, no_fp8, recording, calibration that fails, inference mode, and torch's default dtype."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling, StateManager
-from tests.support.linear import E4M3, NONE, amax, dequantised, inputs, linear, roles
+from fp8dist import DelayedScaling, Recipe, StateManager
+from tests.support.linear import NONE, RECIPES, amax, inputs, linear, roles
 from tests.support.training import bits, gradient_bits, state_bits
 
-NOTHING = dict.fromkeys(("input", "weight", "grad_output"), NONE)
 
-
-def stepped() -> tuple[nn.Linear, StateManager]:
+def stepped(**options: Any) -> tuple[nn.Linear, StateManager]:
     """Return a module that has trained for a step."""
-    module, manager = linear(bias=True)
+    torch.manual_seed(1)
+    module = nn.Linear(48, 32)
+    manager = fp8dist.prepare(module, DelayedScaling(history_len=4), **options)
     module(inputs(8, 48).requires_grad_()).sum().backward()
     manager.step()
     module.zero_grad()
@@ -34,67 +33,58 @@ def plain(module: nn.Linear) -> nn.Linear:
     return twin
 
 
-@contextlib.contextmanager
-def evaluating(module: nn.Module, mode: str) -> Iterator[None]:
-    if "eval" in mode:
-        module.eval()
-    with torch.no_grad() if "no_grad" in mode else contextlib.nullcontext():
-        yield
-    module.train()
+MODES: dict[str, tuple[bool, str]] = {
+    "": (True, "input weight grad_output"),
+    "eval": (True, ""),
+    "no_grad": (True, ""),
+    "eval no_grad": (True, ""),
+    "no_fp8": (False, ""),
+    "no_fp8 no_fp8": (False, ""),
+    "no_fp8 recording": (False, "input weight grad_output"),
+    "eval recording": (True, "input weight grad_output"),
+    "eval no_grad recording": (True, "input weight"),
+    "eval no_fp8 no_grad recording": (False, "input weight"),
+}
+"""By mode of a forward: True if it is in FP8, and what is recorded of it and of its backward."""
 
 
-@pytest.mark.parametrize("mode", ["eval", "no_grad", "eval, no_grad"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cold", [False, True])
-def test_evaluation_is_in_fp8_and_records_nothing(mode: str, cold: bool) -> None:
-    """With the scales of training."""
+def test_the_mode_of_a_forward_says_how_it_computes_and_what_is_recorded(mode: str, cold: bool) -> None:
+    """Also of its backward, which runs in another mode. What is not in FP8 has the bits of nn.Linear."""
     module, manager = linear(bias=True) if cold else stepped()
-    before, x = state_bits(manager), inputs(8, 48, seed=4).requires_grad_()
-    with evaluating(module, mode):
+    twin, before = plain(module), state_bits(manager)
+    x, same = (inputs(8, 48, seed=4).requires_grad_() for _ in range(2))
+    fp8, recorded = MODES[mode]
+    module.train("eval" not in mode)
+    with contextlib.ExitStack() as stack:
+        for context in mode.split():
+            if context != "eval":
+                stack.enter_context(torch.no_grad() if context == "no_grad" else getattr(manager, context)())
         y = module(x)
-        if y.requires_grad:
-            y.sum().backward()  # The forward's mode counts: this records nothing either.
-    assert roles(manager) == NOTHING
+    module.train("eval" in mode)
+    expected = twin(same)
+    assert (bits(y) == bits(expected)) is not fp8
+    if y.requires_grad:
+        for of in (y, expected):
+            of.backward(torch.full((8, 32), -3.0))
+        assert torch.equal(x.grad, same.grad) is not fp8
+        assert fp8 or gradient_bits(module) == gradient_bits(twin)
+    amaxes = {"input": amax(x), "weight": amax(module.weight), "grad_output": 3.0}
+    assert roles(manager) == {role: seen if role in recorded.split() else NONE for role, seen in amaxes.items()}
     assert state_bits(manager) == before
-    assert bits(y) == bits(module(x)) != bits(plain(module)(x))
-
-
-def test_backward_in_eval_of_a_forward_in_train_records() -> None:
-    module, manager = linear()
-    y = module(inputs(8, 48))
-    module.eval()
-    y.sum().backward()
-    assert roles(manager)["grad_output"] == 1.0
+    assert bits(module.train()(x)) != bits(expected), "FP8 is on again"
+    if fp8:
+        assert bits(module(x)) == bits(y), "with the scales of training"
 
 
 def test_eval_precision_high_equals_nn_linear_bitwise() -> None:
-    module = nn.Linear(48, 32)
-    manager = fp8dist.prepare(module, eval_precision="high")
+    module, _ = stepped(eval_precision="high")
     x = inputs(8, 48)
     expected = bits(plain(module)(x))
     assert bits(module(x)) != expected
     assert bits(module.eval()(x)) == expected
-    manager.reset()
     assert bits(module.train()(x)) != expected
-
-
-def test_no_fp8_equals_nn_linear_bitwise_and_records_nothing() -> None:
-    module, manager = stepped()
-    twin, before = plain(module), state_bits(manager)
-    mine, theirs = inputs(8, 48).requires_grad_(), inputs(8, 48).requires_grad_()
-    with manager.no_fp8():
-        y = module(mine)
-        with manager.no_fp8():
-            assert bits(module(mine)) == bits(y)
-        assert bits(module(mine)) == bits(y)
-    expected = twin(theirs)
-    y.square().sum().backward()
-    expected.square().sum().backward()
-    assert bits(y) == bits(expected)
-    assert torch.equal(mine.grad, theirs.grad)
-    assert gradient_bits(module) == gradient_bits(twin)
-    assert roles(manager) == NOTHING
-    assert state_bits(manager) == before
-    assert not torch.equal(module(mine), y)  # FP8 is on again.
 
 
 def test_contexts_end_with_an_exception() -> None:
@@ -105,47 +95,7 @@ def test_contexts_end_with_an_exception() -> None:
     manager._syncs[0].abandon()
     with torch.no_grad():
         assert torch.equal(module(inputs(8, 48)), expected)
-    assert roles(manager) == NOTHING
-
-
-@pytest.mark.parametrize("mode", ["train", "eval", "eval, no_grad"])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_recording_records_whatever_the_mode(mode: str, fp8: bool) -> None:
-    module, manager = linear(bias=True)
-    x = inputs(8, 48).requires_grad_()
-    with evaluating(module, mode), contextlib.nullcontext() if fp8 else manager.no_fp8(), manager.recording():
-        y = module(x)
-        assert (bits(y) == bits(plain(module)(x))) is not fp8
-        if y.requires_grad:
-            y.backward(torch.full((8, 32), -3.0))
-    gradient = NONE if "no_grad" in mode else 3.0
-    assert roles(manager) == {"input": amax(x), "weight": amax(module.weight), "grad_output": gradient}
-    assert manager.steps == 0
-
-
-@pytest.mark.parametrize("update", ["same_step", "next_step"])
-def test_calibrate_commits_on_exit(update: str) -> None:
-    """After it, FP8 uses the calibrated scale, not the tensor's own."""
-    module, manager = linear("reference", update=update)
-    module.eval()
-    with manager.calibrate():
-        for seed in (1, 2, 3):
-            x = inputs(8, 48, seed=seed) * seed
-            y = module(x)
-            assert bits(y) == bits(plain(module)(x))
-            y.backward(torch.full((8, 32), float(seed)))
-        assert manager.steps == 0
-    assert manager.steps == 1
-    largest = max(amax(inputs(8, 48, seed=seed) * seed) for seed in (1, 2, 3))
-    scale = torch.tensor(448.0) / torch.tensor(largest)
-    assert float(manager.slot("", "input").amax) == largest
-    assert float(manager.slot("", "input").scale) == float(scale)
-    assert float(manager.slot("", "grad_output").amax) == 3.0
-    assert float(manager.slot("", "weight").amax) == amax(module.weight)
-    assert manager.metrics()["fp8/cold_slots"] == 0
-    x = inputs(8, 48, seed=9)
-    expected = dequantised(x, E4M3, scale) @ dequantised(module.weight, E4M3).t()
-    torch.testing.assert_close(module(x).double(), expected, rtol=1e-5, atol=1e-5)
+    assert set(roles(manager).values()) == {NONE}
 
 
 def test_calibrate_that_raises_commits_nothing_and_forgets() -> None:
@@ -159,19 +109,6 @@ def test_calibrate_that_raises_commits_nothing_and_forgets() -> None:
     assert state_bits(manager) == state
     module(inputs(8, 48, seed=6))
     assert roles(manager)["input"] == max(amax(inputs(8, 48, seed=5)), amax(inputs(8, 48, seed=6)))
-
-
-def test_switched_off_it_is_nn_linear() -> None:
-    module = nn.Linear(48, 32)
-    manager = fp8dist.prepare(module, enabled=False)
-    manager.attach(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
-    x = inputs(8, 48)
-    with manager.calibrate():
-        assert bits(module(x)) == bits(F.linear(x, module.weight, module.bias))
-    assert bits(module(x)) == bits(F.linear(x, module.weight, module.bias))
-    assert len(manager.slots) == 3
-    assert roles(manager) == NOTHING
-    assert manager.steps == 0
 
 
 def test_first_forward_in_inference_mode_then_training() -> None:
@@ -195,11 +132,7 @@ def test_first_forward_in_inference_mode_then_training() -> None:
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [DelayedScaling(update="next_step"), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling()],
-    ids=lambda recipe: type(recipe).__name__,
-)
+@pytest.mark.parametrize("recipe", [DelayedScaling(update="next_step"), *RECIPES[1:]], ids=repr)
 def test_a_frozen_linear_made_in_inference_mode_is_one(recipe: Recipe) -> None:
     """torch counts no writes to its weight. As the first Linear: autograd saves no inference tensor."""
     losses: list[list[float]] = []
@@ -229,16 +162,15 @@ def test_the_default_dtype_does_not_matter(dtype: torch.dtype, power_of_two: boo
     recipe = DelayedScaling(history_len=3, power_of_two=power_of_two, margin=1)
     outcomes = []
     for default in (torch.float32, dtype):
-        models = [nn.Sequential(nn.Linear(48, 32, dtype=torch.float32)) for _ in range(2)]
-        models[0][0].load_state_dict(linear(bias=True)[0].state_dict())
+        model, twin = (nn.Sequential(plain(linear(bias=True)[0])) for _ in range(2))
+        batches = [inputs(6, 48, seed=step) * (1 + step) for step in range(4)]
         torch.set_default_dtype(default)
         try:
-            manager, other = (fp8dist.prepare(model, recipe) for model in models)
-            optimizer = torch.optim.SGD(models[0].parameters(), lr=0.05)
-            manager.attach(models[0], optimizer=optimizer)
-            for step in range(4):
-                x = torch.randn(6, 48, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
-                models[0](x * (1 + step)).square().mean().backward()
+            manager, other = (fp8dist.prepare(each, recipe) for each in (model, twin))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            manager.attach(model, optimizer=optimizer)
+            for x in batches:
+                model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
             manager.slot("0", "input").set_scale(0.3)
@@ -250,5 +182,5 @@ def test_the_default_dtype_does_not_matter(dtype: torch.dtype, power_of_two: boo
         finally:
             torch.set_default_dtype(torch.float32)
         assert state_bits(other) == state_bits(manager)
-        outcomes.append((state_bits(manager), bits(models[0][0].weight)))
+        outcomes.append((state_bits(manager), bits(model[0].weight)))
     assert outcomes[0] == outcomes[1]

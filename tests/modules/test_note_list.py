@@ -42,7 +42,7 @@ class Notes:
     def change(self, kind: str, place: int) -> None:
         linear, note = self.model[place], self.notes[place]
         if kind == "write":
-            linear.weight.detach().mul_(2)  # type: ignore[operator, union-attr]
+            linear.weight.detach().mul_(2)
         elif kind == "move":
             linear.weight.data = torch.ones(2, 2)
         elif kind == "replace":
@@ -52,8 +52,8 @@ class Notes:
         elif kind == "load":
             note.trust_next()
         elif kind == "take":
-            note.take(linear)  # type: ignore[arg-type]
-        elif kind == "forward" and not note.written(linear):  # type: ignore[arg-type]
+            note.take(linear)
+        elif kind == "forward" and not note.written(linear):
             note.was_recorded()
 
     def state(self) -> list[tuple[bool, ...]]:
@@ -63,7 +63,7 @@ class Notes:
         ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_arrays_show_what_each_note_shows(seed: int) -> None:
     chosen = random.Random(seed)
     kinds = ["write"] * 8 + ["move", "replace", "mark", "load", "take", "forward", "forward"]

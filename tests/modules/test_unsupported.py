@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,15 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fp8dist
 from fp8dist import (
-    BlockScaling,
     ConfigurationError,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8Scaling,
-    RowwiseScaling,
-    StateManager,
 )
 from tests.support.experts import Experts, Mixture
+from tests.support.linear import RECIPES
 from tests.support.parallel import mesh_of
 from tests.support.ranks import on_ranks
 
@@ -48,24 +44,13 @@ def prototypes_are_quiet() -> Iterator[None]:
         yield
 
 
-DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _modes(manager: StateManager, net: nn.Module) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
-    return {
-        "fp8": contextlib.nullcontext,
-        "recorded": manager.recording,
-        "no_fp8": manager.no_fp8,
-        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),  # type: ignore[dict-item, return-value]
-    }
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_what_nn_linear_refuses_is_refused_in_every_mode(dtype: torch.dtype) -> None:
     plain, net = nn.Linear(32, 32), nn.Linear(32, 32)
     manager = fp8dist.prepare(net)
     x = (4 * _x(4)).to(dtype)
-    for name, mode in _modes(manager, net).items():
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    for mode in (contextlib.nullcontext, manager.recording, manager.no_fp8, autocast):
         for training in (True, False):
             net.train(training)
             with mode():
@@ -74,22 +59,32 @@ def test_what_nn_linear_refuses_is_refused_in_every_mode(dtype: torch.dtype) -> 
                 except RuntimeError:
                     with pytest.raises(ConfigurationError, match=f"expected an input in .*{str(dtype)[6:]}"):
                         net(x)
-                else:  # Only autocast converts float8.
-                    assert name == "autocast"
+                else:
+                    assert mode is autocast, "it alone converts float8"
                     assert net(x).dtype == expected.dtype
 
 
-def test_experts_refuse_them_too() -> None:
+def test_grouped_products_have_the_same_limits() -> None:
     for enabled in (True, False):
         model = Mixture(Experts())
         manager = fp8dist.prepare(model, enabled=enabled)
-        slots = next(iter(model.experts.fp8_products.values()))  # type: ignore[union-attr]
+        slots = next(iter(model.experts.fp8_products.values()))
         weight: Any = getattr(model.experts, slots.name)
         offsets = torch.full((len(weight),), 4, dtype=torch.int32)
-        x = torch.ones(4, weight.shape[2], dtype=torch.int64)
+        product = partial(fp8dist.grouped_linear, weight=weight, offsets=offsets, slots=slots)
         for mode in (contextlib.nullcontext(), manager.no_fp8(), manager.recording()):
             with mode, pytest.raises(ConfigurationError, match=rf"{slots.fqn}: expected an input in .*int64"):
-                fp8dist.grouped_linear(x, weight, offsets, slots)
+                product(torch.ones(4, weight.shape[2], dtype=torch.int64))
+        if not enabled:
+            continue
+        x = torch.randn(4, weight.shape[2], requires_grad=True)
+        calls: list[tuple[Callable[[], Any], str]] = [
+            (lambda x=x, of=product: torch.func.jvp(of, (x.detach(),), (x.detach(),)), "torch.func"),
+            (lambda x=x, of=product: torch.autograd.grad(of(x).sum(), x, create_graph=True), "create_graph=True"),
+        ]
+        for call, limit in calls:
+            with pytest.raises(ConfigurationError, match=rf"^{slots.fqn}: FP8 .*{limit}.*no_fp8\(\)"):
+                call()
 
 
 @on_ranks(2)
@@ -113,17 +108,11 @@ def _forward_ad(net: nn.Module) -> Any:
         return forward_ad.unpack_dual(net(forward_ad.make_dual(_x(4), _x(4)))).tangent
 
 
-def _forward_ad_of_weights(net: nn.Module) -> Any:
+def _forward_ad_of(net: nn.Module, *names: str) -> Any:
     with forward_ad.dual_level():
-        duals = {name: forward_ad.make_dual(p, torch.ones_like(p)) for name, p in _parameters(net).items()}
+        duals = _parameters(net)
+        duals |= {name: forward_ad.make_dual(duals[name], torch.ones_like(duals[name])) for name in names}
         return forward_ad.unpack_dual(torch.func.functional_call(net, duals, (_x(4),))).tangent
-
-
-def _forward_ad_of_a_bias(net: nn.Module) -> Any:
-    with forward_ad.dual_level():
-        parameters = _parameters(net)
-        parameters["2.bias"] = forward_ad.make_dual(parameters["2.bias"], torch.ones(32))
-        return forward_ad.unpack_dual(torch.func.functional_call(net, parameters, (_x(4),))).tangent
 
 
 def _batched(net: nn.Module) -> Any:
@@ -153,7 +142,7 @@ def _jagged(net: nn.Module) -> Any:
 CALLS: dict[str, tuple[Call, str]] = {
     "jagged": (_jagged, "layout nested"),
     "nested": (lambda net: net(torch.nested.nested_tensor([_x(3), _x(5)])).to_padded_tensor(0.0), "layout nested"),
-    "sparse": (lambda net: net[0](_x(4).to_sparse()), "layout sparse_coo"),  # type: ignore[index]
+    "sparse": (lambda net: net[0](_x(4).to_sparse()), "layout sparse_coo"),
     "vmap": (lambda net: torch.vmap(net)(_x(4, 8)), "vmap"),
     "func.grad": (
         lambda net: torch.func.grad(lambda p: torch.func.functional_call(net, p, (_x(4),)).sum())(_parameters(net)),
@@ -161,8 +150,8 @@ CALLS: dict[str, tuple[Call, str]] = {
     ),
     "func.jvp": (lambda net: torch.func.jvp(net, (_x(4),), (_x(4),)), "torch.func"),
     "forward AD": (_forward_ad, "forward-mode"),
-    "forward AD of weights": (_forward_ad_of_weights, "forward-mode"),
-    "forward AD of a bias": (_forward_ad_of_a_bias, "forward-mode"),
+    "forward AD of weights": (lambda net: _forward_ad_of(net, "0.weight", "2.weight"), "forward-mode"),
+    "forward AD of a bias": (lambda net: _forward_ad_of(net, "2.bias"), "forward-mode"),
     "is_grads_batched": (_batched, "is_grads_batched=True"),
     "vmap of a backward": (_vmap_of_a_backward, "is_grads_batched=True"),
     "vectorised jacobian": (
@@ -174,7 +163,6 @@ CALLS: dict[str, tuple[Call, str]] = {
     "gradient penalty of a sum": (lambda net: _penalty(net, False), "create_graph=True"),
     "hessian": (lambda net: torch.autograd.functional.hessian(lambda x: net(x).sum(), _x(1)), "create_graph=True"),
 }
-RECIPES = (DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling())
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -208,26 +196,6 @@ def test_what_fp8_does_not_support_is_one_error_and_works_in_no_fp8(name: str) -
             made = _tensors(call(net))
         assert len(made) == len(expected)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, expected))
-
-
-def test_grouped_products_have_the_same_limits() -> None:
-    model = Mixture(Experts())
-    fp8dist.prepare(model)
-    slots = next(iter(model.experts.fp8_products.values()))  # type: ignore[union-attr]
-    weight: Any = getattr(model.experts, slots.name)
-    offsets = torch.full((len(weight),), 4, dtype=torch.int32)
-    x = torch.randn(4, weight.shape[2], requires_grad=True)
-
-    def product(x: Tensor) -> Tensor:
-        return fp8dist.grouped_linear(x, weight, offsets, slots)
-
-    calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: torch.func.jvp(product, (x.detach(),), (x.detach(),)), "torch.func"),
-        (lambda: torch.autograd.grad(product(x).sum(), x, create_graph=True), "create_graph=True"),
-    ]
-    for call, limit in calls:
-        with pytest.raises(ConfigurationError, match=rf"^{slots.fqn}: FP8 .*{limit}.*no_fp8\(\)"):
-            call()
 
 
 def test_a_level_of_forward_ad_without_tangents_is_none() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist import DelayedScaling, StateManager
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling, StateManager
 from fp8dist.modules.casters import Cast, Caster, Request
 from fp8dist_kernels.formats import Role
 
@@ -19,6 +19,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 BACKENDS = ["torch", "reference", "triton"]
 NONE = -1.0  # ``pending`` of a slot that recorded nothing.
+RECIPES = (DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling())
+"""One of each kind that GPUs compute. The first three have products in torch on a CPU."""
 
 
 def linear(
